@@ -20,7 +20,6 @@ if importlib.util.find_spec("triton") is None:
 
 from triton.runtime.errors import OutOfResources
 
-from batchinfer.bench.suite.record import Keeper
 from batchinfer.bench.suite.run import Suite
 from batchinfer.bench.suite.section import BenchModel, BenchSection, Part, Result, WrongResult
 from batchinfer_kernels.cost import Cost
@@ -39,7 +38,8 @@ from tests.gpu_suite import (
     steady,
     tiles,
 )
-from tests.gpu_suite.__main__ import CALLS, PREPARE, main, rehearsed, selected
+from tests.gpu_suite import __main__ as command
+from tests.gpu_suite.__main__ import CALLS, main, rehearsed, selected
 from tests.gpu_suite.case import Case, distance, measured
 from tests.gpu_suite.paged import Heads, Paged
 from tests.patience import PATIENCE_S
@@ -57,15 +57,39 @@ no_gpu = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which some packages cannot be imported, and ours are found as in a checkout."""
-    folder = tmp_path_factory.mktemp("blocked")
+# Prepares a rehearsal's process. All that runs on a GPU is imported in it, the tests that do so included.
+IMPORTING = """
+import importlib, sys
+from tests.gpu_suite import rehearsing
+
+def prepare():
+    rehearsing.prepare()
+    for name in {names!r}:
+        importlib.import_module(name)
+    assert not set({missing!r}) & set(sys.modules)
+    try:
+        import duckdb
+    except ModuleNotFoundError:
+        return
+    raise AssertionError("duckdb is there")
+"""
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes in which some packages cannot be imported, and ours are found as in a checkout; the first of them
+    imports everything."""
+    folder = tmp_path / "blocked"
     for name in MISSING:
-        (folder / name).mkdir()
+        (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").write_text(f"raise ModuleNotFoundError('no {name} here')\n")
-    path = os.pathsep.join(map(str, (folder, ROOT, ROOT / ".typing")))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    names = ["tests.gpu_suite.__main__", *{entry.module for entry in ENTRIES}, *gpu_test_modules()]
+    (folder / "importing.py").write_text(IMPORTING.format(names=names, missing=MISSING))
+    monkeypatch.setattr(command, "PREPARE", "importing")
+    monkeypatch.syspath_prepend(folder)  # which a process that is spawned takes from this one
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (folder, ROOT, ROOT / ".typing"))))
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.mark.parametrize(
@@ -73,24 +97,36 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     [ALIKE, pytest.param(tuple(e.name for e in ENTRIES if e.name not in ALIKE), marks=pytest.mark.slow)],
     ids=["most", "the others"],
 )
+@pytest.mark.usefixtures("bare")
 def test_a_rehearsal(
-    left_out: tuple[str, ...], bare: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    left_out: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Everything runs and is right on tiny shapes, with the engine as on a GPU, and nothing is claimed."""
-    for name, value in bare.items():
-        monkeypatch.setenv(name, value)
+    """Everything runs and is right on tiny shapes, with the engine as on a GPU, and nothing is claimed. That packages
+    are lacking which it does not need is seen, too."""
+    found, run = list[dict[str, Any]](), Suite.run
+    monkeypatch.setattr(Suite, "run", lambda suite: found.append(run(suite)) or found[0])
     entries = [entry for entry in rehearsed(ENTRIES) if entry.name not in left_out]
-    keeper = Keeper(tmp_path)
-    ran = Suite(entries, ROOT, 60.0, lambda line: None, keeper.keep, rehearsal=True, prepare=PREPARE).run()
+    options = ["--rehearse", "--minutes", "60", "--out", str(tmp_path / "records"), "--sections"]
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", *options, *(entry.name for entry in entries)])
+    code, said = main(), capsys.readouterr().out.replace(str(tmp_path), "")
+    (ran,) = found
     assert [failure for section in ran["sections"] for failure in section["failures"]] == []
     assert [section["status"] for section in ran["sections"]] == ["ok"] * len(entries)
     results = {section["name"]: section["results"] for section in ran["sections"]}
     assert all(results.values())
-    assert ran["failed"] is False
-    assert keeper.path is not None
-    record = json.loads(keeper.path.read_text("utf-8"))
+    assert (code, ran["failed"]) == (0, False)
+    (path,) = (tmp_path / "records").iterdir()
+    record = json.loads(path.read_text("utf-8"))
     kept = [result for section in record["sections"] for result in section["results"]]
     assert all(result.keys() == {"name", "facts", "targets", "beside"} for result in kept)
+    assert record["versions"]["torch"] == torch.__version__
+    assert len(record["sources_sha256"]) == 64
+    assert record["measured_at"].endswith("+00:00")
+    assert record["cpu"]["cores"] >= 1
+    assert not any(unit in said for unit in ("/s", "µs", " ms", "%", "TB", "TFLOP", "aim"))
     if left_out == ALIKE:
         every_kernel_and_the_engine_ran(results)
 
@@ -114,19 +150,17 @@ def every_kernel_and_the_engine_ran(results: dict[str, list[dict[str, Any]]]) ->
     assert 0 <= results["small-profile"][0]["figures"]["idle_share"] < 1
 
 
-def test_the_command(bare: dict[str, str], tmp_path: Path) -> None:
-    options = ["--rehearse", "--sections", "peaks", "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "tests.gpu_suite", *options]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=bare, timeout=4 * PATIENCE_S)
+@pytest.mark.slow
+@pytest.mark.usefixtures("bare")
+def test_the_command(tmp_path: Path) -> None:
+    """In a new interpreter that lacks packages, as it is started."""
+    options = ["--rehearse", "--sections", "peaks", "--out", str(tmp_path / "records")]
+    started = [sys.executable, "-m", "tests.gpu_suite", *options]
+    done = subprocess.run(started, capture_output=True, text=True, cwd=ROOT, timeout=4 * PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    (path,) = tmp_path.iterdir()
+    (path,) = (tmp_path / "records").iterdir()
     record = json.loads(path.read_text("utf-8"))
-    assert record["versions"]["torch"] == torch.__version__
     assert record["command"].split()[1:4] == ["-m", "tests.gpu_suite", "--rehearse"]
-    assert len(record["sources_sha256"]) == 64
-    assert record["measured_at"].endswith("+00:00")
-    assert record["cpu"]["cores"] >= 1
-    assert not any(unit in done.stdout for unit in ("/s", "µs", " ms", "%", "TB", "TFLOP", "aim"))
 
 
 @no_gpu
@@ -149,18 +183,6 @@ def gpu_test_modules() -> list[str]:
     ]
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
     return [name for name in names if "aot" not in name]
-
-
-def test_all_it_needs_is_there_without_what_is_missing(bare: dict[str, str]) -> None:
-    """Imported in one process that lacks them, with the tests that run on a GPU, all of which one such import would
-    end. That they are lacking is seen, too."""
-    names = ["tests.gpu_suite.__main__", *{entry.module for entry in ENTRIES}, *gpu_test_modules()]
-    lines = ["import importlib, sys", "from tests.kernels.gpu import interpreter", "interpreter.switch_on()"]
-    lines += [f"for name in {names!r}: importlib.import_module(name)"]
-    lines += [f"assert not set({MISSING!r}) & set(sys.modules)", "try: import duckdb"]
-    lines += ["except ModuleNotFoundError: sys.exit(0)", "sys.exit('duckdb is there')"]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=bare)
-    assert done.returncode == 0, done.stderr
 
 
 def test_each_section_belongs_to_a_command() -> None:

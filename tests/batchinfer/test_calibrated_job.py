@@ -68,6 +68,7 @@ def test_the_first_run_calibrates_and_later_ones_reuse(model: Path, tmp_path: Pa
     assert weights(job) == kept
 
 
+@pytest.mark.slow
 def test_replicas_and_one_engine_have_the_same_weights(model: Path, tmp_path: Path) -> None:
     answers = []
     for name, engines in (("one", "1"), ("two", "2")):
@@ -88,7 +89,6 @@ def test_without_calibration_it_is_other_work(model: Path, tmp_path: Path) -> No
     assert not weights(job)
     plan = forecast_job(load_job(job, INT4), lambda _: None, lambda _: None).plan
     assert (plan.present, plan.to_run) == (0, 4)
-    assert run(job, RunOptions(), *INT4).row["reused_requests"] == 0
 
 
 def test_a_calibration_that_was_killed_begins_again(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ class Work:
     shape: dict[str, Any] = field(default_factory=dict)
     sections: dict[str, Any] = field(default_factory=dict)
     options: tuple[tuple[str, str], ...] = (FLOAT32,)
+    rows: int = 8
 
     def job(self, folder: Path, **engine: Any) -> Path:
         """Write it."""
@@ -57,7 +58,8 @@ class Work:
         model = folder.parent / "model"
         if not model.exists():
             make_model_folder(model, self.family, seed=2, **SHAPE | self.shape)
-        rows = [{"text": f"of all rows that there are {n} " + "and more " * (n % 3)} for n in range(8)]
+        texts = (f"of all rows that there are {n} " + "and more " * (n % 3) for n in range(self.rows))
+        rows = [{"text": text} for text in texts]
         sections = {
             "prompt": {"text": "text", "system": None, "user": None},
             "sampling": {"max_tokens": 9, "ignore_eos": True},
@@ -79,7 +81,19 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "usable_gpus", lambda: ["0", "1", "2", "3"])
 
 
-@pytest.mark.parametrize(("work", "sizes", "options"), first_of((
+def check_launches(path: Path, options: RunOptions) -> None:
+    """Engines have taken turns on graphs that they have in common, some of which were captured in mid-job. Tokens that
+    the host did not know yet reached the first stage, and rows that were preempted came back."""
+    steps = report(path, "steps")
+    launches = {step["launch"] for step in steps}
+    assert launches == ({"eager"} if options is UNCAPTURED else {"full_graph", "piecewise_graph"})
+    assert any(step["capture_s"] > 0 for step in steps) == (options is ON_GPUS), "in mid-job"
+    assert sum(step["preemptions"] for step in steps) > 0
+    assert sum(step["cached_tokens"] for step in steps) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("work", "sizes", "options"), [
     (Work("qwen3"), {STAGES: 2}, ON_GPUS),
     (Work(), {STAGES: 2, TENSOR: 2}, ON_GPUS),
     (Work("qwen3", {"num_hidden_layers": 3}), {STAGES: 3}, ON_GPUS),
@@ -87,37 +101,33 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     (Work("mixtral", {"num_local_experts": 4}), {STAGES: 2, EXPERTS: 2}, ON_GPUS),
     (Work("gemma3_text", {"num_hidden_layers": 4, "sliding_window": 16}), {STAGES: 2}, ON_GPUS),
     (Work(sections=GUIDED), {STAGES: 2}, ON_GPUS),
-), 1))  # fmt: skip
+])  # fmt: skip
 def test_stages_on_gpus_answer_as_one_process_does(
     tmp_path: Path, work: Work, sizes: dict[str, int], options: RunOptions
 ) -> None:
-    """Engines take turns on graphs that they have in common, some of which are captured in mid-job. Tokens that the
-    host does not know yet reach the first stage, and rows that were preempted come back."""
     alone, _ = work.found(tmp_path / "alone", REAL, {}, device="cpu")
     path, row = work.found(tmp_path / "stages", options, sizes, device="cuda", max_num_seqs=2 * sizes[STAGES])
     assert_alike(table(path), table(alone))
     ranks = sizes[STAGES] * sizes.get(TENSOR, 1) * sizes.get(EXPERTS, 1)
     assert (row["device"], row["ranks"], row["worker_restarts"]) == ("cuda", ranks, 0)
-    steps = report(path, "steps")
-    launches = {step["launch"] for step in steps}
-    assert launches == ({"eager"} if options is UNCAPTURED else {"full_graph", "piecewise_graph"})
-    assert any(step["capture_s"] > 0 for step in steps) == (options is ON_GPUS), "in mid-job"
-    assert sum(step["preemptions"] for step in steps) > 0
-    assert sum(step["cached_tokens"] for step in steps) > 0
+    check_launches(path, options)
     assert row["stage_wait_s"] is None, "no host waits for another stage"
 
 
 @pytest.mark.parametrize("dtype", first_of(("float32", "bfloat16"), 1))
 def test_captured_stages_keep_the_bits(tmp_path: Path, dtype: str) -> None:
     """Of sampled answers and log-probabilities, which a single GPU would give."""
-    sections = {"sampling": {"max_tokens": 9, "ignore_eos": True} | SAMPLED}
-    work = Work(sections=sections, options=(("model.dtype", dtype), ("engine.deterministic", "true")))
-    found = []
+    sections = {"sampling": {"max_tokens": 5, "ignore_eos": True} | SAMPLED}
+    options = ("model.dtype", dtype), ("engine.deterministic", "true")
+    work, found = Work(sections=sections, options=options, rows=4), []
     for name, sizes in (("alone", {}), ("stages", {STAGES: 2})):
         path, row = work.found(tmp_path / name, ON_GPUS, sizes, device="cuda", data_parallel=1)
         assert row["full_graph_steps"] > 0
         found.append([file.read_bytes() for file in sorted((path.parent / "out/res").glob("*.parquet"))])
     assert found[0] == found[1]
+    assert (row["device"], row["ranks"], row["worker_restarts"]) == ("cuda", 2, 0)
+    check_launches(path, ON_GPUS)
+    assert row["stage_wait_s"] is None, "no host waits for another stage"
 
 
 @pytest.mark.slow

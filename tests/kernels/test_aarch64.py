@@ -60,6 +60,7 @@ needs_emulator = pytest.mark.skipif(
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the options are those of x86-64")
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["bfloat16", "codes_bfloat16"])
 def test_the_checks_pass_on_this_machine(unit, tmp_path):
     """They are right about operators that other tests compare with torch."""

@@ -152,6 +152,7 @@ def test_int8_equals_its_reference(tiles, seed, dtype, rows, inputs, outputs, ki
     assert (got.float() - wanted.float()).abs().le(allowed + step).all()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("dtype", "int8", "inputs"), pairs_first(DTYPES, (False, True), (576, 1537)))
 def test_a_row_does_not_depend_on_its_batch(compiled, dtype, int8, inputs):
     torch.manual_seed(1)

@@ -43,6 +43,7 @@ def check(
             assert torch.equal(part, wanted[: start + 1]), f"{start + 1} rows"
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, width: int) -> None:

@@ -251,8 +251,10 @@ CONFIGURED = ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"
     ("source", "instructions"),
     [
         ("tile_probe.c", (*CONFIGURED, "tilezero", "tdpbusd")),
-        (str(build.FOLDER / "bfloat16.c"), (*CONFIGURED, "tdpbusd")),
-        (str(build.FOLDER / "attention_bfloat16.c"), CONFIGURED),
+        pytest.param(
+            str(build.FOLDER / "bfloat16.c"), (*CONFIGURED, "tdpbusd"), marks=pytest.mark.slow
+        ),  # which take seconds
+        pytest.param(str(build.FOLDER / "attention_bfloat16.c"), CONFIGURED, marks=pytest.mark.slow),
     ],
     ids=["probe", "products", "attention"],
 )

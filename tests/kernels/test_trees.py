@@ -66,7 +66,7 @@ def test_each_path_is_a_text_of_its_own(seed, group, block_size, soft_cap, sunk,
     sunk=st.booleans(),
     lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=1, max_size=6),
 )
-@settings(max_examples=examples(40, 300), deadline=None)
+@settings(max_examples=examples(15, 300), deadline=None)
 def test_compiled_and_grouped_trees_equal_the_reference(
     seed, kind, group, dim, block_size, soft_cap, sunk, lengths
 ):

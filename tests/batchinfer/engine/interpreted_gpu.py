@@ -135,6 +135,12 @@ def build(*arguments: Any, **named: Any) -> LoadedWeights:
     return load_weights(*arguments, **named)
 
 
+def build_quick(*arguments: Any, **named: Any) -> LoadedWeights:
+    """The same, with references in the place of some kernels, see `launch_references`."""
+    stand_in(setattr, compiles=False, quick=True)
+    return load_weights(*arguments, **named)
+
+
 def build_capturing_later(*arguments: Any, **named: Any) -> LoadedWeights:
     """The same with captures before the first step for contexts of up to 16 tokens alone: longer ones come up later.
     References are in the place of some kernels, see `launch_references`."""

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.engine.graphs import decode_graphs
 from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.models.adapters.stored_adapter import StoredAdapter, inspect_adapter
@@ -42,7 +43,7 @@ from tests.batchinfer.engine.small_engine import (
 )
 from tests.batchinfer.engine.test_scores import SHAPES, Row, asked, check, drawn
 from tests.checkpoints import kept_folder
-from tests.examples import examples
+from tests.examples import examples, first_of
 from tests.lora_adapters import make_adapter, merged
 
 # Masked lanes are computed too, by NumPy
@@ -111,6 +112,7 @@ def run(runner: Any, limits: Limits, requests: list[Request], **more: Any) -> Ra
     return drain(make_engine(runner, limits, frozenset(), **more), requests)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("kind", ["cpu", "torch"])
 @pytest.mark.parametrize("family", MODULES)
 def test_scores_are_those_of_the_merged_models(family: str, kind: str) -> None:
@@ -122,7 +124,7 @@ def test_scores_are_those_of_the_merged_models(family: str, kind: str) -> None:
 
 
 @TRITON
-@pytest.mark.parametrize("places", [None, 2])
+@pytest.mark.parametrize("places", first_of([2, None], 1))
 def test_triton_s_operators_score_as_the_merged_models(places: int | None) -> None:
     """Also where two of three adapters are on the device at a time."""
     rows, limits = drawn(2, ((9, (3, 2)), (9, (4,)), (20, (2,)), (3, (1, 1)))), Limits(budget=24)
@@ -164,7 +166,7 @@ def llama(quantization: Quantization, limits: Limits, places: int | None = None)
     return make_runner(model, ops, limits, adapters=adapters("llama"), places=places)
 
 
-@settings(max_examples=examples(12, 300), deadline=None)
+@settings(max_examples=examples(6, 300), deadline=None)
 @given(
     names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=9),
     shared=st.sampled_from([0, 8, 17, 20]),
@@ -218,16 +220,16 @@ def test_decode_steps_of_adapters_are_replayed(monkeypatch: pytest.MonkeyPatch) 
     """As a graph that whoever's adapters may use, beside the one of rows without any."""
     from tests.batchinfer.engine.test_triton_engine import gpus_config, loaded_as_a_job_does
 
+    monkeypatch.setattr(decode_graphs, "LATER_FIRST", 1)
     config = gpus_config("none", deterministic=False)
     places = tuple((name, adapter.path) for name, adapter in one_layer().items())
     config = replace(config, load=replace(config.load, adapters=places))
     loaded = loaded_as_a_job_does(monkeypatch, config)
-    names, rows = ("one", "", "three", "two"), []
-    requests = generating(names, [0, 8, 17, 20], most=5)
-    for _ in range(3):  # what comes for the third time is captured
-        rows = [replace(r, params=replace(r.params, logprobs=None)) for r in requests]
-        found = drain(loaded.engine(), rows)
-        others = drain(loaded.engine(), [replace(r, params=replace(r.params, adapter="two")) for r in rows])
+    names = ("one", "", "three", "two")
+    requests = generating(names, [0, 8, 17, 20], most=4)
+    rows = [replace(r, params=replace(r.params, logprobs=None)) for r in requests]
+    found = drain(loaded.engine(), rows)
+    others = drain(loaded.engine(), [replace(r, params=replace(r.params, adapter="two")) for r in rows])
     limits, model = Limits(), checkpoint("llama", num_hidden_layers=1)
     wanted = make_runner(model, cpu_ops(model), limits, adapters=one_layer())
     assert found.answers == run(wanted, limits, rows).answers
@@ -238,7 +240,7 @@ def test_decode_steps_of_adapters_are_replayed(monkeypatch: pytest.MonkeyPatch) 
     assert "eager" not in {step.launch for step in plain.steps}, "rows without adapters keep their graphs"
 
 
-@pytest.mark.parametrize("kind", ["cpu", "torch"])
+@pytest.mark.parametrize("kind", first_of(["cpu", "torch"], 1))
 def test_adapters_take_turns_in_their_places(kind: str) -> None:
     """Rows of one run next to one another, so each is moved once; a step has no more of them than there are places."""
     limits, names = Limits(seqs=4), ("one", "one", "", "two", "two", "two", "three", "", "three", "one")

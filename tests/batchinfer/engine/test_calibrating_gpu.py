@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
 EXPERTS = {"moe_intermediate_size": 32}
-FAMILIES = ("llama", "qwen3_moe")
+FAMILIES = ("qwen3_moe", pytest.param("llama", marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -45,7 +45,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def calibrate(
-    model: Path, folder: Path, device: Device, answer_tokens: int = 0, prompts: int = 6
+    model: Path, folder: Path, device: Device, answer_tokens: int = 0, prompts: int = 4
 ) -> tuple[Loss, list[int]]:
     """Write the folder; what it lost, and how many layers were done each time that it was told."""
     folder.mkdir()

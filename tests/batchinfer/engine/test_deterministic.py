@@ -101,7 +101,7 @@ def cases():
                 )
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("name", "dtype", "quantization", "way"), list(cases()))
 def test_a_row_has_the_same_bits_however_the_work_is_cut(name, dtype, quantization, way):
     loaded, wanted = yardstick(name, dtype, quantization)
@@ -121,6 +121,7 @@ def coded_yardstick(dtype: Dtype) -> tuple[LoadedModel, dict]:
     return loaded, run_alone(loaded, rows())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [1, 9, 11, 12])
 def test_codes_in_the_cache_change_no_bit_either(dtype, number):
@@ -149,6 +150,7 @@ def in_tiles(name: str, quantization: Quantization) -> tuple[LoadedModel, dict]:
     return loaded, run_alone(loaded, few_rows())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "quantization"), each_first(("llama-wide", "qwen2-moe"), ("none", "int8")))
 @pytest.mark.parametrize("way", [Way(64), pytest.param(Way(4096, threads=2), marks=pytest.mark.slow)])
 def test_matrix_tiles_keep_the_promise(name, quantization, way):
@@ -183,7 +185,7 @@ def test_blocks_of_so_many_vectors_change_nothing(dtype, quantization):
         assert different(Forced(loaded, rows(), Way(64)).run(), wanted) == []
 
 
-@settings(max_examples=examples(8, 25), deadline=None)
+@settings(max_examples=examples(3, 25), deadline=None)
 @given(st.sampled_from(ARITHMETICS), st.integers(0, 10**6), st.booleans())
 def test_random_company(arithmetic, seed, caching):
     """Rows that come in random groups, in random order, while others run, under random limits, and again on K and V

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -21,13 +22,15 @@ from batchinfer.engine.load import build
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.micro_batches import MicroBatches
+from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.models.ops.triton_ops import TritonOps
+from batchinfer_kernels.arithmetic import Device
 from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.gpu import attention_plan, matmul_tiles
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
 from tests.batchinfer.engine import guided_rows
 from tests.batchinfer.engine.interpreted_gpu import stand_in
-from tests.batchinfer.engine.small_engine import MAX_LEN, Ran, drain, folder, request
+from tests.batchinfer.engine.small_engine import Ran, drain, folder, request
 from tests.batchinfer.engine.speculating import Drafts, Guessing, remembered
 from tests.examples import first_of
 
@@ -66,45 +69,68 @@ def _each_kind_of_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loaded_for(monkeypatch: pytest.MonkeyPatch, model: str, **more: Any) -> LoadedModel:
+    stand_in(monkeypatch.setattr, compiles=False, quick=True)
+    return loaded_on("cuda", model, **more)
+
+
+def loaded_on(device: Device, model: str, seqs: int = 4, **more: Any) -> LoadedModel:
     family, options = MODELS[model]
-    load = LoadConfig(folder(family, **options), "float32", "cuda", **more)
+    load = LoadConfig(folder(family, **options), "float32", device, **more)
     config = EngineConfig(
-        load, max_model_len=MAX_LEN, longest=62, max_num_seqs=4, max_num_batched_tokens=32, block_size=8,
+        load, max_model_len=64, longest=62, max_num_seqs=seqs, max_num_batched_tokens=32, block_size=8,
         kv_memory=2**20, drafts=("prompt",), peaks=PEAKS, logprobs=2,
     )  # fmt: skip
-    stand_in(monkeypatch.setattr, compiles=False, quick=True)
     guided = importlib.util.find_spec("llguidance") is not None
     return build.load_model(
         config, constraints=grammar_constraints(guided_rows.tokenizer()) if guided else None
     )
 
 
-def work() -> list[Request]:
+def work(most: int = 14) -> list[Request]:
+    """One row of each kind, and one more; every second prompt goes on behind what all of them begin with."""
     rng = random.Random(3)
     shared = [rng.randrange(250) for _ in range(SHARED)]
     guided = importlib.util.find_spec("llguidance") is not None
     asked = [one for one in ASKED if guided or "regex" not in one]
-    prompts = [
-        [*shared, rng.randrange(250)] if row % 2 else shared[: 3 + row] for row in range(2 * len(asked))
+    prompts = [[*shared, rng.randrange(250)] if row % 2 else shared[: 3 + row] for row in range(6)]
+    return [request(row, prompt, most, **asked[row % len(asked)]) for row, prompt in enumerate(prompts)]
+
+
+def drawn_work() -> list[Request]:
+    """The same rows, all of which draw their tokens."""
+    return [
+        replace(row, params=replace(row.params, temperature=1.1, seed=at)) for at, row in enumerate(work())
     ]
-    return [request(row, prompt, 14, **asked[row % len(asked)]) for row, prompt in enumerate(prompts)]
 
 
-def verified(loaded: LoadedModel, right: float, wanted: Ran) -> tuple[Ran, Drafts]:
-    drafts = Drafts(remembered(wanted, right, seed=1, most=7))
-    return drain(loaded.engine(drafter=drafts), work()), drafts
+class InParts(MicroBatches):
+    """Parts every step, and does not say so: else the scheduler would make steps that need not be parted."""
+
+    def split(self, step: HostBatch) -> list[HostBatch]:
+        return MicroBatches(3).split(step)
+
+
+@cache
+def on_a_cpu(model: str, rows: Callable[[], list[Request]] = work) -> Ran:
+    """Rows without drafts by a CPU's operators, which take a hundredth of the interpreter's time. To be asked for
+    before something stands in for a GPU."""
+    return drain(loaded_on("cpu", model).engine(), rows())
+
+
+def verified(loaded: LoadedModel, right: float, wanted: Ran, rows: list[Request]) -> tuple[Ran, Drafts]:
+    drafts = Drafts(remembered(wanted, right, seed=4, most=7))
+    return drain(loaded.engine(drafter=drafts), rows), drafts
 
 
 @pytest.mark.parametrize(
     ("model", "right"), first_of([(model, right) for right in (0.8, 0.0) for model in MODELS], 1)
 )
 def test_answers_are_those_without_drafts(monkeypatch: pytest.MonkeyPatch, model: str, right: float) -> None:
-    loaded = loaded_for(monkeypatch, model)
+    wanted, loaded = on_a_cpu(model), loaded_for(monkeypatch, model)
     assert isinstance(loaded.runner, DeviceRunner)
     graphs, seen = loaded.runner.graphs, list[int]()
     assert graphs is not None
     assert graphs.steps.drafted == 32, "as many tokens as a step may have"
-    wanted = drain(loaded.engine(), work())
     before, plan = graphs.captured, TritonOps.plan_captured
 
     def noted(*arguments: Any, queries: int, **more: Any) -> Any:
@@ -112,7 +138,7 @@ def test_answers_are_those_without_drafts(monkeypatch: pytest.MonkeyPatch, model
         return plan(*arguments, queries=queries, **more)
 
     monkeypatch.setattr(TritonOps, "plan_captured", noted)
-    got, drafts = verified(loaded, right, wanted)
+    got, drafts = verified(loaded, right, wanted, work())
     assert got.answers == wanted.answers
     assert got.logprobs.keys() == wanted.logprobs.keys()
     assert "eager" not in {step.launch for step in got.steps}
@@ -131,40 +157,38 @@ def test_drafts_change_no_bit_where_rows_are_deterministic(monkeypatch: pytest.M
     segmented = partial(prefill_attention, segment=SEGMENT)
     monkeypatch.setattr("batchinfer_kernels.gpu.paged_attention.prefill_attention", segmented)
     monkeypatch.setattr(matmul_tiles, "LEAST_SEGMENT", 16)
-    loaded = loaded_for(monkeypatch, "llama", deterministic=True)
-    wanted = drain(loaded.engine(), work())
-    got, _ = verified(loaded, 0.7, wanted)
+    loaded = loaded_for(monkeypatch, "llama", seqs=2, deterministic=True)
+    rows = work(6)[:4]
+    wanted = drain(loaded.engine(), rows)
+    got, drafts = verified(loaded, 0.7, wanted, rows)
     assert got.answers == wanted.answers
     assert got.logprobs == wanted.logprobs
+    assert sum(right for _, right in drafts.took) > 2
 
 
+@pytest.mark.slow
 def test_guesses_come_of_what_was_sampled_behind_wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps that are replayed, and of rows that ask for anything: answers are those without."""
-    loaded = loaded_for(monkeypatch, "llama")
+    wanted, loaded = on_a_cpu("llama"), loaded_for(monkeypatch, "llama")
     rows, drafts = work()[:4], Guessing(seed=1)
-    wanted, got = drain(loaded.engine(), rows), drain(loaded.engine(drafter=drafts), rows)
-    assert got.answers == wanted.answers
+    got = drain(loaded.engine(drafter=drafts), rows)
+    assert got.answers.items() <= wanted.answers.items()
     drafts.check()
     assert any(step.launch == "full_graph" for step in got.steps)
     assert sum(len(taken.drafts) - taken.right for _, taken in drafts.told) > 20
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("most", [None, 3])
+@pytest.mark.parametrize("parts", first_of([InParts, MicroBatches], 1))
 def test_rows_with_drafts_draw_the_same_tokens_where_operators_are_launched_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, most: int | None
+    monkeypatch: pytest.MonkeyPatch, parts: type[MicroBatches]
 ) -> None:
     """Also in micro-batches, which part the drafts of a row."""
-    loaded = loaded_for(monkeypatch, "llama")
+    wanted, loaded = on_a_cpu("llama", drawn_work), loaded_for(monkeypatch, "llama")
     assert isinstance(loaded.runner, DeviceRunner)
     plain = replace(loaded.runner, graphs=None, mixed=None)
-    rows = [
-        replace(row, params=replace(row.params, temperature=1.1, seed=at)) for at, row in enumerate(work())
-    ]
-    wanted = drain(loaded.engine(runner=plain), rows)
     drafts = Drafts(remembered(wanted, 0.8, seed=1, most=7))
-    runner = replace(plain, micro_batches=MicroBatches(most, _asked=64))
-    got = drain(loaded.engine(runner=runner, drafter=drafts), rows)
+    runner = replace(plain, micro_batches=parts())
+    got = drain(loaded.engine(runner=runner, drafter=drafts), drawn_work())
     assert got.answers == wanted.answers
     assert {step.launch for step in got.steps} == {"eager"}
     drafted, accepted = (sum(column) for column in zip(*drafts.took, strict=True))

@@ -38,7 +38,7 @@ from tests.examples import examples
 PEAKS = Peaks(1e12, 1e9)  # reading weights takes as long as computing a thousand tokens
 
 
-@settings(max_examples=examples(50, 300), deadline=None, print_blob=True)
+@settings(max_examples=examples(15, 300), deadline=None, print_blob=True)
 @given(
     works(may_constrain=True),
     WAYS,

@@ -119,7 +119,7 @@ def test_those_of_transformers(family: str) -> None:
     seqs=st.integers(1, 8),
     pooling=st.sampled_from(POOLINGS),
 )
-@settings(max_examples=examples(20, 300), deadline=None, print_blob=True)
+@settings(max_examples=examples(8, 300), deadline=None, print_blob=True)
 def test_no_batch_changes_a_vector(
     family: str, order: list[int], budget: int, seqs: int, pooling: Pooling
 ) -> None:

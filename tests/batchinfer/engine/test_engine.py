@@ -196,7 +196,7 @@ def cases() -> Iterator[Any]:
                 yield pytest.param(variant, setting, id=f"{variant}-{setting}", marks=marks)
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("variant", "limits"), list(cases()))
 def test_tokens_and_logits_equal_transformers(variant: str, limits: Limits) -> None:
     folder, tokens, logits = reference(variant)
@@ -211,7 +211,7 @@ def test_tokens_and_logits_equal_transformers(variant: str, limits: Limits) -> N
         assert (ran.total("copied_tokens") > 0) == limits.caching
 
 
-@pytest.mark.parametrize("variant", first_of([*FULL, *(v for v in VARIANTS if v not in FULL)], len(FULL)))
+@pytest.mark.parametrize("variant", first_of([*FULL, *(v for v in VARIANTS if v not in FULL)], 2))
 def test_tokens_equal_transformers_where_nobody_looks_at_logits(variant: str) -> None:
     folder, tokens, _ = reference(variant)
     ran, _ = run_engine(folder, Limits(300, blocks=600), greedy(prompts(), OUTPUT), recorded=False)

@@ -95,8 +95,8 @@ def test_rows_alone_obey_their_constraints_and_are_no_easy_ones() -> None:
 @pytest.mark.parametrize(
     ("way", "look_ahead"),
     [
-        ("together", True),
         ("preempted", True),
+        pytest.param("together", True, marks=pytest.mark.slow),
         *(pytest.param(way, False, marks=pytest.mark.slow) for way in WAYS),
         pytest.param("in small pieces", True, marks=pytest.mark.slow),
     ],
@@ -144,6 +144,7 @@ def test_greedy_rows_whose_argmax_is_looked_at_first(monkeypatch: pytest.MonkeyP
     assert all(ran.requests[key].steered == wanted.requests[key].steered for key in wanted.requests)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", ["together", "preempted"])
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_drafts_change_no_answer(way: str, look_ahead: bool) -> None:

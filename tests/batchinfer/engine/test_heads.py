@@ -133,7 +133,7 @@ class Asked(Drafts):
         self.heads.ended(sequence)
 
 
-@settings(max_examples=examples(30, 250), deadline=None, print_blob=True)
+@settings(max_examples=examples(12, 250), deadline=None, print_blob=True)
 @given(works(may_constrain=True), st.sampled_from([0.0, 0.6, 1.0]))
 def test_heads_get_the_state_behind_which_a_rows_last_token_was_sampled(work: Work, right: float) -> None:
     """Whatever share of drafts was right, over chunks, preemptions and rows that come and go; where the last token had

@@ -24,11 +24,12 @@ from batchinfer.engine.load import build
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.kept_states import KeptStates
+from batchinfer_kernels.arithmetic import Device
 from tests.batchinfer.eagle_heads import EagleOf, EagleReference, save_eagle
 from tests.batchinfer.engine import guided_rows
 from tests.batchinfer.engine.asking_heads import FEW, Asking, HeadReference, parts_at_a_block
 from tests.batchinfer.engine.interpreted_gpu import stand_in
-from tests.batchinfer.engine.small_engine import MAX_LEN, MIXED, checkpoint, drain, request
+from tests.batchinfer.engine.small_engine import MIXED, checkpoint, drain, request
 from tests.batchinfer.engine.test_drafts import PEAKS
 from tests.batchinfer.medusa_heads import heads_of, save_heads
 from tests.batchinfer.mtp_layers import add_mtp
@@ -77,7 +78,7 @@ def mtp() -> tuple[Path, Path, HeadReference]:
 
 
 def medusa() -> tuple[Path, Path, HeadReference]:
-    model = checkpoint("llama")
+    model = checkpoint("llama", num_hidden_layers=1)
     plain = heads_of(model.spec.hidden, VOCAB, 3, 1)
     folder = save_heads(kept_folder() / "heads", plain, 1)
     return model.path, folder, MedusaOf(plain, AutoModelForCausalLM.from_pretrained(model.path))
@@ -91,19 +92,23 @@ KINDS: dict[str, Any] = {
 }
 
 
-def loaded_for(monkeypatch: pytest.MonkeyPatch, model: Path, heads: Path | None, **load: Any) -> LoadedModel:
+def loaded_for(monkeypatch: pytest.MonkeyPatch, model: Path, heads: Path) -> LoadedModel:
+    stand_in(monkeypatch.setattr, compiles=False, quick=True)
+    return loaded_on("cuda", model, heads)
+
+
+def loaded_on(device: Device, model: Path, heads: Path | None) -> LoadedModel:
     config = EngineConfig(
-        LoadConfig(model, "float32", "cuda", heads=heads, **load), max_model_len=MAX_LEN, longest=62,
+        LoadConfig(model, "float32", device, heads=heads), max_model_len=64, longest=62,
         max_num_seqs=4, max_num_batched_tokens=32, block_size=BLOCK, kv_memory=2**21, drafts=("prompt",),
         peaks=PEAKS, logprobs=2,
     )  # fmt: skip
-    stand_in(monkeypatch.setattr, compiles=False, quick=True)
     guided = importlib.util.find_spec("llguidance") is not None
     masks = grammar_constraints(guided_rows.tokenizer()) if guided else None
     return build.load_model(config, constraints=masks)
 
 
-def work(rows: int = 12) -> list[Request]:
+def work(rows: int = 8) -> list[Request]:
     """Rows that begin alike up to the middle of a block, and others."""
     rng = random.Random(3)
     guided = importlib.util.find_spec("llguidance") is not None
@@ -130,7 +135,7 @@ def test_heads_propose_what_those_of_the_reference_do(monkeypatch: pytest.Monkey
     """Behind steps that are replayed as a whole, with drafts and without, in pieces, and that copy parts of blocks; and
     answers are those without heads."""
     path, heads, reference = KINDS[kind]()
-    wanted = drain(loaded_for(monkeypatch, path, None).engine(), work())
+    wanted = drain(loaded_on("cpu", path, None).engine(), work())
     loaded = loaded_for(monkeypatch, path, heads)
     assert isinstance(loaded.runner, DeviceRunner)
     forget(loaded)
@@ -182,6 +187,6 @@ def test_states_stay_as_they_were_when_later_steps_are_launched(monkeypatch: pyt
         take(kept, hidden, *step)
 
     monkeypatch.setattr(KeptStates, "take", noted)
-    got = drain(loaded.engine(), [request(row, [row, 3, 5], 14) for row in range(4)])
-    assert sum(step.launch == "full_graph" for step in got.steps) > 8
+    got = drain(loaded.engine(), [request(row, [row, 3, 5], 8) for row in range(3)])
+    assert sum(step.launch == "full_graph" for step in got.steps) > 4
     assert len(taken) == len(got.steps)

@@ -101,6 +101,7 @@ def counted_flops(model: Any, prompt: list[int], answer: list[int], cached: int)
     return counter.get_total_flops() - 4 * config.num_hidden_layers * heads * size * masked
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "shared"), each_first(("llama", "qwen3_moe", "qwen2", "qwen3"), (False, True))
 )

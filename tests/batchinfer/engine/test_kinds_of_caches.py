@@ -107,6 +107,7 @@ def check(name: str, ran: Ran, seen: dict[Place, Tensor], rows: list[list[int]],
         torch.testing.assert_close(got, logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("limits", "name"), each_first(ALWAYS, COMPARED), ids=str)
 def test_tokens_and_logits_equal_those_of_a_plain_decoder(name: str, limits: Limits) -> None:
     limits = replace(limits, **SCARCE.get(name, {})) if limits.scarce else limits
@@ -115,6 +116,7 @@ def test_tokens_and_logits_equal_those_of_a_plain_decoder(name: str, limits: Lim
     check_steps(ran, limits)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["shared-windows", "both"])
 def test_torchs_operators_do_the_same(name: str) -> None:
     ran, seen = run_engine(folder(name), SETTINGS[1], greedy(prompts(), OUTPUT), ops=TorchOps())

@@ -244,6 +244,7 @@ class Wrong(Lookahead):
         return [one and one._replace(tokens=[NEVER] * len(one.tokens)) for one in super().propose(rows, most)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", [Way(), AHEAD])
 def test_guesses_that_are_never_right_are_left_alone(way: Way) -> None:
     """Rows are looked at less and less often, and believed again as steps pass."""

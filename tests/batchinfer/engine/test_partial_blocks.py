@@ -57,7 +57,7 @@ def ran(rows: list[list[int]], outputs: int, size: int, room: float, **limits: A
     budget=st.sampled_from([17, 256, 4096]),
     shuffled=st.booleans(),
 )
-@settings(max_examples=examples(30, 300), deadline=None, print_blob=True)
+@settings(max_examples=examples(10, 300), deadline=None, print_blob=True)
 def test_each_token_of_a_tree_runs_once(
     rows: list[list[int]], size: int, seqs: int, budget: int, shuffled: bool
 ) -> None:

@@ -111,6 +111,7 @@ def check(model: Checkpoint, limits: Limits = LIMITS) -> tuple[Taped, Ran]:
     return recorder, got
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_answers_are_the_same(variant):
     family, options = VARIANTS[variant]

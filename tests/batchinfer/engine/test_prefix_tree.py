@@ -87,6 +87,7 @@ SCARCE, SOME, PLENTY = 1.3, 3.0, 30.0  # memory, in longest rows
 MORE = {SCARCE: 1.02, SOME: 1.02, PLENTY: 1.0}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("shape", "room", "budget"),
     each_first([(0, 200, 12, 8), (70, 50, 16, 10), (70, 1100, 4, 4)], [SCARCE, SOME, PLENTY], [64, 2048]),
@@ -102,6 +103,7 @@ def test_each_node_runs_once(shape, room, budget, tmp_path):
     assert distinct_tokens(rows) <= prompt_tokens(driver) <= MORE[room] * distinct_tokens(rows)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [5, 16, 33])
 @pytest.mark.parametrize("shape", [(3, 10, 9, 9), (70, 50, 16, 5)], ids=str)
 def test_plan_engine_and_report_count_the_same_shared_tokens(shape, size, tmp_path):
@@ -126,6 +128,7 @@ def test_plan_engine_and_report_count_the_same_shared_tokens(shape, size, tmp_pa
     ) == sorted(tuple(node.values()) for node in wanted)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("shape", "batch", "limits"),
     [

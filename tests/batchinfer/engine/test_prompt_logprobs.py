@@ -122,7 +122,7 @@ def test_drafts_change_none_of_them(budget: int) -> None:
     assert all(right == drafted for drafted, right in drafts.took), "each is compared with its own row"
 
 
-@settings(max_examples=examples(20, 300), deadline=None, print_blob=True)
+@settings(max_examples=examples(6, 300), deadline=None, print_blob=True)
 @given(cut=cuts(), lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6), seed=st.integers(0, 3))
 def test_no_batch_changes_them(cut: Cut, lengths: list[int], seed: int) -> None:
     """Whatever the chunks, the cache, preemptions, steps that look ahead and micro-batches were."""

@@ -65,7 +65,7 @@ def _with_budgets() -> Iterator[Thinker]:
     number = 0
     for name, marks in MARKS.items():
         for kind in ("schema", "choice", "free"):
-            for wish in list(WISHES)[number % 2 :]:
+            for wish in list(WISHES)[number % 2 :: 2]:
                 budget = BUDGETS[number % 3] if name == "opened" else BUDGETS[1 + number % 2]
                 number += 1
                 yield _made(number, kind, wish, marks, budget)

@@ -106,7 +106,7 @@ def plain(row: Request) -> Request:
     return replace(row, params=replace(kept, logprobs=None))
 
 
-@settings(max_examples=examples(40, 400), deadline=None, print_blob=True)
+@settings(max_examples=examples(12, 400), deadline=None, print_blob=True)
 @given(works(), st.integers(2, 5), st.booleans(), st.booleans())
 def test_answers_and_work_are_those_of_single_steps(
     work: Work, steps: int, graphs: bool, preempts: bool
@@ -134,7 +134,7 @@ def test_answers_and_work_are_those_of_single_steps(
         assert useful + got.total("padded_tokens") == launches.computed
 
 
-@settings(max_examples=examples(20, 200), deadline=None, print_blob=True)
+@settings(max_examples=examples(8, 200), deadline=None, print_blob=True)
 @given(works(), st.integers(2, 5))
 def test_rows_have_drafts_in_between(work: Work, steps: int) -> None:
     work = replace(work, rows=[*map(plain, work.rows)])
@@ -335,9 +335,12 @@ def test_lengths_of_answers_are_learnt_from_steps_and_ends() -> None:
 
 def test_what_is_expected_is_what_the_documentation_says(capsys: pytest.CaptureFixture[str]) -> None:
     steps_at_once.main()
-    said = (Path(__file__).parents[3] / "docs/gpu.md").read_text()
-    assert capsys.readouterr().out in said
-    assert steps_at_once.job_line(8) in said
+    assert capsys.readouterr().out in (Path(__file__).parents[3] / "docs/gpu.md").read_text()
+
+
+@pytest.mark.slow
+def test_what_is_expected_of_a_job_is_what_the_documentation_says() -> None:
+    assert steps_at_once.job_line(8) in (Path(__file__).parents[3] / "docs/gpu.md").read_text()
 
 
 # ---- on a GPU, with Triton's kernels
@@ -376,7 +379,7 @@ def test_on_a_gpu_logits_are_those_of_single_steps_to_the_bit(
     monkeypatch.setattr(RepeatedReplays, "run", lambda *given: replayed.append(1) or further(*given))
     prompts = [[(7 * row + at) % 250 for at in range(n)] for row, n in enumerate((23, 29))]
     rows = [
-        request(row, ids, 14 - row, ignore_eos=True, temperature=0.8 * row) for row, ids in enumerate(prompts)
+        request(row, ids, 11 - row, ignore_eos=True, temperature=0.8 * row) for row, ids in enumerate(prompts)
     ]
     found, logits = [], list[list[Tensor]]()
     for steps in (1, 3):

@@ -135,7 +135,7 @@ def test_what_is_asked_of_a_cached_beginning_runs_again() -> None:
 SHAPE = st.tuples(st.integers(1, 40), st.lists(st.integers(1, 9), min_size=1, max_size=5).map(tuple))
 
 
-@settings(max_examples=examples(20, 300), deadline=None, print_blob=True)
+@settings(max_examples=examples(8, 300), deadline=None, print_blob=True)
 @given(cut=cuts(), shapes=st.lists(SHAPE, min_size=1, max_size=6), seed=st.integers(0, 3))
 def test_no_batch_changes_a_score(cut: Cut, shapes: list[tuple[int, tuple[int, ...]]], seed: int) -> None:
     rows = drawn(seed, tuple(shapes))

@@ -4,7 +4,6 @@ and plans that were pickled give what those give that were not."""
 from __future__ import annotations
 
 import pickle
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import SamplingPlan, StepPlan
+from tests import warm_commands
 from tests.batchinfer.engine.driver import ROOTS, Piped, sequence
 from tests.batchinfer.engine.guided_rows import EOS, constrained, rows, tokenizer
 from tests.batchinfer.engine.hashing_model import EOS as HASHED_EOS
@@ -83,14 +83,14 @@ def test_plans_alone_give_the_same_tokens_and_bits_in_another_process(ahead: boo
     record.write_bytes(pickle.dumps(recorder.record))
     model = folder("llama", num_hidden_layers=1)
     asked = [sys.executable, "-m", "tests.batchinfer.engine.recorded_steps", model, record, results]
-    subprocess.run(list(map(str, asked)), check=True, cwd=Path(__file__).parents[3])
+    warm_commands.run(list(map(str, asked)), check=True, cwd=Path(__file__).parents[3])
     wanted = recorder.given()
     assert any(bits for _, bits, _ in wanted)
     assert pickle.loads(results.read_bytes()) == wanted
 
 
 @pytest.mark.parametrize("kind", [ModelRunner, DeviceRunner])
-@settings(max_examples=examples(12, 100), deadline=None, print_blob=True)
+@settings(max_examples=examples(5, 100), deadline=None, print_blob=True)
 @given(work=works(may_constrain=True))
 def test_plans_that_were_pickled_change_no_answer(kind: type[ModelRunner], work: Work) -> None:
     limits, found = work.limits, []

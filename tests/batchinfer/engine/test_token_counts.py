@@ -48,7 +48,7 @@ def run(
     return drain(engine, rows, arrivals=arrivals)
 
 
-@settings(max_examples=examples(50, 250), deadline=None, print_blob=True)
+@settings(max_examples=examples(20, 250), deadline=None, print_blob=True)
 @given(works(), st.sampled_from([None, 0.0, 0.5, 1.0]), st.booleans())
 def test_answers_are_those_of_one_token_a_step(work: Work, right: float | None, looks_ahead: bool) -> None:
     """Random numbers of tokens, drafts of which a share is right, rejections, barriers, lengths, stops, broken logits

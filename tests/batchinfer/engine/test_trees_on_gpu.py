@@ -19,13 +19,14 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
-from tests.batchinfer.engine.small_engine import Ran, drain
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
+from tests.batchinfer.engine.small_engine import Limits, Ran, checkpoint, drain, make_runner
 from tests.batchinfer.engine.speculating import Drafts, branching
+from tests.batchinfer.engine.test_drafted_graphs import InParts, loaded_for, on_a_cpu, work
 from tests.batchinfer.engine.test_drafted_graphs import (
     _each_kind_of_step_is_captured as _each_kind_of_step_is_captured,
 )
 from tests.batchinfer.engine.test_drafted_graphs import _sharing_pays as _sharing_pays
-from tests.batchinfer.engine.test_drafted_graphs import loaded_for, work
 from tests.examples import first_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
@@ -44,10 +45,11 @@ def test_answers_do_not_depend_on_trees(monkeypatch: pytest.MonkeyPatch, cache: 
     """Rows that draw, have penalties, biases and masks, beside prompts and chains, in graphs with padding rows, with
     prefixes that rows share. Codes of K and V are moved with their scales: a node that is read as another one's would
     change what follows."""
+    plain = on_a_cpu("llama")
     loaded = loaded_for(monkeypatch, "llama", kv_cache=cache, deterministic=cache != "auto")
     assert isinstance(loaded.runner, DeviceRunner)
     assert loaded.runner.follows_trees
-    wanted = drain(loaded.engine(), work())
+    wanted = plain if cache == "auto" else drain(loaded.engine(), work())
     of_trees, plan = list[int](), TritonOps.plan_captured
 
     def noted(*arguments: Any, queries: int, **more: Any) -> Any:
@@ -55,39 +57,35 @@ def test_answers_do_not_depend_on_trees(monkeypatch: pytest.MonkeyPatch, cache: 
         return plan(*arguments, queries=queries, **more)
 
     monkeypatch.setattr(TritonOps, "plan_captured", noted)
-    launches = set[str | None]()
-    for seed in range(2):
-        got, drafts = verified(loaded, wanted, seed, work())
-        assert got.answers == wanted.answers
-        assert got.logprobs.keys() == wanted.logprobs.keys()
-        launches |= {step.launch for step in got.steps}
-    assert "eager" not in launches
+    got, drafts = verified(loaded, wanted, 1, work())
+    assert got.answers == wanted.answers
+    assert got.logprobs.keys() == wanted.logprobs.keys()
+    assert "eager" not in {step.launch for step in got.steps}
     assert {4, 8} <= {*of_trees}
     drafted, accepted = (sum(column) for column in zip(*drafts.took, strict=True))
     assert 10 < accepted < drafted
     assert len(got.steps) < len(wanted.steps)
 
 
-@pytest.mark.parametrize("most", first_of([3, None], 1))
+@pytest.mark.parametrize("parts", first_of([InParts, MicroBatches], 1))
 def test_trees_are_followed_where_operators_are_launched_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, most: int | None
+    monkeypatch: pytest.MonkeyPatch, parts: type[MicroBatches]
 ) -> None:
     """Also in micro-batches, which part the nodes of a tree."""
-    loaded = loaded_for(monkeypatch, "llama")
+    wanted, loaded = on_a_cpu("llama"), loaded_for(monkeypatch, "llama")
     assert isinstance(loaded.runner, DeviceRunner)
     plain = replace(loaded.runner, graphs=None, mixed=None)
-    wanted = drain(loaded.engine(runner=plain), work())
-    runner = replace(plain, micro_batches=MicroBatches(most, _asked=64))
-    got, drafts = verified(loaded, wanted, 1, work(), runner=runner)
-    assert got.answers == wanted.answers
+    runner = replace(plain, micro_batches=parts())
+    got, drafts = verified(loaded, wanted, 1, work()[:5], runner=runner)
+    assert got.answers.items() <= wanted.answers.items()
     assert {step.launch for step in got.steps} == {"eager"}
     drafted, accepted = (sum(column) for column in zip(*drafts.took, strict=True))
     assert drafted / 4 < accepted < drafted
 
 
-def test_models_with_windows_or_latents_have_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = loaded_for(monkeypatch, "window")
-    assert not loaded.runner.follows_trees
+def test_models_with_windows_or_latents_have_chains() -> None:
+    window = checkpoint("mistral", sliding_window=24)
+    assert not make_runner(window, triton_ops(window), Limits(), DEVICE).follows_trees
     shape = AttentionShape(torch.float32, 4, 1, 24)
     assert [TritonOps(replace(shape, latent=latent)).follows_trees for latent in (False, True)] == [
         True,

@@ -101,6 +101,7 @@ def pooled(states: Floats, pooling: Pooling) -> Floats:
 LENGTHS = (1, 17, 40, 63, 2, 5, 90, 33)
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_those_of_transformers(family: str, pooling: Pooling) -> None:
@@ -115,7 +116,7 @@ def test_those_of_transformers(family: str, pooling: Pooling) -> None:
     assert [(one.prompt_tokens, one.completion_tokens) for one in samples] == [(n, 0) for n in LENGTHS]
 
 
-@settings(max_examples=examples(20, 300), deadline=None, print_blob=True)
+@settings(max_examples=examples(8, 300), deadline=None, print_blob=True)
 @given(data=st.data(), pooling=st.sampled_from(POOLINGS))
 def test_no_batch_changes_a_vector(data: st.DataObject, pooling: Pooling) -> None:
     cut = data.draw(cuts(caching=st.just(pooling == "last")))
@@ -178,7 +179,7 @@ def both(lengths: tuple[int, ...], pooling: Pooling, **more: Any) -> list[Reques
     return [one for pair in found for one in pair]
 
 
-@settings(max_examples=examples(30, 300), deadline=None, print_blob=True)
+@settings(max_examples=examples(8, 300), deadline=None, print_blob=True)
 @given(
     data=st.data(),
     pooling=st.sampled_from(POOLINGS),

@@ -85,6 +85,7 @@ def outlying(folder: Path, family: str) -> None:
         save_file(stored, path, metadata={"format": "pt"})
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_of_the_model_before_are_told_how_channels_were_changed(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch

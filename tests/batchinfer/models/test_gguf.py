@@ -47,9 +47,10 @@ def test_logits_of_every_architecture(tmp_path: Path, family: str) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_logits_of_every_type(tmp_path: Path, kind: Type) -> None:
-    model = make_gguf(tmp_path / "x.gguf", tmp_path / "plain", "llama", (kind,))
+@pytest.mark.parametrize("first", range(3))
+def test_logits_of_every_type(tmp_path: Path, first: int) -> None:
+    """Each tensor of a model has one of five types: a type that is misread changes the logits."""
+    model = make_gguf(tmp_path / "x.gguf", tmp_path / "plain", "llama", KINDS[first::3])
     check_logits(tmp_path / "x.gguf", model, lengths=(1, 17, 60))
 
 

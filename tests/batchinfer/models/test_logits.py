@@ -28,7 +28,7 @@ CHUNKS = ((None, 16), (64, 8), *(((7, 16),) if everything() else ()))
 SCALED = [family for family in FAMILIES if family not in ("phi3", "gpt2", "gemma3_text")]
 
 
-# Families whose sizes are all tried in `make test`: drawn configurations vary those of every family there, too
+# Families all of whose sizes `make test` may try: drawn configurations vary those of every family there, too
 VARIED = ("llama", "qwen3", "gemma2", "gpt_neox", "deepseek_v3")
 
 
@@ -65,6 +65,7 @@ def check_logits(folder: Path, model: Any, *, lengths: tuple[int, ...] = LENGTHS
     return checkpoint
 
 
+@pytest.mark.sample(21)
 @pytest.mark.parametrize(
     ("family", "how"),
     thinned([(False, 1), (True, 1), (False, 3), (True, 3)], kept=[(True, 1), (False, 3)]),
@@ -79,6 +80,7 @@ def test_tied_and_sharded(tmp_path: Path, family: str, how: tuple[bool, int]) ->
     assert (head in checkpoint.tensors) is not tied
 
 
+@pytest.mark.sample(21)
 @pytest.mark.parametrize(("family", "chunk"), thinned([1, 7], kept=[7]))
 def test_small_chunks(tmp_path: Path, family: str, chunk: int) -> None:
     model = make_checkpoint(tmp_path, family)
@@ -161,6 +163,7 @@ def test_dynamic_rope_is_the_default_within_the_context(tmp_path: Path) -> None:
     check_logits(tmp_path, make_checkpoint(tmp_path, "llama", rope=rope), lengths=(100, 300))
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize(
     ("family", "rope"), thinned([name for name in ROPES if name != "default"], ["yarn-mscale"], SCALED)
 )
@@ -168,11 +171,13 @@ def test_rope_variants(tmp_path: Path, family: str, rope: str) -> None:
     check_logits(tmp_path, make_checkpoint(tmp_path, family, rope=rope), lengths=(17, 100, 300))
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("family", "head_dim"), thinned([2, 10, 20, 24, 80, 96], kept=[]))
 def test_odd_head_sizes(tmp_path: Path, family: str, head_dim: int) -> None:
     check_logits(tmp_path, make_checkpoint(tmp_path, family, head_dim=head_dim), lengths=(2, 63))
 
 
+@pytest.mark.sample(21)
 @pytest.mark.parametrize(
     ("family", "heads"), thinned([(3, 3), (3, 1), (6, 2), (4, 1), (8, 2)], kept=[(6, 2)]), ids=str
 )
@@ -282,6 +287,7 @@ def test_half_precision_checkpoint_run_in_float32(tmp_path: Path, dtype: torch.d
     assert checkpoint.dtype == str(dtype).removeprefix("torch.")
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_run_stays_near_float32(tmp_path: Path, family: str) -> None:
     model = make_checkpoint(tmp_path, family)

@@ -30,6 +30,7 @@ def scaled(model: PreTrainedModel, scale: float) -> Callable[[torch.Tensor], Sim
     return lambda ids: SimpleNamespace(logits=model(ids).logits * scale)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("own_names", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits(tmp_path: Path, name: str, own_names: bool) -> None:

@@ -47,6 +47,7 @@ def assert_equals_the_reference(case: Case, within: float, **how) -> None:
     assert bool(((out.float() - wanted.float()).abs() <= within * largest + 1e-16).all())
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("segment", [64, 512])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float16, 2e-3), (torch.bfloat16, 8e-3)])
 def test_weights_have_the_bits_of_float16(cache_dtype, dtype, within, segment, device) -> None:

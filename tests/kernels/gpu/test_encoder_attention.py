@@ -37,6 +37,7 @@ def biases(case) -> torch.Tensor:
     return 3 * torch.randn(heads, 2 * POSITIONS, generator=torch.Generator().manual_seed(5)).to(case.q.device)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
 def test_tokens_see_all_of_their_prompt_within_a_window_of_two_sides(device, window, deterministic) -> None:

@@ -63,6 +63,7 @@ def case_of(way: str, **options: Any) -> tuple[Case, TreeMask]:
     return case, tree_of(known, *chunks.values())
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("dtype", "cache_dtype"), first_of(KINDS, 3))
 def test_nodes_see_the_text_and_their_ancestors(way: str, dtype: Any, cache_dtype: Any, device: str) -> None:
@@ -91,6 +92,7 @@ def test_a_sequence_may_have_more_rows_than_a_program(monkeypatch, device: str) 
     assert of_trees[-1] is False
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_sequences_without_trees_keep_their_bits(way: str, device: str) -> None:
     """Beside those that have some: a chain, one token, a prompt."""
@@ -105,6 +107,7 @@ def test_sequences_without_trees_keep_their_bits(way: str, device: str) -> None:
     assert not torch.equal(of_trees[known][~alone], plain[known][~alone])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cut", [33, 36, 79, 81, 105])
 def test_a_tree_may_be_run_in_parts(cut: int, device: str) -> None:
     """As micro-batches cut it, of which one may have a single node."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from batchinfer.models.foreign import apart
 from batchinfer.models.foreign.apart import describe_apart
 from batchinfer.models.foreign.checkpoint import inspect_foreign
 from batchinfer.models.foreign.masks import MaskFunction, window_of
-from batchinfer.models.foreign.probe import describe
+from batchinfer.models.foreign.probe import describe, serve
 from batchinfer.models.foreign.refusal import CannotRun
 from batchinfer.models.foreign.source import ForeignSource
 from batchinfer.models.opening import open_checkpoint
@@ -269,7 +270,16 @@ class TestApart:
         raw = raw_config(phi.folder)
         assert describe_apart(raw, {"eos_token_id": [7, 9]}) == describe(raw, {"eos_token_id": [7, 9]})
 
-    def test_reasons_come_back(self) -> None:
+    def test_reasons_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of what the process sends, here of one that need not begin: it would import torch and transformers."""
+
+        def sent(_: str, probe: str, *asked: Any, within_s: float) -> Any:
+            assert probe == f"{serve.__module__}:{serve.__name__}"
+            ours, theirs = Pipe()
+            serve(*asked, theirs)
+            return ours.recv()
+
+        monkeypatch.setattr(apart, "asked_apart", sent)
         with pytest.raises(CannotRun, match="not every layer calls attention once"):
             describe_apart(stated("diffllama"), {})
 

@@ -184,6 +184,7 @@ def tokens_of(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
@@ -216,6 +217,7 @@ def test_loads_are_the_tokens_of_each_expert_but_for_padding(kind: str) -> None:
 PLACED: Shares = ((0, 1, 4), (1, 2, 3), (1, 3, 5))  # of which two are on more than one rank
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -281,6 +283,7 @@ def computed(
     return found, group.x
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("kind", "dtype", "quantization"),
     [

@@ -68,6 +68,7 @@ def check_close(found: list[list[torch.Tensor]], wanted: list[torch.Tensor]) -> 
             torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(
     ("family", "size"), thinned([2, 4], [4], [name for name in FAMILIES if name not in NORMS_ALL_HEADS])
 )
@@ -79,6 +80,7 @@ def test_tensor_ranks(tmp_path: Path, family: str, size: int) -> None:
     check_close(found, alone(checkpoint, TorchOps(), chunk=20, block_size=8))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("family", MOE)
 def test_expert_ranks(tmp_path: Path, family: str, exact: bool) -> None:
@@ -100,6 +102,7 @@ def test_experts_beside_tensor_ranks(tmp_path: Path, family: str) -> None:
     check_close(found, alone(checkpoint, TorchOps()))
 
 
+@pytest.mark.sample(21)
 @pytest.mark.parametrize(("family", "dtype"), thinned([torch.float32, torch.bfloat16], [torch.bfloat16]))
 def test_stages_have_the_bits_of_one_model(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     """Of tied tables the first stage and the last one have one each."""
@@ -131,6 +134,7 @@ def check_rounded(
         assert (torch.cat(rank) - torch.cat(exact)).norm() < 1.2 * missed.norm() + least
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3"])
 def test_tensor_ranks_of_rounded_weights(tmp_path: Path, family: str, quantization: Quantization) -> None:
@@ -157,6 +161,7 @@ def outlying(file: Path) -> None:
     save_file(stored, file, metadata={"format": "pt"})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_expert_ranks_of_rounded_weights(tmp_path: Path, family: str, quantization: Quantization) -> None:
@@ -172,6 +177,7 @@ def test_expert_ranks_of_rounded_weights(tmp_path: Path, family: str, quantizati
             assert torch.equal(got, want)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("form", ["mxfp4", "w8a8", "w4a16", "w4a16 with zeros", "awq"])
 def test_ranks_of_stored_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """In their codes, tensor ranks; and the experts of gpt-oss by ranges, to the bit."""
@@ -185,6 +191,7 @@ def test_ranks_of_stored_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert all(torch.equal(a, b) for rank in found for a, b in zip(rank, wanted, strict=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_ranks_of_calibrated_experts(tmp_path: Path, family: str) -> None:
     """Tensor ranks have columns of each expert in whole groups; expert ranks have theirs, to the bit."""
@@ -200,7 +207,7 @@ def test_ranks_of_calibrated_experts(tmp_path: Path, family: str) -> None:
     assert all(torch.equal(a, b) for rank in found for a, b in zip(rank, wanted, strict=True))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "deepseek_v2"])
 def test_adapters_are_divided_as_what_they_change(

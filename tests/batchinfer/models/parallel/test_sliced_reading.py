@@ -163,7 +163,7 @@ def values(weights: LayerWeights, linear: LinearSpec) -> Tensor:
     return wide * scales[:, None]
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_part_of_a_stored_format_is_that_part_of_the_whole(

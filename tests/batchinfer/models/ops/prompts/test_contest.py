@@ -160,6 +160,7 @@ def test_nothing_is_chosen_by_time_where_rows_must_not_depend_on_it(both, speeds
     assert speeds.chosen(NEVER, ops=TritonOps(shape), agreed=asked) == OURS
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("seconds", "rounds"), [(BUDGET_S, 1), (1e-6, ROUNDS)])
 def test_timing_ends_when_its_time_is_over(both, speeds, seconds, rounds):
     took = {OURS: seconds, INFER: seconds / 2, ATTENTION: seconds}
@@ -254,6 +255,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("library", ["FlashInfer", "FlashAttention-4"])
 @pytest.mark.parametrize("reason", BROKEN)
 def test_a_package_that_does_not_work_is_a_warning(monkeypatch, speeds, caplog, library, reason):

@@ -60,6 +60,7 @@ def with_kernel(shape: AttentionShape = SHAPE) -> TritonOps:
     return TritonOps(shape).with_prefill(GluonPrefill(shape, BLOCK, DEVICE))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rules", [PLAIN, LOCAL], ids=["plain", "all"])
 @pytest.mark.parametrize(
     ("lens", "contexts"),
@@ -159,6 +160,7 @@ def test_gluon_is_where_triton_has_it():
     assert gluon.has_gluon()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("faster", "chosen"), [(True, "triton+gluon"), (False, "triton")])
 def test_it_is_taken_where_it_is_faster(kernel, monkeypatch, caplog, faster, chosen):
     """It computes the same; how long an attention takes is said by the kernel that is launched."""
