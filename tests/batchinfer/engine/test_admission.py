@@ -161,7 +161,8 @@ def check_estimates(rows: list[tuple[int, int]], limit: Limit) -> None:
     known = simulate([Row(p, o) for p, o in rows], blocks=limit.blocks, budget=512)
     guessed = simulate([Row(p, o, limit.max_tokens) for p, o in rows], blocks=limit.blocks, budget=512)
     assert known.preemptions == 0
-    assert guessed.preemptions <= limit.preemptions * len(rows)
+    # A few at the beginning, when nothing is known of lengths, however many rows there are
+    assert guessed.preemptions <= limit.preemptions * len(rows) + 5
     assert guessed.recomputed_tokens <= limit.recomputed * guessed.tokens
     assert guessed.seconds <= limit.seconds * known.seconds
 
