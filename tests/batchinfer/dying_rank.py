@@ -10,6 +10,7 @@ from typing import Any
 
 AT = "DIES_AT"  # which step; LOADING: before it has loaded
 LOADING = "loading"
+MISSED_S = 2.0  # that a rank which loads may be silent
 HOW = "DIES_HOW"  # the name of a signal; "memory": it raises MemoryError
 DIED = "DIED"  # a file, which is there once a rank was lost
 
@@ -54,7 +55,9 @@ class DyingWeights:
 def build(*arguments: Any, **named: Any) -> DyingWeights:
     """Load as batchinfer.engine.load.build.load_weights does."""
     from batchinfer.engine.load import build as building
+    from batchinfer.pipeline.workers.ranks import roll_call
 
+    roll_call.MISSED_S = MISSED_S
     if os.environ[AT] == LOADING and named["seat"].rank and not Path(os.environ[DIED]).exists():
         Path(os.environ[DIED]).touch()
         time.sleep(0.5)  # by then it has said that it loads

@@ -67,15 +67,20 @@ def alone(folder: Path, model: Path, rows: list[dict[str, Any]]) -> list[str | N
     return answers(path)
 
 
-def wanted(tmp_path: Path, model: Path, models: Path, rows: list[dict[str, Any]]) -> dict[Any, list[Any]]:
+@pytest.fixture(scope="module")
+def wanted(
+    model: Path, models: Path, tmp_path_factory: pytest.TempPathFactory, warm_children: None
+) -> dict[Any, list[Any]]:
+    """The answers to the first rows: of the model, and of those that the adapters make of it."""
+    rows, folder = rows_of([None] * 18), tmp_path_factory.mktemp("alone")
     places = {None: model, "one": models / "merged-one", "two": models / "merged-two"}
-    return {name: alone(tmp_path / f"alone-{name}", place, rows) for name, place in places.items()}
+    return {name: alone(folder / str(name), place, rows) for name, place in places.items()}
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_rows_have_the_answers_of_the_merged_models(
-    tmp_path: Path, model: Path, models: Path, replicas: int
+    tmp_path: Path, model: Path, models: Path, wanted: dict[Any, list[Any]], replicas: int
 ) -> None:
     names: list[Any] = [None, "one", "two", "one", "two", None, "", "two", "three"] * 2
     rows = rows_of(names)
@@ -89,14 +94,14 @@ def test_rows_have_the_answers_of_the_merged_models(
         on_error={"max_error_rate": 0.5},
     )
     assert run(path, REAL, FLOAT32).exit_code == 0
-    found, known = table(path), wanted(tmp_path, model, models, rows)
+    found = table(path)
     for at, (name, row) in enumerate(zip(names, found, strict=True)):
         if name == "three":
             assert (row["status"], row["error_code"]) == ("error", "bad_adapter")
             assert "'three'; model.adapters has one, two" in row["error_message"]
         else:
-            assert row["generated_text"] == known[name or None][at]
-    assert len({known[name][0] for name in known}) == 3, "adapters change answers"
+            assert row["generated_text"] == wanted[name or None][at]
+    assert len({wanted[name][0] for name in wanted}) == 3, "adapters change answers"
     assert run(path, NO_ENGINE, FLOAT32).exit_code == 0
 
 
@@ -127,16 +132,19 @@ def test_answers_are_known_by_what_the_adapter_computes(tmp_path: Path, model: P
     assert any(changed)
 
 
-def test_the_job_s_adapter_is_that_of_rows_that_name_none(tmp_path: Path, model: Path, models: Path) -> None:
+def test_the_job_s_adapter_is_that_of_rows_that_name_none(
+    tmp_path: Path, model: Path, models: Path, wanted: dict[Any, list[Any]]
+) -> None:
     rows = rows_of([None, "two", None])
     chosen = {"adapter": "one", "adapter_from_column": "who"}
     path = job(tmp_path / "job", model, models, rows, model=chosen)
     assert run(path, REAL, FLOAT32).exit_code == 0
-    known = wanted(tmp_path, model, models, rows)
-    assert answers(path) == [known["one"][0], known["two"][1], known["one"][2]]
+    assert answers(path) == [wanted["one"][0], wanted["two"][1], wanted["one"][2]]
 
 
-def test_a_request_names_its_adapter_as_its_model(tmp_path: Path, model: Path, models: Path) -> None:
+def test_a_request_names_its_adapter_as_its_model(
+    tmp_path: Path, model: Path, models: Path, wanted: dict[Any, list[Any]]
+) -> None:
     lines = [
         {
             "custom_id": f"r{at}",
@@ -148,8 +156,7 @@ def test_a_request_names_its_adapter_as_its_model(tmp_path: Path, model: Path, m
     ]
     path = job(tmp_path / "job", model, models, lines, prompt=None, sampling=None, input={"format": "openai"})
     assert run(path, REAL, FLOAT32).exit_code == 0
-    known = wanted(tmp_path, model, models, [{"text": "word 0 and more of it"}])
-    assert answers(path) == [known[name][0] for name in (None, "one", "two")]
+    assert answers(path) == [wanted[name][0] for name in (None, "one", "two")]
 
 
 def refused(tmp_path: Path, base: Path, models: Path, **sections: Any) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import duckdb
 import numpy as np
@@ -75,7 +76,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def rows(count: int = 24) -> list[dict[str, Any]]:
+def rows(count: int = 12) -> list[dict[str, Any]]:
     return [{"text": f"row {at % 7} has some words, and row {at % 5} has some words"} for at in range(count)]
 
 
@@ -89,31 +90,62 @@ def job(folder: Path, model: Path, drafts: Any, **sections: Any) -> Path:
     )
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", JOBS)
-def test_rows_are_those_of_a_job_without_drafts(tmp_path: Path, model: Path, kind: str) -> None:
+class Plain(NamedTuple):
+    """What a job without drafts has published, and the row of its report."""
+
+    table: list[dict[str, Any]]
+    row: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory, warm_children: None) -> Callable[[Path, str], Plain]:
+    """Runs a job of a model and a kind without drafts, once for all that are held against it."""
+
+    @functools.cache
+    def found(model: Path, kind: str) -> Plain:
+        path = job(tmp_path_factory.mktemp("off") / "job", model, "off", **WITH_MODELS[kind])
+        outcome = run(path, REAL, *dtype_of(kind))
+        assert outcome.exit_code == 0, kind
+        return Plain(table(path), outcome.row)
+
+    return found
+
+
+def dtype_of(kind: str) -> tuple[tuple[str, str], ...]:
+    return () if kind == "deterministic" else (FLOAT32,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafts"),
+    first_of(
+        [
+            ("greedy", EVERY),
+            *(("greedy", drafts) for drafts in SOURCES),
+            *((kind, drafts) for kind in JOBS if kind != "greedy" for drafts in ("auto", EVERY)),
+        ],
+        1,
+    ),
+)
+def test_rows_are_those_of_a_job_without_drafts(
+    tmp_path: Path, model: Path, without: Callable[[Path, str], Plain], kind: str, drafts: Any
+) -> None:
     """Answers of a small random model soon repeat themselves and each other, so that drafts are right."""
-    sections, float32 = JOBS[kind], () if kind == "deterministic" else (FLOAT32,)
-    plain = job(tmp_path / "off", model, "off", **sections)
-    wanted = run(plain, REAL, *float32)
-    assert wanted.exit_code == 0, kind
+    wanted = without(model, kind)
     assert (wanted.row["drafted_tokens"], wanted.row["drafts_saved_s"]) == (0, 0)
-    for number, drafts in enumerate(SOURCES if kind == "greedy" else ("auto", EVERY)):
-        path = job(tmp_path / str(number), model, drafts, **sections)
-        got = run(path, REAL, *float32)
-        assert got.exit_code == 0
-        assert table(path) == table(plain), drafts
-        row = got.row
-        names = ("prompt", "answers") if drafts == "auto" else drafts
-        other = {*EVERY} - {*names}
-        assert sum(row[f"{name}_drafted"] for name in names) == row["drafted_tokens"]
-        assert sum(row[f"{name}_drafted"] for name in other) == 0
-        assert row["accepted_tokens"] <= row["drafted_tokens"]
-        assert row["sampled_tokens"] == wanted.row["sampled_tokens"]
-        if kind != "replicas":  # which divide the rows as they get to it
-            assert row["steps"] <= wanted.row["steps"]
-        if kind == "greedy":
-            assert row["drafted_tokens"] > 0
+    path = job(tmp_path / "job", model, drafts, **JOBS[kind])
+    got = run(path, REAL, *dtype_of(kind))
+    assert (got.exit_code, table(path)) == (0, wanted.table)
+    row = got.row
+    names = ("prompt", "answers") if drafts == "auto" else drafts
+    other = {*EVERY} - {*names}
+    assert sum(row[f"{name}_drafted"] for name in names) == row["drafted_tokens"]
+    assert sum(row[f"{name}_drafted"] for name in other) == 0
+    assert row["accepted_tokens"] <= row["drafted_tokens"]
+    assert row["sampled_tokens"] == wanted.row["sampled_tokens"]
+    if kind != "replicas":  # which divide the rows as they get to it
+        assert row["steps"] <= wanted.row["steps"]
+    if kind == "greedy":
+        assert row["drafted_tokens"] > 0
 
 
 def changed(path: Path, rows: list[dict[str, Any]], **sections: Any) -> None:
@@ -131,8 +163,7 @@ def test_rows_whose_job_changed_are_drafted_by_their_last_answers(
     """Rows have no ids, and stand elsewhere now."""
     options = replace(REAL, waves_from_s=0.0) if waves else REAL
     path, off = (job(tmp_path / name, model, drafts) for name, drafts in (("a", ["earlier"]), ("b", "off")))
-    for one in (path, off):
-        assert run(one, options, FLOAT32, ("sampling.max_tokens", "30")).row["drafted_tokens"] == 0
+    assert run(path, options, FLOAT32, ("sampling.max_tokens", "30")).row["drafted_tokens"] == 0
     later = [{"text": "a new row"}, *reversed(rows()), {"text": "and another one"}]
     for one in (path, off):
         changed(one, later, sampling={"max_tokens": 36})
@@ -164,9 +195,9 @@ def test_a_row_is_drafted_by_the_last_answer_to_its_id(
         job(tmp_path / name, model, drafts, **given) for name, drafts in (("a", "auto"), ("b", "off"))
     )
     later = [row | {"text": row["text"] + "."} for row in first[::-1]]
+    changed(path, first)
+    run(path, REAL, FLOAT32)
     for one in (path, off):
-        changed(one, first)
-        run(one, REAL, FLOAT32)
         changed(one, later)
         run(one, REAL, FLOAT32)
     assert table(path) == table(off)
@@ -193,11 +224,16 @@ def test_engines_begin_with_the_last_answers_of_the_last_result(
     assert told[2:] == [[]], "a job that takes nothing from its last result"
 
 
-def test_sampled_rows_and_rows_with_several_answers_have_no_earlier_ones(tmp_path: Path, model: Path) -> None:
-    for name, sampling in (("sampled", {"temperature": 1.0}), ("several", {"n": 2, "temperature": 1.0})):
-        path = job(tmp_path / name, model, ["earlier"], sampling={"max_tokens": 10, **sampling})
-        run(path, REAL, FLOAT32)
-        assert run(path, REAL, FLOAT32, ("sampling.max_tokens", "12")).row["drafted_tokens"] == 0
+@pytest.mark.parametrize("answers", first_of([1, 2], 1))
+def test_sampled_rows_and_rows_with_several_answers_have_no_earlier_ones(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, answers: int
+) -> None:
+    monkeypatch.setattr(earlier_drafts, "drafted", seen := Seen())
+    sampling = {"max_tokens": 10, "n": answers, "temperature": 1.0}
+    path = job(tmp_path / "job", model, ["earlier"], sampling=sampling)
+    run(path, REAL, FLOAT32)
+    assert run(path, REAL, FLOAT32, ("sampling.max_tokens", "12")).row["drafted_tokens"] == 0
+    assert {*seen.given} <= {None}
 
 
 def small(model: Path, folder: Path) -> Path:
@@ -246,35 +282,26 @@ WITH_MODELS = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "runs"),
     first_of(
         [
             ("sampled", "beside"),
-            ("schema", "beside"),
-            ("ladder", "beside"),
             ("greedy", "first"),
             ("replicas", "first"),
-            *(
-                (kind, "beside")
-                for kind in WITH_MODELS
-                if kind not in ("greedy", "sampled", "schema", "ladder")
-            ),
+            *((kind, "beside") for kind in WITH_MODELS if kind not in ("greedy", "sampled")),
             *((kind, "first") for kind in ("sampled", "schema", "ladder")),
         ],
-        5,
+        1,
     ),
 )
 def test_rows_are_those_of_a_job_without_a_draft_model(
-    tmp_path: Path, model: Path, large: Path, kind: str, runs: str
+    tmp_path: Path, model: Path, large: Path, without: Callable[[Path, str], Plain], kind: str, runs: str
 ) -> None:
-    float32 = () if kind == "deterministic" else (FLOAT32,)
-    plain = job(tmp_path / "off", large, "off", **WITH_MODELS[kind])
-    wanted = run(plain, REAL, *float32)
+    wanted = without(large, kind)
     path = job(tmp_path / "model", large, {"model": str(model), "runs": runs}, **WITH_MODELS[kind])
-    got = run(path, REAL, *float32)
-    assert (got.exit_code, table(path)) == (0, table(plain))
+    got = run(path, REAL, *dtype_of(kind))
+    assert (got.exit_code, table(path)) == (0, wanted.table)
     row = got.row
     assert row["draft_model_runs"] == runs
     if (
@@ -290,7 +317,7 @@ def test_rows_are_those_of_a_job_without_a_draft_model(
         assert 0 < row["proposing_s"] < row["wall_s"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", ["first", "beside", "heads"])
 def test_rows_with_adapters_have_drafts_by_a_model_without(
     tmp_path: Path, model: Path, large: Path, runs: str
@@ -373,6 +400,7 @@ def interrupted_after(count: int) -> Any:
     return interrupting
 
 
+@pytest.mark.slow
 def test_a_draft_model_may_be_the_same_one_with_other_weights(tmp_path: Path, model: Path) -> None:
     plain = job(tmp_path / "off", model, "off", sampling={"max_tokens": 40})
     run(plain, REAL, FLOAT32)
@@ -397,9 +425,12 @@ def test_rows_that_ask_a_draft_model_the_same_ask_once_and_never_again(
     (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
     mixed = [{"text": text, "lp": lp} for text in ("one", "two", "word " * 80) for lp in (1, 2)]
     sections = {"sampling": {"max_tokens": 20, "from_columns": {"logprobs": "lp"}}}
-    path = job(tmp_path / "job", model, {"model": str(other), "runs": "first"}, **sections)
+    drafts = {"model": str(other), "runs": "first", "quantization": "int4"}
+    path = job(tmp_path / "job", model, drafts, **sections)
     changed(path, mixed)
-    assert run(path, REAL, FLOAT32).exit_code == 0
+    row = run(path, REAL, FLOAT32).row
+    assert (row["exit_code"], row["quantization"]) == (0, "none"), "that of the job's own model"
+    assert row["model_drafted"] > 0
     monkeypatch.setattr(drafting, "engines", no_engine)
     assert run(path, REAL, FLOAT32, ("model.kv_cache_dtype", "int8")).row["draft_model_s"] > 0
 
@@ -483,15 +514,10 @@ def test_forecasts_say_what_drafts_came_to_in_the_last_run(tmp_path: Path, model
     _, said = notices(path, REAL)
     (line,) = (line for line in said if line.startswith("drafts: "))
     assert "proposed tokens were right in the last run, and " in line
-    off = planned(path, FLOAT32, longer, ("drafts", "off"), ("sampling.seed", "1")).forecast
-    assert off is None or off.proposals is None
-
-
-def test_a_resumed_job_takes_the_answers_that_drafts_made(tmp_path: Path, model: Path) -> None:
-    path = job(tmp_path / "job", model, "auto", sampling={"max_tokens": 20})
-    assert run(path, REAL, FLOAT32).row["drafted_tokens"] > 0
     again = run(path, REAL, FLOAT32, ("drafts", "off"))
     assert not again.row["steps"], "no answer is computed again because drafts are off now"
+    off = planned(path, FLOAT32, longer, ("drafts", "off"), ("sampling.seed", "1")).forecast
+    assert off is None or off.proposals is None
 
 
 @pytest.mark.parametrize(
@@ -526,18 +552,15 @@ def test_what_drafts_may_be(tmp_path: Path, model: Path, sections: dict[str, Any
         load_job(path)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "heads"),
     first_of(
         [
-            ("penalised", "medusa"),
             ("greedy", "eagle"),
-            ("schema", "eagle"),
-            *((kind, "medusa") for kind in ("greedy", "schema", "replicas")),
-            *((kind, "eagle") for kind in WITH_MODELS if kind not in ("ladder", "greedy", "schema")),
+            *((kind, "medusa") for kind in ("penalised", "greedy", "schema", "replicas")),
+            *((kind, "eagle") for kind in WITH_MODELS if kind not in ("ladder", "greedy")),
         ],
-        3,
+        1,
     ),
 )
 def test_rows_are_those_of_a_job_without_heads(
@@ -614,17 +637,17 @@ def second(model: Path, folder: Path) -> Path:
 NEVER = 5  # a token
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", first_of(["sampled", "greedy", "penalised", "schema", "several"], 2))
-def test_rows_are_those_of_a_job_without_trees(tmp_path: Path, model: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", first_of(["greedy", "sampled", "penalised", "schema", "several"], 1))
+def test_rows_are_those_of_a_job_without_trees(
+    tmp_path: Path, model: Path, without: Callable[[Path, str], Plain], kind: str
+) -> None:
     """Of chains nothing would be right."""
-    plain = job(tmp_path / "off", model, "off", **WITH_MODELS[kind])
-    wanted = run(plain, REAL, FLOAT32)
+    wanted = without(model, kind)
     path = job(
         tmp_path / "job", model, {"heads": str(second(model, tmp_path / "heads"))}, **WITH_MODELS[kind]
     )
     got = run(path, REAL, FLOAT32)
-    assert (got.exit_code, table(path)) == (0, table(plain))
+    assert (got.exit_code, table(path)) == (0, wanted.table)
     assert got.row["sampled_tokens"] == wanted.row["sampled_tokens"]
     assert got.row["heads_drafted"] > got.row["heads_accepted"]
     if kind != "schema":
@@ -690,7 +713,7 @@ def test_a_head_that_does_not_fit_is_refused_before_anything_runs(
         run(job(tmp_path / "job", windowed, {"heads": str(folder)}), REAL)
 
 
-@pytest.mark.parametrize("kind", first_of(["sampled", "greedy", "schema"], 1))
+@pytest.mark.parametrize("kind", first_of(["greedy", "sampled", "schema"], 1))
 def test_rows_are_those_of_a_job_without_the_layer_for_further_tokens(
     tmp_path: Path, model: Path, kind: str
 ) -> None:
@@ -699,9 +722,12 @@ def test_rows_are_those_of_a_job_without_the_layer_for_further_tokens(
     shutil.copytree(model, folder)
     add_mtp(folder, 12, vocab=json.loads((model / "config.json").read_text())["vocab_size"])
     save_file(by_last_token(load_file(folder / WEIGHTS)), folder / WEIGHTS, {"format": "pt"})
-    plain = job(tmp_path / "off", folder, "off", **JOBS[kind])
+    sections = dict(JOBS[kind])
+    if kind == "greedy":
+        sections["sampling"] = {"max_tokens": 20}
+    plain = job(tmp_path / "off", folder, "off", **sections)
     wanted = run(plain, REAL, FLOAT32)
-    path = job(tmp_path / "job", folder, {"heads": str(folder)}, **JOBS[kind])
+    path = job(tmp_path / "job", folder, {"heads": str(folder)}, **sections)
     got = run(path, REAL, FLOAT32)
     assert (got.exit_code, table(path)) == (0, table(plain))
     assert got.row["sampled_tokens"] == wanted.row["sampled_tokens"]

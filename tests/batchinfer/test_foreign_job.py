@@ -11,6 +11,8 @@ import torch
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
+from batchinfer.models.foreign.probe import describe
+from batchinfer.models.opening import open_checkpoint
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.verbs.validate import validate_job
 from tests.batchinfer.pipeline.test_pipeline import run, write_job
@@ -58,7 +60,11 @@ def test_validate_says_so(folder: Path, tmp_path: Path) -> None:
     assert "batchinfer has no code of its own for gpt_bigcode: transformers" in found
 
 
-def test_what_cannot_run_is_refused_by_validate(folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_run_is_refused_by_validate(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is described here and not in a process of its own, which would import transformers first."""
+    monkeypatch.setattr(open_checkpoint, "__defaults__", (describe,))
     path = job(folder, tmp_path, model={"quantization": "int8"})
     with pytest.raises(JobFileError, match="no layer is quantised"):
         validate_job(load_job(path, ()))

@@ -94,21 +94,25 @@ def striking(
         thread.join(PATIENCE_S)
 
 
-def test_engines_of_two_nodes_answer_as_one_process_does(
-    tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_engines_of_nodes_answer_as_one_process_does(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting, count: int
 ) -> None:
-    path = job(tmp_path / "job", model)
-    with meeting.nodes(2) as nodes:
-        row = run_with(meeting, path, 2)
-        assert [node.ended() for node in nodes] == [0, 0]
-        assert [node.left for node in nodes] == [[], []]
+    path, engines = job(tmp_path / "job", model), 1 + count
+    with meeting.nodes(count) as nodes:
+        row = run_with(meeting, path, count)
+        assert {node.ended() for node in nodes} == {0}
+        assert [node.left for node in nodes] == [[]] * count
     assert table(path) == alone
-    assert (row["exit_code"], row["replicas"], row["machines"], row["worker_restarts"]) == (0, 3, 3, 0)
-    assert sum("has joined" in line for line in meeting.notices) == 2
+    found = row["exit_code"], row["replicas"], row["machines"], row["worker_restarts"]
+    assert found == (0, engines, engines, 0)
+    assert sum("has joined" in line for line in meeting.notices) == count
     assert "joined the run" in nodes[0].text
 
 
-@pytest.mark.parametrize("division", first_of(({STAGES: 2}, {STAGES: 2, TENSOR: 2}), 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("division", [{STAGES: 2}, {STAGES: 2, TENSOR: 2}])
 def test_stages_on_two_machines_answer_as_one_process_does(
     tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting, division: dict[str, int]
 ) -> None:
@@ -122,6 +126,7 @@ def test_stages_on_two_machines_answer_as_one_process_does(
     assert (row["exit_code"], row["replicas"], row["ranks"], row["machines"]) == (0, 1, ranks, 2)
 
 
+@pytest.mark.slow
 def test_a_node_with_another_token_gets_nowhere(tmp_path: Path, model: Path, meeting: Meeting) -> None:
     path, other = job(tmp_path / "job", model), tmp_path / "other"
     other.touch(0o600)
@@ -139,12 +144,18 @@ def test_a_node_with_another_token_gets_nowhere(tmp_path: Path, model: Path, mee
 def test_a_node_of_another_version_is_sent_away(
     tmp_path: Path, model: Path, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = lobby.about_this()
+    path, here, interrupts = job(tmp_path / "job", model), lobby.about_this(), Interrupts()
+    with pytest.raises(Unavailable, match="0 of 1 nodes have joined"):
+        run_with(meeting, path, 1, wait_s=0.1)
     monkeypatch.setattr(lobby, "about_this", lambda: here | {"torch": "0.9"})
-    loaded = load_job(job(tmp_path / "job", model), (FLOAT32, meeting.settings(1, 6.0)))
+
+    def enough(line: str) -> None:
+        if "was sent away" in line:
+            interrupts.pending = signal.SIGINT
+
     with meeting.nodes(1) as nodes:
-        with pytest.raises(Unavailable, match="0 of 1 nodes have joined"):
-            run_job(loaded, REAL, Progress(io.StringIO(), quiet=True), Interrupts(), meeting.notices.append)
+        with pytest.raises(Interrupted):
+            run_with(meeting, path, 1, told=enough, interrupts=interrupts)
         assert nodes[0].ended() == 69
     said = f"torch {here['torch']}, and 0.9 where the job runs"
     assert said in nodes[0].text
@@ -195,7 +206,9 @@ def test_the_others_go_on_without_a_lost_node(
             return [lost.process.pid] if lost.computing(ENGINE) else []
 
         with striking(found, after_s, getattr(signal, how)):
-            assert run_with(meeting, path, 2)["exit_code"] == 0
+            row = run_with(meeting, path, 2)
+        assert (row["exit_code"], row["replicas"], row["machines"]) == (0, 3, 3)
+        assert sum("has joined" in line for line in meeting.notices) == 2
         if how == "SIGSTOP":
             with suppress(ProcessLookupError):
                 os.kill(lost.process.pid, signal.SIGCONT)
@@ -216,8 +229,10 @@ def test_a_process_that_is_lost_on_a_node_is_started_again(
     with meeting.nodes(1) as nodes:
         with striking(lambda: nodes[0].computing(KINDS[kind]), after_s, signal.SIGKILL):
             row = run_with(meeting, path, 1, (kind, "2"))
-        assert (row["exit_code"], nodes[0].ended()) == (0, 0)
+        assert (row["exit_code"], nodes[0].ended(), nodes[0].left) == (0, 0, [])
     assert table(path) == alone
+    assert (row["machines"], row["ranks"]) == (2, 2 if kind == STAGES else 1)
+    assert "joined the run" in nodes[0].text
 
 
 def lost_while_computing(node: Node, kind: bytes, after_s: float = 1.0) -> AbstractContextManager[None]:
@@ -281,11 +296,13 @@ def test_a_node_that_joins_later_has_to_have_the_token(
         with lost_while_computing(nodes[0], RANK):
             row = run_with(meeting, path, 1, (STAGES, "2"), told=waits)
         assert [node.ended() for node in nodes] == [-9, 77, 0]
+    assert "another token" in nodes[1].text
     assert table(path) == alone
     assert (row["exit_code"], row["worker_restarts"]) == (0, 1)
 
 
-@pytest.mark.parametrize("ends", first_of(("signal", "limit"), 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["signal", "limit"])
 def test_a_run_without_an_engine_waits_for_so_long_or_until_it_is_interrupted(
     tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting, ends: str
 ) -> None:
@@ -329,8 +346,7 @@ def test_nothing_is_left_of_a_command_that_is_killed(
         assert nodes[0].ended() == 69
         assert "is gone" in nodes[0].text
         wait_until(lambda: not nodes[0].left and not marked(mark))
-    with meeting.nodes(1):
-        run_with(meeting, path, 1, (kind, "2"))
+    run(path, REAL, FLOAT32)
     assert table(path) == alone
 
 
@@ -340,8 +356,8 @@ def _found(node: Node, kind: bytes) -> list[int]:
     return []
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("block", first_of((0, 1), 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [0, 1])
 def test_the_commands_of_the_docs_run(
     tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting, block: int
 ) -> None:

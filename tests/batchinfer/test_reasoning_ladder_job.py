@@ -106,6 +106,9 @@ TOOLS = [
 ]
 
 
+COUNT = 12  # requests
+
+
 def request(number: int, last_night: bool = True) -> dict[str, Any]:
     """One of four kinds: a call, a schema, neither behind a budget, and neither without any reasoning."""
     kinds: list[dict[str, Any]] = [
@@ -136,7 +139,7 @@ def test_calls_of_tools_in_one_batch_with_schemas_budgets_and_a_ladder(
     }
     whole, killed = (make_place(tmp_path / name, tmp_path / "model") for name in ("whole", "killed"))
     for place in (whole, killed):
-        place.rows(*map(request, range(16)))
+        place.rows(*map(request, range(COUNT)))
         place.job(**{name: f"{name}: {json.dumps(value)}" for name, value in sections.items()})
     done = command(capsys, monkeypatch, REAL)("run", whole.folder / "job.yaml")
     assert done.code == 0, done.err
@@ -153,14 +156,14 @@ def test_calls_of_tools_in_one_batch_with_schemas_budgets_and_a_ladder(
     assert {row["status"] for row in first[::4]} == {row["status"] for row in first[1::4]} == {"ok"}
     assert max(row["attempt"] for row in first) > 1
 
-    monkeypatch.setenv("DIES_AFTER", "6")
+    monkeypatch.setenv("DIES_AFTER", "4")
     monkeypatch.setenv("DIED", str(killed.folder / "died"))
     assert command(capsys, monkeypatch, DYING)("run", killed.folder / "job.yaml").code == 71
     run = command(capsys, monkeypatch, REAL)
     assert run("run", killed.folder / "job.yaml").code == 0
     assert tables_of(killed) == tables_of(whole)
 
-    whole.rows(*(request(number, last_night=number != 3) for number in range(16)))
+    whole.rows(*(request(number, last_night=number != 3) for number in range(COUNT)))
     told = run("run", whole.folder / "job.yaml")
     assert told.code == 0, told.err
     assert [one["custom_id"] for one, other in zip(first, whole.table(), strict=True) if one != other] in (

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from batchinfer.bench.ideal import attended, ideal_costs, ideal_job, prefix_nodes
 from batchinfer.bench.workloads import Row, distinct, make_workload
 from batchinfer_kernels.cost import StepShape
+from tests.examples import examples
 from tests.model_costs import llama_cost
 
 SHAPE = llama_cost(2, 64, 128, 4, 2, 16, 512, 2, 2)
@@ -19,7 +20,7 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(25, 300), deadline=None)
 @given(ROWS)
 def test_prompt_tokens_are_those_of_the_trie(rows):
     """Every distinct prefix once; of equal prompts with other outputs the last token for each."""
@@ -29,7 +30,7 @@ def test_prompt_tokens_are_those_of_the_trie(rows):
     assert ideal_job(rows, [None]).prefill_tokens == len(prefixes) + twins
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(25, 300), deadline=None)
 @given(ROWS)
 def test_a_prefix_is_read_as_often_as_its_longest_reader_needs(rows):
     """Without twins, so that a token of the trie is a prefix."""
@@ -42,7 +43,7 @@ def test_a_prefix_is_read_as_often_as_its_longest_reader_needs(rows):
     assert ideal_job(once, [None]).kv_tokens == sum(longest.values()) + own
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(25, 200), deadline=None)
 @given(ROWS, st.lists(st.one_of(st.none(), st.integers(1, 9)), min_size=1, max_size=3))
 def test_pairs_are_what_each_token_sees(rows, windows):
     once = list({row.prompt: row for row in rows}.values())
@@ -59,7 +60,7 @@ def test_attended_pairs_add_up(start, length, window):
     assert attended(start, end, window) == sum(min(at + 1, window or at + 1) for at in range(start, end))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(25, 100), deadline=None)
 @given(ROWS)
 def test_nodes_cover_each_prompt_without_gaps(rows):
     once = distinct(rows)
@@ -70,7 +71,7 @@ def test_nodes_cover_each_prompt_without_gaps(rows):
     assert {len(row.prompt) for row in once} <= ends
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(25, 50), deadline=None)
 @given(ROWS, st.integers(1, 5))
 def test_duplicates_cost_nothing(rows, times):
     assert ideal_job(rows * times, [None, 3]) == ideal_job(rows, [None, 3])

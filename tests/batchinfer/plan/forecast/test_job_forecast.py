@@ -129,7 +129,7 @@ def test_a_first_forecast_knows_what_steps_take_and_the_next_one_what_they_took(
     tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forecast of a first run is as if each part of a step took three times its least; a run then says more."""
-    options = {"sampling": {"max_tokens": 30, "ignore_eos": True}, "engine": {"max_num_seqs": 4}}
+    options = {"sampling": {"max_tokens": 20, "ignore_eos": True}, "engine": {"max_num_seqs": 4}}
     path = write_job(tmp_path, model, people(20), **options)
     least = planned(path).forecast
     assert least.times.known == "limit"
@@ -249,13 +249,13 @@ def test_of_a_large_job_a_part_is_simulated(
     path = write_job(
         tmp_path,
         model,
-        people(240),
+        people(120),
         sampling={"max_tokens": 6, "ignore_eos": True},
         engine={"max_num_seqs": 8, "max_num_batched_tokens": 96},
     )
     whole = planned(path).forecast
-    monkeypatch.setattr("batchinfer.plan.forecast.engine.REQUEST_BATCH", 20)
-    monkeypatch.setattr("batchinfer.plan.forecast.job.PLAN_MOST_S", 0.01)
+    monkeypatch.setattr("batchinfer.plan.forecast.engine.REQUEST_BATCH", 10)
+    monkeypatch.setattr("batchinfer.plan.forecast.job.PLAN_MOST_S", 0.005)
     found = planned(path)
     part = found.forecast
     assert part.seconds is not None

@@ -62,6 +62,12 @@ def tokens_run(path: Path) -> int:
     return int(run(path, RunOptions()).row["prompt_tokens_run"])
 
 
+def tokens_to_run(path: Path) -> int:
+    """Prompt tokens of a plan."""
+    plan = planned(path).plan
+    return plan.prompt_tokens - plan.shared_prefix_tokens
+
+
 def findings(path: Path) -> dict[str, LintFinding]:
     return {finding.kind: finding for finding in planned(path).findings}
 
@@ -69,7 +75,7 @@ def findings(path: Path) -> dict[str, LintFinding]:
 @pytest.mark.usefixtures("known_peaks")
 def test_the_saving_of_another_order_is_what_runs_then_save(tmp_path: Path, model: Path) -> None:
     user = "Ticket: {{ text }}\nProduct: {{ product }}\n\n" + INSTRUCTIONS
-    rows = tickets(40)
+    rows = tickets(24)
     path = ticket_job(tmp_path / "as it is", model, user, rows)
     found = findings(path)
     assert set(found) == {"text_behind_fields", "field_order"}
@@ -99,8 +105,8 @@ def test_rows_that_differ_only_in_space_and_case_are_counted(tmp_path: Path, mod
     assert finding.rows == 10
     assert finding.template is None
     careful = [{**row, "text": rows[i]["text"]} for i, row in enumerate(careless)]
-    before = tokens_run(path)
-    after = tokens_run(ticket_job(tmp_path / "careful", model, "Greet {{ text }}", rows + careful))
+    before = tokens_to_run(path)
+    after = tokens_to_run(ticket_job(tmp_path / "careful", model, "Greet {{ text }}", rows + careful))
     assert finding.saved_tokens == pytest.approx(before - after, rel=0.05)
     assert findings(ticket_job(tmp_path / "again", model, "Greet {{ text }}", rows + rows)) == {}
 
@@ -108,8 +114,8 @@ def test_rows_that_differ_only_in_space_and_case_are_counted(tmp_path: Path, mod
 def test_of_many_rows_the_first_ones_are_looked_at(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lint, "MOST_ROWS", 40)
-    path = ticket_job(tmp_path, model, "{{ text }}\n" + INSTRUCTIONS, tickets(80))
+    monkeypatch.setattr(lint, "MOST_ROWS", 20)
+    path = ticket_job(tmp_path, model, "{{ text }}\n" + INSTRUCTIONS, tickets(40))
     part = findings(path)["text_behind_fields"]
     monkeypatch.undo()
     whole = findings(path)["text_behind_fields"]
@@ -134,12 +140,8 @@ def test_instructions_behind_a_field_in_its_line_are_found(tmp_path: Path, model
     finding = findings(path)["text_behind_fields"]
     assert "in line 1 of prompt.user" in finding.text
     assert finding.template == tail + "\nTicket: {{ text }}."
-    before = planned(path).plan
-    after = planned(ticket_job(tmp_path / "better", model, finding.template, tickets(40))).plan
-    saved = (
-        before.prompt_tokens - before.shared_prefix_tokens - after.prompt_tokens + after.shared_prefix_tokens
-    )
-    assert finding.saved_tokens == saved > 0
+    better = ticket_job(tmp_path / "better", model, finding.template, tickets(40))
+    assert finding.saved_tokens == tokens_to_run(path) - tokens_to_run(better) > 0
 
 
 def test_a_template_that_ends_with_a_question_keeps_it_there(tmp_path: Path, model: Path) -> None:

@@ -19,6 +19,7 @@ from tests.batchinfer.plan.forecast.order_table import clustered, h100, sampled
 SEQS = 64  # so that a few hundred rows are several batches
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "rows"), [("shared-prefix", 192), ("mixed", 192), ("prefix-tree", 192)])
 def test_the_chosen_order_is_never_worse_than_a_simpler_one(name: str, rows: int) -> None:
     seconds = compared(h100(SEQS), sampled(make_workload(name, 32_000, rows).rows), AnswerLengths.unknown())

@@ -40,24 +40,24 @@ def test_strata_take_the_same_rows_however_they_are_batched(rows: int, more: int
 
 def test_a_sample_tells_of_the_whole(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs_on(monkeypatch, machine_of(1e9))
-    path = write_job(tmp_path, model, varied(1500), sampling={"max_tokens": 8, "ignore_eos": True})
-    whole, part = planned(path), planned(path, sample=400)
-    assert part.sample.of_rows == part.plan.rows == 1500
-    assert 360 <= part.sample.rows <= 440
+    path = write_job(tmp_path, model, varied(800), sampling={"max_tokens": 4, "ignore_eos": True})
+    whole, part = planned(path), planned(path, sample=200)
+    assert part.sample.of_rows == part.plan.rows == 800
+    assert 180 <= part.sample.rows <= 220
     assert 0 < part.sample.error < 0.1
     for name in ("prompt_tokens", "expected_tokens"):
         told, truth = getattr(part.plan, name), getattr(whole.plan, name)
         assert told == pytest.approx(truth, rel=1.5 * part.sample.error), name
-    assert part.plan.to_run == 1500
+    assert part.plan.to_run == 800
     assert part.forecast.run.flops == pytest.approx(whole.forecast.run.flops, rel=0.1)
     assert part.forecast.run.steps == pytest.approx(whole.forecast.run.steps, rel=0.15)
     said = text(part)
-    assert "of 1,500 rows: token counts are off by at most" in said
+    assert "of 800 rows: token counts are off by at most" in said
     assert "no error rows in the sample" in said
-    assert forecast_json(part, None)["sample"]["of_rows"] == 1500
+    assert forecast_json(part, None)["sample"]["of_rows"] == 800
     assert part.forecast.order.seconds[part.forecast.order.policy] == pytest.approx(part.forecast.seconds)
     assert part.forecast.order.share < 0.3
-    assert part.prefixes[0].users == pytest.approx(1500, rel=0.05), "all share the system prompt"
+    assert part.prefixes[0].users == pytest.approx(800, rel=0.05), "all share the system prompt"
 
 
 def test_a_sample_of_a_table_has_its_columns(tmp_path: Path, model: Path) -> None:

@@ -26,6 +26,7 @@ from batchinfer.plan.simulation.stages import SimulatedStage, StageSends
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.cost import Peaks, StepShape
 from tests.batchinfer.engine.simulation import Row
+from tests.examples import first_of
 from tests.model_costs import llama_spec
 
 FREE = DeviceLink("free", math.inf, 0.0, 1.0)
@@ -145,7 +146,7 @@ def test_one_stage_of_everything_is_the_plain_simulation() -> None:
         assert run(one) == run(plain)
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tensor", first_of([4, 2], 1))
 def test_over_a_free_link_tensor_ranks_take_what_their_parts_cost(tensor: int) -> None:
     """As an engine takes whose model is one rank's part, and a little more than the whole one divided by the ranks:
     each reads all norms and hidden states."""
@@ -171,7 +172,7 @@ def test_a_collective_takes_what_the_traffic_says() -> None:
     assert stage.sends.sums_s(100, 0) == pytest.approx(sums)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", first_of([4, 2], 1))
 def test_stages_take_at_least_what_the_slowest_one_takes(stages: int) -> None:
     """And at most what one rank takes for all of it, with as many steps as there are."""
     division = Division(1, stages)
