@@ -14,6 +14,7 @@ from batchinfer.engine.ranks.rank_step import RankStep
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.row_scores import row_scores
 from batchinfer.engine.schedule.step_plan import SamplingPlan
+from batchinfer.engine.tensors.device_memory import lack_of_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,15 @@ class Follower:
 
     @torch.inference_mode()
     def run(self, step: RankStep) -> None:
-        """Run a step's forward pass, and this rank's part of making logits."""
+        """Run a step's forward pass, and this rank's part of making logits. Raises torch.OutOfMemoryError."""
         passed, plan = self.passed[step.turn], step.plan
         runner = passed.runner
-        passed.ahead_of(plan)
-        hidden, sampling, _ = runner.forward(plan)
-        if plan.sampled_rows and self.has_head:
-            _make_logits(runner, hidden, sampling)
-        passed.behind(plan)
+        with lack_of_memory():
+            passed.ahead_of(plan)
+            hidden, sampling, _ = runner.forward(plan)
+            if plan.sampled_rows and self.has_head:
+                _make_logits(runner, hidden, sampling)
+            passed.behind(plan)
 
 
 def _make_logits(runner: ModelRunner, hidden: Tensor, plan: SamplingPlan) -> None:

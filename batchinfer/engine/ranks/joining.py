@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import distributed
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import DistBackendError
 
+from batchinfer.core.errors import Unavailable
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division, Seat
 from batchinfer.engine.ranks.told_store import ToldStore
 from batchinfer.models.parallel.alone import Alone
@@ -55,18 +57,46 @@ def join(seat: Seat | None, device: torch.device) -> Company:
         return Company()
     rank, division = seat.rank, seat.division
     exchange = seat.exchange
-    store = c10d.FileStore(seat.meeting, division.ranks) if exchange is None else ToldStore(exchange)
+    store = _file_store(seat) if exchange is None else ToldStore(exchange)
     met = partial(_met, device=device, address=seat.address)
     everyone: Group = met(c10d.PrefixStore("everyone", store), rank, division.ranks)
     peers = everyone if division.stages == 1 else Alone()
     if division.stages > 1 and division.peers > 1:
         stage = c10d.PrefixStore(f"stage {division.stage(rank)}", store)
         peers = met(stage, division.peer(rank), division.peers)
+    _speak(rank, division, (everyone, peers), device)
     if device.type == "cuda" or division.peers == 1:
         return Company(rank, division, everyone, peers)
     sums = SpentTime()
     everyone, peers = (TimedGroup(group, sums) for group in (everyone, peers))
     return Company(rank, division, everyone, peers, sums=sums)
+
+
+def _file_store(seat: Seat) -> c10d.Store:
+    store = c10d.FileStore(seat.meeting, seat.division.ranks)
+    store.set_timeout(_ENDLESS)  # NCCL asks it whenever two ranks first speak
+    return store
+
+
+def _speak(rank: int, division: Division, groups: tuple[Group, Group], device: torch.device) -> None:
+    """Have ranks speak that will, but for neighbouring stages, whose first step does. NCCL connects two ranks when they
+    first speak, which takes memory that has to be gone when the cache is sized. Raises Unavailable where it cannot."""
+    try:
+        word, everyone = torch.ones(1, dtype=torch.int64, device=device), groups[0]
+        for group in groups:
+            group.all_reduce(word)
+        first = [other for other in range(1, division.ranks) if division.stage(other) == 0]
+        if division.stages > 1 and rank == 0:  # which sends tokens to all of the first stage
+            for other in first:
+                everyone.send(word, other)
+        elif division.stages > 1 and rank in first:
+            everyone.receive(word, 0)
+        int(word)  # waits for the device
+    except DistBackendError as error:
+        raise Unavailable(
+            f"the ranks' GPUs cannot speak to one another: {error}; a container needs more shared memory than 64 MiB "
+            "(--ipc=host or --shm-size=2g), and NCCL_DEBUG=WARN in the environment says more"
+        ) from error
 
 
 def _met(store: c10d.Store, rank: int, size: int, device: torch.device, address: str) -> TorchGroup:

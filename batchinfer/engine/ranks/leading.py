@@ -14,6 +14,7 @@ from batchinfer.engine.ranks.rank_step import RankStep
 from batchinfer.engine.runner.model_runner import ModelRunner, RunnerOutput
 from batchinfer.engine.runner.runner import Launched
 from batchinfer.engine.schedule.step_plan import PlanWants, StepPlan
+from batchinfer.engine.tensors.device_memory import lack_of_memory
 from batchinfer_kernels.cost import ModelCost
 
 
@@ -64,9 +65,10 @@ class LeadingRunner:
 
     def _run(self, plan: StepPlan) -> Launched:
         spent = 0.0 if self._sums is None else self._sums.seconds
-        self._passed.ahead_of(plan)
-        launched = self._runner.launch(plan)
-        self._passed.behind(plan)
+        with lack_of_memory():
+            self._passed.ahead_of(plan)
+            launched = self._runner.launch(plan)
+            self._passed.behind(plan)
         if self._sums is None or not isinstance(launched, RunnerOutput):
             return launched
         return replace(launched, collective_s=self._sums.seconds - spent)

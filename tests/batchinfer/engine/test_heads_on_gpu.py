@@ -152,7 +152,7 @@ def test_heads_propose_what_those_of_the_reference_do(monkeypatch: pytest.Monkey
         launches |= {step.launch for step in got.steps}
         copied += got.total("copied_tokens")
         assert drafter.left <= sum(sample.forced_tokens for sample in got.requests.values())
-    assert compared > 8
+    assert compared >= 5
     assert right > 5
     assert launches == {"full_graph", "piecewise_graph"}
     assert copied > 0
