@@ -134,7 +134,7 @@ def test_a_rehearsal(
 def every_kernel_and_the_engine_ran(results: dict[str, list[dict[str, Any]]]) -> None:
     names = [
         result["name"]
-        for section in ("attention", "latents", "matmul", "pointwise", "sampling")
+        for section in ("attention", "latents", "matmul", "pointwise", "sampling", "overlap")
         for result in results[section]
     ]
     assert {name.split(", ")[0] for name in names} == set(KERNELS.replace("\n", " ").split(", "))

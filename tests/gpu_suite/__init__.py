@@ -32,7 +32,7 @@ ENTRIES = (
     _peaks("peaks", 15),
     _entry("kernels", "attention", 110),
     _entry("kernels", "latents", 25),
-    _entry("kernels", "tiles", 155),
+    _entry("kernels", "tiles", 135),
     _entry("kernels", "matmul", 120),
     _entry("kernels", "pointwise", 30),
     _entry("kernels", "sampling", 45),
