@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -113,12 +113,15 @@ class GpuRecorder(GraphRecorder):
     @contextmanager
     def _usable_pool(self) -> Iterator[None]:
         """Takes another pool of memory for later captures where one fails for anything but the allocator's lack of
-        memory: torch up to 2.12 then takes the pool for one that a capture still records to."""
+        memory: torch up to 2.12 then takes the pool for one that a capture still records to, and while one does, its
+        allocator gives nothing back to the device."""
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            with suppress(RuntimeError):  # newer versions have ended it
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             self._pool = torch.cuda.graph_pool_handle()
             if lacks_memory(error) or CAPTURE not in str(error):
                 raise

@@ -79,24 +79,40 @@ def _file_store(seat: Seat) -> c10d.Store:
 
 
 def _speak(rank: int, division: Division, groups: tuple[Group, Group], device: torch.device) -> None:
-    """Have ranks speak that will, but for neighbouring stages, whose first step does. NCCL connects two ranks when they
-    first speak, which takes memory that has to be gone when the cache is sized. Raises Unavailable where it cannot."""
+    """Have all ranks exchange a word that will speak later; neighbouring stages do so in their first step.
+
+    NCCL connects two ranks when they first speak, which takes memory that has to be gone when the cache is sized.
+    Raises Unavailable where it cannot, and where ranks have GPUs of several kinds: these would capture other graphs.
+    """
+    everyone, peers = groups
     try:
-        word, everyone = torch.ones(1, dtype=torch.int64, device=device), groups[0]
-        for group in groups:
-            group.all_reduce(word)
+        kinds = everyone.all_gather(_kind(device))
+        word = peers.all_reduce(torch.ones(1, dtype=torch.int64, device=device))
         first = [other for other in range(1, division.ranks) if division.stage(other) == 0]
         if division.stages > 1 and rank == 0:  # which sends tokens to all of the first stage
             for other in first:
                 everyone.send(word, other)
         elif division.stages > 1 and rank in first:
             everyone.receive(word, 0)
-        int(word)  # waits for the device
+        same = bool((kinds == kinds[0]).all())  # waits for the device
     except DistBackendError as error:
         raise Unavailable(
             f"the ranks' GPUs cannot speak to one another: {error}; a container needs more shared memory than 64 MiB "
             "(--ipc=host or --shm-size=2g), and NCCL_DEBUG=WARN in the environment says more"
         ) from error
+    if not same:
+        raise Unavailable(
+            "the ranks of an engine have GPUs of several kinds (multiprocessors and compute capabilities are "
+            f"{kinds.tolist()}); name some of one kind in CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _kind(device: torch.device) -> torch.Tensor:
+    """Return what sizes of kernels depend on, (3,): multiprocessors and compute capability; zeros for a CPU."""
+    if device.type != "cuda":
+        return torch.zeros(3, dtype=torch.int64)
+    found = torch.cuda.get_device_properties(device)
+    return torch.tensor([found.multi_processor_count, found.major, found.minor], device=device)
 
 
 def _met(store: c10d.Store, rank: int, size: int, device: torch.device, address: str) -> TorchGroup:

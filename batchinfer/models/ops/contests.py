@@ -42,6 +42,8 @@ def fastest_operators(
             chosen["prompts"] = prompts.decide()
         if products is not None:
             chosen["products"] = products.decide()
+        if device.type == "cuda":  # an error of a kernel shows here at the latest, while nothing is chosen
+            torch.cuda.synchronize(device)
         return json.dumps(chosen)
 
     chosen = json.loads(agreed(decide))

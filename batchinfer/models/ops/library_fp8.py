@@ -63,7 +63,8 @@ class LibraryFp8:
         """(T, K) → (T, N) in x's dtype. Rows, or groups of them, are quantised by our kernel."""
         kinds: Any = F.ScalingType
         if self._blocks:
-            codes, scales = quantize_groups_fp8(F.pad(x, (0, 0, 0, -len(x) % UNIT)))
+            missing = -len(x) % UNIT
+            codes, scales = quantize_groups_fp8(F.pad(x, (0, 0, 0, missing)) if missing else x)
             given, recipes = scales.t(), (kinds.BlockWise1x128, kinds.BlockWise128x128)
         else:
             codes, scales = quantize_rows_fp8(x)

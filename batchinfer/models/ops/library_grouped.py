@@ -1,7 +1,8 @@
 """Experts in bfloat16 by torch's `grouped_mm` (CUTLASS), which is faster than our kernel for some numbers of rows.
 
-It reads where groups end from the device, so that a graph can replay it, on compute capability 9 and 10 alone. On other
-GPUs torch multiplies group by group, and the host waits for where they end (aten/src/ATen/native/GroupedMMUtils.h).
+It reads where groups end from the device, so that a graph can replay it, on compute capability 9.0 and 10.0 alone. On
+other GPUs torch multiplies group by group, and the host waits for where they end
+(aten/src/ATen/native/GroupedMMUtils.h).
 """
 
 from __future__ import annotations

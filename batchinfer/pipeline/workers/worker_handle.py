@@ -92,7 +92,7 @@ class WorkerHandle:
         self.info: EngineInfo | None = None  # known once it is ready
         # Whether it waits for an answer to its question what the engines of a run choose, and whether it was told to
         # choose, and has not said yet what; and what it chose
-        self.asks = self.decides = False
+        self.asks = self.decides = self._tried = False
         self.chosen: str | None = None
         self.untimed = False  # what it does until its next message takes as long as it takes
         self.beats = False  # whether it says now and then that it loads
@@ -144,6 +144,7 @@ class WorkerHandle:
     def answer(self, chosen: str | None) -> None:
         """Tell the worker what was chosen; None: it is to choose."""
         self.asks, self.decides = False, chosen is None
+        self._tried |= self.decides
         self.link.send(Answer(chosen))
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
@@ -228,12 +229,17 @@ class WorkerHandle:
         failed = self._last_words()
         if failed is None:
             self.crash = self._crash()
-        elif failed.died or (self.info is not None and failed.exit_code in _AT_WORK):
+        elif failed.died or (self._may_do_better and failed.exit_code in _AT_WORK):
             self.crash = _crash_of(failed)
         if self.crash is not None:
             raise self.crash.error()
         assert failed is not None
         raise error_of(failed, str(self.spec.load.model))
+
+    @property
+    def _may_do_better(self) -> bool:
+        """Whether another worker in its place may not fail: it was ready, or compared kernels, as no other will."""
+        return self.info is not None or self._tried
 
     def _crash(self) -> Crash:
         """Return how a worker ended that could not say why."""

@@ -358,12 +358,6 @@ def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...
             f"{who} {wanted * ranks} {what}, but this process may use only {room}; lower it, or leave it out"
         )
         raise JobFileError(str(job.source), [Mistake(f"engine.{key}", text)])
-    if ranks > 1 and device == "cuda" and several_kinds():
-        text = (
-            "the ranks of an engine need GPUs of one kind, but this process may use several; name some of one kind in "
-            "CUDA_VISIBLE_DEVICES, or unset it (then all GPUs of the first one's kind are used)"
-        )
-        raise JobFileError(str(job.source), [Mistake(f"engine.{_first_parallel(job)}", text)])
     if wanted > 1 and device == "cuda" and job.engine.deterministic and several_kinds():
         text = (
             "with engine.deterministic all engines need GPUs of one kind, but this process may use several; unset "

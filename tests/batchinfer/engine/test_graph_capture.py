@@ -35,12 +35,21 @@ class Cuda:
         self.called_elsewhere = False
         self.free_bytes, self.cached_bytes = 10 << 30, 0  # what torch keeps although nothing uses it
         self.pools: list[object] = []  # that were recorded to
+        self.ended: list[object] = []  # of these, which were ended behind a failure
         self.ends_with: Exception | None = None
         self.starts_with: Exception | None = None
         self.launched_in: list[str] = []
 
     def mem_get_info(self) -> tuple[int, int]:
         return self.free_bytes, 80 << 30
+
+    def current_device(self) -> int:
+        return 0
+
+    def end_pool(self, device: int, pool: object) -> None:
+        """As newer versions of torch, which have ended it."""
+        self.ended.append(pool)
+        raise RuntimeError("not currently recording to mempool_id")
 
     def synchronize(self) -> None:
         """Everything has run by then."""
@@ -102,6 +111,7 @@ class Graph:
 def cuda(monkeypatch) -> Cuda:
     made = Cuda()
     monkeypatch.setattr(graph_capture.torch, "cuda", made)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.end_pool, raising=False)
     return made
 
 
@@ -173,6 +183,7 @@ def test_a_failed_capture_leaves_its_pool_to_itself(cuda):
     cuda.ends_with = None
     recorder.record(int)
     assert cuda.pools[0] is cuda.pools[1] is not cuda.pools[2]
+    assert cuda.ended == [cuda.pools[1]]
     with pytest.raises(NotCaptured, match="not permitted"):
         recorder.record(raising(RuntimeError("operation not permitted when stream is capturing")))
     assert cuda.stream_now is cuda.main

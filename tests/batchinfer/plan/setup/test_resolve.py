@@ -644,18 +644,6 @@ def test_a_single_engine_has_the_machine_to_itself(tmp_path: Path, checkpoint: C
     assert (config.load.threads, config.memory) == (None, None)
 
 
-def test_ranks_of_an_engine_need_gpus_of_one_kind(
-    tmp_path: Path, checkpoint: Checkpoint, machine: pytest.MonkeyPatch
-) -> None:
-    """Others would choose other sizes of kernels, and so capture other graphs."""
-    machine.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-    job = job_of(tmp_path, ("engine.device", "cuda"), ("engine.tensor_parallel_size", "2"))
-    with pytest.raises(
-        JobFileError, match=r"engine\.tensor_parallel_size: the ranks of an engine need GPUs of one"
-    ):
-        resolve(job, checkpoint)
-
-
 def test_bits_that_are_promised_do_not_come_from_gpus_of_several_kinds(
     tmp_path: Path, checkpoint: Checkpoint, machine: pytest.MonkeyPatch
 ) -> None:
