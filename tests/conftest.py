@@ -35,8 +35,14 @@ settings.register_profile(
 )
 settings.load_profile("patient")
 
-# Files with tests of ten seconds and more. Begun last, one of two test processes would wait for the other's.
-LONG = ("test_gpu_suite.py", "test_gpu_job.py", "test_deterministic_job.py")
+# Files with tests of many seconds. Begun last, one of two test processes would wait for the other's.
+LONG = (
+    "test_gpu_suite.py",
+    "test_captured_stages_job.py",
+    "test_captured_ranks_job.py",
+    "test_drafted_graphs.py",
+    "test_kills.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at what is slow
