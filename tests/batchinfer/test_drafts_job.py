@@ -304,9 +304,8 @@ def test_rows_are_those_of_a_job_without_a_draft_model(
     assert (got.exit_code, table(path)) == (0, wanted.table)
     row = got.row
     assert row["draft_model_runs"] == runs
-    if (
-        kind != "replicas"
-    ):  # which rows run beside one another, and what is sampled beyond ends, is a matter of time
+    # Which rows run beside one another, and which climb in time to be served as duplicates, is a matter of time
+    if kind not in ("replicas", "ladder"):
         assert row["sampled_tokens"] == wanted.row["sampled_tokens"]
     assert row["model_accepted"] > (0.7 if runs == "beside" else 0.5) * row["model_drafted"]
     assert row["steps"] < (0.5 if runs == "beside" else 0.8) * wanted.row["steps"]
@@ -580,7 +579,10 @@ def test_rows_are_those_of_a_job_without_heads(
     if kind != "replicas":
         assert got.row["sampled_tokens"] == wanted.row["sampled_tokens"]
     assert got.row["heads_drafted"] > got.row["heads_accepted"]
-    if kind != "schema":
+    if kind not in (
+        "schema",
+        "replicas",
+    ):  # an engine of several may have too few rows to find some that pays
         assert got.row["heads_accepted"] > 0
         assert got.row["proposing_s"] > 0
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from batchinfer.bench.suite.section import Times
+from batchinfer.models.ops.queued_time import keep_busy, timed_event
 
 Call = Callable[[], Any]
 COLD_BYTES = 512 * 2**20  # four times the largest L2 of a GPU that there is so far (126 MB, B200)
@@ -30,8 +31,8 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cold = torch.zeros(COLD_BYTES // 4, dtype=torch.int32, device=device)
-        _keep_busy(SLEEP_CYCLES)
-        cycles_s = self._device_s(lambda: _keep_busy(SLEEP_CYCLES))
+        keep_busy(SLEEP_CYCLES)
+        cycles_s = self._device_s(lambda: keep_busy(SLEEP_CYCLES))
         self._cycles_per_s = SLEEP_CYCLES / cycles_s
 
     def times(self, calls: Mapping[str, Call]) -> dict[str, Times]:
@@ -60,12 +61,12 @@ class DeviceClock:
 
     def _cold_s(self, call: Call, host_s: float) -> float:
         self._cold.sum()
-        _keep_busy(round((QUEUE_MARGIN * host_s + 1e-4) * self._cycles_per_s))
+        keep_busy(round((QUEUE_MARGIN * host_s + 1e-4) * self._cycles_per_s))
         return self._device_s(call)
 
     @staticmethod
     def _device_s(call: Call) -> float:
-        start, end = _event(), _event()
+        start, end = timed_event(), timed_event()
         start.record()
         call()
         end.record()
@@ -97,14 +98,3 @@ def wait_for(device: torch.device) -> None:
     """Wait until a GPU has done what was queued; a CPU has done it when a call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _event() -> Any:
-    event: Callable[..., Any] = torch.cuda.Event
-    return event(enable_timing=True)
-
-
-def _keep_busy(cycles: int) -> None:
-    """A kernel that does nothing for so long; what torch's own tests use."""
-    sleep: Callable[[int], None] = torch.cuda._sleep
-    sleep(cycles)

@@ -29,8 +29,8 @@ class QueuedTime:
             return seconds_of(run, self._device, self._clock)
         host_s = self._host_s(run)
         self._flush()
-        _keep_busy(round((QUEUE_MARGIN * host_s + 1e-4) * CYCLES_PER_S))
-        start, end = _event(), _event()
+        keep_busy(round((QUEUE_MARGIN * host_s + 1e-4) * CYCLES_PER_S))
+        start, end = timed_event(), timed_event()
         start.record()
         run()
         end.record()
@@ -52,12 +52,13 @@ class QueuedTime:
         self._cold.sum()
 
 
-def _event() -> Any:
+def timed_event() -> Any:
+    """Return an event of the present GPU that knows when it was reached."""
     event: Callable[..., Any] = torch.cuda.Event
     return event(enable_timing=True)
 
 
-def _keep_busy(cycles: int) -> None:
+def keep_busy(cycles: int) -> None:
     """Run a kernel that does nothing for so long; what torch's own tests use."""
     sleep: Callable[[int], None] = torch.cuda._sleep
     sleep(cycles)
