@@ -57,8 +57,7 @@ def _tiles(arch: str, dtype: torch.dtype, padded: int, rows: int) -> KVTiles:
         return _SMALL[rows]
     if padded == MEDIUM and rows == FEWEST_ROWS:
         return _MEDIUM
-    if (
-        padded > MEDIUM and arch in SMALL_MEMORY
-    ):  # 64 rows of 512 values and two tiles of latents take 112 KiB
+    # 64 rows of 512 values and two tiles of latents take 112 KiB
+    if padded > MEDIUM and arch in SMALL_MEMORY:
         return _HALF[min(rows, 32)]
     return (_HOPPER if arch in ("", "90") else _HALF)[rows]

@@ -125,7 +125,8 @@ class GpuRecorder(GraphRecorder):
             self._pool = torch.cuda.graph_pool_handle()
             if lacks_memory(error) or CAPTURE not in str(error):
                 raise
-            raise NotCaptured(str(error)) from error
+            # The end of a capture that was cut short hides what did it
+            raise NotCaptured(str(error.__context__ or error)) from error
 
 
 def _free_bytes() -> int:
