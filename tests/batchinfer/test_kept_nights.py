@@ -20,7 +20,7 @@ from batchinfer.data.results.reuse.earlier_files import EarlierFiles
 from batchinfer.data.results.verify import verify_result
 from batchinfer.job import load_job
 from batchinfer.pipeline.clean import clean_job
-from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, write_job
+from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, run, write_job
 from tests.batchinfer.test_nightly import aged
 
 FIELDS: dict[str, Any] = {
@@ -101,6 +101,17 @@ def test_what_is_published_is_what_a_fresh_state_publishes(
     run(path)
     assert sum(known) >= 23, "six rows are others, and of equal sampled ones both may be read"
     check(path)
+
+
+def test_a_night_without_rows_leaves_the_state_usable(tmp_path: Path, model: Path) -> None:
+    path = write_job(tmp_path, model, people(20), **FIELDS)
+    run(path)
+    full, rows = published(tmp_path), (tmp_path / "in.jsonl").read_bytes()
+    (tmp_path / "in.jsonl").write_bytes(b"")
+    assert run(path).row["rows"] == 0
+    (tmp_path / "in.jsonl").write_bytes(rows)
+    assert run(path, NO_ENGINE).row["reused_requests"] == 20
+    assert published(tmp_path) == full
 
 
 @pytest.mark.slow

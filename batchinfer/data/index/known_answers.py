@@ -43,8 +43,9 @@ class AnswersWriter:
     def note(self, rows: NDArray[np.integer]) -> None:
         """Note the next rows, by their numbers in the kept index, -1 for others. Raises StorageError."""
         if len(rows):
-            places = np.where(rows >= 0, self._kept.places[rows], NO_PLACE)
-            self._file.write(places.astype(PLACE_TYPE).tobytes())
+            places, known = np.full(len(rows), NO_PLACE, PLACE_TYPE), rows >= 0
+            places[known] = self._kept.places[rows[known]]  # an index without rows has no places to look up
+            self._file.write(places.tobytes())
 
     def commit(self) -> KnownAnswers:
         """Complete the file. Raises StorageError."""
