@@ -304,6 +304,7 @@ def test_rows_are_those_of_a_job_without_a_draft_model(
     assert (got.exit_code, table(path)) == (0, wanted.table)
     row = got.row
     assert row["draft_model_runs"] == runs
+    assert not row["worker_restarts"]
     # Which rows run beside one another, and which climb in time to be served as duplicates, is a matter of time
     if kind not in ("replicas", "ladder"):
         assert row["sampled_tokens"] == wanted.row["sampled_tokens"]
@@ -314,6 +315,16 @@ def test_rows_are_those_of_a_job_without_a_draft_model(
     else:
         assert row["draft_model_s"] is None
         assert 0 < row["proposing_s"] < row["wall_s"]
+
+
+def test_no_engine_dies_of_proposals_that_fill_the_blocks_of_their_rows(
+    tmp_path: Path, model: Path, large: Path
+) -> None:
+    sections = {"sampling": {"max_tokens": 24, "min_tokens": 24}, "engine": {"max_num_seqs": 2}}
+    path = job(tmp_path / "model", large, {"model": str(model), "runs": "beside"}, **sections)
+    changed(path, [{"text": ("some words and a few more " * 2)[:length]} for length in range(14, 34, 2)])
+    row = run(path, REAL, FLOAT32).row
+    assert (row["rows_ok"], row["worker_restarts"]) == (10, 0)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@
         scratch/<index id>/         index, tokens, passthrough, plan: purged once the results are published
         staging/next/               the results being written
         generations/<generation>/   the results that were replaced, kept for an hour
+        engine_errors.log           the tracebacks of engines that died
         progress.json               how far the run is, written every few seconds; how it ended, once it has
         published.json              which input files the published result was made of
         made_by.json                the command that published the result: its job file and options
@@ -90,6 +91,7 @@ class StateFolder:
         self.published = self.path / "published.json"
         self.made_by = self.path / "made_by.json"
         self.progress = self.path / "progress.json"
+        self.engine_errors = self.path / "engine_errors.log"
 
     @property
     def has_published(self) -> bool:

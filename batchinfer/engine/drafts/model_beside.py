@@ -176,7 +176,7 @@ class ModelBeside:
             for one in readings:
                 self._forget_mask(one)
         for one in readings:
-            self._note(one, one.known - 1)
+            self._note(one, one.known - 1, one.own.computed)
         return [self._proposed(one, found[one.own]) for one in readings]
 
     def _proposed(self, one: _ReadRow, given: Seq[_Given]) -> DraftTree:
@@ -221,7 +221,7 @@ class ModelBeside:
         # Blocks behind what the job's model has computed may be taken back
         one.known, one.room = len(own), -(-(len(row) - 1) // self._size) * self._size
         self._take_mask(one, row)
-        self._note(one, own.computed)
+        self._note(one, own.computed, one.known)
         return one
 
     def _copied(self, row: Sequence) -> Sequence:
@@ -284,11 +284,14 @@ class ModelBeside:
         known = (at for at in range(full) if self._contents.get(table[at]) != row.block_hash(at, size))
         return next(known, full) * size
 
-    def _note(self, one: _ReadRow, start: int) -> None:
-        """Note what blocks hold once the row's positions from `start` on are written, its proposals included."""
-        own, row, size = one.own, one.row, self._size
-        table, full = own.tables[0], row.prompt_blocks(one.known, size)
-        for at in range(start // size, -(-len(own.tokens) // size)):
+    def _note(self, one: _ReadRow, start: int, end: int) -> None:
+        """Record what the blocks hold whose positions from `start` to `end` are written.
+
+        The last proposed token is never written: nothing is proposed after it, and it may have no block.
+        """
+        row, size = one.row, self._size
+        table, full = one.own.tables[0], row.prompt_blocks(one.known, size)
+        for at in range(start // size, -(-end // size)):
             if at < full:
                 self._contents[table[at]] = row.block_hash(at, size)
             else:

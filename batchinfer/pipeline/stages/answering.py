@@ -21,6 +21,7 @@ from batchinfer.pipeline.plans.further_attempts import FurtherAttempts
 from batchinfer.pipeline.plans.run_plans import RunPlans
 from batchinfer.pipeline.stages.planning import PlannedRun
 from batchinfer.pipeline.stages.verdict import error_budget
+from batchinfer.pipeline.workers.death_log import DeathLog
 from batchinfer.pipeline.workers.feed import Batches, run_plan
 from batchinfer.pipeline.workers.places import worker_specs
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
@@ -143,6 +144,7 @@ def _engines(run: OpenRun, needs: Needs) -> ReplicaPool:
         run.interrupts,
         name_rows=named,
         notice=run.notice,
+        death_log=DeathLog(run.state.engine_errors, run.state.ops),
         loading=partial(run.report.timed, "load_s"),
         longest_step_s=step_s,
         transport=run.options.transport,

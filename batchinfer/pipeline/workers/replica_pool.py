@@ -15,6 +15,7 @@ from batchinfer.core.request import Request, TokenIds, Tokens
 from batchinfer.core.samples import ExpertTokens
 from batchinfer.engine.config import EngineConfig, EngineInfo, most_queued
 from batchinfer.pipeline.workers.agreement import Agreement
+from batchinfer.pipeline.workers.death_log import DeathLog
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
 from batchinfer.pipeline.workers.replica import CODE, Death, Replica, WorkerActivity
@@ -42,9 +43,10 @@ class ReplicaPool:
     end, by themselves, until those that kill are found. These become error rows. After a signal no process is started.
 
     `rows`: how many there are in the plan. `name_rows` says in words which rows some keys stand for, `notice` tells a
-    user of a death, and the time inside `loading` is that in which no engine can work yet. `longest_step_s` forecasts
-    the longest step of an engine: one that is silent for far longer is ended and replaced. `transport` starts
-    workers. An engine that has lost the node on which it ran, or a part of it did, waits for another node.
+    user of a death, `death_log` keeps its traceback, and the time inside `loading` is that in which no engine can work
+    yet. `longest_step_s` forecasts the longest step of an engine: one that is silent for far longer is ended and
+    replaced. `transport` starts workers. An engine that has lost the node on which it ran, or a part of it did, waits
+    for another node.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ReplicaPool:
         interrupts: Interrupts,
         name_rows: Callable[[Sequence[bytes]], str],
         notice: Callable[[str], None],
+        death_log: DeathLog,
         loading: Callable[[], AbstractContextManager[None]],
         longest_step_s: Callable[[EngineInfo], float] = lambda _: 0.0,
         transport: Transport = PROCESSES,
@@ -64,6 +67,7 @@ class ReplicaPool:
         self._longest_step_s = longest_step_s
         self._silent: set[bytes] = set()  # rows that were in work when an engine fell silent
         self._interrupts, self._notice, self._loading = interrupts, notice, loading
+        self._death_log = death_log
         self._name_rows, self._backlog, self._suspects = name_rows, Backlog(), Suspects()
         self._left = rows  # that no engine has been given
         self._finishing = False
@@ -348,7 +352,7 @@ class ReplicaPool:
         again = crash is not None and not vacant and self._may_restart(replica)
         if crash is not None and not (again or vacant or others):
             raise crash.error(self._told(death)) from error
-        what = str(error) if crash is None else f"{crash.what}; {self._told(death)}"
+        what = self._logged(replica, error, death)
         if crash is not None and crash.silent and not vacant:
             self._take_back_silent(replica, death)
         else:
@@ -357,6 +361,18 @@ class ReplicaPool:
             self._leave_vacant(replica, what)
         else:
             self._go_on(replica, what, again)
+
+    def _logged(self, replica: Replica, error: BatchInferError, death: Death) -> str:
+        """Write the engine's traceback to the log file. Return what happened, and the name of that file.
+
+        An engine that refuses to load, with an error that explains itself, has no traceback to look at.
+        """
+        crash, traceback = replica.worker.crash, replica.worker.traceback
+        what = str(error).removesuffix(f"\n{traceback}") if crash is None else crash.what
+        told = [] if crash is None else [self._told(death)]
+        if traceback and (crash is not None or type(error) is BatchInferError):
+            told.append(self._death_log.add(f"{self._who(replica)}{what}", traceback))
+        return "; ".join([what, *told])
 
     def _take_back_silent(self, replica: Replica, death: Death) -> None:
         """Take back the rows of an engine that fell silent: those in work are not blamed for the first time."""

@@ -99,6 +99,7 @@ class WorkerHandle:
         self.waits_for = ""  # a rank of it that says nothing while it loads
         self._silent_s: float | None = None  # for so long, when it was given up
         self.crash: Crash | None = None  # what `receive` raised, if it is one
+        self.traceback = ""  # of the error that ended it, if it could report one
 
     def __enter__(self) -> WorkerHandle:
         return self
@@ -227,6 +228,7 @@ class WorkerHandle:
 
     def _raise_death(self) -> NoReturn:
         failed = self._last_words()
+        self.traceback = "" if failed is None else failed.detail
         if failed is None:
             self.crash = self._crash()
         elif failed.died or (self._may_do_better and failed.exit_code in _AT_WORK):

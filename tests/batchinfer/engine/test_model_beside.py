@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.content_root import ContentRoots
@@ -47,21 +47,22 @@ from tests.examples import examples
 
 @dataclass
 class Beside:
-    """Has the model propose for every row that it takes, whatever it costs, and as many tokens as it is asked for."""
+    """Drafts without regard to cost: asks the model about most rows, each time for up to `most` tokens."""
 
     model: ModelBeside
     random: random.Random
     most: int = 5
+    always: bool = False  # ask about every row, for exactly `most` tokens
     took: list[AcceptedTokens] = field(default_factory=list)
     running: set[Sequence] = field(default_factory=set)
     reads_sampled: bool = False
 
     def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
-        asked = [row for row in rows if self.model.takes(row) and self.random.random() < 0.8]
+        asked = [row for row in rows if self.model.takes(row) and (self.always or self.random.random() < 0.8)]
         asked = asked[: self.model.most_rows]
         if not asked:
             return []
-        count = self.random.randint(1, self.most)
+        count = self.most if self.always else self.random.randint(1, self.most)
         assert self.model.seconds(asked, count) > 0
         found = [one.tokens for one in self.model.propose(asked, count)]
         for row, tokens in zip(asked, found, strict=True):
@@ -121,7 +122,7 @@ def run(work: Work, way: Way, limits: Limits, seed: int = 0) -> tuple[Ran, Besid
         made = beside(limits, work.windows, masks=masks, nan_every=work.nan_every)
         own: Any = made.runner
         made = replace(made, runner=replace(own, sampler=runner.sampler))
-        drafter = Beside(ModelBeside(made, PEAKS), random.Random(seed))
+        drafter = Beside(ModelBeside(made, PEAKS), random.Random(seed), MOST_PROPOSED)
     engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher, masks=masks, drafter=drafter)
     ran = drain(engine, work.rows, arrivals=work.arrivals)
     assert not masks._held, "a mask of a proposal is held"
@@ -144,6 +145,25 @@ def test_a_model_that_is_the_jobs_is_always_right(work: Work, way: Way) -> None:
     assert work.windows != (None,) or not wrong
     assert not drafter.model._readings, "a row that has ended is remembered"
     event(f"verified: {drafter.drafted > 0}, preempted: {got.total('preemptions') > 0}")
+
+
+@settings(max_examples=examples(3, 300), deadline=None, print_blob=True)
+@given(
+    st.sampled_from([1, 2, 3, 4, 8, 16, 24]),
+    st.lists(st.integers(1, 50), min_size=1, max_size=4),
+    st.integers(1, MOST_PROPOSED),
+)
+@example(16, [15, 16, 32], MOST_PROPOSED)  # the tokens before the last one fill whole blocks
+def test_proposals_of_every_length_fit_their_blocks(size: int, lengths: list[int], most: int) -> None:
+    limits = Limits(blocks=200, block_size=size)
+    prompts = [[(at * 5 + row) % 7 for at in range(n)] for row, n in enumerate(lengths)]
+    rows = greedy(prompts, 24, ignore_eos=True)
+    made = beside(limits)
+    drafter = Beside(ModelBeside(made, PEAKS), random.Random(most), most, always=True)
+    engine = make_engine(Way().runner(limits), limits, frozenset([EOS]), drafter=drafter)
+    ran = drain(engine, rows)
+    assert ran.answers == Way().run(Work(limits, rows, [], (None,), 0, 0), limits).answers
+    assert all(one.right == len(one.drafts) or one.end is not None for one in drafter.took)
 
 
 def fed(rows: Seq[Any], limits: Limits = EASY, **more: Any) -> tuple[Ran, Any, list[int]]:

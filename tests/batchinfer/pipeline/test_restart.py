@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -118,6 +119,19 @@ def test_a_worker_that_dies_once_is_replaced(
     assert told.count(" row ") == 8
     assert "and 17 more rows" in told  # 15 of 40 were answered
     phases_of(ran.row)
+
+
+@pytest.mark.parametrize("error", first_of(("MemoryError", "RuntimeError"), 1))
+def test_the_traceback_of_a_replaced_engine_is_in_a_file_that_the_run_names(
+    job: Path, faulty: Faulty, error: str
+) -> None:
+    faulty(2, DIES_AT_STEP=1, RAISES=error)
+    ran = Ran(job)
+    assert ran().exit_code == 0
+    log = job.parent / "out/.batchinfer-res/engine_errors.log"
+    told = [notice for notice in ran.notices if f"its traceback is in {log}; starting a new one" in notice]
+    assert len(told) == 2
+    assert len(re.findall(rf"Traceback .*?fake_engine\.py.*?\n{error}: ", log.read_text(), re.DOTALL)) == 2
 
 
 @pytest.fixture

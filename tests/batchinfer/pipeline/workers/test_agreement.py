@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchinfer.data.storage.durable import FileOps
 from batchinfer.engine.config import NOTHING, Agreed, EngineConfig, EngineInfo, LoadConfig, Untimed
 from batchinfer.pipeline.workers import replica
 from batchinfer.pipeline.workers.agreement import Agreement
+from batchinfer.pipeline.workers.death_log import DeathLog
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkerSpec
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
@@ -108,7 +110,8 @@ def test_processes_agree_whatever_becomes_of_the_first_that_chooses(
     monkeypatch.setenv("TRIED", str(tmp_path / "tried"))
     monkeypatch.setenv("HOW", how)
     spec = WorkerSpec(LOAD, None, "tests.batchinfer.pipeline.workers.test_agreement:asking")
-    with ReplicaPool([spec] * count, CONFIG, 1, Interrupts(), str, lambda _: None, nullcontext) as pool:
+    log = DeathLog(tmp_path / "engine_errors.log", FileOps())
+    with ReplicaPool([spec] * count, CONFIG, 1, Interrupts(), str, lambda _: None, log, nullcontext) as pool:
         infos: list[EngineInfo] = []
         until = time.monotonic() + 60
         while len(infos) < count and time.monotonic() < until:

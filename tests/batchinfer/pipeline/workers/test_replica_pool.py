@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from batchinfer.core.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, Unavailable
 from batchinfer.core.request import Completion, Request, RowError, Tokens
 from batchinfer.core.samples import DraftName, StepSample
+from batchinfer.data.storage.durable import FileOps
 from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
 from batchinfer.pipeline.workers import feed, vacancies
+from batchinfer.pipeline.workers.death_log import DeathLog
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import (
     Add,
@@ -42,6 +44,7 @@ from tests.memory_transport import DiedError, MemoryLink, MemoryTransport
 
 LOAD = LoadConfig(Path("model"), "float32", "cpu")
 CONFIG = EngineConfig(LOAD, max_model_len=64, longest=64)
+NO_LOG = Path("/dev/null/engine_errors.log")  # cannot be written
 WINDOW = 50
 AT_ONCE = 8
 KILLED = (
@@ -151,7 +154,7 @@ class Started:
             return []
         said: list[object] = [self._answered(done)]
         if self.fate.fails_after is not None and self.finished >= self.fate.fails_after:
-            said.append(Failed(BatchInferError.exit_code, "it broke", ""))
+            said.append(Failed(BatchInferError.exit_code, "it broke", "a traceback"))
         return said
 
     def _answered(self, done: Sequence[Request]) -> WorkDone:
@@ -165,7 +168,7 @@ class Started:
             return [Pulse()]
         problem, self.loaded = self.fate.refuses, True
         if problem is not None:
-            return [Failed(problem.exit_code, str(problem), "")]
+            return [Failed(problem.exit_code, str(problem), "a traceback")]
         return [Ready(EngineInfo("fake", "cpu", "float32", 1, AT_ONCE, 512, 16, 1, 0, 0))]
 
 
@@ -201,13 +204,14 @@ def pool_of(
     requests: Sequence[Request],
     interrupts: Interrupts | None = None,
     drafts: tuple[DraftName, ...] = (),
+    log: Path = NO_LOG,
 ) -> Iterator[tuple[ReplicaPool, list[str]]]:
     notices: list[str] = []
     specs = [WorkerSpec(LOAD, None, place=EnginePlace(node=number)) for number in range(1, 1 + replicas)]
     named = "rows {}".format
     with ReplicaPool(
         specs, replace(CONFIG, drafts=drafts), len(requests), interrupts or Interrupts(),
-        lambda keys: named(len(keys)), notices.append,
+        lambda keys: named(len(keys)), notices.append, DeathLog(log, FileOps()),
         nullcontext, transport=engines,
     ) as pool:  # fmt: skip
         yield pool, notices
@@ -240,17 +244,17 @@ class Ended:
     failed: BatchInferError | None
 
 
-def run_of(engines: Engines, replicas: int, requests: Sequence[Request]) -> Ended:
+def run_of(engines: Engines, replicas: int, requests: Sequence[Request], log: Path = NO_LOG) -> Ended:
     """Run the requests, whether or not that fails."""
     sink = Kept()
-    with pool_of(engines, replicas, requests) as (pool, notices):
+    with pool_of(engines, replicas, requests, log=log) as (pool, notices):
         failed = failure(pool, requests, sink)
     return Ended(pool, sink, notices, failed)
 
 
-def whole_run(engines: Engines, replicas: int, requests: Sequence[Request]) -> Ended:
+def whole_run(engines: Engines, replicas: int, requests: Sequence[Request], log: Path = NO_LOG) -> Ended:
     """Run the requests, which must not fail: each is answered once."""
-    ended = run_of(engines, replicas, requests)
+    ended = run_of(engines, replicas, requests, log)
     assert ended.failed is None
     assert ended.sink.answers == Counter(request.key for request in requests)
     return ended
@@ -443,7 +447,8 @@ def test_an_engine_that_fails_as_it_answers_loses_no_answer() -> None:
     ended = whole_run(engines, 1, rows(*[(1, 0, 10)] * 20))
     assert (ended.pool.restarts, engines.workers[0].finished) == (1, 3)
     (notice,) = ended.notices
-    assert "it broke; it was computing rows 8; starting a new one" in notice
+    assert "it broke; it was computing rows 8; its traceback " in notice
+    assert notice.endswith("; starting a new one")
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
@@ -559,6 +564,20 @@ def test_what_all_engines_refuse_ends_the_run(problems: list[BatchInferError], c
     failed = run_of(engines, 2, rows((3, 0, 3))).failed
     assert failed is not None
     assert failed.exit_code == code
+
+
+def test_a_traceback_is_logged_or_the_run_says_why_not(tmp_path: Path) -> None:
+    """A log that has grown too large is started again."""
+    log, fates = tmp_path / "engine_errors.log", [Fate(fails_after=20), Fate(refuses=BatchInferError("no"))]
+    for size in (2_000_000, 0):
+        log.write_bytes(size * b"x")
+        notices = whole_run(Engines(fates), 2, rows(*[(1, 0, 10)] * 90), log).notices
+        assert len([line for line in notices if f"its traceback is in {log}" in line]) == 2
+        entries = log.read_text().split("\n\n")
+        assert [entry.splitlines()[-1] for entry in entries[:-1]] == ["a traceback"] * 2
+        assert log.stat().st_size < 1000
+    (line, _) = whole_run(Engines(fates), 2, rows(*[(1, 0, 10)] * 90)).notices
+    assert "its traceback could not be written: /dev/null/engine_errors.log.tmp: cannot " in line
 
 
 def test_nothing_is_handed_out_before_all_engines_are_there() -> None:
