@@ -55,15 +55,15 @@ def words(codes: NDArray[Any], bits: int, order: tuple[int, ...] | None = None) 
 
 
 def codes_of(
-    matrix: NDArray[np.float32], bits: int, groups: NDArray[np.int64], generator: Random, low_zeros: bool
+    matrix: NDArray[np.float32], bits: int, groups: NDArray[np.int64], generator: Random
 ) -> tuple[NDArray[np.int64], NDArray[np.float16], NDArray[np.int64]]:
-    """Codes (N, K), scales (N, G) and zeros (N, G), 1 to 2^bits - 1, or also 0 where `low_zeros`."""
+    """Return values (N, K), scales (N, G) and zero points (N, G)."""
     number, most = int(groups.max()) + 1, 2**bits - 1
     scales = np.zeros((len(matrix), number), np.float16)
     for group in range(number):
         part = matrix[:, groups == group]
         scales[:, group] = (part.max(1) - part.min(1)) / most + 1e-3
-    zeros = generator.integers(0 if low_zeros else 1, most + 1, scales.shape)
+    zeros = generator.integers(0, most + 1, scales.shape)
     wide = matrix / scales.astype(np.float64)[:, groups] + zeros[:, groups]
     return np.clip(np.rint(wide), 0, most).astype(np.int64), scales, zeros
 
@@ -79,19 +79,34 @@ def float16(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, np.float16))
 
 
-def gptq(bits: int, group: int, added: int, ordered: bool = False) -> Pack:
+def gptq(
+    bits: int,
+    group: int,
+    less: int,
+    ordered: bool = False,
+    zeros: NDArray[np.int64] | int | None = None,
+) -> Pack:
+    """Pack as GPTQModel 7.7.0 does (`pack_original`, then `convert_gptq_v2_to_v1_format_module`).
+
+    `less` is subtracted from each zero point by one subtraction from the whole word. `zeros`: other zero points, (N, G)
+    or one for all, than those that are drawn.
+    """
+
     def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
         groups = np.arange(matrix.shape[1]) // (matrix.shape[1] if group == -1 else group)
         if ordered:
             generator.shuffle(groups)
-        codes, scales, zeros = codes_of(matrix, bits, groups, generator, low_zeros=not added)
+        codes, scales, offsets = codes_of(matrix, bits, groups, generator)
+        if zeros is not None:
+            offsets = np.broadcast_to(zeros, offsets.shape)
+        ones = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}[bits]
         tensors = {
             "qweight": words(codes, bits).t().contiguous(),
-            "qzeros": words((zeros - added).T, bits),
+            "qzeros": words(offsets.T, bits) - less * ones,
             "scales": float16(scales.T),
             "g_idx": torch.from_numpy(groups.astype(np.int32)),
         }
-        return tensors, values_of(codes, scales, zeros, groups)
+        return tensors, values_of(codes, scales, offsets, groups)
 
     return pack
 
@@ -101,7 +116,7 @@ def awq(group: int) -> Pack:
 
     def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
         groups = np.arange(matrix.shape[1]) // group
-        codes, scales, zeros = codes_of(matrix, 4, groups, generator, low_zeros=True)
+        codes, scales, zeros = codes_of(matrix, 4, groups, generator)
         tensors = {
             "qweight": words(codes.T, 4, order),
             "qzeros": words(zeros.T, 4, order),
@@ -117,7 +132,7 @@ def pack_quantized(bits: int, group: int | None, zeros: bool = False, ordered: b
         groups = np.arange(matrix.shape[1]) // (group or matrix.shape[1])
         if ordered:
             generator.shuffle(groups)
-        codes, scales, offsets = codes_of(matrix, bits, groups, generator, low_zeros=True)
+        codes, scales, offsets = codes_of(matrix, bits, groups, generator)
         if not zeros:
             offsets = np.full_like(offsets, 2 ** (bits - 1))
         tensors = {
@@ -272,7 +287,7 @@ def torchao_pairs(group: int) -> Pack:
 
     def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
         groups = np.arange(matrix.shape[1]) // group
-        codes, scales, _ = codes_of(matrix, 4, groups, generator, low_zeros=True)
+        codes, scales, _ = codes_of(matrix, 4, groups, generator)
         signed = codes - 8
         offsets = generator.uniform(-0.1, 0.1, scales.shape).astype(np.float16)
         halves = (signed[:, 0::2] & 15) | (signed[:, 1::2] & 15) << 4
@@ -292,7 +307,7 @@ def torchao_bytes(bits: int, group: int | None, zeros: bool = False) -> Pack:
 
     def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
         groups = np.arange(matrix.shape[1]) // (group or matrix.shape[1])
-        codes, scales, offsets = codes_of(matrix, bits, groups, generator, low_zeros=True)
+        codes, scales, offsets = codes_of(matrix, bits, groups, generator)
         middle = 2 ** (bits - 1)
         if not zeros:
             offsets = np.full_like(offsets, middle)
@@ -383,7 +398,9 @@ PUBLISHED: Mapping[str, Published] = {
         {**_GPTQ, "bits": 8, "desc_act": True, "checkpoint_format": "gptq_v2"},
         "phi3",
     ),
-    "gptq without groups": Published(gptq(4, -1, 1), {**_GPTQ, "group_size": -1, "sym": True}, "mixtral"),
+    "gptq without groups": Published(
+        gptq(4, -1, 1, zeros=8), {**_GPTQ, "group_size": -1, "sym": True}, "mixtral"
+    ),
     "awq": Published(awq(32), _AWQ, "qwen3_moe", sizes={"moe_intermediate_size": 32}),
     "w4a16": Published(pack_quantized(4, 32), compressed(_integers(4, 32), "pack-quantized"), "qwen3"),
     "w4a16 with zeros": Published(

@@ -6,7 +6,7 @@
         state.lock                  held for the moment in which a run takes its lock or changes what all share
         report.lock                 shared by all runs that write report tables
         completions/                finished work by key (or `cache.path`, shared between jobs)
-        fingerprints.json           sha256 of weight files
+        fingerprints.json           sha256 of weight files, and what a scan of GPTQ's zero points found
         store.json                  the `cache.path` of the job's last run: the store is found without the job file
         kept/                       what the last run knew of its rows, without their tokens
         int4/<digest>/              the model's weights in int4, calibrated for the job, and what that lost; a folder

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from batchinfer.models.checkpoint.tensor_names import (
     stored_classifier,
     table_names,
 )
+from batchinfer.models.checkpoint.zero_points import misread_before
 from batchinfer.models.families.family import NamePrefixes
 from batchinfer.models.families.multimodal import Multimodal
 from batchinfer.models.files.config_fields import wrong_checkpoint
+from batchinfer.models.files.fingerprint import Progress
 from batchinfer.models.files.folder import CheckpointFolder
 from batchinfer.models.files.stated_config import stated_config
 from batchinfer.models.files.weight_files import (
@@ -62,6 +65,15 @@ class Checkpoint(WeightFiles):
     packed: Mapping[str, PackedTensor]  # those that are dequantised as they are read
     shapes: Mapping[str, Shape]  # of all tensors once they are
     notices: tuple[str, ...] = ()  # what a user should know before it runs
+
+    def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
+        found = WeightFiles.fingerprint(self, cache, progress)
+        if not self.check_zero_points(cache):
+            return found
+        return hashlib.sha256(f"{found} with the zero points that are stored".encode()).hexdigest()
+
+    def check_zero_points(self, cache: MutableMapping[str, str]) -> bool:
+        return misread_before(self.path, self.packed, self.tensors, cache)
 
     @property
     def plain(self) -> bool:
@@ -190,6 +202,7 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
         *([_text_alone(whole, files.tensors)] if whole else ()),
         *dequantised({each.format: each.form for each in packed.found.values() if each.quantized}, shapes),
         *_filled_up(packed.found.values(), shapes),
+        *packed.notices,
         *folder.unused_code,
     )
     return Checkpoint(folder.path, files.files, tensors, spec, prefixes, packed.found, shapes, notices)

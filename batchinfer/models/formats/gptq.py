@@ -1,5 +1,5 @@
-"""GPTQ as AutoGPTQ and GPTQModel write it (Frantar et al., 2023, "GPTQ"): codes of 2, 4 or 8 bits along the inputs,
-with a scale and a zero for each group of inputs."""
+"""GPTQ as AutoGPTQ and GPTQModel write it (Frantar et al., 2023, "GPTQ"): values of 2, 4 or 8 bits along the inputs,
+with a scale and a zero point for each group of inputs."""
 
 from __future__ import annotations
 
@@ -26,26 +26,41 @@ from batchinfer.models.formats.packed_tensor import (
     words_of,
     wrong_group,
 )
+from batchinfer.models.formats.zero_layout import FIRST, LAYOUTS, WORD_BITS, ZeroLayout
 from batchinfer_kernels.arithmetic import WeightForm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 BITS = (2, 4, 8)  # codes of 3 bits lie across words
-# Of the zeros, what their stored values lack: the first layout stored one less, which 0 cannot be
-LAYOUTS = {"gptq": 1, "gptq_v2": 0}
-WORD_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class GptqFormat(QweightFormat):
-    """Weights of GPTQ. `group`: inputs that share a scale, None: all. `ordered`: which group an input is of is stored
-    (`desc_act`). `added`: to stored zeros."""
+    """Weights of GPTQ.
+
+    Attributes:
+        bits: Bits of a value, unless the tensors of a module show others.
+        group: Number of inputs that share a scale; None for all.
+        ordered: Whether the group of each input is stored (`desc_act`).
+        zeros: How `qzeros` holds the zero points.
+    """
 
     bits: int
     group: int | None
     ordered: bool
-    added: int
+    zeros: ZeroLayout
+
+    def find(self, tensors: Stored) -> PackedTensors:
+        first = next((name for name in tensors if name.endswith(".qzeros")), None)
+        if first is None:
+            return QweightFormat.find(self, tensors)
+        module = first.removesuffix("qzeros")
+        bits = self._bits(tensors, module + "qweight", module + "g_idx")
+        layout = self.zeros.shown_by(tensors[first], bits)
+        packed = QweightFormat.find(replace(self, zeros=layout), tensors)
+        packed.notices += layout.notices
+        return packed
 
     def _add(self, packed: PackedTensors, module: str, tensors: Stored) -> None:
         values, scales, zeros, groups = (module + end for end in ("qweight", "scales", "qzeros", "g_idx"))
@@ -64,12 +79,12 @@ class GptqFormat(QweightFormat):
         if groups in tensors:
             right = right and are_groups(tensors, groups, inputs, number)
             stored = (*stored, groups)
-        found = GptqTensor((outputs, inputs), stored, bits, self.group or inputs, self.ordered, self.added)
+        found = GptqTensor((outputs, inputs), stored, bits, self.group or inputs, self.ordered, self.zeros)
         packed.add(module + "weight", found, tensors, right)
 
     def _bits(self, tensors: Stored, values: str, groups: str) -> int:
-        """Return the bits of a module's codes, which may have others than the rest (`dynamic` of GPTQModel)."""
-        if groups not in tensors:
+        """Return the bits of a module's values; `dynamic` of GPTQModel may give a module other bits than the rest."""
+        if groups not in tensors or values not in tensors:
             return self.bits
         words, inputs = _matrix(tensors, values)[0], tensors[groups].info.shape
         fitting = (bits for bits in BITS if inputs == (words * WORD_BITS // bits,))
@@ -85,33 +100,52 @@ def _matrix(tensors: Stored, name: str) -> tuple[int, int]:
 def gptq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
     """Return the format of `quant_method: gptq`."""
     bits, group = stated.get("bits"), stated.get("group_size", -1)
-    layout = stated.get("checkpoint_format") or "gptq"
+    layout = stated.get("checkpoint_format")
+    layout = FIRST if layout is None else layout
     wrong = []
     if not isinstance(bits, int) or bits not in BITS:
         wrong.append(f"bits is {shown(bits)}; wanted one of {BITS}")
     wrong += wrong_group(group)
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         wrong.append(f"checkpoint_format is {shown(layout)}; wanted one of {tuple(LAYOUTS)}")
     if stated.get("pack_dtype", "int32") != "int32":
         wrong.append(f"pack_dtype is {shown(stated['pack_dtype'])}; wanted 'int32'")
+    for key in ("desc_act", "sym"):
+        if not isinstance(stated.get(key), bool | None):
+            wrong.append(f"{key} is {shown(stated[key])}; wanted true or false")
     mistakes += wrong
     if wrong:
         return None
-    shared = None if group == -1 else group
-    return GptqFormat(cast(int, bits), shared, stated.get("desc_act") is True, LAYOUTS[layout])
+    shared, ordered = None if group == -1 else group, stated.get("desc_act") is True
+    zeros = ZeroLayout(layout, layout, symmetric=_is_symmetric(stated))
+    return GptqFormat(cast(int, bits), shared, ordered, zeros)
+
+
+def _is_symmetric(stated: Mapping[str, Any]) -> bool:
+    """Return True if all modules are quantised symmetrically: `dynamic` of GPTQModel may except some."""
+    dynamic = stated.get("dynamic")
+    overrides = dynamic.values() if isinstance(dynamic, Mapping) else ()
+    return stated.get("sym") is True and not any(
+        isinstance(each, Mapping) and each.get("sym") is not None for each in overrides
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class GptqTensor(PackedTensor):
-    """A matrix stored as codes (words of inputs, N), scales (groups, N), zeros (groups, words of outputs) and maybe the
-    group of each input. `group` inputs share a scale; where it is `ordered`, those that the last tensor says."""
+    """A matrix stored as values (words of inputs, N), scales (groups, N), zero points (groups, words of outputs) and
+    optionally the group of each input. `group` inputs share a scale; if `ordered`, the last tensor says which."""
 
     format: ClassVar[str] = "gptq"
 
     bits: int
     group: int
     ordered: bool
-    added: int
+    zeros: ZeroLayout
+
+    @property
+    def stored_zeros(self) -> str:
+        """The name of the tensor that holds the zero points."""
+        return self.stored[2]
 
     @property
     def form(self) -> WeightForm | None:
@@ -121,8 +155,16 @@ class GptqTensor(PackedTensor):
         from batchinfer.models.formats.codes import int4_codes, unpacked
 
         values, scales, zeros = (read(name) for name in self.stored[:3])
-        offsets = unpacked(zeros, self.bits)[:, : self.shape[0]].float() + self.added
-        return int4_codes(unpacked(values.t(), self.bits), scales.t(), offsets.t())
+        offsets = self._zero_points(zeros).t()
+        return int4_codes(unpacked(values.t(), self.bits), scales.t(), offsets)
+
+    def _zero_points(self, words: Tensor) -> Tensor:
+        """words: (groups, words of outputs) int32 → (groups, N) uint8."""
+        from batchinfer.models.formats.codes import unpacked
+
+        # A packer subtracts from whole words, so that a 0 borrows from the next value: the carry gives it back
+        restored = words + self.zeros.subtracted(self.bits)
+        return unpacked(restored, self.bits)[:, : self.shape[0]]
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
         if self.ordered and inputs != (0, self.shape[1]):
@@ -139,10 +181,9 @@ class GptqTensor(PackedTensor):
         from batchinfer.models.formats.codes import in_order, scaled, unpacked
 
         values, scales, zeros = (read(name) for name in self.stored[:3])
-        outputs, inputs = self.shape
+        inputs = self.shape[1]
         codes = unpacked(values.t(), self.bits).t()
-        offsets = unpacked(zeros, self.bits)[:, :outputs].float() + self.added
         groups = None if inputs % self.group == 0 else in_order(inputs, self.group)
         if self.ordered:
             groups = read(self.stored[3])
-        return scaled(codes, scales, offsets, groups).t()
+        return scaled(codes, scales, self._zero_points(zeros), groups).t()

@@ -92,12 +92,19 @@ class PackedTensor(ABC):
 
 @dataclass(slots=True)
 class PackedTensors:
-    """The packed tensors of a checkpoint by the names of the weights that they hold, the stored tensors that nothing
-    reads, and what is wrong with them."""
+    """The packed tensors of a checkpoint.
+
+    Attributes:
+        found: The packed tensors by the names of their weights.
+        unused: Names of the stored tensors that nothing reads.
+        mistakes: What is wrong with the packed tensors.
+        notices: What a user should know about the packed tensors.
+    """
 
     found: dict[str, PackedTensor] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
     mistakes: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
     @property
     def stored(self) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchinfer.core.errors import CannotSplit
+from batchinfer.data.storage.remembered import read_strings
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.engine.ranks.parts import check_stored
 from batchinfer.job import Job
@@ -26,8 +27,14 @@ class JobWeights:
 
 
 def job_weights(job: Job, checkpoint: StoredModel, setting: Setting, state: StateFolder) -> JobWeights:
-    """Choose the weights. Raises JobFileError and SecurityRefusal for adapters that cannot be computed, and CannotSplit
-    where the checkpoint, or an adapter, cannot be read in the parts of the job's ranks."""
+    """Choose the weights.
+
+    Raises:
+        JobFileError: An adapter cannot be computed, or the checkpoint's zero points fit no layout.
+        SecurityRefusal: An adapter cannot be computed.
+        CannotSplit: The ranks of the job cannot each read a part of the checkpoint, or of an adapter.
+    """
+    checkpoint.check_zero_points(read_strings(state.fingerprints))
     held = checkpoint.held_for(setting.quantization)
     adapters = job_adapters(job, held, state)
     setting = with_adapters(setting, job, adapters)

@@ -1,0 +1,123 @@
+"""The layouts of zero points in the `qzeros` tensors of GPTQ checkpoints. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.models.files.weight_files import StoredTensor
+
+FIRST, SECOND = "gptq", "gptq_v2"
+# What packers subtract from each zero point. GPTQModel packs the zero points and then subtracts from whole words,
+# modulo 2^32 (`convert_gptq_v2_to_v1_format_module`)
+LAYOUTS = {FIRST: 1, SECOND: 0}
+WORD_BITS = 32
+
+Words = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroLayout:
+    """How a checkpoint stores zero points.
+
+    Attributes:
+        name: The layout that the zero points have.
+        stated: The layout that the configuration states.
+        symmetric: Whether the configuration states that every zero point is the middle of its range.
+    """
+
+    name: str
+    stated: str
+    symmetric: bool
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Return what a user should know about the layout."""
+        if self.name == self.stated:
+            return ()
+        return (
+            f"checkpoint_format is {self.stated}, but the zero points are stored as {self.name} and read so",
+        )
+
+    def subtracted(self, bits: int) -> int:
+        """Return what a packer subtracted from each word."""
+        return LAYOUTS[self.name] * _ones(bits)
+
+    def shown_by(self, zeros: StoredTensor, bits: int) -> ZeroLayout:
+        """Return the layout that the first zero point shows: if symmetric, its value is known.
+
+        Args:
+            zeros: The `qzeros` of any module.
+            bits: Bits of a value of that module.
+        """
+        if not self.symmetric or zeros.info.dtype != "I32" or not zeros.info.nbytes:
+            return self
+        found = int(zero_words(zeros).flat[0]) % 2**bits
+        names = [name for name, less in LAYOUTS.items() if found == _middle(bits) - less]
+        return replace(self, name=names[0]) if names else self
+
+    def unfit(self, words: Words, bits: int, outputs: int) -> int | None:
+        """Return the first stored value that no symmetric zero point of this layout has; None if all values fit.
+
+        Args:
+            words: The `qzeros`, (groups, words of outputs).
+            bits: Bits of a value.
+            outputs: Number of outputs.
+        """
+        if not self.symmetric:
+            return None
+        wrong = (words ^ np.uint32(_middle(bits) * _ones(bits) - self.subtracted(bits))) & _used(
+            bits, outputs
+        )
+        if not wrong.any():
+            return None
+        place = np.flatnonzero(wrong)[0]
+        highest = (1 << bits) - 1
+        shift = next(at for at in range(0, WORD_BITS, bits) if int(wrong.flat[place]) >> at & highest)
+        return int(words.flat[place]) >> shift & highest
+
+    def wanted(self, bits: int) -> Iterator[str]:
+        """Yield what each layout stores if zero points are symmetric."""
+        yield from (f"{_middle(bits) - less} ({name})" for name, less in LAYOUTS.items())
+
+    def misread(self, words: Words, bits: int, outputs: int) -> bool:
+        """Return True if versions that added to each value, without a carry, read another zero point.
+
+        They took the stated layout for granted, and a zero point of 0, which is stored as the highest value, for the
+        number above that. Arguments as for `unfit`.
+        """
+        if self.name != self.stated:
+            return True
+        if not self.subtracted(bits):
+            return False
+        highest = words & _used(bits, outputs)
+        for shift in range(1, bits):
+            highest &= words >> np.uint32(shift)
+        return bool((highest & np.uint32(_ones(bits))).any())
+
+
+def zero_words(zeros: StoredTensor) -> Words:
+    """Read a `qzeros` tensor."""
+    words: Words = np.frombuffer(zeros.content(), "<u4").reshape(zeros.info.shape)
+    return words
+
+
+def _ones(bits: int) -> int:
+    """Return the word whose values are 1."""
+    return sum(1 << place for place in range(0, WORD_BITS, bits))
+
+
+def _middle(bits: int) -> int:
+    return 1 << (bits - 1)
+
+
+def _used(bits: int, outputs: int) -> Words:
+    """Return the bits of each word that hold a value: the last word may not be full."""
+    held = WORD_BITS // bits
+    used = np.full(-(-outputs // held), 2**WORD_BITS - 1, np.uint32)
+    if rest := outputs % held:
+        used[-1] = 2 ** (rest * bits) - 1
+    return used
