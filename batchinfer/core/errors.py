@@ -5,6 +5,7 @@
     ├── InputCorrupt               65  an input file is damaged, or changed while it was read
     ├── ErrorBudgetExceeded        65  more error rows than `on_error.max_error_rate` allows
     ├── InputMissing               66  the job file or an input file is missing, or a hub has no such model
+    │   └── TooFewRows             66  the input has no rows, or fewer than `input.min_rows`
     ├── Unavailable                69  the device, the store or a hub cannot be reached
     │   └── CannotSplit            69  a model that cannot be divided among so many ranks
     ├── OutOfMemory                71  the device or the host has no memory left
@@ -63,6 +64,12 @@ class InputMissing(BatchInferError):
 
     exit_code = 66
     status = "input missing"
+
+
+class TooFewRows(InputMissing):
+    """The input has no rows, or fewer than `input.min_rows` asks for. The published result stays as it is."""
+
+    status = "too few rows"
 
 
 class Unavailable(BatchInferError):

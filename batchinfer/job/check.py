@@ -108,6 +108,10 @@ def _input(section: Mapping[str, Any] | None) -> Iterator[Finding]:
             ("input", "sql_memory"), "applies only to a query (sql), not to files (path)", "remove it"
         )
     yield from _written(section)
+    least, most = section.get("min_rows"), section.get("limit")
+    if isinstance(least, int) and isinstance(most, int) and least > most:
+        message = f"{least} rows are more than input.limit, {most}, lets the job read"
+        yield Finding(("input", "min_rows"), message, "lower it, or remove limit")
     openai = section.get("format") == "openai"
     if openai and section.get("id") is not None:
         message = "is not for OpenAI batch files: their custom_id is the id"

@@ -155,6 +155,13 @@ def _memory(value: object) -> object:
     return float(value)
 
 
+def _min_rows(value: object) -> object:
+    """Accept a number of rows (int) or a share of them (float). () fits neither, so the field's own words answer."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if 1 <= value <= INT32_MAX else ()
+    return value if isinstance(value, float) and 0 < value < 1 else ()
+
+
 def _listed(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
@@ -449,6 +456,15 @@ HostPort = Annotated[
     Right(
         "HOST:PORT, such as 10.0.0.1:7700: one address of this machine, not all, and a port from 1 to 65535"
     ),
+]
+MinRows = Annotated[
+    int | float,
+    BeforeValidator(
+        _min_rows,
+        json_schema_input_type=Annotated[int, Field(ge=1, le=INT32_MAX)]
+        | Annotated[float, Field(gt=0, lt=1)],
+    ),
+    Right("a number of rows from 1, such as 1000, or a share above 0 and below 1, such as 0.9"),
 ]
 Encoding = Annotated[
     Text,

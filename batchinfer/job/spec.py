@@ -37,6 +37,7 @@ from batchinfer.job.field_types import (
     JsonSchema,
     KvMemory,
     MaxLength,
+    MinRows,
     ModelPath,
     Name,
     OneOrMorePaths,
@@ -182,6 +183,15 @@ class InputSection(Section):
         default=False, description="Whether a row that repeats an earlier row's id becomes an error row."
     )
     limit: Whole | None = Field(default=None, description="Read only the first N rows. null: all.")
+    allow_empty: bool = Field(
+        default=False,
+        description="Whether an input without rows gives an empty result. false: such an input is refused.",
+    )
+    min_rows: MinRows | None = Field(
+        default=None,
+        description="Least rows that the input must have: a number of rows, or a share below 1 of the rows of the "
+        "result that is published at output.path. null: no check.",
+    )
     workers: Auto | Annotated[int, Field(ge=1, le=256)] = Field(
         default="auto",
         description="Processes that read, render and tokenise rows. auto: one per core, less one per engine on GPUs.",
@@ -517,15 +527,23 @@ class Job(Section):
         return self._root
 
     def first_rows(self, limit: int) -> Job:
-        """Return a trial: the same job over its first `limit` rows, with its own result folder next to the root."""
+        """Return a trial: the job over its first `limit` rows, with its own result folder next to the root.
+
+        A trial reads few rows on purpose, so `input.min_rows` does not apply to it.
+        """
         path = trial_results(self._root, limit)
         fewest = limit if self.input.limit is None else min(limit, self.input.limit)
         return self.model_copy(
             update={
                 "output": self.output.model_copy(update={"path": path}),
-                "input": self.input.model_copy(update={"limit": fewest}),
+                "input": self.input.model_copy(update={"limit": fewest, "min_rows": None}),
             }
         )
+
+    def place(self, where: str) -> str:
+        """Return the file and line of the key `where`, for errors that are not mistakes in the job file."""
+        line = self._line(where)
+        return ": ".join([str(self.source), *([] if line is None else [f"line {line}"]), where])
 
     def mistake(self, where: str, message: str) -> JobFileError:
         """Return an error with the line of the key `where`, for mistakes found later, e.g. a missing column."""
@@ -552,7 +570,7 @@ class Job(Section):
         """
         dump = self.model_dump(mode="json", exclude_defaults=True)
         identity: dict[str, Any] = {key: dump[key] for key in _OF_ROWS if key in dump}
-        for name in ("sql_memory", "workers"):
+        for name in ("sql_memory", "workers", "allow_empty", "min_rows"):
             identity["input"].pop(name, None)
         if "prompt" in identity:  # what stands in the file counts, with the tokenizer's own files
             identity["prompt"].pop("chat_template", None)

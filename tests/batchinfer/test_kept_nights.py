@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchinfer.core.errors import StorageError
+from batchinfer.core.errors import StorageError, TooFewRows
 from batchinfer.data.index.keeping import KeptIndex
 from batchinfer.data.kept.rows import Marks, Records
 from batchinfer.data.results.result_files import StagedFile
@@ -108,7 +108,12 @@ def test_a_night_without_rows_leaves_the_state_usable(tmp_path: Path, model: Pat
     run(path)
     full, rows = published(tmp_path), (tmp_path / "in.jsonl").read_bytes()
     (tmp_path / "in.jsonl").write_bytes(b"")
-    assert run(path).row["rows"] == 0
+    with pytest.raises(TooFewRows):
+        run(path)
+    assert published(tmp_path) == full
+    assert run(path, FAKE, ("input.allow_empty", "true")).row["rows"] == 0
+    with pytest.raises(TooFewRows):
+        run(path)  # also where the empty result is published
     (tmp_path / "in.jsonl").write_bytes(rows)
     assert run(path, NO_ENGINE).row["reused_requests"] == 20
     assert published(tmp_path) == full

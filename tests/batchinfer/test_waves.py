@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.core.errors import ErrorBudgetExceeded, InputCorrupt, Interrupted
+from batchinfer.core.errors import ErrorBudgetExceeded, InputCorrupt, Interrupted, TooFewRows
 from batchinfer.data.index import ingest
 from batchinfer.data.index.ingest import Ingestion, IngestProgress
 from batchinfer.job import load_job
@@ -254,3 +254,16 @@ def test_rows_that_share_with_rows_far_away_wait_for_them(
     assert waits == shares
     assert (outcome.row["waves"] == 1) == shares
     assert outcome.row["again_tokens"] == 0
+
+
+def test_too_few_rows_are_refused_and_what_ran_in_waves_stays_stored(
+    tmp_path: Path, model: Path, log: Path
+) -> None:
+    path = job(tmp_path / "job", model)
+    with pytest.raises(TooFewRows, match=f"has {ROWS} rows, and the job needs at least {ROWS + 1}"):
+        run(path, IN_WAVES, ("input.min_rows", str(ROWS + 1)))
+    assert not published(path)
+    stored = computed(log)
+    assert stored
+    assert run(path, FAKE, ("input.min_rows", str(ROWS))).row["reused_requests"] > 0
+    assert not stored & computed(log)

@@ -498,6 +498,11 @@ INPUTS = {
         ("data", "no input file", ".jsonl"),
         lambda p: ((p.folder / "data").mkdir(), p.job(input=from_file("data"))),
     ),
+    "no rows": Wrong(
+        66,
+        ("job.yaml: line 3: input.path", "the input has no rows", "input.allow_empty: true"),
+        lambda p: p.rows(),
+    ),
     "failing query": Wrong(
         78, ("line 3", "input.sql", "nothing_here"), from_sql("select * from nothing_here")
     ),
@@ -651,7 +656,7 @@ REFUSED = JOB_FILES | CHECKPOINTS | INPUTS | DESTINATIONS
 WITH_ALL_VERBS = (
     "unknown key", "several mistakes", "template syntax", "no job file", "too long for the model", "--set unknown key",
     "auto_map", "missing tensor", "damaged tokenizer", "chat template with a syntax error", "config.json is a pipe",
-    "truncated gzip", "differing schemas", "missing file", "failing query", "no space", "no chat template",
+    "truncated gzip", "differing schemas", "missing file", "no rows", "failing query", "no space", "no chat template",
     "column in no row, id and template", "too many bad rows", "result of another job", "a store in a file",
 )  # fmt: skip
 
@@ -747,7 +752,7 @@ RIGHT: dict[str, Callable[[Place], object]] = {
     ),
     "few bad rows": lambda p: (p.rows(*ROWS, b"{no"), p.job("on_error: {max_error_rate: 0.1}")),
     "as it is": lambda p: p.job(),
-    "no rows": lambda p: (p.rows(), p.job(output="output: {path: out/res}")),
+    "no rows": lambda p: (p.rows(), p.job(input=from_file("rows.jsonl", ", id: id, allow_empty: true"))),
     "a result of an older run": lambda p: p.job(output="output: {path: out/new}"),
     "CSV": lambda p: (p.bytes(b"id,text\nr,x\n", "rows.csv"), p.job(input=from_file("rows.csv", ", id: id"))),
     "a query": from_sql("select text from 'rows.jsonl' -- all of them"),
@@ -799,9 +804,9 @@ def test_a_column_that_looks_like_a_parameter_is_told_of(place: Place, capsys, m
         assert "the input has the column temperature, but the job ignores it" in ended.out + ended.err
 
 
-def test_an_empty_file_is_an_empty_result(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_an_empty_file_is_an_empty_result_where_the_job_allows_it(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     place.rows()
-    place.job(output="output: {path: out/res}")
+    place.job(input=from_file("rows.jsonl", ", allow_empty: true"))
     ended = command(capsys, monkeypatch, NO_ENGINE)("run", place.folder / "job.yaml", "--json")
     assert (ended.code, json.loads(ended.out)["rows"]) == (0, 0)
     assert place.table() == []

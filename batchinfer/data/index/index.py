@@ -340,6 +340,14 @@ class Index:
         return INPUT_ROW.name if self.samples else "row_id"
 
     @property
+    def input_rows(self) -> int:
+        """Return the number of input rows, error rows included. A row with several answers counts once."""
+        if not self.samples or not self.rows:
+            return self.rows
+        column = pq.read_table(self.index_parts[-1], columns=[INPUT_ROW.name]).column(0)
+        return int(column[-1].as_py()) + 1
+
+    @property
     def index_dir(self) -> Path:
         return Layout(self.folder).index
 

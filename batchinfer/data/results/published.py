@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow.parquet as pq
+
 from batchinfer.core.errors import DamagedResult
 from batchinfer.data.results.manifest import Manifest, ResultFile, damaged, read_manifest
 from batchinfer.data.storage.digests import FileDigests, file_digests
@@ -69,6 +71,19 @@ def intact(folder: Path) -> Published | None:
         return published(folder)
     except DamagedResult:
         return None
+
+
+def published_input_rows(folder: Path) -> int | None:
+    """Return the number of input rows of the result in a folder. A row with several answers counts once.
+
+    None: nothing is published there, or the result is damaged. Raises OutputConflict, StorageError.
+    """
+    found = intact(folder)
+    if found is None or not found.manifest.rows:
+        return None if found is None else 0
+    with storage(found.files[-1], "read"):
+        last = pq.read_table(found.files[-1], columns=["row_id"]).column(0)
+    return int(last[-1].as_py()) + 1
 
 
 def file_problems(folder: Path, manifest: Manifest, *, fresh: bool = False) -> Iterator[Problem]:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from batchinfer.data.input.job_input import input_files
 from batchinfer.data.results.manifest import Manifest, is_published
-from batchinfer.data.results.published import published_or_told
+from batchinfer.data.results.published import published_input_rows, published_or_told
 from batchinfer.data.results.published_inputs import published_inputs
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.stages.identity import publish_spec
 from batchinfer.pipeline.stages.storing import open_store
+from batchinfer.plan.setup.enough_rows import check_enough_rows
 
 
 def earlier_result(run: OpenRun, context: bytes) -> Manifest | None:
     """Return the manifest of this very result, if it is published whole and no input file has changed since.
 
-    A job with a query (input.sql) has none: its rows may be others each time.
+    A job with a query (input.sql) has none: its rows may be others each time. Raises TooFewRows where the job does not
+    allow a result of so few rows any more.
     """
     found = published_or_told(run.state.results, run.notice, fresh=run.options.verify)
     if found is None or run.job.input.sql or run.options.retry_errors or _has_lost_answers(run):
         return None
     inputs = published_inputs(run.state.published, input_files(run.job))
     current = inputs is not None and is_published(run.state.results, publish_spec(run, context, inputs))
-    return found.manifest if current else None
+    if not current:
+        return None
+    check_enough_rows(run.job, published_input_rows(run.state.results) or 0)
+    return found.manifest
 
 
 def _has_lost_answers(run: OpenRun) -> bool:

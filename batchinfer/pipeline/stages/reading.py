@@ -21,6 +21,7 @@ from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.stages.early_loading import EarlyLoading
 from batchinfer.pipeline.stages.verdict import refuse_hopeless
+from batchinfer.plan.setup.enough_rows import check_enough_rows
 from batchinfer.plan.setup.input_check import check_input
 
 _LITTLE_BYTES = 1 << 20  # of an input, which are read in less time than the keys of a large store
@@ -72,12 +73,16 @@ def read_input(
 
 
 def complete(run: OpenRun, index: Index) -> Index:
-    """Take note of an index that is complete; the scratch of other inputs is deleted. Raises ErrorBudgetExceeded where
-    too many rows are errors already, and StorageError where there is too little space for what they give."""
+    """Take note of an index that is complete; the scratch of other inputs is deleted.
+
+    Raises TooFewRows for an input that lacks rows, ErrorBudgetExceeded where too many rows are errors already, and
+    StorageError where there is too little space for what they give.
+    """
     run.state.purge_scratch(keep=index.folder.name)
     where = {"model": str(run.job.model.path), "completions": str(run.state.completions)}
     write_strings(index.folder / PARTIAL, where, run.state.ops)
     run.report.note(rows=index.rows)
+    check_enough_rows(run.job, index.input_rows)
     for line in index.notices:
         run.notice(line)
     if run.openai is not None:

@@ -32,6 +32,7 @@ from batchinfer.plan.forecast.sampled_rows import SampledRows, sampled_rows, str
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.prefixes import PlannedPrefix, largest_prefixes
+from batchinfer.plan.setup.enough_rows import check_enough_rows
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import Setup, check_setup
 from batchinfer.plan.setup.work_context import work_context
@@ -157,6 +158,7 @@ def _planned(
     context = work_context(setup, state) if state.completions.is_dir() else b""
     options = setup.ingest_options(context, strata=None if strata is None else strata[0])
     index = ingest(job, setup.tokenizer, options, scratch, reading)
+    check_enough_rows(job, index.input_rows if strata is None else strata[1])
     read = time.perf_counter()
     stored = sorted(read_records(state.completions, digests=True)[0]) if state.completions.is_dir() else []
     folder = scratch / "plan"

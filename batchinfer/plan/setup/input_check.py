@@ -16,6 +16,7 @@ from batchinfer.data.prompts.columns import Columns, choose_prompts
 from batchinfer.data.prompts.sampling_fields import CHECKS
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.job import Job
+from batchinfer.plan.setup.enough_rows import check_any_rows
 from batchinfer.plan.setup.job_setup import Setup
 
 SPACE_PER_INPUT_BYTE = 2  # at least: tokens and carried columns take about the input's size each
@@ -32,7 +33,8 @@ class InputFacts:
 
 
 def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
-    """Raises InputMissing, InputCorrupt, StorageError, and JobFileError for columns that the input lacks."""
+    """Raises InputMissing, InputCorrupt, StorageError, TooFewRows for files without rows, and JobFileError for columns
+    that the input lacks."""
     if job.input.sql is not None:
         names = query_columns(job.input.sql, job.source)
         schema = pa.schema([(name, pa.null()) for name in names])
@@ -45,18 +47,21 @@ def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
         state.check_space(SPACE_PER_INPUT_BYTE * size)
     reader = open_input(job, files)
     _, columns = choose_prompts(job, setup.tokenizer, reader.schema(), reader.shape)
-    _look_for(columns, reader, job.input.limit)
+    _look_for(job, columns, reader)
     return InputFacts(len(files), size, tuple(_warnings(job, columns)), reader)
 
 
-def _look_for(columns: Columns, reader: Reader, limit: int | None) -> None:
-    """Reads rows until each column that the job names has stood in one: mostly the first batch."""
-    for batch in reader.batches(limit=limit):
+def _look_for(job: Job, columns: Columns, reader: Reader) -> None:
+    """Read until every referenced column has appeared, usually within the first batch. Raises TooFewRows."""
+    rows = 0
+    for batch in reader.batches(limit=job.input.limit):
+        rows += len(batch.rows)
         for row in batch.rows:
             if not isinstance(row, RowError):
                 columns.note(row)
         if not columns.missing:
             return
+    check_any_rows(job, rows)
     columns.check_all_seen()
 
 

@@ -16,6 +16,7 @@ MEANINGS = {
     "interrupted": "a signal ended the run; `exit_code` − 128 is its number",
     "input damaged": "an input file is damaged, or changed while it was read",
     "input missing": "an input file is missing, or a pattern matches none",
+    "too few rows": "the input has no rows, or fewer than `input.min_rows`; nothing was published",
     "wrong job": "the job file or the checkpoint is wrong",
     "refused": "refused for security",
     "unavailable": "the device cannot be used, or the engine's process ended unexpectedly",

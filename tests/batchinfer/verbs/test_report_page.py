@@ -130,12 +130,12 @@ def test_a_run_that_refused_its_rows_counts_them(
     assert "over budget, exit code 65" in page.text
 
 
-def test_an_empty_input_has_a_page(
+def test_an_empty_input_has_a_page_where_the_job_allows_it(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.rows()
     run = command(capsys, monkeypatch, FAKE)
-    assert run("run", place.folder / "job.yaml", "-q").code == 0
+    assert run("run", place.folder / "job.yaml", "-q", "--set", "input.allow_empty=true").code == 0
     assert run("report", place.results).code == 0
     assert "the input has no rows" in (report_of(place) / "report.html").read_text("utf-8")
 
