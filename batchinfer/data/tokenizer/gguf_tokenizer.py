@@ -15,6 +15,7 @@ from batchinfer.core.gguf.header import wrong_gguf
 from batchinfer.core.gguf.vocabulary import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
 
 BYTES, PIECES = "gpt2", "llama"  # kinds of tokenizers, as files name them
+_SHOWN = 200  # characters of an error of the library, which quotes a token of any length
 _SPACE = "\u2581"
 _KEEPING = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's special tokens that leave white space behind them
 _BESIDE = (
@@ -72,8 +73,24 @@ CUTTINGS: Mapping[str, Cutting] = {
 
 
 def definition_of(model: GgufModel, vocabulary: Vocabulary) -> str:
-    """Return the text of a tokenizer.json. Raises JobFileError for a kind of tokenizer that is not known: another one
-    would give other tokens, and nobody would notice."""
+    """Return the text of a tokenizer.json.
+
+    Raises:
+        JobFileError: The kind of tokenizer is unknown, so that another one might give other tokens unnoticed, or the
+            vocabulary does not make a tokenizer.
+    """
+    try:
+        return _definition(model, vocabulary)
+    except JobFileError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the Rust library raises plain Exception
+        text = f"{model.name}: its keys tokenizer.ggml make no tokenizer: {str(error)[:_SHOWN]}"
+        raise wrong_gguf(
+            model.path, text, hint=f"the file may be damaged: download it again, or {_BESIDE}"
+        ) from None
+
+
+def _definition(model: GgufModel, vocabulary: Vocabulary) -> str:
     if vocabulary.kind == PIECES:
         rust, begins = _pieces(model, vocabulary), True
     elif vocabulary.kind == BYTES:

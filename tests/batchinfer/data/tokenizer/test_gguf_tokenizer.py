@@ -263,6 +263,14 @@ def test_gemmas_scores_are_not_used(tmp_path: Path) -> None:
         ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is no list"),
         ({"tokens": None}, r"x\.gguf holds no tokenizer \(tokenizer\.ggml\.tokens\)"),
         ({"model": "llama", "merges": None}, "has neither tokenizer.ggml.scores nor merges"),
+        (
+            {"merges": ["a zz"]},
+            r"x\.gguf: its keys tokenizer\.ggml make no tokenizer: .*Token `zz` out of vocabulary",
+        ),
+        (
+            {"model": "llama", "merges": ["a"]},
+            r"x\.gguf: .*Token `` out of vocabulary .*download it again",
+        ),
     ],
 )
 def test_tokenizers_that_are_not_known_are_refused(tmp_path: Path, stated: dict[str, Any], text: str) -> None:
