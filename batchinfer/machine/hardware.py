@@ -231,9 +231,9 @@ def read_cache(path: Path) -> dict[str, KeptPeaks]:
         return _parse_cache(raw)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         _log.warning(
-            "%s is ignored (%s); `batchinfer doctor --measure` writes it anew", path, error or "unreadable"
+            "%s is ignored (%s); `batchinfer doctor --measure` writes it again", path, error or "unreadable"
         )
         return {}
 

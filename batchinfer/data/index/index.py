@@ -222,7 +222,7 @@ class Index:
             return cls._from_json(folder, value)
         except FileNotFoundError:
             raise StorageError(f"{folder}: no complete index here; run the job again") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StorageError(f"{marker}: unreadable ({error}); remove {folder}") from None
 
     @classmethod

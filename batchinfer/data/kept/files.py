@@ -103,9 +103,6 @@ def read_marker(kept: Path) -> KeptMarker | None:
     OSError."""
     try:
         value = json.loads((kept / MARKER).read_bytes())
-    except FileNotFoundError:
-        return None
-    try:
         if value["format"] != KEPT_FORMAT:
             return None
         stretches = tuple(KeptStretch.from_json(one) for one in value["stretches"])
@@ -113,7 +110,9 @@ def read_marker(kept: Path) -> KeptMarker | None:
         return KeptMarker(
             str(value["identity"]), RecordShape(*map(int, value["shape"])), stretches, tokenizer
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not as it was written ({error!r})") from error
 
 

@@ -131,7 +131,7 @@ def read_whole(kept: Path) -> WholeMarker | None:
         return WholeMarker.from_json(value) if value["format"] == FORMAT else None
     except FileNotFoundError:
         return None
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not as it was written ({error!r})") from error
 
 

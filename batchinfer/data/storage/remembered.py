@@ -32,6 +32,6 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        _log.warning("%s is ignored (%s) and will be written anew", path, error)
+    except (OSError, ValueError, RecursionError) as error:
+        _log.warning("%s is ignored (%s) and will be written again", path, error)
         return None

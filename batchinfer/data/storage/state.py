@@ -38,6 +38,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -48,6 +49,8 @@ from batchinfer.core.errors import Locked, StorageError
 from batchinfer.data.storage.durable import FileOps, check_free_space, storage, write_json
 from batchinfer.data.storage.remembered import read_strings, write_strings
 from batchinfer.job import Job
+
+_log = logging.getLogger(__name__)
 
 STATE_FORMAT = 1
 KEEP_GENERATIONS_S = 3600.0
@@ -269,20 +272,26 @@ class StateFolder:
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
     def _check_format(self) -> None:
-        if not self._marker.exists():
-            write_json(self._marker, {"format": STATE_FORMAT}, self.ops)
         self.refuse_newer()
+        if _format_of(self._marker) is None:
+            if self._marker.exists():
+                _log.warning("%s is damaged and will be written again; stored answers are kept", self._marker)
+            write_json(self._marker, {"format": STATE_FORMAT}, self.ops)
 
     def refuse_newer(self) -> None:
-        """Raises StorageError when a newer version of batchinfer wrote the folder; writes nothing."""
-        if not self._marker.exists():
-            return
-        with storage(self._marker, "read"):
-            found = _format_of(self._marker)
-        if not isinstance(found, int) or found > STATE_FORMAT:
+        """Check that this version can read the state, and write nothing.
+
+        A missing or damaged `state.json` is no reason to refuse: it holds nothing but the format, and all files with
+        answers state theirs as well.
+
+        Raises:
+            StorageError: A newer version of batchinfer wrote the folder, or `state.json` cannot be read.
+        """
+        found = _format_of(self._marker)
+        if found is not None and found > STATE_FORMAT:
             raise StorageError(
-                f"{self._marker}: state format {found!r}, this version knows up to {STATE_FORMAT}; "
-                "use the batchinfer that wrote it, or remove the folder to start over"
+                f"{self._marker}: state format {found}, this version knows up to {STATE_FORMAT}; use the batchinfer "
+                f"that wrote it, or remove the folder {self.job} to start over, which deletes its stored answers"
             )
 
     def _remove(self, folder: Path) -> None:
@@ -344,9 +353,17 @@ def _is_held(lock: Path) -> bool:
     return fd is None
 
 
-def _format_of(marker: Path) -> object:
-    try:
-        value = json.loads(marker.read_bytes())
-    except ValueError:
-        return "unreadable"
-    return value.get("format", "missing") if isinstance(value, dict) else "missing"
+def _format_of(marker: Path) -> int | None:
+    """Return the format that the file states; None if it is missing or damaged. Raises StorageError."""
+    if marker.is_dir():
+        raise StorageError(
+            f"{marker}: is a folder where a file belongs; remove it and run the same command again: batchinfer writes "
+            "the file again, and keeps all stored answers"
+        )
+    with storage(marker, "read"):
+        try:
+            value = json.loads(marker.read_bytes())
+        except (FileNotFoundError, ValueError, RecursionError):
+            return None
+    found = value.get("format") if isinstance(value, dict) else None
+    return found if type(found) is int and found >= STATE_FORMAT else None

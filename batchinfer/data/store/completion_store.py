@@ -278,7 +278,7 @@ def _read_record(path: Path) -> CommitRecord | None:
             tuple(map(str, raw.get("replaces", ()))),
             float(raw["since"]) if "since" in raw else None,
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     if version > RECORD_FORMAT:
         raise StorageError(

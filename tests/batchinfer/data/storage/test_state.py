@@ -58,7 +58,41 @@ def test_a_newer_state_is_refused(tmp_path: Path) -> None:
     with state.lock():
         pass
     (state.path / "state.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(StorageError, match="state format 99"), state.lock():
+    with (
+        pytest.raises(StorageError, match=r"state format 99.*which deletes its stored answers"),
+        state.lock(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b'{"form', b"\x00\xff", b"[1]", b"{}", b'{"format": null}', b'{"format": true}', b'{"format": "1"}',
+     b'{"format": -1}', b"[" * 100_000],
+    ids=lambda damage: repr(damage[:20]),
+)  # fmt: skip
+def test_a_damaged_state_file_is_written_again(damage: bytes, tmp_path: Path) -> None:
+    state = StateFolder(tmp_path / "res")
+    with state.lock():
+        pass
+    marker, answers = state.path / "state.json", state.path / "completions"
+    answers.mkdir()
+    whole = marker.read_bytes()
+    marker.write_bytes(damage)
+    state.refuse_newer()
+    assert marker.read_bytes() == damage
+    with state.lock():
+        assert marker.read_bytes() == whole
+    assert answers.is_dir()
+
+
+def test_a_folder_in_place_of_the_state_file_is_named(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path / "res")
+    (state.path / "state.json").mkdir(parents=True)
+    with (
+        pytest.raises(StorageError, match=r"state\.json: is a folder.* remove it .* keeps all"),
+        state.lock(),
+    ):
         pass
 
 
