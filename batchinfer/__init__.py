@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """`run` and `RunResult`, imported when they are first used: importing the package alone stays cheap."""
     if name == "run":
+        from batchinfer.machine.limits import check_limits
+
+        check_limits()  # before libraries are imported that fail in their own ways where memory is limited
         from batchinfer.pipeline.library import run
 
         return run

@@ -190,12 +190,37 @@ def _lacks_processes(error: BaseException) -> bool:
     return any(words in str(error) for words in _NO_THREAD)
 
 
+# The words of libraries that raise neither MemoryError nor ENOMEM: torch, C++, the loader of shared libraries
+_NO_MEMORY = (
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "failed to map segment",
+)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return True if the error, or one that led to it, comes of a lack of the host's memory."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, MemoryError) or (isinstance(found, OSError) and found.errno == errno.ENOMEM):
+            return True
+        if isinstance(found, ImportError | RuntimeError) and any(words in str(found) for words in _NO_MEMORY):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
 def known(error: BaseException) -> BatchInferError:
     """The error of this tree that `error` is or amounts to: what the process ends with, and what its report says."""
     if isinstance(error, BatchInferError):
         return error
-    if isinstance(error, MemoryError):
-        return OutOfMemory("out of memory; lower engine.kv_memory, or run on a machine with more")
+    if lacks_memory(error):
+        return OutOfMemory(
+            f"out of memory ({_first_line(error)}); lower engine.kv_memory, raise the limit of the process "
+            "(`ulimit -v`, `ulimit -d`) if it has one, or run on a machine with more memory"
+        )
     if _lacks_processes(error):
         return Unavailable(f"no further process or thread may be started ({error}); {TOO_FEW_PROCESSES}")
     if isinstance(error, OSError):
@@ -206,3 +231,8 @@ def known(error: BaseException) -> BatchInferError:
         )
     detail = "".join(traceback.format_exception(error))
     return BatchInferError(f"a bug in batchinfer {__version__}, please report it:\n{detail}")
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what kind of error it is, and how its text begins."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])[:300]

@@ -15,6 +15,9 @@ _MIB = 1 << 20
 # Of address space, for each process of ours. A job of twenty rows and a model of 100 kB took 2,560 MiB on 2 cores, most
 # of it for threads and never touched; with 2,150 MiB DuckDB found no memory, with 1,950 MiB it ended by SIGSEGV.
 SPACE_MIB, SPACE_OF_A_CORE_MIB = 2400, 80
+# Of memory for data, which includes the stacks of threads: the same job took 781 MiB on 2 cores; with 683 MiB OpenMP
+# could not start its threads, with 400 MiB the process ended by SIGSEGV.
+DATA_MIB = 700
 # Processes and threads. The same job needed 18 on 2 cores and had 28 at most; libraries start some for each core.
 PROCESSES, PROCESSES_OF_A_CORE = 16, 6
 _MANY = 4096  # a limit that is higher leaves enough
@@ -23,20 +26,24 @@ _MANY = 4096  # a limit that is higher leaves enough
 def check_limits(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
     """Raises OutOfMemory, Unavailable where a limit leaves too little for any work."""
     cores = usable_cpus()
-    space, needed = (
-        resource.getrlimit(resource.RLIMIT_AS)[0],
-        (SPACE_MIB + SPACE_OF_A_CORE_MIB * cores) * _MIB,
-    )
-    if space != resource.RLIM_INFINITY and space < needed:
-        raise OutOfMemory(
-            f"a process may have {space // _MIB:,} MiB of address space (RLIMIT_AS; `ulimit -v` shows it in KiB), "
-            f"and batchinfer needs {needed // _MIB:,} MiB on {cores} cores, besides the model: raise it"
-        )
+    _check_space(resource.RLIMIT_AS, "address space (RLIMIT_AS; `ulimit -v`", SPACE_MIB, cores)
+    if sys.platform.startswith("linux"):  # elsewhere this limit bounds little of what a process maps
+        _check_space(resource.RLIMIT_DATA, "memory for data (RLIMIT_DATA; `ulimit -d`", DATA_MIB, cores)
     left, least = _processes_left(root, proc), PROCESSES + PROCESSES_OF_A_CORE * cores
     if left is not None and left < least:
         raise Unavailable(
             f"{max(0, left)} more processes and threads may be started, and batchinfer needs {least} on {cores} cores; "
             f"{TOO_FEW_PROCESSES}"
+        )
+
+
+def _check_space(limit: int, what: str, mib: int, cores: int) -> None:
+    """Raises OutOfMemory if a limit of the process is below `mib` MiB and its part for each core."""
+    allowed, needed = resource.getrlimit(limit)[0], (mib + SPACE_OF_A_CORE_MIB * cores) * _MIB
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        raise OutOfMemory(
+            f"a process may have {allowed // _MIB:,} MiB of {what} shows it in KiB), and batchinfer needs "
+            f"{needed // _MIB:,} MiB on {cores} cores, besides the model: raise it"
         )
 
 

@@ -6,7 +6,7 @@ import os
 import traceback
 from typing import NoReturn
 
-from batchinfer.core.errors import BatchInferError, OutOfMemory
+from batchinfer.core.errors import BatchInferError, OutOfMemory, lacks_memory
 from batchinfer.pipeline.workers.messages import EnginePlace, Failed
 
 
@@ -42,5 +42,4 @@ def failure(
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    named = type(error).__name__ == "OutOfMemoryError"
-    return named or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    return type(error).__name__ == "OutOfMemoryError" or lacks_memory(error)

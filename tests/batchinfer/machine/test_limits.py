@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.core.errors import Unavailable, known
+from batchinfer.core.errors import OutOfMemory, Unavailable, known
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.limits import (
+    DATA_MIB,
     PROCESSES,
     PROCESSES_OF_A_CORE,
     SPACE_MIB,
     SPACE_OF_A_CORE_MIB,
     check_limits,
 )
+from batchinfer.pipeline.workers.endings import failure
 from tests.batchinfer.wrong_jobs import Place, environment
 from tests.patience import PATIENCE_S
 
@@ -55,6 +57,23 @@ def test_too_little_address_space_is_told(place: Place, mib: int) -> None:
     assert (code, len(told.splitlines())) == (71, 1)
     assert f"{mib:,} MiB of address space (RLIMIT_AS; `ulimit -v`" in told
     assert f"needs {NEEDED_MIB:,} MiB" in told
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere there is no such limit")
+def test_too_little_memory_for_data_is_refused(place: Place) -> None:
+    """With this limit the engine's process ended by SIGSEGV."""
+    code, told = ended(place, "-d 409600")
+    assert (code, len(told.splitlines())) == (71, 1)
+    assert "400 MiB of memory for data (RLIMIT_DATA; `ulimit -d`" in told
+    assert f"needs {DATA_MIB + SPACE_OF_A_CORE_MIB * CORES:,} MiB" in told
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere there is no such limit")
+def test_the_library_checks_limits_before_it_imports_others() -> None:
+    code = "import batchinfer\ntry:\n    batchinfer.run\nexcept Exception as error:\n    print(error.exit_code, error)"
+    command = ["bash", "-c", 'ulimit -v 409600 && exec "$@"', "-", sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("71 a process may have 400 MiB of address space"), done.stderr
 
 
 @pytest.mark.slow
@@ -109,3 +128,34 @@ def test_a_limit_that_is_reached_in_mid_job_is_told(error: Exception) -> None:
     meant = known(error)
     assert isinstance(meant, Unavailable)
     assert "raise the limit on processes and threads" in str(meant)
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"
+        ),
+        RuntimeError("std::bad_alloc"),
+        ImportError("libarrow.so.2600: failed to map segment from shared object"),
+        caused(ValueError("the file cannot be read"), MemoryError()),
+    ],
+    ids=repr,
+)
+def test_memory_that_runs_out_is_no_bug(error: Exception) -> None:
+    """Neither in the command's process nor in the engine's."""
+    meant = known(error)
+    assert isinstance(meant, OutOfMemory)
+    assert "lower engine.kv_memory, raise the limit of the process" in str(meant)
+    assert failure(error).exit_code == 71
+
+
+def test_an_error_without_memory_in_it_stays_a_bug() -> None:
+    assert known(caused(RuntimeError("shapes differ"), KeyError("x"))).exit_code == 70
