@@ -46,7 +46,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "top_k": Bounds(0, INT32_MAX),
     "min_p": Bounds(0, 1),
     "seed": Bounds(-(2**63), 2**63 - 1),
-    "repetition_penalty": Bounds(0, 100, above=True),
+    # Divides and multiplies logits: a value near 0 would make them infinite
+    "repetition_penalty": Bounds(0.01, 100),
     "presence_penalty": Bounds(-100, 100),
     "frequency_penalty": Bounds(-100, 100),
     "logprobs": Bounds(0, MAX_LOGPROBS),

@@ -202,8 +202,8 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     "out of range": (
         GOOD
         + "sampling:\n  max_tokens: 0\n  min_tokens: -1\n  temperature: -0.1\n  top_p: 0\n  top_k: -1\n  min_p: 1.1\n"
-        + "  repetition_penalty: 0\n  presence_penalty: 101\n  frequency_penalty: .inf\n  seed: 9223372036854775808\n"
-        + "  repetition_stop: -1\n  logit_bias: {5: -100.5}\n",
+        + "  repetition_penalty: 1.0e-40\n  presence_penalty: 101\n  frequency_penalty: .inf\n"
+        + "  seed: 9223372036854775808\n  repetition_stop: -1\n  logit_bias: {5: -100.5}\n",
         [
             (7, "sampling.max_tokens", ("number 0", "from 1 to 2,147,483,647")),
             (8, "sampling.min_tokens", ("number -1", "from 0")),
@@ -211,7 +211,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
             (10, "sampling.top_p", ("number 0", "above 0 and up to 1")),
             (11, "sampling.top_k", ("-1", "from 0")),
             (12, "sampling.min_p", ("1.1", "from 0 to 1")),
-            (13, "sampling.repetition_penalty", ("above 0 and up to 100",)),
+            (13, "sampling.repetition_penalty", ("1e-40", "from 0.01 to 100")),
             (14, "sampling.presence_penalty", ("from -100 to 100",)),
             (15, "sampling.frequency_penalty", ("inf", "from -100 to 100")),
             (16, "sampling.seed", ("9223372036854775808", "whole number")),
