@@ -133,6 +133,9 @@ def _wrong(loc: Loc, value: object, expected: str, group: list[ErrorDetails]) ->
     if isinstance(value, tuple) and items:
         message = f"found {found(value[items[0]])} as item {items[0] + 1}; it must be {expected}"
         return Finding((*loc, items[0]), message)
+    limit = next((details["ctx"]["max_length"] for details in group if details["type"] == "too_long"), None)
+    if isinstance(value, tuple) and limit is not None:
+        return Finding(loc, f"has {len(value):,} items; the limit is {limit:,}")
     if value in ("", ()):
         return Finding(loc, f"is empty; it must be {expected}")
     return Finding(loc, f"found {found(value)}; it must be {expected}", _cure(value, expected))

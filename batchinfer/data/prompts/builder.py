@@ -472,10 +472,12 @@ def check_labels(column: str, value: Any) -> list[str]:
         )
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
         raise RowProblem("labels_type", f"column {column!r} must be a list of texts, not {kind_of(value)}")
-    if not 1 <= len(value) <= MAX_LABELS or len({*value}) < len(value):
+    if not 1 <= len(value) <= MAX_LABELS:
         raise RowProblem(
-            "labels_type", f"column {column!r} must have 1 to {MAX_LABELS} labels, all different"
+            "labels_type", f"column {column!r} has {len(value):,} labels; a row must have 1 to {MAX_LABELS:,}"
         )
+    if len({*value}) < len(value):
+        raise RowProblem("labels_type", f"column {column!r} has the same label twice; list each label once")
     return value
 
 

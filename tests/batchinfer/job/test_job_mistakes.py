@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -236,7 +237,12 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     ),
     "too many stops": (
         GOOD + f"sampling: {{stop: [{', '.join('a' * 17)}]}}\n",
-        [(6, "sampling.stop", ("at most 16",))],
+        [(6, "sampling.stop", ("has 17 items", "the limit is 16"))],
+    ),
+    "too many labels": (
+        GOOD.replace("\n", "\ntask: classify\n", 1)
+        + f"classify: {{choices: {json.dumps([*map(str, range(1001))])}}}\n",
+        [(7, "classify.choices", ("has 1,001 items", "the limit is 1,000"))],
     ),
     "engine values": (
         GOOD
