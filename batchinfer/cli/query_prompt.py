@@ -68,17 +68,17 @@ def history_file(env: Mapping[str, str] = os.environ) -> Path:
     return Path(base) / "batchinfer" / "query_history"
 
 
-def converse(result: OpenResult, form: str) -> None:
+def converse(result: OpenResult, form: str, escape_formulas: bool = False) -> None:
     """Answer queries until there are no more. At a terminal an error is told and the next query asked for; on a pipe it
     is raised. A pipe without any query gets the usual answer."""
     if sys.stdin is not None and sys.stdin.isatty():
         with _history(history_file()):
-            _at_terminal(result, form)
+            _at_terminal(result, form, escape_formulas)
     else:
-        _from_pipe(result, form, sys.stdin)
+        _from_pipe(result, form, escape_formulas, sys.stdin)
 
 
-def _at_terminal(result: OpenResult, form: str) -> None:
+def _at_terminal(result: OpenResult, form: str, escape_formulas: bool) -> None:
     say(painted("Type SQL and end it with ; to run it. .help explains more, .quit leaves.", "quiet"))
     typed = ""
     while True:
@@ -92,7 +92,7 @@ def _at_terminal(result: OpenResult, form: str) -> None:
                     return
             elif is_whole(typed):
                 text, typed = typed, ""
-                _answer(result, text, form)
+                _answer(result, text, form, escape_formulas)
         except EOFError:
             say("")
             return
@@ -105,7 +105,7 @@ def _at_terminal(result: OpenResult, form: str) -> None:
             tell_error(str(error))
 
 
-def _from_pipe(result: OpenResult, form: str, stream: TextIO | None) -> None:
+def _from_pipe(result: OpenResult, form: str, escape_formulas: bool, stream: TextIO | None) -> None:
     typed, any_yet = "", False
     for line in stream or ():
         if not typed and line.startswith("."):
@@ -115,18 +115,18 @@ def _from_pipe(result: OpenResult, form: str, stream: TextIO | None) -> None:
             continue
         typed = (typed + line) if typed or line.strip() else ""
         if is_whole(typed):
-            _answer(result, typed, form)
+            _answer(result, typed, form, escape_formulas)
             typed, any_yet = "", True
     if typed.strip() or not any_yet:
-        _answer(result, typed if typed.strip() else result.usual, form)
+        _answer(result, typed if typed.strip() else result.usual, form, escape_formulas)
 
 
-def _answer(result: OpenResult, text: str, form: str) -> None:
+def _answer(result: OpenResult, text: str, form: str, escape_formulas: bool) -> None:
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else None
     for sql in result.statements(text):
         with result.answer(sql) as answer:
-            lines = shown(answer, form, width)
+            lines = shown(answer, form, width, escape_formulas)
             say_lines(map(printable, lines) if terminal else lines)
 
 

@@ -14,7 +14,7 @@ from batchinfer.cli.options import DEFAULT_JOB, Date, Json, Overrides, load
 from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
 from batchinfer.core.errors import StorageError, UsageError
 from batchinfer.core.text import printable
-from batchinfer.verbs.answer import FORMATS, JSON_FORMATS, check_format
+from batchinfer.verbs.answer import FORMATS, JSON_FORMATS, check_escapes, check_format
 
 if TYPE_CHECKING:
     from batchinfer.data.results.published import Problem
@@ -44,6 +44,13 @@ Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="Write the answer to a new file instead of stdout."),
 ]
+EscapeFormulas = Annotated[
+    bool,
+    typer.Option(
+        "--escape-formulas",
+        help="Write CSV, with an apostrophe before each cell that a spreadsheet program would run as a formula.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="The same as --format json: one object per row.")]
 
 
@@ -53,6 +60,7 @@ def query(
     partial: Partial = False,
     form: Form = "auto",
     output: Output = None,
+    escape_formulas: EscapeFormulas = False,
     as_json: AsJson = False,
 ) -> None:
     """Query a result and its report with DuckDB's SQL. Nothing is changed."""
@@ -62,7 +70,8 @@ def query(
         raise UsageError(
             f"--json means --format json, but --format {form} is given as well; leave one of the two out"
         )
-    question, form = Query(results, sql, partial), "json" if as_json else form
+    form = check_escapes("json" if as_json else form, escape_formulas, output)
+    question = Query(results, sql, partial, escape_formulas)
     if output is not None:
         question.save(form, output)
         tell(printable(f"wrote {output}"))
@@ -78,7 +87,7 @@ def _answer(question: Query, form: str) -> None:
     check_format(form, None)
     if question.sql is None:
         with opened_result(question.folder, question.partial) as result:
-            converse(result, form)
+            converse(result, form, question.escape_formulas)
         return
     terminal = sys.stdout.isatty()
     lines = question.lines(form, shutil.get_terminal_size().columns if terminal else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ _NUMBERS = ("INT", "DECIMAL", "DOUBLE", "FLOAT", "HUGEINT", "BIGINT")
 _NESTED = ("STRUCT", "MAP", "UNION")  # and what ends in brackets: lists and arrays
 _LEAST_WIDTH = 20  # of a block's values, however narrow the terminal
 Cells = Sequence[str | None]
+# What spreadsheet programs take for the beginning of a formula (OWASP, "CSV Injection"), also in full width
+_FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
+_A_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|-inf")
 
 
 def check_format(form: str, output: Path | None) -> None:
@@ -46,16 +50,37 @@ def format_for(form: str, output: Path | None) -> str:
     return known if known in FORMATS else form
 
 
-def shown(answer: duckdb.DuckDBPyRelation, form: str, width: int | None) -> Iterator[str]:
-    """The answer in lines, without their ends. `width` is the terminal's; None: long lines are not broken.
+def check_escapes(form: str, escape_formulas: bool, output: Path | None) -> str:
+    """Return the format, which is CSV where formulas are to be escaped and no format is given. Raises UsageError."""
+    if not escape_formulas:
+        return form
+    found = format_for(form, output)
+    if found == "auto":
+        return "csv"
+    if found != "csv":
+        raise UsageError(
+            f"--escape-formulas is for CSV, and the format is {found}; use --format csv, or leave it out"
+        )
+    return found
 
-    `auto` is a table where one fits into `width` (80 without), else blocks; neither holds a control character.
+
+def shown(
+    answer: duckdb.DuckDBPyRelation, form: str, width: int | None, escape_formulas: bool = False
+) -> Iterator[str]:
+    """Yield the lines of the answer, without line ends.
+
+    Args:
+        answer: The answer to the query.
+        form: One of FORMATS. `auto` is a table where one fits into `width` (80 without), else blocks; neither holds a
+            control character.
+        width: The width of the terminal. None: long lines are not broken.
+        escape_formulas: Write an apostrophe before CSV cells that spreadsheet programs would run as formulas.
     """
     if form in JSON_FORMATS:
         yield from _json_lines(answer)
         return
     if form == "csv":
-        yield from _csv_lines(_Texts.of(answer, nested="json"))
+        yield from _csv_lines(_Texts.of(answer, nested="json"), escape_formulas)
         return
     texts = _Texts.of(answer)
     first = next(texts.batches, [])
@@ -183,11 +208,19 @@ def _one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def _csv_lines(texts: _Texts) -> Iterator[str]:
+def _csv_lines(texts: _Texts, escape_formulas: bool) -> Iterator[str]:
     """As RFC 4180 has it, but for the line ends; a null is empty, an empty text is quoted."""
-    yield ",".join(map(_quoted, texts.names))
+    written = _escaped if escape_formulas else _quoted
+    yield ",".join(map(written, texts.names))
     for rows in texts.batches:
-        yield from (",".join("" if cell is None else _quoted(cell) for cell in row) for row in rows)
+        yield from (",".join("" if cell is None else written(cell) for cell in row) for row in rows)
+
+
+def _escaped(text: str) -> str:
+    """Return a cell that no spreadsheet program takes for a formula: it begins with an apostrophe. Numbers stay."""
+    if not _FORMULA.match(text) or _A_NUMBER.fullmatch(text):
+        return _quoted(text)
+    return _quoted(f"'{text}")
 
 
 def _quoted(text: str) -> str:

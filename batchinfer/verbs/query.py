@@ -293,12 +293,13 @@ class Query:
     folder: Path
     sql: str | None = None
     partial: bool = False
+    escape_formulas: bool = False  # of CSV
 
     def lines(self, form: str, width: int | None) -> Iterator[str]:
         """The answer for stdout. Raises what `asked` raises."""
         check_format(form, None)
         with asked(self.folder, self.sql, self.partial) as answer:
-            yield from shown(answer, form, width)
+            yield from shown(answer, form, width, self.escape_formulas)
 
     def save(self, form: str, output: Path) -> None:
         """Write the answer to a file that is not there yet, whole or not at all. Raises OutputConflict, too."""
@@ -307,7 +308,8 @@ class Query:
         refuse_existing(output)
         with asked(self.folder, self.sql, self.partial) as answer:
             if form != "parquet":
-                write_new(output, ((line + "\n").encode() for line in shown(answer, form, None)), FileOps())
+                lines = shown(answer, form, None, self.escape_formulas)
+                write_new(output, ((line + "\n").encode() for line in lines), FileOps())
                 return
             with temporary_folder("answer") as spill:
                 answer.write_parquet(f"{spill}/answer.parquet", compression="zstd")

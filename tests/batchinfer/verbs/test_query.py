@@ -113,6 +113,23 @@ def test_csv_can_be_read_again() -> None:
     assert rows == [["x,y", "e", "n", "t"], ['a,"b"', "", "", "one\ntwo"]]
 
 
+@pytest.mark.parametrize(
+    "text", ["=1+2", "+x", "-cmd|' /C calc'!A0", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "=1", "-5-5", '=A1&"x"']
+)
+def test_formulas_are_escaped_on_request(text: str) -> None:
+    quoted = "'" + text.replace("'", "''") + "'"
+    sql = f'select {quoted} as t, [{quoted}] as l, {quoted} as "{text.replace(chr(34), chr(34) * 2)}"'
+    for escape, wanted in ((False, text), (True, "'" + text)):
+        lines = "\n".join(shown(answer(sql), "csv", None, escape))
+        names, row = csv.reader(io.StringIO(lines, newline=""))
+        assert (row[0], row[2], names[2]) == (wanted, wanted, wanted)
+
+
+def test_numbers_are_no_formulas() -> None:
+    sql = "select -5 as i, -2.5e-7 as f, '-5' as t, '+1.5' as u, '-inf'::double as n, 'a=1' as later, '-' as dash"
+    assert list(shown(answer(sql), "csv", None, True))[1] == "-5,-2.5e-07,-5,+1.5,-inf,a=1,'-"
+
+
 def test_csv_has_structs_and_lists_as_json() -> None:
     sql = """select {'a': 'x,"y"', 'b': [1, null]} as s, [{'c': date '2024-01-02'}] as l, map {'k': 'nan'::double} as m,
         [1, 2]::int[2] as f, null::int[] as n, 7 as s"""
@@ -171,6 +188,10 @@ def test_a_format_that_cannot_be(finished: Place, ask: Command) -> None:
     assert (wrong.code, "table, blocks, json, jsonl, csv, parquet" in wrong.err) == (2, True)
     without = ask(finished.results, "-f", "parquet")
     assert (without.code, "--output FILE" in without.err) == (2, True)
+    escaped = ask(finished.results, "select '=1' as x", "--escape-formulas")
+    assert (escaped.code, escaped.out) == (0, "x\n'=1\n")
+    refused = ask(finished.results, "select 1", "--json", "--escape-formulas")
+    assert (refused.code, "--escape-formulas is for CSV" in refused.err) == (2, True)
     both = ask(finished.results, "--json", "--format", "csv")
     assert (both.code, "leave one of the two out" in both.err) == (2, True)
     assert ask(finished.results, "select 1 as n", "--json", "--format", "jsonl").out == '{"n":1}\n'
