@@ -16,6 +16,7 @@ from typing import TextIO
 from batchinfer.cli.terminal import painted, say, say_lines, tell, tell_error
 from batchinfer.core.errors import BatchInferError, Interrupted
 from batchinfer.core.text import printable
+from batchinfer.report.tables.queried import QUERIED
 from batchinfer.verbs.answer import shown
 from batchinfer.verbs.query import OpenResult
 
@@ -26,23 +27,6 @@ Type a query in DuckDB's SQL and end it with ; (it may have several lines). Quer
 .tables   list the tables, and what one row of each stands for
 .help     show this text
 .quit     leave (also Ctrl-D); Ctrl-C discards what is typed, or stops a running query"""
-ROWS = {
-    "results": "a row of the result",
-    "run": "a run of the job",
-    "steps": "an engine step",
-    "requests": "a request that finished",
-    "rows": "a published row, and which request answered it",
-    "experts": "an expert of each layer",
-    "ranks": "a rank of an engine that divides its model",
-    "activities": "a stretch of time in which a process did one thing",
-    "phases": "prefill, decode or mixed steps of a run",
-    "buckets": "prompts of a run by length",
-    "prefixes": "a prefix that requests share",
-    "accuracy": "a field of the answers, and how many were right",
-    "confusion": "an expected label and an answered one, and how often they met",
-    "calibration": "answers of similar probability, and how many were right",
-    "history": "a run, with the figures by which runs are compared",
-}
 # A text in quotes, a name in quotes, a text between dollars, comments; a lone beginning of one; anything else
 _PIECE = re.compile(
     r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|\$(\w*)\$.*?\$\1\$|--[^\n]*|/\*.*?\*/|['"]|/\*|\$\w*\$|.""", re.DOTALL
@@ -135,7 +119,7 @@ def _command(text: str, result: OpenResult) -> bool:
     if text in (".quit", ".exit"):
         return False
     if text == ".tables":
-        say_lines(f"{name:<12}{ROWS[name]}" for name in result.names)
+        say_lines(f"{name:<12}{QUERIED[name]}" for name in result.names)
     elif text == ".help":
         say(HELP)
     else:

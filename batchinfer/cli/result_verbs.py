@@ -14,6 +14,7 @@ from batchinfer.cli.options import DEFAULT_JOB, Date, Json, Overrides, load
 from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
 from batchinfer.core.errors import StorageError, UsageError
 from batchinfer.core.text import printable
+from batchinfer.report.tables.queried import QUERIED
 from batchinfer.verbs.answer import FORMATS, JSON_FORMATS, check_escapes, check_format
 
 if TYPE_CHECKING:
@@ -27,9 +28,8 @@ Sql = Annotated[
     str | None,
     typer.Argument(
         metavar="SQL",
-        help="One query in DuckDB's SQL, over results, run, history, steps, phases, buckets, prefixes, requests, "
-        "rows, experts, accuracy, confusion and calibration. Without it queries are typed at a prompt, or read from "
-        "a pipe.",
+        help=f"One query in DuckDB's SQL. Its tables: {', '.join(QUERIED)}. Without SQL, queries are typed at a "
+        "prompt, or read from a pipe.",
         show_default=False,
     ),
 ]

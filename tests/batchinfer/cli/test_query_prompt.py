@@ -5,16 +5,23 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
+import typer
 
-from batchinfer.cli.query_prompt import PROMPT, ROWS, is_whole
+from batchinfer.cli import app
+from batchinfer.cli.query_prompt import PROMPT, is_whole
 from batchinfer.report.history import HISTORY
 from batchinfer.report.tables.columns.declared import SCHEMAS
+from batchinfer.report.tables.queried import QUERIED
+from batchinfer.verbs.query import RESULTS
 from tests.batchinfer.cli.screen import lines_on, on_terminal
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Ended, Place, command
 from tests.patience import PATIENCE_S, wait_until
+
+CLI_PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
 
 @pytest.fixture
@@ -75,8 +82,8 @@ def test_a_pipe_ends_at_the_first_error(piped) -> None:
 def test_commands_from_a_pipe(piped) -> None:
     ended = piped(".tables\n.help\n.nonsense\n.quit\nselect 1;")
     assert ended.code == 0
-    names = [line.split()[0] for line in ended.out.splitlines()[: len(ROWS)]]
-    assert set(names) == set(ROWS)
+    names = [line.split()[0] for line in ended.out.splitlines()[: len(QUERIED)]]
+    assert set(names) == set(QUERIED)
     assert "Ctrl-D" in ended.out
     assert ".nonsense: no such command" in ended.err
 
@@ -85,8 +92,14 @@ def test_an_empty_pipe_gets_the_first_rows(piped) -> None:
     assert len(piped("\n", "--json").out.splitlines()) == 20
 
 
-def test_every_table_is_described() -> None:
-    assert set(ROWS) == {"results", HISTORY, *SCHEMAS}
+def test_help_prompt_and_docs_name_the_tables_that_a_query_has(piped) -> None:
+    assert set(QUERIED) == {RESULTS, HISTORY, *SCHEMAS}
+    sql = next(one for one in typer.main.get_command(app).commands["query"].params if one.name == "sql")  # type: ignore[attr-defined]
+    told = re.search(r"Its tables: ([\w, ]+)\.", sql.help)
+    assert told is not None
+    assert told[1].split(", ") == list(QUERIED)
+    (row,) = (line for line in CLI_PAGE.read_text("utf-8").splitlines() if line.startswith("| `SQL` | The"))
+    assert set(re.findall(r"`(\w+)`", row)) - {"SQL"} == set(QUERIED)
 
 
 def test_typed_at_a_terminal(measured: Place, tmp_path: Path) -> None:
