@@ -1,4 +1,4 @@
-"""How the answer to a query is shown: a table where it fits, blocks where it does not, or a format for programs."""
+"""How the answer to a query is shown: as a table, as blocks where a table does not fit, or in a format for programs."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _ROW = "batchinfer_answer_row"
 _NUMBERS = ("INT", "DECIMAL", "DOUBLE", "FLOAT", "HUGEINT", "BIGINT")
 _NESTED = ("STRUCT", "MAP", "UNION")  # and what ends in brackets: lists and arrays
 _LEAST_WIDTH = 20  # of a block's values, however narrow the terminal
+_MOST_WIDTH = 120  # to which a column of a table is padded: one long value must not widen every row
 Cells = Sequence[str | None]
 # What spreadsheet programs take for the beginning of a formula (OWASP, "CSV Injection"), also in full width
 _FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
@@ -42,7 +43,7 @@ def check_format(form: str, output: Path | None) -> None:
 
 
 def format_for(form: str, output: Path | None) -> str:
-    """Resolve `auto` for a file: the format that its name ends in, else table or blocks, whichever fits."""
+    """Resolve `auto` for a file: the format of its suffix, else `auto`."""
     if form != "auto" or output is None:
         return form
     ending = output.suffix.lower().lstrip(".")
@@ -67,13 +68,15 @@ def check_escapes(form: str, escape_formulas: bool, output: Path | None) -> str:
 def shown(
     answer: duckdb.DuckDBPyRelation, form: str, width: int | None, escape_formulas: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of the answer, without line ends.
+    """Yield the lines of an answer, without their ends.
+
+    `auto` is a table where one fits into the terminal, else blocks. Outside of a terminal it is always a table, as
+    psql and DuckDB print one: each row is one line, whatever its values are. Neither holds a control character.
 
     Args:
-        answer: The answer to the query.
-        form: One of FORMATS. `auto` is a table where one fits into `width` (80 without), else blocks; neither holds a
-            control character.
-        width: The width of the terminal. None: long lines are not broken.
+        answer: What DuckDB computes as it is read.
+        form: One of FORMATS, but not parquet.
+        width: Columns of the terminal. None: the output is no terminal, and lines may have any length.
         escape_formulas: Write an apostrophe before CSV cells that spreadsheet programs would run as formulas.
     """
     if form in JSON_FORMATS:
@@ -86,7 +89,7 @@ def shown(
     first = next(texts.batches, [])
     rows = chain(first, chain.from_iterable(texts.batches))
     layout = _Table.of(texts, first)
-    if form == "table" or (form == "auto" and layout.fits(width or 80)):
+    if form == "table" or (form == "auto" and (width is None or layout.fits(width))):
         yield from layout.lines(rows)
     else:
         yield from _blocks(texts.names, rows, width)
@@ -151,13 +154,13 @@ class _Table:
 
     def lines(self, rows: Iterator[Cells]) -> Iterator[str]:
         yield self._line(self.names)
-        yield _GAP.join("─" * width for width in self.widths)
+        yield _GAP.join("─" * min(width, _MOST_WIDTH) for width in self.widths)
         for row in rows:
             yield self._line([_one_line(_said(cell)) for cell in row])
 
     def _line(self, cells: Sequence[str]) -> str:
         padded = (
-            _padded(cell, width, right)
+            _padded(cell, min(width, _MOST_WIDTH), right)
             for cell, width, right in zip(cells, self.widths, self.numeric, strict=True)
         )
         return _GAP.join(padded).rstrip()
