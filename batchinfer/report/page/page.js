@@ -3,6 +3,7 @@
 (() => {
   const COLOURS = 8;
   const NARROW = 560;
+  const [DARK_INK, LIGHT_INK] = ["#0e141d", "#ffffff"];
 
   // ---- tables
 
@@ -66,6 +67,24 @@
       font: getComputedStyle(document.body).fontFamily, text: read("text"), muted: read("muted"), line: read("line"), card: read("card"), bad: read("bad"),
       colours: Array.from({ length: COLOURS }, (_, at) => read(`c${at}`)),
     };
+  }
+
+  // The relative luminance of a colour #rrggbb, as WCAG 2 defines it.
+  function luminance(colour) {
+    const [red, green, blue] = [1, 3, 5].map((at) => {
+      const part = parseInt(colour.slice(at, at + 2), 16) / 255;
+      return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  }
+
+  // The text colour with the higher contrast on a coloured area. Dark mode has pale areas, light mode mostly dark ones.
+  function inkOn(colour) {
+    const contrast = (ink) => {
+      const [lower, higher] = [luminance(ink), luminance(colour)].sort((one, other) => one - other);
+      return (higher + 0.05) / (lower + 0.05);
+    };
+    return contrast(DARK_INK) > contrast(LIGHT_INK) ? DARK_INK : LIGHT_INK;
   }
 
   // An element and no markup: no name in it can be more than text.
@@ -269,7 +288,7 @@
         series.push({
           type: "bar", stack: "all", name: `${whole} ${text}`, barWidth: 44, itemStyle: { color: colour, borderColor: look.card, borderWidth: 1 },
           emphasis: { disabled: true }, data: wholes.map((_, place) => (place === at ? share : null)),
-          label: { show: share * width * 0.85 > text.length * 7.5 + 8, color: "#fff", textBorderColor: "rgba(0,0,0,.45)", textBorderWidth: 2, formatter: () => text },
+          label: { show: share * width * 0.85 > text.length * 7.5 + 8, color: inkOn(colour), formatter: () => text },
           tooltip: { formatter: () => tip(`${text} (${whole})`, rowLines(table, row, [chart.value, chart.share], [colour, null])) },
         });
       });
@@ -317,7 +336,7 @@
     const shape = { x: left[0], y: left[1] - height / 2, width: Math.max(1, right[0] - left[0]), height };
     const children = [{ type: "rect", shape, style: { fill: colour } }];
     if (shape.width > text.length * 7.5 + 8) {
-      const style = { text, x: shape.x + shape.width / 2, y: left[1], fill: "#fff", stroke: "rgba(0,0,0,.45)", lineWidth: 2, align: "center", verticalAlign: "middle" };
+      const style = { text, x: shape.x + shape.width / 2, y: left[1], fill: inkOn(colour), align: "center", verticalAlign: "middle" };
       children.push({ type: "text", style });
     }
     return { type: "group", children };
@@ -414,7 +433,8 @@
     }
     const box = ({ row, children }, depth) => {
       const name = row.users.value === null ? row[chart.node].text : `${row.depth.text} tokens × ${row.users.text}`;
-      const own = { name, value: row[chart.value].value, row, itemStyle: { color: look.colours[depth % COLOURS] } };
+      const colour = look.colours[depth % COLOURS];
+      const own = { name, value: row[chart.value].value, row, itemStyle: { color: colour }, label: { color: inkOn(colour) } };
       if (!children.length) return own;
       const inside = children.map((child) => box(child, depth + 1));
       if (own.value > 0) inside.unshift(own);
@@ -435,7 +455,7 @@
         type: "treemap", name: "all", animation: false, animationDuration: 0, animationDurationUpdate: 0, data: roots.map((root) => box(root, 0)), left: 0, right: 0, top: 4, bottom: 4,
         roam: false, nodeClick: false, breadcrumb: { show: false }, visibleMin: width < NARROW ? 200 : 60,
         childrenVisibleMin: 400, emphasis: { disabled: true },
-        label: { show: true, color: "#fff", textBorderColor: "rgba(0,0,0,.45)", textBorderWidth: 2 },
+        label: { show: true },
         upperLabel: { show: true, height: 22, color: look.text, fontSize: 12 },
         itemStyle: { borderWidth: 2, gapWidth: 2, borderColor: look.card },
         levels: [{ itemStyle: { borderWidth: 0, gapWidth: 3 }, upperLabel: { show: false } }],

@@ -40,6 +40,27 @@ CELLS = """(() => {
   return found;
 })()"""
 
+# Of each text inside a coloured area: its colour, and that of the area
+INKS = """(() => {
+  const found = [];
+  const walk = (one) => {
+    const inner = one.children ? one.children() : [];
+    const [area, text] = inner;
+    if (inner.length === 2 && area.type === "rect" && text.type === "text") found.push([text.style.fill, area.style.fill]);
+    inner.forEach(walk);
+  };
+  for (const figure of document.querySelectorAll("figure.chart")) {
+    const chart = echarts.getInstanceByDom(figure);
+    chart.getZr().storage.getRoots().forEach(walk);
+    for (const one of chart.getOption().series) {
+      const inTree = (box) => (box.children ? box.children.forEach(inTree) : found.push([box.label.color, box.itemStyle.color]));
+      if (one.type === "treemap") one.data.forEach(inTree);
+      if (one.type === "bar" && one.stack && one.label.show) found.push([one.label.color, one.itemStyle.color]);
+    }
+  }
+  return found;
+})()"""
+
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -145,6 +166,27 @@ def test_colours_follow_the_system(browser: Chromium, file: Path) -> None:
         "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
     )
     assert all(one != other for one, other in zip(light, browser.evaluate(script), strict=True))
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_texts_inside_coloured_areas_can_be_read(browser: Chromium, file: Path, dark: bool) -> None:
+    browser.open(file, dark=dark)
+    pairs = browser.evaluate(INKS)
+    assert len(pairs) > 10
+    # WCAG 2 asks for 4.5 of small text
+    assert min(_contrast(*pair) for pair in pairs) >= 4.5
+
+
+def _contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours #rrggbb, 1 to 21, as WCAG 2 defines it."""
+    lower, higher = sorted((_luminance(one), _luminance(other)))
+    return (higher + 0.05) / (lower + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.slow
