@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from batchinfer.core.text import printable
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
+    from batchinfer.job.deadline import StopTime
     from batchinfer.pipeline.result import RunResult
     from batchinfer.report.progress import Progress
 
@@ -51,6 +53,15 @@ OpenaiTimestamps = Annotated[
 ]
 
 
+StopAt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="Stop at this time, to continue later: HH:MM (its next occurrence) or a timestamp.",
+    ),
+]
+
+
 def run(
     job_file: JobPath = DEFAULT_JOB,
     overrides: Overrides = None,
@@ -62,12 +73,14 @@ def run(
     to_openai: ToOpenai = None,
     openai_timestamps: OpenaiTimestamps = False,
     price_per_hour: Price = None,
+    stop_at: StopAt = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> int:
     """Run a job, or continue it: answers of earlier runs are not computed again."""
     from batchinfer.pipeline.workers import standby as engines
 
+    stops = _stop_time(stop_at)
     with engines.EngineStandby() as standby:
         job = load(job_file, overrides, date)
         progress = _opened(job, quiet, as_json)
@@ -84,12 +97,20 @@ def run(
             to_openai=to_openai,
             openai_timestamps=openai_timestamps,
             price_per_hour=price_per_hour,
+            stop_at=stops,
             standby=standby,
             already_s=process_age_s(),
         )
         result = run_loaded(job, options, progress, _silent if quiet else progress.note)
     _show(result, quiet, as_json)
     return result.exit_code
+
+
+def _stop_time(text: str | None) -> StopTime | None:
+    """Return the time that an option names. Raises UsageError."""
+    from batchinfer.job.deadline import StopTime
+
+    return None if text is None else StopTime.of(text, datetime.now().astimezone())
 
 
 def _opened(job: Job, quiet: bool, as_json: bool) -> Progress:
@@ -216,6 +237,7 @@ def plan(
     price_per_hour: Price = None,
     hardware: HardwareName = None,
     sample: Sample = None,
+    stop_at: StopAt = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -226,6 +248,7 @@ def plan(
     from batchinfer.report.progress import Progress
 
     machine = None if hardware is None else devices_called(hardware)
+    stops = _stop_time(stop_at)
     job = load(job_file, overrides, date)
     with job.located(), Progress(sys.stderr, job=job.name, quiet=quiet or as_json) as progress:
         progress.phase("reading", job.input.limit)
@@ -235,6 +258,7 @@ def plan(
             _silent if quiet else progress.note,
             machine,
             sample,
+            None if stops is None else stops.at,
         )
     if as_json:
         say_json({"exit_code": 0, **forecast_json(found, price_per_hour)})

@@ -14,6 +14,7 @@
     │   └── DamagedResult          74  a published file is not as it was written; the job publishes it again
     ├── Locked                     75  another run of this job, or pull of this model, is running
     ├── Busy                       75  other processes use the cores that were to be measured
+    ├── StopTimeReached            75  `--stop-at` was reached; the same command continues the job
     ├── SecurityRefusal            77  pickle, remote code, or a path that escapes
     ├── JobFileError               78  the job file, with every mistake listed
     └── Interrupted       129/130/143  SIGHUP, SIGINT or SIGTERM; what was done is committed
@@ -124,6 +125,13 @@ class Busy(BatchInferError):
     """Other processes use the machine so much that a measurement would be wrong."""
 
     exit_code = 75
+
+
+class StopTimeReached(BatchInferError):
+    """The time of `--stop-at` was reached. Finished answers are stored, and the same command continues the job."""
+
+    exit_code = 75
+    status = "stopped"
 
 
 class SecurityRefusal(BatchInferError):

@@ -22,6 +22,7 @@ def printable(text: str) -> str:
 
 # Before a path: the beginning, a space, a quotation mark or punctuation, or a terminal's change of style
 _BEFORE_PATH = r"""(?:(?<![^\s"'`=:,;(\[])|(?<=\x1b\[\dm))"""
+_OVERRIDE = re.compile(r"--set '?[\w.]+=$")  # whose paths are relative to the folder of the job file
 
 
 def with_near_paths(text: str) -> str:
@@ -32,7 +33,8 @@ def with_near_paths(text: str) -> str:
         return text
     if here == "/" or here not in text:
         return text
-    return re.sub(rf"{_BEFORE_PATH}{re.escape(here)}/(?=[^\s/\"'])", "", text)
+    path = re.compile(rf"{_BEFORE_PATH}{re.escape(here)}/(?=[^\s/\"'])")
+    return path.sub(lambda found: found.group() if _OVERRIDE.search(text[: found.start()]) else "", text)
 
 
 def _escaped(char: str) -> str:

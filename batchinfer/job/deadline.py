@@ -1,18 +1,52 @@
-"""When a job's results are wanted."""
+"""Times that a user names: when the results are wanted (`deadline`), and when a run stops (`--stop-at`)."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from batchinfer.core.errors import UsageError
+from batchinfer.core.wording import about
+
+TIME_FORMATS = "a time of day such as 06:00, or a timestamp such as 2027-01-31T06:00"
 _CLOCK = re.compile(r"([01]\d|2[0-3]):([0-5]\d)")
 
 
-def deadline_after(text: str, now: datetime) -> datetime:
-    """The moment that `text` means at `now`, which has a time zone.
+@dataclass(frozen=True, slots=True)
+class StopTime:
+    """When a run stops."""
 
-    HH:MM is the next such time by the machine's clock, tomorrow's if today's is past; of an hour that comes twice the
-    first time that is not past. A timestamp without a zone is local, too. Raises ValueError for another text.
+    text: str  # as the user wrote it
+    at: datetime
+
+    @classmethod
+    def of(cls, text: str, now: datetime) -> StopTime:
+        """Return the time that `text` means at `now`, which has a time zone. Raises UsageError."""
+        try:
+            at = next_moment(text, now)
+        except (ValueError, OverflowError):
+            raise UsageError(f"stop_at (--stop-at): found {text[:80]!r}; it must be {TIME_FORMATS}") from None
+        if at <= now:
+            passed = about((now - at).total_seconds())
+            raise UsageError(
+                f"stop_at (--stop-at): {text} was {passed} ago; give a time in the future, or a time of day such as "
+                "06:00, which is its next occurrence"
+            )
+        return cls(text, at)
+
+    @property
+    def recurs(self) -> bool:
+        """Return True if the same text means a later time tomorrow."""
+        return _CLOCK.fullmatch(self.text) is not None
+
+
+def next_moment(text: str, now: datetime) -> datetime:
+    """Return the time that `text` means at `now`, which has a time zone.
+
+    HH:MM is the next such time by the machine's clock: tomorrow's if today's has passed. When clocks are set back, an
+    hour occurs twice: the first occurrence that has not passed counts. A timestamp without a zone is local. Raises
+    ValueError or OverflowError for any other text.
     """
     clock = _CLOCK.fullmatch(text)
     if clock is None:
@@ -25,7 +59,7 @@ def deadline_after(text: str, now: datetime) -> datetime:
 
 
 def _timestamp(text: str) -> str:
-    """A bare date would be midnight at its start, which few mean."""
+    """Return `text`, unless it is a bare date: that would be midnight at its start, which few mean."""
     if not re.match(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}", text):
         raise ValueError(f"no time of day and no timestamp: {text}")
     return text

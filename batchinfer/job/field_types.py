@@ -31,7 +31,7 @@ from batchinfer.core.tool_calls import CALL_STYLES, CallStyleName
 from batchinfer.core.tools import TOOL_NAME, BadTools, checked_tools
 from batchinfer.core.values.token_biases import RIGHT as RIGHT_BIASES
 from batchinfer.core.values.token_biases import token_biases
-from batchinfer.job.deadline import deadline_after
+from batchinfer.job.deadline import TIME_FORMATS, next_moment
 from batchinfer.job.file import absolute
 from batchinfer.job.schema_file import no_schema
 from batchinfer.job.wording import Right, found
@@ -338,12 +338,9 @@ def _biases(value: object) -> object:
 
 def _deadline(text: str) -> str:
     try:
-        deadline_after(text, datetime.now().astimezone())
+        next_moment(text, datetime.now().astimezone())
     except (ValueError, OverflowError):
-        raise ValueError(
-            f"found the text {shorten(text)}; it must be a time of day such as 06:00, or a timestamp such as "
-            "2027-01-31T06:00"
-        ) from None
+        raise ValueError(f"found the text {shorten(text)}; it must be {TIME_FORMATS}") from None
     return text
 
 
@@ -388,7 +385,7 @@ Name = Annotated[
 DeadlineText = Annotated[
     Text,
     AfterValidator(_deadline),
-    Right("a time of day such as 06:00, or a timestamp such as 2027-01-31T06:00"),
+    Right(TIME_FORMATS),
 ]
 OneOrMorePaths = Annotated[
     Text | Annotated[tuple[Text, ...], Field(min_length=1)],

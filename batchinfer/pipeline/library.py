@@ -7,12 +7,14 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
 
 from batchinfer.core.errors import UsageError
 from batchinfer.job import Job, load_job
+from batchinfer.job.deadline import TIME_FORMATS, StopTime
 from batchinfer.job.file import job_file_in
 from batchinfer.machine.limits import check_limits
 from batchinfer.pipeline import options as run_options
@@ -38,6 +40,7 @@ def run(
     to_openai: str | os.PathLike[str] | None = None,
     openai_timestamps: bool = False,
     price_per_hour: float | None = None,
+    stop_at: str | None = None,
     progress: TextIO | None = None,
 ) -> RunResult:
     """Run a job, or continue it, as `batchinfer run` does; what the options mean stands in docs/cli.md.
@@ -58,6 +61,7 @@ def run(
         to_openai=None if to_openai is None else _path("to_openai", to_openai),
         openai_timestamps=openai_timestamps,
         price_per_hour=price_per_hour,
+        stop_at=None if stop_at is None else _stop_time(stop_at),
     )
     if date is not None and not isinstance(date, str):
         raise wrong("date", date, "a text, YYYY-MM-DD")
@@ -142,6 +146,13 @@ def _yaml(key: str, value: SettingValue) -> str:
             f"overrides (--set {key}): found {repr(value)[:80]}; it must be a number, a text, a path, True, False, "
             "None, or a list of these"
         ) from None
+
+
+def _stop_time(text: str) -> StopTime:
+    """Return the time. Raises UsageError."""
+    if not isinstance(text, str):
+        raise wrong("stop_at (--stop-at)", text, TIME_FORMATS)
+    return StopTime.of(text, datetime.now().astimezone())
 
 
 def _path(name: str, value: str | os.PathLike[str]) -> Path:

@@ -14,6 +14,7 @@ from batchinfer.pipeline.openai_file import openai_file
 from batchinfer.pipeline.operators_build import OperatorsBuild, operators_built
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import RunReport
+from batchinfer.pipeline.stop_text import stop_line, stopped_early
 from batchinfer.pipeline.workers.engine_entry import ENGINE
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.launch import Launch
@@ -51,7 +52,7 @@ def opened(
 
     Raises what `check_setup` and `openai_file` raise, and Locked where another run holds the lock.
     """
-    watch = Stopwatch(options.already_s)
+    watch, stop = Stopwatch(options.already_s), options.stop_at
     whole, all_rows = state_of(job), job
     if options.limit is not None:
         job = job.first_rows(options.limit)
@@ -61,6 +62,7 @@ def opened(
     openai = openai_file(job, options.to_openai, state, whole, timestamps=timestamps, replace=options.replace)
     with (
         state.lock(),
+        interrupts.stopping_at(None if stop is None else stop.at, stopped_early(job, options)),
         ExitStack() as at_end,
         operators_built(setup.setting, notice, options.engine == ENGINE) as operators,
         nodes_joining(job, options.transport, state, interrupts, notice) as transport,
@@ -69,6 +71,8 @@ def opened(
         report = RunReport(job, setup.setting, watch)
         report.note(trial=options.limit is not None, price_per_hour=options.price_per_hour)
         now = datetime.now().astimezone()
+        if stop is not None:
+            notice(stop_line(stop, now))
         launch = Launch(options.transport, options.standby)
         yield OpenRun(
             job,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.core.errors import UsageError
+from batchinfer.job.deadline import StopTime
 from batchinfer.pipeline.workers.engine_entry import ENGINE
 from batchinfer.pipeline.workers.standby import EngineStandby
 from batchinfer.pipeline.workers.transport import PROCESSES, Transport
@@ -26,6 +27,7 @@ class RunOptions:
     openai_timestamps: bool = False
     engine: str = ENGINE  # "module:function" that loads the engine's weights in its process
     price_per_hour: float | None = None  # what the machine costs, in any currency
+    stop_at: StopTime | None = None  # when the run stops, to be continued later
     transport: Transport = PROCESSES  # how workers are started and spoken to
     standby: EngineStandby | None = None  # a process for the engine that was started already
     # Rows run before the input is read to its end, if that takes so many seconds more from when an engine could run

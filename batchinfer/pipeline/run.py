@@ -74,6 +74,7 @@ def _prepare(run: OpenRun) -> None:
 
 
 def _nothing_to_do(run: OpenRun, manifest: Manifest) -> Outcome:
+    run.interrupts.ignore_stop()
     write_openai_file(run, input_files(run.job))
     with storage(run.state.published, "touch"):
         run.state.ops.touch(run.state.published)  # its completions were in use until now
@@ -100,6 +101,7 @@ def _publish(
     without: Sequence[Path],
 ) -> tuple[Manifest, bool]:
     """Publish the answers; return the manifest, and whether this run changed anything."""
+    run.interrupts.ignore_stop()  # publishing is not cut short
     with run.report.timed("publish_s"):
         store.refresh()  # runs for other dates, and trials, add to it meanwhile
         spill, attempts = run.state.staging / "join", index.attempts

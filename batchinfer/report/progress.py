@@ -84,6 +84,7 @@ class _Work:
     output: ExpectedOutput = field(default_factory=ExpectedOutput)
     more: bool = False  # there may be more rows than are known
     marks: deque[tuple[float, int]] = field(default_factory=deque)  # (time, done) within the rate's window
+    last_rate: float | None = None  # of a run that is stopping: fewer and fewer rows run at once
 
     @property
     def done(self) -> int:
@@ -134,6 +135,8 @@ class _Work:
 
     def rate(self, now: float) -> float | None:
         """Units a second over the window, of layers until the last one was done; None before anything was done."""
+        if self.last_rate is not None:
+            return self.last_rate
         if not self.marks:
             return None
         since, before = self.marks[0]
@@ -295,6 +298,24 @@ class Progress:
             self._draw(work, now)
         elif not self._screen.draws:
             self._line(line_of(work, now))
+
+    def stopping(self) -> None:
+        """Keep the present rate for estimates: only the rows in progress are finished from now on."""
+        if self._work is not None:
+            self._work.last_rate = self._work.rate(self._clock())
+
+    @property
+    def rows_left(self) -> int | None:
+        """Return how many known rows have no final answer yet; None outside of the phase of tokens."""
+        work = self._work
+        if work is None or work.prompt_tokens is None or work.total_rows is None:
+            return None
+        return max(0, work.total_rows - work.rows)
+
+    @property
+    def knows_all_rows(self) -> bool:
+        """Return False while there may be more rows than are known."""
+        return self._work is None or not self._work.more
 
     def left_s(self) -> float | None:
         """Seconds to the end of the phase at its present rate; None: not known."""

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from batchinfer.core.errors import InputMissing, Interrupted, StorageError
+from batchinfer.core.errors import InputMissing, Interrupted, StopTimeReached, StorageError
 from batchinfer.core.wording import about, count, percent, seconds, short, shown, size
 from batchinfer.data.results.find_state import find_state
 from batchinfer.data.results.manifest import read_manifest
@@ -19,7 +19,7 @@ from batchinfer.job import Job
 from batchinfer.pipeline.progress_file import PROGRESS_FORMAT, STARTING
 from batchinfer.report.tables.exit_status import PUBLISHED, is_published
 
-Standing = Literal["running", "finished", "interrupted", "failed", "crashed"]
+Standing = Literal["running", "finished", "stopped", "interrupted", "failed", "crashed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,8 @@ def _standing(running: bool, ended: str | None) -> Standing:
         return "running"
     if ended is None:  # the lock goes with the process, and this one could not say how it ended
         return "crashed"
+    if ended == StopTimeReached.status:
+        return "stopped"
     if ended == Interrupted.status:
         return "interrupted"
     return "finished" if is_published(ended) else "failed"

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from batchinfer.core.errors import StopTimeReached
+from batchinfer.core.wording import counted
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.row_names import named_if_found
 from batchinfer.data.results.error_summary import summarise_errors
@@ -21,6 +23,7 @@ from batchinfer.pipeline.plans.further_attempts import FurtherAttempts
 from batchinfer.pipeline.plans.run_plans import RunPlans
 from batchinfer.pipeline.stages.planning import PlannedRun
 from batchinfer.pipeline.stages.verdict import error_budget
+from batchinfer.pipeline.stop_text import continuing, rows_left, stop_reached
 from batchinfer.pipeline.workers.death_log import DeathLog
 from batchinfer.pipeline.workers.feed import Batches, run_plan
 from batchinfer.pipeline.workers.places import worker_specs
@@ -72,13 +75,20 @@ def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionSto
                 store.commit()
                 facts = planned.revised.facts | ({} if planned.deadline is None else planned.deadline.facts)
                 note_figures(run, pool, collector, facts)
-    raise_pending(run, store)
+    raise_pending(run, store, plan.rows_to_run, planned.forecast_s)
 
 
-def raise_pending(run: OpenRun, store: CompletionStore) -> None:
-    """Raises Interrupted after a signal."""
+def raise_pending(
+    run: OpenRun, store: CompletionStore, rows: int | None = None, forecast_s: float | None = None
+) -> None:
+    """Raise Interrupted after a signal, and StopTimeReached after the stop time. See `rows_left` for the others."""
+    stop, count = run.options.stop_at, len(store)
+    if stop is not None and run.interrupts.stops:
+        left = rows_left(run.progress, rows, forecast_s)
+        stored = f"{counted(count, 'answer')} {'is' if count == 1 else 'are'} stored"
+        raise StopTimeReached(f"{stop_reached(stop)}: {left}; {stored}. {continuing(run.job, run.options)}")
     run.interrupts.raise_pending(
-        f"interrupted; {len(store)} answers are stored and the same command continues from there"
+        f"interrupted; {count} answers are stored and the same command continues from there"
     )
 
 
@@ -107,6 +117,10 @@ def feed(run: OpenRun, batches: Batches, pool: ReplicaPool, collector: Collector
     """Have the engines run these requests, and those of the plans that follow."""
     with run.report.timed("engine_s"):
         run_plan(batches, pool, collector, run.interrupts, partial(tell_draining, run), plans)
+    progress = run.progress
+    answered = progress.knows_all_rows and progress.rows_left == 0 and not collector.rows_in_flight
+    if answered or collector.enough():
+        run.interrupts.ignore_stop()  # publishing is all that is left
 
 
 @contextmanager
@@ -163,16 +177,20 @@ def wait_until_ready(run: OpenRun, pool: ReplicaPool) -> None:
 def _begin(run: OpenRun, plan: Plan, pool: ReplicaPool) -> None:
     run.report.began(pool.infos)
     run.progress.running(
-        rows=plan.to_run + plan.duplicates,
+        rows=plan.rows_to_run,
         prompt_tokens=plan.prompt_tokens,
         expected_tokens=plan.expected_tokens,
     )
 
 
 def tell_draining(run: OpenRun, within_s: float) -> None:
-    """Say that what runs may finish."""
+    """Say that rows in progress may finish. The time that the others take is estimated from the rate so far."""
+    run.progress.stopping()
+    stop = run.options.stop_at if run.interrupts.stops else None
+    why, again = ("", "again ") if stop is None else (f" at {stop.at.astimezone():%H:%M} (--stop-at)", "")
     run.notice(
-        f"stopping: rows being computed have up to {within_s:.0f} s to finish; press Ctrl-C again to stop at once"
+        f"stopping{why}: rows being computed have up to {within_s:.0f} s to finish; press Ctrl-C {again}to stop at "
+        "once"
     )
 
 

@@ -121,8 +121,8 @@ class _Drafting:
             finally:
                 self._store.commit()
                 pool.close()  # its memory is the job's model's
-        raise_pending(run, self._store)
         run.progress.close()
+        raise_pending(run, self._store, plan.rows_to_run, None)
 
     def _asked(self, lacking: Path) -> Batches:
         """Yield what the model is asked. A request whose next one it is not asked shares nothing with that."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from batchinfer.data.index.index import Index
@@ -14,6 +15,7 @@ from batchinfer.data.results.reuse.taken_places import distinct_answers
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.pipeline.open_run import OpenRun
+from batchinfer.pipeline.workers.interrupts import CONTINUES
 from batchinfer.plan.forecast.deadline import Deadline, DeadlineWatch
 from batchinfer.plan.forecast.engine import EngineForecast
 from batchinfer.plan.forecast.revised_forecast import RevisedForecast
@@ -30,6 +32,7 @@ class PlannedRun:
     plan: Plan
     deadline: DeadlineWatch | None  # None: the job has none
     revised: RevisedForecast
+    forecast_s: float | None  # of the engine's time; None: there is no forecast
     without: Sequence[
         Path
     ]  # parts of the store that have no completion of a row whose answer was not known already
@@ -56,9 +59,14 @@ def _without_others(
         run.progress.phase("waiting")
         run.launch.end()  # its memory is the other run's
         run.notice(f"another run is already computing these rows (in {store.path}); waiting for it")
-        wait_for(same, run.progress.tick)
+        wait_for(same, partial(_wait, run))
     store.refresh()
     return first if store.parts() == known else _plan(run, index, store, "plan-of-the-rest")
+
+
+def _wait(run: OpenRun) -> None:
+    run.progress.tick()
+    run.interrupts.raise_pending(CONTINUES)
 
 
 def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> PlannedRun:
@@ -88,7 +96,9 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
     nothing = (
         plan.rows_to_run == _unknown_rows(index) and index.attempts == 1 and not run.options.retry_errors
     )
-    return PlannedRun(plan, deadline, revised_forecast(run, forecast), parts if nothing else ())
+    forecast_s = None if forecast.engine is None else forecast.engine.seconds
+    revised = revised_forecast(run, forecast)
+    return PlannedRun(plan, deadline, revised, forecast_s, parts if nothing else ())
 
 
 def _unknown_rows(index: Index) -> int:

@@ -21,6 +21,7 @@ from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.stages.early_loading import EarlyLoading
 from batchinfer.pipeline.stages.verdict import refuse_hopeless
+from batchinfer.pipeline.workers.interrupts import CONTINUES
 from batchinfer.plan.setup.enough_rows import check_enough_rows
 from batchinfer.plan.setup.input_check import check_input
 
@@ -111,6 +112,7 @@ def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInpu
     steps, began = ingestion.steps(), time.monotonic()
     try:
         for at in steps:
+            run.interrupts.raise_pending(CONTINUES)
             run.progress.read(at.rows, at.bytes_read, at.bytes_total)
             early.read(at.keys, last=at.bytes_total - at.bytes_read <= _LITTLE_BYTES)
             left_s = _left_s(run, at, time.monotonic() - began)

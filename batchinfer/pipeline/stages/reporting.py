@@ -38,6 +38,7 @@ def reported(run: OpenRun) -> Iterator[None]:
 
 def _report_failure(run: OpenRun, record: ProgressFile, error: BaseException) -> None:
     with run.interrupts.deferred(), told_by(run.notice):
+        run.interrupts.ignore_stop()
         run.progress.record()  # what was done since it was last on record
         run.report.failed(error)
         try:

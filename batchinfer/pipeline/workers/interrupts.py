@@ -1,24 +1,42 @@
-"""SIGINT, SIGTERM and SIGHUP: at once where that is safe, at the next good moment where work would be lost."""
+"""SIGINT, SIGTERM, SIGHUP and the stop time of a run: at once where that is safe, later where work would be lost."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from types import FrameType
 
-from batchinfer.core.errors import Interrupted
+from batchinfer.core.errors import BatchInferError, Interrupted, StopTimeReached
 
 CONTINUES = "interrupted; the same command continues where it stopped"
+# Between two looks at the wall clock. A single long wait would be wrong after a suspend or a change of the clock.
+LOOK_S = 1.0
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
 
 
 class Interrupts:
-    """Turns signals into `Interrupted`. While deferred, the first one only sets `pending`; a second one raises."""
+    """Turns signals into `Interrupted`, and a stop time into `StopTimeReached`.
 
-    def __init__(self, message: str = CONTINUES) -> None:
-        self._message = message
+    While deferred, the first of them only sets `pending`, and the next signal raises. `pending` is the signal's number;
+    a stop time counts as SIGTERM.
+    """
+
+    def __init__(self, message: str = CONTINUES, clock: Callable[[], datetime] = _now) -> None:
+        self._message, self._clock = message, clock
         self.pending: int | None = None
         self._deferred = False
+        self._installed = False
+        self._is_stop = False  # whether what is pending is the stop time
+        self._due = False  # whether the next SIGTERM is our own
+        self._stop_message = ""
+        self._stop_watch: threading.Thread | None = None
+        self._over = threading.Event()
 
     @contextmanager
     def installed(self) -> Iterator[Interrupts]:
@@ -27,9 +45,11 @@ class Interrupts:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             hears.append(signal.SIGHUP)
         before = {signum: signal.signal(signum, self._handle) for signum in hears}
+        self._installed = True
         try:
             yield self
         finally:
+            self._installed = False
             for signum, handler in before.items():
                 signal.signal(signum, handler)
 
@@ -43,6 +63,46 @@ class Interrupts:
             self._deferred = False
 
     @contextmanager
+    def stopping_at(self, at: datetime | None, message: str = "") -> Iterator[None]:
+        """Act within this block as if a SIGTERM came at the time `at`, but raise StopTimeReached.
+
+        Without installed handlers, as in a thread of a library's user, the time only becomes `pending`.
+
+        Args:
+            at: the stop time, or None for none.
+            message: what StopTimeReached says unless the caller of `raise_pending` says more.
+        """
+        if at is None:
+            yield
+            return
+        self._stop_message = message
+        self._over.clear()
+        self._stop_watch = threading.Thread(target=self._watch, args=(at,), daemon=True, name="stop time")
+        self._stop_watch.start()
+        try:
+            yield
+        finally:
+            self.ignore_stop()
+
+    def ignore_stop(self) -> None:
+        """Ignore the stop time from now on, also if it is pending: nothing is left that takes long."""
+        if self._stop_watch is None:
+            return
+        before, self._deferred = self._deferred, True  # the time may come right now
+        try:
+            self._over.set()
+            self._stop_watch.join()
+        finally:
+            self._deferred, self._stop_watch = before, None
+        if self._is_stop:
+            self.pending, self._is_stop = None, False
+
+    @property
+    def stops(self) -> bool:
+        """Return True if the stop time is pending, and no signal."""
+        return self.pending is not None and self._is_stop
+
+    @contextmanager
     def retold(self) -> Iterator[None]:
         """DuckDB turns what a signal raises during a query into a RuntimeError: here it is `Interrupted` again."""
         try:
@@ -50,15 +110,41 @@ class Interrupts:
         except RuntimeError as error:
             if self.pending is None:
                 raise
-            raise Interrupted(self.pending, self._message) from error
+            raise self._error(self._message) from error
 
     def raise_pending(self, message: str) -> None:
-        """Raises Interrupted when a signal has come."""
+        """Raise Interrupted with this message after a signal, and StopTimeReached after the stop time."""
         if self.pending is not None:
-            raise Interrupted(self.pending, message)
+            raise self._error(message)
+
+    def _error(self, message: str) -> BatchInferError:
+        if self._is_stop:
+            return StopTimeReached(self._stop_message)
+        assert self.pending is not None, "a signal came"
+        return Interrupted(self.pending, message)
+
+    def _watch(self, at: datetime) -> None:
+        """Wait until the wall clock shows the time, or the stop time is ignored."""
+        while (left_s := (at - self._clock()).total_seconds()) > 0:
+            if self._over.wait(min(left_s, LOOK_S)):
+                return
+        if self._installed:
+            self._due = True
+            main = threading.main_thread().ident
+            assert main is not None, "the main thread runs"
+            signal.pthread_kill(main, signal.SIGTERM)  # which also ends a wait or a query of that thread
+        elif self.pending is None:
+            self.pending, self._is_stop = signal.SIGTERM, True
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        is_stop = self._due and signum == signal.SIGTERM
+        if is_stop:
+            self._due = False
+            if (
+                self.pending is not None or self._over.is_set()
+            ):  # the run is stopping already, or does not stop
+                return
         again = self.pending is not None
-        self.pending = signum
+        self.pending, self._is_stop = signum, is_stop
         if again or not self._deferred:
-            raise Interrupted(signum, self._message)
+            raise self._error(self._message)

@@ -1,4 +1,4 @@
-"""The deadline of a job: whether its results will be there in time, and how many answers were."""
+"""Forecasts say what a job has done by a given time: its deadline, or the time at which its run stops."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from batchinfer.core.wording import about
+import numpy as np
+
+from batchinfer.core.wording import about, count, percent
 from batchinfer.job import Job
-from batchinfer.job.deadline import deadline_after
+from batchinfer.job.deadline import next_moment
 from batchinfer.plan.forecast.calibration import CalibrationForecast
 from batchinfer.plan.forecast.engine import EngineForecast
+from batchinfer.plan.order.plan import Plan
 
 Clock = Callable[[], datetime]
 
 # The time left is taken from the rate of the last seconds, which says little at first: a run begins by reading prompts.
 FIRST_LOOK_S = 30.0
+_ROWS_READ = 65_536  # requests at a time
 
 
 def now() -> datetime:
@@ -48,7 +52,7 @@ class Deadline:
         it does."""
         if job.deadline is None:
             return None
-        at = deadline_after(job.deadline, started)
+        at = next_moment(job.deadline, started)
         left_s = (at - clock()).total_seconds()
         each = [forecast] if first is None else [first, forecast]
         takes = [one.seconds for one in each if one is not None and one.seconds is not None]
@@ -137,3 +141,91 @@ class DeadlineWatch:
                 f"the deadline ({self._at:%Y-%m-%d %H:%M}) will be missed by about {about(late_s)} at the present "
                 "rate; finished answers are kept, and the same command continues from them"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class StopForecast:
+    """Forecasts how much a run that begins now has done by the time at which it stops.
+
+    The engines are taken to run tokens at a steady rate, in the order of the plan.
+    """
+
+    at: datetime
+    left_s: float  # until then
+    takes_s: float | None  # until all rows have answers; None: not known
+    rows: int  # of the job, error rows included
+    rows_done: int | None  # of these, by then; None: not known
+    upper_bound: bool = False  # the engines may take less
+
+    @classmethod
+    def of(
+        cls,
+        at: datetime,
+        now: datetime,
+        plan: Plan,
+        before_s: float,
+        engine_s: float | None,
+        upper_bound: bool,
+    ) -> StopForecast:
+        """Return the forecast for a plan with rows to run.
+
+        Args:
+            before_s: seconds that pass before the engines run.
+            engine_s: seconds that the engines take for the whole plan, or None if that is not known.
+            upper_bound: whether they may take less.
+        """
+        left_s = (at - now).total_seconds()
+        if engine_s is None:
+            return cls(at, left_s, None, plan.rows, None)
+        share = (left_s - before_s) / engine_s if engine_s else 1.0
+        done = plan.rows - plan.rows_to_run + _rows_within(plan, min(1.0, max(0.0, share)))
+        return cls(at, left_s, before_s + engine_s, plan.rows, done, upper_bound)
+
+    def scaled(self, rows: int) -> StopForecast:
+        """Return the forecast for a job of `rows` rows, of which this one's are a sample."""
+        done = None if self.rows_done is None else round(self.rows_done * rows / max(1, self.rows))
+        return StopForecast(self.at, self.left_s, self.takes_s, rows, done, self.upper_bound)
+
+    @property
+    def share(self) -> float | None:
+        """Return the share of the rows that are done by then, 0 … 1."""
+        return None if self.rows_done is None else self.rows_done / max(1, self.rows)
+
+    @property
+    def text(self) -> str:
+        """Return the forecast for people."""
+        when = f"{self.at.astimezone():%Y-%m-%d %H:%M}, in {about(self.left_s)}"
+        if self.takes_s is None or self.share is None:
+            return f"{when}: how many rows will be done by then is not known without a forecast of the engine's time"
+        least = "at least " if self.upper_bound else ""
+        if self.takes_s <= self.left_s:
+            return f"{when}: all rows will be done, {least}{about(self.left_s - self.takes_s)} before"
+        done = f"{percent(self.share)} of the rows ({count(self.rows_done)} of {count(self.rows)})"
+        most = "at most " if self.upper_bound else "about "
+        return f"{when}: {least}{done} will be done by then, and {most}{about(self.takes_s - self.left_s)} are left"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the forecast for programs."""
+        takes_s = self.takes_s
+        return {
+            "at": self.at.isoformat(),
+            "share": self.share,
+            "rows_done": self.rows_done,
+            "left_s": None if takes_s is None else max(0.0, takes_s - self.left_s),
+        }
+
+
+def _rows_within(plan: Plan, share: float) -> int:
+    """Return how many rows the first requests of a plan serve that have this share of its tokens."""
+    if share >= 1:
+        return plan.rows_to_run
+    most, rows, tokens = share * (plan.prompt_tokens + plan.expected_tokens), 0, 0
+    for batch in plan.batches(_ROWS_READ):
+        ends = tokens + np.cumsum(
+            batch.numbers("token_count") + batch.numbers("expected_tokens").astype(np.int64)
+        )
+        rows += int(batch.numbers("users")[ends <= most].sum())
+        tokens = int(ends[-1])
+        if tokens > most:
+            break
+    return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from batchinfer.job import Job
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.devices import Devices, devices_here
 from batchinfer.plan.forecast.calibration import CalibrationForecast, planned_calibration
-from batchinfer.plan.forecast.deadline import Deadline, now
+from batchinfer.plan.forecast.deadline import Deadline, StopForecast, now
 from batchinfer.plan.forecast.engine import PLAN_MOST_S, EngineForecast, forecast_engine
 from batchinfer.plan.forecast.idle import IdleForecast, idle_forecast
 from batchinfer.plan.forecast.layouts import LayoutForecast, layout_forecasts
@@ -81,6 +82,7 @@ class JobForecast:
     misfit: str | None = None  # why the job does not fit into memory
     calibration: CalibrationForecast | None = None  # which comes first; None: there is none
     deadline: Deadline | None = None  # as if the engine began now; None: the job has none
+    stop: StopForecast | None = None  # as if the run began now; None: it does not stop
     idle: IdleForecast | None = None  # None: nothing is to run, or for another machine
     findings: tuple[LintFinding, ...] = ()  # what in the input keeps rows from sharing work
     quantizations: tuple[QuantizedForecast, ...] = ()  # that the job could have, its own among them
@@ -96,12 +98,13 @@ def forecast_job(
     notice: Callable[[str], None],
     devices: Devices | None = None,
     sample: int | None = None,
+    stop_at: datetime | None = None,
 ) -> JobForecast:
     """Read, render and tokenise every row, plan the job and simulate it. Nothing of a job's state is changed.
 
     `notice` gets what the input's check warns of. `devices`: those of a machine other than this one. `sample`: about
-    how many rows to render and tokenise instead of all. Raises what `run` raises before it computes, but
-    OutOfMemory: that is part of the forecast.
+    how many rows to render and tokenise instead of all. `stop_at`: when the run stops, if it does. Raises what `run`
+    raises before it computes, but OutOfMemory: that is part of the forecast.
     """
     state = state_of(job)
     setup = check_setup(job, state, replace=True, hardware=None if devices is None else devices.hardware)
@@ -124,9 +127,21 @@ def forecast_job(
         layouts = layout_forecasts(known.job, setup, known.plan, known.index.tokens, times, on)
         found = replace(found, quantizations=tuple(others), devices=on, layouts=layouts)
         try:
-            return _with_engine(known, setup, found, Path(scratch))
+            found = _with_engine(known, setup, found, Path(scratch))
         except OutOfMemory as error:
             return replace(found, misfit=str(error))
+        return found if stop_at is None else replace(found, stop=_stopping(known.plan, found, stop_at))
+
+
+def _stopping(plan: Plan, found: JobForecast, at: datetime) -> StopForecast:
+    """Forecast what is done of a plan whose engines' times are forecast already."""
+    idle, first = found.idle, (found.drafting, found.calibration)
+    before_s = 0.0 if idle is None else idle.input_s + idle.plan_s + (idle.load_s or 0.0)
+    before_s += sum(one.seconds or 0.0 for one in first if one is not None)
+    engine_s = None if found.forecast is None else found.forecast.seconds
+    upper_bound = found.forecast is not None and found.forecast.upper_bound
+    stop = StopForecast.of(at, now(), plan, before_s, engine_s, upper_bound)
+    return stop if found.sample is None else stop.scaled(found.plan.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,7 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         "deadline": None
         if found.deadline is None
         else {"at": found.deadline.at.isoformat(), "spare_s": found.deadline.spare_s},
+        "stop": None if found.stop is None else found.stop.to_json(),
     }
 
 
@@ -223,6 +224,8 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         yield "idle", _idle(found.idle)
     if found.deadline is not None:
         yield "deadline", found.deadline.text
+    if found.stop is not None:
+        yield "stop", found.stop.text
     for finding in found.findings:
         yield "lint", finding_text(finding)
 

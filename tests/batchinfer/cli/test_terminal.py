@@ -69,6 +69,10 @@ def test_paths_below_the_current_folder_become_relative(tmp_path: Path, monkeypa
     assert with_near_paths(beside) == beside
     text = f"{here}/job.yaml: 1 mistake, '{here}/x y', (path={here}/z) \x1b[1m{here}/bold"
     assert with_near_paths(text) == "job.yaml: 1 mistake, 'x y', (path=z) \x1b[1mbold"
+    command = f"batchinfer run {here}/job.yaml --set output.path={here}/out --set 'input.path={here}/a b'"
+    assert with_near_paths(command) == command.replace(
+        f"{here}/job.yaml", "job.yaml"
+    )  # relative to the job file
     here.rmdir()
     assert with_near_paths(text) == text
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from batchinfer.core.errors import Interrupted
+from batchinfer.core.errors import Interrupted, StopTimeReached
 from batchinfer.data.storage.duck import connection
 from batchinfer.pipeline.workers.interrupts import Interrupts
+from tests.patience import PATIENCE_S, wait_until
 
 
 @contextmanager
@@ -38,6 +41,52 @@ def test_a_signal_during_a_query_is_an_interruption_and_no_bug(tmp_path):
         signalled(0.3),
     ):
         database.execute(long)
+    assert caught.value.exit_code == 128 + signal.SIGTERM
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = datetime(2026, 6, 1, 5, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        return self.now
+
+
+def waited(clock: Clock, until: datetime) -> None:
+    """Wait for longer than the test lasts, while the clock jumps."""
+    time.sleep(0.05)
+    clock.now = until
+    time.sleep(PATIENCE_S)
+
+
+def test_a_stop_time_ends_a_wait_and_is_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock counts: it jumps, as after a suspend."""
+    monkeypatch.setattr("batchinfer.pipeline.workers.interrupts.LOOK_S", 0.01)
+    clock = Clock()
+    at, interrupts = clock.now + timedelta(hours=1), Interrupts(clock=clock)
+    with (
+        pytest.raises(StopTimeReached, match="the time has come"),
+        interrupts.installed(),
+        interrupts.stopping_at(at, "the time has come"),
+    ):
+        waited(clock, at)
+
+
+def test_of_a_signal_and_the_stop_time_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stop time does not cut short what a signal lets finish; a signal does that to what it lets finish."""
+    at = datetime(2026, 6, 1, 6, tzinfo=UTC)
+    clock, interrupts = Clock(), Interrupts(clock=lambda: clock.now)
+    monkeypatch.setattr("batchinfer.pipeline.workers.interrupts.LOOK_S", 0.01)
+    with interrupts.installed(), interrupts.deferred(), interrupts.stopping_at(at):
+        signal.raise_signal(signal.SIGINT)
+        clock.now = at
+        time.sleep(0.1)
+        assert (interrupts.pending, interrupts.stops) == (signal.SIGINT, False)
+    interrupts.pending = None
+    with interrupts.installed(), interrupts.deferred(), interrupts.stopping_at(at):
+        wait_until(lambda: interrupts.stops)
+        with pytest.raises(Interrupted) as caught:
+            signal.raise_signal(signal.SIGTERM)
     assert caught.value.exit_code == 128 + signal.SIGTERM
 
 

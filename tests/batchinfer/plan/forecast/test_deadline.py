@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
-from batchinfer.job.deadline import deadline_after
-from batchinfer.plan.forecast.deadline import FIRST_LOOK_S, Deadline, DeadlineWatch
-from batchinfer.plan.forecast.text import forecast_json
+from batchinfer.job.deadline import next_moment
+from batchinfer.plan.forecast.deadline import FIRST_LOOK_S, Deadline, DeadlineWatch, StopForecast
+from batchinfer.plan.forecast.job import forecast_job
+from batchinfer.plan.forecast.text import forecast_json, forecast_lines
+from batchinfer.plan.order.plan import Plan
 from batchinfer.report.summary import summary
 from tests.batchinfer.pipeline.test_pipeline import people, run, write_job
 from tests.batchinfer.plan.forecast.forecasts import machine_of, planned, runs_on, text
@@ -34,14 +38,14 @@ NOON = datetime(2026, 6, 1, 12, 0, 30).astimezone()
     ],
 )
 def test_a_time_of_day_is_the_next_one_and_local(text: str, at: datetime) -> None:
-    assert deadline_after(text, NOON) == at.astimezone()
+    assert next_moment(text, NOON) == at.astimezone()
 
 
 def test_a_zone_of_its_own_counts() -> None:
-    at = deadline_after("2026-06-02T06:00+05:30", NOON)
+    at = next_moment("2026-06-02T06:00+05:30", NOON)
     assert at == datetime(2026, 6, 2, 0, 30, tzinfo=UTC)
     somewhere = NOON.astimezone(ZoneInfo("Pacific/Auckland"))
-    assert deadline_after("06:00", somewhere) == deadline_after("06:00", NOON)
+    assert next_moment("06:00", somewhere) == next_moment("06:00", NOON)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,45 @@ def test_what_is_no_time_is_a_mistake(text: str, tmp_path: Path, model: Path) ->
     with pytest.raises(JobFileError, match=r"deadline: found the text .* such as 06:00") as caught:
         load_job(path)
     assert len(caught.value.mistakes) == 1
+
+
+@pytest.mark.parametrize(
+    ("engine_s", "done", "said"),
+    [
+        # before the engines run 10 of 110 seconds pass; the 10 rows are 2 error rows, 3 stored answers and 5 to run
+        (100.0, 10, "all rows will be done, 1 s before"),
+        (200.0, 7, r"70% of the rows \(7 of 10\) will be done by then, and about 2 min are left"),
+        (1e6, 5, r"50% of the rows \(5 of 10\)"),
+        (None, None, "not known without a forecast"),
+    ],
+)
+def test_the_share_of_the_rows_that_a_stopped_run_has_done(
+    tmp_path: Path, engine_s: float | None, done: int | None, said: str
+) -> None:
+    tokens = {"token_count": [90, 40, 30, 20], "expected_tokens": [10, 10, 0, 0]}
+    columns = {
+        name: pa.array(values, pa.int32()) for name, values in {**tokens, "users": [2, 1, 1, 1]}.items()
+    }
+    pq.write_table(pa.table(columns), tmp_path / "plan.parquet")
+    plan = Plan(tmp_path / "plan.parquet", tmp_path, 10, 2, 7, 1, 3, 4, 180, 20, 0, 5, 100)
+    found = StopForecast.of(NOON + timedelta(seconds=110), NOON, plan, 10.0, engine_s, upper_bound=False)
+    assert found.rows_done == done
+    assert found.share == (None if done is None else done / 10)
+    assert re.search(said, found.text), found.text
+    assert found.scaled(1000).rows_done == (None if done is None else done * 100)
+
+
+def test_plan_has_the_forecast_of_a_run_that_stops(tmp_path: Path, model: Path, known_peaks: object) -> None:
+    job = load_job(write_job(tmp_path, model, people(3)))
+    at = datetime.now().astimezone() + timedelta(hours=1)
+    found = forecast_job(job, lambda _: None, lambda _: None, stop_at=at)
+    assert forecast_json(found, None)["stop"] == {
+        "at": at.isoformat(),
+        "share": 1.0,
+        "rows_done": 3,
+        "left_s": 0.0,
+    }
+    assert any(line.startswith("  stop ") for line in forecast_lines(found, None))
 
 
 class Clock:
@@ -161,9 +204,9 @@ def test_of_an_hour_that_comes_twice_the_time_that_is_to_come_counts(monkeypatch
     time.tzset()
     try:
         now = datetime.fromisoformat("2026-10-25T02:15:00+01:00")  # the second time
-        assert deadline_after("02:30", now) == datetime.fromisoformat("2026-10-25T02:30:00+01:00")
+        assert next_moment("02:30", now) == datetime.fromisoformat("2026-10-25T02:30:00+01:00")
         before = datetime.fromisoformat("2026-10-25T02:15:00+02:00")
-        assert deadline_after("02:30", before) == datetime.fromisoformat("2026-10-25T02:30:00+02:00")
+        assert next_moment("02:30", before) == datetime.fromisoformat("2026-10-25T02:30:00+02:00")
     finally:
         monkeypatch.undo()
         time.tzset()

@@ -1,0 +1,78 @@
+"""Texts of a run that stops at the time of `--stop-at`: they say what is left, and how to continue."""
+
+from __future__ import annotations
+
+import shlex
+from datetime import datetime
+
+from batchinfer.core.wording import about, count
+from batchinfer.data.results.made_by import MadeBy
+from batchinfer.job import Job
+from batchinfer.job.deadline import StopTime
+from batchinfer.pipeline.options import RunOptions
+from batchinfer.report.progress import Progress
+
+
+def stop_line(stop: StopTime, now: datetime) -> str:
+    """Return what a run says at its start."""
+    left_s = (stop.at - now).total_seconds()
+    return f"the run stops at {stop.at.astimezone():%Y-%m-%d %H:%M}, in {about(left_s)} (--stop-at)"
+
+
+def stopped_early(job: Job, options: RunOptions) -> str:
+    """Return what a run says whose stop time came before its engines ran."""
+    if options.stop_at is None:
+        return ""
+    return (
+        f"{stop_reached(options.stop_at)} before a row was computed; the rows that are left were not counted yet. "
+        f"{continuing(job, options)}"
+    )
+
+
+def continuing(job: Job, options: RunOptions) -> str:
+    """Return a sentence with the command that continues a run."""
+    if not job.source.is_file():
+        return "The same call continues the job."
+    words = [MadeBy.of(job, options.limit).command]
+    words += [option for option, given in _switches(options) if given]
+    if options.to_openai is not None:
+        words.append(f"--to-openai {shlex.quote(str(options.to_openai))}")
+    if options.stop_at is not None and options.stop_at.recurs:
+        words.append(f"--stop-at {options.stop_at.text}")
+    return f"To continue: {' '.join(words)}"
+
+
+def _switches(options: RunOptions) -> list[tuple[str, bool]]:
+    return [
+        ("--replace", options.replace),
+        ("--retry-errors", options.retry_errors),
+        ("--verify", options.verify),
+        ("--openai-timestamps", options.openai_timestamps),
+    ]
+
+
+def stop_reached(stop: StopTime) -> str:
+    """Return the beginning of what is said when the time has come."""
+    return f"stopped at {stop.at.astimezone():%H:%M} (--stop-at)"
+
+
+def rows_left(progress: Progress, rows: int | None, forecast_s: float | None) -> str:
+    """Return how many rows are left, and how long they take.
+
+    Args:
+        progress: that of the run.
+        rows: rows without an answer before the engines ran, or None if the input was not read to its end.
+        forecast_s: the forecast of the engines' time for these rows, or None.
+    """
+    left = rows if progress.rows_left is None else progress.rows_left
+    if left is None:
+        return "the rows that are left were not counted yet"
+    of = f" of {count(rows)}" if rows is not None and left < rows else ""
+    least = "" if progress.knows_all_rows else "at least "
+    takes = f"{least}{count(left)}{of} {'row is' if left == 1 else 'rows are'} left"
+    left_s = progress.left_of_known_s()
+    if left_s is None and forecast_s is not None:
+        left_s = forecast_s * (1 - (progress.share or 0.0))
+    if left_s is None:
+        return f"{takes}, and it is not known yet how long they take"
+    return f"{takes}, which take about {about(left_s)}"
