@@ -33,7 +33,7 @@ from batchinfer.pipeline.stages.publishing import (
 from batchinfer.pipeline.stages.reading import check, read_input
 from batchinfer.pipeline.stages.reporting import reported
 from batchinfer.pipeline.stages.storing import open_store
-from batchinfer.pipeline.stages.verdict import judged, refuse_to_publish
+from batchinfer.pipeline.stages.verdict import judged, refuse_stored_errors, refuse_to_publish
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.plan.setup.work_context import work_context
 from batchinfer.report.progress import Progress
@@ -85,7 +85,8 @@ def _answer(run: OpenRun, index: Index, store: CompletionStore) -> Sequence[Path
     """Compute what the store lacks. Return its parts that have no completion of a row whose answer was not known."""
     with planned(run, index, store) as work:
         if work.plan.to_run:
-            answer(run, work, index, store, drafts_of(run, work.plan, index, store))
+            failed = refuse_stored_errors(run, index, store.parts())
+            answer(run, work, index, store, drafts_of(run, work.plan, index, store), failed)
         else:
             with run.report.timed("close_s"):
                 run.launch.end()

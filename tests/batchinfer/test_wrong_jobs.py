@@ -739,7 +739,7 @@ def test_validate_and_run_agree(name: str, place: Place, capsys, monkeypatch) ->
     refused(case, ran)
     assert place.published() == published
     assert (checked.code, checked.out) == (case.code, ""), checked.err
-    assert checked.err == "".join(ran.err.splitlines(keepends=True)[-len(checked.err.splitlines()) :])
+    assert checked.err in ran.err  # `run` may also say how to see the rows that it has stored
 
 
 RIGHT: dict[str, Callable[[Place], object]] = {

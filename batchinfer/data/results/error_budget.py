@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 
 from batchinfer.data.results.error_summary import ErrorSummary
 from batchinfer.data.results.join import ErrorCounts
@@ -30,12 +32,23 @@ class Budget:
         return replace(self, already=errors)
 
 
-def budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> str:
-    """More rows are errors than the budget allows: how many, why, and what to do."""
+def budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary, command: str = "") -> str:
+    """Say that more rows are errors than the budget allows: how many, why, and what to do.
+
+    Args:
+        command: The command that shows these rows; empty if there is none.
+    """
     allowed = f"on_error.max_error_rate allows {budget.allowed} ({budget.max_error_rate:.2%})"
     again = f"; --retry-errors runs {counts.retryable} of them again" if counts.retryable else ""
     are = "is an error" if counts.errors == 1 else "are errors"
     text = (
-        f"{counts.errors} of {counts.rows} rows {are}, but {allowed}; correct them, or raise the rate{again}"
+        f"{counts.errors} of {counts.rows} rows {are}, and {allowed}; correct them, or raise the rate{again}"
     )
-    return "\n".join(filter(None, [text, errors.text()]))
+    return "\n".join(filter(None, [text, errors.text(), command and f"  to see them: {command}"]))
+
+
+def show_errors(results: Path, partial: bool) -> str:
+    """Return the command that shows the error rows of a result, or of a run that published none (`partial`)."""
+    option = " --partial" if partial else ""
+    sql = "select row_id, file, row_index, error_code, error_message from results where status = 'error'"
+    return f'batchinfer query{option} {shlex.quote(str(results))} "{sql}"'

@@ -226,6 +226,15 @@ def _counted(
         return counted_attempts(database, index, rows, attempts)
 
 
+def stores_errors(completion_parts: Sequence[Path], spill: Path) -> bool:
+    """Return True if one of these parts has a completion that is an error: most stores have none."""
+    if not completion_parts:
+        return False
+    with connection(spill) as database:
+        found = f"SELECT 1 FROM {parquet(completion_parts)} WHERE error_code IS NOT NULL LIMIT 1"
+        return bool(database.execute(found).fetchall())
+
+
 def engine_errors(
     index_parts: Sequence[Path],
     completion_parts: Sequence[Path],

@@ -46,11 +46,18 @@ class Needs:
     index_parts: Callable[[], Sequence[Path]]  # of the rows that are planned by now
 
 
-def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionStore, given: Given) -> None:
+def answer(
+    run: OpenRun, planned: PlannedRun, index: Index, store: CompletionStore, given: Given, failed: int
+) -> None:
     """Run the plan, whose requests are given drafts. After a signal, what runs may finish, and all that is finished is
     committed.
 
-    Raises Interrupted after a signal, and what ended the engines.
+    Args:
+        failed: Rows that are errors already.
+
+    Raises:
+        Interrupted: A signal came.
+        BatchInferError: What ended the engines.
     """
     plan = planned.plan
     setting = run.setup.setting.for_rows(plan.to_run)
@@ -58,7 +65,7 @@ def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionSto
     meter = open_meter(run, setting)
     if index.error_rows:
         run.progress.failed(dict(summarise_errors(index.index_parts).codes))
-    budget = error_budget(run, index.rows).starting_at(index.error_rows)
+    budget = error_budget(run, index.rows).starting_at(failed)
     receiver = run.setup.output.receiver(run.setup.columns, run.setup.tokenizer)
     collector = Collector(store, meter, run.progress, receiver, planned.deadline, budget, planned.revised)
     with engines(run, needs) as pool:

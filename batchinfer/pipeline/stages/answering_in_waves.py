@@ -30,7 +30,7 @@ from batchinfer.pipeline.stages.answering import (
 )
 from batchinfer.pipeline.stages.planning import revised_forecast, tell
 from batchinfer.pipeline.stages.reading import UnreadInput, complete
-from batchinfer.pipeline.stages.verdict import error_budget
+from batchinfer.pipeline.stages.verdict import error_budget, refuse_stored_errors
 from batchinfer.pipeline.workers.feed import Batches
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.forecast.deadline import Deadline, DeadlineWatch
@@ -71,7 +71,7 @@ class _Answering:
     _plans: RunPlans
 
     def __init__(self, run: OpenRun, store: CompletionStore) -> None:
-        self._run, self._store = run, store
+        self._run, self._store, self._stored = run, store, store.parts()
         receiver = run.setup.output.receiver(run.setup.columns, run.setup.tokenizer)
         deadline = Deadline.of(run.job, run.now, None)
         self._deadline = None if deadline is None else DeadlineWatch(deadline, run.notice)
@@ -165,7 +165,8 @@ class _Answering:
         run.report.planned(self._known.own, None)
         tell(run, self._known.own, forecast)
         self._note_forecast(forecast)
-        budget = error_budget(run, index.rows).starting_at(index.error_rows)
+        failed = refuse_stored_errors(run, index, self._stored)
+        budget = error_budget(run, index.rows).starting_at(failed)
         self._revised = revised_forecast(run, forecast, self._began)
         collector.all_known(budget, self._revised)
         collector.plans_no_rows()

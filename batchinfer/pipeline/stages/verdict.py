@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from batchinfer.core.errors import ErrorBudgetExceeded
 from batchinfer.data.index.index import Index
-from batchinfer.data.results.error_budget import Budget, budget_text
+from batchinfer.data.results.error_budget import Budget, budget_text, show_errors
 from batchinfer.data.results.error_summary import ErrorSummary, summarise_all_errors, summarise_errors
-from batchinfer.data.results.join import ErrorCounts, Join
+from batchinfer.data.results.join import ErrorCounts, Join, joined, stores_errors
 from batchinfer.data.results.made_by import MadeBy, note_made_by
 from batchinfer.data.results.manifest import Manifest
 from batchinfer.data.results.published import published
@@ -28,6 +31,29 @@ def refuse_hopeless(run: OpenRun, index: Index) -> None:
         raise _too_many(run, counts, budget, summarise_errors(index.index_parts))
 
 
+def refuse_stored_errors(run: OpenRun, index: Index, parts: Sequence[Path]) -> int:
+    """Return the number of rows that are errors before the engines begin: by the input, or by a stored answer.
+
+    Args:
+        parts: Parts of the store that were committed before this run.
+
+    Raises:
+        ErrorBudgetExceeded: They are too many, so that nothing this run could compute would be published.
+    """
+    budget, spill = error_budget(run, index.rows), run.state.staging / "errors"
+    if budget.publish or not stores_errors(parts, spill):
+        return index.error_rows
+    attempts = index.attempts
+    join = joined(index.index_parts, parts, spill, attempts=attempts, taken=index.taken, answers=index.known)
+    lasting = ~join.again if run.options.retry_errors else slice(None)
+    failed = index.error_rows + len(join.failed[lasting])
+    if budget.exceeded(failed):
+        raise _too_many(
+            run, join.counts, budget, summarise_all_errors(index.index_parts, parts, spill, attempts)
+        )
+    return failed
+
+
 def refuse_to_publish(run: OpenRun, index: Index, join: Join) -> None:
     """Raise ErrorBudgetExceeded for too many error rows, unless the job publishes its result all the same."""
     budget = error_budget(run, index.rows)
@@ -40,7 +66,9 @@ def refuse_to_publish(run: OpenRun, index: Index, join: Join) -> None:
 def _too_many(run: OpenRun, counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> ErrorBudgetExceeded:
     """Return the error, once the row of the run table says what it says."""
     run.report.note(rows_error=errors.rows, error_codes=dict(errors.codes))
-    return ErrorBudgetExceeded(budget_text(counts, budget, errors))
+    return ErrorBudgetExceeded(
+        budget_text(counts, budget, errors, show_errors(run.state.results, partial=True))
+    )
 
 
 def judged(run: OpenRun, manifest: Manifest, status: str) -> Outcome:
@@ -58,6 +86,7 @@ def judged(run: OpenRun, manifest: Manifest, status: str) -> Outcome:
     if not budget.exceeded(manifest.errors):
         return Outcome(0, run.report.done(status), report=run.report.path)
     counts = ErrorCounts(manifest.rows, manifest.errors, 0, errors.retryable)
-    text = f"the results are {status}, but {budget_text(counts, budget, errors)}"
+    command = show_errors(run.state.results, partial=False)
+    text = f"the results are {status}, but {budget_text(counts, budget, errors, command)}"
     code = ErrorBudgetExceeded.exit_code
     return Outcome(code, run.report.done(over_budget(status), code, text), text, run.report.path)

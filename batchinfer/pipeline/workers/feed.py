@@ -83,7 +83,8 @@ def run_plan(
     """Feed a plan's batches (`planned_requests`) in order until all is answered, `sink` has enough, or a signal comes;
     and those of the plans that follow it.
 
-    After a signal what runs may finish for DRAIN_S seconds; `draining` hears of it. Raises what ended the engine.
+    After a signal, and when `sink` has enough, the rows in progress have DRAIN_S seconds to finish. `draining` is
+    called after a signal. Raises what ended the engine.
     """
     in_flight, more, plans = 0, True, plans or OnePlan()
     while more or in_flight or plans.to_come:
@@ -94,7 +95,7 @@ def run_plan(
                 _drain(engines, sink)
             return
         if sink.enough():
-            return
+            break  # the rows in progress are drained and stored: no later run computes them again
         while more and engines.wants_more:
             read = next(batches, None)
             if read is None:

@@ -196,6 +196,31 @@ def test_a_run_stops_early_when_the_budget_cannot_hold(tmp_path, model, monkeypa
     assert 20 < sum(json.loads(p.read_text())["rows"] for p in stored) < 1000
 
 
+def test_a_run_over_its_budget_loses_no_answer_and_the_next_run_needs_no_engine(tmp_path, model, monkeypatch):
+    log = tmp_path / "log"
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "2")
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", "4")
+    monkeypatch.setenv("FAKE_ENGINE_LOG", str(log))
+    path = write_job(tmp_path, model, people(200))
+    with pytest.raises(ErrorBudgetExceeded):
+        run(path)
+    computed = log.read_text().split()
+    store = tmp_path / "out/.batchinfer-res/completions"
+    codes = duckdb.sql(f"SELECT error_code FROM '{store}/*.parquet'").fetchall()
+    assert len(codes) == len(computed), "what was computed is stored"
+    failed = sum(code is not None for (code,) in codes)
+    with pytest.raises(
+        ErrorBudgetExceeded, match=r"of 200 rows are errors, and on_error.* allows 2"
+    ) as caught:
+        run(path, NO_ENGINE)
+    assert f'batchinfer query --partial {tmp_path / "out/res"} "select' in str(caught.value)
+    retried = replace(FAKE, retry_errors=True)  # these errors do not count, as their rows run again
+    monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
+    assert run(path, retried).row["rows_error"] == 0
+    again = log.read_text().split()[len(computed) :]
+    assert len(computed) + len(again) == 200 + failed
+
+
 def test_an_engine_that_dies_loses_nothing(tmp_path, model, monkeypatch):
     monkeypatch.setenv("FAKE_ENGINE_DIES_AFTER_ROWS", "15")
     monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
