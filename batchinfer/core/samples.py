@@ -105,7 +105,8 @@ class StepSample:
     lookahead_drafted: int = 0
     lookahead_accepted: int = 0
     proposing_s: float = 0.0  # of duration_s, what a draft model beside took, or heads
-    drafts_saved_s: float = 0.0  # what the step's tokens would have taken without drafts, less what it took
+    # What the step's tokens would have taken without drafts, less what it took; None: not known
+    drafts_saved_s: float | None = 0.0
     # Of model_s, the collectives of the rank that leads, with its waiting for other ranks; None: there are none, or the
     # host does not wait for them, as on a GPU
     collective_s: float | None = None

@@ -208,10 +208,10 @@ class CostedDrafter:
 
     def stepped(self, sample: StepSample) -> StepSample:
         """Learn how long a step took; the sample with what its drafts came to."""
-        if self._counts:
-            sample = replace(sample, **self._counted(sample))
-            self._counts = {}
         spent_s = 0.0 if self._model is None else self._model.take_spent_s()
+        if self._counts:
+            sample = replace(sample, **self._counted(sample, spent_s))
+            self._counts = {}
         if spent_s:
             saved_s = sample.drafts_saved_s if sample.drafted_tokens else -spent_s
             sample = replace(sample, proposing_s=spent_s, drafts_saved_s=saved_s)
@@ -226,7 +226,7 @@ class CostedDrafter:
         self._acceptance.fade(_FADED)
         if self._model is not None:
             self._model.fade(_FADED)
-        share = SHARE * (steps_s + max(0.0, sample.drafts_saved_s))
+        share = SHARE * (steps_s + max(0.0, sample.drafts_saved_s or 0.0))
         self._most_allowed_s = _SAVED_STEPS * share
         self._allowed_s = min(self._allowed_s + share, self._most_allowed_s)
         self._expected_prompt_tokens = sample.prefill_tokens if sample.waiting else 0
@@ -240,17 +240,33 @@ class CostedDrafter:
         for source in self._sources:
             source.learn(text)
 
-    def _counted(self, sample: StepSample) -> dict[str, Any]:
-        """Return the fields of a step's sample that say what its drafts came to. Without drafts its tokens would have
-        taken so many more steps as it gave tokens for each that decoded."""
+    def _counted(self, sample: StepSample, spent_s: float) -> dict[str, Any]:
+        """Return the fields of a step's sample that say what its drafts came to.
+
+        Args:
+            sample: the step, in whose time proposing took `spent_s` seconds.
+        """
         found: dict[str, Any] = {}
         for source, (drafted, accepted) in self._counts.items():
             found |= {f"{source}_drafted": drafted, f"{source}_accepted": accepted}
         drafted, accepted = (sum(column) for column in zip(*self._counts.values(), strict=True))
+        saved_s = self._saved_s(sample, accepted, spent_s)
+        return found | {"drafted_tokens": drafted, "accepted_tokens": accepted, "drafts_saved_s": saved_s}
+
+    def _saved_s(self, sample: StepSample, accepted: int, spent_s: float) -> float | None:
+        """Return what a step's tokens would have taken without drafts, less what it took. None: nobody knows yet.
+
+        Without drafts, its accepted tokens would have taken further steps. None of them would have been longer than
+        this one, which ran more tokens.
+        """
         rows = max(1, sample.sampled_tokens - accepted)
-        alone = self._times.seconds(rows, sample.prefill_tokens, 0)
-        saved = alone + accepted / rows * self._times.seconds(rows, 0, 0) - sample.duration_s
-        return found | {"drafted_tokens": drafted, "accepted_tokens": accepted, "drafts_saved_s": saved}
+        first_s = self._times.typical_seconds(rows, sample.prefill_tokens)
+        further_s = self._times.typical_seconds(rows, 0)
+        if first_s is None or further_s is None:
+            return None
+        most_s = max(0.0, sample.duration_s - spent_s)
+        without_s = min(first_s, most_s) + accepted / rows * min(further_s, most_s)
+        return without_s - sample.duration_s
 
     def _may_pay(self, rows: int, others: int) -> bool:
         """Whether drafts would pay if all of them were right: then none is looked for where steps are bound by

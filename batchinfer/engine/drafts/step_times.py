@@ -6,6 +6,7 @@ from bisect import bisect
 from functools import lru_cache
 
 from batchinfer.core.samples import StepSample
+from batchinfer.engine.drafts.typical_ratios import TypicalRatios
 from batchinfer.engine.tensors.graph_sizes import GraphSteps
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
 
@@ -31,6 +32,7 @@ class DraftedStepTimes:
     def __init__(self, cost: ModelCost, peaks: Peaks, graphs: GraphSteps | None = None) -> None:
         self._graphs = graphs
         self._ratios = {False: _Ratios(), True: _Ratios()}  # whether with drafts
+        self._typical = {False: TypicalRatios(), True: TypicalRatios()}  # likewise
         self._known = dict[bool, _Ratios]()  # what is believed until the next step is measured
         # Pairs of a token, and tokens of K and V, about, in the newest step that only decoded
         self._context = (0, 0)
@@ -52,6 +54,7 @@ class DraftedStepTimes:
         bound = self._bound(StepShape(tokens, sampled, pairs, sample.kv_tokens, sample.copied_tokens))
         found, drafted = sample.duration_s / bound, sample.drafted_tokens > 0
         self._ratios[drafted].measured(tokens, found, self._ratio(tokens, drafted) or found)
+        self._typical[drafted].measured(tokens, found)
         if not drafted:
             self._ratios[True].fade(self._ratios[False])
         self._known.clear()
@@ -63,6 +66,19 @@ class DraftedStepTimes:
         if self._graphs is not None and not others:
             tokens = self._graphs.padded(tokens, drafts > 0)
         return self._bound_of(tokens, others) * (self._ratio(tokens, drafts > 0) or 1.0)
+
+    def typical_seconds(self, decodes: int, others: int) -> float | None:
+        """Return the median time of such a step without drafts, for reports. None: too few steps were measured.
+
+        Where no step without drafts was about as large, steps with drafts tell how much longer than its bound it takes.
+        """
+        tokens = decodes + others
+        if self._graphs is not None and not others:
+            tokens = self._graphs.padded(tokens, False)
+        known = [found for one in (False, True) if (found := self._typical[one].nearest(tokens)) is not None]
+        if not known:
+            return None
+        return self._bound_of(tokens, others) * min(known, key=lambda found: found[0])[1]
 
     def _bound_of(self, tokens: int, others: int) -> float:
         found = self._bounds.get((tokens, others))

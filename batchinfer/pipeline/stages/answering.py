@@ -14,6 +14,7 @@ from batchinfer.core.wording import counted
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.row_names import named_if_found
 from batchinfer.data.results.error_summary import summarise_errors
+from batchinfer.data.storage.death_log import DeathLog
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.pipeline.collect import Collector

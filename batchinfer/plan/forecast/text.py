@@ -56,10 +56,12 @@ def drafts_line(forecast: EngineForecast) -> tuple[str, ...]:
     before = forecast.proposals
     if before is None:
         return ()
-    what = "saved" if before.saved_s >= 0 else "lost"
     right = (
         f"{percent(before.accepted / before.drafted)} of {short(before.drafted)} proposed tokens were right"
     )
+    if before.saved_s is None:
+        return (f"{right} in the last run; none are forecast",)
+    what = "saved" if before.saved_s >= 0 else "lost"
     return (f"{right} in the last run, and {what} about {seconds(abs(before.saved_s))}; none are forecast",)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -92,12 +93,14 @@ def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
 
 @dataclass(frozen=True, slots=True)
 class EarlierProposals:
-    """Proposals that a run verified, how many of them were right, and about how many seconds they saved; negative: they
-    took more."""
+    """Proposals that a run verified, how many of them were right, and about how many seconds they saved.
+
+    Negative seconds: they took longer. None: not known.
+    """
 
     drafted: int
     accepted: int
-    saved_s: float
+    saved_s: float | None
 
 
 def earlier_proposals(folder: Path) -> EarlierProposals | None:
@@ -105,7 +108,8 @@ def earlier_proposals(folder: Path) -> EarlierProposals | None:
     for run in islice(_newest(folder, RUN, ("drafted_tokens", "accepted_tokens", "drafts_saved_s")), 1):
         drafted, accepted, saved_s = (float(values[0]) for values in run.values())
         if drafted > 0:  # NaN is Arrow's null
-            return EarlierProposals(int(drafted), int(accepted), saved_s)
+            known = None if math.isnan(saved_s) else saved_s
+            return EarlierProposals(int(drafted), int(accepted), known)
     return None
 
 

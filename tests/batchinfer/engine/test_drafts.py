@@ -28,9 +28,9 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.tensors.graph_sizes import GraphSteps
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.driver import sequence
-from tests.batchinfer.engine.hashing_model import SHAPE
+from tests.batchinfer.engine.hashing_model import EOS, SHAPE
 from tests.batchinfer.engine.random_work import EASY, Work, works
-from tests.batchinfer.engine.small_engine import Limits, Ran, greedy
+from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, make_engine
 from tests.batchinfer.engine.speculating import Drafts, Guessing, assert_unchanged, remembered
 from tests.batchinfer.engine.test_look_ahead import AHEAD, WAYS, Way, run
 from tests.examples import examples
@@ -448,6 +448,41 @@ def test_a_step_with_drafts_that_had_to_wait_is_not_the_last_one() -> None:
 def test_samples_of_steps_without_drafts_say_so() -> None:
     steps: list[StepSample] = run(Way(), looping(2, 5), Limits()).steps
     assert not any(step.drafted_tokens or step.drafts_saved_s for step in steps)
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_one_slow_step_does_not_make_drafts_save_more(slow: int) -> None:
+    """Each step takes a second, but for a slow one before most drafts."""
+    now, steps, rows = [0.0], [0], looping(2, 120)
+
+    class Timed:
+        runner: Any = Way().runner(Limits())
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.runner, name)
+
+        def launch(self, plan: Any) -> Any:
+            now[0] += 1000.0 if steps[0] == slow else 1.0
+            steps[0] += 1
+            return self.runner.launch(plan)
+
+    def clock() -> float:
+        return now[0]
+
+    drafter = CostedDrafter([OwnText()], DraftedStepTimes(SHAPE, PEAKS), 64, clock=clock)
+    engine = make_engine(Timed(), Limits(), frozenset([EOS]), drafter=drafter, peaks=PEAKS, clock=clock)
+    ran = drain(engine, rows)
+    assert ran.total("accepted_tokens") > 100
+    saved = [step.drafts_saved_s for step in ran.steps if step.drafted_tokens]
+    print(
+        "SAVED",
+        len(ran.steps),
+        [round(x, 2) if x is not None else None for x in saved],
+        [s.drafted_tokens for s in ran.steps],
+    )
+    known = [seconds for seconds in saved if seconds is not None and seconds > -900]
+    assert saved.count(None) <= 1
+    assert sum(known) == pytest.approx(120 - len(ran.steps), rel=0.1)
 
 
 def test_a_row_is_left_alone_the_longer_the_more_often_it_failed() -> None:

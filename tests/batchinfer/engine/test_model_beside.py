@@ -324,7 +324,8 @@ def test_a_model_is_asked_where_its_time_pays(
     if asked:
         assert ran.total("model_accepted") == ran.total("model_drafted") > 200
         assert len(ran.steps) < 50
-        # Times are believed to grow with contexts, and do not here
-        assert 1 < ran.total("drafts_saved_s") / (120 * own_s - whole()) < 2
+        saved = [step.drafts_saved_s for step in ran.steps]
+        assert saved.count(None) <= 3
+        assert 0.6 < sum(one for one in saved if one is not None) / (120 * own_s - whole()) < 1.1
     else:
         assert spent < 0.1 * whole()

@@ -124,6 +124,25 @@ def test_steps_are_counted_by_the_way_they_were_launched(
     assert {row[name] for name in (*names, "host_launches")} == {None}
 
 
+@pytest.mark.parametrize(
+    ("saved", "known"), [((1.0, 0.5), 1.5), ((None, 0.5), 0.5), ((None, None), None), ((600.0, 15.0), 4.0)]
+)
+def test_what_drafts_saved_is_no_more_than_the_run_took_or_unknown(
+    tmp_path: Path,
+    facts: RunRow,
+    machine: Hardware,
+    step: Any,
+    saved: tuple[float | None, ...],
+    known: float | None,
+) -> None:
+    with Meter(tmp_path, "m", machine=Machine(None, Peaks(1000.0, 200.0))) as meter:
+        meter.step(step(0, duration_s=2.0))
+        for number, seconds in enumerate(saved, 1):
+            meter.step(step(number, duration_s=1.0, drafted_tokens=4, drafts_saved_s=seconds))
+        row = run_row(facts, machine, meter.finish())
+    assert row["drafts_saved_s"] == known
+
+
 def test_energy_and_cost(
     tmp_path: Path, facts: RunRow, machine: Hardware, step: Any, request_sample: Any
 ) -> None:
