@@ -11,6 +11,8 @@ CallStyleName = Literal[
     "hermes", "granite", "nemotron", "mistral", "llama3", "deepseek", "qwen3-coder", "harmony"
 ]
 CALL_STYLES: tuple[str, ...] = get_args(CallStyleName)
+# Raise it when the same answers give other calls: results with calls are then published again, from stored answers
+_VERSION = 2
 
 
 class Call(NamedTuple):
@@ -40,10 +42,10 @@ class CallStyle:
     of_all: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads."""
-        return asdict(self)
+        """Return what `from_json` reads, and what the identity of an index and of a result holds."""
+        return {**asdict(self), "version": _VERSION}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         shown = tuple((int(token), str(text)) for token, text in value["shown"])
-        return cls(**{**value, "shown": shown})
+        return cls(value["name"], shown, value["of_all"])

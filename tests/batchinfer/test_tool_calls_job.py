@@ -11,6 +11,8 @@ import duckdb
 import jsonschema
 import pytest
 
+from batchinfer.core.tool_calls import FoundCalls
+from batchinfer.data.tool_calls.formats import FORMATS
 from tests.batchinfer.test_reasoning_job import fenced
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, command, make_place
 from tests.scripted_engine import SCRIPT
@@ -125,6 +127,29 @@ def test_the_calls_of_each_family_become_a_column(
     told = command(capsys, monkeypatch, SCRIPTED)("run", write(place, prompt=prompt), "--json")
     assert json.loads(told.out)["computed_requests"] == 2
     assert {row["custom_id"]: row["tool_calls"] for row in place.table()}["own"] == rows["own"]["tool_calls"]
+
+
+def test_stored_answers_are_published_again_when_calls_are_read_in_another_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A result of an earlier version gets the calls that this version reads. The engine computes nothing."""
+    fast = make_tool_model(tmp_path / "model", "llama3")
+    place = make_place(tmp_path / "job", tmp_path / "model")
+    place.rows({"id": "a", "text": "row a"})
+    answer = 'I look.\n```json\n[{"name": "now", "parameters": {}}]\n```'
+    script(place, fast, {"row": answer}, monkeypatch)
+    job = write(place, prompt={"user": "{{ text }}", "tools": TOOLS})
+    with monkeypatch.context() as earlier:
+        earlier.setattr("batchinfer.core.tool_calls._VERSION", 1)
+        earlier.setitem(FORMATS, "llama3", lambda text, _: FoundCalls(text, []))
+        done = command(capsys, monkeypatch, SCRIPTED)("run", job)
+        assert done.code == 0, done.err
+        (row,) = place.table()
+        assert (row["generated_text"], row["tool_calls"]) == (answer, [])
+    done = command(capsys, monkeypatch, NO_ENGINE)("run", job)
+    assert done.code == 0, done.err
+    (row,) = place.table()
+    assert (row["generated_text"], [one["name"] for one in row["tool_calls"]]) == ("I look.", ["now"])
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def told_calls(
     for number in may:
         text = shown.get(number, told[number].text)
         found = None if text is None else FORMATS[style.name](text, answers[number].known)
-        if found is not None and found.calls:
+        if found is not None and found != (text, []):
             calls[number] = found.calls
             told[number] = told[number]._replace(text=_without_tokens(found, style))
     return told, calls

@@ -7,6 +7,7 @@ import re
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.data.tool_calls import formats
+from batchinfer.data.tool_calls.bare_calls import PYTHON_TAG
 from batchinfer.data.tool_calls.formats import HARMONY
 
 # The special tokens of harmony, in the order in which `harmony` takes them
@@ -16,7 +17,7 @@ _TOKENS: dict[str, tuple[str, ...]] = {
     "granite": ("<|tool_call|>", "<tool_call>", "</tool_call>"),
     "nemotron": ("<TOOLCALL>", "</TOOLCALL>"),
     "mistral": (formats.TOOL_CALLS, formats.CALL_ID, formats.ARGS),
-    "llama3": (formats.PYTHON_TAG,),
+    "llama3": (PYTHON_TAG,),
     "deepseek": (
         *(formats.CALLS_BEGIN, formats.CALLS_END, formats.CALL_BEGIN),
         *(formats.CALL_SEP, formats.CALL_END),

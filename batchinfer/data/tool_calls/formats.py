@@ -13,55 +13,62 @@ from typing import NamedTuple
 
 from batchinfer.core.tool_calls import Call, FoundCalls
 from batchinfer.core.tools import is_tool_name
-from batchinfer.data.tool_calls.json_calls import Read, behind_space, call_at, calls_at, object_at
+from batchinfer.data.tool_calls.bare_calls import bare_calls
+from batchinfer.data.tool_calls.json_calls import MOST_TRIED, Read, behind_space, calls_at, object_at
 from batchinfer.data.tool_calls.known_tools import KnownTools
-from batchinfer.data.tool_calls.tagged_calls import tagged_call
+from batchinfer.data.tool_calls.tagged_calls import TAGGED_BEGIN, tagged_call
 
 Format = Callable[[str, KnownTools | None], FoundCalls]
-PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _MISTRAL = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\][^\[\]{}]{0,64})?(?:\[ARGS\])?")
 _DEEPSEEK = re.compile(rf"\s*([^\s｜]{{1,64}})\s*{CALL_SEP}\s*")
 _FENCED = re.compile(r"([^\s｜]{1,64})\s*```(?:json)?\s*")
-_FENCE_END = re.compile(rf"\s*(?:```)?\s*(?:{CALL_END}|$)")
-# Beginnings of calls that are tried in an answer. A failed one costs as much as finding its line in the text, so that a
-# text of nothing but beginnings would cost their number times its length
-MOST_TRIED = 1024
+_FENCE_END = re.compile(rf"\s*(?:```)?\s*(?:{CALL_END}|(?={CALL_BEGIN}|{CALLS_END})|$)")
 _NOTHING = re.compile(r"(?!)")
-_BETWEEN = re.compile(r"\s*[;,]?\s*")
+_BeginsAt = Callable[[re.Match[str]], Read | None]  # what a beginning begins
 
 
 class Tagged(NamedTuple):
-    """A format of JSON between two texts: a call, or a list of calls. `closed`: the second text, or the answer's end,
-    must follow."""
+    """A format of JSON between two texts: a call, or a list of calls. `closed`: the second text, another call or the
+    answer's end must follow."""
 
     begins: tuple[str, ...]
     end: str
     closed: bool
 
-    def read(self, text: str, at: int) -> Read | None:
-        """Return the calls of the JSON at `at`, and where what belongs to them ends."""
-        found = calls_at(text, at)
+    def found(self, text: str, _: KnownTools | None) -> FoundCalls:
+        """Take the calls out of a text."""
+        return _taken_out(text, "|".join(map(re.escape, self.begins)), self._read)
+
+    def _read(self, begin: re.Match[str]) -> Read | None:
+        text = begin.string
+        found = calls_at(text, begin.end())
         if found is None:
             return None
         behind = behind_space(text, found.end)
         if text.startswith(self.end, behind):
             return Read(found.calls, behind + len(self.end))
-        return None if self.closed and behind < len(text) else found
-
-    def found(self, text: str, _: KnownTools | None) -> FoundCalls:
-        """Take the calls out of a text."""
-        return _taken_out(text, self.begins, self.read)
+        ended = behind == len(text) or text.startswith(self.begins, behind)
+        return found if ended or not self.closed else None
 
 
-def _mistral(text: str, tools: KnownTools | None) -> FoundCalls:
-    return _taken_out(text, (TOOL_CALLS,), _mistral_calls)
+_GRANITE = Tagged(("<|tool_call|>", "<tool_call>"), "</tool_call>", closed=False)
 
 
-def _mistral_calls(text: str, at: int) -> Read | None:
+def _granite(text: str, tools: KnownTools | None) -> FoundCalls:
+    marked = any(begin in text for begin in _GRANITE.begins)
+    return _GRANITE.found(text, tools) if marked else bare_calls(text, tools)
+
+
+def _mistral(text: str, _: KnownTools | None) -> FoundCalls:
+    return _taken_out(text, re.escape(TOOL_CALLS), _mistral_calls)
+
+
+def _mistral_calls(begin: re.Match[str]) -> Read | None:
     """Return the calls behind the marker: a list as older models write it, or a name and arguments."""
+    text, at = begin.string, begin.end()
     named = _MISTRAL.match(text, at)
     if named is None:
         return calls_at(text, at)
@@ -70,13 +77,17 @@ def _mistral_calls(text: str, at: int) -> Read | None:
     return None if span is None else Read([Call(named[1], text[slice(*span)])], span[1])
 
 
-def _deepseek(text: str, tools: KnownTools | None) -> FoundCalls:
-    return _taken_out(text, (CALL_BEGIN,), _deepseek_call, around=re.compile(f"{CALLS_BEGIN}|{CALLS_END}"))
+def _deepseek(text: str, _: KnownTools | None) -> FoundCalls:
+    none = rf"{CALLS_BEGIN}\s*{CALLS_END}"
+    return _taken_out(text, f"{CALL_BEGIN}|{none}", _deepseek_call, re.compile(f"{CALLS_BEGIN}|{CALLS_END}"))
 
 
-def _deepseek_call(text: str, at: int) -> Read | None:
+def _deepseek_call(begin: re.Match[str]) -> Read | None:
     """Return one call: of V3 and R1 with the tool's kind, its name, and arguments in a fence; of V3.1 without these."""
-    first = _DEEPSEEK.match(text, at)
+    text = begin.string
+    if begin[0] != CALL_BEGIN:
+        return Read([], begin.end())
+    first = _DEEPSEEK.match(text, begin.end())
     if first is None:
         return None
     fenced = _FENCED.match(text, first.end())
@@ -88,58 +99,39 @@ def _deepseek_call(text: str, at: int) -> Read | None:
     return Read([Call(name, text[slice(*span)])], end.end())
 
 
-def _llama(text: str, tools: KnownTools | None) -> FoundCalls:
-    """Read calls that nothing but their form tells from an answer: they are all that it says, or that it says behind a
-    token, and they are of tools that the row has."""
-    before, tag, behind = text.partition(PYTHON_TAG)
-    body = behind if tag else text
-    calls: list[Call] = []
-    at = behind_space(body, 0)
-    while at < len(body):
-        found = call_at(body, at, ("parameters", "arguments"), needs=True)
-        if found is None or (tools is not None and found.calls[0].name not in tools):
-            return FoundCalls(text, [])
-        calls += found.calls
-        between = _BETWEEN.match(body, found.end)
-        at = found.end if between is None else between.end()
-    said = before.strip() if tag else ""
-    return FoundCalls(said or None, calls) if calls else FoundCalls(text, [])
-
-
 def _qwen_coder(text: str, tools: KnownTools | None) -> FoundCalls:
-    return _taken_out(text, ("<tool_call>",), lambda text, at: tagged_call(text, at, tools))
+    return _taken_out(text, TAGGED_BEGIN, lambda begin: tagged_call(begin, tools))
 
 
-def _taken_out(
-    text: str,
-    begins: tuple[str, ...],
-    read: Callable[[str, int], Read | None],
-    around: re.Pattern[str] = _NOTHING,
-) -> FoundCalls:
-    """Take the calls out of a text that begin with one of these texts, and the white space around them. `around`: what
-    stands around all calls."""
+def _taken_out(text: str, begins: str, read: _BeginsAt, around: re.Pattern[str] = _NOTHING) -> FoundCalls:
+    """Take the calls out of a text, and the white space around them.
+
+    Args:
+        text: The answer.
+        begins: A pattern of what calls begin with.
+        read: Reads the calls there. If there are none, but a marker that announces none, the marker is taken out.
+        around: What stands around all calls.
+    """
     calls: list[Call] = []
     pieces, start = [], 0
-    for begin, found in _read_each(text, re.compile("|".join(map(re.escape, begins))), read):
+    for begin, found in _read_each(text, re.compile(begins), read):
         pieces.append(text[start:begin])
         calls += found.calls
         start = found.end
-    if not calls:
+    if not pieces:
         return FoundCalls(text, [])
     said = [piece for piece in (around.sub("", one).strip() for one in [*pieces, text[start:]]) if piece]
     return FoundCalls("\n".join(said) or None, calls)
 
 
-def _read_each(
-    text: str, begins: re.Pattern[str], read: Callable[[str, int], Read | None]
-) -> Iterator[tuple[int, Read]]:
+def _read_each(text: str, begins: re.Pattern[str], read: _BeginsAt) -> Iterator[tuple[int, Read]]:
     """Yield where calls begin, and what was read there."""
     at = 0
     for _ in range(MOST_TRIED):
         begin = begins.search(text, at)
         if begin is None:
             return
-        found = read(text, begin.end())
+        found = read(begin)
         at = begin.end() if found is None else found.end
         if found is not None:
             yield begin.start(), found
@@ -147,10 +139,10 @@ def _read_each(
 
 FORMATS: dict[str, Format] = {
     "hermes": Tagged(("<tool_call>",), "</tool_call>", closed=True).found,
-    "granite": Tagged(("<|tool_call|>", "<tool_call>"), "</tool_call>", closed=False).found,
+    "granite": _granite,
     "nemotron": Tagged(("<TOOLCALL>",), "</TOOLCALL>", closed=True).found,
     "mistral": _mistral,
-    "llama3": _llama,
+    "llama3": bare_calls,
     "deepseek": _deepseek,
     "qwen3-coder": _qwen_coder,
 }

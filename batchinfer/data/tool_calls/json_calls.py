@@ -13,7 +13,11 @@ from batchinfer.core.tool_calls import Call
 from batchinfer.core.tools import is_tool_name
 from batchinfer.data.input.json_text import MAX_NESTING, nested_beyond
 
+# Beginnings of calls that are tried in an answer. A failed one costs as much as finding its line in the text, so that a
+# text of nothing but beginnings would cost their number times its length
+MOST_TRIED = 1024
 _WHITE = re.compile(r"[ \t\n\r]*")
+_ARGUMENTS = ("arguments", "parameters")  # the names that models have for them
 _NO_ARGUMENTS = "{}"
 Span = tuple[int, int]
 
@@ -39,25 +43,35 @@ def behind_space(text: str, at: int) -> int:
     return at if found is None else found.end()
 
 
-def calls_at(text: str, at: int, named: tuple[str, ...] = ("arguments", "parameters")) -> Read | None:
-    """Return the call, or the list of calls, that begins at `at`; None: there is none. `named`: the keys that arguments
-    may have."""
+def calls_at(text: str, at: int, needs: bool = False) -> Read | None:
+    """Return the call, or the list of calls, that begins at `at`, or None. A list may be empty.
+
+    Args:
+        text: The answer.
+        at: Where the JSON begins, or the white space before it.
+        needs: If True, a call without arguments is none.
+    """
     at = behind_space(text, at)
-    if text.startswith("[", at):
-        return _listed(text, at, named)
-    return call_at(text, at, named)
+    return _listed(text, at, needs) if text.startswith("[", at) else _call_at(text, at, needs)
 
 
-def call_at(
-    text: str, at: int, named: tuple[str, ...] = ("arguments", "parameters"), needs: bool = False
-) -> Read | None:
-    """Return the call that begins at `at`, an object with a name; None: there is none. `needs`: not without
-    arguments."""
+def value_end(text: str, at: int) -> tuple[int, bool]:
+    """Return where the JSON value that begins at `at` ends, and True; or how far the text was read, and False."""
+    try:
+        return _DECODER.raw_decode(text, at)[1], True
+    except json.JSONDecodeError as error:
+        return error.pos, False
+    except (ValueError, RecursionError):
+        return len(text), False
+
+
+def _call_at(text: str, at: int, needs: bool) -> Read | None:
+    """Return the call that begins at `at`, an object with a name, or None."""
     spans = _members(text, at)
     if spans is None or "name" not in spans.values:
         return None
     name = _string(text, spans.values["name"])
-    given = next((spans.values[key] for key in named if key in spans.values), None)
+    given = next((spans.values[key] for key in _ARGUMENTS if key in spans.values), None)
     if name is None or not is_tool_name(name) or (given is None and needs):
         return None
     arguments = _NO_ARGUMENTS if given is None else _arguments(text, given)
@@ -95,16 +109,19 @@ class _Members(NamedTuple):
     end: int
 
 
-def _listed(text: str, at: int, named: tuple[str, ...]) -> Read | None:
-    """Return the calls of the list that begins at `at`; None: it is none, or has none."""
+def _listed(text: str, at: int, needs: bool) -> Read | None:
+    """Return the calls of the list that begins at `at`, or None if it is no list of calls."""
     calls: list[Call] = []
+    first = behind_space(text, at + 1)
+    if text.startswith("]", first):
+        return Read(calls, first + 1)
     while text.startswith(("[", ","), at):
-        found = call_at(text, behind_space(text, at + 1), named)
+        found = _call_at(text, behind_space(text, at + 1), needs)
         if found is None:
             return None
         calls += found.calls
         at = behind_space(text, found.end)
-    return Read(calls, at + 1) if calls and text.startswith("]", at) else None
+    return Read(calls, at + 1) if text.startswith("]", at) else None
 
 
 def _members(text: str, at: int) -> _Members | None:
@@ -149,11 +166,11 @@ def _string(text: str, span: Span) -> str | None:
 
 
 def _arguments(text: str, span: Span) -> str | None:
-    """Return arguments as JSON text. Some models write that text as a string, and null for none."""
+    """Return arguments as JSON text. Some models write that text as a string, and null or an empty string for none."""
     given = text[slice(*span)]
     if given.startswith("{"):
         return given
-    if given == "null":
+    if given in ("null", '""'):
         return _NO_ARGUMENTS
     said = _string(text, span)
     return None if said is None or _has_surrogates(said) else whole_object(said)

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 Types = tuple[str, ...]
 _ANY: Types = ()
+_MOST_SCHEMAS = 64  # alternatives of a parameter that are looked at; references may go in circles
+# Tools that were made from Python functions may name their types so
+_PYTHON_NAMES = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "list": "array",
+    "dict": "object",
+}
+_JSON_NAMES: dict[type, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
 
 
 def known_tools(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -22,13 +42,50 @@ def _types(parameters: Any) -> dict[str, Types]:
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if not isinstance(properties, Mapping):
         return {}
-    return {name: found for name, schema in properties.items() if (found := _named(schema))}
+    return {name: found for name, schema in properties.items() if (found := _named(schema, parameters))}
 
 
-def _named(schema: Any) -> Types:
-    said = schema.get("type") if isinstance(schema, Mapping) else None
-    listed = said if isinstance(said, list) else [said]
-    return tuple(one for one in listed if isinstance(one, str))
+def _named(schema: Any, root: Mapping[str, Any]) -> Types:
+    """Return the types that a schema allows, as far as it names them: itself, in its alternatives, or in a definition
+    that it refers to. Return none if any of these names no type."""
+    found: list[str] = []
+    pending = deque([schema])
+    for _ in range(_MOST_SCHEMAS):
+        if not pending:
+            return tuple(dict.fromkeys(found))
+        one = pending.popleft()
+        types = _own_types(one) if isinstance(one, Mapping) else []
+        parts = [] if types or not isinstance(one, Mapping) else _parts(one, root)
+        if not types and not parts:
+            return _ANY
+        found += types
+        pending += parts
+    return _ANY
+
+
+def _own_types(schema: Mapping[str, Any]) -> list[str]:
+    said = schema.get("type")
+    listed = [one for one in (said if isinstance(said, list) else [said]) if isinstance(one, str)]
+    if listed:
+        return [_PYTHON_NAMES.get(one.lower(), one.lower()) for one in listed]
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return [_JSON_NAMES[type(one)] for one in values] if isinstance(values, list) else []
+
+
+def _parts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
+    """Return the alternatives of a schema, or the definition that it refers to."""
+    parts = [
+        one for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list) for one in schema[key]
+    ]
+    path = schema.get("$ref")
+    if isinstance(path, str) and path.startswith("#/"):
+        found: Any = root
+        for name in path[2:].split("/"):
+            found = (
+                found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+            )
+        parts.append(found)
+    return parts
 
 
 class KnownTools:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +28,11 @@ from tests.tool_models import TOOL_FAMILIES, make_tool_tokenizer, written_calls
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "get_weather", "parameters": {
-        "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}},
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "where": {"type": "object"},
+                       "least": {"anyOf": [{"type": "number"}, {"type": "null"}]}, "unit": {"$ref": "#/$defs/Unit"},
+                       "exact": {"type": "bool"}},
+        "$defs": {"Unit": {"enum": [1, 2]}}}}},
     {"type": "function", "function": {"name": "files.read-1"}},
 ]  # fmt: skip
 KNOWN = known_tools(TOOLS)
@@ -134,7 +139,7 @@ PIECES = [
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json\n", "\n```",
     "<function=get_weather>", "<parameter=city>", "</parameter>", "</function>", "\\ud800", "\ufffd", "[" * 3000,
     "<|channel|>", "<|message|>", "<|start|>", "<|call|>", "<|end|>", "commentary to=functions.get_weather ",
-    "analysis", "9" * 5000, "1e999",
+    "analysis", "9" * 5000, "1e999", "<function=get_weather>\n<parameter=city>\n", '{"name": [0, ', "{'a': ",
 ]  # fmt: skip
 
 
@@ -142,7 +147,7 @@ PIECES = [
 @settings(max_examples=examples(10, 100))
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=30), known=st.booleans())
 def test_nothing_raises(name: str, pieces: list[str], known: bool) -> None:
-    """Any text gives calls with names and JSON objects, and loses nothing where it gives none."""
+    """Any text gives calls with names and JSON objects, and loses nothing where it gives none, but an empty list."""
     text = "".join(pieces)
     split, found = told(name, text, KNOWN if known else None)
     for one in found:
@@ -150,7 +155,7 @@ def test_nothing_raises(name: str, pieces: list[str], known: bool) -> None:
         assert one.name == "get_weather"
         assert isinstance(json.loads(one.arguments.replace("9" * 5000, "9")), dict)
         one.arguments.encode()
-    if not found and name != "gpt-oss":
+    if not found and name != "gpt-oss" and re.search(r"\[\s*\]", text) is None:
         assert split.text == plain(name, text) or split.reasoning is not None
 
 
@@ -170,7 +175,6 @@ def test_nothing_raises(name: str, pieces: list[str], known: bool) -> None:
         ("granite", 'So: <tool_call>[{"name": "f"}] bye', "So:\nbye", [("f", "{}")]),
         ("llama3", '{"name": "other", "parameters": {}}', None, None),
         ("llama3", '{"name": "get_weather"}', None, None),
-        ("llama3", 'Use {"name": "get_weather", "parameters": {}}', None, None),
         ("llama3", 'Yes<|python_tag|>{"name": "get_weather", "parameters": {}}', "Yes", [("get_weather", "{}")]),
         ("llama3", '<|python_tag|>search.call(query="x")', None, None),
         ("mistral-v11", 'Hm[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[ARGS]{}', "Hm", [("f", '{"a": 1}'), ("g", "{}")]),
@@ -187,6 +191,120 @@ def test_single_answers(name: str, text: str, left: str | None, made: list[tuple
     split, found = told(name, text)
     assert found == [Call(*one) for one in made or []]
     assert split.text == (plain(name, text) if made is None else left)
+
+
+UNIT = "</parameter>\n</function>\n</tool_call>"
+CITY = "<function=get_weather>\n<parameter=city>\nUlm\n"
+ULM = [("get_weather", '{"city": "Ulm"}')]
+CALL_JSON = '{"name": "get_weather", "parameters": {"city": "Ulm"}}'
+DAYS = '{"name": "get_weather", "arguments": {"days": 3}}'
+BOTH = [*ULM, ("get_weather", '{"days": 3}')]
+OTHER = '{"name": "other", "parameters": {"city": "Ulm"}}'
+FENCED = f"```json\n{CALL_JSON}\n```"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "left", "made"),
+    [
+        # JSON without a marker: in a fence, within text, as a list
+        ("llama3", FENCED, None, ULM),
+        ("llama3", f"I look it up.\n\n{FENCED}\nA moment.", "I look it up.\nA moment.", ULM),
+        ("llama3", f"I call {CALL_JSON}.", "I call\n.", ULM),
+        ("llama3", f"[{CALL_JSON}, {DAYS}]", None, BOTH),
+        ("llama3", f"```\n{CALL_JSON}\n{DAYS}\n```", None, BOTH),
+        ("llama3", f"First {CALL_JSON}; then {DAYS};", "First\n; then", BOTH),
+        ("llama3", f"<|python_tag|>[{CALL_JSON}]", None, ULM),
+        ("llama3", f"See {OTHER}: {CALL_JSON}", f"See {OTHER}:", ULM),
+        ("granite", f"[{CALL_JSON}, {DAYS}]", None, BOTH),
+        ("granite", f"I look.\n[{CALL_JSON}]", "I look.", ULM),
+        ("granite", FENCED, None, ULM),
+        # JSON that is no call: another name, no arguments, within other JSON, broken, in a list with something else
+        *((name, text, None, None) for name in ("llama3", "granite") for text in (
+            OTHER, f"Ask {OTHER} or so", f"[{OTHER}]", f"[{CALL_JSON}, {OTHER}]", '[{"name": "get_weather"}]',
+            f'{{"example": {CALL_JSON}}}', "[]", "{}", "[see above]", CALL_JSON[:-1],
+            '{"name": "get_weather", "parameters": "Ulm"}', f'"{CALL_JSON[1:-1]}"', f"```json\n{OTHER}\n```")),
+        # a list without calls
+        ("granite", "<|tool_call|>[]", None, []),
+        ("granite", "No need.<|tool_call|>[ ]", "No need.", []),
+        ("qwen3", "No need.<tool_call>[]</tool_call>", "No need.", []),
+        ("mistral-v3", "[TOOL_CALLS] []", None, []),
+        ("deepseek-v3.1", "No need.<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", "No need.", []),
+        # tags that are left out
+        ("qwen3-coder", f"I look.\n{CITY}{UNIT}", "I look.", ULM),
+        ("qwen3-coder", f"{CITY}</parameter>\n</function>\nA moment.", "A moment.", ULM),
+        ("qwen3-coder", f"<tool_call>\n{CITY}<parameter=days>\n3\n{UNIT}", None,
+         [("get_weather", '{"city": "Ulm", "days": 3}')]),
+        ("qwen3-coder", f"<tool_call>\n{CITY}</function>\n</tool_call>", None, ULM),
+        ("qwen3-coder", f"<tool_call>\n{CITY}</parameter>\n</tool_call>", None, ULM),
+        ("qwen3-coder", f"<tool_call>\n{CITY}</tool_call>", None, ULM),
+        ("qwen3-coder", f"<tool_call>\n{CITY}</parameter>\n</function>\n{CITY}{UNIT}", None, ULM * 2),
+        ("qwen3-coder", "<function=other>\n</function>", None, None),
+        ("qwen3-coder", "Write <function=get_weather> first.", None, None),
+        ("qwen3-coder", CITY, None, None),
+        ("qwen3-coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\n</function> <parameter=x> a\n" + UNIT,
+         None, [("get_weather", '{"city": "</function> <parameter=x> a"}')]),
+        ("qwen3", f"<tool_call>{DAYS}<tool_call>{DAYS}</tool_call>", None, [BOTH[1]] * 2),
+        ("deepseek-v3.1", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}"
+         "<｜tool▁calls▁end｜>", None, [("f", "{}"), ("g", "{}")]),
+        ("qwen3", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', None, [("f", "{}")]),
+    ],
+)  # fmt: skip
+def test_calls_that_are_written_carelessly(
+    name: str, text: str, left: str | None, made: list[tuple[str, str]] | None
+) -> None:
+    """Calls are read as vLLM and SGLang read them. `made` None: there are no calls, and the text is as it was."""
+    test_single_answers(name, text, left, made)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value", "read"),
+    [
+        ("city", "null", "null"),
+        ("city", "None", '"None"'),
+        ("city", "{'a': 1}", '"{\'a\': 1}"'),
+        ("unknown", "null", "null"),
+        ("unknown", "12", '"12"'),
+        ("unknown", "{'a': [True, None]}", '{"a": [true, null]}'),
+        ("days", "null", "null"),
+        ("days", "None", '"None"'),
+        ("least", "1.50", "1.50"),
+        ("least", "None", "null"),
+        ("unit", "2", "2"),
+        ("exact", "True", "true"),
+        ("where", '{"a": 1}', '{"a": 1}'),
+        ("where", "{'a': 'it\\'s \"x\"', 'b': (1)}", None),
+        ("where", "{'a': 'it\\'s \"x\"', \"b\": [1.50, -2, ], 'c': False, }",
+         '{"a": "it\'s \\"x\\"", "b": [1.50, -2], "c": false}'),
+        ("where", "{'a': '\\x41\\ud83d\\ude00\\d', 'b': {}}", '{"a": "A\\ud83d\\ude00\\\\d", "b": {}}'),
+        ("where", "{'a': '\\U00110000'}", None),
+        ("where", "{'a': __import__('os')}", None),
+        ("where", "{'a': 1", None),
+        ("where", "{,}", None),
+        ("where", "['a']", None),
+        ("where", "{'a': " * 100 + "1" + "}" * 100, None),
+    ],
+)  # fmt: skip
+def test_values_without_types_get_those_of_the_tool(parameter: str, value: str, read: str | None) -> None:
+    """`read` None: the value is a text."""
+    call = f"<tool_call>\n<function=get_weather>\n<parameter={parameter}>\n{value}\n{UNIT}"
+    known = KnownTools.of(KNOWN)
+    (found,) = FORMATS["qwen3-coder"](call, known).calls
+    written = json.dumps(value, ensure_ascii=False) if read is None else read
+    assert found.arguments == f'{{"{parameter}": {written}}}'
+    json.loads(found.arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [(FENCED, ULM), (f"[{CALL_JSON}]", ULM), (f"Yes<|python_tag|>{CALL_JSON}", ULM), (f"I call {CALL_JSON}", []),
+     (f"{CALL_JSON} it is", []), (f"Yes<|python_tag|>{CALL_JSON} it is", [])],
+)  # fmt: skip
+def test_calls_of_tools_that_nothing_lists_are_the_whole_answer(
+    text: str, made: list[tuple[str, str]]
+) -> None:
+    found = FORMATS["llama3"](text, None)
+    assert found.calls == [Call(*one) for one in made]
+    assert found.text == (text if not made else "Yes" if text.startswith("Yes") else None)
 
 
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
