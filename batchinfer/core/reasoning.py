@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Self
 Ids = tuple[int, ...]
 # How a prompt ends: with neither marker, within the reasoning that it begins, or behind reasoning that is over
 UNSAID, OPEN, CLOSED = 0, 1, 2
+# Raise it when the same answers give other columns: results with reasoning are then published again from stored answers
+_VERSION = 2
 
 
 class ReasoningTokens(NamedTuple):
@@ -51,14 +53,14 @@ class Reasoning:
         return self.answer or self.end
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads."""
-        return asdict(self)
+        """Return what `from_json` reads, and what the identity of an index and of a result holds."""
+        return {**asdict(self), "version": _VERSION}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         found = value["tokens"]
         tokens = None if found is None else ReasoningTokens(*map(tuple, found))
-        return cls(**{**value, "tokens": tokens})
+        return cls(*(value[name] for name in ("begin", "end", "answer", "gap")), tokens)
 
     def tokens_after(self, opening: int) -> ReasoningTokens | None:
         """Return the tokens around the reasoning of an answer whose prompt ends so; None: it is over, or is told by

@@ -60,10 +60,15 @@ class AnswerReader:
         return self._columns(split, where, frame, calls)
 
     def _answers(self, rows: pa.Table, matched: pa.Table, places: pa.Array) -> list[StoredAnswer]:
-        given = [matched.column(name).take(places).to_pylist() for name in ("token_ids", "text_length")]
+        names = ("token_ids", "text_length", "finish_reason")
+        given = [matched.column(name).take(places).to_pylist() for name in names]
         none = self.reasoning is None
         openings = [UNSAID] * len(places) if none else rows.column(OPENING.name).take(places).to_pylist()
-        return [StoredAnswer(ids or [], *rest) for ids, *rest in zip(*given, openings, strict=True)]
+        return [
+            # a stop string, which limits the text, ends an answer within tokens of the text
+            StoredAnswer(ids or [], limit, opening, reason == "stop" and limit is None)
+            for ids, limit, reason, opening in zip(*given, openings, strict=True)
+        ]
 
     def _split(
         self, answers: Sequence[StoredAnswer], detokenizer: Detokenizer | None = None

@@ -16,7 +16,8 @@ _INCOMPLETE = "\ufffd"  # how a part of a character is decoded
 
 
 class SplitAnswer(NamedTuple):
-    """An answer in two parts. `text` None: it ended within its reasoning; `reasoning` None: it has none."""
+    """An answer in two parts. `text` None: it ended within its reasoning; `reasoning` None: it has none, or nothing but
+    white space stands between its markers."""
 
     text: str | None
     reasoning: str | None
@@ -24,12 +25,19 @@ class SplitAnswer(NamedTuple):
 
 
 class StoredAnswer(NamedTuple):
-    """An answer as the store has it: token ids, the number of characters that are kept of their text (None: all), and
-    how its prompt ended."""
+    """An answer as the store has it.
+
+    Attributes:
+        ids: Its token ids.
+        limit: The number of characters that are kept of its text, or None for all.
+        opening: How its prompt ended.
+        ended: True if the last token is the EOS or stop token that ended the answer.
+    """
 
     ids: list[int]
     limit: int | None
     opening: int
+    ended: bool = False
 
 
 def told_apart(
@@ -64,12 +72,16 @@ def _messages(ids: list[int], marks: ReasoningTokens) -> list[list[int]]:
 
 def _cut(answer: StoredAnswer, reasoning: Reasoning) -> ReasoningCut:
     marks = reasoning.tokens_after(answer.opening)
-    return WHOLE if marks is None else cut(answer.ids, marks)
+    if marks is None:
+        return WHOLE
+    found = cut(answer.ids, marks)
+    # The token that ended an answer within its reasoning is not a part of the reasoning
+    return cut(answer.ids[:-1], marks) if found.answer is None and answer.ended else found
 
 
 def _told(found: ReasoningCut, inside: str, behind: str, reasoning: Reasoning) -> SplitAnswer:
     text = None if found.answer is None else _answer(behind, reasoning) if found.reasons else behind
-    return SplitAnswer(text, inside.strip() if found.reasons else None, found.end - found.start)
+    return SplitAnswer(text, (inside.strip() or None) if found.reasons else None, found.end - found.start)
 
 
 def _answer(text: str, reasoning: Reasoning) -> str:
@@ -123,7 +135,7 @@ def _told_at(text: str, place: tuple[int, int] | None, tokens: int, mark: int) -
         return SplitAnswer(text, None, 0)
     start, end = place
     behind = text[end + mark :].lstrip() if end < len(text) else None
-    return SplitAnswer(behind, text[start:end].strip(), tokens)
+    return SplitAnswer(behind, text[start:end].strip() or None, tokens)
 
 
 def _tokens_of(rows: list[list[int]], chars: list[int], detokenizer: Detokenizer) -> list[int]:

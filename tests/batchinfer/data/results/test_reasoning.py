@@ -5,11 +5,16 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID, Reasoning
+from batchinfer.data.index.index import OPENING
+from batchinfer.data.outputs.answer_texts import AnswerReader
+from batchinfer.data.outputs.frame import Frame
 from batchinfer.data.outputs.reasoning_columns import SplitAnswer, StoredAnswer, told_apart
 from batchinfer.data.tokenizer.reasoning_styles import find_reasoning
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
@@ -54,7 +59,12 @@ HARMONY = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>f
         ("qwen3", "<think>hm, <|im_end|>", UNSAID, (None, "hm,", 5)),
         ("qwen3", "Two</think>", CLOSED, ("Two</think>", None, 0)),
         ("deepseek-r1", "hm\n</think>\n\nTwo", OPEN, ("Two", "hm", 3)),
-        ("deepseek-r1", "</think>", OPEN, ("", "", 0)),
+        ("deepseek-r1", "</think>", OPEN, ("", None, 0)),
+        ("deepseek-r1", "", OPEN, (None, None, 0)),
+        ("qwen3", "<think></think>\n\nTwo", UNSAID, ("Two", None, 0)),
+        ("qwen3", "<think>\n\n</think>\n\nTwo", UNSAID, ("Two", None, 2)),
+        ("gpt-oss", HARMONY.replace("hm", "") + "Two", UNSAID, ("Two", None, 0)),
+        ("granite", "Here is my thought process: Here is my response: Two", UNSAID, ("Two", None, 1)),
         ("deepseek-r1", "hm", OPEN, (None, "hm", 2)),
         ("gpt-oss", HARMONY + "Two<|return|>", UNSAID, ("Two", "hm", 2)),
         ("gpt-oss", TWO_MESSAGES, UNSAID, ("Two", "hm\nso", 4 + len("assistantcommentary") + 4)),
@@ -71,6 +81,47 @@ def test_each_family_is_read(
     name: str, text: str, opening: int, told: tuple[str | None, str | None, int]
 ) -> None:
     assert split(name, text, opening) == told
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-r1", "gpt-oss"])
+def test_the_token_that_ends_an_answer_is_no_reasoning(name: str) -> None:
+    """It is counted if it is sampled and the answer goes on."""
+    tokenizer, reasoning = family(name)
+    opening = OPEN if name == "deepseek-r1" else UNSAID
+    begin = "" if opening == OPEN else reasoning.begin
+    eos = ids_of(
+        name, {"qwen3": "<|im_end|>", "deepseek-r1": "<｜end▁of▁sentence｜>", "gpt-oss": "<|return|>"}[name]
+    )
+    inside, whole = ids_of(name, begin + "hm"), ids_of(name, begin + "hm" + reasoning.end)
+    ids = [(inside + eos, True), (inside + eos, False), (inside, False), (whole + eos, True)]
+    answers = [StoredAnswer(one, None, opening, ended) for one, ended in ids]
+    found = told_apart(answers, reasoning, tokenizer)
+    assert [(one.reasoning, one.tokens) for one in found] == [
+        ("hm", 2),
+        ("hm", 2 + len(eos)),
+        ("hm", 2),
+        ("hm", 2),
+    ]
+
+
+def test_a_result_does_not_count_the_token_that_ended_an_answer() -> None:
+    """A stop string ends an answer within its text, and `length` after any token."""
+    tokenizer, reasoning = family("qwen3")
+    ids = ids_of("qwen3", "<think>hm<|im_end|>")
+    ends = [("stop", None), ("stop", 9), ("length", None)]
+    rows = pa.table({OPENING.name: [UNSAID] * 3, "error_code": pa.nulls(3, pa.string())})
+    matched = pa.table(
+        {
+            "row_id": [0, 1, 2],
+            "token_ids": pa.array([ids] * 3, pa.list_(pa.int32())),
+            "text_length": pa.array([limit for _, limit in ends], pa.int32()),
+            "finish_reason": [reason for reason, _ in ends],
+            "error_code": pa.nulls(3, pa.string()),
+        }
+    )
+    told = np.ones(3, np.bool_)
+    found = AnswerReader(reasoning, None, tokenizer).texts(rows, matched, Frame(rows, matched), told)
+    assert found.reasoning[1].to_pylist() == [2, 3, 3]
 
 
 texts = st.text(st.sampled_from("ab é\n漢<🙂"), max_size=12)
@@ -92,7 +143,7 @@ def test_any_texts_are_told_apart(pairs: list[tuple[str, str, str]]) -> None:
         ]
         told = told_apart(answers, reasoning, tokenizer)
         for (inside, behind), one in zip(ours, told, strict=True):
-            assert one.reasoning == inside.strip()
+            assert one.reasoning == (inside.strip() or None)
             assert one.text == (behind if reasoning.tokens else behind.lstrip())
             assert one.tokens == len(ids_of(name, inside))
 
@@ -104,7 +155,7 @@ def test_a_stop_string_cuts_either_part(inside: str, behind: str, data: st.DataO
     limit = data.draw(st.integers(len("<think>"), len(whole)))
     found = split("qwen3", whole, limit=limit)
     end, answer = len("<think>") + len(inside), len(whole) - len(behind)
-    assert found.reasoning == whole[len("<think>") : min(limit, end)].strip()
+    assert found.reasoning == (whole[len("<think>") : min(limit, end)].strip() or None)
     cut = whole[answer : max(limit, answer)]
     assert found.text == (None if limit < end else cut[2:] if cut.startswith("\n\n") else cut.lstrip())
 
