@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ _ANSWERS = {
     "rerank": "how relevant a document is",
 }  # of tasks without texts
 TOKENS_SHOWN = 64  # of a previewed prompt: what is wrong with a template shows at its ends
+CONTINUATIONS_SHOWN = 20  # of a row; there may be 1,000
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A label or another text that is scored after the row's prompt."""
+
+    text: str
+    token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,7 @@ class PreviewedRow:
     sampling: dict[str, Any] | None = None
     error: dict[str, str] | None = None  # code, message
     own_sampling: dict[str, Any] | None = None  # the parameters that differ from what all rows share
+    continuations: list[Continuation] | None = None  # each of them follows the prompt
 
     @property
     def head(self) -> str:
@@ -48,16 +59,28 @@ class PreviewedRow:
 
     @property
     def body(self) -> str:
-        """The text and its token ids, of which a long prompt shows the first and the last."""
+        """The text and its token ids, then its continuations. Of a long prompt or list, both ends are shown."""
         if self.error is not None:
             return f"error {self.error['code']}: {self.error['message']}\n"
-        ids = [str(number) for number in self.token_ids or ()]
-        if len(ids) > TOKENS_SHOWN:
-            shown = [*ids[: TOKENS_SHOWN // 2], "…", *ids[-TOKENS_SHOWN // 2 :]]
-        else:
-            shown = ids
         own = f"sampling of this row: {_parameters(self.own_sampling)}\n" if self.own_sampling else ""
-        return f"{self.text}\n{len(ids)} tokens: {' '.join(shown)}\n{own}"
+        continued = self.continuations or []
+        lines = [
+            f"continuation {number} of {len(continued)}: {json.dumps(one.text, ensure_ascii=False)}, "
+            f"{_tokens(one.token_ids)}"
+            for number, one in enumerate(continued, 1)
+        ]
+        listed = "".join(f"{line}\n" for line in _ends(lines, CONTINUATIONS_SHOWN))
+        return f"{self.text}\n{_tokens(self.token_ids or [])}\n{listed}{own}"
+
+
+def _tokens(ids: list[int]) -> str:
+    shown = " ".join(_ends([str(number) for number in ids], TOKENS_SHOWN))
+    return f"{len(ids)} token{'' if len(ids) == 1 else 's'}: {shown}"
+
+
+def _ends(items: list[str], most: int) -> list[str]:
+    """Return the items, or the first and the last of them if there are more than `most`."""
+    return items if len(items) <= most else [*items[: most // 2], "…", *items[-most // 2 :]]
 
 
 def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[PreviewedRow]:
@@ -79,7 +102,7 @@ def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[
             notice(line)
         for batch in parquet_batches(index.index_parts, rows):
             for row in batch.to_pylist():
-                yield _previewed(row, index, setup.tokenizer, _shared_sampling(job))
+                yield _previewed(row, index, setup.tokenizer, job)
 
 
 def _shared_sampling(job: Job) -> SamplingParams:
@@ -117,16 +140,28 @@ def _parameters(values: dict[str, Any]) -> str:
     return ", ".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
 
 
-def _previewed(
-    row: dict[str, Any], index: Index, tokenizer: Tokenizer, shared: SamplingParams
-) -> PreviewedRow:
+def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer, job: Job) -> PreviewedRow:
     place = (row["file"], row["row_index"], row["custom_id"])
     if row["key"] is None:
         return PreviewedRow(*place, error={"code": row["error_code"], "message": row["error_message"]})
     ids = index.tokens.read(row["token_offset"], row["token_count"]).tolist()
-    text = tokenizer.rust.decode(ids, skip_special_tokens=False)
     params = SamplingParams.from_json(row["params"])
+    parts = _parts(ids, params.scored if _is_continued(job) else ())
+    text, *texts = (tokenizer.rust.decode(part, skip_special_tokens=False) for part in parts)
+    continuations = [Continuation(*one) for one in zip(texts, parts[1:], strict=True)]
+    shown = PreviewedRow(*place, text, parts[0], continuations=continuations or None)
     if not params.gives_tokens:
-        return PreviewedRow(*place, text, ids, None)
-    said, own = _set_by_people(params), _differences(params, shared)
-    return PreviewedRow(*place, text, ids, said, own_sampling=own)
+        return shown
+    own = _differences(params, _shared_sampling(job))
+    return replace(shown, sampling=_set_by_people(params), own_sampling=own)
+
+
+def _is_continued(job: Job) -> bool:
+    """Return True if texts are scored after the prompt, and not the prompt itself."""
+    return job.task == "classify" or (job.task == "score" and job.score.continuation is not None)
+
+
+def _parts(ids: list[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Return the tokens of a prompt, and of the continuations that stand at its end."""
+    ends = list(accumulate(lengths, initial=len(ids) - sum(lengths)))
+    return [ids[start:end] for start, end in pairwise([0, *ends])]

@@ -274,6 +274,37 @@ def test_wrong_jobs_are_told(
     assert message in told.err
 
 
+def test_a_preview_marks_what_follows_the_prompt(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.rows({"id": "r0", "text": "word 0", "more": " and a"})
+    verbs = command(capsys, monkeypatch, FAKE_ENGINE)
+
+    def previewed(lines: str) -> tuple[str, dict[str, Any]]:
+        job = place.job(lines, prompt="prompt: {text: text}", sampling="")
+        shown, as_json = verbs("preview", job), verbs("preview", job, "--json")
+        assert (shown.code, as_json.code) == (0, 0), shown.err
+        return shown.out, json.loads(as_json.out)
+
+    text, row = previewed('task: classify\nclassify: {choices: [" a", " bb\\n"]}')
+    prompt, ids, *labels = text.splitlines()[3:7]
+    assert "a label" in text
+    assert (row["text"], prompt) == ("word 0", "word 0")
+    assert ids == f"{len(row['token_ids'])} tokens: {' '.join(map(str, row['token_ids']))}"
+    assert [one["text"] for one in row["continuations"]] == [" a", " bb\n"]
+    assert [line.rpartition(", ")[0] for line in labels] == [
+        'continuation 1 of 2: " a"', 'continuation 2 of 2: " bb\\n"'
+    ]  # fmt: skip
+    text, row = previewed(f"task: classify\nclassify: {{choices: {[f'label {n}' for n in range(30)]}}}")
+    assert "continuation 10 of 30" in text
+    assert "continuation 11 of 30" not in text
+    text, row = previewed("task: score\nscore: {continuation: more}")
+    assert (row["text"], [one["text"] for one in row["continuations"]]) == ("word 0", [" and a"])
+    text, row = previewed("task: score")
+    assert (row["text"], row["continuations"]) == ("word 0", None)
+    assert "continuation" not in text
+
+
 @pytest.mark.slow
 def test_every_verb_knows_labels(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -286,8 +317,6 @@ def test_every_verb_knows_labels(
         "that a result of task: classify has" in verbs("run", place.job(lines, sampling="", output=clash)).err
     )
     job = place.job(lines, prompt="prompt: {text: text}", sampling="")
-    previewed = verbs("preview", job, "--rows", "1")
-    assert "a label" in previewed.err + previewed.out
     planned = verbs("plan", job)
     assert (planned.code, "without a token of output" in planned.out) == (0, True)
     assert verbs("run", job).code == 0
