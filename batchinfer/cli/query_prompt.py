@@ -15,6 +15,7 @@ from typing import TextIO
 
 from batchinfer.cli.terminal import painted, say, say_lines, tell, tell_error
 from batchinfer.core.errors import BatchInferError, Interrupted
+from batchinfer.core.folders import make_folder
 from batchinfer.core.text import printable
 from batchinfer.report.tables.queried import QUERIED
 from batchinfer.verbs.answer import shown
@@ -141,7 +142,7 @@ def _history(path: Path) -> Iterator[None]:
             readline.read_history_file(path)
     yield
     with _telling(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent, 0o700)
         path.touch(mode=0o600)
         readline.write_history_file(path)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchinfer.core.errors import UsageError
+from batchinfer.core.folders import make_folder
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.datasheet import NAMES, datasheet, full_name
 from batchinfer.machine.memory import total_memory
@@ -304,7 +305,7 @@ def remember(hardware: Hardware, path: Path | None = None, *, now: datetime | No
     kept = KeptPeaks(dict(hardware.peak_flops), hardware.bandwidth, times, dict(hardware.peak_by), products)
     entry = kept.to_json()
     entries[hardware.key] = entry | {"measured_at": (now or datetime.now(UTC)).isoformat(timespec="seconds")}
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps({"format": CACHE_FORMAT, "devices": entries}, indent=1) + "\n", "utf-8")
     os.replace(temporary, target)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.core.errors import BatchInferError, known
+from batchinfer.core.folders import make_folder
 from batchinfer.core.hub import described
 from batchinfer.core.samples import ExpertTokens
 from batchinfer.core.text import json_line
@@ -140,7 +141,7 @@ class RunReport:
         """The meter that the engines' samples go to; `setting`: theirs; `cost`: of the model that they ran."""
         self._setting = setting
         self.note(replicas=setting.replicas, ranks=setting.division.ranks, machines=setting.machines_used)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self._meter = Meter(self.folder, self._run_id, Machine(cost, setting.peaks, setting.replicas))
         return self._meter
 
@@ -220,7 +221,7 @@ class RunReport:
             write_experts(self.folder, self._run_id, self._expert_tokens)
         if self._ranks:
             write_ranks(self.folder, self._run_id, self._ranks)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         own = [Activity(COMMAND, _ACTIVITIES[phase], *times) for phase, *times in self._watch.spans]
         write_activities(self.folder, self._run_id, [*own, *self._activities])
         write_run(self.folder, row)
@@ -234,7 +235,7 @@ class RunReport:
         """Write `last_run.json` in place of the one before. Raises OSError, StorageError."""
         path = None if self.path is None else str(self.path)
         text = json_line({**self.row, "message": self._message, "report": path})
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         write_bytes(self.folder / LAST_RUN, (text + "\n").encode(), ops)
 
     @property

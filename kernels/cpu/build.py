@@ -120,7 +120,9 @@ def _alone(library: Path, compilers: Compilers) -> Iterator[None]:
     """While it lasts, no other process compiles this library; but where the lock cannot be had, because it is another
     user's or its holder was stopped, each builds for itself. Raises NoCompiler."""
     try:
-        library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for place in reversed((library.parent, *library.parent.parents)):
+            if not place.exists():  # `parents=True` would give those above 0777 under an umask of 0
+                place.mkdir(exist_ok=True, mode=0o700)
         with _lock_file(library.with_suffix(".lock")) as lock:
             until = time.monotonic() + TIMEOUT_S
             while lock is not None and not _locked(lock) and time.monotonic() < until:

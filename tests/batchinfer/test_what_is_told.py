@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import stat
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -121,3 +123,23 @@ def test_how_a_run_ended_is_said_once() -> None:
     assert head("interrupted", 130, "interrupted") == "job: interrupted (exit code 130)"
     assert head("published", 0, "finished") == "job: finished (published)"
     assert head("storage error", 74, "failed") == "job: failed (storage error, exit code 74)"
+
+
+# --- permissions
+
+
+def test_nobody_else_can_write_what_a_run_creates(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the umask: results, report and the folders above them."""
+    place.job(output="output: {path: out/deep/res}")
+    before = os.umask(0)
+    try:
+        assert command(capsys, monkeypatch)("run", place.folder / "job.yaml").code == 0
+    finally:
+        os.umask(before)
+    made = [place.folder / "out", *(place.folder / "out").rglob("*")]
+    state = place.folder / "out/deep/.batchinfer-res"
+    assert place.folder / "out/deep/res-report/last_run.json" in made
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    assert [path for path in made if path.stat().st_mode & 0o022 and state not in path.parents] == []

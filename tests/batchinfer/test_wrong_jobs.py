@@ -623,6 +623,13 @@ def strangers(p: Place) -> None:
     (p.results / "thesis.txt").write_text("precious")
 
 
+def linked(p: Place, name: str) -> None:
+    """Put a link to a folder there."""
+    path = p.folder / name
+    path.parent.mkdir()
+    path.symlink_to(p.folder)
+
+
 DESTINATIONS = {
     "strangers' files": Wrong(73, ("out/res", "'thesis.txt'", "move them away"), strangers),
     "strangers' files, --replace": Wrong(
@@ -637,6 +644,17 @@ DESTINATIONS = {
         74,
         ("state.json", "format 9", "remove the folder"),
         lambda p: p.bytes(b'{"format": 9}', "out/.batchinfer-res/state.json"),
+    ),
+    "a linked report": Wrong(
+        73, ("res-report: is a symbolic link", "remove the link"), lambda p: linked(p, "out/res-report")
+    ),
+    "a report in a file": Wrong(
+        73, ("res-report: is a file", "move it away"), lambda p: p.bytes(b"x", "out/res-report")
+    ),
+    "a linked state": Wrong(
+        73,
+        (".batchinfer-res: is a symbolic link", "remove the link"),
+        lambda p: linked(p, "out/.batchinfer-res"),
     ),
     "a store in a file": Wrong(
         74,

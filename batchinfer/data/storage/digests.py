@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batchinfer.core.folders import make_folder
 from batchinfer.data.storage.durable import storage
 from batchinfer.data.storage.remembered import read_json
 
@@ -124,7 +125,7 @@ def _remember(memory: Path, folder: Path, known: Mapping[str, tuple[FileState, s
     }
     temporary = memory.with_name(f"{uuid.uuid4().hex}.tmp")  # several readers may end at once
     try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(memory.parent, 0o700)
         if not memory.exists():
             _forget_old(memory.parent)
         temporary.write_text(json.dumps(kept, sort_keys=True) + "\n", encoding="utf-8")

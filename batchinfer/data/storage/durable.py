@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import OutputConflict, StorageError
+from batchinfer.core.folders import make_folder
 from batchinfer.core.wording import sizes
 
 TEMPORARY = ".tmp"
@@ -68,7 +69,7 @@ class FileOps:
         path.unlink(missing_ok=True)
 
     def mkdir(self, path: Path, mode: int = 0o755) -> None:
-        path.mkdir(mode=mode, parents=True, exist_ok=True)
+        make_folder(path, mode)
 
     def remove_tree(self, path: Path) -> None:
         shutil.rmtree(path)

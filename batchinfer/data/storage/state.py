@@ -45,7 +45,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from batchinfer.core.errors import Locked, StorageError
+from batchinfer.core.errors import Locked, OutputConflict, StorageError
 from batchinfer.data.storage.durable import FileOps, check_free_space, storage, write_json
 from batchinfer.data.storage.remembered import read_strings, write_strings
 from batchinfer.job import Job
@@ -176,7 +176,13 @@ class StateFolder:
         return len(old)
 
     def check_writable(self) -> None:
-        """Raises StorageError when the state or the store cannot be written where they are to be."""
+        """Raises StorageError when the state or the store cannot be written where they are to be, OutputConflict when
+        the state folder is a link: whoever made it may read the prompts."""
+        if self.job.is_symlink():
+            raise OutputConflict(
+                f"{self.job}: is a symbolic link, and the state of the job is to be a folder of its own there; remove "
+                f"the link, or put the folder that it leads to ({os.path.realpath(self.job)}) in its place"
+            )
         for folder in (self.path, self.completions, self.results):
             place = next(one for one in (folder, *folder.parents) if one.exists())
             if not place.is_dir():

@@ -34,6 +34,7 @@ from batchinfer.plan.setup.job_reasoning import most_answer_tokens
 from batchinfer.plan.setup.job_tokens import check_tokens
 from batchinfer.plan.setup.job_weights import job_weights
 from batchinfer.plan.setup.resolve import Setting, resolve
+from batchinfer.report.tables.folder import check_report_folder, report_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,7 @@ def check_setup(
     check_templates(job)
     check_chat_template(job, tokenizer)
     check_destination(state.results, job.name, replace, ours=state.has_published)
+    check_report_folder(report_folder(job.results_root))
     state.check_writable()
     state.refuse_newer()
     check_tokens(job, tokenizer, checkpoint.spec.vocab)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchinfer.core.folders import make_folder
 from batchinfer.report.tables.columns.declared import (
     ACCURACY,
     CALIBRATION,
@@ -51,7 +52,7 @@ def write_accuracy(
     probable: Iterable[ProbableRows],
 ) -> None:
     """Write the tables, each whole or not at all. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for table, rows in ((ACCURACY, fields), (CALIBRATION, probable)):
         with Spool(table_path(folder, table, run_id), SCHEMAS[table]) as spool:
             for one in rows:

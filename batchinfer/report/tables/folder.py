@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from batchinfer.core.errors import OutputConflict
 from batchinfer.report.tables.columns.declared import RUN, SCHEMAS
 from batchinfer.report.tables.spool import TEMPORARY
 
@@ -23,6 +24,19 @@ _RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6,7}")
 def report_folder(root: Path) -> Path:
     """Return `/d/res-report` for `/d/res`: next to the root of a job's results, never inside."""
     return root.with_name(f"{root.name}-report")
+
+
+def check_report_folder(folder: Path) -> None:
+    """Raises OutputConflict if a run cannot keep its tables there: it is a link, or no folder."""
+    if folder.is_symlink():
+        raise OutputConflict(
+            f"{folder}: is a symbolic link, and the report is written there; remove the link, or put the folder that "
+            f"it leads to ({os.path.realpath(folder)}) in its place"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise OutputConflict(
+            f"{folder}: is a file, and the folder of the report is to be there; move it away"
+        )
 
 
 def new_run_id(now: datetime | None = None) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchinfer.core.folders import make_folder
 from batchinfer.core.request import Request
 from batchinfer.core.samples import RequestSample, StepSample
 from batchinfer.machine.energy import EnergyMeter, EnergyUse
@@ -52,7 +53,7 @@ class Meter:
         machine: Machine = _UNKNOWN_MACHINE,
         buffer_rows: int = BUFFER_ROWS,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._folder, self._run_id, self._machine = folder, run_id, machine
         path, given = table_path(folder, STEPS, run_id), (*_GIVEN_OF_STEP, *_OF_STEP)
         self._steps = Spool(path, SCHEMAS[STEPS], buffer_rows, given)

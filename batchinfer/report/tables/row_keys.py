@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from batchinfer.core.folders import make_folder
 from batchinfer.report.tables.columns.declared import ROWS, SCHEMAS
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.spool import Spool
@@ -84,7 +85,7 @@ class RowsBeside:
 
 
 def _opened(folder: Path, run_id: str) -> Spool:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     return Spool(table_path(folder, ROWS, run_id), SCHEMAS[ROWS], dictionary=["run_id"])
 
 

@@ -45,6 +45,8 @@ class Spool:
         self._limit = buffer_rows
         self._buffer: list[tuple[Any, ...]] = []
         with naming(path):
+            # Arrow would create it with 0666, which an umask of 0 leaves as it is
+            os.close(os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644))
             self._writer: pq.ParquetWriter | None = pq.ParquetWriter(
                 self._temporary, schema, compression="zstd", use_dictionary=dictionary
             )

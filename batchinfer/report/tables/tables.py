@@ -6,6 +6,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from batchinfer.core.folders import make_folder
 from batchinfer.machine.datasheet import datasheet
 from batchinfer.machine.doctor import installed_version
 from batchinfer.machine.hardware import Hardware, codes_of
@@ -59,7 +60,7 @@ def _times(value: float | None, times: int) -> float | None:
 
 def write_run(folder: Path, row: RunRow) -> Path:
     """Write the run table, whole or not at all; drop what is no longer kept. Raises OSError, ValueError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     path = write_row(table_path(folder, RUN, str(row["run_id"])), SCHEMAS[RUN], row)
     prune(folder)
     return path
