@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.core.errors import InputMissing, OutputConflict
+from batchinfer.core.errors import InputMissing, OutputConflict, StorageError
 from batchinfer.data.results.find_state import find_state
 from batchinfer.data.results.manifest import read_manifest
 from batchinfer.data.storage.duck import naming_errors
@@ -53,7 +53,12 @@ def write_page(folder: Path, output: Path | None = None, run_id: str | None = No
         in_place = RESULTS in names and is_in_place(database, row, place.ending)
         text = page(ReportedRun(database, row, in_place, _newer(folder, row)))
     content = text.encode()
-    replace_bytes(path, content, FileOps())
+    try:
+        replace_bytes(path, content, FileOps())
+    except StorageError as error:
+        if output is not None:
+            raise
+        raise StorageError(f"{error}; --output FILE writes the page elsewhere") from error
     return WrittenPage(str(path), len(content), str(row["run_id"]), row["exit_status"])
 
 

@@ -42,7 +42,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from batchinfer.core.errors import Locked, OutputConflict, StorageError
@@ -87,6 +87,7 @@ class StateFolder:
         self.result_files = self.job / "result_files.json"
         self.written = self.job / "written.json"
         self._marker = self.job / "state.json"
+        self._gate = self.job / "state.lock"
         self.lock_path = self.path / "lock"
         self.scratch = self.path / "scratch"
         self.staging = self.path / "staging"
@@ -152,15 +153,23 @@ class StateFolder:
     @contextmanager
     def exclusively(self) -> Iterator[None]:
         """Hold back the job's other runs for the moment that it takes to change what they share."""
-        gate = self.job / "state.lock"
-        with storage(gate, "open"):
-            fd = os.open(gate, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with storage(self._gate, "open"):
+            fd = os.open(self._gate, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            with storage(gate, "lock"):
+            with storage(self._gate, "lock"):
                 fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
             os.close(fd)
+
+    @contextmanager
+    def _no_run_starts(self) -> Iterator[None]:
+        """Hold back runs that start, without writing: the state may be read-only, or another user's."""
+        with storage(self._gate, "lock"), ExitStack() as stack:
+            if (fd := _opened_to_read(self._gate)) is not None:  # else no run has ever started
+                stack.callback(os.close, fd)
+                fcntl.flock(fd, fcntl.LOCK_SH)
+            yield
 
     def purge_scratch(self, keep: str | None = None) -> None:
         """Remove prompts, tokens, index and plan, but for the index with the identity `keep`."""
@@ -209,10 +218,8 @@ class StateFolder:
         return [part for part in (self.job, *_entries(self.job / _RESULTS)) if _is_held(part / "lock")]
 
     def is_running(self, part: Path) -> bool:
-        """Whether a run holds the lock of a part. A run that starts at this moment waits for the answer."""
-        if not (part / "lock").exists():
-            return False
-        with self.exclusively():
+        """Return True if a run holds the lock of a part. A run that starts at this moment waits for the answer."""
+        with self._no_run_starts():
             return _is_held(part / "lock")
 
     def recorded_parts(self) -> list[Path]:
@@ -351,12 +358,26 @@ def _try_lock(path: Path) -> int | None:
 
 
 def _is_held(lock: Path) -> bool:
-    if not lock.exists():
-        return False
-    fd = _try_lock(lock)
-    if fd is not None:
-        os.close(fd)
-    return fd is None
+    """Return True if a run holds the lock. Writes nothing."""
+    with storage(lock, "look at"):
+        fd = _opened_to_read(lock)
+        if fd is None:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+    return False
+
+
+def _opened_to_read(path: Path) -> int | None:
+    """Return a descriptor of the file; None if there is none."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
 
 
 def _format_of(marker: Path) -> int | None:

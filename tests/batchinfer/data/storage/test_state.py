@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -94,6 +95,25 @@ def test_a_folder_in_place_of_the_state_file_is_named(tmp_path: Path) -> None:
         state.lock(),
     ):
         pass
+
+
+@pytest.mark.parametrize("gate", [True, False], ids=["", "without state.lock"])
+def test_whether_a_run_works_is_read_from_a_read_only_state(
+    gate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, real = StateFolder(tmp_path / "res"), os.open
+
+    def read_only(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return real(path, flags, mode)
+
+    with state.lock():
+        if not gate:
+            (state.job / "state.lock").unlink()
+        monkeypatch.setattr(os, "open", read_only)
+        assert state.is_running(state.path)
+    assert not state.is_running(state.path)
 
 
 def test_scratch_is_purged_but_for_what_is_kept(tmp_path: Path) -> None:
