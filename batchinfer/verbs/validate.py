@@ -14,6 +14,7 @@ from batchinfer.job import Job
 from batchinfer.plan.setup.dry_run import dry_run
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import check_setup
+from batchinfer.plan.setup.kv_room import kv_memory_warnings
 
 
 def validate_job(job: Job) -> list[str]:
@@ -40,6 +41,7 @@ def validate_job(job: Job) -> list[str]:
     if setup.columns is not None:
         found.append("columns of answers: " + ", ".join(f"{f.name} {f.type}" for f in setup.columns.schema))
         found += [str(note) for note in setup.columns.notes]
+    found += kv_memory_warnings(job, setup.models)
     return [*found, *facts.warnings, *dry_run(job, setup), "the job file has no mistakes"]
 
 

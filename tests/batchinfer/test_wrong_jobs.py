@@ -68,6 +68,11 @@ def wrong_crc(data: bytes) -> bytes:
 
 # The job file: 78, found by `validate` too.
 JOB_FILES = {
+    "a cache larger than the machine": Wrong(
+        78,
+        ("engine.kv_memory", "is more than this machine has", "use at most"),
+        lambda p: p.job("engine: {device: cpu, kv_memory: 900000GiB}"),
+    ),
     "unknown key": Wrong(
         78,
         ("job.yaml", "line 5", "sampling", "max_tokns", "did you mean max_tokens?"),

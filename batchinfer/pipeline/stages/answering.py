@@ -32,6 +32,7 @@ from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.forecast.longest_step import longest_step_s
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import planned_requests
+from batchinfer.plan.setup.kv_room import kv_memory_warnings
 from batchinfer.plan.setup.resolve import Setting
 from batchinfer.report.tables.meter import Meter
 
@@ -109,7 +110,7 @@ def open_meter(run: OpenRun, setting: Setting) -> Meter:
 def engines(run: OpenRun, needs: Needs) -> Iterator[ReplicaPool]:
     """Start the engines, and end them when the block is left. A signal is left to the block, which ends without
     losing anything."""
-    for line in run.setup.checkpoint.notices:
+    for line in (*run.setup.checkpoint.notices, *kv_memory_warnings(run.job, run.setup.models)):
         run.notice(line)
     run.progress.phase("loading model")
     run.operators.needed()

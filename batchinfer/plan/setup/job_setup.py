@@ -33,6 +33,7 @@ from batchinfer.plan.setup.job_answers import AskedAnswers, answer_columns, aske
 from batchinfer.plan.setup.job_reasoning import most_answer_tokens
 from batchinfer.plan.setup.job_tokens import check_tokens
 from batchinfer.plan.setup.job_weights import job_weights
+from batchinfer.plan.setup.kv_room import check_kv_memory
 from batchinfer.plan.setup.resolve import Setting, resolve
 from batchinfer.report.tables.folder import check_report_folder, report_folder
 
@@ -62,6 +63,14 @@ class Setup:
         """The content roots of requests to this model."""
         roots = self.checkpoint.spec.content_roots(self.setting.max_model_len)
         return dataclasses.replace(roots, adapted=bool(self.adapters))
+
+    @property
+    def models(self) -> list[PlacedModel]:
+        """The job's model, and the draft model that runs in the same engines if there is one."""
+        own = PlacedModel(self.checkpoint, self.setting)
+        return (
+            [own] if self.beside is None else [own, PlacedModel(self.beside.checkpoint, self.beside.setting)]
+        )
 
     @property
     def drafting(self) -> Setup | None:
@@ -148,7 +157,7 @@ def check_setup(
         setting = dataclasses.replace(setting, beside=beside.config)
     heads, experts = draft_heads(job, checkpoint, setting), expert_plan(job, checkpoint, setting)
     setting = dataclasses.replace(setting, heads=heads, experts=experts)
-    return Setup(
+    setup = Setup(
         checkpoint,
         setting,
         tokenizer,
@@ -161,3 +170,5 @@ def check_setup(
         beside=beside,
         adapters=weights.adapters,
     )
+    check_kv_memory(job, setup.models)
+    return setup

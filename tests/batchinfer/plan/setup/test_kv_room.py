@@ -1,0 +1,75 @@
+"""`engine.kv_memory` in bytes is compared with the memory that there is, and with what is free of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchinfer.core.errors import JobFileError
+from batchinfer.engine.ranks.seat import Division
+from batchinfer.job import Job
+from batchinfer.machine.hardware import Hardware
+from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.plan.setup.draft_place import PlacedModel
+from batchinfer.plan.setup.kv_room import check_kv_memory, kv_memory_warnings
+from batchinfer.plan.setup.resolve import Setting
+from tests.batchinfer.plan.setup.test_resolve import job_of
+from tests.checkpoints import make_checkpoint
+
+MIB = 1 << 20
+CPU = Setting("cpu", "float32", 256, Hardware("a CPU", "cpu", 2, 64 * MIB), free_memory=32 * MIB)
+GPU = Setting("cuda", "float32", 256, Hardware("NVIDIA T4", "cuda", None, 64 * MIB), free_memory=8 * MIB)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("checkpoint") / "m"
+    make_checkpoint(folder, "llama")
+    return inspect_checkpoint(folder)
+
+
+def asking(folder: Path, size: str) -> Job:
+    return job_of(folder, ("engine.kv_memory", size))
+
+
+@pytest.mark.parametrize("setting", [CPU, GPU], ids=["cpu", "cuda"])
+def test_more_than_the_memory_minus_the_weights_is_refused(
+    setting: Setting, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    models = [PlacedModel(checkpoint, setting)]
+    check_kv_memory(asking(tmp_path, "63MiB"), models)
+    for size in ("64MiB", "900GiB"):  # of the first, the weights need a part
+        with pytest.raises(JobFileError, match=r"engine\.kv_memory: .* is more than .* use at most 63MiB"):
+            check_kv_memory(asking(tmp_path, size), models)
+    for size in ("0.9", "auto"):
+        check_kv_memory(asking(tmp_path, size), models)
+    unknown = replace(setting, hardware=replace(setting.hardware, memory_bytes=None))
+    check_kv_memory(asking(tmp_path, "900GiB"), [PlacedModel(checkpoint, unknown)])
+
+
+def test_weights_count_once_for_each_engine_of_a_cpu_and_in_parts_for_ranks(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    weights = PlacedModel(checkpoint, CPU).weight_bytes
+    for setting, times in (
+        (CPU, 1),
+        (replace(CPU, replicas=3), 3),
+        (replace(CPU, division=Division(2)), 1),
+        (replace(GPU, replicas=3), 1),
+    ):
+        room = 64 * MIB - times * weights
+        models = [PlacedModel(checkpoint, setting)]
+        check_kv_memory(asking(tmp_path, f"{room >> 10}KiB"), models)
+        with pytest.raises(JobFileError):
+            check_kv_memory(asking(tmp_path, f"{(room >> 10) + 1}KiB"), models)
+
+
+def test_more_than_is_free_now_is_a_warning(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    models = [PlacedModel(checkpoint, CPU)]
+    assert kv_memory_warnings(asking(tmp_path, "31MiB"), models) == []
+    (told,) = kv_memory_warnings(asking(tmp_path, "32MiB"), models)
+    assert "more than the 32 MiB of memory that are free now" in told
+    elsewhere = PlacedModel(checkpoint, replace(CPU, free_memory=None))
+    assert kv_memory_warnings(asking(tmp_path, "32MiB"), [elsewhere]) == []
