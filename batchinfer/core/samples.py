@@ -47,6 +47,7 @@ class RequestSample:
     forced_tokens: int = 0
     unrun_tokens: int = 1  # the last tokens of the completion, which the model never ran
     cut: bool = False  # max_tokens or the model's context ended it, so that it might have become longer
+    scored_positions: int = 0  # of its prompt, whose logits score the tokens that follow
 
     def __reduce__(self) -> Pickled:
         """Send the values only: processes send each other millions of samples."""
@@ -111,11 +112,18 @@ class StepSample:
     # host does not wait for them, as on a GPU
     collective_s: float | None = None
     launched_steps: int = 1  # that the host launched at once, of which this is one
+    # Part of `sampled_tokens`: positions of prompts whose logits score given tokens, so that nothing is sampled there
+    scored_positions: int = 0
 
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens that the step ran for the first time."""
         return self.prefill_tokens - self.recomputed_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that the step appended to answers."""
+        return self.sampled_tokens - self.scored_positions + self.forced_tokens
 
 
 @dataclass(frozen=True, slots=True)

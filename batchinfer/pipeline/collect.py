@@ -133,8 +133,9 @@ class Collector:
         if completion.error is not None:
             self._errors += served
         else:
-            self.saved_tokens += (known.users - 1) * known.prompt_tokens
-            self.saved_output_tokens += (known.users - 1) * tokens
+            others = max(0, known.users - 1)  # the prompt of classify.calibrate serves no row
+            self.saved_tokens += others * known.prompt_tokens
+            self.saved_output_tokens += others * tokens
             if self._deadline is not None:
                 self._deadline.answered(served, tokens)
         self._progress.finished(

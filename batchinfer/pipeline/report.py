@@ -33,6 +33,7 @@ from batchinfer.plan.setup.resolve import Setting
 from batchinfer.report.stopwatch import OTHER, STARTUP, Stopwatch
 from batchinfer.report.tables.activities import Activity, write_activities
 from batchinfer.report.tables.columns.declared import RUN, SCHEMAS
+from batchinfer.report.tables.columns.of_tasks import OF_OUTPUT, OF_PREFIXES, WITHOUT_OUTPUT
 from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.expert_tokens import write_experts
 from batchinfer.report.tables.folder import LAST_RUN, new_run_id, report_folder, table_path
@@ -129,7 +130,7 @@ class RunReport:
                 forecast_steps=seen.run.steps,
                 forecast_prompt_tokens=seen.run.prompt_tokens,
                 forecast_recomputed_tokens=seen.run.recomputed_tokens,
-                forecast_output_tokens=seen.run.sampled_tokens,
+                forecast_output_tokens=seen.run.output_tokens,
                 forecast_mfu=seen.mfu,
                 forecast_mbu=seen.mbu,
                 forecast_basis=seen.times.known,
@@ -150,8 +151,7 @@ class RunReport:
         if self._meter is None or not infos:
             return
         self._meter.begin_energy(EnergyMeter.of([info.gpu for info in infos if info.gpu]))
-        shares = self._setting is None or self._setting.shares_prefixes
-        if self._job.engine.enable_prefix_caching and shares:
+        if self._setting.shares_prefixes:
             self._meter.share_prefixes()
 
     @property
@@ -267,6 +267,7 @@ class RunReport:
         self.note(
             run_id=self._run_id,
             job=self._job.name,
+            task=self._job.task,
             output=str(self._job.output.path),
             model=described(self._job.model.path),
             started_at=self._started,
@@ -276,7 +277,13 @@ class RunReport:
             parent_peak_rss_bytes=peak_memory(),
             **phases,
         )
-        return run_row(self._facts, self._setting.hardware, self._measured)
+        return run_row(self._facts, self._setting.hardware, self._measured, self._meaningless())
+
+    def _meaningless(self) -> Sequence[str]:
+        """Return the columns that mean nothing for this job."""
+        without = OF_OUTPUT if self._job.task in WITHOUT_OUTPUT else ()
+        runs_whole = self._job.engine.enable_prefix_caching and not self._setting.shares_prefixes
+        return [*without, *(OF_PREFIXES if runs_whole else ())]
 
 
 @contextmanager

@@ -76,7 +76,7 @@ class PastRun:
 
 
 _DERIVED = {
-    "tokens": "prompt_tokens_run + output_tokens",
+    "tokens": "prompt_tokens_run + coalesce(output_tokens, 0)",
     "tokens_per_tflop": f"total_tokens_per_s / nullif(peak_flops_per_s, 0) * {_TERA:.0f}",
 }
 

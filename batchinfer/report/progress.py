@@ -247,7 +247,7 @@ class Progress:
     def step(self, sample: StepSample, engine: int = 0) -> None:
         """The `engine`-th engine of the run ran a step. Tokens that a prefix saved count as done, recomputed and padded
         ones do not."""
-        work, said = self._current(), sample.sampled_tokens + sample.forced_tokens
+        work, said = self._current(), sample.output_tokens
         work.ran_tokens += sample.prompt_tokens + sample.cached_tokens + said
         work.output.step(said, sample.running, engine)
         self.tick()

@@ -10,6 +10,7 @@ from typing import Any
 from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.core.wording import UNKNOWN, about, count, counted, percent, seconds, short, size
 from batchinfer.machine.hardware import arithmetic_text
+from batchinfer.report.answer_text import answers_line
 from batchinfer.report.tables.exit_status import is_published
 
 _TOP_CODES = 3  # error codes named in the summary; the table has them all
@@ -27,12 +28,13 @@ _LAUNCHED: dict[LaunchMode, str] = {
 
 
 def summary(row: Row, report: Path | None = None) -> str:
-    """Return at most 21 aligned lines without a final newline. What is not known is a dash or left out.
+    """Return at most 22 aligned lines without a final newline. What is not known is a dash or left out.
 
     `report`: the row's file; None for a run that changed nothing and leaves none.
     """
     lines = [
         ("rows", _rows(row)),
+        answers_line(row),
         ("right", _right(row)),
         ("work", _work(row)),
         ("tokens", _tokens(row)),
@@ -119,27 +121,36 @@ def _tokens(row: Row) -> str:
     if row["prompt_tokens_run"] is None:
         return ""
     saved = [
-        (row["prefix_saved_tokens"], "saved by shared prefixes"),
+        (row["prefix_saved_tokens"], "by shared prefixes"),
         (row["duplicate_saved_tokens"], "by duplicates"),
     ]
-    parts = [f"{short(row['prompt_tokens_run'])} prompt run", f"{short(row['output_tokens'])} output"]
-    return ", ".join([*parts, *(f"{short(number)} {what}" for number, what in saved if number)])
+    told = [f"{short(number)} {what}" for number, what in saved if number]
+    parts = [f"{short(row['prompt_tokens_run'])} prompt run"]
+    if row["output_tokens"]:
+        parts.append(f"{short(row['output_tokens'])} output")
+    if told:
+        told[0] = told[0].replace(" by ", " saved by ")
+    return ", ".join([*parts, *told])
 
 
 def _speed(row: Row) -> str:
     if row["total_tokens_per_s"] is None:
         return ""
+    if not row["output_tokens"]:
+        return f"{short(row['prompt_tokens_per_s'])} prompt tok/s"
     parts = [f"{short(row[f'{kind}_tokens_per_s'])} {kind} tok/s" for kind in ("prompt", "output")]
     return f"{' + '.join(parts)} = {short(row['total_tokens_per_s'])} tok/s"
 
 
 def _latency(row: Row) -> str:
-    shown = [_spread(row, stem) for stem in ("ttft", "tpot", "itl") if row[f"{stem}_p50_s"] is not None]
+    stems = ("ttft", "tpot", "itl") if row["output_tokens"] else ("latency",)
+    shown = [_spread(row, stem) for stem in stems if row[f"{stem}_p50_s"] is not None]
     return ", ".join(shown) + "  (p50 / p99)" if shown else ""
 
 
 def _spread(row: Row, stem: str) -> str:
-    return f"{stem.upper()} {seconds(row[f'{stem}_p50_s'])} / {seconds(row[f'{stem}_p99_s'])}"
+    name = "whole request" if stem == "latency" else stem.upper()
+    return f"{name} {seconds(row[f'{stem}_p50_s'])} / {seconds(row[f'{stem}_p99_s'])}"
 
 
 def _limit(row: Row) -> str:
@@ -254,10 +265,9 @@ def _forecast(row: Row) -> str:
     if row["forecast_s"] is None or row["forecast_error"] is None:
         return ""
     tokens, ran = row["forecast_output_tokens"], row["output_tokens"]
-    return (
-        f"engine {seconds(row['forecast_s'])}, took {seconds(row['engine_wall_s'])} ({off(row['forecast_error'])}); "
-        f"output {short(tokens)} tokens, were {short(ran)}"
-    )
+    output = f"; output {short(tokens)} tokens, were {short(ran)}" if tokens or ran else ""
+    engine = f"engine {seconds(row['forecast_s'])}, took {seconds(row['engine_wall_s'])}"
+    return f"{engine} ({off(row['forecast_error'])}){output}"
 
 
 def off(error: float) -> str:

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from batchinfer.core.errors import JobFileError
+from batchinfer.job import load_job
 from batchinfer.models.opening import open_checkpoint
+from batchinfer.plan.forecast.job import forecast_job
 from tests.batchinfer.killed_runs import REAL
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table
 from tests.batchinfer.test_embed_job import TEXTS, embeddings, fenced, write_job
@@ -33,8 +35,11 @@ def test_vectors_are_those_of_transformers(tmp_path: Path) -> None:
     texts: list[Any] = [*TEXTS, TEXTS[3], None, "a" * 126, "a" * 200]
     prompt = {"text": "text", "truncate": "right"}
     path = write_job(tmp_path, model, texts, prompt=prompt)
+    assert forecast_job(load_job(path), lambda _: None, lambda _: None).plan.shared_prefix_tokens == 0
     outcome = run(path, REAL)
     assert outcome.exit_code == 0
+    assert (outcome.row["prefix_saved_tokens"], outcome.row["output_tokens"]) == (None, None)
+    assert outcome.row["dimensions"] == embeddings(path).shape[1]
     wanted = reference(model, [*TEXTS, TEXTS[3], "a" * 126, "a" * 126], "cls_token")
     np.testing.assert_allclose(embeddings(path), wanted.numpy(), atol=1e-4)
     # of two texts that are the same one once they are cut, one runs

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -66,6 +66,7 @@ class Divide:
 
 class RatioKind:
     name, version, output, answer = "ratio", 3, Ratio, "ratio"
+    figures: ClassVar[dict[str, str]] = {}
     stored = pa.schema([FIELD])
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Divide:

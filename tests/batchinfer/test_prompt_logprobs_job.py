@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
+from batchinfer.plan.forecast.job import forecast_job
+from batchinfer.verbs.query import asked
 from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, table, write_job
 from tests.batchinfer.test_to_openai import chat, completion
@@ -69,7 +71,13 @@ def test_a_column_of_the_result_for_those_that_ask(
     rows, sampling = rows_of(12), SAMPLING | {"from_columns": {"prompt_logprobs": "asked"}}
     sections: dict[str, Any] = {"sampling": sampling, "prompt": PROMPT, "output": {"path": "results/tickets"}}
     path = write_job(tmp_path, checkpoint, rows, **sections)
-    assert run(path, REAL).exit_code == 0
+    planned = forecast_job(load_job(path), lambda _: None, lambda _: None)
+    assert planned.forecast is not None
+    assert planned.forecast.run.output_tokens == planned.plan.expected_tokens
+    outcome = run(path, REAL)
+    assert outcome.exit_code == 0
+    with asked(tmp_path / "results/tickets", "SELECT sum(flops) FROM requests", partial=False) as requests:
+        assert requests.fetchall() == [(outcome.row["flops"],)]
 
     def result() -> list[dict[str, Any]]:
         query = f"FROM '{tmp_path}/results/tickets/*.parquet' ORDER BY row_id"

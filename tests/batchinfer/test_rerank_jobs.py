@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import duckdb
@@ -49,6 +50,7 @@ def test_scores_are_those_of_transformers(
         assert got["score"] == pytest.approx(1 / (1 + math.exp(each[1] - each[0])), rel=3e-4, abs=0)
         assert got["prompt_tokens"] == len(reference.encode(prompt_of(row)))
     assert len({got["score"] for got in found[:9]}) == 9
+    assert outcome.row["score_p50"] == pytest.approx(median(got["score"] for got in found[:-1]))
     assert (found[-1]["status"], found[-1]["score"], found[-1]["prompt_tokens"]) == ("error", None, None)
     write_job(tmp_path, checkpoint, rows[::-1], "rerank", prompt=PROMPT, rerank=said)
     assert run(path, NO_ENGINE).exit_code == 0, "the second night computes nothing"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchinfer.core.errors import BatchInferError, JobFileError
+from batchinfer.job import load_job
+from batchinfer.plan.forecast.job import forecast_job
+from batchinfer.report.summary import summary
+from batchinfer.verbs.query import asked
 from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole, published
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table
 from tests.batchinfer.pipeline.test_pipeline import write_job as write_any
@@ -85,6 +91,14 @@ def rows_of(count: int) -> list[dict[str, Any]]:
     ]
 
 
+def check_flops(path: Path, row: Mapping[str, Any]) -> None:
+    """What requests and buckets took adds up to what the run took, with the head for scored positions."""
+    with asked(path.parent / "out/res", "SELECT sum(flops) FROM requests", partial=False) as requests:
+        assert requests.fetchall() == [(row["flops"],)]
+    with asked(path.parent / "out/res", "SELECT sum(flops) FROM buckets", partial=False) as buckets:
+        assert buckets.fetchall() == [(row["flops"],)]
+
+
 def test_scores_are_those_of_transformers(tmp_path: Path, checkpoint: Path, reference: Reference) -> None:
     rows = [*rows_of(12), rows_of(1)[0]]
     bad = [{"id": "b0", "text": "x", "answer": None}, {"id": "b1", "text": "x", "answer": ""}]
@@ -106,15 +120,32 @@ def test_scores_are_those_of_transformers(tmp_path: Path, checkpoint: Path, refe
     codes = ["continuation_missing", "empty_continuation", "continuation_type", "prompt_missing"]
     assert [row["error_code"] for row in found[-4:]] == codes
     assert found[-1]["logprob"] is found[-1]["is_greedy"] is found[-1]["token_logprobs"] is None
-    assert (outcome.row["computed_requests"], outcome.row["duplicate_rows"]) == (13, 1)
-    assert outcome.row["output_tokens"] == 0
+    row = outcome.row
+    assert (row["computed_requests"], row["duplicate_rows"]) == (13, 1)
+    meaningless = (
+        "output_tokens",
+        "sampled_tokens",
+        "output_tokens_per_s",
+        "ttft_p50_s",
+        "forecast_output_tokens",
+    )
+    assert {row[name] for name in meaningless} == {None}
+    assert row["scored_tokens"] == sum(one["scored_tokens"] or 0 for one in found)
+    wanted = sum(one["logprob"] or 0 for one in found) / row["scored_tokens"]
+    assert row["mean_logprob"] == pytest.approx(wanted)
+    check_flops(path, row)
 
 
 def test_a_text_is_scored_whole(tmp_path: Path, checkpoint: Path, reference: Reference) -> None:
     texts = [f"Text {n} of some length" for n in range(5)]
     rows = [{"id": f"r{n}", "text": text} for n, text in enumerate([*texts, "x"])]
     path = write_job(tmp_path, checkpoint, rows, "score")
-    assert run(path, REAL).exit_code == 0
+    planned = forecast_job(load_job(path), lambda _: None, lambda _: None)
+    assert planned.forecast is not None
+    assert (planned.plan.shared_prefix_tokens, planned.forecast.run.output_tokens) == (0, 0)
+    outcome = run(path, REAL)
+    assert (outcome.exit_code, outcome.row["prefix_saved_tokens"]) == (0, None)
+    check_flops(path, outcome.row)
     found = table(path)
     for text, got in zip(texts, found, strict=False):
         assert got["logprob"] == pytest.approx(sum(reference.logprobs("", text)[0]), abs=1e-4)
@@ -371,8 +402,13 @@ def test_labels_are_calibrated(
         tmp_path, checkpoint, rows, "classify", **sections | {"classify": classify | {"calibrate": "none"}}
     )
     outcome = run(path, REAL)
-    assert (outcome.exit_code, outcome.row["computed_requests"], outcome.row["rows"]) == (0, 1, len(rows))
+    assert (outcome.exit_code, outcome.row["rows"]) == (0, len(rows))
+    counts = ("computed_requests", "distinct_requests", "reused_requests", "duplicate_saved_tokens")
+    assert [outcome.row[name] for name in counts] == [0, 6, 6, 0], "the prompt without content is no row"
     found = table(path)
+    labels = Counter(row["label"] for row in found if row["label"] is not None)
+    assert outcome.row["labels"] == labels
+    assert f"{labels.most_common(1)[0][0].strip()} {labels.most_common(1)[0][1]}" in summary(outcome.row)
     assert [row["row_id"] for row in found] == list(range(len(rows)))
     each = [reference.logprobs("Rate none by none:", label)[0] for label in LABELS]
     prior = np.array([sum(one) / (len(one) if normalized else 1) for one in each])
@@ -392,6 +428,7 @@ def test_labels_are_calibrated(
     )
     again = run(path, REAL)
     assert (again.exit_code, again.row["computed_requests"], again.row["rows"]) == (0, 1, len(more))
+    assert again.row["distinct_requests"] == 8
     assert table(path)[: len(rows)] == found
     assert [p for _, p in table(path)[-1]["probabilities"]] == pytest.approx([1 / len(LABELS)] * len(LABELS))
 
@@ -449,5 +486,5 @@ def test_a_calibrated_run_that_is_killed_ends_with_the_same_bytes(
             )
         )
     outcome, _ = killed_and_whole(*jobs, monkeypatch, ("engine.max_num_batched_tokens", "24"))
-    assert outcome.row["computed_requests"] == 21
+    assert outcome.row["computed_requests"] == 20
     assert run(jobs[0], NO_ENGINE).exit_code == 0

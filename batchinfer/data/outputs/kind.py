@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -115,6 +115,11 @@ class OutputKind(Protocol):
     @property
     def probability(self) -> str | None:
         """The column of a result that says how probable the answer is; None: there is none."""
+
+    @property
+    def figures(self) -> Mapping[str, str]:
+        """Return what sums up the answers of a result: DuckDB aggregates over its rows with an answer, the table
+        `answered`, by columns of the report's run table."""
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
         """Return what takes the answers of one run. `columns`: those of the job's schema."""

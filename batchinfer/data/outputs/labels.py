@@ -4,7 +4,8 @@ made."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ class LabelsKind(ScoresKind):
 
     name, version, answer = "labels", 0, "label"
     probability: str | None = "probability"
+    figures: Mapping[str, str] = MappingProxyType(
+        {"labels": "histogram(label)", "mean_label_probability": "avg(probability)"}
+    )
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
         """Return none: ScoresKind stores what is made of continuations, labels included."""

@@ -14,7 +14,7 @@ from batchinfer.core.scoring import ScoreActivation
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.outputs.frame import Frame, framed
 from batchinfer.data.outputs.kind import AskedOutputs
-from batchinfer.data.outputs.scores import NOT_OPENAI
+from batchinfer.data.outputs.scores import NOT_OPENAI, SCORE_FIGURES
 from batchinfer.data.outputs.vectors import VectorsKind
 
 
@@ -22,6 +22,7 @@ class PairScoresKind(VectorsKind):
     """The kind of answers that are scores of pairs. See OutputKind for the methods."""
 
     name, version, answer = "pair_scores", 0, "score"
+    figures = SCORE_FIGURES
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
         """Return none: VectorsKind stores what is made of pooled states, logits included."""

@@ -9,7 +9,7 @@ from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.outputs.frame import Frame, framed
 from batchinfer.data.outputs.kind import AskedOutputs
 from batchinfer.data.outputs.labels import LabelsKind, answered_probabilities
-from batchinfer.data.outputs.scores import context_counts
+from batchinfer.data.outputs.scores import SCORE_FIGURES, context_counts
 
 
 class RelevanceKind(LabelsKind):
@@ -17,6 +17,7 @@ class RelevanceKind(LabelsKind):
 
     name, version, answer = "relevance", 0, "score"
     probability = None
+    figures = SCORE_FIGURES
 
     def schema(self, asked: AskedOutputs) -> pa.Schema:
         """Return the columns of a result: the probability of yes between yes and no."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,10 @@ STORED = pa.schema(
 # Rows of a result that are made at a time: a continuation may have as many tokens as the model reads
 _SCORED_ROWS = 2048
 NOT_OPENAI = "a job that scores has no OpenAI batch file as its input, so none is made of its result"
+# What sums up the scores of documents
+SCORE_FIGURES: Mapping[str, str] = MappingProxyType(
+    {f"score_p{at}": f"quantile_cont(score, {at / 100})" for at in (10, 50, 90)}
+)
 _PER_TOKEN = pa.field("token_logprobs", pa.list_(pa.float32()))
 
 
@@ -35,6 +40,13 @@ class ScoresKind:
 
     name, version, output, answer = "scores", 0, Scores, "logprob"
     probability: str | None = None
+    figures: Mapping[str, str] = MappingProxyType(
+        {
+            "scored_tokens": "sum(scored_tokens)",
+            "mean_logprob": "sum(logprob) / nullif(sum(scored_tokens), 0)",
+            "greedy_rows": "count(*) FILTER (is_greedy)",
+        }
+    )
     stored = STORED
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,7 @@ class TokensKind:
 
     name, version, output, answer = "tokens", 0, Tokens, "generated_text"
     probability: str | None = None
+    figures: Mapping[str, str] = MappingProxyType({})
     stored = pa.schema([*LOGPROB_SCHEMA, *PROMPT_SCHEMA])
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ class VectorsKind:
 
     name, version, output, answer = "vectors", 0, Vector, EMBEDDING
     probability: str | None = None
+    figures: Mapping[str, str] = MappingProxyType({})
     stored = STORED
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:

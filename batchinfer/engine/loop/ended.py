@@ -77,8 +77,14 @@ def request_sample(sequence: Sequence, end: End, now: float) -> RequestSample:
         forced_tokens=sequence.jump_forward_tokens,
         unrun_tokens=sequence.output_length - ran,
         cut=end.for_length,
+        scored_positions=0 if sequence.prompt_scores is None else sequence.prompt_scores.taken,
     )
     if sequence.scored is None:
         return sample
     scores = sequence.scored.scores
-    return replace(sample, prompt_tokens=scores.tokens, cached_tokens=scores.cached_tokens)
+    return replace(
+        sample,
+        prompt_tokens=scores.tokens,
+        cached_tokens=scores.cached_tokens,
+        scored_positions=scores.positions,
+    )

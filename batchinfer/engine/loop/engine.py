@@ -623,6 +623,7 @@ class Engine:
             recomputed_tokens=recomputed,
             cached_tokens=step.scheduled.cached_tokens,
             sampled_tokens=shape.sampled,
+            scored_positions=step.scored_positions,
             padded_tokens=step.result.padded_tokens + unused,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),

@@ -30,6 +30,7 @@ class RequestScores:
 
     request: Request
     tokens: int  # of its context and the trie of its continuations
+    positions: int  # whose logits score tokens
     unfinished: int  # branches
     logprobs: NDArray[np.float32]
     greedy: NDArray[np.bool_]
@@ -86,6 +87,11 @@ class PromptScores:
         self._taken = 0  # tokens of which they are known, from the first on that has one
 
     @property
+    def taken(self) -> int:
+        """Count the tokens that have been scored."""
+        return self._taken
+
+    @property
     def complete(self) -> bool:
         """Whether those of all tokens are known."""
         return self._taken == len(self.branch.targets)
@@ -131,7 +137,7 @@ def scored_branches(request: Request) -> list[tuple[Request, ScoredBranch]]:
     context, slots = len(parts.context), sum(request.params.scored)
     nodes = sum(len(one.tokens) - one.first for one in branches)
     nan, no = np.full(slots, np.nan, np.float32), np.zeros(slots, np.bool_)
-    scores = RequestScores(request, context - 1 + nodes, len(branches), nan, no)
+    scores = RequestScores(request, context - 1 + nodes, nodes, len(branches), nan, no)
     follow = [common_prefix(one.tokens, other.tokens) for one, other in pairwise(branches)]
     follow.append(min(request.shares_next, context))
     params = _PROMPT_ONLY if not (name := request.params.adapter) else replace(_PROMPT_ONLY, adapter=name)

@@ -120,6 +120,7 @@ class Waves:
             in_flight=known.in_flight,
             begun=known.begun,
             more=self._index is None,
+            shares=self._run.setup.setting.shares_prefixes,
             threads=usable_cpus(),
         )
 
@@ -139,7 +140,7 @@ class Waves:
     def _is_too_spread(self, plan: Plan, known: Snapshot) -> bool:
         """Whether so many prefixes are shared by rows far from each other that all others are to be planned at once."""
         at = self._reading.at
-        if not shares_prefixes(self._run):
+        if not self._run.setup.setting.shares_prefixes:
             return False
         again = waves_again(plan, known.requests, self._again, at.bytes_total / max(1, at.bytes_read))
         if again <= MOST_AGAIN:
@@ -150,11 +151,6 @@ class Waves:
             "beginning lie far apart"
         )
         return True
-
-
-def shares_prefixes(run: OpenRun) -> bool:
-    """Whether engines take beginnings of prompts from their caches: else no prompt saves any other one tokens."""
-    return run.job.engine.enable_prefix_caching and run.setup.setting.shares_prefixes
 
 
 def waves_again(plan: Plan, begun: int, again: int, times: float) -> float:

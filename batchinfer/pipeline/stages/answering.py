@@ -25,7 +25,6 @@ from batchinfer.pipeline.plans.run_plans import RunPlans
 from batchinfer.pipeline.stages.planning import PlannedRun
 from batchinfer.pipeline.stages.verdict import error_budget
 from batchinfer.pipeline.stop_text import continuing, rows_left, stop_reached
-from batchinfer.pipeline.workers.death_log import DeathLog
 from batchinfer.pipeline.workers.feed import Batches, run_plan
 from batchinfer.pipeline.workers.places import worker_specs
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool

@@ -19,7 +19,7 @@ from batchinfer.pipeline.plans.further_attempts import FurtherAttempts
 from batchinfer.pipeline.plans.reading_on import ReadingOn
 from batchinfer.pipeline.plans.run_plans import Replanned, RunPlans
 from batchinfer.pipeline.plans.snapshot import Snapshot
-from batchinfer.pipeline.plans.waves import Waves, shares_prefixes
+from batchinfer.pipeline.plans.waves import Waves
 from batchinfer.pipeline.stages.answering import (
     Needs,
     engines,
@@ -125,7 +125,7 @@ class _Answering:
         plan = found.plan
         self._known = _Known(plan, known, index is None)
         self._facts["waves"] += 1
-        if shares_prefixes(self._run):
+        if self._run.setup.setting.shares_prefixes:
             self._facts["again_tokens"] += plan.again_tokens
         self._show()
         self._tell_errors()

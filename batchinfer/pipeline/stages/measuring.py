@@ -1,10 +1,13 @@
-"""The measuring stage: the published answers are held against the expected ones, where a job names these."""
+"""The measuring stage: sums up the published answers, and compares them with the expected ones if a job names these."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
+from batchinfer.data.accuracy.figures import summed_up
 from batchinfer.data.accuracy.measured import Accuracy, Tally, measured
 from batchinfer.data.accuracy.reliability import BINS, Reliability
 from batchinfer.data.results.manifest import Manifest
@@ -14,10 +17,26 @@ from batchinfer.report.tables.accuracy import FieldAccuracy, ProbableRows, write
 
 def measure(run: OpenRun, manifest: Manifest) -> None:
     """Measure the result that was just published, and write what was found into the report: into the run's row, and
-    into tables. Nothing happens without `input.expected`. Raises InputCorrupt, OSError."""
-    if run.job.input.expected is None:
-        return
+    into tables. Raises InputCorrupt, StorageError, OutOfMemory, OSError."""
     files = [Path(run.state.results, file.name) for file in manifest.files]
+    run.report.note(**_answers(run, files))
+    if run.job.input.expected is not None:
+        _compare(run, files)
+
+
+def _answers(run: OpenRun, files: Sequence[Path]) -> dict[str, Any]:
+    """Return the columns of the run table that sum up the answers."""
+    asked, figures = run.setup.asked, dict(run.setup.output.figures)
+    if asked.scoring is not None and asked.scoring.own_labels:
+        figures.pop("labels", None)  # texts of rows, any number of them: reports hold none
+    found = summed_up(files, figures, run.state.staging / "figures") if files else {}
+    if run.job.task == "embed" and asked.embedding is not None and not run.job.requests:
+        found["dimensions"] = asked.embedding.dimensions
+    return found
+
+
+def _compare(run: OpenRun, files: Sequence[Path]) -> None:
+    """Compare the answers with the expected ones."""
     found = measured(files)
     assert found is not None, "the published column is marked"
     if found.notice is not None:

@@ -186,6 +186,7 @@ def _planned(
         setup.roots,
         attempts=attempts,
         beside=index.content_free_parts,
+        shares=setup.setting.shares_prefixes,
         threads=cores,
     )
     planned = time.perf_counter()
@@ -250,7 +251,7 @@ def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRow
     )
     if not plan.to_run:
         return found
-    prefixes = largest_prefixes(plan.prefixes, PREFIXES_SHOWN)
+    prefixes = largest_prefixes(plan.prefixes, PREFIXES_SHOWN) if plan.shared_prefix_tokens else []
     if drawn is not None:
         prefixes = [drawn.whole_prefix(node) for node in prefixes]
     return replace(found, lengths=_lengths(plan, times), prefixes=prefixes)

@@ -42,7 +42,8 @@ class RevisedForecast:
             return
         self._wanted, whole_s = False, self._clock() - began + left_s
         self.facts = {"forecast_revised_s": whole_s}
+        tokens = f", for about {output.total:,} output tokens" if output.total else ""
         self._notice(
-            f"forecast from the first {output.ended:,} answers: the engine will take about {seconds(whole_s)} in all, "
-            f"for about {output.total:,} output tokens"
+            f"forecast from the first {output.ended:,} answers: the engine will take about {seconds(whole_s)} in all"
+            f"{tokens}"
         )

@@ -39,9 +39,15 @@ def plan_line(plan: Plan) -> str:
     if not plan.to_run:
         return f"{rows}; every answer is stored already"
     present = f", {counted(plan.present, 'answer')} stored already" if plan.present else ""
-    tokens = f"{plan.prompt_tokens:,} prompt tokens ({plan.shared_prefix_tokens:,} shared)"
+    shared = f" ({plan.shared_prefix_tokens:,} shared)" if plan.shared_prefix_tokens else ""
+    tokens = f"{plan.prompt_tokens:,} prompt tokens{shared}"
     output = f" and up to {plan.expected_tokens:,} output tokens" if plan.expected_tokens else ""
-    return f"{rows}{present}; {plan.to_run:,} to run: {tokens}{output}"
+    return f"{rows}{present}; {_to_run(plan)} to run: {tokens}{output}"
+
+
+def _to_run(plan: Plan) -> str:
+    calibrating = " and the prompt of classify.calibrate" if plan.without_rows else ""
+    return f"{count(plan.answers_to_run)}{calibrating}"
 
 
 def engine_text(forecast: EngineForecast) -> str:
@@ -83,7 +89,7 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         "error_codes": found.error_codes,
         "duplicate_rows": plan.duplicates,
         "stored": plan.present,
-        "to_run": plan.to_run,
+        "to_run": plan.answers_to_run,
         "prompt_tokens": plan.prompt_tokens,
         "shared_prefix_tokens": plan.shared_prefix_tokens,
         "most_output_tokens": plan.expected_tokens,
@@ -154,7 +160,7 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
         "recomputed_tokens": run.recomputed_tokens,
         "cached_tokens": run.cached_tokens,
         "decode_tokens": run.decode_tokens,
-        "output_tokens": run.sampled_tokens,
+        "output_tokens": run.output_tokens,
         "preemptions": run.preemptions,
         "launches": None
         if run.launches is None
@@ -180,7 +186,7 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
 def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
     plan = found.plan
     yield "rows", f"{count(plan.rows)}: {_bad(found)}, {counted(plan.duplicates, 'duplicate')}"
-    yield "work", f"{counted(plan.present, 'answer')} stored already, {count(plan.to_run)} to run"
+    yield "work", f"{counted(plan.present, 'answer')} stored already, {_to_run(plan)} to run"
     if found.sample is not None:
         yield "sample", _sample_text(found.sample)
     if found.rows_over:
@@ -188,12 +194,7 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         yield "context", f"{longer} longer than {count(found.context)} tokens, the model's maximum"
     if found.lengths is None:
         return
-    shared = percent(plan.shared_prefix_tokens / max(1, plan.prompt_tokens))
-    yield (
-        "prompts",
-        f"{short(plan.prompt_tokens)} tokens, {short(plan.shared_prefix_tokens)} of them ({shared}) in prefixes "
-        "that an earlier row shares",
-    )
+    yield "prompts", f"{short(plan.prompt_tokens)} tokens{_shared(plan)}"
     yield from _tree(found.prefixes)
     yield "lengths", _spread(found.lengths)
     if found.misfit is not None:
@@ -261,6 +262,13 @@ def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:
         yield name, "  " * depth[node.parent] + what + short(node.saved_tokens)
 
 
+def _shared(plan: Plan) -> str:
+    if not plan.shared_prefix_tokens:
+        return ""
+    share = percent(plan.shared_prefix_tokens / max(1, plan.prompt_tokens))
+    return f", {short(plan.shared_prefix_tokens)} of them ({share}) in prefixes that an earlier row shares"
+
+
 def _sample_text(sample: SampledRows) -> str:
     far = (
         "too few to estimate the error of token counts"
@@ -292,7 +300,7 @@ def _answers(forecast: EngineForecast, most: int) -> str:
         return "made of the prompts alone, without a token of output"
     if forecast.answers_from:
         runs = counted(forecast.answers_from, "earlier run")
-        return f"{short(forecast.run.sampled_tokens)} tokens, if they are as long as in {runs}; {short(most)} at most"
+        return f"{short(forecast.run.output_tokens)} tokens, if they are as long as in {runs}; {short(most)} at most"
     return (
         f"{short(most)} tokens {UPPER_BOUND if forecast.upper_bound else '(every answer has a fixed length)'}"
     )

@@ -77,7 +77,8 @@ def _values(keys: pa.FixedSizeBinaryArray) -> list[bytes]:
 class Plan:
     """Counts over the whole job, and where the ordered requests lie.
 
-    `rows = error_rows + distinct + duplicates`; `distinct = present + to_run`. Token counts are over `to_run` only.
+    `rows = error_rows + distinct + duplicates`; `distinct = present + to_run - without_rows`. Token counts are over
+    `to_run` only.
     """
 
     path: Path  # a Parquet file in PLAN_SCHEMA, ordered by seq
@@ -95,8 +96,14 @@ class Plan:
     longest: int  # largest token_count + expected_tokens of an attempt to come; 0 if nothing is to run
     # Of prefixes that this run had begun to use before it knew all of these rows: so many it may have to run once more
     again_tokens: int = 0
+    without_rows: int = 0  # of `to_run`, those that answer no row: the prompt of classify.calibrate
     # Of the tokens to run, each prefix once, the part that rows to come are expected to have, too; 0 where nobody asked
     recurring: float = 0.0
+
+    @property
+    def answers_to_run(self) -> int:
+        """Return how many of the requests to run answer rows."""
+        return self.to_run - self.without_rows
 
     @property
     def tokens_once(self) -> int:

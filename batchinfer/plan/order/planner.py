@@ -27,7 +27,7 @@ from batchinfer.plan.order.plan import PLAN_SCHEMA, Plan
 from batchinfer.plan.order.prefixes import write_prefixes
 from batchinfer.plan.order.requests import Prompts
 from batchinfer.plan.order.run_order import depth_first, efforts, kept_together
-from batchinfer.plan.order.sharing import Sharing, SortedRows, sharing
+from batchinfer.plan.order.sharing import NO_SHARING, Sharing, SortedRows, sharing
 from batchinfer.plan.order.sorted_prompts import sorted_prompts
 from batchinfer.plan.order.work_roots import work_roots
 
@@ -51,6 +51,7 @@ def plan_job(
     in_flight: Sequence[bytes] = (),
     begun: Sequence[bytes] = (),
     more: bool = False,
+    shares: bool = True,
     retry_errors: bool = False,
     memory_limit: str | None = None,
     threads: int = 2,
@@ -70,6 +71,7 @@ def plan_job(
     the token ids that the index points to. `roots`: rows whose content roots differ share nothing.
 
     `more`: rows are still to come; the plan estimates what they will share with these (`Plan.recurring`).
+    `shares`: False if each prompt runs as a whole: then no token counts as shared.
     `retry_errors`: completions that are retryable errors count as missing. `memory_limit` bounds DuckDB,
     which spills into `out_dir`. Raises OutOfMemory, and StorageError also where the index has no tokens of a key
     that is to be planned: its answer was stored when the index was made.
@@ -83,11 +85,10 @@ def plan_job(
             _load_beside(database, beside)
         _load_work(database, completion_parts, retry_errors, in_flight, begun)
         forest, rows = sorted_prompts(database, prompts, work_roots(database, roots))
-        shared = _place(database, forest, rows, more)
+        shared = _place(database, forest, rows, more, shares)
         path, prefixes = out_dir / "plan.parquet", out_dir / "prefixes.parquet"
         write_plan(database.sql(_ordered_sql()), path, longest_params(database, "work"))
-        offsets = database.sql("SELECT token_offset FROM work").fetchnumpy()["token_offset"]
-        write_prefixes(prefixes, forest, offsets[rows[forest.first]])
+        write_prefixes(prefixes, forest, _offsets(database)[rows[forest.first]])
         return Plan(
             path=path,
             prefixes=prefixes,
@@ -166,7 +167,13 @@ def _load_keys(database: Any, name: str, keys: Sequence[bytes]) -> None:
     database.unregister("given")
 
 
-def _place(database: Any, forest: PrefixForest, rows: Ints, more: bool) -> Sharing:
+def _offsets(database: Any) -> Ints:
+    """Return where the prompt of each row of `work` is in the token store."""
+    found: Ints = database.sql("SELECT token_offset FROM work").fetchnumpy()["token_offset"]
+    return found
+
+
+def _place(database: Any, forest: PrefixForest, rows: Ints, more: bool, shares: bool) -> Sharing:
     """Create the table `place`: where each row of `work` runs, in which node, and how much of it is shared."""
     numbers = database.sql(
         "SELECT token_count, expected_tokens, token_offset, begun IS NULL AS runs, coalesce(begun, 0) AS begun "
@@ -185,6 +192,8 @@ def _place(database: Any, forest: PrefixForest, rows: Ints, more: bool) -> Shari
     database.register("placed", pa.table(placed))
     database.execute("CREATE TEMP TABLE place AS SELECT * FROM placed")
     database.unregister("placed")
+    if not shares:
+        return NO_SHARING
     return sharing(
         forest, SortedRows(runs, numbers["token_offset"][rows], numbers["token_count"][rows]), more
     )
@@ -248,14 +257,15 @@ def _counts(database: Any, taken: TakenRows, known: int) -> dict[str, int]:
         "expected_tokens",
         "longest",
         "rows_to_run",
+        "without_rows",
     ]
     values = database.execute(
         "WITH t AS (SELECT coalesce(sum(rows), 0) r, coalesce(sum(error_rows), 0) e FROM tally), "
-        "w AS (SELECT count(*) n, count(*) FILTER (users > 0) u FROM wanted), "
-        "k AS (SELECT count(*) n, coalesce(sum(token_count::BIGINT), 0) p, "
+        "w AS (SELECT count(*) FILTER (users > 0) u FROM wanted), "
+        "k AS (SELECT count(*) n, count(*) FILTER (users = 0) w, coalesce(sum(token_count::BIGINT), 0) p, "
         "coalesce(sum(expected_tokens::BIGINT), 0) o, coalesce(max(longest), 0) l, coalesce(sum(users), 0) u "
         "FROM work WHERE begun IS NULL) "
-        "SELECT t.r, t.e, w.n, t.r - t.e - w.u, w.n - k.n, k.n, k.p, k.o, k.l, k.u FROM t, w, k"
+        "SELECT t.r, t.e, w.u, t.r - t.e - w.u, w.u - k.n + k.w, k.n, k.p, k.o, k.l, k.u, k.w FROM t, w, k"
     ).fetchall()
     found = {name: int(value) for name, value in zip(names, values[0], strict=True)}
     more = {

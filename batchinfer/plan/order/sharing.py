@@ -23,6 +23,9 @@ class Sharing:
     recurring: float
 
 
+NO_SHARING = Sharing(saved=0, again=0, recurring=0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class SortedRows:
     """Rows in the order of their prompts."""

@@ -144,9 +144,7 @@ def check_setup(
     state.refuse_newer()
     check_tokens(job, tokenizer, checkpoint.spec.vocab)
     kind, read = kind_of(job), asked_answers(job, tokenizer, checkpoint)
-    # Of a job that makes nothing else
-    whole = job.task == "embed" and read.embedding is not None and read.embedding.pooling != "last"
-    if whole or not checkpoint.spec.causal:
+    if not checkpoint.spec.causal or not _shares_prefixes(job, read):
         setting = setting.without_sharing()
     check_names(job, kind, read)
     columns, workers = answer_columns(job, tokenizer, read), ingest_workers(job, setting)
@@ -172,3 +170,17 @@ def check_setup(
     )
     check_kv_memory(job, setup.models)
     return setup
+
+
+def _shares_prefixes(job: Job, read: AskedAnswers) -> bool:
+    """Return False if each prompt runs as a whole: because the job says so, or because its answers need the hidden
+    states or the logits of all tokens, which the cache does not have."""
+    if job.task == "embed":
+        whole = read.embedding is not None and read.embedding.pooling != "last"
+    elif job.task == "score":
+        whole = job.score.continuation is None
+    else:
+        whole = (
+            job.sampling.prompt_logprobs is not None and not job.sampling.from_columns and not job.requests
+        )
+    return job.engine.enable_prefix_caching and not whole

@@ -86,7 +86,7 @@ class Setting:
     ] = ()  # one for each of several ranks of all engines of this machine, as CUDA_VISIBLE_DEVICES names them
     arm: str = ""  # how an Arm CPU adds up; empty elsewhere
     kv_cache: KvCacheDtype = "auto"
-    shares_prefixes: bool = True  # whether prompts may begin with what the cache has of others
+    shares_prefixes: bool = True  # prompts may begin with what the cache has of others
     calibrates: bool = False  # whether weights become int4 by a calibration
     weights: Path | None = None  # the checkpoint that it has made; None: there is none, or it has none yet
     # bytes of this machine's memory that were free before any engine was started; None: a machine elsewhere
@@ -121,8 +121,7 @@ class Setting:
         return self.engines_here * self.division.ranks_here
 
     def without_sharing(self) -> Setting:
-        """Return the setting of a job that needs the hidden states of more than the last token, or of an encoder: the
-        cache has K and V of a prompt's beginning, and not these, which in an encoder depend on its end, too."""
+        """Return the setting of a job whose prompts run as a whole, each by itself."""
         return replace(self, shares_prefixes=False)
 
     @property

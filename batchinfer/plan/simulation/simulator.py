@@ -65,6 +65,7 @@ class Simulated:
     cached_tokens: int = 0
     recomputed_tokens: int = 0
     sampled_tokens: int = 0
+    scored_positions: int = 0
     preemptions: int = 0
     running: int = 0  # summed over steps
     flops: int = 0
@@ -83,6 +84,11 @@ class Simulated:
     def prompt_tokens(self) -> int:
         """Prompt tokens that the model runs, each once: without those that it runs again after a preemption."""
         return self.prefill_tokens - self.recomputed_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        """Return the number of tokens of all answers."""
+        return self.sampled_tokens - self.scored_positions
 
     @property
     def tokens(self) -> int:
@@ -123,6 +129,7 @@ _SUMMED = (
     "cached_tokens",
     "recomputed_tokens",
     "sampled_tokens",
+    "scored_positions",
     "preemptions",
     "running",
     "flops",

@@ -14,13 +14,14 @@ from markupsafe import Markup, escape
 
 from batchinfer.core.text import printable
 from batchinfer.core.version import __version__
-from batchinfer.report.page.accuracy import accuracy
 from batchinfer.report.page.activities import activities
 from batchinfer.report.page.all_columns import all_columns
+from batchinfer.report.page.answers.accuracy import accuracy
+from batchinfer.report.page.answers.failures import failures
+from batchinfer.report.page.answers.task_answers import task_answers
 from batchinfer.report.page.efficiency import efficiency
 from batchinfer.report.page.expensive import expensive
 from batchinfer.report.page.experts import experts
-from batchinfer.report.page.failures import failures
 from batchinfer.report.page.latency import latency
 from batchinfer.report.page.launches import launches
 from batchinfer.report.page.lengths import lengths
@@ -79,6 +80,9 @@ def prose(text: str) -> Markup:
 
 
 def _sections(run: ReportedRun) -> Iterator[PageSection]:
+    has_output = run.has_output
+    if not has_output:
+        yield from _answers(run)
     if run.row["steps"]:
         yield forecast(run)
     yield time_split(run)
@@ -87,10 +91,17 @@ def _sections(run: ReportedRun) -> Iterator[PageSection]:
         yield from _computed(run)
     else:
         yield PageSection("engine", "The engine", "Nothing to show: this run computed nothing.")
-    yield failures(run)
-    yield from accuracy(run)
+    if has_output:
+        yield from _answers(run)
     yield past_runs(run)
     yield all_columns(run)
+
+
+def _answers(run: ReportedRun) -> Iterator[PageSection]:
+    """Sections about the answers: what they are, which rows have none, and how many are right."""
+    yield from task_answers(run)
+    yield failures(run)
+    yield from accuracy(run)
 
 
 def _computed(run: ReportedRun) -> Iterator[PageSection]:
@@ -100,7 +111,8 @@ def _computed(run: ReportedRun) -> Iterator[PageSection]:
     yield from efficiency(run)
     yield from launches(run)
     yield work(run)
-    yield prefix_tree(run)
+    if run.shares_prefixes:
+        yield prefix_tree(run)
     yield from lengths(run)
     yield from experts(run)
     yield expensive(run)

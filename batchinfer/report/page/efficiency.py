@@ -41,7 +41,8 @@ _RATIOS = "roofline_efficiency, mfu, mbu"
 
 def efficiency(run: ReportedRun) -> Iterator[PageSection]:
     """Phases, then buckets."""
-    yield _phases(run)
+    if run.has_output:
+        yield _phases(run)
     yield _buckets(run)
 
 
@@ -73,8 +74,13 @@ def _buckets(run: ReportedRun) -> PageSection:
     )
     options = {"category": "bucket", "bars": ["engine_s"], "unit": "s"}
     chart = Chart("bars", "Bars of the time that requests took, by length of prompt", options)
+    figures = Figures(_BUCKETS, rows)
+    if not run.has_output:
+        figures = figures.without("completion_tokens")
+    if not run.shares_prefixes:
+        figures = figures.without("cached_tokens")
     text = (
         "The engine's time by the length of the requests' prompts. In the device's time, a shared prefix is split "
         "among all requests that share it."
     )
-    return PageSection("buckets", title, text, chart, Figures(_BUCKETS, rows))
+    return PageSection("buckets", title, text, chart, figures)

@@ -50,7 +50,10 @@ def expensive(run: ReportedRun) -> PageSection:
         f"is split among all who share it. The most expensive hundredth of all requests took {percent(share)} of the "
         "time."
     )
-    return PageSection("expensive", title, text, chart, Figures(_COLUMNS, rows))
+    figures = Figures(_COLUMNS, rows)
+    if not run.has_output:
+        figures = figures.without("completion_tokens")
+    return PageSection("expensive", title, text, chart, figures)
 
 
 def _query(run: ReportedRun) -> str:

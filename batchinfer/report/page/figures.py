@@ -36,6 +36,12 @@ class Figures:
     columns: tuple[Figure, ...]
     rows: Sequence[Sequence[Any]]
 
+    def without(self, *names: str) -> Figures:
+        """Return the table without these columns."""
+        kept = [at for at, column in enumerate(self.columns) if column.name not in names]
+        rows = [tuple(row[at] for at in kept) for row in self.rows]
+        return Figures(tuple(self.columns[at] for at in kept), rows)
+
     @property
     def headings(self) -> list[tuple[Figure, bool]]:
         """Each column, and whether it has numbers."""

@@ -24,6 +24,7 @@ def latency(run: ReportedRun) -> PageSection:
     title = "Latency percentiles"
     if not run.has(REQUESTS):
         return PageSection("latency", title, run.lacks(REQUESTS))
+    titles = _TITLES if run.has_output else {name: _TITLES[name] for name in ("queue", "latency")}
     shares = [percentile / 100 for percentile in PERCENTILES]
     found = percentiles(run.database, run.own(REQUESTS), run.own(STEPS), shares)
     rows = [
@@ -32,13 +33,16 @@ def latency(run: ReportedRun) -> PageSection:
     ]
     options = {
         "category": "percentile",
-        "lines": [{"y": f"{name}_s"} for name in _TITLES],
+        "lines": [{"y": f"{name}_s"} for name in titles],
         "unit": "s",
         "log": True,
     }
     chart = Chart("curves", "A line for each latency, over percentiles", options)
+    figures = Figures(_COLUMNS, rows).without(*(f"{name}_s" for name in _TITLES.keys() - titles.keys()))
+    if not run.has_output:
+        return PageSection("latency", title, "Offline, all requests are queued early.", chart, figures)
     text = (
         "Offline, all requests are handed over early, so that TTFT is mostly waiting. TPOT: seconds per output token "
         "after the first, one value per request. ITL: the gap between two tokens of a sequence, one value per token."
     )
-    return PageSection("latency", title, text, chart, Figures(_COLUMNS, rows))
+    return PageSection("latency", title, text, chart, figures)

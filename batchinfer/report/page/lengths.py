@@ -30,7 +30,7 @@ def lengths(run: ReportedRun) -> Iterator[PageSection]:
     if not run.has(REQUESTS):
         yield PageSection("prompts", "Lengths", run.lacks(REQUESTS))
         return
-    for column, name, title in _WHAT:
+    for column, name, title in _WHAT if run.has_output else _WHAT[:1]:
         yield _histogram(run, column, name, title)
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from batchinfer.core.wording import count, counted, percent, seconds, short, shown, size
 from batchinfer.machine.hardware import coded_text
+from batchinfer.report.answer_text import perplexity
 from batchinfer.report.page.figures import Amount, Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
+from batchinfer.report.tables.columns.of_tasks import WITHOUT_OUTPUT
 from batchinfer.report.tables.exit_status import is_published
 from batchinfer.report.tables.tables import RunRow
 
@@ -39,7 +41,8 @@ def heading(row: RunRow) -> Heading:
     good = is_published(row["exit_status"]) and not row["exit_code"]
     code = f", exit code {row['exit_code']}" if row["exit_code"] else ""
     trial = "trial (--limit)" if row["trial"] else None
-    facts = (row["model"], _device(row), row["dtype"], _weights(row), trial)
+    task = row["task"] if row["task"] in WITHOUT_OUTPUT else None
+    facts = (task, row["model"], _device(row), row["dtype"], _weights(row), trial)
     status = f"{row['exit_status'] or 'ended'}{code}"
     return Heading("good" if good else "bad", status, shown(row["started_at"]), list(filter(None, facts)))
 
@@ -61,9 +64,10 @@ def tiles(row: RunRow) -> Iterator[Tile]:
         more = f"of {counted(row['labelled_rows'], 'labelled row')}; {percent(row['normalised_accuracy'])} normalised"
         yield Tile("right answers", percent(row["accuracy"]), more)
     engine = row["engine_wall_s"]
+    yield from _answers(row)
     yield Tile("time", seconds(row["wall_s"]), f"{seconds(engine)} in the engine" if engine else "")
     if row["total_tokens_per_s"] is not None:
-        output = f"{short(row['output_tokens_per_s'])} of them output"
+        output = f"{short(row['output_tokens_per_s'])} of them output" if row["output_tokens"] else ""
         yield Tile("tokens a second", short(row["total_tokens_per_s"]), output)
     if row["steps"]:
         shares = f"MFU {percent(row['mfu'])}, MBU {percent(row['mbu'])}"
@@ -76,6 +80,23 @@ def tiles(row: RunRow) -> Iterator[Tile]:
         more = f"of the engine; {size(parent)} of the parent" if parent else ""
         yield Tile("peak memory", size(row["worker_peak_rss_bytes"]), more)
     yield from _costs(row)
+
+
+def _answers(row: RunRow) -> Iterator[Tile]:
+    """Yield the figures of the answers of a task without output tokens."""
+    if row["mean_label_probability"] is not None:
+        labels = counted(len(row["labels"]), "label") if row["labels"] else ""
+        yield Tile(
+            "mean probability", percent(row["mean_label_probability"]), f"of {labels}" if labels else ""
+        )
+    if row["mean_logprob"] is not None:
+        tokens = f"mean log-probability {row['mean_logprob']:.3f} of {short(row['scored_tokens'])} tokens"
+        yield Tile("perplexity", short(perplexity(row["mean_logprob"])), tokens)
+    if row["score_p50"] is not None:
+        spread = f"p10 {row['score_p10']:.3g}, p90 {row['score_p90']:.3g}"
+        yield Tile("median score", f"{row['score_p50']:.3g}", spread)
+    if row["dimensions"] is not None:
+        yield Tile("dimensions", count(row["dimensions"]), "of a vector")
 
 
 def _row_tile(row: RunRow) -> Tile:
@@ -97,9 +118,9 @@ def _costs(row: RunRow) -> Iterator[Tile]:
 
 
 def _saved(row: RunRow) -> int | None:
-    if row["prefix_saved_tokens"] is None or row["prompt_tokens_run"] is None:
+    if row["prompt_tokens_run"] is None:
         return None
-    return int(row["prefix_saved_tokens"]) + int(row["duplicate_saved_tokens"] or 0)
+    return int(row["prefix_saved_tokens"] or 0) + int(row["duplicate_saved_tokens"] or 0)
 
 
 def _share(part: float, whole: float) -> float | None:
@@ -149,19 +170,21 @@ def _known_from(row: RunRow) -> str:
     """How the forecast knew what it needed."""
     if row["forecast_basis"] is None:
         return ""
+    basis = _BASIS.get(row["forecast_basis"], row["forecast_basis"])
+    if not row["output_tokens"]:
+        return f" Step times came from {basis}."
     runs = row["forecast_answers_from"]
     lengths = (
         f"those of {count(runs)} earlier run{'s' if runs > 1 else ''}"
         if runs
         else "as long as their max_tokens"
     )
-    basis = _BASIS.get(row["forecast_basis"], row["forecast_basis"])
     return f" Step times came from {basis}; answers were assumed to be {'like ' if runs else ''}{lengths}."
 
 
 def _compared(row: RunRow, title: str, before: str, after: str, unit: str) -> tuple[Any, ...] | None:
     expected, found = row.get(before), row.get(after)
-    if expected is None or found is None:
+    if expected is None or found is None or not (expected or found):
         return None
     return title, Amount(expected, unit), Amount(found, unit), found / expected if expected else None
 
@@ -179,12 +202,15 @@ _WORK = (
 def work(run: ReportedRun) -> PageSection:
     """Tokens that were run, those that were saved, and those that were run for nothing."""
     row, title = run.row, "Work done and work saved"
-    rows = [
+    rows: list[tuple[Any, ...]] = [
         ("prompt tokens", row["prompt_tokens_run"], row["prefix_saved_tokens"], row["duplicate_saved_tokens"], None,
          None),
-        ("output tokens", row["output_tokens"], None, row["duplicate_saved_output_tokens"], None, None),
-        ("wasted", None, None, None, row["recomputed_tokens"], row["padded_tokens"]),
     ]  # fmt: skip
+    if run.has_output:
+        rows.append(
+            ("output tokens", row["output_tokens"], None, row["duplicate_saved_output_tokens"], None, None)
+        )
+    rows.append(("wasted", None, None, None, row["recomputed_tokens"], row["padded_tokens"]))
     names = [column.name for column in _WORK[1:]]
     options = {"category": "what", "bars": names, "unit": "tokens", "horizontal": True, "stacked": True}
     chart = Chart("bars", "Stacked bars of tokens that were run and saved", options)

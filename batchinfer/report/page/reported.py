@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.report.tables.columns.declared import RUN, SCHEMAS
+from batchinfer.report.tables.columns.of_tasks import WITHOUT_OUTPUT
 from batchinfer.report.tables.exit_status import is_published
 from batchinfer.report.tables.tables import RunRow
 
@@ -21,6 +22,16 @@ class ReportedRun:
     row: RunRow
     results: bool  # whether the table `results` is there and is what this run published
     notice: str = ""  # what a reader has to know before all else
+
+    @property
+    def has_output(self) -> bool:
+        """Return True if answers are made of tokens. Sections about tokens of answers mean nothing for other tasks."""
+        return self.row["task"] not in WITHOUT_OUTPUT
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Return True if prompts could share prefixes: the newer tables leave the tokens null if not."""
+        return self.row["task"] is None or self.row["prefix_saved_tokens"] is not None
 
     def fetch(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         """The rows of a query."""

@@ -75,14 +75,16 @@ def timeline(run: ReportedRun) -> Iterator[PageSection]:
     found = run.fetch(
         _STRETCHES.format(steps=run.own(STEPS), prompt_tokens=PROMPT_TOKENS, most=MOST_STRETCHES)
     )
+    decoded = [{"y": "decode_tokens_per_s", "stack": True}] if run.has_output else []
+    more = "; the three charts over time move together" if run.has_output else ""
     yield _section(
         "throughput", "Throughput over time",
-        "Tokens that the model ran in each second of the engine. Drag across the chart to look closer; the three "
-        "charts over time move together.",
-        found, _THROUGHPUT, 3,
-        {"unit": "tokens/s", "lines": [{"y": "prompt_tokens_per_s", "stack": True},
-                                       {"y": "decode_tokens_per_s", "stack": True}]},
+        f"Tokens that the model ran in each second of the engine. Drag across the chart to look closer{more}.",
+        found, _THROUGHPUT[: 1 + len(decoded)], 3,
+        {"unit": "tokens/s", "lines": [{"y": "prompt_tokens_per_s", "stack": True}, *decoded]},
     )  # fmt: skip
+    if not run.has_output:
+        return
     yield _section(
         "batch", "Batch size over time",
         "Sequences that ran together: the median of each stretch of time, in a band from its least to its most.",

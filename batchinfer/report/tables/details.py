@@ -41,7 +41,7 @@ _STEPS = (
 )  # fmt: skip
 _REQUESTS = (
     "engine", "prompt_tokens", "completion_tokens", "cached_tokens", "forced_tokens", "unrun_tokens",
-    "scheduled_s", "first_token_s", "finished_s", "place",
+    "scored_positions", "scheduled_s", "first_token_s", "finished_s", "place",
 )  # fmt: skip
 # `gap_s`: from the engine's step before to this one
 _STEP_VIEW = f"""
@@ -194,8 +194,9 @@ def request_flops(cost: ModelCost, requests: Mapping[str, Floats]) -> NDArray[np
     pairs = sum(_pairs(end, window) - _pairs(requests["cached_tokens"], window) for window in cost.windows)
     if not cost.causal:
         pairs = 2 * pairs - end * cost.layers
-    sampled = np.where(ran > 0, requests["completion_tokens"] - requests["forced_tokens"], 0)
-    dense = 2 * (cost.active_parameters * (ran + answered) + cost.head_parameters * sampled)
+    rows = requests["completion_tokens"] - requests["forced_tokens"] + requests["scored_positions"]
+    head = cost.head_parameters * np.where(ran > 0, rows, 0)
+    dense = 2 * (cost.active_parameters * (ran + answered) + head)
     return np.asarray(np.round(dense + np.where(ran > 0, cost.pair_flops * pairs, 0)), np.int64)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,20 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {k: v for k, v in found.items() if v is not None}
 
 
-def run_row(facts: RunRow, hardware: Hardware | None, measured: Measured | None) -> RunRow:
-    """The run table's row, from `facts` that the pipeline knows, by their names in COLUMNS[RUN]: run_id, job, output,
-    started_at and finished_at (with time zones) at least. `hardware` or `measured` is None where the run never came to
-    an engine."""
+def run_row(
+    facts: RunRow, hardware: Hardware | None, measured: Measured | None, meaningless: Sequence[str] = ()
+) -> RunRow:
+    """Return the row of the run table.
+
+    Args:
+        facts: What the pipeline knows, by the names in COLUMNS[RUN]: run_id, job, output, started_at and finished_at
+            (with time zones) at least.
+        hardware: None if the run never came to an engine, as for `measured`.
+        measured: What the meter counted.
+        meaningless: Columns that stay null, because they mean nothing for the job.
+    """
     row: RunRow = dict.fromkeys([*SCHEMAS[RUN].names, "waited_s"])
-    row |= {"versions": versions()} | facts | (measured or {})
+    row |= {"versions": versions()} | facts | (measured or {}) | dict.fromkeys(meaningless)
     if hardware is not None:
         row |= _hardware_columns(hardware, row)
     return completed(row, COLUMNS[RUN])

@@ -46,16 +46,19 @@ INKS = """(() => {
   const walk = (one) => {
     const inner = one.children ? one.children() : [];
     const [area, text] = inner;
-    if (inner.length === 2 && area.type === "rect" && text.type === "text") found.push([text.style.fill, area.style.fill]);
+    if (inner.length === 2 && area.type === "rect" && text.type === "text") {
+      found.push([text.style.fill, area.style.fill]);
+    }
     inner.forEach(walk);
   };
   for (const figure of document.querySelectorAll("figure.chart")) {
     const chart = echarts.getInstanceByDom(figure);
     chart.getZr().storage.getRoots().forEach(walk);
     for (const one of chart.getOption().series) {
-      const inTree = (box) => (box.children ? box.children.forEach(inTree) : found.push([box.label.color, box.itemStyle.color]));
+      const add = (area) => found.push([area.label.color, area.itemStyle.color]);
+      const inTree = (box) => (box.children ? box.children.forEach(inTree) : add(box));
       if (one.type === "treemap") one.data.forEach(inTree);
-      if (one.type === "bar" && one.stack && one.label.show) found.push([one.label.color, one.itemStyle.color]);
+      if (one.type === "bar" && one.stack && one.label.show) add(one);
     }
   }
   return found;

@@ -30,8 +30,9 @@ from batchinfer.report.tables.columns.sums import BUCKET_COLUMNS, PHASE_COLUMNS,
 # since 4 steps and requests say which replica it was; since 5 steps say how they were launched; since 6 there are
 # activities; since 7 accuracy, confusion and calibration; since 8 drafts;
 # since 9 those of earlier answers and of models; since 10 what proposals of models and heads take; since 11 ranks;
-# since 12 guesses of lookahead decoding; since 13 steps say how many were launched at once
-TABLE_FORMAT = 13
+# since 12 guesses of lookahead decoding; since 13 steps say how many were launched at once; since 14 steps and requests
+# say how many positions were scored, and runs have a task
+TABLE_FORMAT = 14
 RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"

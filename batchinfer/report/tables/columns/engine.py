@@ -19,7 +19,11 @@ STEP_COLUMNS: tuple[Column, ...] = (
     count("decode_tokens", "tokens", "output tokens run for the first time, to get the next token"),
     count("recomputed_tokens", "tokens", "part of `prefill_tokens`: tokens run again after a preemption"),
     count("cached_tokens", "tokens", "prompt tokens not run because the cache held their prefix"),
-    count("sampled_tokens", "tokens", "tokens sampled"),
+    count(
+        "sampled_tokens",
+        "tokens",
+        "positions whose logits were computed: tokens sampled, and `scored_positions`",
+    ),
     count(
         "padded_tokens",
         "tokens",
@@ -67,6 +71,12 @@ STEP_COLUMNS: tuple[Column, ...] = (
         "steps",
         "the host launched so many steps at once, this one among them, as it does on GPUs where rows only decode",
     ),
+    count(
+        "scored_positions",
+        "tokens",
+        "part of `sampled_tokens`: positions of prompts whose logits score given tokens (the tasks `score`, `classify` "
+        "and `rerank`, and `prompt_logprobs`)",
+    ),
 )
 
 
@@ -110,6 +120,9 @@ REQUEST_COLUMNS: tuple[Column, ...] = (
     count("flops", "FLOP", "useful floating-point operations of the tokens that the request ran"),
     real("bytes", "bytes", "the request's part of the steps' `bytes`"),
     seconds("roofline_s", "the request's part of the steps' `roofline_s`; null: peaks unknown"),
+    count(
+        "scored_positions", "tokens", "positions of the prompt whose logits score given tokens, as in `steps`"
+    ),
 )
 
 

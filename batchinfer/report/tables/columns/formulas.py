@@ -71,7 +71,7 @@ def host_s(row: Row) -> float | None:
 def energy_per_token(row: Row) -> float | None:
     if row["energy_j"] is None:
         return None
-    return quotient(row["energy_j"], row["prompt_tokens_run"] + row["output_tokens"])
+    return quotient(row["energy_j"], row["prompt_tokens_run"] + (row["output_tokens"] or 0))
 
 
 def forecast_error(row: Row) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from batchinfer.report.column import COUNTS, Column, count, ratio
+from batchinfer.report.tables.columns.of_tasks import ANSWERS
 from batchinfer.report.tables.columns.shared import LABELLED
 
 ROW_COUNTS: tuple[Column, ...] = (
@@ -10,6 +11,7 @@ ROW_COUNTS: tuple[Column, ...] = (
     count("rows_ok", "rows", "rows with an answer, whichever run computed it"),
     count("rows_error", "rows", "error rows"),
     Column("error_codes", COUNTS, "rows", "error rows by `error_code`"),
+    *ANSWERS,
     *LABELLED,
     count("unlabelled_rows", "rows", "rows without an expected answer: they are not measured"),
     count(
@@ -39,7 +41,7 @@ ROW_COUNTS: tuple[Column, ...] = (
     count(
         "computed_requests",
         "requests",
-        "requests that finished in this run",
-        sql="(SELECT count(*) FROM requests)",
+        "requests that finished in this run, without the prompt of `classify.calibrate`, which answers no row",
+        sql="(SELECT count(*) FROM requests WHERE rows > 0)",
     ),
 )

@@ -10,6 +10,7 @@ from batchinfer.report.tables.columns.formulas import wall_s
 SETTING: tuple[Column, ...] = (
     text("run_id", "names the run; starts with its UTC start time, so that names sort by time"),
     text("job", "`name` of the job file"),
+    text("task", "`task` of the job file; columns that mean nothing for a task are null"),
     text("output", "folder of the results"),
     text("model", "`org/name@commit` if the job names the model so, else the checkpoint's folder"),
     Column("started_at", TIME, "", "when the command's process started"),

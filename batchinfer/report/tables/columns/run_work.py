@@ -62,7 +62,7 @@ WORK: tuple[Column, ...] = (
         "sampled_tokens",
         "tokens",
         "tokens sampled, those of unfinished requests included",
-        sql=total("sampled_tokens"),
+        sql=total("sampled_tokens - scored_positions"),
     ),
     count(
         "recomputed_tokens", "tokens", "tokens run again after a preemption", sql=total("recomputed_tokens")

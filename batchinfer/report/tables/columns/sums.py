@@ -34,7 +34,7 @@ PHASE_COLUMNS: tuple[Column, ...] = (
         "output tokens run to get the next token, each counted once",
         sql="sum(decode_tokens)",
     ),
-    count("sampled_tokens", "tokens", "tokens sampled", sql="sum(sampled_tokens)"),
+    count("sampled_tokens", "tokens", "tokens sampled", sql="sum(sampled_tokens - scored_positions)"),
     count("recomputed_tokens", "tokens", "tokens run again after a preemption", sql="sum(recomputed_tokens)"),
     count("padded_tokens", "tokens", "query positions computed without use", sql="sum(padded_tokens)"),
     seconds("device_s", "`model_s` of the phase's steps", sql="sum(model_s) / $engines"),

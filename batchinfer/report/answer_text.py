@@ -1,0 +1,58 @@
+"""The summary's line about the answers of a run says which labels, scores or vectors they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from batchinfer.core.wording import count, counted, percent, short
+
+_MOST_LABELS = 6  # named in the summary; the page has them all
+Row = Mapping[str, Any]
+
+
+def answers_line(row: Row) -> tuple[str, str]:
+    """Return the name and the text of the summary's line about answers; the text is empty if there is none."""
+    if row["mean_label_probability"] is not None:
+        return "labels", _labels(row)
+    if row["mean_logprob"] is not None:
+        return "scores", _scores(row)
+    if row["score_p50"] is not None:
+        spread = " / ".join(f"{row[f'score_p{at}']:.3g}" for at in (10, 50, 90))
+        return "scores", f"{spread}  (p10 / p50 / p90)"
+    if row["dimensions"] is not None and row["rows_ok"]:
+        return "vectors", f"{count(row['rows_ok'])} of {counted(row['dimensions'], 'number')} each"
+    return "", ""
+
+
+def perplexity(mean_logprob: float) -> float | None:
+    """Return the perplexity; None if it is beyond the range of a float."""
+    try:
+        return math.exp(-mean_logprob)
+    except OverflowError:
+        return None
+
+
+def _labels(row: Row) -> str:
+    """Say how many rows got which label, the most frequent first."""
+    labels: Mapping[str, int] = row["labels"] or {}
+    rows = sum(labels.values())
+    ranked = sorted(labels.items(), key=lambda item: (-item[1], item[0]))
+    parts = [
+        f"{label.strip()} {count(number)} ({percent(number / rows)})"
+        for label, number in ranked[:_MOST_LABELS]
+    ]
+    if len(ranked) > _MOST_LABELS:
+        parts.append(f"{counted(len(ranked) - _MOST_LABELS, 'other label')}")
+    probability = f"probability {row['mean_label_probability']:.2f} on average"
+    return f"{', '.join(parts)}; {probability}" if parts else probability
+
+
+def _scores(row: Row) -> str:
+    found = perplexity(row["mean_logprob"])
+    named = "" if found is None else f" (perplexity {short(found)})"
+    greedy = f"; greedy decoding gives {counted(row['greedy_rows'], 'row')}" if row["greedy_rows"] else ""
+    return (
+        f"{short(row['scored_tokens'])} tokens, mean log-probability {row['mean_logprob']:.3f}{named}{greedy}"
+    )
