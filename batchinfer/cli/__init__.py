@@ -21,6 +21,7 @@ from batchinfer.cli.quantize_verb import quantize
 from batchinfer.cli.report_verb import report
 from batchinfer.cli.result_verbs import clean, query, verify
 from batchinfer.cli.schema_verb import schema
+from batchinfer.cli.show_verb import show
 from batchinfer.cli.status_verb import status
 from batchinfer.cli.terminal import say
 from batchinfer.cli.worker_verb import worker
@@ -46,6 +47,7 @@ for _verb in (
     doctor,
     worker,
     status,
+    show,
     query,
     report,
     history,

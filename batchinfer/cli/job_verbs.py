@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from batchinfer.cli.options import DEFAULT_JOB, Date, JobPath, Json, Overrides, Price, Quiet, load
-from batchinfer.cli.terminal import painted, say, say_json, say_verbatim, tell, tell_error
+from batchinfer.cli.terminal import (
+    columns_of_terminal,
+    painted,
+    say,
+    say_json,
+    say_verbatim,
+    tell,
+    tell_error,
+)
 from batchinfer.core.errors import StorageError
 from batchinfer.core.hub import ModelName
 from batchinfer.core.text import printable
@@ -102,7 +110,7 @@ def run(
             already_s=process_age_s(),
         )
         result = run_loaded(job, options, progress, _silent if quiet else progress.note)
-    _show(result, quiet, as_json)
+    _show(result, job, quiet, as_json)
     return result.exit_code
 
 
@@ -131,16 +139,14 @@ def _silent(_: str) -> None:
     """Print nothing, for --quiet."""
 
 
-def _show(result: RunResult, quiet: bool, as_json: bool) -> None:
+def _show(result: RunResult, job: Job, quiet: bool, as_json: bool) -> None:
     """Raises StorageError when stdout cannot be written; a reader that has gone is no error."""
-    from batchinfer.report.summary import summary
-
     row = result.row
     try:
         if as_json:
             shown = say_json({**row, "message": result.message})
         else:
-            shown = quiet or say(_painted(summary(row, result.report), not row["exit_code"]))
+            shown = quiet or say(_painted(_summary(result, job), not row["exit_code"]))
     except OSError as error:
         raise StorageError(
             f"{row['output']}: {row['exit_status']}; stdout cannot be written: {error}"
@@ -151,6 +157,18 @@ def _show(result: RunResult, quiet: bool, as_json: bool) -> None:
         )
     if result.message is not None:
         tell_error(result.message)
+
+
+def _summary(result: RunResult, job: Job) -> str:
+    """Return the summary of a run that published. Only a terminal gets answers: they do not belong in logs."""
+    from batchinfer.report.summary import NAME_END, summary
+
+    examples: list[str] = []
+    if sys.stdout.isatty():
+        from batchinfer.verbs.show import example_lines
+
+        examples = example_lines(result.results, columns_of_terminal(sys.stdout) - NAME_END)
+    return summary(result.row, result.report, labels=job.task == "classify", examples=examples)
 
 
 def _painted(text: str, good: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TextIO
@@ -71,6 +72,13 @@ def shows_colours(stream: TextIO | None) -> bool:
     if stream is None or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
     return stream.isatty()
+
+
+def columns_of_terminal(stream: TextIO | None) -> int:
+    """Return the width for lines on a stream: the terminal's, and 80 columns where there is none."""
+    if stream is None or not stream.isatty():
+        return 80
+    return shutil.get_terminal_size().columns
 
 
 def _write(stream: TextIO | None, text: str, *, end: str = "\n", flush: bool = True) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,16 @@ _LAUNCHED: dict[LaunchMode, str] = {
 }
 
 
-def summary(row: Row, report: Path | None = None) -> str:
-    """Return at most 22 aligned lines without a final newline. What is not known is a dash or left out.
+def summary(
+    row: Row, report: Path | None = None, *, labels: bool = False, examples: Sequence[str] = ()
+) -> str:
+    """Return aligned lines without a final newline. What is not known is a dash or left out.
 
-    `report`: the row's file; None for a run that changed nothing and leaves none.
+    Args:
+        row: of the run table.
+        report: the row's file; None for a run that changed nothing and leaves none.
+        labels: whether answers are labels, which the next command counts.
+        examples: a line for each of some answers.
     """
     lines = [
         ("rows", _rows(row)),
@@ -58,7 +64,8 @@ def summary(row: Row, report: Path | None = None) -> str:
             "page",
             "" if report is None or not row["steps"] else f"batchinfer report {shlex.quote(row['output'])}",
         ),
-        ("next", _next(row)),
+        *_examples(examples),
+        ("next", _next(row, labels)),
     ]
     shown = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in lines if text]
     return "\n".join([_headline(row), *shown])
@@ -316,11 +323,20 @@ def _results(row: Row) -> str:
     return f"{row['output']}/*.parquet" if is_published(row["exit_status"]) else "not published"
 
 
-def _next(row: Row) -> str:
+def _examples(lines: Sequence[str]) -> list[tuple[str, str]]:
+    return [("" if at else "answers", line) for at, line in enumerate(lines)]
+
+
+def _next(row: Row, labels: bool) -> str:
+    """Return what to do next: after a run that published, a command that shows answers."""
+    result = shlex.quote(row["output"])
     if not is_published(row["exit_status"]):
         return "finished answers are kept: once the cause is removed, the same command computes only the rest"
     if row["exit_code"]:
-        return "correct the error rows and run the same command again: it computes only what changed"
-    return (
-        f'batchinfer query {shlex.quote(row["output"])} "select status, count(*) from results group by all"'
-    )
+        return (
+            f"batchinfer show {result} --errors; correct these rows and run the same command again: it computes only "
+            "what changed"
+        )
+    if labels:
+        return f'batchinfer query {result} "select label, count(*) from results group by all order by 2 desc"'
+    return f"batchinfer show {result}"

@@ -96,7 +96,7 @@ def test_a_published_run() -> None:
             "  results  results/orders/*.parquet",
             "  report   results/orders-report/run-20261120T223000Z-abcdef.parquet",
             "  page     batchinfer report results/orders",
-            '  next     batchinfer query results/orders "select status, count(*) from results group by all"',
+            "  next     batchinfer show results/orders",
         ]
     )
 
@@ -142,7 +142,13 @@ def test_a_run_that_had_nothing_to_do_is_short() -> None:
 def test_the_next_command_can_be_pasted_whatever_the_path() -> None:
     last = summary(full_row(output="it's $HOME/x")).splitlines()[-1]
     words = shlex.split(last)
-    assert words[:4] == ["next", "batchinfer", "query", "it's $HOME/x"]
+    assert words == ["next", "batchinfer", "show", "it's $HOME/x"]
+
+
+def test_labels_are_counted_next_and_errors_shown() -> None:
+    last = summary(full_row(), labels=True).splitlines()[-1]
+    assert shlex.split(last)[-1] == "select label, count(*) from results group by all order by 2 desc"
+    assert "batchinfer show results/orders --errors" in summary(full_row(exit_code=65)).splitlines()[-1]
 
 
 @given(st.sets(st.sampled_from(SCHEMAS[RUN].names)))
