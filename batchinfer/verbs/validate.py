@@ -15,6 +15,7 @@ from batchinfer.plan.setup.dry_run import dry_run
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import check_setup
 from batchinfer.plan.setup.kv_room import kv_memory_warnings
+from batchinfer.plan.setup.quantization_warning import quantization_warnings
 
 
 def validate_job(job: Job) -> list[str]:
@@ -26,6 +27,7 @@ def validate_job(job: Job) -> list[str]:
         f"model: {checkpoint.spec.family}, {size(checkpoint.weight_bytes)} of weights, "
         f"to be run in {setting.arithmetic} on {setting.device}, up to {setting.max_model_len} tokens a row",
         *checkpoint.notices,
+        *quantization_warnings(setup),
         *_adapters(job),
         f"tokenizer: {tokenizer.vocab_size} tokens, "
         + ("with a chat template" if tokenizer.chat_template else "without a chat template"),

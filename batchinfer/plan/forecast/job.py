@@ -36,6 +36,7 @@ from batchinfer.plan.order.prefixes import PlannedPrefix, largest_prefixes
 from batchinfer.plan.setup.enough_rows import check_enough_rows
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import Setup, check_setup
+from batchinfer.plan.setup.quantization_warning import quantization_warnings
 from batchinfer.plan.setup.work_context import work_context
 
 PREFIXES_SHOWN = 8
@@ -102,13 +103,13 @@ def forecast_job(
 ) -> JobForecast:
     """Read, render and tokenise every row, plan the job and simulate it. Nothing of a job's state is changed.
 
-    `notice` gets what the input's check warns of. `devices`: those of a machine other than this one. `sample`: about
-    how many rows to render and tokenise instead of all. `stop_at`: when the run stops, if it does. Raises what `run`
-    raises before it computes, but OutOfMemory: that is part of the forecast.
+    `notice` gets the warnings about quantisation and the input. `devices`: those of a machine other than this one.
+    `sample`: about how many rows to render and tokenise instead of all. `stop_at`: when the run stops, if it does.
+    Raises what `run` raises before it computes, but OutOfMemory: that is part of the forecast.
     """
     state = state_of(job)
     setup = check_setup(job, state, replace=True, hardware=None if devices is None else devices.hardware)
-    for warning in check_input(job, setup, state).warnings:
+    for warning in (*quantization_warnings(setup), *check_input(job, setup, state).warnings):
         notice(warning)
     if job.sampling.from_columns:
         notice(f"rows set their own {job.sampling.row_parameters()}")
