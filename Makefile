@@ -25,7 +25,7 @@ quickstart: $(READY)
 ON_TWO := -n 2 --dist worksteal
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ON_TWO) -m "not slow"
+	BATCHINFER_TEST_DURATIONS=build/test-durations.json $(BIN)/python -m pytest $(ON_TWO) -m "not slow"
 
 # The operators also run as on Arm CPUs where Debian's gcc-aarch64-linux-gnu and qemu-user are installed.
 test-all: $(READY)
@@ -50,7 +50,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_layering.py tests/test_house_rules.py tests/test_docs.py tests/test_packaging.py
+	$(BIN)/python -m pytest tests/test_layering.py tests/test_house_rules.py tests/test_docs.py tests/test_packaging.py tests/test_prose.py
 
 fix: $(READY)
 	$(BIN)/ruff check --fix .

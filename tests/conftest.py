@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator
+from pathlib import Path
 
 # Before torch and OpenMP are imported anywhere: two test processes run beside each other, and threads of tiny
 # operators that wait for one another cost ten times what they gain.
@@ -17,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.cpu_seconds import NAME, cpu_s, lines
+from tests.cpu_seconds import NAME, RECORD, cpu_s, lines, record
 from tests.examples import SEED, everything, examples, sampled, seed
 from tests.kernels.gpu import interpreter
 
@@ -76,8 +77,10 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what CPU time tests took, that not every case ran, and how others are had."""
-    reports = [one for of in ("passed", "failed") for one in terminalreporter.stats.get(of, [])]
+    """Report the CPU time of the tests, record their durations, and say how to run the cases that were left out."""
+    reports = [one for of in ("", "passed", "failed", "error") for one in terminalreporter.stats.get(of, [])]
+    if path := os.environ.get(RECORD):
+        record(reports, Path(path))
     for line in lines(reports):
         terminalreporter.write_line(line)
     if not everything():
