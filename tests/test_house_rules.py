@@ -21,7 +21,7 @@ PLACES = re.compile(
     "|".join([r"(?<![\w.-])/work/(?:main|shared)\b", "/tmp/" + "bi/", r"(?<!\w)\.lib" + "rary/"])
 )
 WATCHED = (".py", ".c", ".h", ".md", ".toml", ".yaml", ".yml", ".txt", ".cfg")
-FOLDERS = ("batchinfer", "kernels", "tests", "docs", "jobs", ".ci")
+FOLDERS = ("batchinfer", "kernels", "tests", "docs", "jobs", ".ci", ".github")
 # A docstring that begins with one of these names neither a subject nor an action: "Of codes.", "What it holds."
 CLAUSES = frozenset(
     ["also", "and", "but", "ditto", "likewise", "of", "or", "see", "those", "what", "which", "whose"]
