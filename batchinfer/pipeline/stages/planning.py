@@ -143,7 +143,7 @@ def _deadline(
     """Return what watches the job's deadline, if it has one; a notice says whether it will be met."""
     first, drafts = None, run.setup.drafts
     if run.job.deadline is not None and drafts is not None and run.setup.drafting is not None:
-        drafting = forecast_run(drafts.job, run.setup.drafting, plan, index.tokens, settles=False)
+        drafting = forecast_run(drafts.job, run.setup.drafting, plan, index.tokens)
         first, forecast = drafting.engine, None if drafting.engine is None else forecast
     found = Deadline.of(run.job, run.now, forecast, first=first)
     if found is not None and plan.to_run:

@@ -19,7 +19,6 @@ from batchinfer.plan.forecast.room import beside_block, beside_weights, captures
 from batchinfer.plan.forecast.step_times import StepTimes, alike, step_times
 from batchinfer.plan.order.backlog import share_of
 from batchinfer.plan.order.plan import Plan
-from batchinfer.plan.order.policies import OrderChoice
 from batchinfer.plan.order.requests import Prompts, planned_requests
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.simulation.answer_lengths import AnswerLengths
@@ -65,7 +64,6 @@ class EngineForecast:
     mfu: float | None = None
     mbu: float | None = None
     energy_j: float | None = None  # None where no run of this model on this machine knows what it took
-    order: OrderChoice | None = None  # None: the default one, without a choice
     proposals: EarlierProposals | None = (
         None  # of the last run, where the job has drafts, which are not counted here
     )
@@ -155,9 +153,13 @@ class ForecastEngine:
 
     @property
     def simulating_s(self) -> float:
-        """Return about how long it takes to simulate all rows of the plan in one order, on one engine."""
+        """Return about how many seconds it takes to simulate all rows of the plan on one engine."""
         token_s = OUTPUT_TOKEN_S + STEP_S / self.machine.scheduler.max_num_seqs
         return self.plan.to_run * ROW_S + self.plan.expected_tokens * token_s
+
+    def simulation_s(self, every: int) -> float:
+        """Return about how many seconds it takes to simulate one of every `every` batches, and half of those."""
+        return self.simulating_s if every == 1 else self.simulating_s / every * TWO_PARTS
 
     def every(self, budget_s: float) -> int:
         """Return n such that one of every n batches is simulated."""

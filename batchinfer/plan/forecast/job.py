@@ -27,7 +27,6 @@ from batchinfer.plan.forecast.engine import PLAN_MOST_S, EngineForecast, forecas
 from batchinfer.plan.forecast.idle import IdleForecast, idle_forecast
 from batchinfer.plan.forecast.layouts import LayoutForecast, layout_forecasts
 from batchinfer.plan.forecast.lint import Linter, LintFinding
-from batchinfer.plan.forecast.order_choice import settled_forecast
 from batchinfer.plan.forecast.quantizations import QuantizedForecast, quantized_forecasts
 from batchinfer.plan.forecast.sampled_rows import SampledRows, sampled_rows, strata_of
 from batchinfer.plan.order.plan import Plan
@@ -206,7 +205,7 @@ def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Pat
     weights = engine.weight_bytes * engines
     blocks = machine.blocks * engines
     memory = Memory(weights, engine.kv_cache_bytes * engines, blocks, size)
-    forecast = settled_forecast(engine, known.index.tokens, PLAN_MOST_S)
+    forecast = engine.forecast(known.index.tokens, PLAN_MOST_S)
     drafting = _of_drafts(known, setup)
     times = 1.0 if known.drawn is None else known.drawn.times
     calibration = planned_calibration(known.job, setup, known.plan, times)

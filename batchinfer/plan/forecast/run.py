@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from batchinfer.core.errors import OutOfMemory
 from batchinfer.job import Job
 from batchinfer.plan.forecast.engine import EngineForecast, ForecastEngine, forecast_engine
-from batchinfer.plan.forecast.order_choice import settle_order, settled_forecast, simulation_s
-from batchinfer.plan.forecast.text import drafts_line, engine_text, order_line
+from batchinfer.plan.forecast.text import drafts_line, engine_text
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts
 from batchinfer.plan.setup.job_setup import Setup
@@ -25,18 +24,17 @@ class RunForecast:
     lines: tuple[str, ...] = ()  # for people
 
 
-def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts, settles: bool = True) -> RunForecast:
-    """Settle the order, if the plan may have another one (`settles`), and forecast the engine. A defect of the
-    forecast's arithmetic costs the forecast alone.
+def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts) -> RunForecast:
+    """Forecast the engine at the start of a run. An error in the forecast's arithmetic never stops the run.
 
-    There is none where nothing would come of it: nothing is to run, the machine's peaks are not known, or the engine
-    will find too little memory; and where even the least part that tells anything would take long to simulate, as
-    answers of very many tokens do.
+    The forecast is empty if nothing has to run, if the machine's peaks are unknown, or if the engine will have too
+    little memory. It is also empty if even the smallest sample would take long to simulate, for example because answers
+    may have tens of thousands of tokens.
     """
     if setup.setting.peaks is None or not plan.to_run:
         return RunForecast()
     try:
-        return _forecast(forecast_engine(job, setup, plan), prompts, settles)
+        return _forecast(forecast_engine(job, setup, plan), prompts)
     except OutOfMemory:  # estimated from here; the engine's own process knows better, and says so
         return RunForecast()
     except MemoryError:
@@ -45,12 +43,12 @@ def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts, settles: 
         return RunForecast(None, (f"no forecast: {type(error).__name__}: {error}; please report it",))
 
 
-def _forecast(engine: ForecastEngine, prompts: Prompts, settles: bool) -> RunForecast:
+def _forecast(engine: ForecastEngine, prompts: Prompts) -> RunForecast:
     budget_s = engine.run_budget_s()
     known = engine.answers_from > 0  # then answers are simulated as long as they become, not as they may
-    if not known and simulation_s(engine, engine.every(budget_s)) > max(MOST_S, TOO_MUCH * budget_s):
-        return RunForecast(None, order_line(settle_order(engine, prompts)) if settles else ())
-    found = settled_forecast(engine, prompts, budget_s) if settles else engine.forecast(prompts, budget_s)
+    if not known and engine.simulation_s(engine.every(budget_s)) > max(MOST_S, TOO_MUCH * budget_s):
+        return RunForecast()
+    found = engine.forecast(prompts, budget_s)
     lines = () if found.seconds is None else (f"forecast: {engine_text(found)}",)
     drafts = [f"drafts: {line}" for line in drafts_line(found)]
-    return RunForecast(found, (*lines, *drafts, *order_line(found.order)))
+    return RunForecast(found, (*lines, *drafts))

@@ -17,7 +17,6 @@ from batchinfer.plan.forecast.lint import finding_text
 from batchinfer.plan.forecast.sampled_rows import SampledRows
 from batchinfer.plan.forecast.step_times import DECLARED_EFFICIENCY
 from batchinfer.plan.order.plan import Plan
-from batchinfer.plan.order.policies import BY_DEFAULT, OrderChoice
 from batchinfer.plan.order.prefixes import PlannedPrefix
 from batchinfer.report.summary import launch_text
 
@@ -69,13 +68,6 @@ def drafts_line(forecast: EngineForecast) -> tuple[str, ...]:
         return (f"{right} in the last run; none are forecast",)
     what = "saved" if before.saved_s >= 0 else "lost"
     return (f"{right} in the last run, and {what} about {seconds(abs(before.saved_s))}; none are forecast",)
-
-
-def order_line(order: OrderChoice | None) -> tuple[str, ...]:
-    """Return a line for a run whose order is another than usual, or would be."""
-    if order is None or (order.policy is BY_DEFAULT and not order.failed):
-        return ()
-    return (f"order: {_order_text(order)}",)
 
 
 def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str, Any]:
@@ -134,23 +126,6 @@ def _node_json(node: PlannedPrefix) -> dict[str, Any]:
     return {name: value for name, value in asdict(node).items() if name != "token_offset"}
 
 
-def _order_text(order: OrderChoice) -> str:
-    """Say the order, why it was chosen, and what the others take, the fastest first."""
-    others = sorted(order.seconds.items(), key=lambda one: one[1])
-    told = ", ".join(f"{policy} {seconds(takes)}" for policy, takes in others)
-    part = f" of {percent(order.share)} of the rows" if 0 < order.share < 1 else ""
-    return f"{order.policy} ({order.why}{part}){': ' if told else ''}{told}"
-
-
-def _order_json(order: OrderChoice) -> dict[str, Any]:
-    return {
-        "chosen": order.policy.value,
-        "why": order.why,
-        "seconds": {policy.value: takes for policy, takes in order.seconds.items()} or None,
-        "simulated_share": order.share,
-    }
-
-
 def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> dict[str, Any]:
     run = forecast.run
     return {
@@ -179,7 +154,6 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
         "drafts_before": None if forecast.proposals is None else asdict(forecast.proposals),
         "energy_j": forecast.energy_j,
         "cost": _cost(forecast, price_per_hour),
-        "order": None if forecast.order is None else _order_json(forecast.order),
     }
 
 
@@ -322,8 +296,6 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
         yield "", f"stages wait {percent(forecast.waits)} of the time, in the mean"
     if forecast.simulated < 1:
         yield "", f"extrapolated from simulating {percent(forecast.simulated)} of the rows"
-    if forecast.order is not None:
-        yield "order", _order_text(forecast.order)
     if forecast.energy_j is not None:
         yield "energy", f"{short(forecast.energy_j)}J, if the machine takes as much power as in earlier runs"
     cost = _cost(forecast, price_per_hour)

@@ -1,1 +1,1 @@
-"""The order in which a job's requests run: duplicates, the prefix forest, policies."""
+"""The order in which a job's requests run: duplicates, the prefix forest, long answers first."""

@@ -7,9 +7,7 @@ long (docs/measurements/prefixes.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +18,6 @@ from batchinfer.core.request import TokenIds
 
 BLOCK = 16  # tokens; a KV block has as many unless the job says otherwise
 HASH_BYTES = 8
-_PIECE = 1 << 18  # tokens that are hashed together: so that little memory is held besides their hashes
 
 Hashes = NDArray[np.uint64]
 _NONE: Hashes = np.zeros(0, np.uint64)
@@ -83,27 +80,6 @@ def block_hashes(
     np.cumsum((blocks @ weights[:BLOCK]) * weights[BLOCK:][level], out=sums[1:])
     before = sums[begins] if roots is None else sums[begins] - roots
     return Chains(sums[1:] - np.repeat(before, chains.lengths), chains.lengths)
-
-
-def chains_of(prompts: Sequence[TokenIds], roots: Hashes) -> Chains:
-    """Return the chains of prompts that are held in memory."""
-    counts = np.array([len(prompt) for prompt in prompts], np.int64)
-    cuts = np.flatnonzero(np.diff(np.cumsum(counts) // _PIECE)) + 1
-    found = [_NONE]
-    for start, end in pairwise([0, *cuts.tolist(), len(prompts)]):
-        some, tokens = counts[start:end], np.concatenate([np.zeros(0, np.int32), *prompts[start:end]])
-        found.append(block_hashes(tokens, np.cumsum(some) - some, some, roots[start:end]).hashes)
-    return Chains(np.concatenate(found), chain_lengths(counts))
-
-
-def sorted_chains(chains: Chains) -> tuple[Chains, list[int]]:
-    """Return the chains such that those that begin alike follow one another, equal ones as they were, and the place
-    that each of them had."""
-    data, ends = chains.hashes.tobytes(), (chains.ends * HASH_BYTES).tolist()
-    values = [data[start:end] for start, end in pairwise([0, *ends])]
-    places = sorted(range(len(values)), key=values.__getitem__)
-    hashes = np.frombuffer(b"".join(values[place] for place in places), np.uint64)
-    return Chains(hashes, chains.lengths[places]), places
 
 
 def chains_to_arrow(chains: Chains) -> pa.Array:

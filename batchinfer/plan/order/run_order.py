@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,13 +34,8 @@ def depth_first(forest: PrefixForest, effort: NDArray[np.int64]) -> Ints:
 
     A node's effort is its largest prompt's. Of equals that come first in sorted order do.
     """
-    return walk(forest, effort, forest.largest(effort))
-
-
-def walk(forest: PrefixForest, values: NDArray[Any], node_values: NDArray[Any]) -> Ints:
-    """Return the place of each prompt in a walk of the forest that takes the items of a node by descending value."""
-    order = np.lexsort((forest.firsts, -np.concatenate([values, node_values]), forest.around))
-    return places_in(forest, order)[: len(values)]
+    order = np.lexsort((forest.firsts, -np.concatenate([effort, forest.largest(effort)]), forest.around))
+    return places_in(forest, order)[: len(effort)]
 
 
 def places_in(forest: PrefixForest, order: NDArray[np.integer]) -> Ints:

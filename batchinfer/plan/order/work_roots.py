@@ -14,7 +14,7 @@ from batchinfer.plan.order.requests import request_params
 _ROWS = 65_536  # that are read at a time
 
 
-def root_number(root: bytes) -> int:
+def _root_number(root: bytes) -> int:
     """Return the number of a root: 0 of the usual one, 64 bits of a digest of another one.
 
     Two roots have the same number with a probability of about 2⁻⁶⁴; what comes of it is a worse order, and no wrong
@@ -34,7 +34,7 @@ def work_roots(database: Any, roots: ContentRoots) -> Hashes:
         for count, text, expected in zip(*(column.to_pylist() for column in batch.columns), strict=True):
             root = roots.of(count, request_params(text, expected))
             if root not in numbers:
-                numbers[root] = root_number(root)
+                numbers[root] = _root_number(root)
             found[done] = numbers[root]
             done += 1
     return found

@@ -4,27 +4,23 @@ one root share all that they have in common. The roots are made up: nobody but `
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.content_root import ContentRoots
-from batchinfer.core.request import Request, common_prefix
+from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.engine.kv.cache_layout import one_group
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.models.spec.spec import CacheSpec
-from batchinfer.plan.forecast.order_choice import PlanSample
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
-from batchinfer.plan.order.policies import Capacity, OrderPolicy
 from batchinfer.plan.order.requests import planned_requests
 from batchinfer.plan.simulation.simulator import SimulatedEngine, simulate
 from batchinfer.plan.simulation.step_time import StepTime
@@ -125,20 +121,3 @@ def test_all_that_is_shared_is_shared_within_a_root(
         "report": lambda: reported(requests, folder),
     }
     assert {name: count() for name, count in found.items()} == dict.fromkeys(found, wanted)
-
-
-@given(rows=ROWS)
-@settings(max_examples=examples(20, 100), deadline=None, print_blob=True)
-def test_an_order_that_is_compared_announces_nothing_across_roots(
-    rows: list[tuple[list[int], int, int]],
-) -> None:
-    requests = [
-        Request(number.to_bytes(32, "big"), np.array(prompt, np.int32), SamplingParams(max_tokens=most))
-        for number, (prompt, (_, _, most)) in enumerate(zip(prompts_of(rows), rows, strict=True))
-    ]
-    sample = PlanSample(requests, range(len(requests)), None)
-    ordered = sample.ordered(OrderPolicy.DEPTH_FIRST, Capacity(64, 100_000), ROOTS)
-    assert sorted(request.key for request in ordered) == [request.key for request in requests]
-    for request, after in pairwise(ordered):
-        alike = ROOTS.of(0, request.params) == ROOTS.of(0, after.params)
-        assert request.shares_next == (common_prefix(request.prompt, after.prompt) if alike else 0)

@@ -55,8 +55,6 @@ def test_a_sample_tells_of_the_whole(tmp_path: Path, model: Path, monkeypatch: p
     assert "of 800 rows: token counts are off by at most" in said
     assert "no error rows in the sample" in said
     assert forecast_json(part, None)["sample"]["of_rows"] == 800
-    assert part.forecast.order.seconds[part.forecast.order.policy] == pytest.approx(part.forecast.seconds)
-    assert part.forecast.order.share < 0.3
     assert part.prefixes[0].users == pytest.approx(800, rel=0.05), "all share the system prompt"
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batchinfer.core.prefix_forest import ROOT, PrefixForest, prefix_forest
 from batchinfer.plan.order import block_tails, requests, run_order
 from batchinfer.plan.order import sorted_prompts as sorting
-from batchinfer.plan.order.block_hashes import BLOCK, chains_of
+from batchinfer.plan.order.block_hashes import BLOCK, block_hashes
 from batchinfer.plan.order.run_order import depth_first, kept_together
 from tests.examples import examples
 
@@ -116,7 +116,13 @@ def walk(rows: list[int], prompts: list[np.ndarray], effort: list[int], depth: i
     ]
 
 
-def test_many_tokens_are_hashed_in_pieces_that_change_nothing():
+def chains_of(prompts: list[np.ndarray], roots: np.ndarray):
+    counts = np.array([len(prompt) for prompt in prompts], np.int64)
+    tokens = np.concatenate([np.zeros(0, np.int32), *prompts])
+    return block_hashes(tokens, np.cumsum(counts) - counts, counts, roots)
+
+
+def test_the_chain_of_a_prompt_does_not_depend_on_the_others():
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 50_000, n).astype(np.int32) for n in (0, 1, 16, 17, 200_000, 33, 300_000, 48)]
     alone = [chains_of([prompt], ROOTS[:1]).hashes for prompt in prompts]
