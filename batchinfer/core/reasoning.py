@@ -60,7 +60,7 @@ class Reasoning:
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         found = value["tokens"]
         tokens = None if found is None else ReasoningTokens(*map(tuple, found))
-        return cls(*(value[name] for name in ("begin", "end", "answer", "gap")), tokens)
+        return cls(value["begin"], value["end"], value["answer"], value["gap"], tokens)
 
     def tokens_after(self, opening: int) -> ReasoningTokens | None:
         """Return the tokens around the reasoning of an answer whose prompt ends so; None: it is over, or is told by

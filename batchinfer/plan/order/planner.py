@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import StorageError
@@ -167,9 +168,9 @@ def _load_keys(database: Any, name: str, keys: Sequence[bytes]) -> None:
     database.unregister("given")
 
 
-def _offsets(database: Any) -> Ints:
+def _offsets(database: Any) -> NDArray[np.int64]:
     """Return where the prompt of each row of `work` is in the token store."""
-    found: Ints = database.sql("SELECT token_offset FROM work").fetchnumpy()["token_offset"]
+    found: NDArray[np.int64] = database.sql("SELECT token_offset FROM work").fetchnumpy()["token_offset"]
     return found
 
 
