@@ -8,6 +8,9 @@ from typing import Any
 from batchinfer.cli.terminal import say_json, tell_error
 from batchinfer.core.errors import BatchInferError, JobFileError, UsageError, known
 
+# What users expect from other programs, and the verb that does it here
+_INSTEAD = {"--dry-run": "`batchinfer plan JOB.YAML` says what a run would do, without running it"}
+
 
 def explain(error: Exception, as_line: bool) -> int:
     """Print what went wrong, and return the exit code that it means."""
@@ -22,7 +25,8 @@ def explain(error: Exception, as_line: bool) -> int:
 def _meant(error: Exception) -> BatchInferError:
     told = getattr(error, "format_message", None)
     if told is not None:  # a usage error of click's; typer brings its own click, whose class cannot be named
-        return UsageError(f"{told()} (see `batchinfer --help`)")
+        instead = _INSTEAD.get(getattr(error, "option_name", ""), "see `batchinfer --help`")
+        return UsageError(f"{told()} ({instead})")
     return known(error)
 
 

@@ -99,7 +99,8 @@ def _anchored(text: str, info: Info) -> str:
     """A path as written → absolute; refuses what would silently mean another place."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         raise ValueError(
-            f"found the address {shorten(text)}; only files on this machine's disks are read and written"
+            f"found the address {shorten(text)}; buckets and URLs are not supported: a path must be on one of this "
+            "machine's disks, local or mounted; copy inputs there first, and results from there afterwards"
         )
     if text.startswith("~"):
         raise ValueError("found a path that begins with ~, which only a shell knows; write ${HOME} instead")

@@ -543,7 +543,11 @@ class Job(Section):
     def place(self, where: str) -> str:
         """Return the file and line of the key `where`, for errors that are not mistakes in the job file."""
         line = self._line(where)
-        return ": ".join([str(self.source), *([] if line is None else [f"line {line}"]), where])
+        if where in dict(self._overrides):
+            where = f"--set {where}"
+        elif line is not None:
+            where = f"line {line}: {where}"
+        return f"{self.source}: {where}"
 
     def mistake(self, where: str, message: str) -> JobFileError:
         """Return an error with the line of the key `where`, for mistakes found later, e.g. a missing column."""

@@ -490,13 +490,13 @@ INPUTS = {
     ),
     "missing file": Wrong(
         66,
-        ("gone.jsonl", "no such file"),
-        lambda p: p.job(input=from_file("gone.jsonl")),
+        ("job.yaml: line 3: input.path", "Row.jsonl", "no such file", "did you mean", "rows.jsonl?"),
+        lambda p: p.job(input=from_file("Row.jsonl")),
     ),
     "empty glob": Wrong(
         66,
-        ("data/*.jsonl", "matches no file"),
-        lambda p: p.job(input=from_file("data/*.jsonl")),
+        ("line 3: input.path", "dta/*.jsonl", "matches no file", "did you mean data?"),
+        lambda p: ((p.folder / "data").mkdir(), p.job(input=from_file("dta/*.jsonl"))),
     ),
     "empty folder": Wrong(
         66,
@@ -541,8 +541,8 @@ INPUTS = {
     ),
     "column in no row, id": Wrong(
         78,
-        ("line 3", "input.id", "no column 'ident'", "id, text"),
-        lambda p: p.job(input=from_file("rows.jsonl", ", id: ident")),
+        ("line 3", "input.id", "no column 'Id'", "id, text", "did you mean 'id'?"),
+        lambda p: p.job(input=from_file("rows.jsonl", ", id: Id")),
     ),
     "column in no row, id and template": Wrong(
         78,
@@ -851,6 +851,7 @@ USAGE = {
     "no such verb": (("walk",), "walk"),
     "no such option": (("run", "job.yaml", "--fast"), "--fast"),
     "no rows": (("run", "job.yaml", "--limit", "0"), "--limit"),
+    "a dry run": (("run", "job.yaml", "--dry-run"), "`batchinfer plan JOB.YAML` says what a run would do"),
     "not a number": (("preview", "job.yaml", "--rows", "few"), "--rows"),
     "SQL that DuckDB refuses": (("query", "out/res", "selec 1"), "selec"),
     "a job is there already": (("init", "."), "job.yaml: exists already"),
@@ -864,7 +865,7 @@ def test_usage(name: str, place: Place, capsys, monkeypatch) -> None:  # type: i
     run = command(capsys, monkeypatch, NO_ENGINE)
     if name.startswith("SQL"):
         place.job(output="output: {path: out/res}")
-        assert run("run", "job.yaml", "-q").code == 0
+        assert run("run", "job.yaml", "-q", "--set", "input.allow_empty=true").code == 0
     arguments, word = USAGE[name]
     ended = run(*arguments)
     assert (ended.code, ended.out) == (2, "")

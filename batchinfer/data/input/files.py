@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import glob
+import itertools
 import os
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from batchinfer.core.errors import InputCorrupt, InputMissing, StorageError
+from batchinfer.core.text import nearest
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.registry import format_of, known_suffixes, named_by, packed_formats
 from batchinfer.job.file import not_utf8
@@ -46,11 +48,29 @@ def _expand(entry: str) -> list[str]:
     if os.path.lexists(entry):
         return [entry]
     if not glob.has_magic(entry):
-        raise InputMissing(f"{entry}: there is no such file")
+        raise InputMissing(f"{entry}: there is no such file{_meant(entry)}")
     found = sorted(p for p in glob.glob(entry, recursive=True) if os.path.isfile(p))
     if not found:
-        raise InputMissing(f"{entry}: the pattern matches no file")
+        raise InputMissing(f"{entry}: the pattern matches no file{_meant(_fixed(entry))}")
     return found
+
+
+def _fixed(pattern: str) -> str:
+    """Return the folder of a pattern before its first wildcard."""
+    parts = Path(pattern).parts
+    return str(Path(*itertools.takewhile(lambda part: not glob.has_magic(part), parts)))
+
+
+def _meant(path: str) -> str:
+    """Return a hint with the file or folder that was probably meant; empty if there is none."""
+    name = ""
+    while not os.path.isdir(path):
+        path, name = os.path.split(path)
+    try:
+        near = nearest(name, sorted(os.listdir(path))) if name else None
+    except OSError:
+        near = None
+    return "" if near is None else f" (did you mean {os.path.join(path, near)}?)"
 
 
 def would_read(patterns: Iterable[str], path: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from batchinfer.core.errors import InputMissing
 from batchinfer.data.input.chunk import ChunkSize
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.input_file import InputFile
@@ -24,7 +25,10 @@ _READ_BY = {
 
 def input_files(job: Job) -> list[InputFile]:
     """The files of `input.path`. Raises InputMissing, InputCorrupt, StorageError."""
-    return list_inputs(job.input.path or "", job.source.parent, job.input.format)
+    try:
+        return list_inputs(job.input.path or "", job.source.parent, job.input.format)
+    except InputMissing as error:
+        raise InputMissing(f"{job.place('input.path')}: {error}") from error
 
 
 def open_input(

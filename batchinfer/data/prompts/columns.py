@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import pyarrow as pa
 from jinja2 import nodes
 
 from batchinfer.core.errors import JobFileError, Mistake
+from batchinfer.core.text import nearest
 from batchinfer.data.input.reader import Shape
 from batchinfer.data.input.rows import Values
 from batchinfer.data.prompts.builder import ROW_VARIABLE, Mode, template_columns
@@ -201,7 +201,7 @@ def _asks_whether_defined(*sources: str | None) -> bool:
 
 
 def _missing(where: str, name: str, known: Sequence[str]) -> Mistake:
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else None
+    near = nearest(name, known)
+    hint = None if near is None else f"did you mean {near!r}?"
     shown = ", ".join(known[:20]) + (", …" if len(known) > 20 else "")
     return Mistake(where, f"the input has no column {name!r}; it has: {shown or 'none'}", hint=hint)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from batchinfer.core.errors import JobFileError, Mistake
+from batchinfer.core.text import nearest
 from batchinfer.data.input.reader import Shape
 from batchinfer.data.prompts.arguments.told import (
     Arguments,
@@ -121,8 +121,8 @@ def _problem_of_argument(
         return f"{name!r} is a name that every chat template has already; it cannot be set", None, None
     if name not in reads:
         known = f"it reads {', '.join(sorted(reads))}" if reads else "it reads none"
-        near = difflib.get_close_matches(name, reads, 1)
-        hint = f"did you mean {near[0]}?" if near else None
+        near = nearest(name, sorted(reads))
+        hint = None if near is None else f"did you mean {near}?"
         return f"{file} does not read the argument {name!r}; {known}", None, hint
     problem = argument_problem(name, values[name]) if name in values else None
     return None if problem is None else (problem, None, None)

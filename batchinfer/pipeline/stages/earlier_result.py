@@ -9,7 +9,7 @@ from batchinfer.data.results.published_inputs import published_inputs
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.stages.identity import publish_spec
 from batchinfer.pipeline.stages.storing import open_store
-from batchinfer.plan.setup.enough_rows import check_enough_rows
+from batchinfer.plan.setup.input_check import check_enough_rows
 
 
 def earlier_result(run: OpenRun, context: bytes) -> Manifest | None:

@@ -22,8 +22,7 @@ from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.stages.early_loading import EarlyLoading
 from batchinfer.pipeline.stages.verdict import refuse_hopeless
 from batchinfer.pipeline.workers.interrupts import CONTINUES
-from batchinfer.plan.setup.enough_rows import check_enough_rows
-from batchinfer.plan.setup.input_check import check_input
+from batchinfer.plan.setup.input_check import check_enough_rows, check_input
 
 _LITTLE_BYTES = 1 << 20  # of an input, which are read in less time than the keys of a large store
 

@@ -32,8 +32,7 @@ from batchinfer.plan.forecast.sampled_rows import SampledRows, sampled_rows, str
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.prefixes import PlannedPrefix, largest_prefixes
-from batchinfer.plan.setup.enough_rows import check_enough_rows
-from batchinfer.plan.setup.input_check import check_input
+from batchinfer.plan.setup.input_check import check_enough_rows, check_input
 from batchinfer.plan.setup.job_setup import Setup, check_setup
 from batchinfer.plan.setup.quantization_warning import quantization_warnings
 from batchinfer.plan.setup.work_context import work_context

@@ -1,22 +1,29 @@
-"""The check of a job's input files, or of its query, and of the columns that the job names, before rows are read."""
+"""The checks of a job's input: its files or its query, the columns that the job names, and the number of its rows.
+
+The last one is a guard: an upstream failure that leaves an input without rows must not replace a good result.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 import pyarrow as pa
 
+from batchinfer.core.errors import TooFewRows
 from batchinfer.core.request import RowError
+from batchinfer.core.wording import counted
 from batchinfer.data.index.index import MARKER
 from batchinfer.data.input.job_input import input_files, open_input
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.sql import query_columns
 from batchinfer.data.prompts.columns import Columns, choose_prompts
 from batchinfer.data.prompts.sampling_fields import CHECKS
+from batchinfer.data.results.published import published_input_rows
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.job import Job
-from batchinfer.plan.setup.enough_rows import check_any_rows
 from batchinfer.plan.setup.job_setup import Setup
 
 SPACE_PER_INPUT_BYTE = 2  # at least: tokens and carried columns take about the input's size each
@@ -91,4 +98,42 @@ def _idle_parameters(columns: Columns) -> Iterator[str]:
             f"the input has the column{'s' * (len(idle) > 1)} {', '.join(idle)}, but the job ignores "
             f"{'them' if len(idle) > 1 else 'it'}; to let rows set their own sampling parameters, name "
             f"{'them' if len(idle) > 1 else 'it'} in sampling.from_columns"
+        )
+
+
+def check_any_rows(job: Job, rows: int) -> None:
+    """Raise TooFewRows for an input without rows, unless the job allows that."""
+    if not rows and not job.input.allow_empty:
+        where = job.place("input.path" if job.input.sql is None else "input.sql")
+        raise TooFewRows(
+            f"{where}: the input has no rows; set input.allow_empty: true to publish an empty result"
+        )
+
+
+def check_enough_rows(job: Job, rows: int) -> None:
+    """Check the number of rows of the whole input.
+
+    Args:
+        job: The job; a trial has no `input.min_rows`.
+        rows: Input rows, error rows included.
+
+    Raises:
+        TooFewRows: The input has no rows, or fewer than `input.min_rows`.
+        OutputConflict: A newer version of batchinfer wrote the published result.
+    """
+    check_any_rows(job, rows)
+    asked = job.input.min_rows
+    if isinstance(asked, float):
+        published = published_input_rows(job.output.path)
+        if published is None:
+            return
+        # The share counts as it is written: 100 * 0.29 is less than 29 in floats
+        least = math.ceil(published * Fraction(str(asked)))
+        why = f" ({asked} of the {counted(published, 'row')} of the result in {job.output.path})"
+    else:
+        least, why = asked or 0, ""
+    if rows < least:
+        raise TooFewRows(
+            f"{job.place('input.min_rows')}: the input has {counted(rows, 'row')}, and the job needs at least "
+            f"{least:,}{why}; nothing is published. Complete the input, or lower input.min_rows"
         )

@@ -381,7 +381,10 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     "model is a file": (instead("model", "model: {path: file.txt}"), [(2, "model.path", ("not a folder",))]),
     "addresses and homes": (
         instead("model", "model: {path: ~/m}").replace("path: results", "path: s3://bucket/x"),
-        [(2, "model.path", ("${HOME}",)), (5, "output.path", ("s3://bucket/x", "disks"))],
+        [
+            (2, "model.path", ("${HOME}",)),
+            (5, "output.path", ("s3://bucket/x", "not supported", "local or mounted", "copy")),
+        ],
     ),
     "empty texts": (
         'name: ""\nmodel: {path: ""}\ninput: {path: []}\nprompt: {user: ""}\noutput: {path: ""}\n',
