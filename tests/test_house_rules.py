@@ -20,6 +20,12 @@ UNFINISHED = re.compile("|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X"]))
 PLACES = re.compile(
     "|".join([r"(?<![\w.-])/work/(?:main|shared)\b", "/tmp/" + "bi/", r"(?<!\w)\.lib" + "rary/"])
 )
+# Commands that install the package of this name from PyPI, which is another project's; and extras of that package
+STRANGER = re.compile(
+    r"(?:\b(?:pip3?|uv|pipx) (?:tool |pip )?(?:install|add|download|run)|\buvx)"
+    r"(?: -\S+(?: [\w.]+)?)* [\"']?batchinfer\b"
+    r"|\bbatchinfer(?:-engine)?\[[a-z{]"
+)
 WATCHED = (".py", ".c", ".h", ".md", ".toml", ".yaml", ".yml", ".txt", ".cfg")
 FOLDERS = ("batchinfer", "kernels", "tests", "docs", "jobs", ".ci", ".github")
 # A docstring that begins with one of these names neither a subject nor an action: "Of codes.", "What it holds."
@@ -176,7 +182,12 @@ def test_a_docstring_with_a_head_is_fine(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "meaning"), [(UNFINISHED, "unfinished work"), (PLACES, "a path of one machine")]
+    ("pattern", "meaning"),
+    [
+        (UNFINISHED, "unfinished work"),
+        (PLACES, "a path of one machine"),
+        (STRANGER, "installs another project's package"),
+    ],
 )
 def test_no_text_holds(pattern: re.Pattern[str], meaning: str) -> None:
     found = [
@@ -186,6 +197,15 @@ def test_no_text_holds(pattern: re.Pattern[str], meaning: str) -> None:
         if (match := pattern.search(line))
     ]
     assert found == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["pip install {}[gpu]", "pipx install {}", "uv tool install --python 3.12 {}", "uv pip install '{}'", "uvx {}",
+     "`{}-engine[quack]`"],
+)  # fmt: skip
+def test_commands_that_install_another_projects_package_are_found(command: str) -> None:
+    assert STRANGER.search(command.format("batchinfer"))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+
+from batchinfer.core.version import __version__
+from batchinfer.machine import doctor
+from batchinfer.machine.doctor import Fact
+from batchinfer.report.tables.tables import versions
 
 ROOT = Path(__file__).parent.parent
 NEEDED = (
@@ -20,6 +26,15 @@ NEEDED = (
     "batchinfer",
     "kernels",
 )
+
+
+def test_no_other_projects_name_or_version_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI has another project of the name `batchinfer`, whose version must not pass for ours."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (project["name"], project["version"]) == ("batchinfer-engine", __version__)
+    monkeypatch.setattr(doctor, "version", lambda _: "a stranger's")
+    assert Fact("batchinfer", __version__) in doctor.doctor()
+    assert versions()["batchinfer"] == __version__
 
 
 @pytest.fixture

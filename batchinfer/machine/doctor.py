@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from batchinfer.core.version import __version__
 from batchinfer.core.wording import size
 from batchinfer.machine import hardware
 from batchinfer.machine.hardware import Hardware
 from batchinfer_kernels.tiles import Grant, tile_grant
 
-PACKAGES = ("batchinfer", "torch", "transformers", "tokenizers", "duckdb", "pyarrow", "numpy", "triton")
+PACKAGES = ("torch", "transformers", "tokenizers", "duckdb", "pyarrow", "numpy", "triton")
 OPTIONAL = {
-    "flashinfer-python": "not installed: `pip install batchinfer[flashinfer]`, for prompts on GPUs",
-    "flash-attn-4": "not installed: `pip install batchinfer[flash-attn]`, for prompts on GPUs",
-    "quack-kernels": "not installed: `pip install batchinfer[quack]`, for gate and up on GPUs",
+    "flashinfer-python": "not installed: `pip install '.[flashinfer]'` in the clone, for prompts on GPUs",
+    "flash-attn-4": "not installed: `pip install '.[flash-attn]'` in the clone, for prompts on GPUs",
+    "quack-kernels": "not installed: `pip install '.[quack]'` in the clone, for gate and up on GPUs",
 }
 _X86 = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
 _FLAGS = (*_X86, "asimddp", "i8mm", "bf16")
@@ -46,7 +47,8 @@ def installed_version(package: str) -> str | None:
 
 
 def _versions() -> list[Fact]:
-    found = [Fact(name, installed_version(name) or "not installed") for name in PACKAGES]
+    found = [Fact("batchinfer", __version__)]
+    found += [Fact(name, installed_version(name) or "not installed") for name in PACKAGES]
     found += [Fact(name, installed_version(name) or without) for name, without in OPTIONAL.items()]
     return [Fact("python", platform.python_version()), Fact("platform", platform.platform()), *found]
 

@@ -1,4 +1,4 @@
-"""The language model that lm-evaluation-harness evaluates (`pip install batchinfer[lm-eval]`): its requests are jobs.
+"""The language model that lm-evaluation-harness evaluates (`pip install '.[lm-eval]'`): its requests are jobs.
 
 Importing this module registers it under the name `batchinfer`. As a program it is the harness's own command line, which
 then knows that name. Interface: https://github.com/EleutherAI/lm-evaluation-harness, lm_eval/api/model.py.

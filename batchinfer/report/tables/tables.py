@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.folders import make_folder
+from batchinfer.core.version import __version__
 from batchinfer.machine.datasheet import datasheet
 from batchinfer.machine.doctor import installed_version
 from batchinfer.machine.hardware import Hardware, codes_of
@@ -16,15 +17,17 @@ from batchinfer.report.tables.folder import prune, table_path
 from batchinfer.report.tables.meter import Measured
 from batchinfer.report.tables.spool import write_row
 
-_PACKAGES = ("batchinfer", "torch", "transformers", "tokenizers", "duckdb", "pyarrow")
+_PACKAGES = ("torch", "transformers", "tokenizers", "duckdb", "pyarrow")
 
 RunRow = dict[str, Any]  # a value, or None for "not known", for every name in COLUMNS[RUN]
 
 
 def versions() -> dict[str, str]:
-    """Python and the installed packages that can change results or speed."""
+    """Return the versions of Python, batchinfer and the installed packages that can change results or speed."""
     found = {name: installed_version(name) for name in _PACKAGES}
-    return {"python": platform.python_version()} | {k: v for k, v in found.items() if v is not None}
+    return {"python": platform.python_version(), "batchinfer": __version__} | {
+        k: v for k, v in found.items() if v is not None
+    }
 
 
 def run_row(

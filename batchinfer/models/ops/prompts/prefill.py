@@ -103,7 +103,9 @@ class PromptPrefill(ABC, Generic[Pages]):
     @classmethod
     def remedy(cls) -> str:
         """Return what helps where it is broken."""
-        return f"install a version that batchinfer[{cls.extra}] names, or uninstall it"
+        return (
+            f"run `pip install '.[{cls.extra}]'` in the clone of batchinfer, or uninstall {cls.distribution}"
+        )
 
     @classmethod
     def why_not(cls, shape: AttentionShape, block_size: int, device: torch.device) -> str | None:
