@@ -5,6 +5,20 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+from batchinfer_kernels.arithmetic import AskedQuantization
+
+ModelKind = Literal["floats", "quantised", "gguf"]  # how a job's model stores its weights
+_FOLDER = "folder with config.json, *.safetensors, tokenizer.json"
+_GGUF = "GGUF: weights, configuration and tokenizer in one file or its parts"
+_NAMED = "name of a model that batchinfer pull downloads"
+# Comments on model.quantization
+_NOTES: dict[ModelKind, str] = {
+    "floats": "int8, fp8 and int4 take less memory, and change answers",
+    "quantised": "auto: as the checkpoint stores its weights if this machine multiplies them so, else none",
+    "gguf": "auto and none: weights are dequantised while loading; int8 and int4 take less memory",
+}
 
 _JOB = """\
 # A batchinfer job: every row of the input becomes a prompt, every prompt gets an answer.
@@ -13,12 +27,13 @@ _JOB = """\
 #   batchinfer run job.yaml          runs it; the same command again continues or does only what is new
 # Paths are relative to this file. In any text, ${NAME} and ${NAME:-default} are environment variables, and
 # ${date} is the day of the run.
-name: my-first-job
+name: @NAME@
 
 model:
-  path: @MODEL@    # folder with config.json, *.safetensors, tokenizer.json
+  path: @MODEL@    # @PATH_NOTE@
   dtype: auto             # or float32, bfloat16, float16
-  quantization: auto      # or int8, fp8: weights of half the size, a little less exact
+  quantization: auto      # or @QUANTIZATIONS@
+                          # @QUANTIZATION_NOTE@
   max_model_len: auto     # most tokens of a row, prompt and answer together
 
 input:
@@ -98,10 +113,28 @@ ORDERS = Sample(
 )
 
 
-def init_text(model: str = "model", sample: Sample = QUESTIONS) -> str:
-    """A commented job file that runs on `prompts.jsonl` beside it; `model` is the checkpoint's folder."""
+def init_text(
+    model: str = "model",
+    sample: Sample = QUESTIONS,
+    name: str = "my-job",
+    kind: ModelKind = "floats",
+    pulled: bool = False,
+) -> str:
+    """Return a commented job file with this name that runs on the `prompts.jsonl` in its folder.
+
+    Args:
+        model: The checkpoint's path, or its name in the Hugging Face cache.
+        sample: The prompt and the input column.
+        name: The name of the job.
+        kind: How the model stores its weights, for the comments.
+        pulled: True if `model` is a name.
+    """
     values = {
+        "@NAME@": yaml_text(name),
         "@MODEL@": yaml_text(model),
+        "@PATH_NOTE@": _NAMED if pulled else _GGUF if kind == "gguf" else _FOLDER,
+        "@QUANTIZATIONS@": ", ".join(one for one in get_args(AskedQuantization) if one != "auto"),
+        "@QUANTIZATION_NOTE@": _NOTES[kind],
         "@SYSTEM@": yaml_text(sample.system),
         "@COLUMN@": sample.column,
         "@MAX_TOKENS@": sample.max_tokens,
@@ -115,7 +148,14 @@ def yaml_text(text: str) -> str:
     return json.dumps(text.replace("$", "$$"), ensure_ascii=False)
 
 
-def init_files(model: str, sample: Sample = QUESTIONS) -> dict[str, str]:
-    """Return the files that `batchinfer init` writes: file name → text."""
+def init_files(
+    model: str,
+    sample: Sample = QUESTIONS,
+    name: str = "my-job",
+    kind: ModelKind = "floats",
+    pulled: bool = False,
+) -> dict[str, str]:
+    """Return the files that `batchinfer init` writes, file name → text. See `init_text` for the arguments."""
     rows = (json.dumps({"id": f"r{n}", sample.column: text}) for n, text in enumerate(sample.texts, 1))
-    return {"job.yaml": init_text(model, sample), "prompts.jsonl": "".join(f"{row}\n" for row in rows)}
+    prompts = "".join(f"{row}\n" for row in rows)
+    return {"job.yaml": init_text(model, sample, name, kind, pulled), "prompts.jsonl": prompts}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from batchinfer.core.errors import UsageError
+from batchinfer.core.errors import BatchInferError, UsageError
+from batchinfer.core.gguf.files import gguf_files
 from batchinfer.core.hub import CONFIG, GGUF, ModelName, find_snapshot, missing_files
 from batchinfer.data.storage.durable import FileOps, storage, write_new
-from batchinfer.job.template import ORDERS, QUESTIONS, init_files
+from batchinfer.job.template import ORDERS, QUESTIONS, ModelKind, init_files
+from batchinfer.models.files.stated_config import QUANTIZATION, stated_config
 from batchinfer.verbs.schema_starter import SchemaFile
 
+_MOST_OF_NAME = 200  # characters of a job's name
 _PACKAGE = Path(str(files("batchinfer"))).resolve()  # an editable installation reaches it by a link
 # Where the quickstart's model lies: in an installed package, and in a clone
 _SHIPPED = (_PACKAGE / "quickstart_model", _PACKAGE.parent / "jobs" / "quickstart" / "model")
@@ -46,7 +50,10 @@ def write_starter(folder: Path, model: str | None, schema: Path | None = None) -
         sample = answer.sample(answer.path.name)
     # a job file's paths start from its folder
     named = "model" if model is None else model if name else os.path.relpath(model, folder)
-    files = {name: text.encode() for name, text in init_files(named, sample).items()}
+    snapshot = None if name is None else find_snapshot(name)
+    place = snapshot or shipped or (here if model is None else Path(model))
+    texts = init_files(named, sample, _job_name(folder), _kind(place), name is not None)
+    files = {name: text.encode() for name, text in texts.items()}
     if shipped is not None:
         files |= {
             f"model/{path.name}": path.read_bytes() for path in sorted(shipped.iterdir()) if path.is_file()
@@ -68,6 +75,24 @@ def _name(model: str) -> ModelName | None:
         return ModelName.parse(model)
     except ValueError:
         return None
+
+
+def _job_name(folder: Path) -> str:
+    """Return the folder's name, without what no name of a job may have."""
+    name = folder.resolve().name.encode("utf-8", "replace").decode()
+    return re.sub(r"[\x00-\x1f\x7f]", "-", name)[:_MOST_OF_NAME] or "my-job"
+
+
+def _kind(path: Path) -> ModelKind:
+    """Return how the model stores its weights. A checkpoint that cannot be read counts as one of floats, because only
+    the next command checks the job."""
+    try:
+        if path.suffix == GGUF or gguf_files(path):
+            return "gguf"
+        quantised = (path / CONFIG).is_file() and QUANTIZATION in stated_config(path)
+    except BatchInferError:
+        return "floats"
+    return "quantised" if quantised else "floats"
 
 
 def _is_model(path: Path) -> bool:

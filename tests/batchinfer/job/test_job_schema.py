@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from batchinfer.job import Job, init_files, init_text, job_schema, load_job
 from batchinfer.job.yaml_tree import read_yaml, resolve
+from batchinfer.verbs.starter import write_starter
+from batchinfer_kernels.arithmetic import AskedQuantization
 
 REPOSITORY = Path(__file__).parents[3]
 DOCUMENT = (REPOSITORY / "docs/job-file.md").read_text()
@@ -95,6 +98,35 @@ def test_the_first_job_loads(tmp_path: Path, model: str) -> None:
     assert job.input.id is not None
     assert all({job.input.id, *job.output.columns, "question"} <= set(row) for row in rows)
     assert init_files(model)["job.yaml"] == init_text(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "told"),
+    [
+        ({}, "model.safetensors", "folder with config.json|change answers"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "model.safetensors", "as the checkpoint stores"),
+        (None, "model.gguf", "GGUF: weights, configuration.*dequantised while loading"),
+        (None, "model.safetensors", "folder with config.json|change answers"),
+    ],
+)
+def test_the_first_job_fits_its_folder_and_its_model(
+    tmp_path: Path, config: dict[str, Any] | None, weights: str, told: str
+) -> None:
+    """It has the name of its folder, and names each quantisation."""
+    model, folder = tmp_path / "m", tmp_path / "a 'job': $x\n"
+    model.mkdir()
+    (model / weights).write_bytes(b"")
+    if config is not None:
+        (model / "config.json").write_text(json.dumps(config))
+    for path in [model, model / weights] if weights.endswith(".gguf") else [model]:
+        write_starter(folder, str(path))
+        text = (folder / "job.yaml").read_text()
+        assert re.search(f"(?s){told}", text)
+        assert load_job(folder / "job.yaml", env={}).name == "a 'job': $x-"
+        listed = re.search(r"quantization: auto +# or (.*)", text)
+        assert listed is not None
+        assert {"auto", *listed[1].split(", ")} == set(get_args(AskedQuantization))
+        shutil.rmtree(folder)
 
 
 def test_the_first_job_uses_only_what_the_schema_has() -> None:
