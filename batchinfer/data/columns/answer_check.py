@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -59,6 +59,20 @@ def _answer(completion: Completion, marks: ReasoningTokens | None) -> Sequence[i
     return ids if marks is None else ids[cut(ids, marks).answer or 0 :]
 
 
+def _check_calls(text: str) -> None:
+    """Check the arguments of calls, the JSON objects in an answer. Raises Unfit for a name that occurs twice."""
+    decoder = json.JSONDecoder(parse_float=str, parse_int=str, object_pairs_hook=_named_once)
+    at = text.find("{")
+    while at >= 0:
+        try:
+            _, end = decoder.raw_decode(text, at)
+        except Unfit:
+            raise
+        except ValueError:  # a brace outside of JSON
+            end = at + 1
+        at = text.find("{", end)
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerCheck:
     """Turns answers that are no JSON of the one meaning, or that their columns cannot hold, into errors.
@@ -70,23 +84,34 @@ class AnswerCheck:
     detokenizer: Detokenizer
 
     def checked(
-        self, completions: Sequence[Completion], marks: Mapping[bytes, ReasoningTokens] | None = None
+        self,
+        completions: Sequence[Completion],
+        marks: Mapping[bytes, ReasoningTokens] | None = None,
+        calling: Collection[bytes] = (),
     ) -> list[Completion]:
-        """The completions, those that do not fit with an error. `marks`: by key, the tokens around the reasoning that
-        comes first."""
+        """Return the completions, those that do not fit with an error.
+
+        Args:
+            completions: Answers that are JSON, or that call tools.
+            marks: By key, the tokens around the reasoning that comes first.
+            calling: The keys of answers that call tools.
+        """
         ids = [_answer(c, (marks or {}).get(c.key)) for c in completions]
         return [
-            self._checked(c, text)
+            self._checked(c, text, _check_calls if c.key in calling else self._check)
             for c, text in zip(completions, self.detokenizer.decode_batch(ids), strict=True)
         ]
 
-    def _checked(self, completion: Completion, text: str) -> Completion:
+    def _check(self, text: str) -> None:
+        answer = parsed_answer(text, _named_once)
+        if self.columns is not None:
+            self.columns.check(answer)
+
+    def _checked(self, completion: Completion, text: str, check: Callable[[str], None]) -> Completion:
         if completion.error is not None:
             return completion
         try:
-            answer = parsed_answer(text[: completion.tokens.text_length], _named_once)
-            if self.columns is not None:
-                self.columns.check(answer)
+            check(text[: completion.tokens.text_length])
         except Unfit as error:
             problem = str(error)
         except (ValueError, RecursionError):

@@ -168,21 +168,26 @@ class JsonAnswers:
 
     def __init__(self, check: AnswerCheck) -> None:
         self._check = check
-        # Requests in flight whose answers are JSON, and the reasoning that may come before it
+        # Requests in flight whose answers are JSON or calls with JSON, and the reasoning that may come before it
         self._of_json: dict[bytes, ReasoningTokens | None] = {}
+        self._calling = set[bytes]()  # those of them whose answers are calls
 
     def planned(self, requests: Iterable[Request]) -> None:
         """Expect the answers of these requests."""
         for one in requests:
-            if one.params.constraint in JSON_CONSTRAINTS:
+            if one.params.constraint in (*JSON_CONSTRAINTS, "tool_call"):
                 self._of_json[one.key] = one.params.reasoning
+            if one.params.constraint == "tool_call":
+                self._calling.add(one.key)
 
     def received(self, completions: Sequence[Completion]) -> list[Completion]:
         """Return the completions; those that are JSON have been checked."""
         of_json = [one for one in completions if one.key in self._of_json]
         found = ((one.key, self._of_json.pop(one.key)) for one in of_json)
         marks = {key: reasoning for key, reasoning in found if reasoning is not None}
-        checked = {one.key: one for one in self._check.checked(of_json, marks)} if of_json else {}
+        found_now = self._check.checked(of_json, marks, self._calling) if of_json else []
+        checked = {one.key: one for one in found_now}
+        self._calling -= checked.keys()
         return [checked.get(one.key, one) for one in completions]
 
 

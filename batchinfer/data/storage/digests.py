@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchinfer.core.folders import make_folder
 from batchinfer.data.storage.durable import storage
 from batchinfer.data.storage.remembered import read_json
+from batchinfer.machine.folders import make_folder
 
 SETTLED_S = 2.0  # the longest tick: FAT keeps times to two seconds
 KEEP_MEMORY_S = 90 * 86400.0  # of a folder that nobody has read since

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import OutputConflict, StorageError
-from batchinfer.core.folders import make_folder
 from batchinfer.core.wording import sizes
+from batchinfer.machine.folders import make_folder
 
 TEMPORARY = ".tmp"
 _WRITE_BYTES = 1 << 20  # a Parquet file is written in hundreds of small pieces, 4 a column chunk

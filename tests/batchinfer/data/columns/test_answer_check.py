@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from batchinfer.core.request import Completion, RowError, Tokens
+from batchinfer.core.request import Completion, Request, RowError, Tokens
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.columns.answer_check import AnswerCheck
 from batchinfer.data.columns.schema_columns import SchemaColumns, schema_columns
+from batchinfer.data.outputs.tokens import TokensKind
 
 NUMBER = schema_columns({"type": "object", "properties": {"n": {"type": "number"}, "rest": {}}})
 
@@ -65,3 +67,30 @@ def test_a_name_that_stands_twice_in_an_object_is_an_error(text: str, columns: S
     assert "each name may occur once" in found.error.message
     apart = answered('[{"a": 1}, {"a": {"a": 1e9999}}]')
     assert AnswerCheck(None, Utf8()).checked([apart]) == [apart]
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('<tool_call>\n{"name": "f{", "arguments": {"a": true, "b": true}}\n</tool_call>', True),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": true, "a": false}}\n</tool_call>', False),
+        ('f{[ARGS]{"a": {"b": 1}}[TOOL_CALLS]f[ARGS]{"a": [{"b": 1, "\\u0062": 1}]}', False),
+        ("{" * 50, True),
+    ],
+)
+def test_arguments_of_calls_name_each_property_once(text: str, fits: bool) -> None:
+    given = answered(text)
+    (found,) = AnswerCheck(NUMBER, Utf8()).checked([given], calling={given.key})
+    assert (found == given) == fits
+    if found.error is not None:
+        assert (found.error.code, "name of an earlier one" in found.error.message) == ("unfit_output", True)
+
+
+def test_answers_under_a_grammar_of_calls_are_checked() -> None:
+    given = answered('f{"a": 1, "a": 1}')
+    receiver = TokensKind().receiver(None, Utf8())
+    request = Request(given.key, np.zeros(1, np.int32), SamplingParams(tool_call="{}"))
+    receiver.planned([request])
+    (found,) = receiver.received([given])
+    assert found.error is not None
+    assert receiver.received([given]) == [given]  # it is in flight no more
