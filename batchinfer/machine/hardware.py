@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchinfer.core.errors import UsageError
-from batchinfer.core.folders import make_folder
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.datasheet import NAMES, datasheet, full_name
+from batchinfer.machine.folders import make_folder
 from batchinfer.machine.memory import total_memory
 from batchinfer_kernels.arithmetic import Device
 from batchinfer_kernels.cost import Peaks

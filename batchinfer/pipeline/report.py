@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.core.errors import BatchInferError, known
-from batchinfer.core.folders import make_folder
 from batchinfer.core.hub import described
 from batchinfer.core.samples import ExpertTokens
 from batchinfer.core.text import json_line
@@ -25,6 +24,7 @@ from batchinfer.data.storage.durable import FileOps, write_bytes
 from batchinfer.engine.config import EngineInfo
 from batchinfer.job import Job
 from batchinfer.machine.energy import EnergyMeter
+from batchinfer.machine.folders import make_folder
 from batchinfer.machine.memory import peak_memory
 from batchinfer.plan.expert_plan import ExpertPlan
 from batchinfer.plan.forecast.engine import EngineForecast

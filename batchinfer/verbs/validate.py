@@ -11,10 +11,10 @@ from batchinfer.data.prompts.template_check import template_fault
 from batchinfer.data.storage.state import state_of
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
+from batchinfer.plan.setup.check_device import kv_memory_warnings
 from batchinfer.plan.setup.dry_run import dry_run
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import check_setup
-from batchinfer.plan.setup.kv_room import kv_memory_warnings
 from batchinfer.plan.setup.quantization_warning import quantization_warnings
 
 

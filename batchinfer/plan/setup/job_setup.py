@@ -23,7 +23,7 @@ from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.machine.hardware import Hardware
 from batchinfer.models.opening import StoredModel, open_checkpoint
-from batchinfer.plan.setup.check_device import check_device
+from batchinfer.plan.setup.check_device import check_device, check_kv_memory
 from batchinfer.plan.setup.draft_heads import draft_heads
 from batchinfer.plan.setup.draft_model import DraftModel, draft_model
 from batchinfer.plan.setup.draft_place import PlacedModel
@@ -33,7 +33,6 @@ from batchinfer.plan.setup.job_answers import AskedAnswers, answer_columns, aske
 from batchinfer.plan.setup.job_reasoning import most_answer_tokens
 from batchinfer.plan.setup.job_tokens import check_tokens
 from batchinfer.plan.setup.job_weights import job_weights
-from batchinfer.plan.setup.kv_room import check_kv_memory
 from batchinfer.plan.setup.resolve import Setting, resolve
 from batchinfer.report.tables.folder import check_report_folder, report_folder
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer.core.folders import make_folder
+from batchinfer.machine.folders import make_folder
 from batchinfer.report.tables.columns.declared import (
     ACCURACY,
     CALIBRATION,

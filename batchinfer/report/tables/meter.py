@@ -11,10 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.core.folders import make_folder
 from batchinfer.core.request import Request
 from batchinfer.core.samples import RequestSample, StepSample
 from batchinfer.machine.energy import EnergyMeter, EnergyUse
+from batchinfer.machine.folders import make_folder
 from batchinfer.report.tables.columns.declared import COLUMNS, REQUESTS, SCHEMAS, STEPS, sampled
 from batchinfer.report.tables.details import Details, Machine, opened
 from batchinfer.report.tables.folder import table_path

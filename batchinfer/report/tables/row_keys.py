@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from batchinfer.core.folders import make_folder
+from batchinfer.machine.folders import make_folder
 from batchinfer.report.tables.columns.declared import ROWS, SCHEMAS
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.spool import Spool

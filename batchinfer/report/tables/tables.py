@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from batchinfer.core.folders import make_folder
 from batchinfer.core.version import __version__
 from batchinfer.machine.datasheet import datasheet
 from batchinfer.machine.doctor import installed_version
+from batchinfer.machine.folders import make_folder
 from batchinfer.machine.hardware import Hardware, codes_of
 from batchinfer.report.tables.columns.declared import COLUMNS, RUN, SCHEMAS, completed
 from batchinfer.report.tables.folder import prune, table_path

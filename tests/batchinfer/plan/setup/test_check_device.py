@@ -12,8 +12,8 @@ from batchinfer.engine.ranks.seat import Division
 from batchinfer.job import Job
 from batchinfer.machine.hardware import Hardware
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.plan.setup.check_device import check_kv_memory, kv_memory_warnings
 from batchinfer.plan.setup.draft_place import PlacedModel
-from batchinfer.plan.setup.kv_room import check_kv_memory, kv_memory_warnings
 from batchinfer.plan.setup.resolve import Setting
 from tests.batchinfer.plan.setup.test_resolve import job_of
 from tests.checkpoints import make_checkpoint
