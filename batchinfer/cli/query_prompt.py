@@ -16,8 +16,8 @@ from typing import TextIO
 from batchinfer.cli.terminal import painted, say, say_lines, tell, tell_error
 from batchinfer.core.errors import BatchInferError, Interrupted
 from batchinfer.core.text import printable
-from batchinfer.report.tables.queried import QUERIED
 from batchinfer.machine.folders import make_folder
+from batchinfer.report.tables.queried import QUERIED
 from batchinfer.verbs.answer import shown
 from batchinfer.verbs.query import OpenResult
 
