@@ -256,6 +256,7 @@ def test_rows_that_share_with_rows_far_away_wait_for_them(
     assert outcome.row["again_tokens"] == 0
 
 
+@pytest.mark.slow
 def test_too_few_rows_are_refused_and_what_ran_in_waves_stays_stored(
     tmp_path: Path, model: Path, log: Path
 ) -> None:
