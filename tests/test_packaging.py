@@ -31,7 +31,7 @@ NEEDED = (
 def test_no_other_projects_name_or_version_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyPI has another project of the name `batchinfer`, whose version must not pass for ours."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert (project["name"], project["version"]) == ("batchinfer-engine", __version__)
+    assert (project["name"], project["dynamic"]) == ("batchinfer-engine", ["version"])
     monkeypatch.setattr(doctor, "version", lambda _: "a stranger's")
     assert Fact("batchinfer", __version__) in doctor.doctor()
     assert versions()["batchinfer"] == __version__
@@ -74,7 +74,9 @@ def sources() -> set[str]:
 def test_a_wheel_holds_everything_and_leaves_nothing_in_the_clone(clone: Path) -> None:
     before = {path.name for path in clone.iterdir()}
     with ZipFile(built(clone, "wheel")) as wheel:
-        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        stored = set(wheel.namelist())
+    names = {name for name in stored if ".dist-info/" not in name}
+    assert f"batchinfer_engine-{__version__}.dist-info/METADATA" in stored
     assert names == sources()
     assert "batchinfer_kernels/cpu/float32.c" in names
     assert {path.name for path in clone.iterdir()} == before

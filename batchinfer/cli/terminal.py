@@ -75,7 +75,7 @@ def shows_colours(stream: TextIO | None) -> bool:
 
 
 def columns_of_terminal(stream: TextIO | None) -> int:
-    """Return the width for lines on a stream: the terminal's, and 80 columns where there is none."""
+    """Return the width for lines on a stream: the terminal's, or 80 columns without a terminal."""
     if stream is None or not stream.isatty():
         return 80
     return shutil.get_terminal_size().columns

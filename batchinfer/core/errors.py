@@ -209,7 +209,7 @@ _NO_MEMORY = (
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return True if the error, or one that led to it, comes of a lack of the host's memory."""
+    """Return True if the host ran out of memory: shown by the error, or by an error that led to it."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, MemoryError) or (isinstance(found, OSError) and found.errno == errno.ENOMEM):

@@ -53,7 +53,7 @@ class Reasoning:
         return self.answer or self.end
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads, and what the identity of an index and of a result holds."""
+        """Return the form that `from_json` reads. It is part of the identity of an index and of a result."""
         return {**asdict(self), "version": _VERSION}
 
     @classmethod

@@ -46,7 +46,7 @@ class RequestSample:
     # Tokens of the completion that were not sampled, because its constraint left no choice
     forced_tokens: int = 0
     unrun_tokens: int = 1  # the last tokens of the completion, which the model never ran
-    cut: bool = False  # max_tokens or the model's context ended it, so that it might have become longer
+    cut: bool = False  # max_tokens or the model's context ended it: it might have become longer
     scored_positions: int = 0  # of its prompt, whose logits score the tokens that follow
 
     def __reduce__(self) -> Pickled:
@@ -106,13 +106,13 @@ class StepSample:
     lookahead_drafted: int = 0
     lookahead_accepted: int = 0
     proposing_s: float = 0.0  # of duration_s, what a draft model beside took, or heads
-    # What the step's tokens would have taken without drafts, less what it took; None: not known
+    # Seconds of the step's tokens without drafts, less those of the step; None: not known
     drafts_saved_s: float | None = 0.0
     # Of model_s, the collectives of the rank that leads, with its waiting for other ranks; None: there are none, or the
     # host does not wait for them, as on a GPU
     collective_s: float | None = None
     launched_steps: int = 1  # that the host launched at once, of which this is one
-    # Part of `sampled_tokens`: positions of prompts whose logits score given tokens, so that nothing is sampled there
+    # Part of `sampled_tokens`: positions of prompts whose logits score given tokens; nothing is sampled there
     scored_positions: int = 0
 
     @property

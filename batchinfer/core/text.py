@@ -60,7 +60,7 @@ def _plain(value: Any) -> Any:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that was probably meant; None if none is similar. Case does not count."""
+    """Return the known name that was probably meant, or None if no name is similar. Case does not count."""
     folded = {one.casefold(): one for one in known}
     near = difflib.get_close_matches(name.casefold(), folded, 1)
     return folded[near[0]] if near else None

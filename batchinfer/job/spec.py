@@ -189,7 +189,7 @@ class InputSection(Section):
     )
     min_rows: MinRows | None = Field(
         default=None,
-        description="Least rows that the input must have: a number of rows, or a share below 1 of the rows of the "
+        description="Minimum number of input rows: a number of rows, or a share below 1 of the rows of the "
         "result that is published at output.path. null: no check.",
     )
     workers: Auto | Annotated[int, Field(ge=1, le=256)] = Field(

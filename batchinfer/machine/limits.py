@@ -27,7 +27,9 @@ def check_limits(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
     """Raises OutOfMemory, Unavailable where a limit leaves too little for any work."""
     cores = usable_cpus()
     _check_space(resource.RLIMIT_AS, "address space (RLIMIT_AS; `ulimit -v`", SPACE_MIB, cores)
-    if sys.platform.startswith("linux"):  # elsewhere this limit bounds little of what a process maps
+    if sys.platform.startswith(
+        "linux"
+    ):  # elsewhere this limit covers little of the memory that a process maps
         _check_space(resource.RLIMIT_DATA, "memory for data (RLIMIT_DATA; `ulimit -d`", DATA_MIB, cores)
     left, least = _processes_left(root, proc), PROCESSES + PROCESSES_OF_A_CORE * cores
     if left is not None and left < least:
@@ -43,7 +45,7 @@ def _check_space(limit: int, what: str, mib: int, cores: int) -> None:
     if allowed != resource.RLIM_INFINITY and allowed < needed:
         raise OutOfMemory(
             f"a process may have {allowed // _MIB:,} MiB of {what} shows it in KiB), and batchinfer needs "
-            f"{needed // _MIB:,} MiB on {cores} cores, besides the model: raise it"
+            f"{needed // _MIB:,} MiB on {cores} cores, plus the model: raise it"
         )
 
 

@@ -24,7 +24,6 @@ from batchinfer.data.storage.durable import FileOps, write_bytes
 from batchinfer.engine.config import EngineInfo
 from batchinfer.job import Job
 from batchinfer.machine.energy import EnergyMeter
-from batchinfer.machine.folders import make_folder
 from batchinfer.machine.memory import peak_memory
 from batchinfer.plan.expert_plan import ExpertPlan
 from batchinfer.plan.forecast.engine import EngineForecast
@@ -142,7 +141,6 @@ class RunReport:
         """The meter that the engines' samples go to; `setting`: theirs; `cost`: of the model that they ran."""
         self._setting = setting
         self.note(replicas=setting.replicas, ranks=setting.division.ranks, machines=setting.machines_used)
-        make_folder(self.folder)
         self._meter = Meter(self.folder, self._run_id, Machine(cost, setting.peaks, setting.replicas))
         return self._meter
 
@@ -221,7 +219,7 @@ class RunReport:
             write_experts(self.folder, self._run_id, self._expert_tokens)
         if self._ranks:
             write_ranks(self.folder, self._run_id, self._ranks)
-        make_folder(self.folder)
+        FileOps().mkdir(self.folder)
         own = [Activity(COMMAND, _ACTIVITIES[phase], *times) for phase, *times in self._watch.spans]
         write_activities(self.folder, self._run_id, [*own, *self._activities])
         write_run(self.folder, row)
@@ -235,7 +233,7 @@ class RunReport:
         """Write `last_run.json` in place of the one before. Raises OSError, StorageError."""
         path = None if self.path is None else str(self.path)
         text = json_line({**self.row, "message": self._message, "report": path})
-        make_folder(self.folder)
+        ops.mkdir(self.folder)
         write_bytes(self.folder / LAST_RUN, (text + "\n").encode(), ops)
 
     @property

@@ -35,7 +35,6 @@ from batchinfer.pipeline.stages.reporting import reported
 from batchinfer.pipeline.stages.storing import open_store
 from batchinfer.pipeline.stages.verdict import judged, refuse_stored_errors, refuse_to_publish
 from batchinfer.pipeline.workers.interrupts import Interrupts
-from batchinfer.plan.setup.quantization_warning import quantization_warnings
 from batchinfer.plan.setup.work_context import work_context
 from batchinfer.report.progress import Progress
 from batchinfer.report.tables.exit_status import ALREADY_PUBLISHED, PUBLISHED
@@ -50,7 +49,7 @@ def run_job(
     """
     with opened(job, options, progress, interrupts, notice) as run, reported(run), run.launch:
         _prepare(run)
-        for warning in quantization_warnings(run.setup):
+        for warning in run.setup.warnings:
             notice(warning)
         run = calibrated(run)
         context = work_context(run.setup, run.state, remember=True)

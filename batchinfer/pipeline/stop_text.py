@@ -1,4 +1,4 @@
-"""Texts of a run that stops at the time of `--stop-at`: they say what is left, and how to continue."""
+"""Messages of a run that stops at the time of `--stop-at`: the rows left, and the command that continues."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _switches(options: RunOptions) -> list[tuple[str, bool]]:
 
 
 def stop_reached(stop: StopTime) -> str:
-    """Return the beginning of what is said when the time has come."""
+    """Return the first words of the message that is printed at the stop time."""
     return f"stopped at {stop.at.astimezone():%H:%M} (--stop-at)"
 
 
@@ -60,7 +60,7 @@ def rows_left(progress: Progress, rows: int | None, forecast_s: float | None) ->
     """Return how many rows are left, and how long they take.
 
     Args:
-        progress: that of the run.
+        progress: The progress of the run.
         rows: rows without an answer before the engines ran, or None if the input was not read to its end.
         forecast_s: the forecast of the engines' time for these rows, or None.
     """

@@ -30,7 +30,7 @@ _LAUNCHED: dict[LaunchMode, str] = {
 def summary(
     row: Row, report: Path | None = None, *, labels: bool = False, examples: Sequence[str] = ()
 ) -> str:
-    """Return aligned lines without a final newline. What is not known is a dash or left out.
+    """Return aligned lines without a final newline. An unknown value is a dash or left out.
 
     Args:
         row: of the run table.

@@ -27,7 +27,7 @@ _ROW = "batchinfer_answer_row"
 _NUMBERS = ("INT", "DECIMAL", "DOUBLE", "FLOAT", "HUGEINT", "BIGINT")
 _NESTED = ("STRUCT", "MAP", "UNION")  # and what ends in brackets: lists and arrays
 _LEAST_WIDTH = 20  # of a block's values, however narrow the terminal
-_MOST_WIDTH = 120  # to which a column of a table is padded: one long value must not widen every row
+_MOST_WIDTH = 120  # largest width to pad a column to: one long value must not widen every row
 Cells = Sequence[str | None]
 # What spreadsheet programs take for the beginning of a formula (OWASP, "CSV Injection"), also in full width
 _FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
@@ -52,7 +52,7 @@ def format_for(form: str, output: Path | None) -> str:
 
 
 def check_escapes(form: str, escape_formulas: bool, output: Path | None) -> str:
-    """Return the format, which is CSV where formulas are to be escaped and no format is given. Raises UsageError."""
+    """Return the format, which is CSV if formulas must be escaped and no format is given. Raises UsageError."""
     if not escape_formulas:
         return form
     found = format_for(form, output)

@@ -162,6 +162,6 @@ def _is_continued(job: Job) -> bool:
 
 
 def _parts(ids: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Return the tokens of a prompt, and of the continuations that stand at its end."""
+    """Return the tokens of a prompt, and of the continuations at its end."""
     ends = list(accumulate(lengths, initial=len(ids) - sum(lengths)))
     return [ids[start:end] for start, end in pairwise([0, *ends])]

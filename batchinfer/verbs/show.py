@@ -21,7 +21,7 @@ from batchinfer.verbs.query import RESULTS, OpenResult, no_result, opened_result
 MOST_LINES = 6  # of a value
 EXAMPLES = 3  # rows in the summary of a run
 _LEAST_WIDTH = 20  # of a value, however narrow the terminal is
-# What the head of a card says, what the card says of an error, and figures that few look for
+# In the head of a card, in its error line, or rarely wanted
 _NOT_LISTED = {
     "row_id", "file", "row_index", "custom_id", "sample_index", "status", "finish_reason", "error_code",
     "error_class", "error_message", "retryable", "prompt_tokens", "completion_tokens", "reasoning_tokens",
@@ -87,7 +87,7 @@ class ShownRows:
         return f" WHERE {' AND '.join(conditions)}" if conditions else ""
 
     def _ending(self, result: OpenResult, first: int) -> str:
-        """Return how many rows there are, of which the first were shown."""
+        """Return the line that counts all rows, and says how many were shown."""
         number, errors = (
             _number(result, f"SELECT count(*) FROM {RESULTS}{condition}")
             for condition in (self._condition, " WHERE status = 'error'")
@@ -173,7 +173,7 @@ def _clipped(text: str, room: int) -> list[str]:
     """Return the first lines of a text, and how much was cut."""
     part = text[
         : room * MOST_LINES * 2
-    ]  # a terminal's line has no more characters than that, but for accents
+    ]  # a terminal's line holds at most as many characters, combining accents excepted
     lines = [piece for line in printable(part).expandtabs(4).split("\n") for piece in _wrapped(line, room)]
     if len(lines) <= MOST_LINES and len(part) == len(text):
         return lines

@@ -15,7 +15,6 @@ from batchinfer.plan.setup.check_device import kv_memory_warnings
 from batchinfer.plan.setup.dry_run import dry_run
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import check_setup
-from batchinfer.plan.setup.quantization_warning import quantization_warnings
 
 
 def validate_job(job: Job) -> list[str]:
@@ -27,7 +26,7 @@ def validate_job(job: Job) -> list[str]:
         f"model: {checkpoint.spec.family}, {size(checkpoint.weight_bytes)} of weights, "
         f"to be run in {setting.arithmetic} on {setting.device}, up to {setting.max_model_len} tokens a row",
         *checkpoint.notices,
-        *quantization_warnings(setup),
+        *setup.warnings,
         *_adapters(job),
         f"tokenizer: {tokenizer.vocab_size} tokens, "
         + ("with a chat template" if tokenizer.chat_template else "without a chat template"),
@@ -53,7 +52,7 @@ def _adapters(job: Job) -> list[str]:
 
 
 def _arguments(tokenizer: Tokenizer) -> list[str]:
-    """Say what the chat template can be told; nothing where it is not one that can be compiled."""
+    """Name the arguments of the chat template; return no line if it cannot be compiled."""
     template = tokenizer.chat_template
     if template is None or template_fault(chat_environment(datetime(2000, 1, 1, tzinfo=UTC)), template):
         return []

@@ -1,4 +1,4 @@
-"""An input that lacks rows is refused, and neither the published result nor the stored answers suffer from it."""
+"""An input with too few rows is refused. The published result and the stored answers stay."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def summed_up(files: Sequence[Path], figures: Mapping[str, str], spill: Path) ->
     Args:
         files: The files of the result.
         figures: A DuckDB aggregate over the table `answered` for each name.
-        spill: Folder for what does not fit into memory.
+        spill: Folder for data that does not fit into memory.
 
     Raises:
         StorageError: A file cannot be read.

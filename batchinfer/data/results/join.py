@@ -227,7 +227,7 @@ def _counted(
 
 
 def stores_errors(completion_parts: Sequence[Path], spill: Path) -> bool:
-    """Return True if one of these parts has a completion that is an error: most stores have none."""
+    """Return True if any of these parts has an error completion. Most stores have no such part."""
     if not completion_parts:
         return False
     with connection(spill) as database:

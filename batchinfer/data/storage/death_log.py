@@ -18,7 +18,7 @@ class DeathLog:
         self._path, self._ops = path, ops
 
     def add(self, what: str, traceback: str) -> str:
-        """Append a traceback, and return a clause that tells the user where it is.
+        """Append a traceback, and return a clause that names the log file for the user.
 
         Args:
             what: which engine died, and of what.

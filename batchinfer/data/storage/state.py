@@ -6,7 +6,7 @@
         state.lock                  held for the moment in which a run takes its lock or changes what all share
         report.lock                 shared by all runs that write report tables
         completions/                finished work by key (or `cache.path`, shared between jobs)
-        fingerprints.json           sha256 of weight files, and what a scan of GPTQ's zero points found
+        fingerprints.json           sha256 of weight files, and the results of scans of GPTQ's zero points
         store.json                  the `cache.path` of the job's last run: the store is found without the job file
         kept/                       what the last run knew of its rows, without their tokens
         int4/<digest>/              the model's weights in int4, calibrated for the job, and what that lost; a folder
@@ -185,11 +185,15 @@ class StateFolder:
         return len(old)
 
     def check_writable(self) -> None:
-        """Raises StorageError when the state or the store cannot be written where they are to be, OutputConflict when
-        the state folder is a link: whoever made it may read the prompts."""
+        """Check that the folders of the state, the store and the results can be written.
+
+        Raises:
+            StorageError: A folder cannot be written.
+            OutputConflict: The state folder is a link. The owner of its target could read the prompts.
+        """
         if self.job.is_symlink():
             raise OutputConflict(
-                f"{self.job}: is a symbolic link, and the state of the job is to be a folder of its own there; remove "
+                f"{self.job}: is a symbolic link, but the state of a job must be a folder of its own; remove "
                 f"the link, or put the folder that it leads to ({os.path.realpath(self.job)}) in its place"
             )
         for folder in (self.path, self.completions, self.results):

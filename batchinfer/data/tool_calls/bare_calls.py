@@ -1,7 +1,7 @@
 """Calls as plain JSON without a marker. Only their content shows that they are calls.
 
 An object or a list of objects is a call if each object has arguments and the name of one of the row's tools. It may
-stand in a code fence, and text may stand around it.
+be in a code fence, with text around it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _groups(text: str, tools: KnownTools | None) -> list[_CallGroup]:
 
 
 def _following(text: str, at: int, tools: KnownTools | None) -> Read | None:
-    """Return the call or the list at `at`, and those that follow it with nothing but a separator between them."""
+    """Return the call or the list at `at`, and the following calls if only separators are between them."""
     calls: list[Call] = []
     end = at
     while (found := calls_at(text, at, needs=True)) is not None and _are_known(found.calls, tools):

@@ -241,7 +241,7 @@ class CostedDrafter:
             source.learn(text)
 
     def _counted(self, sample: StepSample, spent_s: float) -> dict[str, Any]:
-        """Return the fields of a step's sample that say what its drafts came to.
+        """Return the fields of a step's sample about its drafts.
 
         Args:
             sample: the step, in whose time proposing took `spent_s` seconds.

@@ -18,7 +18,7 @@ _AS_BEFORE, _MISREAD = "as before", "misread before"
 def misread_before(
     path: Path, packed: Mapping[str, PackedTensor], tensors: Stored, cache: MutableMapping[str, str]
 ) -> bool:
-    """Return True if earlier versions read other zero points from the checkpoint, so that their answers are wrong.
+    """Return True if earlier versions read wrong zero points from the checkpoint. Their answers are wrong.
 
     Args:
         path: The checkpoint, for messages.

@@ -162,7 +162,7 @@ class GptqTensor(PackedTensor):
         """words: (groups, words of outputs) int32 → (groups, N) uint8."""
         from batchinfer.models.formats.codes import unpacked
 
-        # A packer subtracts from whole words, so that a 0 borrows from the next value: the carry gives it back
+        # A packer subtracts from whole words, and a 0 borrows from the next value. The carry undoes the borrow.
         restored = words + self.zeros.subtracted(self.bits)
         return unpacked(restored, self.bits)[:, : self.shape[0]]
 

@@ -97,8 +97,8 @@ class PackedTensors:
     Attributes:
         found: The packed tensors by the names of their weights.
         unused: Names of the stored tensors that nothing reads.
-        mistakes: What is wrong with the packed tensors.
-        notices: What a user should know about the packed tensors.
+        mistakes: Faults of the packed tensors.
+        notices: Lines about the packed tensors for the user.
     """
 
     found: dict[str, PackedTensor] = field(default_factory=dict)

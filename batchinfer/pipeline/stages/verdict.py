@@ -38,7 +38,7 @@ def refuse_stored_errors(run: OpenRun, index: Index, parts: Sequence[Path]) -> i
         parts: Parts of the store that were committed before this run.
 
     Raises:
-        ErrorBudgetExceeded: They are too many, so that nothing this run could compute would be published.
+        ErrorBudgetExceeded: They are too many: the run could not publish its answers.
     """
     budget, spill = error_budget(run, index.rows), run.state.staging / "errors"
     if budget.publish or not stores_errors(parts, spill):

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM, SIGHUP and the stop time of a run: at once where that is safe, later where work would be lost."""
+"""Handles SIGINT, SIGTERM, SIGHUP and the stop time of a run: at once if that is safe, else at the next safe point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forecasts say what a job has done by a given time: its deadline, or the time at which its run stops."""
+"""Forecasts how much of a job is done by its deadline, or by the time at which its run stops."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class StopForecast:
         return cls(at, left_s, before_s + engine_s, plan.rows, done, upper_bound)
 
     def scaled(self, rows: int) -> StopForecast:
-        """Return the forecast for a job of `rows` rows, of which this one's are a sample."""
+        """Return the forecast for a job of `rows` rows. This forecast's rows are a sample of them."""
         done = None if self.rows_done is None else round(self.rows_done * rows / max(1, self.rows))
         return StopForecast(self.at, self.left_s, self.takes_s, rows, done, self.upper_bound)
 

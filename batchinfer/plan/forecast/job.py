@@ -34,7 +34,6 @@ from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.prefixes import PlannedPrefix, largest_prefixes
 from batchinfer.plan.setup.input_check import check_enough_rows, check_input
 from batchinfer.plan.setup.job_setup import Setup, check_setup
-from batchinfer.plan.setup.quantization_warning import quantization_warnings
 from batchinfer.plan.setup.work_context import work_context
 
 PREFIXES_SHOWN = 8
@@ -107,7 +106,7 @@ def forecast_job(
     """
     state = state_of(job)
     setup = check_setup(job, state, replace=True, hardware=None if devices is None else devices.hardware)
-    for warning in (*quantization_warnings(setup), *check_input(job, setup, state).warnings):
+    for warning in (*setup.warnings, *check_input(job, setup, state).warnings):
         notice(warning)
     if job.sampling.from_columns:
         notice(f"rows set their own {job.sampling.row_parameters()}")

@@ -37,7 +37,7 @@ def check_kv_memory(job: Job, models: list[PlacedModel]) -> None:
         models: The job's model, and a draft model that runs in the same engines.
 
     Raises:
-        JobFileError: The device, the machine or its control group has less memory beside the weights.
+        JobFileError: The device, the machine or its control group has less memory after the weights are loaded.
     """
     asked, setting = job.engine.kv_memory, models[0].setting
     total = setting.hardware.memory_bytes
@@ -48,8 +48,8 @@ def check_kv_memory(job: Job, models: list[PlacedModel]) -> None:
     if asked > room:
         raise job.mistake(
             "engine.kv_memory",
-            f"{size(asked)} is more than {_place(setting)} has: {size(total)} of memory, of which the weights take "
-            f"{size(weights)}; use at most {room >> 20}MiB, or auto",
+            f"{size(asked)} is more than {_place(setting)} has: {size(total)} of memory, and the weights take "
+            f"{size(weights)} of it; use at most {room >> 20}MiB, or auto",
         )
 
 

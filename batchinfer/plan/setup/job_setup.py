@@ -32,7 +32,7 @@ from batchinfer.plan.setup.ingest_workers import ingest_workers
 from batchinfer.plan.setup.job_answers import AskedAnswers, answer_columns, asked_answers, check_names
 from batchinfer.plan.setup.job_reasoning import most_answer_tokens
 from batchinfer.plan.setup.job_tokens import check_tokens
-from batchinfer.plan.setup.job_weights import job_weights
+from batchinfer.plan.setup.job_weights import job_weights, quantization_warnings
 from batchinfer.plan.setup.resolve import Setting, resolve
 from batchinfer.report.tables.folder import check_report_folder, report_folder
 
@@ -70,6 +70,11 @@ class Setup:
         return (
             [own] if self.beside is None else [own, PlacedModel(self.beside.checkpoint, self.beside.setting)]
         )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Lines about the job that the user should read before it runs."""
+        return quantization_warnings(self.checkpoint, self.setting)
 
     @property
     def drafting(self) -> Setup | None:

@@ -1,4 +1,4 @@
-"""The weights that a job runs with beside its checkpoint's own: adapters, and what a calibration made."""
+"""The weights of a job: adapters, calibrated weights, and the warning about quantised products."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.calibrated import with_calibration
 from batchinfer.plan.setup.job_adapters import job_adapters, with_adapters
 from batchinfer.plan.setup.resolve import Setting
+
+# Answers that equal those in float32; with bfloat16, 127 do
+_KEPT = "on SmolLM2-135M, int8 kept 22 of 200 answers, int4 21 (docs/models.md)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +47,17 @@ def job_weights(job: Job, checkpoint: StoredModel, setting: Setting, state: Stat
         if adapters.merged and setting.division.tensor > 1:
             raise CannotSplit(MERGED_WHOLE)
     return JobWeights(found, setting, adapters.fingerprints)
+
+
+def quantization_warnings(checkpoint: StoredModel, setting: Setting) -> tuple[str, ...]:
+    """Return a line if the run quantises the weights; none if it multiplies them as the checkpoint stores them."""
+    quantization = setting.quantization
+    if quantization == "int8" or (quantization == "int4" and not _stores_int4(checkpoint, setting)):
+        return (f"model.quantization: {quantization} changes most answers of real models: {_KEPT}",)
+    return ()
+
+
+def _stores_int4(checkpoint: StoredModel, setting: Setting) -> bool:
+    """Return True if the checkpoint itself stores int4. Calibrated weights are made for the job."""
+    forms = checkpoint.spec.forms if isinstance(checkpoint, Checkpoint) else frozenset()
+    return setting.weights is None and any(form.codes == "int4" for form in forms)

@@ -121,7 +121,7 @@ class Setting:
         return self.engines_here * self.division.ranks_here
 
     def without_sharing(self) -> Setting:
-        """Return the setting of a job whose prompts run as a whole, each by itself."""
+        """Return the setting of a job whose prompts each run as a whole and share no prefix."""
         return replace(self, shares_prefixes=False)
 
     @property

@@ -98,7 +98,7 @@ def _sections(run: ReportedRun) -> Iterator[PageSection]:
 
 
 def _answers(run: ReportedRun) -> Iterator[PageSection]:
-    """Sections about the answers: what they are, which rows have none, and how many are right."""
+    """Sections about the answers: their values, the failed rows, and the accuracy."""
     yield from task_answers(run)
     yield failures(run)
     yield from accuracy(run)

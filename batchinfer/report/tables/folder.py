@@ -34,9 +34,7 @@ def check_report_folder(folder: Path) -> None:
             f"it leads to ({os.path.realpath(folder)}) in its place"
         )
     if folder.exists() and not folder.is_dir():
-        raise OutputConflict(
-            f"{folder}: is a file, and the folder of the report is to be there; move it away"
-        )
+        raise OutputConflict(f"{folder}: is a file in the place of the report's folder; move it away")
 
 
 def new_run_id(now: datetime | None = None) -> str:

@@ -36,10 +36,10 @@ def run_row(
     """Return the row of the run table.
 
     Args:
-        facts: What the pipeline knows, by the names in COLUMNS[RUN]: run_id, job, output, started_at and finished_at
-            (with time zones) at least.
-        hardware: None if the run never came to an engine, as for `measured`.
-        measured: What the meter counted.
+        facts: Values that the pipeline knows, by the names in COLUMNS[RUN]: at least run_id, job, output, started_at
+            and finished_at (with time zones).
+        hardware: None if no engine was started, as for `measured`.
+        measured: The figures of the meter.
         meaningless: Columns that stay null, because they mean nothing for the job.
     """
     row: RunRow = dict.fromkeys([*SCHEMAS[RUN].names, "waited_s"])

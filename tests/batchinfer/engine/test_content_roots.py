@@ -1,5 +1,5 @@
-"""Requests whose content roots differ share nothing, in the plan, the engine, the simulation and the report; those of
-one root share all that they have in common. The roots are made up: nobody but `ContentRoots` knows the reason."""
+"""Requests with different content roots share nothing, in the plan, the engine, the simulation and the report. Requests
+with one root share their whole common prefix. The roots are made up: only `ContentRoots` knows the reason."""
 
 from __future__ import annotations
 

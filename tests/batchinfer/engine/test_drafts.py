@@ -452,7 +452,7 @@ def test_samples_of_steps_without_drafts_say_so() -> None:
 
 @pytest.mark.parametrize("slow", [1, 2])
 def test_one_slow_step_does_not_make_drafts_save_more(slow: int) -> None:
-    """Each step takes a second, but for a slow one before most drafts."""
+    """Each step takes a second, except a slow step before many drafts."""
     now, steps, rows = [0.0], [0], looping(2, 120)
 
     class Timed:

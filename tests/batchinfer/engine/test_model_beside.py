@@ -1,4 +1,4 @@
-"""A draft model beside the job's: it reads what rows hold, whoever computed it, and changes no answer."""
+"""A draft model in the job's engine reads the tokens of rows and changes no answer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.examples import examples
 
 @dataclass
 class Beside:
-    """Drafts without regard to cost: asks the model about most rows, each time for up to `most` tokens."""
+    """Drafts without regard to cost: asks the model about 80 % of rows, each time for up to `most` tokens."""
 
     model: ModelBeside
     random: random.Random
@@ -95,7 +95,7 @@ class Beside:
 
 
 def beside(limits: Limits, windows: tuple[int | None, ...] = (None,), **more: Any) -> BesideRunner:
-    """The hashing model once more, with a cache in the blocks of layers that see all tokens."""
+    """The hashing model again, with a cache in the blocks of layers that see all tokens."""
     spare = spare_blocks(limits.block_size, limits.seqs)
     runner = hashing_runner(ModelRunner, limits.blocks + spare, limits.block_size, more.pop("nan_every", 0))
     found = BesideRunner(

@@ -1,4 +1,4 @@
-"""A process that may have too little is told so, before a library ends it without a word."""
+"""Limits that are too low are reported before a library ends the process silently."""
 
 from __future__ import annotations
 

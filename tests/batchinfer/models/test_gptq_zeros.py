@@ -33,7 +33,7 @@ LAYOUT = ZeroLayout(FIRST, FIRST, symmetric=False)
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_zero_points_are_those_that_were_packed(bits: int) -> None:
-    """Every second zero point is 0, so that most words borrow. Dequantised, in int4, and in the parts of two ranks."""
+    """Every second zero point is 0, and most words borrow. Dequantised, in int4, and in the parts of two ranks."""
     generator = np.random.default_rng(bits)
     matrix = generator.normal(size=(OUTPUTS, INPUTS)).astype(np.float32)
     zeros = generator.integers(0, 2**bits, (OUTPUTS, INPUTS // GROUP)) * generator.integers(
@@ -64,7 +64,7 @@ def multiplied(packed: Any, read: dict[str, Tensor]) -> Tensor:
 
 
 def made(folder: Path, word: int | None = None, **stated: Any) -> Checkpoint:
-    """A checkpoint of GPTQ in 4 bits whose zero points are all those of one word, or drawn."""
+    """A checkpoint of GPTQ in 4 bits whose zero points come from one word or are drawn at random."""
     make_published(folder, folder.parent / "plain", "gptq")
     if word is not None:
         stored = load_file(folder / SINGLE)
@@ -140,7 +140,7 @@ def test_only_answers_that_were_wrong_are_lost(tmp_path: Path, monkeypatch: pyte
 
 
 def test_values_beside_the_outputs_count_for_nothing() -> None:
-    """9 outputs take two words, and the second holds one of them."""
+    """9 outputs take two words, and the second holds a single output."""
     symmetric = ZeroLayout(FIRST, FIRST, symmetric=True)
     words = np.array([[0x77777777, 0xFFFFFFF7]], np.uint32)
     assert symmetric.unfit(words, 4, 9) is None

@@ -70,7 +70,7 @@ class Ran:
         return Counter((self.path.parent / "log").read_text().split())
 
     def is_replaced_once(self) -> str:
-        """Run the job, whose worker dies once: no row is lost or computed twice. Return what was told of the death."""
+        """Run the job, whose worker dies once: no row is lost or computed twice. Return the notices of the death."""
         outcome = self()
         assert (outcome.exit_code, self.starts, outcome.row["worker_restarts"]) == (0, 2, 1)
         assert {row["status"] for row in table(self.path)} == {"ok"}

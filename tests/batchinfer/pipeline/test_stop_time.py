@@ -38,7 +38,7 @@ ROWS = 40
 
 
 class Watched(Progress):
-    """A run's progress, in which the stop time comes with an event: a phase, or so many answers."""
+    """A run's progress, in which the stop time comes with an event: a phase, or a number of answers."""
 
     def __init__(self, event: str) -> None:
         super().__init__(None, quiet=True)

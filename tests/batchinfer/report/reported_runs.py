@@ -80,7 +80,7 @@ def write_tables(
     meaningless: Sequence[str] = (),
     **facts: Any,
 ) -> None:
-    """The tables of one run. `facts` by the run table's names; those that are `meaningless` are null."""
+    """The tables of one run. `facts` by the run table's names; the `meaningless` ones are null."""
     known = {
         "job": "orders", "output": "/d/res", "exit_code": 0, "exit_status": "published", "dtype": "bfloat16",
         "rows": requests + 15, "rows_ok": requests, "rows_error": 15,

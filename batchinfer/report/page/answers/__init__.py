@@ -1,1 +1,1 @@
-"""Sections of the page about the answers: what they are, which rows have none, and how many are right."""
+"""Sections of the page about the answers: their values, the failed rows, and the accuracy."""

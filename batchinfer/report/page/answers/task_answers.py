@@ -83,7 +83,7 @@ def _right_text(run: ReportedRun) -> str:
 
 
 def _counted(run: ReportedRun) -> list[tuple[Any, ...]]:
-    """Return the rows of each label of a run whose results are not in place any more."""
+    """Return the rows of each label of a run whose results were replaced."""
     labels = run.row["labels"]
     whole = sum(labels.values())
     ranked = sorted(labels.items(), key=lambda item: (-item[1], item[0]))
@@ -104,7 +104,7 @@ def _histogram(
         run: The run.
         name: Anchor of the section.
         title: Its title.
-        text: What the bars show.
+        text: The quantity that the bars show.
         value: SQL of a row's value.
         axis: Least and greatest value, and the number of bars; None: as the values are.
     """

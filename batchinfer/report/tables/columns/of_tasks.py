@@ -1,4 +1,4 @@
-"""The columns of the run table that sum up the answers of one task, and those that mean nothing for some tasks."""
+"""Columns of the run table about the answers of one task, and the names of columns that stay null for some tasks."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def drafts(of_run: bool) -> Iterator[Column]:
     )
     yield seconds(
         "drafts_saved_s",
-        "what the same tokens would have taken without drafts, by the median times of such steps, less what they took"
+        "time of the same tokens without drafts, by the median times of such steps, less their actual time"
         + (
             "; at most what all steps took; null where most of the drafts' steps do not know it"
             if of_run

@@ -1,4 +1,4 @@
-"""Answers as the store has them become calls of tools, and the text beside them."""
+"""Stored answers become tool calls and the text around the calls."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_a_stop_time_ends_a_wait_and_is_no_signal(monkeypatch: pytest.MonkeyPatc
 
 
 def test_of_a_signal_and_the_stop_time_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stop time does not cut short what a signal lets finish; a signal does that to what it lets finish."""
+    """The stop time ends no work that a signal lets finish. A signal ends work that the stop time lets finish."""
     at = datetime(2026, 6, 1, 6, tzinfo=UTC)
     clock, interrupts = Clock(), Interrupts(clock=lambda: clock.now)
     monkeypatch.setattr("batchinfer.pipeline.workers.interrupts.LOOK_S", 0.01)

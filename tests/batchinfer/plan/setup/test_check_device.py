@@ -1,4 +1,4 @@
-"""`engine.kv_memory` in bytes is compared with the memory that there is, and with what is free of it."""
+"""`engine.kv_memory` in bytes is compared with the total memory and with the free memory."""
 
 from __future__ import annotations
 
