@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from batchinfer.core.errors import InputMissing, Interrupted, StopTimeReached, StorageError
 from batchinfer.core.wording import about, count, percent, seconds, short, shown, size
@@ -112,15 +115,26 @@ def status_of(target: Path | Job) -> RunStatus:
 
 
 def _read(path: Path, running: bool) -> RunStatus:
+    found = _recorded(path)
+    if running and found.exit_status is not None:
+        # The record of the run before: this run holds the lock and has written nothing yet
+        return RunStatus("running", found.output, found.job, phase=STARTING)
+    return replace(found, state=_standing(running, found.exit_status))
+
+
+def _recorded(path: Path) -> RunStatus:
+    """Return the recorded status; its state is not known yet. Raises StorageError for a damaged file."""
     facts = read_json(path)
+    wrong = StorageError(f"{path}: this version cannot read this progress file; the next run replaces it")
     if not isinstance(facts, dict) or facts.pop("format", None) != PROGRESS_FORMAT:
-        raise StorageError(f"{path}: this version cannot read this progress file; the next run replaces it")
-    ended = facts.get("exit_status")
-    if (
-        running and ended is not None
-    ):  # of the run before: this one holds the lock and has written nothing yet
-        return RunStatus("running", facts["output"], facts["job"], phase=STARTING)
-    return RunStatus(state=_standing(running, ended), **facts)
+        raise wrong
+    try:
+        found = TypeAdapter(RunStatus).validate_json(json.dumps({**facts, "state": "running"}), strict=True)
+        for moment in filter(None, (found.started_at, found.updated_at)):
+            datetime.fromisoformat(moment)
+    except ValueError:  # pydantic's ValidationError is one
+        raise wrong from None
+    return found
 
 
 def _standing(running: bool, ended: str | None) -> Standing:

@@ -49,6 +49,4 @@ def budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary, comma
 
 def show_errors(results: Path, partial: bool) -> str:
     """Return the command that shows the error rows of a result, or of a run that published none (`partial`)."""
-    option = " --partial" if partial else ""
-    sql = "select row_id, file, row_index, error_code, error_message from results where status = 'error'"
-    return f'batchinfer query{option} {shlex.quote(str(results))} "{sql}"'
+    return f"batchinfer show {shlex.quote(str(results))} --errors{' --partial' if partial else ''}"

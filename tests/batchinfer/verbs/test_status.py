@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from batchinfer.cli import status_verb
-from batchinfer.core.errors import Interrupted
+from batchinfer.core.errors import Interrupted, StorageError
 from batchinfer.core.samples import StepSample
 from batchinfer.data.storage.durable import FileOps
+from batchinfer.data.storage.state import StateFolder
+from batchinfer.pipeline.progress_file import PROGRESS_FORMAT
 from batchinfer.report.progress import RECORD_EVERY_S, Progress, ProgressState
 from batchinfer.verbs.status import RunStatus, prometheus_lines, status_of, write_prometheus
 from tests.batchinfer.cli.test_cli import SLOW, committed, finish, long_job, started
@@ -91,6 +93,24 @@ def test_errors_are_told_by_code(place: Place, run: Command) -> None:
     assert run("run", place.folder / "job.yaml", "-q").code == 0
     told = json.loads(run("status", place.results, "--json").out)
     assert (told["state"], sum(told["errors"].values())) == ("finished", 2)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"rows": "many"}, {"errors": [1]}, {"output": None}, {"updated_at": "yesterday"}], ids=str
+)
+def test_a_damaged_progress_file_is_named(damage: dict[str, Any], tmp_path: Path) -> None:
+    state = StateFolder(tmp_path / "res")
+    state.progress.parent.mkdir(parents=True)
+    whole = {
+        "format": PROGRESS_FORMAT,
+        "output": str(state.results),
+        "updated_at": "2026-11-29T06:00:00+00:00",
+    }
+    state.progress.write_text(json.dumps(whole))
+    assert status_of(state.results).state == "crashed"
+    state.progress.write_text(json.dumps({**whole, **damage}))
+    with pytest.raises(StorageError, match=r"progress\.json: this version cannot read this progress file"):
+        status_of(state.results)
 
 
 @pytest.mark.slow
