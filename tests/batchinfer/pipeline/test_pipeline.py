@@ -213,7 +213,7 @@ def test_a_run_over_its_budget_loses_no_answer_and_the_next_run_needs_no_engine(
         ErrorBudgetExceeded, match=r"of 200 rows are errors, and on_error.* allows 2"
     ) as caught:
         run(path, NO_ENGINE)
-    assert f'batchinfer query --partial {tmp_path / "out/res"} "select' in str(caught.value)
+    assert f"batchinfer show {tmp_path / 'out/res'} --errors --partial" in str(caught.value)
     retried = replace(FAKE, retry_errors=True)  # these errors do not count, as their rows run again
     monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
     assert run(path, retried).row["rows_error"] == 0
