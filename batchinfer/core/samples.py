@@ -16,7 +16,7 @@ LaunchMode = Literal["full_graph", "piecewise_graph", "eager"]
 LAUNCH_MODES: tuple[LaunchMode, ...] = ("full_graph", "piecewise_graph", "eager")
 # Where drafts come from: a row's prompt and answer so far; other answers of the job; the row's answer in the job's last
 # result; a smaller model; heads that were trained for the model; what the model said behind wrong drafts
-DraftName = Literal["prompt", "answers", "earlier", "model", "heads", "lookahead"]
+DraftName = Literal["prompt", "answers", "earlier", "model", "heads"]
 ExpertTokens = Mapping[int, list[int]]  # layer → tokens that each of its experts was given
 
 
@@ -103,8 +103,6 @@ class StepSample:
     model_accepted: int = 0
     heads_drafted: int = 0
     heads_accepted: int = 0
-    lookahead_drafted: int = 0
-    lookahead_accepted: int = 0
     proposing_s: float = 0.0  # of duration_s, what a draft model beside took, or heads
     # Seconds of the step's tokens without drafts, less those of the step; None: not known
     drafts_saved_s: float | None = 0.0

@@ -337,6 +337,12 @@ def _biases(value: object) -> object:
     return value if value is None else token_biases(value)
 
 
+def _no_removed_source(value: object) -> object:
+    if isinstance(value, list | tuple) and "lookahead" in value:
+        raise ValueError("lookahead was removed; use prompt, answers or earlier")
+    return value
+
+
 def _deadline(text: str) -> str:
     try:
         next_moment(text, datetime.now().astimezone())
@@ -370,11 +376,10 @@ AdapterPath = Annotated[
 ]
 Whole = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Auto = Literal["auto"]
-# Those that jobs name; that of a model is there with it
-DraftSource = Literal["prompt", "answers", "earlier", "lookahead"]
-# Those of `auto`: what only guesses has to be named
-AUTO_DRAFTS: tuple[DraftSource, ...] = ("prompt", "answers", "earlier")
-DraftSources = Annotated[tuple[DraftSource, ...], Field(min_length=1)]
+# The sources that jobs name; the source of a model comes with the model
+DraftSource = Literal["prompt", "answers", "earlier"]
+AUTO_DRAFTS: tuple[DraftSource, ...] = get_args(DraftSource)
+DraftSources = Annotated[tuple[DraftSource, ...], Field(min_length=1), BeforeValidator(_no_removed_source)]
 DRAFTS = Right(
     f"auto, off, a list of any of {', '.join(get_args(DraftSource))}, or a section with the key model or heads"
 )

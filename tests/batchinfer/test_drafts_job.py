@@ -48,8 +48,8 @@ REAL = RunOptions(waves_from_s=float("inf"), engine=COSTED)
 FLOAT32 = ("model.dtype", "float32")
 WEIGHTS = "model.safetensors"
 QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart"
-SOURCES: tuple[Any, ...] = (["prompt"], ["answers"], "auto", ["lookahead"])
-EVERY = ["lookahead", "earlier", "answers", "prompt"]
+SOURCES: tuple[Any, ...] = (["prompt"], ["answers"], "auto")
+EVERY = ["earlier", "answers", "prompt"]
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["order", "question"]}, "note": {"type": "string", "maxLength": 20}},
@@ -533,7 +533,11 @@ def test_forecasts_say_what_drafts_came_to_in_the_last_run(tmp_path: Path, model
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"drafts": "some"}, "auto, off, a list of any of prompt, answers, earlier, lookahead, or a section"),
+        ({"drafts": "some"}, "auto, off, a list of any of prompt, answers, earlier, or a section"),
+        (
+            {"drafts": ["prompt", "lookahead"]},
+            "drafts: lookahead was removed; use prompt, answers or earlier",
+        ),
         ({"drafts": ["prompt", "oracle"]}, "auto, off, a list"),
         ({"drafts": []}, "auto, off, a list"),
         ({"drafts": {"modl": "small"}}, 'the section drafts has no key "modl" .did you mean model'),

@@ -16,7 +16,6 @@ from batchinfer.core.request import TokenIds
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.drafts.acceptance import Acceptance
 from batchinfer.engine.drafts.holding import NOBODY, Decoding, host_seconds, waiting_pays
-from batchinfer.engine.drafts.lookahead import Lookahead
 from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.patience import Patience
 from batchinfer.engine.drafts.source import LAST_WORDS, MOST_DRAFTS, DraftSource, Proposal
@@ -64,10 +63,6 @@ class CostedDrafter:
     or that step waits for the row, and the device for the host. Rows for which nothing was found, or was right, are
     looked at less and less often.
 
-    `lookahead` is the last source, and is told what was sampled behind drafts, whoever proposed them. Where its guesses
-    are wrong, the row is looked at again all the same: being run makes them better, and what that costs is counted. A
-    row of which nothing but guesses is known that do not pay is left alone.
-
     `model` is asked about rows of which the sources know less than it is expected to, where its own time pays.
 
     `most_drafts`: of a row in a step; None: as many as are looked for.
@@ -82,11 +77,10 @@ class CostedDrafter:
         clock: Callable[[], float] = time.perf_counter,
         model: ModelChoice | None = None,
         most_drafts: int | None = None,
-        lookahead: Lookahead | None = None,
     ) -> None:
         self._model = model
         self._most_drafts = MOST_DRAFTS if most_drafts is None else most_drafts
-        self._sources, self._lookahead = [*sources, *([] if lookahead is None else [lookahead])], lookahead
+        self._sources = sources
         self._times, self._looks_ahead, self._clock = times, looks_ahead, clock
         self._most_sampled, self._acceptance = most_sampled, Acceptance()
         # Whether a row with drafts misses no step: nothing was in flight when the newest one was planned
@@ -104,11 +98,6 @@ class CostedDrafter:
         )
         # Of each source, drafts that were verified since the last sample, and right ones
         self._counts: dict[str, tuple[int, int]] = {}
-
-    @property
-    def reads_sampled(self) -> bool:
-        """Whether it learns from all that was sampled; see `Drafter`."""
-        return self._lookahead is not None
 
     def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Drafts]]:
         """Return the drafts of those of these rows that get any in the next step; see `Drafter`. All that this takes
@@ -128,9 +117,8 @@ class CostedDrafter:
         began = self._clock()
         chosen = self._best(found, decodes, others) if found else []
         given = {sequence for sequence, _ in chosen}
-        guessed = {row for row, source, _ in found if self._guesses(source)}
-        for row in asked if not self._together else guessed:
-            if row not in given:  # it waited for nothing, or its guesses do not pay
+        for row in asked if not self._together else ():
+            if row not in given:  # it waited for nothing
                 self._rows[row].texts.failed(len(row), self._patience)
         self._allowed_s -= self._clock() - began
         return chosen
@@ -181,15 +169,12 @@ class CostedDrafter:
         before = self._counts.get(row.source, (0, 0))
         self._counts[row.source] = (before[0] + drafts, before[1] + taken.right)
         computed = self._model is not None and row.source == self._model.name
-        guessed = self._guesses(row.source)
-        if self._lookahead is not None:
-            self._lookahead.verified(taken)
-        rest = () if computed or guessed else row.proposal.tokens[taken.right + 1 :]
+        rest = () if computed else row.proposal.tokens[taken.right + 1 :]
         row.rest = Proposal(rest, 1) if taken.right < drafts and len(rest) else None
         patience = row.model if computed else row.texts
         if taken.right:
             patience.succeeded()
-        elif not (guessed and self._together):
+        else:
             patience.failed(len(taken.sequence), self._patience)
 
     def ended(self, sequence: Sequence) -> None:
@@ -197,8 +182,6 @@ class CostedDrafter:
         self._rows.pop(sequence, None)
         if self._model is not None:
             self._model.ended(sequence)
-        if self._lookahead is not None:
-            self._lookahead.ended(sequence)
         if sequence.output_length:
             self._tell(sequence.tokens[max(0, sequence.prompt_length - LAST_WORDS) :])
 
@@ -231,10 +214,6 @@ class CostedDrafter:
         self._allowed_s = min(self._allowed_s + share, self._most_allowed_s)
         self._expected_prompt_tokens = sample.prefill_tokens if sample.waiting else 0
         return sample
-
-    def _guesses(self, source: str) -> bool:
-        """Whether the source is the one whose wrong drafts make its next ones better."""
-        return self._lookahead is not None and source == self._lookahead.name
 
     def _tell(self, text: array[int]) -> None:
         for source in self._sources:

@@ -10,7 +10,6 @@ from batchinfer.core.samples import DraftName
 from batchinfer.engine.drafts.drafter import CostedDrafter
 from batchinfer.engine.drafts.given_answer import GivenAnswer
 from batchinfer.engine.drafts.heads_beside import HeadsBeside, HeadsRunner
-from batchinfer.engine.drafts.lookahead import Lookahead
 from batchinfer.engine.drafts.model_beside import BesideRunner, ModelBeside
 from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.other_answers import OtherAnswers
@@ -59,5 +58,4 @@ def drafter_of(
         runner.looks_ahead,
         model=None if model is None else ModelChoice(model),
         most_drafts=None if graphs is None else graphs.most_drafts,
-        lookahead=Lookahead() if "lookahead" in names else None,
     )

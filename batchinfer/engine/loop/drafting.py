@@ -20,10 +20,6 @@ Drafts: TypeAlias = Seq[int] | DraftTree
 class Drafter(Protocol):
     """Proposes tokens that may follow sequences, as many as it pays to verify."""
 
-    @property
-    def reads_sampled(self) -> bool:
-        """Whether `verified` is told all tokens that were sampled, those behind wrong drafts included."""
-
     def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Drafts]]:
         """Return the drafts of those of these rows, which decode, that get any in the next step: tokens one behind the
         other, or a tree of them. `ahead`: the rows that decode, too, and whose last tokens are not known yet; `others`:

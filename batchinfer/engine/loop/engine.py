@@ -355,8 +355,6 @@ class Engine:
             self._take_asked(step, step.result)
             tokens = tokens if sampling else []
         logprobs = {sampling[place]: found for place, found in step.result.logprobs().items()}
-        if step.scheduled.drafts and self._drafting is not None and self._drafting.drafter.reads_sampled:
-            step.sampled = {sampling[place]: found for place, found in step.result.sampled().items()}
         ready = self._now()
         take = self._take_all if step.repeats == 1 else self._take_runs
         ends = take(step, tokens, logprobs, ready)
@@ -418,7 +416,7 @@ class Engine:
                 sequence.tokens_known()
                 end = self._append(sequence, given[0], now, found) or self._jump_forward(sequence, now)
             else:
-                taken = self._take(sequence, given, now, found, step.sampled.get(sequence, ()))
+                taken = self._take(sequence, given, now, found)
                 step.irregular.append(taken)
                 end = taken.end
             if end is not None:
@@ -451,15 +449,9 @@ class Engine:
         return ends
 
     def _take(
-        self,
-        sequence: Sequence,
-        tokens: list[int],
-        now: float,
-        logprobs: TokenLogprobs | None,
-        sampled: Seq[int],
+        self, sequence: Sequence, tokens: list[int], now: float, logprobs: TokenLogprobs | None
     ) -> AcceptedTokens:
-        """Append any number of tokens to a sequence, up to the one that ends it; the rest is dropped. `sampled`: see
-        AcceptedTokens."""
+        """Append any number of tokens to a sequence, up to the one that ends it. Later tokens are dropped."""
         if sequence.placeholders:
             raise ValueError(
                 f"a step gave {len(tokens)} tokens to a sequence that the next step runs already"
@@ -467,7 +459,6 @@ class Engine:
         sequence.tokens_known()
         drafts = sequence.tokens[len(sequence) - sequence.drafts :]
         taken = AcceptedTokens(sequence, sequence.known_length, drafts, sequence.draft_parents)
-        taken.sampled = sampled
         sequence.drop_drafts()
         for at, token in enumerate(tokens):
             taken.add(token)

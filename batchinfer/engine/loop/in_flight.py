@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import NamedTuple
@@ -44,8 +42,6 @@ class AcceptedTokens:
     path: list[int] = field(default_factory=list)  # which of them were right, one behind the other
     count: int = 0  # tokens taken, one that is none for want of finite logits included
     end: End | None = None
-    # What was sampled behind its last known token and behind each draft, wrong ones included; (): nobody asked
-    sampled: Seq[int] = ()
 
     @property
     def right(self) -> int:
@@ -91,8 +87,6 @@ class InFlight:
     shapes: list[StepShape] = field(default_factory=list)
     # Of sequences that did not just get the next token
     irregular: list[AcceptedTokens] = field(default_factory=list)
-    # Of sequences with drafts, if somebody asks; see AcceptedTokens
-    sampled: Mapping[Sequence, Seq[int]] = field(default_factory=dict)
     dropped: set[Sequence] = field(default_factory=set)  # sequences that had ended when it was launched
     # Of sequences that ended before the last of the steps that they ran at once: how many tokens they took
     cut: dict[Sequence, int] = field(default_factory=dict)

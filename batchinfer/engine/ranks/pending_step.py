@@ -39,10 +39,6 @@ class PendingStep:
         """Run the last stage; the next tokens of each chunk that samples."""
         return self._ran.tokens()
 
-    def sampled(self) -> Mapping[int, Sequence[int]]:
-        """Return all tokens of each chunk with drafts."""
-        return self._ran.sampled()
-
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Return the log-probabilities of each chunk that asks."""
         return self._ran.logprobs()

@@ -30,7 +30,6 @@ from batchinfer.engine.runner.sampled import (
     barred_of_chunks,
     logprobs_of_chunks,
     rows_of_chunks,
-    sampled_of_chunks,
     states_of_chunks,
     tokens_of_chunks,
 )
@@ -68,12 +67,6 @@ class DeviceRun:
             return []
         tokens: list[int] = self.download.arrays()[0].tolist()
         return tokens_of_chunks(tokens, self.plan, rows_of_chunks(tokens, self.plan))
-
-    def sampled(self) -> Mapping[int, Sequence[int]]:
-        """Wait for the step; all tokens of each chunk with drafts."""
-        if self.download is None:
-            return {}
-        return sampled_of_chunks(self.download.arrays()[0].tolist(), self.plan)
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Wait for the step; the log-probabilities of each chunk that asks."""
@@ -132,10 +125,6 @@ class RepeatedRun:
         for place in np.flatnonzero(self.repeats < len(rows[0])).tolist():
             del rows[place][self.repeats[place] :]
         return rows
-
-    def sampled(self) -> Mapping[int, Sequence[int]]:
-        """Return all tokens of chunks with drafts: none has any."""
-        return {}
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Return those that were asked for: none."""

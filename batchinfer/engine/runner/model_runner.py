@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +23,6 @@ from batchinfer.engine.runner.sampled import (
     barred_of_chunks,
     logprobs_of_chunks,
     rows_of_chunks,
-    sampled_of_chunks,
     states_of_chunks,
     tokens_of_chunks,
 )
@@ -79,16 +78,10 @@ class RunnerOutput:
     asked_states: Mapping[int, States] = field(default_factory=dict)
     token_scores: TokenScores = field(default_factory=partial(TokenScores.joined, ()))
     collective_s: float | None = None
-    # Makes what `sampled` returns
-    sampled_tokens: Callable[[], Mapping[int, Seq[int]]] = dict
 
     def tokens(self) -> list[list[int]]:
         """Return the next tokens of each chunk that samples."""
         return self.next_tokens
-
-    def sampled(self) -> Mapping[int, Seq[int]]:
-        """Return all tokens of each chunk with drafts."""
-        return self.sampled_tokens()
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Return the log-probabilities of each chunk that asks."""
@@ -194,7 +187,6 @@ class ModelRunner:
             self._launch,
             states_of_chunks([asked], plan),
             TokenScores.joined([scored] if scored else []),
-            sampled_tokens=dict if rows is None else partial(sampled_of_chunks, given, plan),
         )
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingPlan, int]:

@@ -44,10 +44,6 @@ class Launched(Protocol):
         and one more are run by the next step. NO_TOKEN stands for logits that are not finite.
         """
 
-    def sampled(self) -> Mapping[int, Sequence[int]]:
-        """All tokens that were sampled of each chunk with drafts: behind its last known token, and behind each draft,
-        wrong ones included. Waits for the device."""
-
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """The log-probabilities of the tokens of each chunk that asks, chosen or given. Waits for the device."""
 

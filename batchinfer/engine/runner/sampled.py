@@ -128,15 +128,6 @@ def tokens_of_chunks(tokens: list[int], plan: StepPlan, rows: list[Sequence[int]
     return [[tokens[row] for row in own] for own in rows]
 
 
-def sampled_of_chunks(tokens: list[int], plan: StepPlan) -> Mapping[int, Sequence[int]]:
-    """Return all tokens of each chunk with several rows, those behind wrong drafts included."""
-    counts = plan.sampled_counts
-    if counts is None or not plan.sampling.chooses:
-        return {}
-    spans = enumerate(pairwise([0, *accumulate(counts)]))
-    return {place: tokens[first:end] for place, (first, end) in spans if end - first > 1}
-
-
 def barred_of_chunks(
     found: Mapping[int, bool], rows: list[Sequence[int]] | None
 ) -> Mapping[int, Sequence[bool]]:

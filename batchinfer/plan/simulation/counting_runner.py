@@ -53,10 +53,6 @@ class CountedStep:
             for (key, said), count in each
         ]
 
-    def sampled(self) -> Mapping[int, Sequence[int]]:
-        """No row has drafts."""
-        return {}
-
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Nobody asks a simulation for them."""
         return {}

@@ -13,7 +13,6 @@ import numpy as np
 
 from batchinfer.core.request import Request, TokenLogprobs
 from batchinfer.core.samples import StepSample
-from batchinfer.engine.drafts.lookahead import Lookahead
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.runner.model_runner import RunnerOutput
@@ -40,8 +39,6 @@ Guess = Callable[[Sequence], Seq[int] | DraftTree]
 
 class Drafts:
     """Proposes what `guess` says, for every row, whatever it costs."""
-
-    reads_sampled = False
 
     def __init__(self, guess: Guess, waits: bool = True, holds: float = 0.0) -> None:
         self._guess, self._waits = guess, waits
@@ -72,39 +69,6 @@ class Drafts:
 
     def stepped(self, sample: StepSample) -> StepSample:
         return sample
-
-
-class Guessing(Drafts):
-    """Proposes some of the guesses of lookahead decoding, or now and then none, whatever they cost; and keeps what was
-    sampled behind them."""
-
-    reads_sampled = True
-
-    def __init__(self, seed: int, waits: bool = True, holds: float = 0.0, most: int = 7) -> None:
-        super().__init__(self._guessed, waits, holds)
-        self.lookahead, self._most = Lookahead(), most
-        self.told: list[
-            tuple[list[int], AcceptedTokens]
-        ] = []  # the text before drafts, and what came of these
-
-    def _guessed(self, row: Sequence) -> Seq[int]:
-        (found,) = self.lookahead.propose([row], self._random.randrange(self._most + 1))
-        return () if found is None else found.tokens
-
-    def verified(self, taken: AcceptedTokens) -> None:
-        super().verified(taken)
-        self.lookahead.verified(taken)
-        self.told.append((taken.sequence.tokens[: taken.known].tolist(), taken))
-
-    def ended(self, sequence: Sequence) -> None:
-        self.lookahead.ended(sequence)
-
-    def check(self) -> None:
-        """There is what was sampled behind all drafts of each row, and no guess of rows that have ended."""
-        for _, taken in self.told:
-            assert len(taken.sampled) == len(taken.drafts) + 1
-            assert list(taken.sampled[: taken.right]) == taken.drafts[: taken.right].tolist()
-        assert not self.lookahead.guessed
 
 
 def remembered(ran: Ran, right: float, seed: int, most: int = 5) -> Guess:

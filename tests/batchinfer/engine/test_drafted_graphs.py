@@ -31,7 +31,7 @@ from batchinfer_kernels.gpu.prefill_attention import prefill_attention
 from tests.batchinfer.engine import guided_rows
 from tests.batchinfer.engine.interpreted_gpu import stand_in
 from tests.batchinfer.engine.small_engine import Ran, drain, folder, request
-from tests.batchinfer.engine.speculating import Drafts, Guessing, remembered
+from tests.batchinfer.engine.speculating import Drafts, remembered
 from tests.examples import first_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
@@ -164,18 +164,6 @@ def test_drafts_change_no_bit_where_rows_are_deterministic(monkeypatch: pytest.M
     assert got.answers == wanted.answers
     assert got.logprobs == wanted.logprobs
     assert sum(right for _, right in drafts.took) > 2
-
-
-@pytest.mark.slow
-def test_guesses_come_of_what_was_sampled_behind_wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of steps that are replayed, and of rows that ask for anything: answers are those without."""
-    wanted, loaded = on_a_cpu("llama"), loaded_for(monkeypatch, "llama")
-    rows, drafts = work()[:4], Guessing(seed=1)
-    got = drain(loaded.engine(drafter=drafts), rows)
-    assert got.answers.items() <= wanted.answers.items()
-    drafts.check()
-    assert any(step.launch == "full_graph" for step in got.steps)
-    assert sum(len(taken.drafts) - taken.right for _, taken in drafts.told) > 20
 
 
 @pytest.mark.parametrize("parts", first_of([InParts, MicroBatches], 1))

@@ -55,7 +55,6 @@ class Beside:
     always: bool = False  # ask about every row, for exactly `most` tokens
     took: list[AcceptedTokens] = field(default_factory=list)
     running: set[Sequence] = field(default_factory=set)
-    reads_sampled: bool = False
 
     def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
         asked = [row for row in rows if self.model.takes(row) and (self.always or self.random.random() < 0.8)]

@@ -2,12 +2,10 @@
 
 python -m tests.batchinfer.pipeline.drafted_job_times earlier [--rows-at-once 8 256] [--pairs 7]
 python -m tests.batchinfer.pipeline.drafted_job_times model --small FOLDER [--rows-at-once 8 256] [--pairs 7]
-python -m tests.batchinfer.pipeline.drafted_job_times lookahead --orders 120 --rows-at-once 1 2 8 [--pairs 7]
 
 `earlier`: the job has a result, and then its instruction changes. `model`: a smaller model answers all rows first.
-`lookahead`: what the model said behind wrong drafts, alone, beside other sources, and these without. `--orders`: only
-so many of the orders. Every line is JSON: of each way the medians of the run's and the engine's seconds, and the most
-memory of all its processes; how many answers are as before; and how many drafts were right.
+`--orders`: only the first orders. Every line is JSON: for each way the medians of the run's and the engine's seconds
+and the peak memory of all its processes; how many answers are as before; and how many drafts were right.
 """
 
 from __future__ import annotations
@@ -38,8 +36,6 @@ FIGURES = (
     "drafts_saved_s",
     "draft_model_s",
     "sampled_tokens",
-    "lookahead_drafted",
-    "lookahead_accepted",
 )
 Ways = dict[str, Any]  # the drafts of each way to run the job
 
@@ -101,10 +97,6 @@ def compare(folder: Path, rows: int, asked: Ways, changed: bool, pairs: int) -> 
 
 def ways_of(kind: str, small: Path | None) -> Ways:
     """Return the drafts that are compared."""
-    if kind == "lookahead":
-        others = ["prompt", "answers", "earlier"]
-        alone = {"without": "off", "lookahead": ["lookahead"]}
-        return alone | {"others": others, "beside others": [*others, "lookahead"]}
     if kind == "earlier":
         return {"without": "off", "with": ["earlier"]}
     assert small is not None, "--small names the folder of the smaller model"
@@ -113,7 +105,7 @@ def ways_of(kind: str, small: Path | None) -> Ways:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("earlier", "model", "lookahead"))
+    parser.add_argument("kind", choices=("earlier", "model"))
     parser.add_argument("--small", type=Path)
     parser.add_argument("--orders", type=int)
     parser.add_argument("--rows-at-once", type=int, nargs="+", default=[8, 256])

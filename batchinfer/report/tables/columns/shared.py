@@ -18,7 +18,6 @@ _DRAFTED = {
     "earlier": "the row's answer in the job's last result",
     "model": "the model of `drafts.model`",
     "heads": "the heads of `drafts.heads`",
-    "lookahead": "what the model said behind drafts that were wrong",
 }
 
 
