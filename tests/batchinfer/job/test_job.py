@@ -429,6 +429,8 @@ def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
             "expected": None,
             "unique_ids": False,
             "limit": None,
+            "allow_empty": False,
+            "min_rows": None,
             "workers": "auto",
             "max_line_bytes": 2**24,
             "encoding": "utf-8",
