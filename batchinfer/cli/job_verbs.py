@@ -14,6 +14,7 @@ import typer
 from batchinfer.cli.options import DEFAULT_JOB, Date, JobPath, Json, Overrides, Price, Quiet, load
 from batchinfer.cli.terminal import (
     columns_of_terminal,
+    is_terminal,
     painted,
     say,
     say_json,
@@ -164,7 +165,7 @@ def _summary(result: RunResult, job: Job) -> str:
     from batchinfer.report.summary import NAME_END, summary
 
     examples: list[str] = []
-    if sys.stdout.isatty():
+    if is_terminal(sys.stdout):
         from batchinfer.verbs.show import example_lines
 
         examples = example_lines(result.results, columns_of_terminal(sys.stdout) - NAME_END)

@@ -67,18 +67,21 @@ def painted(text: str, look: Look | None = None, stream: TextIO | None = None) -
     )
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return True for a terminal; False for a pipe, a file, and a stream that was closed before the command started."""
+    return stream is not None and stream.isatty()
+
+
 def shows_colours(stream: TextIO | None) -> bool:
     """A terminal that is not dumb, and nobody asked for no colours (https://no-color.org)."""
-    if stream is None or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
-    return stream.isatty()
+    return is_terminal(stream)
 
 
 def columns_of_terminal(stream: TextIO | None) -> int:
     """Return the width for lines on a stream: the terminal's, or 80 columns without a terminal."""
-    if stream is None or not stream.isatty():
-        return 80
-    return shutil.get_terminal_size().columns
+    return shutil.get_terminal_size().columns if is_terminal(stream) else 80
 
 
 def _write(stream: TextIO | None, text: str, *, end: str = "\n", flush: bool = True) -> bool:

@@ -204,7 +204,7 @@ def test_an_error_that_another_job_has_answered_since_is_published(
 
 @pytest.fixture
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each run looked up in the store, one by one."""
+    """How many rows each join looked up in the store, one by one. A run over stored errors joins twice."""
     found: list[int] = []
     counted = join.counted_attempts
 
@@ -232,11 +232,11 @@ def test_answers_of_rows_whose_file_has_changed_are_where_they_were(
     )
     nights.check()
     assert taken == [0, 0, 0]
-    assert 2 <= looked_up[1] <= 2 + errors
+    assert all(2 <= count <= 2 + errors for count in looked_up[1:3])
     nights.write("a", rows[:20])
     nights.write("b", [*rows[25:40], rows[12] | {"id": "as one of the other file"}, rows[51]])
     nights.check()
-    assert looked_up[3] <= 4 + 2 * errors
+    assert max(looked_up[4:6]) <= 4 + 2 * errors
 
 
 @pytest.mark.slow

@@ -186,7 +186,8 @@ def test_help_and_version(capsys, monkeypatch) -> None:  # type: ignore[no-untyp
         (("run", "job.yaml", "--json", "--set", 'prompt.user="{{ nobody }}"'), 78),
         (("run", "job.yaml", "--json", "--set", 'prompt.user="{{ text / 2 }}"'), 65),
         (("run", "job.yaml", "--json", "--fast"), 2),
-        (("run", "empty.yaml", "--json"), 0),
+        (("run", "empty.yaml", "--json"), 66),
+        (("run", "empty.yaml", "--json", "--set", "input.allow_empty=true"), 0),
     ],
 )
 def test_json_is_one_line(arguments: tuple[str, ...], code: int, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]

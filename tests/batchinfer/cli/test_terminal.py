@@ -136,7 +136,9 @@ def test_every_verb_that_prints_has_json(place: Place, tmp_path: Path, capsys, m
 
     good, bad = run("preview", job, "--json", "--set", "input.path=two.jsonl").out.splitlines()
     good, bad = json.loads(good), json.loads(bad)
-    assert set(good) == {"file", "row_index", "id", "text", "token_ids", "sampling", "own_sampling", "error"}
+    assert set(good) == {
+        "file", "row_index", "id", "text", "token_ids", "continuations", "sampling", "own_sampling", "error"
+    }  # fmt: skip
     assert (good["id"], good["error"], good["sampling"]["max_tokens"]) == ("a", None, 8)
     assert "Say one" in good["text"]
     assert (bad["row_index"], bad["text"], bad["error"]["code"]) == (1, None, "template_error")
