@@ -358,7 +358,8 @@ def notices(path: Path, options: RunOptions) -> tuple[Outcome, list[str]]:
 
 def asked_first(said: list[str]) -> int:
     """Return how many requests a draft model answered first, as a run has said."""
-    (line,) = (line for line in said if "first" in line)
+    (line,) = (line for line in said if line.endswith("requests first"))
+    assert not any(line.startswith("the whole run") for line in said), "the draft model's time is not in it"
     return int(line.split(" answers ")[1].split()[0])
 
 

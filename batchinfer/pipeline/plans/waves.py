@@ -89,7 +89,8 @@ class Waves:
             parts, tokens = rows.parts, rows.tokens
         plan = self._planned(parts, tokens, known)
         if self._index is not None:
-            self.forecast = forecast_run(self._run.job, self._run.setup, plan, tokens)
+            whole = not known.requests
+            self.forecast = forecast_run(self._run.job, self._run.setup, plan, tokens, whole=whole)
         self._parts, given = parts, self._given(plan, known)
         ended = time.monotonic()
         self._took_s, self._not_before = ended - began, ended + PAUSE * (ended - began)

@@ -101,7 +101,7 @@ class _Drafting:
         run.notice(f"drafts: {name} answers {counted(count, 'request')} first")
         share = count / plan.to_run
         if share == 1:
-            for line in forecast_run(run.job, run.setup, plan, self._index.tokens).lines:
+            for line in forecast_run(run.job, run.setup, plan, self._index.tokens, whole=False).lines:
                 run.notice(f"drafts: {line}")
         longest = min(plan.longest, run.setup.setting.max_model_len)
         index_parts = self._index.index_parts

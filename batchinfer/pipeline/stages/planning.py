@@ -88,7 +88,8 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
             retry_errors=run.options.retry_errors,
             threads=usable_cpus(),
         )
-        forecast = forecast_run(run.job, run.setup, plan, index.tokens)
+        alone = run.setup.drafting is None  # no draft model answers first
+        forecast = forecast_run(run.job, run.setup, plan, index.tokens, whole=alone)
     run.report.planned(plan, forecast.engine)
     run.progress.close()
     tell(run, plan, forecast)

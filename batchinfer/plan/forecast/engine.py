@@ -17,6 +17,7 @@ from batchinfer.plan.forecast.divided import (
 )
 from batchinfer.plan.forecast.room import beside_block, beside_weights, captures_of, engine_room, held_bytes
 from batchinfer.plan.forecast.step_times import StepTimes, alike, step_times
+from batchinfer.plan.forecast.time_range import TimeRange, engine_range, other_range, unmeasured_s
 from batchinfer.plan.order.backlog import share_of
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts, planned_requests
@@ -28,6 +29,7 @@ from batchinfer.plan.simulation.stages import SimulatedStage
 from batchinfer.report.tables.earlier_runs import (
     EarlierProposals,
     earlier_lengths,
+    earlier_overhead,
     earlier_power,
     earlier_proposals,
     earlier_steps,
@@ -58,6 +60,7 @@ class EngineForecast:
     upper_bound: bool  # some answers may be shorter than the max_tokens with which they were simulated
     times: StepTimes  # what steps take, and how that is known
     seconds: float | None = None
+    within: TimeRange | None = None  # None where `seconds` is
     waits: float | None = (
         None  # the share of its time that a stage waits, in the mean; None: there are no stages
     )
@@ -126,14 +129,26 @@ class ForecastEngine:
 
     def _timed(self, found: EngineForecast, peaks: Peaks) -> EngineForecast:
         """Return the forecast with its seconds, and what follows from them."""
-        whole = found.run
-        spent_s = whole.seconds * self.setup.setting.replicas
+        whole, setting = found.run, self.setup.setting
+        expected_s = whole.seconds
+        if self.times.known == "limit":
+            expected_s = unmeasured_s(whole.seconds, whole.steps, self.machine.cost.layers)
+        spent_s = expected_s * setting.replicas
         mfu = whole.flops / spent_s / peaks.fastest
         mbu = whole.bytes / spent_s / peaks.bytes_per_s
-        watts = earlier_power(report_folder(self.job.results_root), alike(self.job, self.setup.setting))
-        energy_j = None if watts is None else watts * whole.seconds
+        folder = report_folder(self.job.results_root)
+        watts = earlier_power(folder, alike(self.job, setting))
+        energy_j = None if watts is None else watts * expected_s
         waits = whole.waited_s / whole.seconds if len(self.machine.stages) > 1 else None
-        return replace(found, seconds=whole.seconds, waits=waits, mfu=mfu, mbu=mbu, energy_j=energy_j)
+        earlier = earlier_overhead(folder)
+        within = TimeRange(
+            engine_range(expected_s, self.times.known, found.upper_bound, setting.device),
+            other_range(earlier, self.weight_bytes, setting.device),
+            0 if earlier is None else earlier[1],
+        )
+        return replace(
+            found, seconds=expected_s, within=within, waits=waits, mfu=mfu, mbu=mbu, energy_j=energy_j
+        )
 
     def _whole(self, batches: list[list[Request]], lengths: AnswerLengths) -> Simulated:
         """Return the run of all batches, extrapolated from these and from half of them, on one of the engines."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from batchinfer.core.errors import OutOfMemory
 from batchinfer.job import Job
 from batchinfer.plan.forecast.engine import EngineForecast, ForecastEngine, forecast_engine
-from batchinfer.plan.forecast.text import drafts_line, engine_text
+from batchinfer.plan.forecast.text import drafts_line, engine_text, range_line
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts
 from batchinfer.plan.setup.job_setup import Setup
@@ -24,8 +24,10 @@ class RunForecast:
     lines: tuple[str, ...] = ()  # for people
 
 
-def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts) -> RunForecast:
+def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts, whole: bool = True) -> RunForecast:
     """Forecast the engine at the start of a run. An error in the forecast's arithmetic never stops the run.
+
+    `whole`: the plan is all that the run computes, and the time of the whole run is forecast, too.
 
     The forecast is empty if nothing has to run, if the machine's peaks are unknown, or if the engine will have too
     little memory. It is also empty if even the smallest sample would take long to simulate, for example because answers
@@ -34,7 +36,7 @@ def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts) -> RunFor
     if setup.setting.peaks is None or not plan.to_run:
         return RunForecast()
     try:
-        return _forecast(forecast_engine(job, setup, plan), prompts)
+        return _forecast(forecast_engine(job, setup, plan), prompts, whole)
     except OutOfMemory:  # estimated from here; the engine's own process knows better, and says so
         return RunForecast()
     except MemoryError:
@@ -43,12 +45,13 @@ def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts) -> RunFor
         return RunForecast(None, (f"no forecast: {type(error).__name__}: {error}; please report it",))
 
 
-def _forecast(engine: ForecastEngine, prompts: Prompts) -> RunForecast:
+def _forecast(engine: ForecastEngine, prompts: Prompts, whole: bool) -> RunForecast:
     budget_s = engine.run_budget_s()
     known = engine.answers_from > 0  # then answers are simulated as long as they become, not as they may
     if not known and engine.simulation_s(engine.every(budget_s)) > max(MOST_S, TOO_MUCH * budget_s):
         return RunForecast()
     found = engine.forecast(prompts, budget_s)
     lines = () if found.seconds is None else (f"forecast: {engine_text(found)}",)
+    run = [f"the whole run: {line}" for line in range_line(found)] if whole else []
     drafts = [f"drafts: {line}" for line in drafts_line(found)]
-    return RunForecast(found, (*lines, *drafts))
+    return RunForecast(found, (*lines, *run, *drafts))

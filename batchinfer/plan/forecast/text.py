@@ -16,6 +16,7 @@ from batchinfer.plan.forecast.layout_text import layout_lines
 from batchinfer.plan.forecast.lint import finding_text
 from batchinfer.plan.forecast.sampled_rows import SampledRows
 from batchinfer.plan.forecast.step_times import DECLARED_EFFICIENCY
+from batchinfer.plan.forecast.time_range import CPU_SHARE
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.prefixes import PlannedPrefix
 from batchinfer.report.summary import launch_text
@@ -54,6 +55,22 @@ def engine_text(forecast: EngineForecast) -> str:
     which = f"MFU {percent(forecast.mfu)}, MBU {percent(forecast.mbu)}"
     bound = f" {UPPER_BOUND}" if forecast.upper_bound else ""
     return f"{seconds(forecast.seconds)}{bound}, {counted(forecast.run.steps, 'step')}, {which}; {_known(forecast)}"
+
+
+def range_line(forecast: EngineForecast) -> tuple[str, ...]:
+    """Return a line with the range of the whole run's time, and of its parts; none where it is not known."""
+    within = forecast.within
+    if within is None:
+        return ()
+    basis = f"as in {counted(within.runs, 'earlier run')}" if within.runs else "assumed, before the first run"
+    return (
+        f"{_span(within.run_s)}: the engine {_span(within.engine_s)}; start, reading, loading and publishing "
+        f"{_span(within.other_s)} ({basis})",
+    )
+
+
+def _span(within: tuple[float, float]) -> str:
+    return f"{seconds(within[0])} to {seconds(within[1])}"
 
 
 def drafts_line(forecast: EngineForecast) -> tuple[str, ...]:
@@ -130,6 +147,8 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
     run = forecast.run
     return {
         "engine_s": forecast.seconds,
+        "engine_range_s": None if forecast.within is None else list(forecast.within.engine_s),
+        "run_range_s": None if forecast.within is None else list(forecast.within.run_s),
         "steps": run.steps,
         "prompt_tokens_run": run.prompt_tokens,
         "recomputed_tokens": run.recomputed_tokens,
@@ -189,6 +208,8 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         f"{memory.block_size} tokens)",
     )
     yield from _times(found.forecast, price_per_hour)
+    if found.drafting is None and found.calibration is None:  # neither is in the range
+        yield from (("whole run", line) for line in range_line(found.forecast))
     if found.calibration is not None:
         yield "int4", found.calibration.text
     if found.drafting is not None and found.drafting.seconds is not None:
@@ -339,7 +360,10 @@ def _known(forecast: EngineForecast) -> str:
     if forecast.times.known == "declared":
         share = percent(DECLARED_EFFICIENCY)
         return f"steps at {share} of the hardware's peaks: an assumption, until a run on this machine measures it"
-    return "steps at the hardware's peaks; they will take longer: `batchinfer doctor --measure` finds out how much"
+    share = percent(CPU_SHARE)
+    return (
+        f"steps at {share} of the hardware's peaks: an assumption; `batchinfer doctor --measure` measures it"
+    )
 
 
 def _cost(forecast: EngineForecast, price_per_hour: float | None) -> float | None:

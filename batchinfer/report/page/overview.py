@@ -150,7 +150,7 @@ _BASIS = {
     "runs": "earlier runs",
     "measured": "what `batchinfer doctor --measure` measured",
     "declared": "a declared share of the peaks",
-    "limit": "the limit of the peaks",
+    "limit": "half the peaks, which is assumed",
 }
 
 

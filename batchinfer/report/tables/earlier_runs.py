@@ -79,6 +79,17 @@ def earlier_idle(folder: Path) -> EarlierIdle | None:
     return EarlierIdle(len(found), _joined(found)) if found else None
 
 
+def earlier_overhead(folder: Path) -> tuple[float, int] | None:
+    """Return the median seconds of the newest runs besides their engines, and how many runs; None: there is none."""
+    runs = _newest(folder, RUN, ("wall_s", "engine_s", "idle_load_s"))
+    known = (run for run in runs if run["idle_load_s"][0] >= 0 and run["engine_s"][0] >= 0)  # NaN: null
+    found = list(islice(known, NEWEST))
+    if not found:
+        return None
+    joined = _joined(found)
+    return float(np.median(np.maximum(0.0, joined["wall_s"] - joined["engine_s"]))), len(found)
+
+
 def earlier_lengths(folder: Path) -> EarlierLengths | None:
     """Read the lengths of the newest runs that finished a request, but of no unreadable file; None: no such run."""
     found = list(islice(_newest(folder, REQUESTS, ("prompt_tokens", "completion_tokens", "cut")), NEWEST))

@@ -58,7 +58,7 @@ FORECAST: tuple[Column, ...] = (
     text(
         "forecast_basis",
         "where the times of steps came from: earlier `runs`, `measured` by `doctor --measure`, a share of the "
-        "peaks that is only `declared`, or at the `limit` of the peaks",
+        "peaks that is only `declared`, or from the `limit` of the peaks, of which a CPU is assumed to reach a half",
     ),
     count(
         "forecast_answers_from",

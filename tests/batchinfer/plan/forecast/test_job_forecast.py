@@ -18,7 +18,7 @@ import pytest
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.drafts.model_beside import spare_blocks
-from batchinfer.engine.schedule.budget import further_host_s
+from batchinfer.engine.schedule.budget import HOST_STEP_S, further_host_s
 from batchinfer.job import load_job
 from batchinfer.machine.hardware import Hardware
 from batchinfer.pipeline.options import RunOptions
@@ -73,7 +73,9 @@ def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, k
         "bad_json 1",
         "1 duplicate",
         "0 answers stored already, 37 to run",
-        "steps at the hardware's peaks",
+        "steps at 50% of the hardware's peaks: an assumption",
+        "whole run",
+        "(assumed, before the first run)",
     ):
         assert words in said
     assert not (tmp_path / "out").exists(), "nothing was run or written"
@@ -125,6 +127,16 @@ def test_a_run_takes_the_steps_and_tokens_that_plan_showed_and_stands_beside_its
     assert "60 answers stored already, 0 to run" in text(again)
 
 
+def spread(forecast: Any) -> float:
+    """Return how many times the least of the engine's range its most is."""
+    least, most = forecast.within.engine_s
+    assert least < forecast.seconds < most
+    whole = forecast.within.run_s
+    assert least < whole[0]
+    assert most < whole[1]
+    return float(most / least)
+
+
 def test_a_first_forecast_knows_what_steps_take_and_the_next_one_what_they_took(
     tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,15 +149,21 @@ def test_a_first_forecast_knows_what_steps_take_and_the_next_one_what_they_took(
     runs_on(monkeypatch, replace(known_peaks, step_times={"float32": times}))
     first = planned(path)
     assert first.forecast.times.known == "measured"
-    assert 3 * least.seconds <= first.forecast.seconds <= 6 * least.seconds, (
+    assert 3 * least.run.seconds <= first.forecast.seconds <= 6 * least.run.seconds, (
         "computing and moving add up here"
     )
+    assert least.seconds > 2 * least.run.seconds + least.run.steps * HOST_STEP_S
+    assert spread(least) > spread(first.forecast)
     assert "`batchinfer doctor --measure` measured on this machine" in text(first)
     row = run(path, REAL).row
     write_job(tmp_path, model, [{**one, "text": one["text"] + "!"} for one in people(20)], **options)
     second = planned(path)
     assert (second.forecast.times.known, second.forecast.times.runs) == ("runs", 1)
     assert second.forecast.seconds == pytest.approx(row["engine_wall_s"], rel=0.5)
+    assert second.forecast.within.runs == 1
+    assert "(as in 1 earlier run)" in text(second)
+    other = second.forecast.within.other_s
+    assert other[0] < row["wall_s"] - row["engine_s"] < other[1]
     assert "as fast as in 1 earlier run" in text(second)
 
 
@@ -263,7 +281,7 @@ def test_of_a_large_job_a_part_is_simulated(
     assert "extrapolated from simulating" in text(found)
     assert part.run.sampled_tokens == pytest.approx(whole.run.sampled_tokens, rel=0.02)
     assert part.run.flops == pytest.approx(whole.run.flops, rel=0.05)
-    assert part.seconds == pytest.approx(whole.seconds, rel=0.05)
+    assert part.run.seconds == pytest.approx(whole.run.seconds, rel=0.05)
 
 
 def test_a_defect_of_the_forecast_costs_a_run_its_forecast_alone(

@@ -1,0 +1,86 @@
+"""The range in which the time of a run will lie, start and loading included."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from batchinfer.engine.schedule.budget import HOST_STEP_S
+from batchinfer.machine.cpus import usable_cpus
+from batchinfer.plan.forecast.step_times import Known
+
+# Without measured steps a CPU is assumed to reach this share of its peaks, and to take this long for each layer of a
+# step beyond its work. The quickstart's steps reached 0.17 (8 rows at once) to 0.69 (256 rows) on two AMD EPYC cores.
+CPU_SHARE, CPU_LAYER_S = 0.5, 1e-4
+# The factors by which steps may be faster or slower than expected, by how their times are known
+_FACTORS: Mapping[Known, tuple[float, float]] = MappingProxyType(
+    {
+        "unknown": (0.0, 0.0),
+        "runs": (0.7, 1.5),
+        "measured": (0.7, 2.0),
+        "declared": (0.5, 2.0),
+        "limit": (CPU_SHARE, 2.0),
+    }
+)
+_SHORTEST_ANSWERS = 0.25  # of max_tokens on average, where no run knows how long answers become
+# Before the first run: importing, planning and publishing took 7 to 11 s for the quickstart; and weights are read at
+# this pace
+_FIRST_S = (2.0, 12.0)
+_LOAD_BYTES_PER_S = (2e9, 2e8)
+_OVERHEAD_FACTORS = (0.7, 1.5)  # of what it was in earlier runs
+
+
+@dataclass(frozen=True, slots=True)
+class TimeRange:
+    """Seconds between which the engine, and everything else in the run, will lie."""
+
+    engine_s: tuple[float, float]
+    other_s: tuple[float, float]  # start, reading, loading, publishing
+    runs: int  # earlier runs from which `other_s` is known; 0: it is assumed
+
+    @property
+    def run_s(self) -> tuple[float, float]:
+        """Return the seconds of the whole run."""
+        return self.engine_s[0] + self.other_s[0], self.engine_s[1] + self.other_s[1]
+
+
+def unmeasured_s(limit_s: float, steps: int, layers: int) -> float:
+    """Return the expected seconds of a CPU's steps that take `limit_s` at the peaks, if none were measured."""
+    return limit_s / CPU_SHARE + steps * (HOST_STEP_S + layers * CPU_LAYER_S)
+
+
+def engine_range(seconds: float, known: Known, upper_bound: bool, device: str) -> tuple[float, float]:
+    """Return the range around the expected seconds of the engine.
+
+    Args:
+        seconds: what is expected.
+        known: how the times of steps are known.
+        upper_bound: whether answers were counted at their max_tokens.
+        device: where the engine runs. On a CPU, other processes that are running now take their share.
+    """
+    least, most = _FACTORS[known]
+    shorter = _SHORTEST_ANSWERS if upper_bound else 1.0
+    return seconds * least * shorter, seconds * most * (_waiting() if device == "cpu" else 1.0)
+
+
+def _waiting() -> float:
+    """Return how many processes want each core now, at least 1."""
+    return max(1.0, os.getloadavg()[0] / usable_cpus())
+
+
+def other_range(earlier: tuple[float, int] | None, weight_bytes: int, device: str) -> tuple[float, float]:
+    """Return the range of what the run takes besides the engine.
+
+    Args:
+        earlier: the median of earlier runs, and how many these are. None: there is none.
+        weight_bytes: which have to be loaded.
+        device: as in `engine_range`.
+    """
+    if earlier is not None:
+        return earlier[0] * _OVERHEAD_FACTORS[0], earlier[0] * _OVERHEAD_FACTORS[1]
+    fast, slow = (
+        first + weight_bytes / pace for first, pace in zip(_FIRST_S, _LOAD_BYTES_PER_S, strict=True)
+    )
+    return fast, slow * (_waiting() if device == "cpu" else 1.0)
