@@ -77,7 +77,7 @@ def test_rows_run_again_until_they_fit(
 ) -> None:
     """The first of them run again before the last has run once, and the report knows which request answered."""
     monkeypatch.setenv("FAKE_ENGINE_BATCH", "5")
-    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.02")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.1")
     path = job(tmp_path / "j", model, engine={"data_parallel": engines})
     assert run(path).exit_code == 0
     assert attempts(path) == [wanted(n % LEVELS, 3) for n in range(COUNT)]
