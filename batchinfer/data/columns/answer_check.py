@@ -89,7 +89,7 @@ class AnswerCheck:
         marks: Mapping[bytes, ReasoningTokens] | None = None,
         calling: Collection[bytes] = (),
     ) -> list[Completion]:
-        """Return the completions, those that do not fit with an error.
+        """Return the completions. A completion that does not fit has an error.
 
         Args:
             completions: Answers that are JSON, or that call tools.

@@ -13,8 +13,8 @@ from batchinfer.core.tool_calls import Call
 from batchinfer.core.tools import is_tool_name
 from batchinfer.data.input.json_text import MAX_NESTING, nested_beyond
 
-# Beginnings of calls that are tried in an answer. A failed one costs as much as finding its line in the text, so that a
-# text of nothing but beginnings would cost their number times its length
+# Beginnings of calls that are tried in an answer. A failed try costs a search for its line: without a limit, a text
+# of beginnings would take quadratic time
 MOST_TRIED = 1024
 _WHITE = re.compile(r"[ \t\n\r]*")
 _ARGUMENTS = ("arguments", "parameters")  # the names that models have for them

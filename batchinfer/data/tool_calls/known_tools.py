@@ -46,8 +46,10 @@ def _types(parameters: Any) -> dict[str, Types]:
 
 
 def _named(schema: Any, root: Mapping[str, Any]) -> Types:
-    """Return the types that a schema allows, as far as it names them: itself, in its alternatives, or in a definition
-    that it refers to. Return none if any of these names no type."""
+    """Return the types that a schema names: directly, in its alternatives, or in a definition that it refers to.
+
+    Return none if one of these places names no type.
+    """
     found: list[str] = []
     pending = deque([schema])
     for _ in range(_MOST_SCHEMAS):

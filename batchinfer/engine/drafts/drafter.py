@@ -233,7 +233,7 @@ class CostedDrafter:
         return found | {"drafted_tokens": drafted, "accepted_tokens": accepted, "drafts_saved_s": saved_s}
 
     def _saved_s(self, sample: StepSample, accepted: int, spent_s: float) -> float | None:
-        """Return what a step's tokens would have taken without drafts, less what it took. None: nobody knows yet.
+        """Return the seconds of a step's tokens without drafts, less those of the step; None if not known yet.
 
         Without drafts, its accepted tokens would have taken further steps. None of them would have been longer than
         this one, which ran more tokens.
