@@ -23,6 +23,7 @@ from batchinfer.core.errors import StorageError
 from batchinfer.data.storage.duck import connection, parquet
 from batchinfer.data.storage.durable import FileOps, storage
 from batchinfer.data.storage.remembered import read_strings
+from batchinfer.data.storage.state import is_held
 
 _FOLDER = "planned"
 _WAIT_S = 0.2  # between looks at another run
@@ -37,18 +38,8 @@ class OtherRun:
 
     @property
     def at_work(self) -> bool:
-        """Whether its process still holds its announcement."""
-        try:
-            fd = os.open(self.announcement, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-        return False
+        """True while the run's process holds its announcement. Raises StorageError."""
+        return is_held(self.announcement)
 
 
 class Announcement:

@@ -219,12 +219,12 @@ class StateFolder:
 
     def parts_in_use(self) -> list[Path]:
         """The parts, this one's included, that runs hold now. Call it within `exclusively`: then it stays true."""
-        return [part for part in (self.job, *_entries(self.job / _RESULTS)) if _is_held(part / "lock")]
+        return [part for part in (self.job, *_entries(self.job / _RESULTS)) if is_held(part / "lock")]
 
     def is_running(self, part: Path) -> bool:
         """Return True if a run holds the lock of a part. A run that starts at this moment waits for the answer."""
         with self._no_run_starts():
-            return _is_held(part / "lock")
+            return is_held(part / "lock")
 
     def recorded_parts(self) -> list[Path]:
         """The part of this result, if runs have recorded their progress there; else all such parts of the job, the
@@ -361,7 +361,7 @@ def _try_lock(path: Path) -> int | None:
     return fd
 
 
-def _is_held(lock: Path) -> bool:
+def is_held(lock: Path) -> bool:
     """Return True if a run holds the lock. Writes nothing."""
     with storage(lock, "look at"):
         fd = _opened_to_read(lock)

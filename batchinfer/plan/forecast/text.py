@@ -58,7 +58,7 @@ def engine_text(forecast: EngineForecast) -> str:
 
 
 def range_line(forecast: EngineForecast) -> tuple[str, ...]:
-    """Return a line with the range of the whole run's time, and of its parts; none where it is not known."""
+    """Return a line with the ranges of the whole run's time and of its parts, or no line if they are unknown."""
     within = forecast.within
     if within is None:
         return ()

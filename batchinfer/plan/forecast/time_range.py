@@ -71,11 +71,11 @@ def _waiting() -> float:
 
 
 def other_range(earlier: tuple[float, int] | None, weight_bytes: int, device: str) -> tuple[float, float]:
-    """Return the range of what the run takes besides the engine.
+    """Return the range of the seconds that a run spends outside its engine: start, reading, loading, publishing.
 
     Args:
-        earlier: the median of earlier runs, and how many these are. None: there is none.
-        weight_bytes: which have to be loaded.
+        earlier: The median of earlier runs, and the number of these runs; None before the first run.
+        weight_bytes: Bytes of weights to load.
         device: as in `engine_range`.
     """
     if earlier is not None:
