@@ -67,7 +67,7 @@ def test_the_most_loaded_rank_has_little_more_than_it_has_to(
     best = min(max(rank_loads(shares, loads)) for shares in every(len(loads), ranks, room))
     found = max(rank_loads(balanced(costs_of(loads, ranks), ranks, beside), loads))
     assert best <= found + 1e-9
-    assert found <= 1.26 * best + 1e-9
+    assert found <= 1.3 * best + 1e-9  # the worst of all such counts: 9, 17, 17 and 17 for three ranks
 
 
 def test_a_hot_expert_is_repeated_as_often_as_it_has_to_be() -> None:
