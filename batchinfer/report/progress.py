@@ -1,4 +1,4 @@
-"""How far the job is: a bar on a terminal, elsewhere a line now and then, nothing when quiet."""
+"""Progress of a job: a bar on a terminal, periodic lines elsewhere, nothing when quiet."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ BAR_EVERY_S = 0.1
 SPARE_COLUMNS = 3  # right of the bar: the terminal writes ^C there without breaking the line
 _SO_FAR = " read so far"
 ERASE_LINE = "\r\x1b[2K"
-BLOCKS, ASCII_BLOCKS = " ▏▎▍▌▋▊▉█", " 123456789#"  # what a bar ends with, from nothing to a whole column
 # The rate is that of the last seconds: a mixed job's first steps say little about its last
 RATE_WINDOW_S = 30.0
 RATE_SAMPLE_S = 1.0
@@ -51,7 +50,7 @@ class _Screen:
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
         encoding = getattr(stream, "encoding", None) or ""
-        self.blocks = BLOCKS if encoding.lower().startswith("utf") else ASCII_BLOCKS
+        self.ascii = not encoding.lower().startswith("utf")
         # a dumb terminal can neither return to the line's start nor erase it
         self.draws = stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
@@ -391,25 +390,22 @@ class Progress:
 
     def _draw(self, work: _Work, now: float) -> None:
         columns = max(20, shutil.get_terminal_size().columns - SPARE_COLUMNS)
-        self._screen.write(f"{ERASE_LINE}{drawn(work, now, columns, self._screen.blocks)}")
+        self._screen.write(f"{ERASE_LINE}{drawn(work, now, columns, self._screen.ascii)}")
         self._screen.flush()
 
 
-def drawn(work: _Work, now: float, columns: int, blocks: str) -> str:
-    """Draw a phase as one line of a terminal, with a bar as long as there is room."""
+def drawn(work: _Work, now: float, columns: int, ascii_only: bool) -> str:
+    """Return a phase as one line of a terminal, with a bar that fills the line."""
     if work.phase in UNCOUNTED:
         return f"{work.phase} …"[:columns]
     figures = " · ".join([_amount(work), *_details(work, now)])
     if work.share is None:
         return f"{work.phase} {figures}"[:columns]
-    head, tail = f"{work.phase} {_percent(work.share):>4}|", f"| {figures}"
-    return f"{head}{bar(work.share, max(1, columns - len(head) - len(tail)), blocks)}{tail}"[:columns]
+    # Its static method draws one line; an instance would start a thread and create a lock of processes
+    from tqdm.std import tqdm
 
-
-def bar(share: float, width: int, blocks: str) -> str:
-    """Fill that share of the width with the largest block, and the column in which it ends with a smaller one."""
-    whole, part = divmod(int(share * width * (len(blocks) - 1)), len(blocks) - 1)
-    return f"{blocks[-1] * whole}{blocks[part]}".ljust(width)[:width]
+    line = f"{work.phase} {_percent(work.share):>4}|{{bar}}| {figures}"
+    return str(tqdm.format_meter(work.share, 1, 0, ncols=columns, ascii=ascii_only, bar_format=line))
 
 
 def _amount(work: _Work) -> str:

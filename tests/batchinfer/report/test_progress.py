@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from batchinfer.pipeline.calibration import layers_told
 from batchinfer.report.expected_output import FEWEST
-from batchinfer.report.progress import ASCII_BLOCKS, BLOCKS, Progress, bar
+from batchinfer.report.progress import SPARE_COLUMNS, Progress
 from tests.batchinfer.cli.screen import lines_on
 
 
@@ -169,15 +169,23 @@ def test_a_phase_that_counted_nothing_leaves_no_line(clock: Clock) -> None:
     assert lines_on(screen.getvalue()) == ["planning …"]
 
 
-@given(share=st.floats(0, 1), width=st.integers(1, 200))
-def test_a_bar_is_as_long_as_its_share(share: float, width: int) -> None:
-    for blocks in (BLOCKS, ASCII_BLOCKS):
-        drawn = bar(share, width, blocks)
-        assert len(drawn) == width
-        steps = len(blocks) - 1
-        filled = sum(blocks.index(block) for block in drawn)
-        assert filled == int(share * width * steps)
-        assert list(drawn) == sorted(drawn, key=blocks.index, reverse=True)
+@pytest.mark.parametrize(("encoding", "full"), [("utf-8", "█"), ("ascii", "#")])
+def test_a_bar_fills_its_line_by_its_share(clock: Clock, encoding: str, full: str) -> None:
+    class Encoded(Screen):
+        @property
+        def encoding(self) -> str:  # type: ignore[override]
+            return encoding
+
+    screen = Encoded()
+    with Progress(screen, clock=clock) as progress:
+        progress.phase("publishing", total_rows=4)
+        clock.now += 1
+        progress.rows(3)
+    (line,) = lines_on(screen.getvalue())
+    drawn = line[line.index("|") + 1 : line.rindex("|")]
+    assert line.startswith("publishing  75%|")
+    assert len(line) == 100 - SPARE_COLUMNS
+    assert drawn.count(full) == len(drawn) * 3 // 4
 
 
 def test_a_note_stands_above_the_bar(clock: Clock) -> None:
