@@ -29,7 +29,7 @@ from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import AdapterRoom, Ops
-from batchinfer.models.parallel.ranks import ALONE, Ranks
+from batchinfer.models.parallel.group import ALONE, Ranks
 from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.spec.model_cost import loaded_bytes, model_cost
 from batchinfer.models.spec.parameters import parameter_count

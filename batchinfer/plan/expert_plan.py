@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.core.wording import counted
-from batchinfer.models.parallel.balanced import balanced
-from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares, imbalance, ranged
+from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares, balanced, imbalance, ranged
 from batchinfer.models.spec.spec import ExpertsSpec, LayerSpec, LinearSpec, ModelSpec
 from batchinfer.report.tables.earlier_runs import EarlierExperts
 from batchinfer_kernels.cost import Cost, Peaks

@@ -26,7 +26,7 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.parallel.ranks import ALONE, Ranks
+from batchinfer.models.parallel.group import ALONE, Ranks
 from batchinfer.models.sources import ModelSource, Source, checkpoint_source
 from batchinfer_kernels.cost import ModelCost, Peaks
 

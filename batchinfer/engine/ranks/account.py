@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from batchinfer.core.samples import ExpertTokens, RankUse
 from batchinfer.machine.memory import peak_memory
-from batchinfer.models.parallel.spent_time import SpentTime
+from batchinfer.models.parallel.group import SpentTime
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,7 @@ from torch.distributed import DistBackendError
 from batchinfer.core.errors import Unavailable
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division, Seat
 from batchinfer.engine.ranks.told_store import ToldStore
-from batchinfer.models.parallel.alone import Alone
-from batchinfer.models.parallel.group import Group
-from batchinfer.models.parallel.spent_time import SpentTime
-from batchinfer.models.parallel.timed_group import TimedGroup
-from batchinfer.models.parallel.torch_group import TorchGroup
+from batchinfer.models.parallel.group import Alone, Group, SpentTime, TimedGroup, TorchGroup
 
 # A rank that computes, or is stopped, keeps the others waiting: whoever watches the engine decides how long. One that
 # ends is noticed at once.

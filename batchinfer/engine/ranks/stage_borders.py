@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from batchinfer.models.parallel.group import Group
-from batchinfer.models.parallel.spent_time import SpentTime
+from batchinfer.models.parallel.group import Group, SpentTime
 
 
 @dataclass(frozen=True, slots=True, eq=False)

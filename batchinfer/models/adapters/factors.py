@@ -17,8 +17,7 @@ from batchinfer.models.adapters.stored_adapter import ChangedModule, StoredAdapt
 from batchinfer.models.checkpoint.tensor_names import StoredParameter
 from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights, stretches_of
 from batchinfer.models.families.family import Part
-from batchinfer.models.parallel.cuts import WHOLE, ParameterCut, layer_cuts
-from batchinfer.models.parallel.place import RankPlace
+from batchinfer.models.parallel.place import WHOLE, ParameterCut, RankPlace, layer_cuts
 from batchinfer.models.spec.parameters import FACTOR_A, FACTOR_B
 from batchinfer.models.spec.spec import LayerSpec, LinearSpec, ModelSpec
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights
-from batchinfer.models.parallel.alone import Alone
-from batchinfer.models.parallel.group import Group
+from batchinfer.models.parallel.group import Alone, Group
 from batchinfer.models.spec.divisible import gated_halves, norm_readers
 from batchinfer.models.spec.parameters import BIAS, FACTOR_A, FACTOR_B, FINAL_NORM
 from batchinfer.models.spec.spec import (

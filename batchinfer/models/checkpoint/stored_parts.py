@@ -13,8 +13,7 @@ from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_nam
 from batchinfer.models.families.family import Part
 from batchinfer.models.files.safetensors_header import TensorInfo
 from batchinfer.models.formats.packed_tensor import ALL, PackedTensor, Shape, Slices, Span
-from batchinfer.models.parallel.cuts import ParameterCut, layer_cuts, table_cut
-from batchinfer.models.parallel.place import RankPlace
+from batchinfer.models.parallel.place import ParameterCut, RankPlace, layer_cuts, table_cut
 from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.spec.parameters import EMBEDDING, HEAD, table_parameters
 

@@ -27,8 +27,8 @@ from batchinfer.models.ops.interface import (
     SparseWeight,
     Weight,
 )
-from batchinfer.models.parallel.ranks import ALONE, Ranks
-from batchinfer.models.parallel.summed import SUMMED, SummedLinear
+from batchinfer.models.parallel.divided_ops import SUMMED, SummedLinear
+from batchinfer.models.parallel.group import ALONE, Ranks
 from batchinfer.models.spec.parameters import BIAS, FACTOR_A, FACTOR_B, LINES, SCALES, ZEROS, norm_parameters
 from batchinfer.models.spec.spec import LayerSpec, LinearSpec
 

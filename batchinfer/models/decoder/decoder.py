@@ -26,7 +26,7 @@ from batchinfer.models.ops.interface import (
     RopeTable,
     finite_argmax,
 )
-from batchinfer.models.parallel.vocabulary import SplitEmbedding
+from batchinfer.models.parallel.divided_ops import SplitEmbedding
 from batchinfer.models.spec.parameters import EMBEDDING_NORM, FINAL_NORM
 from batchinfer.models.spec.spec import ModelSpec, Rotation
 from batchinfer_kernels.low_rank import AdaptedRows

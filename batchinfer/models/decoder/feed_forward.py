@@ -6,9 +6,8 @@ from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights
 from batchinfer.models.ops.interface import AttentionInputs, Experts, ExpertWeights, LayerParts, Ops
-from batchinfer.models.parallel.held_experts import HeldExperts
-from batchinfer.models.parallel.ranks import ALONE, Ranks
-from batchinfer.models.parallel.summed import SummedExperts
+from batchinfer.models.parallel.divided_ops import HeldExperts, SummedExperts
+from batchinfer.models.parallel.group import ALONE, Ranks
 from batchinfer.models.spec.parameters import BIAS, LINES, SCALES, ZEROS
 from batchinfer.models.spec.spec import SHARED, ExpertsSpec, FeedForwardSpec, LayerSpec, LinearSpec
 from batchinfer_kernels.experts import sigmoid

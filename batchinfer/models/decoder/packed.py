@@ -11,8 +11,8 @@ from batchinfer.models.decoder.block import pack_layer
 from batchinfer.models.decoder.classifier import Classifier
 from batchinfer.models.decoder.quantize import quantized_weight
 from batchinfer.models.ops.interface import AdapterRoom, Head, LayerParts, Ops
-from batchinfer.models.parallel.ranks import ALONE, Ranks
-from batchinfer.models.parallel.vocabulary import SplitHead
+from batchinfer.models.parallel.divided_ops import SplitHead
+from batchinfer.models.parallel.group import ALONE, Ranks
 from batchinfer.models.spec.spec import ModelSpec
 
 

@@ -11,8 +11,7 @@ from batchinfer.job import Job
 from batchinfer.machine.devices import Devices
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.parallel.expert_placement import ExpertPlacement
-from batchinfer.models.parallel.sharded import sharded
-from batchinfer.models.parallel.traffic import rank_traffic
+from batchinfer.models.parallel.sharded import rank_traffic, sharded
 from batchinfer.models.spec.model_cost import loaded_bytes, model_cost
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer.models.spec.spec import ModelSpec

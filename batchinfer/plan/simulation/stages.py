@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from batchinfer.machine.links import DeviceLink
-from batchinfer.models.parallel.traffic import RankTraffic
+from batchinfer.models.parallel.sharded import RankTraffic
 from batchinfer.plan.simulation.stage_schedule import StageWork
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost, StepShape

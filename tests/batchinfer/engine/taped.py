@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from batchinfer.engine.graphs.graph_capture import GraphRecorder, R, Replay
-from batchinfer.models.parallel.torch_group import TorchGroup
+from batchinfer.models.parallel.group import TorchGroup
 
 FORBIDDEN = ("aten._local_scalar_dense", "aten.nonzero", "aten.lift_fresh", "aten.item")
 

@@ -10,7 +10,7 @@ from batchinfer.core.errors import Unavailable
 from batchinfer.engine.ranks import joining
 from batchinfer.engine.ranks.joining import _speak
 from batchinfer.engine.ranks.seat import Division
-from batchinfer.models.parallel.alone import Alone
+from batchinfer.models.parallel.group import Alone
 from tests.thread_ranks import ThreadGroup, groups_of, of_ranks
 
 CPU = torch.device("cpu")

@@ -23,9 +23,8 @@ from batchinfer.models.decoder.feed_forward import feed_forward
 from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import AttentionInputs, LayerParts, Ops, RopeTable
 from batchinfer.models.ops.torch_ops import TorchOps
-from batchinfer.models.parallel.alone import Alone
 from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares, ranged
-from batchinfer.models.parallel.ranks import ALONE, Ranks
+from batchinfer.models.parallel.group import ALONE, Alone, Ranks
 from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, HeldExpert, LayerSpec, ModelSpec
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.experts import Choice

@@ -15,8 +15,8 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
 from batchinfer.models.parallel.expert_placement import ExpertPlacement
+from batchinfer.models.parallel.group import ALONE, Ranks
 from batchinfer.models.parallel.place import Portion, RankPlace, Span
-from batchinfer.models.parallel.ranks import ALONE, Ranks
 from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer.models.spec.spec import ModelSpec

@@ -12,12 +12,11 @@ from batchinfer.machine.links import link_between
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.ops.interface import Experts
 from batchinfer.models.ops.torch_ops import TorchOps
-from batchinfer.models.parallel.alone import Alone
+from batchinfer.models.parallel.divided_ops import HeldExperts
 from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares
-from batchinfer.models.parallel.held_experts import HeldExperts
+from batchinfer.models.parallel.group import Alone
 from batchinfer.models.parallel.place import Portion, RankPlace
-from batchinfer.models.parallel.sharded import sharded
-from batchinfer.models.parallel.traffic import rank_traffic
+from batchinfer.models.parallel.sharded import rank_traffic, sharded
 from batchinfer.models.spec.parameters import layer_parameters, parameter_count
 from batchinfer.models.spec.spec import ExpertsSpec
 from batchinfer_kernels.arithmetic import Quantization

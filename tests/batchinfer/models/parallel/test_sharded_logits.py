@@ -14,10 +14,10 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoi
 from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import Head, Ops
 from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer.models.parallel.divided_ops import SplitHead
+from batchinfer.models.parallel.group import Ranks
 from batchinfer.models.parallel.place import Portion, RankPlace
-from batchinfer.models.parallel.ranks import Ranks
 from batchinfer.models.parallel.sharded import sharded
-from batchinfer.models.parallel.vocabulary import SplitHead
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer_kernels.arithmetic import NO_TOKEN, Quantization
 from batchinfer_kernels.cpu.compiled import CompiledOperators

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.ranks.parts import check_division
 from batchinfer.engine.ranks.seat import Division
-from batchinfer.models.parallel.cuts import ParameterCut, layer_cuts, table_cut
-from batchinfer.models.parallel.place import Portion, RankPlace
+from batchinfer.models.parallel.place import ParameterCut, Portion, RankPlace, layer_cuts, table_cut
 from batchinfer.models.parallel.sharded import sharded, tensor_sizes
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import BIAS, layer_parameters, parameter_count, table_parameters

@@ -15,8 +15,7 @@ from batchinfer.engine.ranks.parts import place_of
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.machine.links import DeviceLink
-from batchinfer.models.parallel.sharded import sharded
-from batchinfer.models.parallel.traffic import rank_traffic
+from batchinfer.models.parallel.sharded import rank_traffic, sharded
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer.plan.simulation.clock import Clock

@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.models.parallel.balanced import NEAR, balanced
-from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares, imbalance, ranged, rank_loads
+from batchinfer.models.parallel.expert_placement import (
+    NEAR,
+    ExpertPlacement,
+    Shares,
+    balanced,
+    imbalance,
+    ranged,
+    rank_loads,
+)
 from batchinfer.models.spec.spec import HeldExpert
 from tests.examples import examples
 

@@ -1,4 +1,4 @@
-"""Experts of which each rank has some."""
+"""Operators that several ranks compute together: linear layers, experts, the embedding and the head."""
 
 from __future__ import annotations
 
@@ -7,12 +7,41 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from batchinfer.models.ops.interface import Experts, Ops
+from batchinfer.models.ops.interface import AddedValues, Experts, Head, Linear, Ops
 from batchinfer.models.ops.torch_ops import add_loads
-from batchinfer.models.parallel.group import Group
-from batchinfer.models.parallel.same_bits import merged
-from batchinfer.models.spec.spec import ExpertsSpec, HeldExpert
+from batchinfer.models.parallel.group import Group, merged
+from batchinfer.models.parallel.place import Portion
+from batchinfer.models.spec.spec import SHARED, ExpertsSpec, HeldExpert
+from batchinfer_kernels.arithmetic import NO_TOKEN
 from batchinfer_kernels.experts import Choice
+
+# The products that read what ranks have a part of
+SUMMED = ("o", "down", SHARED + "down")
+
+
+class SummedLinear(Linear):
+    """A product of the rank's inputs, added up over all ranks."""
+
+    def __init__(self, inner: Linear, group: Group) -> None:
+        self.in_features, self.out_features = inner.in_features, inner.out_features
+        self._inner, self._group = inner, group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._group.all_reduce(self._inner(x))
+
+    def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
+        return self._group.all_reduce(self._inner.adapted(x, added))
+
+
+class SummedExperts(Experts):
+    """Experts of which the rank has some columns each, added up over all ranks."""
+
+    def __init__(self, inner: Experts, group: Group) -> None:
+        self.loads = inner.loads
+        self._inner, self._group = inner, group
+
+    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        return self._group.all_reduce(self._inner(x, choice, counted))
 
 
 class HeldExperts(Experts):
@@ -80,3 +109,46 @@ def _turns(held: Sequence[HeldExpert], experts: int, device: torch.device) -> tu
     for inner, one in enumerate(held):
         copies[one.number], numbers[one.number, one.turn] = one.copies, inner
     return copies.to(device), numbers.to(device)
+
+
+class SplitEmbedding:
+    """The rows of the tokens from the first to before the second of `tokens`; the others are those of other ranks."""
+
+    def __init__(self, ops: Ops, tokens: tuple[int, int], group: Group) -> None:
+        self._ops, self._tokens, self._group = ops, tokens, group
+
+    def __call__(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """token_ids: (T,) int64; table: (tokens of the rank, hidden) → (T, hidden), with the bits of a whole table."""
+        first, end = self._tokens
+        own = (token_ids >= first) & (token_ids < end)
+        rows = self._ops.embedding((token_ids - first).clamp(0, end - first - 1), table)
+        return merged(rows.masked_fill_(~own[:, None], 0), self._group)
+
+
+class SplitHead(Head):
+    """A head each of whose ranks makes the logits of some tokens; all ranks get those of all."""
+
+    def __init__(self, inner: Head, vocab: int, group: Group) -> None:
+        self.in_features, self.out_features = inner.in_features, vocab
+        self._inner, self._group = inner, group
+        self._spans = [Portion(rank, group.size).span(vocab) for rank in range(group.size)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        logits = self._inner(x)
+        widest = max(end - first for first, end in self._spans)
+        padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[1]))
+        found = self._group.all_gather(padded)
+        return torch.cat(
+            [part[:, : end - first] for part, (first, end) in zip(found, self._spans, strict=True)], 1
+        )
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """As of all logits, of which each rank sends its greatest and where that is."""
+        best, tokens = self._inner(x).max(-1)
+        first = self._spans[self._group.rank][0]
+        # float64 holds both exactly, the logit and the token's number
+        found = self._group.all_gather(torch.stack((best.double(), (tokens + first).double())))
+        logits, ids = found[:, 0], found[:, 1].long()
+        # The lowest rank of equals has the lowest token; NaN is greater than all others
+        greatest, ranks = logits.max(0)
+        return torch.where(greatest.isfinite(), ids.gather(0, ranks[None])[0], NO_TOKEN)
