@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from batchinfer.models.checkpoint.config import known_types
-from batchinfer.models.foreign.probe import quiet
+from batchinfer.models.foreign.interface import quiet
 
 VOCAB = 260
 EOS = 257

@@ -15,8 +15,7 @@ import transformers
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.foreign.checkpoint import inspect_foreign
 from batchinfer.models.foreign.probe import describe
-from batchinfer.models.foreign.refusal import CannotRun
-from batchinfer.models.foreign.spec import ForeignSpec
+from batchinfer.models.foreign.spec import CannotRun, ForeignSpec
 from tests.foreign_models import RUNS, make_foreign, other_types, stated
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"

@@ -131,7 +131,7 @@ TORCH_FREE = (
     "batchinfer.models.checkpoint.checkpoint",
     "batchinfer.models.checkpoint.config",
     "batchinfer.models.opening",
-    "batchinfer.models.foreign.apart",
+    "batchinfer.models.foreign.checkpoint",
     "batchinfer.models.foreign.checkpoint",
     "batchinfer.models.foreign.spec",
 )

@@ -9,15 +9,19 @@ from batchinfer.core.gguf.files import read_gguf
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, config_folder, inspect_checkpoint
 from batchinfer.models.checkpoint.config import known_types
 from batchinfer.models.files.config_fields import load_json_object
-from batchinfer.models.foreign.apart import describe_apart
-from batchinfer.models.foreign.checkpoint import Describe, ForeignCheckpoint, inspect_foreign
+from batchinfer.models.foreign.checkpoint import (
+    Describe,
+    ForeignCheckpoint,
+    describe_in_child,
+    inspect_foreign,
+)
 from batchinfer.models.gguf.inspecting import inspect_gguf
 
 # A checkpoint folder that passed every check
 StoredModel: TypeAlias = Checkpoint | ForeignCheckpoint
 
 
-def open_checkpoint(path: Path, describe: Describe = describe_apart) -> StoredModel:
+def open_checkpoint(path: Path, describe: Describe = describe_in_child) -> StoredModel:
     """Check a checkpoint folder, or a GGUF model in a folder or a file, without loading it. `describe` finds out what a
     model is that none of our families covers; by default in a process of its own.
 

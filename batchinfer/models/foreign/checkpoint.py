@@ -1,4 +1,7 @@
-"""A checkpoint folder that transformers' code can run, checked before its weights are loaded. No torch."""
+"""A checkpoint folder that transformers' code can run, checked before its weights are loaded. No torch.
+
+The process that reads jobs stays free of torch: by default, a child process describes the model.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from batchinfer.machine.asked_apart import Died, asked_apart
 from batchinfer.models.checkpoint.checkpoint import config_folder
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.files.config_fields import load_if_there, shown, wrong_checkpoint
 from batchinfer.models.files.stated_config import stated_config
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, WeightFiles, listed, read_weight_files
-from batchinfer.models.foreign.refusal import CannotRun
-from batchinfer.models.foreign.spec import ForeignSpec, foreign_cost
+from batchinfer.models.foreign.spec import CannotRun, ForeignSpec, foreign_cost
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import ModelCost
 
+PROBE = "batchinfer.models.foreign.probe:serve"
+# Importing torch and transformers takes some 5 s, describing a model of a hundred layers less than 10
+WITHIN_S = 300.0
 # (config.json, generation_config.json) → what they describe; raises CannotRun
 Describe = Callable[[Mapping[str, Any], Mapping[str, Any]], ForeignSpec]
 # Of buffers that old checkpoints hold, which transformers ignores
 WHOLE_DTYPES = ("BOOL", "U8", "I8", "I16", "I32", "I64")
+
+
+def describe_in_child(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
+    """Describe a model as `probe.describe` does, in another process. Raises CannotRun, and what `asked_apart`
+    raises."""
+    what = "the process that looks at the model"
+    try:
+        found = asked_apart(what, PROBE, raw, generation, within_s=WITHIN_S)
+    except Died as died:
+        raise CannotRun("two processes that looked at it ended", str(died)) from died
+    if isinstance(found, tuple):
+        raise CannotRun(*found)
+    described: ForeignSpec = found
+    return described
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.decoder.expert_loads import ExpertLoads
-from batchinfer.models.foreign.interface import attach
+from batchinfer.models.foreign.interface import Given, attach
 from batchinfer.models.foreign.spec import ForeignSpec
-from batchinfer.models.foreign.split import Given
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops, finite_argmax
 
 

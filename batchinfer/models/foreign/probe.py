@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,12 +16,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from batchinfer.models.families.family import ConfigFiles, eos_token_ids, stated_dtype
 from batchinfer.models.files.config_fields import Fields, shown
-from batchinfer.models.foreign.classes import class_of, config_of
-from batchinfer.models.foreign.interface import NAME, attach
+from batchinfer.models.foreign.interface import ATTENTION_NAME, Given, attach, class_of, config_of, quiet
 from batchinfer.models.foreign.recorder import Recorder
-from batchinfer.models.foreign.refusal import CannotRun
-from batchinfer.models.foreign.spec import ForeignSpec
-from batchinfer.models.foreign.split import Given
+from batchinfer.models.foreign.spec import CannotRun, ForeignSpec
 
 TOKENS = 13  # of the sequence that is run
 MOST_POSITIONS = 1 << 22
@@ -72,16 +68,6 @@ def describe(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSp
         )
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """transformers warns of much that is no business of a job's."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def _positions(config: Any) -> int:
     found = getattr(config, "max_position_embeddings", None)
     if not isinstance(found, int) or found < 1:
@@ -94,7 +80,9 @@ def _without_weights(kind: Any, config: Any) -> Any:
     which the meta device does not have."""
     more = {"experts_implementation": "batched_mm"} if kind._can_set_experts_implementation() else {}
     with _told_apart(), torch.device("meta"):
-        return kind._from_config(config, attn_implementation=NAME, dtype=torch.float32, **more).eval()
+        return kind._from_config(
+            config, attn_implementation=ATTENTION_NAME, dtype=torch.float32, **more
+        ).eval()
 
 
 def _check_modules(model: Any) -> None:
@@ -114,7 +102,7 @@ def _told_apart() -> Iterator[None]:
     except CannotRun:
         raise
     except Exception as error:
-        if NAME in str(error):  # a table of its own, in which ours is not
+        if ATTENTION_NAME in str(error):  # a table of its own, in which ours is not
             raise CannotRun(ELSEWHERE) from error
         text = f"{type(error).__name__}: {error}"
         raise CannotRun("its code cannot be run without weights, to look at it", shown(text)) from error

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchinfer.models.foreign.interface import NAME
+from batchinfer.models.foreign.interface import ATTENTION_NAME
 from batchinfer.models.foreign.model import TransformersModel
-from batchinfer.models.foreign.refusal import CannotRun
-from batchinfer.models.foreign.spec import ForeignSpec
+from batchinfer.models.foreign.spec import CannotRun, ForeignSpec
 from batchinfer.models.ops.interface import AttentionInputs, LayerCache, Ops
 
 LENGTHS = (11, 7, 1)  # of the rows that are run together
@@ -47,7 +46,7 @@ def run_alone(causal: Any, spec: ForeignSpec, device: torch.device | str) -> Wan
             logits = tuple(causal(input_ids=row[None], use_cache=False).logits[0].float() for row in rows)
     finally:
         hook.remove()
-        causal.set_attn_implementation(NAME)
+        causal.set_attn_implementation(ATTENTION_NAME)
     if not all(bool(found.isfinite().all()) for found in logits):
         raise CannotRun("its logits are no finite numbers in this dtype; take another model.dtype")
     return Wanted(rows, logits, returned[0])

@@ -1,23 +1,29 @@
-"""A model in transformers' code as the engine takes it."""
+"""A model in transformers' code as the engine takes it, loaded from safetensors files that were checked before."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from batchinfer.core.errors import Unavailable
 from batchinfer.models.adapters.stored_adapter import StoredAdapter
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.files.config_fields import wrong_checkpoint
+from batchinfer.models.files.weight_files import StoredTensor, listed
 from batchinfer.models.foreign.checkpoint import ForeignCheckpoint
-from batchinfer.models.foreign.loading import load_causal
+from batchinfer.models.foreign.interface import ATTENTION_NAME, class_of, config_of, quiet
 from batchinfer.models.foreign.model import TransformersModel
-from batchinfer.models.foreign.refusal import CannotRun
 from batchinfer.models.foreign.self_check import check_together, run_alone
-from batchinfer.models.foreign.spec import ForeignSpec
+from batchinfer.models.foreign.spec import CannotRun, ForeignSpec
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
@@ -27,6 +33,7 @@ from batchinfer_kernels.cost import ModelCost
 
 _log = logging.getLogger(__name__)
 NAME = "transformers"
+_GROUPED_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +95,56 @@ class ForeignSource:
     def computed_by(self, ops: Ops) -> tuple[str, str]:
         """Return whose code computes it, for the report; only attention is computed by `ops`."""
         return NAME, NAME
+
+
+def load_causal(checkpoint: ForeignCheckpoint, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """The model with its head, in `dtype` on `device`. Raises JobFileError where the weights are not config.json's."""
+    config = config_of(checkpoint.raw)
+    kind = class_of(config, checkpoint.raw)
+    with quiet():
+        causal, found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=_mapped(checkpoint.tensors),
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    _check_loaded(checkpoint, found)
+    if kind._can_set_experts_implementation() and not _can_be_grouped(causal):
+        causal.set_experts_implementation("eager")
+    return causal.to(device).eval().requires_grad_(False)
+
+
+def _can_be_grouped(causal: Any) -> bool:
+    """Whether torch's grouped matmul takes the experts: rows of theirs begin at multiples of 16 bytes. The weights of
+    all experts of a layer are one tensor of three dimensions."""
+    stacks = (values for values in causal.parameters() if values.dim() == 3)
+    return all(side * one.element_size() % _GROUPED_BYTES == 0 for one in stacks for side in one.shape[1:])
+
+
+def _mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Views of the mapped files: read where they are copied out of."""
+    opened: dict[Path, Any] = {}
+    with ExitStack() as stack:
+        for stored in tensors.values():
+            if stored.file not in opened:
+                file = safe_open(str(stored.file), framework="pt", device="cpu")
+                opened[stored.file] = stack.enter_context(file)
+        return {name: opened[stored.file].get_tensor(name) for name, stored in tensors.items()}
+
+
+def _check_loaded(checkpoint: ForeignCheckpoint, found: Mapping[str, Any]) -> None:
+    wrong = (
+        ("missing tensors", found["missing_keys"]),
+        ("unexpected tensors", found["unexpected_keys"]),
+        ("tensors of a wrong shape", {name for name, *_ in found["mismatched_keys"]}),
+    )
+    messages = [f"{what}: {listed(sorted(names))}" for what, names in wrong if names]
+    messages += [str(text) for text in found["error_msgs"]]
+    if messages:
+        hint = (
+            f"config.json describes another model than the weights, or another than {checkpoint.spec.family}"
+        )
+        raise wrong_checkpoint(checkpoint.path, *messages, hint=hint)

@@ -1,4 +1,4 @@
-"""The spec of a model that transformers computes, found by running it without weights. No torch."""
+"""The spec of a model that transformers computes, or why it cannot run one. No torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.models.spec.spec import Caches, CacheSpec
 from batchinfer_kernels.arithmetic import Dtype
-from batchinfer_kernels.cost import (
-    Cost,
-    ModelCost,
-    OperatorCost,
-    attention_cost,
-    linear_cost,
-    sample_cost,
-)
+from batchinfer_kernels.cost import Cost, ModelCost, OperatorCost, attention_cost, linear_cost, sample_cost
+
+
+class CannotRun(Exception):
+    """A model that would not be computed right, or not at all: the `reason`, which others share, and what is special
+    about this one."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason} ({detail})" if detail else reason)
+        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,12 @@ from transformers.models.phi.modeling_phi import PhiMLP
 from batchinfer.core.errors import JobFileError, SecurityRefusal, Unavailable
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.families.registry import FAMILIES
-from batchinfer.models.foreign import apart
-from batchinfer.models.foreign.apart import describe_apart
-from batchinfer.models.foreign.checkpoint import inspect_foreign
-from batchinfer.models.foreign.masks import MaskFunction, window_of
+from batchinfer.models.foreign import checkpoint as checkpoints
+from batchinfer.models.foreign.checkpoint import describe_in_child, inspect_foreign
 from batchinfer.models.foreign.probe import describe, serve
-from batchinfer.models.foreign.refusal import CannotRun
+from batchinfer.models.foreign.recorder import MaskFunction, window_of
 from batchinfer.models.foreign.source import ForeignSource
+from batchinfer.models.foreign.spec import CannotRun
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.sources import checkpoint_source
 from tests.batchinfer.models.foreign.kit import LONGEST, PLACE, Foreign, make, raw_config
@@ -268,7 +267,7 @@ class TestMasks:
 class TestApart:
     def test_the_same_as_here(self, phi: Foreign) -> None:
         raw = raw_config(phi.folder)
-        assert describe_apart(raw, {"eos_token_id": [7, 9]}) == describe(raw, {"eos_token_id": [7, 9]})
+        assert describe_in_child(raw, {"eos_token_id": [7, 9]}) == describe(raw, {"eos_token_id": [7, 9]})
 
     def test_reasons_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of what the process sends, here of one that need not begin: it would import torch and transformers."""
@@ -279,19 +278,19 @@ class TestApart:
             serve(*asked, theirs)
             return ours.recv()
 
-        monkeypatch.setattr(apart, "asked_apart", sent)
+        monkeypatch.setattr(checkpoints, "asked_apart", sent)
         with pytest.raises(CannotRun, match="not every layer calls attention once"):
-            describe_apart(stated("diffllama"), {})
+            describe_in_child(stated("diffllama"), {})
 
     def test_a_process_that_dies(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(apart, "PROBE", "os:_exit_of_nothing")
+        monkeypatch.setattr(checkpoints, "PROBE", "os:_exit_of_nothing")
         with pytest.raises(CannotRun, match="two processes that looked at it ended"):
-            describe_apart({}, {})
+            describe_in_child({}, {})
 
     def test_one_that_takes_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(apart, "WITHIN_S", 0.0)
+        monkeypatch.setattr(checkpoints, "WITHIN_S", 0.0)
         with pytest.raises(Unavailable, match="has not answered for 0 s; run the same command again"):
-            describe_apart({}, {})
+            describe_in_child({}, {})
 
 
 def test_our_families_never_go_through_transformers(tmp_path: Path) -> None:
