@@ -132,7 +132,6 @@ TORCH_FREE = (
     "batchinfer.models.checkpoint.config",
     "batchinfer.models.opening",
     "batchinfer.models.foreign.checkpoint",
-    "batchinfer.models.foreign.checkpoint",
     "batchinfer.models.foreign.spec",
 )
 Graph = Mapping[str, set[str]]

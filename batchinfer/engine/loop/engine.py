@@ -17,13 +17,20 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.continuations import longest_sequence
 from batchinfer.core.request import Completion, ConstraintFailed, Request, RowError, TokenIds, TokenLogprobs
 from batchinfer.core.samples import ConstraintWork, RequestSample, StepSample
-from batchinfer.engine.loop.answers import TOKENS, answer_of, go_together
-from batchinfer.engine.loop.constrained_end import constrained_end, without_token
 from batchinfer.engine.loop.drafting import Drafter, Drafting
-from batchinfer.engine.loop.ended import completion, ends_request, prompt_end, request_sample
+from batchinfer.engine.loop.endings import (
+    TOKENS,
+    answer_of,
+    completion,
+    constrained_end,
+    ends_request,
+    go_together,
+    prompt_end,
+    request_sample,
+    without_token,
+)
 from batchinfer.engine.loop.in_flight import AcceptedTokens, End, InFlight
-from batchinfer.engine.loop.launched_at_once import apart
-from batchinfer.engine.loop.repeated_steps import RepeatedSteps
+from batchinfer.engine.loop.repeated_steps import RepeatedSteps, divided_samples
 from batchinfer.engine.runner.runner import Launched, Runner
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.plan_writer import PlanWriter
@@ -591,7 +598,7 @@ class Engine:
             return [sample]
         assert step.result is not None
         rows = len(step.sampling) * step.repeats + step.result.padded_tokens
-        return apart(sample, step.shapes, rows, self._runner.cost, self._peaks)
+        return divided_samples(sample, step.shapes, rows, self._runner.cost, self._peaks)
 
     def _sample(self, step: InFlight, ready: float) -> StepSample:
         """Measure a retired step, with the time of all that were launched at once. The time of overlapping steps is
