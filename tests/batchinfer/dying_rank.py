@@ -55,9 +55,9 @@ class DyingWeights:
 def build(*arguments: Any, **named: Any) -> DyingWeights:
     """Load as batchinfer.engine.load.build.load_weights does."""
     from batchinfer.engine.load import build as building
-    from batchinfer.pipeline.workers.ranks import roll_call
+    from batchinfer.pipeline.workers.ranks import others
 
-    roll_call.MISSED_S = MISSED_S
+    others.MISSED_S = MISSED_S
     if os.environ[AT] == LOADING and named["seat"].rank and not Path(os.environ[DIED]).exists():
         Path(os.environ[DIED]).touch()
         time.sleep(0.5)  # by then it has said that it loads

@@ -25,9 +25,8 @@ from batchinfer.pipeline.workers.messages import (
     Pulse,
     WorkerSpec,
 )
-from batchinfer.pipeline.workers.ranks.exchange import FollowingExchange
+from batchinfer.pipeline.workers.ranks.meeting import FollowingExchange, Parent
 from batchinfer.pipeline.workers.ranks.others import OtherRanks
-from batchinfer.pipeline.workers.ranks.parent import Parent
 
 T = TypeVar("T")
 

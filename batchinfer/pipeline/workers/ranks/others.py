@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -15,18 +15,48 @@ from batchinfer.core.errors import OutOfMemory, Unavailable
 from batchinfer.core.samples import RankUse
 from batchinfer.engine.ranks.seat import Seat
 from batchinfer.machine.spawning import Child, Ended, receiving
+from batchinfer.machine.waiting import Waited
 from batchinfer.pipeline.workers.engine_entry import RANK
+from batchinfer.pipeline.workers.heartbeat import BEAT_S, STARTING_S
 from batchinfer.pipeline.workers.messages import Failed, Finish, Left, ListensAt, Loaded, Pulse, WorkerSpec
 from batchinfer.pipeline.workers.nodes.remote_process import RemoteProcess
 from batchinfer.pipeline.workers.nodes.wire import Wire
-from batchinfer.pipeline.workers.ranks.exchange import LeadingExchange
-from batchinfer.pipeline.workers.ranks.meeting import Meeting
-from batchinfer.pipeline.workers.ranks.parent import Parent
-from batchinfer.pipeline.workers.ranks.roll_call import RollCall
+from batchinfer.pipeline.workers.ranks.meeting import LeadingExchange, Meeting, Parent
 
+MISSED_S = 5 * BEAT_S  # that a rank may say nothing once it has
 _OTHERS_S = 0.5  # so long after one rank has ended the others are heard: one of them may know why
 _REAP_S = 5.0
 _LEAVE_S = 10.0  # ranks that were told to leave and have not by then are left to the system, which ends them
+
+
+class RollCall:
+    """Notes when each rank was heard, until it has loaded. One thread may note while another one asks."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._lock = threading.Lock()
+        self._waited = {rank: Waited(most_s=2 * BEAT_S) for rank in ranks}
+        self._started: set[int] = set()
+
+    def heard(self, rank: int) -> None:
+        """Note that a rank has said something."""
+        with self._lock:
+            self._started.add(rank)
+            if rank in self._waited:
+                self._waited[rank].again()
+
+    def done(self, rank: int) -> None:
+        """Note that a rank has loaded: whether it is at work shows elsewhere."""
+        with self._lock:
+            self._waited.pop(rank, None)
+
+    def silent(self) -> int | None:
+        """Return a rank that has said nothing for too long; to be asked every BEAT_S seconds."""
+        with self._lock:
+            late = [rank for rank, waited in self._waited.items() if waited.look() > self._limit_s(rank)]
+        return min(late, default=None)
+
+    def _limit_s(self, rank: int) -> float:
+        return MISSED_S if rank in self._started else STARTING_S
 
 
 class OtherRanks:

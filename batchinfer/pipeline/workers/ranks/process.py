@@ -14,7 +14,7 @@ from batchinfer.machine.spawning import receiving
 from batchinfer.pipeline.workers.endings import failure, leave, settle
 from batchinfer.pipeline.workers.loading import RankLoading
 from batchinfer.pipeline.workers.messages import Finish, Left, WorkerSpec
-from batchinfer.pipeline.workers.ranks.parent import Parent
+from batchinfer.pipeline.workers.ranks.meeting import Parent
 
 
 def main(spec: WorkerSpec, seat: Seat, connection: Connection[Any, Any]) -> None:
