@@ -29,11 +29,11 @@ from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
-from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.config import parse_config
 from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.checkpoint.shapes import SHAPES
 from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.ops.peaks import MeasuredPeaks, measure_peaks
 from batchinfer.models.sources import ModelSource
 from batchinfer.models.spec.parameters import parameter_count

@@ -138,7 +138,7 @@ def load_once(folder: Path, kind: Any) -> None:
     """Get ready, say so, wait for a line, load, and print the seconds and the most memory."""
     import torch
 
-    from batchinfer.models.arithmetic import Arithmetic
+    from batchinfer.models.ops.choose import Arithmetic
     from batchinfer.models.sources import checkpoint_source
 
     arithmetic = Arithmetic(torch.bfloat16, torch.device("cpu"))

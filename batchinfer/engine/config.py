@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchinfer.core.request import TokenIds
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
 from batchinfer.models.parallel.expert_placement import ExpertPlacement
@@ -116,3 +117,18 @@ class EngineInfo:
 # Part of every work key. Raise it when a change of operators may change a token, so that answers stored by the old
 # arithmetic are not reused.
 NUMERICS_VERSION = 6
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationOrder:
+    """An order for an int4 checkpoint in the empty `folder`, with groups of `group` inputs, of the
+    model that `load` names. `prompts`: in the order in which they were drawn; `answer_tokens`: the most of an answer
+    to each, 0 where the job's rows have no answers that are texts. `adapted`: whether adapters of the model are to
+    fit the checkpoint, too."""
+
+    load: LoadConfig
+    prompts: tuple[TokenIds, ...]
+    answer_tokens: int
+    folder: Path
+    group: int
+    adapted: bool = False

@@ -17,7 +17,6 @@ from batchinfer.models.adapters.factors import AdaptedWeights, PartOfLayers
 from batchinfer.models.adapters.merging import MergedWeights
 from batchinfer.models.adapters.sizes import AdapterSizes, sizes_of
 from batchinfer.models.adapters.stored_adapter import MERGED_WHOLE, StoredAdapter, inspect_adapter
-from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.outliers import WatchedWeights, warning_of
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights
@@ -27,7 +26,7 @@ from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.packed import pack_weights
 from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.opening import open_checkpoint
-from batchinfer.models.ops.choose import choose_ops
+from batchinfer.models.ops.choose import Arithmetic, choose_ops
 from batchinfer.models.ops.interface import AdapterRoom, Ops
 from batchinfer.models.parallel.group import ALONE, Ranks
 from batchinfer.models.parallel.sharded import sharded

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batchinfer.data.storage.state import state_of
-from batchinfer.engine.calibration_order import CalibrationOrder
+from batchinfer.engine.config import CalibrationOrder
 from batchinfer.job import load_job
 from batchinfer.models.calibration.loss import CalibrationOutcome
 from batchinfer.models.checkpoint.checkpoint import Checkpoint

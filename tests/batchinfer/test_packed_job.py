@@ -10,7 +10,7 @@ import torch
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
-from batchinfer.models.arithmetic import Arithmetic
+from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.sources import checkpoint_source
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.verbs.validate import validate_job

@@ -21,8 +21,8 @@ from batchinfer.engine.tensors.adapter_places import AdapterPlaces
 from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
 from batchinfer.engine.tensors.device_memory import lack_of_memory
 from batchinfer.engine.tensors.step_state import StepState
-from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.foreign.spec import ForeignSpec
+from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.sources import Decoders, ModelSource, checkpoint_source
 from batchinfer.models.spec.spec import ModelSpec

@@ -51,7 +51,7 @@ from batchinfer.engine.schedule.budget import scheduler_config
 from batchinfer.engine.schedule.constraints import ConstraintMasks, ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.machine.memory import own_resident_memory
-from batchinfer.models.arithmetic import Arithmetic
+from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.ops.contests import fastest_operators
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.prompts.trial import PromptSizes

@@ -14,7 +14,7 @@ from batchinfer.engine.load.prompt_fit import fit_prompts
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.budget import admission_costs, captured_tokens
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
-from batchinfer.models.decoder.expert_loads import ExpertLoads
+from batchinfer.models.decoder.feed_forward import ExpertLoads
 from batchinfer_kernels.cost import ModelCost
 
 

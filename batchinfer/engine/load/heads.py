@@ -14,12 +14,12 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.tensors.graph_sizes import KEPT_STEPS, kept_rows
-from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.heads.inspection import inspect_heads
 from batchinfer.models.heads.medusa import MedusaHeads
 from batchinfer.models.heads.stored_heads import StoredLayer
 from batchinfer.models.heads.stored_medusa import StoredMedusa
+from batchinfer.models.ops.choose import Arithmetic
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,17 +11,16 @@ import torch
 
 from batchinfer.core.request import Request, TokenIds
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.engine.calibration_order import CalibrationOrder
-from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.config import CalibrationOrder, EngineConfig
 from batchinfer.engine.load.build import load_model
 from batchinfer.engine.load.settling import settled
-from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.calibration.folder import CalibratedFolder, sync
 from batchinfer.models.calibration.loss import CalibrationOutcome
 from batchinfer.models.calibration.sample import SampleRows
 from batchinfer.models.calibration.search import Search
 from batchinfer.models.calibration.work import HELD_OUT_OF, STEP_TOKENS
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.sources import checkpoint_source
 
 _HELD_OUT = HELD_OUT_OF - 1  # which one

@@ -22,7 +22,6 @@ from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
 from batchinfer.engine.tensors.device_memory import lack_of_memory
 from batchinfer.engine.tensors.slot_states import SlotStates
 from batchinfer.engine.tensors.step_state import StepState
-from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.heads.eagle import EagleWeights
 from batchinfer.models.heads.layer_head import HeadWeights
@@ -30,7 +29,7 @@ from batchinfer.models.heads.mtp import MtpWeights
 from batchinfer.models.heads.stored_eagle import StoredEagle
 from batchinfer.models.heads.stored_heads import StoredLayer
 from batchinfer.models.heads.stored_mtp import StoredMtp
-from batchinfer.models.ops.choose import choose_ops
+from batchinfer.models.ops.choose import Arithmetic, choose_ops
 from batchinfer.models.ops.interface import Ops
 
 

@@ -20,7 +20,7 @@ from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.engine.tensors.graph_sizes import GraphSteps
-from batchinfer.models.decoder.expert_loads import ExpertLoads
+from batchinfer.models.decoder.feed_forward import ExpertLoads
 from batchinfer_kernels.cost import Peaks
 
 AnyBeside = BesideRunner | HeadsRunner

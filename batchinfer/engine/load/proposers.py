@@ -15,7 +15,7 @@ from batchinfer.engine.load.loaded_model import AnyBeside
 from batchinfer.engine.ranks.joining import Company
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.constraints import ConstraintMasks
-from batchinfer.models.arithmetic import Arithmetic
+from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.sources import Source
 
 

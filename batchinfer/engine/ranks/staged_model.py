@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from batchinfer.engine.ranks.stage_borders import StageBorders
-from batchinfer.models.decoder.attention_boundary import AttentionBoundary, StaticBuffers
+from batchinfer.models.decoder.attention import AttentionBoundary, StaticBuffers
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from batchinfer.engine.graphs.decode_graphs import GraphOps
 from batchinfer.engine.tensors.slot_states import SlotStates
-from batchinfer.models.decoder.attention_boundary import AttentionBoundary, StaticBuffers
-from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.decoder.taps import Taps
+from batchinfer.models.decoder.attention import AttentionBoundary, StaticBuffers
+from batchinfer.models.decoder.decoder import Decoder, Taps
 from batchinfer.models.heads.layer_head import LayerHead
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
 from batchinfer_kernels.copy_parts import copy_parts_reference

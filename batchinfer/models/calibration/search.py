@@ -29,8 +29,7 @@ from batchinfer.models.checkpoint.weights import CheckpointWeights, LayerWeights
 from batchinfer.models.decoder.block import Block, build_layer, pack_layer
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.packed import PackedWeights
-from batchinfer.models.decoder.quantize import quantized_weight
-from batchinfer.models.decoder.rope import rope_table
+from batchinfer.models.decoder.positions import rope_table
 from batchinfer.models.ops.interface import DecoderLayer, Ops, RopeTable
 from batchinfer.models.spec.spec import INT4_GROUP, LayerSpec, LinearSpec
 
@@ -84,7 +83,7 @@ class Search:
 
     def _end(self, tables: Tables, quantised: bool) -> Decoder:
         """Return the model without its layers."""
-        head = quantized_weight(self._ops, tables.head, self.spec.head_form if quantised else None)
+        head = self._ops.in_form(tables.head, self.spec.head_form if quantised else None)
         packed = PackedWeights(
             replace(self.spec, layers=()), tables, self._ops.pack_head(head), (), self._device
         )

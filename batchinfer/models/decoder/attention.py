@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights
-from batchinfer.models.decoder.norm import apply_norm
-from batchinfer.models.decoder.quantize import quantized_heads
 from batchinfer.models.ops.interface import (
     NO_NORMS,
     AttentionInputs,
@@ -126,7 +124,7 @@ class HeadsAttention(AttentionHalf):
             part = qkv[:, start : start + widths[name]]
             start += widths[name]
             stretches = part.view(len(part), -1, norm.width)
-            normed, _ = apply_norm(self.ops, norm, self.parts.norms, name, stretches.contiguous())
+            normed, _ = self.ops.norm(norm, self.parts.norms, name, stretches.contiguous())
             stretches.copy_(normed)
 
 
@@ -179,7 +177,7 @@ class LatentAttention(AttentionHalf):
     def _normed(self, name: str, x: Tensor) -> Tensor:
         norm = self.spec.norms[name]
         assert norm is not None
-        return apply_norm(self.ops, norm, self.parts.norms, name, x)[0]
+        return self.ops.norm(norm, self.parts.norms, name, x)[0]
 
 
 def attention_half(
@@ -204,8 +202,27 @@ def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Laten
     k, v = weight[:, : attention.plain_dim], weight[:, attention.plain_dim :]
     form = next(linear.form for linear in spec.linears if linear.heads)
     return LatentHeads(
-        ops.pack_heads(quantized_heads(ops, k.transpose(1, 2), form)),
-        ops.pack_heads(quantized_heads(ops, v, form)),
+        ops.pack_heads(ops.heads_in_form(k.transpose(1, 2), form)),
+        ops.pack_heads(ops.heads_in_form(v, form)),
         attention.rank,
         attention.plain_dim,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBoundary:
+    """The point before the attention of a layer, whose cache holds K and V of the step's tokens by then."""
+
+    queries: Tensor  # (T, heads, dim)
+    attention: AttentionHalf
+    cache: LayerCache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StaticBuffers:
+    """Tensors that hold, for steps of up to `tokens` tokens, what is passed on at each boundary and at the end."""
+
+    tokens: int
+    queries: Tensor  # (tokens × the widest queries,)
+    attended: Tensor  # (tokens × the widest result of attention,)
+    hidden: Tensor  # (tokens, hidden)

@@ -9,8 +9,6 @@ from torch import Tensor
 from batchinfer.models.checkpoint.weights import LayerWeights
 from batchinfer.models.decoder.attention import AttentionHalf, attention_half, pack_latent_heads
 from batchinfer.models.decoder.feed_forward import feed_forward, pack_experts
-from batchinfer.models.decoder.norm import apply_norm
-from batchinfer.models.decoder.quantize import quantized_weight
 from batchinfer.models.ops.interface import (
     AdapterRoom,
     Adapters,
@@ -105,14 +103,14 @@ class Block(DecoderLayer):
     def _before(self, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the input of a half of the layer, and x + residual."""
         if name in self._norms:
-            return apply_norm(self._ops, self._norms[name], self._parts.norms, name, x, residual)
+            return self._ops.norm(self._norms[name], self._parts.norms, name, x, residual)
         total = x if residual is None else x + residual
         return total, total
 
     def _after(self, name: str, x: Tensor) -> Tensor:
         """Return the output of a half of the layer, which is added to the residual."""
         if name in self._norms:
-            x, _ = apply_norm(self._ops, self._norms[name], self._parts.norms, name, x)
+            x, _ = self._ops.norm(self._norms[name], self._parts.norms, name, x)
         return x if self._spec.residual_multiplier == 1 else x * self._spec.residual_multiplier
 
 
@@ -186,7 +184,7 @@ def _weight(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Weight:
     if scales is None:
         if linear.form is not None and not linear.form.coded:
             return SparseWeight(weight)
-        return quantized_weight(ops, weight, linear.form)
+        return ops.in_form(weight, linear.form)
     group = 0 if linear.form is None else linear.form.group
     lines, zeros = (weights.get(linear.name + end) for end in (LINES, ZEROS))
     return CodedWeight(weight, scales, lines, group, zeros)

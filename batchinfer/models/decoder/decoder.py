@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from batchinfer.models.decoder.attention_boundary import AttentionBoundary, StaticBuffers
+from batchinfer.models.decoder.attention import AttentionBoundary, StaticBuffers
 from batchinfer.models.decoder.block import Block, build_layer
-from batchinfer.models.decoder.distances import distance_table, position_table
-from batchinfer.models.decoder.expert_loads import ExpertLoads
-from batchinfer.models.decoder.norm import apply_norm
+from batchinfer.models.decoder.feed_forward import ExpertLoads
 from batchinfer.models.decoder.packed import PackedWeights
-from batchinfer.models.decoder.rope import rope_table
-from batchinfer.models.decoder.taps import Taps
+from batchinfer.models.decoder.positions import distance_table, position_table, rope_table
 from batchinfer.models.ops.interface import (
     AttentionInputs,
     AttentionPlan,
@@ -30,6 +27,20 @@ from batchinfer.models.parallel.divided_ops import SplitEmbedding
 from batchinfer.models.spec.parameters import EMBEDDING_NORM, FINAL_NORM
 from batchinfer.models.spec.spec import ModelSpec, Rotation
 from batchinfer_kernels.low_rank import AdaptedRows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taps:
+    """Takes what some layers read in one step: their numbers, ascending, where the number of all layers stands for what
+    the last one gives, and (T, hidden) for each of them."""
+
+    layers: tuple[int, ...]
+    states: list[Tensor] = field(default_factory=list)
+
+    def look(self, layer: int, x: Tensor, residual: Tensor | None) -> None:
+        """Take what this layer reads, x + residual, if it is asked for."""
+        if layer in self.layers:  # what a layer is given it may overwrite
+            self.states.append(x.clone() if residual is None else x + residual)
 
 
 class Decoder:
@@ -186,7 +197,7 @@ class Decoder:
             places = places if types is None else places + types * self.spec.max_positions
             x = x + self._ops.embedding(places, self._positions)
         norm = None if self.spec.encoder is None else self.spec.encoder.embedding_norm
-        return x if norm is None else apply_norm(self._ops, norm, self._tables.norms, EMBEDDING_NORM, x)[0]
+        return x if norm is None else self._ops.norm(norm, self._tables.norms, EMBEDDING_NORM, x)[0]
 
     def states(self, hidden: Tensor) -> Tensor:
         """hidden: rows of `forward` → (n, hidden), behind the final norm: what transformers calls last_hidden_state."""
@@ -210,9 +221,7 @@ class Decoder:
 
     def _normed(self, hidden: Tensor) -> Tensor:
         norm = self.spec.final_norm
-        return (
-            hidden if norm is None else apply_norm(self._ops, norm, self._tables.norms, FINAL_NORM, hidden)[0]
-        )
+        return hidden if norm is None else self._ops.norm(norm, self._tables.norms, FINAL_NORM, hidden)[0]
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:

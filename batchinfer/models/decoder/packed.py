@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import Tables, Weights
 from batchinfer.models.decoder.block import pack_layer
-from batchinfer.models.decoder.classifier import Classifier
-from batchinfer.models.decoder.quantize import quantized_weight
 from batchinfer.models.ops.interface import AdapterRoom, Head, LayerParts, Ops
 from batchinfer.models.parallel.divided_ops import SplitHead
 from batchinfer.models.parallel.group import ALONE, Ranks
-from batchinfer.models.spec.spec import ModelSpec
+from batchinfer.models.spec.parameters import BIAS, CLASSIFIER_DENSE, CLASSIFIER_NORM, CLASSIFIER_OUT
+from batchinfer.models.spec.spec import ClassifierSpec, HeadActivation, ModelSpec
+
+
+class Classifier:
+    """Makes logits of pooled states, in float32 whatever the run's dtype is: it costs nothing beside the layers."""
+
+    def __init__(self, ops: Ops, spec: ClassifierSpec, weights: Mapping[str, Tensor]) -> None:
+        """weights: (out, in), biases and norms by the names of their parameters."""
+        self._ops, self._spec = ops, spec
+        found = {name: tensor.float() for name, tensor in weights.items()}
+        self._norms = {name: found[name] for name in found if name.startswith(CLASSIFIER_NORM)}
+        self._dense, self._out = (
+            ops.pack_exact(found[name], found.get(name + BIAS)) for name in (CLASSIFIER_DENSE, CLASSIFIER_OUT)
+        )
+
+    def __call__(self, pooled: Tensor) -> Tensor:
+        """(n, hidden), of any float dtype → (n, labels) float32. A row's logits do not depend on the others'."""
+        x = _activated(self._ops, self._dense(pooled.float()), self._spec.activation)
+        norm = self._spec.norm
+        x = x if norm is None else self._ops.norm(norm, self._norms, CLASSIFIER_NORM, x)[0]
+        return self._out(x)
+
+
+def _activated(ops: Ops, x: Tensor, activation: HeadActivation) -> Tensor:
+    if activation == "tanh":
+        return x.tanh()
+    return x.relu() if activation == "relu" else ops.activation(x, activation)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +70,7 @@ def pack_weights(
     """Pack the weights for `ops`, a layer at a time, with the factors of so many adapters, of which the device has
     `room` for some at a time; None: for all. `ranks`: those that have the rest of the spec's layers."""
     tables = weights.tables()
-    head = ops.pack_head(quantized_weight(ops, tables.head, spec.head_form)) if spec.has_head else None
+    head = ops.pack_head(ops.in_form(tables.head, spec.head_form)) if spec.has_head else None
     if head is not None and spec.tokens is not None:
         head = SplitHead(head, spec.vocab, ranks.tensor)
     head_spec = spec.classifier

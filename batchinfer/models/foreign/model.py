@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.models.decoder.expert_loads import ExpertLoads
+from batchinfer.models.decoder.feed_forward import ExpertLoads
 from batchinfer.models.foreign.interface import Given, attach
 from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops, finite_argmax

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from batchinfer.core.errors import Unavailable
 from batchinfer.models.adapters.stored_adapter import StoredAdapter
-from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.files.config_fields import wrong_checkpoint
 from batchinfer.models.files.weight_files import StoredTensor, listed
 from batchinfer.models.foreign.checkpoint import ForeignCheckpoint
@@ -24,7 +23,7 @@ from batchinfer.models.foreign.interface import ATTENTION_NAME, class_of, config
 from batchinfer.models.foreign.model import TransformersModel
 from batchinfer.models.foreign.self_check import check_together, run_alone
 from batchinfer.models.foreign.spec import CannotRun, ForeignSpec
-from batchinfer.models.ops.choose import choose_ops
+from batchinfer.models.ops.choose import Arithmetic, choose_ops
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec.spec import AttentionRules

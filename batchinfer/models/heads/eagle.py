@@ -15,8 +15,7 @@ from batchinfer.models.decoder.attention import AttentionHalf, attention_half
 from batchinfer.models.decoder.block import pack_layer
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.feed_forward import feed_forward
-from batchinfer.models.decoder.norm import apply_norm
-from batchinfer.models.decoder.rope import rope_table
+from batchinfer.models.decoder.positions import rope_table
 from batchinfer.models.heads.stored_eagle import EMBEDDING, HEAD, NORMS, OFFSETS, StoredEagle
 from batchinfer.models.ops.interface import (
     AttentionInputs,
@@ -120,7 +119,7 @@ class EagleHead:
         residual = state if self.weights.stored.norms_residual else states
         queries = self.attention.queries(torch.cat((embedded, state), -1), inputs, cache)
         attended = self.attention.result(self.attention.attended(queries, inputs, cache, plan), inputs)
-        x, residual = apply_norm(ops, self._norm, parts.norms, "post_norm", attended, residual)
+        x, residual = ops.norm(self._norm, parts.norms, "post_norm", attended, residual)
         return feed_forward(ops, layer, parts, x, inputs) + residual
 
     def states(self, hidden: Tensor) -> Tensor:
@@ -149,7 +148,7 @@ class EagleHead:
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
         norms = self.parts.norms if name in self.parts.norms else self.weights.norms
-        return apply_norm(self.weights.ops, self._norm, norms, name, x)[0]
+        return self.weights.ops.norm(self._norm, norms, name, x)[0]
 
 
 def _tensors(stored: StoredEagle, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:

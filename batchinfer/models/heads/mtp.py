@@ -12,8 +12,7 @@ from torch import Tensor
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.decoder.block import build_layer, pack_layer
 from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.decoder.norm import apply_norm
-from batchinfer.models.decoder.rope import rope_table
+from batchinfer.models.decoder.positions import rope_table
 from batchinfer.models.heads.stored_mtp import EMBEDDING_NORM, FUSE, NORM, STATE_NORM, StoredMtp
 from batchinfer.models.ops.interface import (
     AttentionInputs,
@@ -98,4 +97,4 @@ class MtpHead:
     def _normed(self, name: str, x: Tensor, residual: Tensor | None = None) -> Tensor:
         norm = self.weights.stored.spec.final_norm
         assert norm is not None, "all of its norms are alike"
-        return apply_norm(self.weights.ops, norm, self.weights.norms, name, x, residual)[0]
+        return self.weights.ops.norm(norm, self.weights.norms, name, x, residual)[0]

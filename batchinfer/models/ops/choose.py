@@ -1,4 +1,4 @@
-"""Chooses the operators of a model."""
+"""Chooses the operators of a model, for the types that it is computed in and the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.machine.datasheet import datasheet
 from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
-from batchinfer_kernels.arithmetic import WeightForm
+from batchinfer_kernels.arithmetic import KvCacheDtype, WeightForm
 from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.compilers import NoCompiler
@@ -30,6 +30,17 @@ _OTHER_KIND = "run it on a CPU of the kind that it was planned on"
 _NEWER = "install gcc 11 or clang 12, or a newer one"
 # It builds its link to the driver when it is first asked
 NEEDS_OF_TRITON = "check that there are a driver, a C compiler (gcc or clang) and Python's headers"
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """The dtype of activations, the device, and the other settings of the engine's arithmetic."""
+
+    dtype: torch.dtype
+    device: torch.device
+    deterministic: bool = False
+    tiles: bool = False  # as in EngineConfig
+    kv_cache: KvCacheDtype = "auto"  # as the job asks for it; the model's spec says what each layer keeps
 
 
 @dataclass(frozen=True, slots=True)

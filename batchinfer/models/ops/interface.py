@@ -10,7 +10,8 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from batchinfer.models.spec.spec import CacheSpec, LayerSpec
+from batchinfer.models.spec.parameters import BIAS
+from batchinfer.models.spec.spec import CacheSpec, LayerSpec, NormSpec
 from batchinfer_kernels.advance_rows import StepRows, advance_rows_reference
 from batchinfer_kernels.arithmetic import WeightCodes, WeightForm
 from batchinfer_kernels.copy_parts import copy_parts_reference
@@ -427,6 +428,19 @@ class Ops(ABC):
         scales = scales.view(count, outputs, *scales.shape[1:])
         return replace(weights, weight=codes.view(count, outputs, inputs), scales=scales, group=form.group)
 
+    def in_form(self, weight: Tensor, form: WeightForm | None) -> Weight:
+        """Return a weight (out, in) in its form; None: as it is."""
+        return weight if form is None else self.quantized(weight, form)
+
+    def heads_in_form(self, weight: Tensor, form: WeightForm | None) -> ExpertWeights:
+        """Return the weights (heads, out, in) in their form; None: as they are."""
+        if form is None:
+            return ExpertWeights(weight)
+        coded = [self.rounded(matrix, form) for matrix in weight]
+        # As bytes: torch does not stack float8_e4m3fn everywhere
+        codes = torch.stack([codes.view(torch.uint8) for codes, _ in coded]).view(coded[0][0].dtype)
+        return ExpertWeights(codes, scales=torch.stack([scales for _, scales in coded]))
+
     @abstractmethod
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Prepare a weight (out, in) once, at load. Raises TypeError for quantised values that these operators do not
@@ -518,6 +532,20 @@ class Ops(ABC):
     @abstractmethod
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """token_ids: (T,) int64; table: (vocab, hidden) → (T, hidden)."""
+
+    def norm(
+        self,
+        spec: NormSpec,
+        parameters: Mapping[str, Tensor],
+        name: str,
+        x: Tensor,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual), with the parameters of this name."""
+        weight, bias = parameters[name], parameters.get(name + BIAS)
+        if spec.kind == "layer":
+            return self.layer_norm(x, weight, bias, spec.eps, residual)
+        return self.rms_norm(x, weight, spec.eps, residual, spec.offset)
 
     @abstractmethod
     def rms_norm(

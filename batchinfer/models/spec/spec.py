@@ -517,7 +517,7 @@ class EncoderSpec:
     `embedding_norm` norms embeddings, once those of positions and types are added. With `token_types` each token has
     one of so many types. `first_position`: the row of the first token in the table of learned positions. With
     `distance_buckets` each query head adds a learned number to a score, by the distance of query and key (MPNet; see
-    models/decoder/distances.py).
+    models/decoder/positions.py).
     """
 
     embedding_norm: NormSpec | None = None

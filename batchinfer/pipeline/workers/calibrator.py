@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from batchinfer.core.errors import BatchInferError, OutOfMemory, Unavailable
-from batchinfer.engine.calibration_order import CalibrationOrder
+from batchinfer.engine.config import CalibrationOrder
 from batchinfer.machine.spawning import Child, receiving
 from batchinfer.models.calibration.loss import CalibrationOutcome
 from batchinfer.pipeline.workers.endings import failure

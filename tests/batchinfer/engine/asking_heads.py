@@ -21,9 +21,9 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.draft_tree import DraftTree
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.heads.stored_heads import StoredLayer
+from batchinfer.models.ops.choose import Arithmetic
 from tests.batchinfer.engine.random_work import Work
 from tests.batchinfer.engine.small_engine import (
     MAX_LEN,

@@ -18,7 +18,7 @@ if interpreter.is_wanted():
 import torch
 from torch import Tensor
 
-from batchinfer.engine.calibration_order import CalibrationOrder
+from batchinfer.engine.config import CalibrationOrder
 from batchinfer.engine.load import cache_fit, dummy_steps, layer_heads, loaded_model, settling
 from batchinfer.engine.load.build import LoadedWeights, load_weights
 from batchinfer.engine.ranks import joining

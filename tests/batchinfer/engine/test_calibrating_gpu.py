@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from batchinfer.engine.calibration_order import CalibrationOrder
-from batchinfer.engine.config import LoadConfig
+from batchinfer.engine.config import CalibrationOrder, LoadConfig
 from batchinfer.engine.load.int4 import calibrated
 from batchinfer.models.calibration.loss import Loss
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.config import load_config
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.decoder.block import pack_layer
+from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import Ops, RopeTable
 from batchinfer.models.ops.torch_ops import TorchOps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer.models.decoder.expert_loads import ExpertLoads
+from batchinfer.models.decoder.feed_forward import ExpertLoads
 
 
 def test_counters_are_read_paused_and_restarted() -> None:

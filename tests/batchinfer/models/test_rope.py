@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from batchinfer.models.checkpoint.config import parse_config
-from batchinfer.models.decoder.rope import inverse_frequencies, rope_table
+from batchinfer.models.decoder.positions import inverse_frequencies, rope_table
 from tests.batchinfer.models.raw_config import PATH, raw_config
 from tests.checkpoints import ROPES
 

@@ -13,12 +13,12 @@ from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
-from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.foreign.checkpoint import ForeignCheckpoint, inspect_foreign
 from batchinfer.models.foreign.interface import quiet
 from batchinfer.models.foreign.model import TransformersModel
 from batchinfer.models.foreign.probe import describe
 from batchinfer.models.foreign.source import ForeignSource
+from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.ops.interface import Ops
 from tests.batchinfer.engine.small_engine import Limits
 from tests.checkpoints import kept_folder

@@ -22,7 +22,6 @@ from transformers.masking_utils import (
 from transformers.models.phi.modeling_phi import PhiMLP
 
 from batchinfer.core.errors import JobFileError, SecurityRefusal, Unavailable
-from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.foreign import checkpoint as checkpoints
 from batchinfer.models.foreign.checkpoint import describe_in_child, inspect_foreign
@@ -31,6 +30,7 @@ from batchinfer.models.foreign.recorder import MaskFunction, window_of
 from batchinfer.models.foreign.source import ForeignSource
 from batchinfer.models.foreign.spec import CannotRun
 from batchinfer.models.opening import open_checkpoint
+from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.sources import checkpoint_source
 from tests.batchinfer.models.foreign.kit import LONGEST, PLACE, Foreign, make, raw_config
 from tests.checkpoints import edit_json, kept_folder, make_checkpoint

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
 from batchinfer.models.parallel.expert_placement import ExpertPlacement
 from batchinfer.models.parallel.group import ALONE, Ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from batchinfer.machine.hardware import Hardware
-from batchinfer.models.arithmetic import Arithmetic
+from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer.plan.forecast.text import forecast_json
 from batchinfer_kernels.arithmetic import Quantization
