@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.arithmetic import CacheDtype
-from batchinfer_kernels.tree_mask import TreeMask
+from batchinfer_kernels.draft_tree import TreeMask
 
 # The largest code that a cached value may have, by the cache's dtype
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer_kernels.cpu.structures import PlanStructure, address
+from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.prefix_groups import Ints, PrefixGroup, Worth, prefix_groups
 from batchinfer_kernels.step_tables import StepTables
-from batchinfer_kernels.tree_mask import TreeMask
 
 MAX_ROWS = 48  # the least that MOST_ROWS in operators.h is
 TO_THE_END = -1

@@ -24,7 +24,7 @@ from batchinfer_kernels.cpu.structures import (
     address,
     scoring,
 )
-from batchinfer_kernels.move_slots import check_moves
+from batchinfer_kernels.draft_tree import check_moves
 from batchinfer_kernels.paged_attention import check_attention_extras, check_bias, check_scales
 from batchinfer_kernels.rope_store import check_pairs, check_rotary
 
@@ -206,7 +206,7 @@ class CachedOperators:
         scales: Scales | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Move tokens as batchinfer_kernels.move_slots says; the caches are (blocks, *cache_shape). `dtype` is that of
+        """Move tokens as batchinfer_kernels.draft_tree says; the caches are (blocks, *cache_shape). `dtype` is that of
         the run, as for `copy_parts`."""
         check_moves(k_cache, v_cache, moves)
         self._checked("move_slots", moves)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.latent_attention import check_latent_attention
-from batchinfer_kernels.tree_mask import TreeMask
 
 # The (query, key) pairs a head that a group may hold at most, padding included: 4 Mi scores are 16 MiB in float32,
 # which stays near the cache of a large CPU while amortising the ~10 us that an operator call costs.

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.gpu.attention_launch import SEGMENT, choose_tiles, prefix_segment
 from batchinfer_kernels.gpu.attention_splits import Splits, Splitter
 from batchinfer_kernels.gpu.latent_tiles import chunk_tokens, head_tiles
@@ -24,7 +25,6 @@ from batchinfer_kernels.gpu.prefix_attention import Prefixes, prefix_members
 from batchinfer_kernels.gpu.step_arrays import StepArray, StepArrays
 from batchinfer_kernels.prefix_groups import Ints, Worth, prefix_groups
 from batchinfer_kernels.step_tables import StepTables
-from batchinfer_kernels.tree_mask import TreeMask
 
 # Keys that are worth a level. Of a part 8 bytes a value are written and read, of a shared key 4 are not: with up to 16
 # query heads a KV head that breaks even at 32 keys; the rest pays for the launch. Not measured.

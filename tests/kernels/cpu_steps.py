@@ -12,10 +12,10 @@ from torch import Tensor
 from batchinfer_kernels.cpu.attention_plan import attention_items, whole_items
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.paged_attention import AttentionGroup, SequenceShape, build_group, group_sequences
+from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.latent_attention import latent_attention_reference
 from batchinfer_kernels.paged_attention import paged_attention_reference
 from batchinfer_kernels.rope_store import coded_reference
-from batchinfer_kernels.tree_mask import TreeMask
 from tests.kernels.cpu_cache import codes_laid_out, laid_out
 from tests.kernels.cpu_kit import threads_of
 

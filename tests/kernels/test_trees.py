@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.paged_attention import grouped_attention
-from batchinfer_kernels.move_slots import move_slots_reference
+from batchinfer_kernels.draft_tree import MOST_NODES, move_slots_reference
 from batchinfer_kernels.paged_attention import paged_attention_reference
-from batchinfer_kernels.tree_mask import MOST_NODES
 from tests.examples import examples
 from tests.kernels.cpu_cache import codes_laid_out, laid_out, plain
 from tests.kernels.cpu_kit import DTYPES, TOLERANCE, operators

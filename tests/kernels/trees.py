@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from batchinfer_kernels.tree_mask import MOST_NODES, TreeMask
+from batchinfer_kernels.draft_tree import MOST_NODES, TreeMask
 from tests.kernels.cpu_steps import Step
 
 Parents = list[int]  # of each node; -1: the token that the tree stands behind

@@ -9,7 +9,7 @@ from functools import partial
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.drafts.drafter import CostedDrafter
 from batchinfer.engine.drafts.given_answer import GivenAnswer
-from batchinfer.engine.drafts.heads_beside import HeadsBeside, HeadsRunner
+from batchinfer.engine.drafts.medusa import HeadsBeside, HeadsRunner
 from batchinfer.engine.drafts.model_beside import BesideRunner, ModelBeside
 from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.other_answers import OtherAnswers

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.config import LoadConfig
-from batchinfer.engine.drafts.heads_beside import HeadsRunner
+from batchinfer.engine.drafts.medusa import HeadsRunner, MedusaHeads
 from batchinfer.engine.load.layer_heads import load_layer
 from batchinfer.engine.load.loaded_heads import HeadedModel, LoadedHeads
 from batchinfer.engine.ranks.joining import Company
@@ -16,7 +16,6 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.tensors.graph_sizes import KEPT_STEPS, kept_rows
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.heads.inspection import inspect_heads
-from batchinfer.models.heads.medusa import MedusaHeads
 from batchinfer.models.heads.stored_heads import StoredLayer
 from batchinfer.models.heads.stored_medusa import StoredMedusa
 from batchinfer.models.ops.choose import Arithmetic

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.config import EngineInfo
-from batchinfer.engine.drafts.heads_beside import HeadsRunner
+from batchinfer.engine.drafts.medusa import HeadsRunner
 from batchinfer.engine.drafts.model_beside import BesideRunner
 from batchinfer.engine.drafts.sources import drafter_of
 from batchinfer.engine.kv.kv_cache import BlockPool

@@ -15,7 +15,7 @@ from batchinfer.models.decoder.decoder import Decoder, Taps
 from batchinfer.models.heads.layer_head import LayerHead
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
 from batchinfer_kernels.copy_parts import copy_parts_reference
-from batchinfer_kernels.move_slots import move_slots_reference
+from batchinfer_kernels.draft_tree import move_slots_reference
 
 # Copies the beginnings of blocks; see batchinfer_kernels.copy_parts
 CopyParts = Callable[[Tensor, Tensor, Tensor], None]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from batchinfer.engine.schedule.step_plan import Awaited, Ints, Longs, SamplingPlan
 from batchinfer.models.ops.interface import AttentionInputs
+from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.step_tables import StepTables
-from batchinfer_kernels.tree_mask import TreeMask
 
 
 @dataclass(frozen=True, slots=True)

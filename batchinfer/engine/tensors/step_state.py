@@ -11,7 +11,7 @@ from batchinfer.engine.schedule.step_plan import Ints, Longs, SamplingPlan, Step
 from batchinfer.engine.tensors.adapter_places import AdapterPlaces
 from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.table_rows import TableRows
-from batchinfer_kernels.tree_mask import TreeMask
+from batchinfer_kernels.draft_tree import TreeMask
 
 
 @dataclass(slots=True)

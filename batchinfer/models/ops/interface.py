@@ -15,6 +15,7 @@ from batchinfer.models.spec.spec import CacheSpec, LayerSpec, NormSpec
 from batchinfer_kernels.advance_rows import StepRows, advance_rows_reference
 from batchinfer_kernels.arithmetic import WeightCodes, WeightForm
 from batchinfer_kernels.copy_parts import copy_parts_reference
+from batchinfer_kernels.draft_tree import TreeMask, move_slots_reference
 from batchinfer_kernels.experts import Choice, choose_experts, combine_reference
 from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation, activation_reference
@@ -24,7 +25,6 @@ from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from batchinfer_kernels.low_rank import AdaptedRows
 from batchinfer_kernels.mask import bars, mask_reference
-from batchinfer_kernels.move_slots import move_slots_reference
 from batchinfer_kernels.paged_attention import CODES
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.quantized_linear import quantize_weight
@@ -32,7 +32,6 @@ from batchinfer_kernels.routing import Routing
 from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
 from batchinfer_kernels.sample import RowSampling, sample_reference
 from batchinfer_kernels.step_tables import StepTables
-from batchinfer_kernels.tree_mask import TreeMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -618,7 +617,7 @@ class Ops(ABC):
         advance_rows_reference(tokens, step, firsts, repeats, kept)
 
     def move_slots(self, cache: LayerCache, moves: Tensor) -> None:
-        """Move tokens within the cache; moves are (n, 2) int64. See batchinfer_kernels.move_slots."""
+        """Move tokens within the cache; moves are (n, 2) int64. See batchinfer_kernels.draft_tree."""
         for k, v in cache.copied:
             move_slots_reference(k, v, moves)
 

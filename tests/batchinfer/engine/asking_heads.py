@@ -12,7 +12,7 @@ import torch
 from hypothesis import event
 
 from batchinfer.core.request import Request, common_prefixes
-from batchinfer.engine.drafts.heads_beside import HeadsBeside
+from batchinfer.engine.drafts.medusa import HeadsBeside
 from batchinfer.engine.drafts.model_beside import BesideRunner, ModelBeside
 from batchinfer.engine.load.layer_heads import load_layer
 from batchinfer.engine.load.loaded_heads import HeadedModel

@@ -18,7 +18,7 @@ from batchinfer.engine.tensors.graph_inputs import GraphSize
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, FixedPlan, LayerCache
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.copy_parts import copy_parts_reference
-from batchinfer_kernels.tree_mask import TreeMask
+from batchinfer_kernels.draft_tree import TreeMask
 from tests.batchinfer.engine.small_engine import layer_each
 from tests.model_costs import llama_cost
 

@@ -16,11 +16,10 @@ from torch import Tensor
 from batchinfer.core.request import Request
 from batchinfer.engine.drafts.acceptance import NodeAcceptance
 from batchinfer.engine.drafts.drafter import CostedDrafter
-from batchinfer.engine.drafts.heads_beside import HeadsBeside, HeadsRunner
+from batchinfer.engine.drafts.medusa import HeadsBeside, HeadsRunner, best_shape
 from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.source import MOST_DRAFTS
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
-from batchinfer.engine.drafts.tree_shape import best_shape
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.schedule.draft_tree import DraftTree, node_bits, node_path, parents_of, pruned

@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchinfer.core.errors import JobFileError, SecurityRefusal
-from batchinfer.engine.drafts.heads_beside import HeadsBeside, HeadsRunner
+from batchinfer.engine.drafts.medusa import HeadsBeside, HeadsRunner, MedusaHeads
 from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import SamplingPlan
 from batchinfer.models.heads.inspection import inspect_heads
-from batchinfer.models.heads.medusa import MedusaHeads
 from batchinfer.models.heads.stored_medusa import StoredMedusa
 from tests.batchinfer.engine.hashing_model import EOS, state_of
 from tests.batchinfer.engine.random_work import EASY, Work, works

@@ -23,8 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from batchinfer.core.request import Request
 from batchinfer.engine.config import EngineConfig, LoadConfig
-from batchinfer.engine.drafts.heads_beside import RANKS, HeadsRunner
-from batchinfer.engine.drafts.tree_shape import best_shape
+from batchinfer.engine.drafts.medusa import RANKS, HeadsRunner, best_shape
 from batchinfer.engine.load.build import load_weights
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.loop.engine import Engine

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room, SharedPrefix, plan_attention
 from batchinfer_kernels.gpu.attention_splits import Splits, Splitter
 from batchinfer_kernels.gpu.decode_attention import decode_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
 from batchinfer_kernels.paged_attention import paged_attention_lse_reference
-from batchinfer_kernels.tree_mask import TreeMask
 from tests.kernels.cpu_steps import Step, poisoned_step
 from tests.kernels.trees import mask_of, random_parents
 

@@ -14,16 +14,15 @@ from batchinfer_kernels.gpu.advance_rows import advance_rows
 from batchinfer_kernels.gpu.choose_experts import choose_experts
 from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.copy_parts import copy_parts
+from batchinfer_kernels.gpu.draft_tree import move_slots, tree_paths
 from batchinfer_kernels.gpu.gated_activation import gated_activation
 from batchinfer_kernels.gpu.log_probabilities import log_probabilities
 from batchinfer_kernels.gpu.mask import mask
-from batchinfer_kernels.gpu.move_slots import move_slots
 from batchinfer_kernels.gpu.penalties import penalise
 from batchinfer_kernels.gpu.rms_norm import rms_norm
 from batchinfer_kernels.gpu.rope_store import rope, rope_store
 from batchinfer_kernels.gpu.sample import sample
 from batchinfer_kernels.gpu.sort_by_expert import sort_by_expert
-from batchinfer_kernels.gpu.tree_paths import tree_paths
 from batchinfer_kernels.mask import mask_words
 from batchinfer_kernels.routing import Routing
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch

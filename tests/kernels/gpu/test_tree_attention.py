@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.gpu import decode_attention
 from batchinfer_kernels.gpu.attention_plan import Room, plan_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
-from batchinfer_kernels.tree_mask import TreeMask
 from tests.examples import first_of
 from tests.kernels.gpu.attention_cases import (
     SCALE,

@@ -23,9 +23,9 @@ from batchinfer.models.ops.prompts import flash_attention
 from batchinfer.models.ops.prompts.flash_attention import FlashAttentionPrefill, PromptTables
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer.models.spec.spec import CacheSpec
+from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.paged_attention import paged_attention_reference
-from batchinfer_kernels.tree_mask import TreeMask
 from tests.batchinfer.models.ops.prompts.flash_attention_stand_in import Forward, stand_in
 from tests.batchinfer.models.ops.prompts.steps import BLOCK, DEVICE, DIM, SHAPE, filled, step
 

@@ -24,10 +24,10 @@ from batchinfer.models.ops.prompts.gluon import GluonPrefill
 from batchinfer.models.ops.prompts.trial import LAYERS, PromptSizes, Trial
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer.models.spec.spec import AttentionRules, CacheSpec
+from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.gpu import hopper_prefill
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.paged_attention import paged_attention_reference
-from batchinfer_kernels.tree_mask import TreeMask
 from tests.batchinfer.models.ops.prompts.steps import BLOCK, DEVICE, SHAPE, filled, step
 from tests.kernels.gpu.gluon_stand_in import Launcher
 

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.gpu.move_slots import move_slots
-from batchinfer_kernels.gpu.tree_paths import tree_paths
-from batchinfer_kernels.move_slots import move_slots_reference
-from batchinfer_kernels.tree_paths import NO_PARENT, tree_paths_reference
+from batchinfer_kernels.draft_tree import NO_PARENT, move_slots_reference, tree_paths_reference
+from batchinfer_kernels.gpu.draft_tree import move_slots, tree_paths
 from tests.kernels.test_copy_parts import equal
 from tests.kernels.trees import random_parents
 

@@ -1,4 +1,7 @@
-"""Heads that were trained for the job's model propose what follows rows, from its hidden states."""
+"""Medusa heads (Cai et al., 2024, arXiv:2401.10774) propose trees of drafts: each head, a token further away.
+
+The heads were trained for the job's model, and read its hidden states.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,23 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn.functional import linear, silu
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.drafts.acceptance import NodeAcceptance
 from batchinfer.engine.drafts.source import MOST_DRAFTS
-from batchinfer.engine.drafts.tree_shape import TreeShape, best_shape
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.runner.sampler import LogitsHead
 from batchinfer.engine.schedule.draft_tree import DraftTree, without_chain
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.models.heads.medusa import MedusaHeads
+from batchinfer.models.heads.stored_medusa import StoredMedusa
 from batchinfer_kernels.cost import Cost, Peaks
 
 MOST_ROWS = 256  # that they are asked about at a time
@@ -27,6 +36,86 @@ _FORGOTTEN = 0.01
 # Before any was verified: how likely a head's first candidate is to be right, and each further one where those before
 # it are wrong
 _BELIEVED, _BELIEVED_NEXT = 0.75, 0.5
+
+
+class TreeShape(NamedTuple):
+    """The nodes of a tree, the likeliest first: so its first nodes are the best tree of so many."""
+
+    parents: list[int]  # -1: the sequence's last token
+    depths: list[int]  # from 0 on
+    ranks: list[int]  # which candidate of its place each node is, 0 for the likeliest
+    chances: list[float]  # that it is right, and its ancestors
+
+    def first(self, count: int) -> TreeShape:
+        """Return the best tree of so many nodes."""
+        return TreeShape(self.parents[:count], self.depths[:count], self.ranks[:count], self.chances[:count])
+
+
+def best_shape(rates: Seq[Seq[float]], most: int) -> TreeShape:
+    """Return the tree of up to `most` nodes of which the most are expected to be right (Cai et al., 2024, 2.1.2).
+
+    rates: for each place behind the last token, how likely each of its candidates is to be right where the tokens
+    before it are. A node is right with the product of those on its path.
+    """
+    orders = [sorted(range(len(own)), key=own.__getitem__, reverse=True) for own in rates]
+    shape, waiting = TreeShape([], [], [], []), list[tuple[float, int, int, int, float]]()
+
+    def put(depth: int, place: int, parent: int, before: float) -> None:
+        """Have the candidate at this place of its depth's order wait, behind a node with this chance."""
+        if depth < len(rates) and place < len(rates[depth]):
+            chance = before * rates[depth][orders[depth][place]]
+            heappush(waiting, (-chance, depth, place, parent, before))
+
+    put(0, 0, -1, 1.0)
+    while waiting and len(shape.parents) < most:
+        negative, depth, place, parent, before = heappop(waiting)
+        node = len(shape.parents)
+        shape.parents.append(parent)
+        shape.depths.append(depth)
+        shape.ranks.append(orders[depth][place])
+        shape.chances.append(-negative)
+        put(depth, place + 1, parent, before)
+        put(depth + 1, 0, node, -negative)
+    return shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Head:
+    """The weights of a head: residual blocks, (hidden, hidden) and (hidden,) each, and the logits', (vocab, hidden)."""
+
+    blocks: list[tuple[Tensor, Tensor]]
+    out: Tensor
+
+    def tokens(self, states: Tensor, ranks: int) -> Tensor:
+        """Return the tokens with the greatest logits, in descending order: states (n, hidden) → (n, ranks) int64."""
+        for weight, bias in self.blocks:
+            states = states + silu(linear(states, weight, bias))
+        logits = linear(states, self.out)
+        return logits.argmax(-1, keepdim=True) if ranks == 1 else logits.topk(ranks).indices
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MedusaHeads:
+    """Heads on their device. The model's own head says which token follows a state, and head i the one that is i + 2
+    places behind the state's."""
+
+    heads: list[_Head]
+
+    @classmethod
+    def load(cls, stored: StoredMedusa, dtype: torch.dtype, device: torch.device) -> MedusaHeads:
+        """Load all of them, in the dtype of their model."""
+        with safe_open(str(stored.weights), framework="pt", device="cpu") as file:
+            heads = []
+            for head in range(stored.count):
+                *blocks, out = (file.get_tensor(name).to(device, dtype) for name, _ in stored.names(head))
+                heads.append(_Head(list(zip(blocks[::2], blocks[1::2], strict=True)), out))
+        return cls(heads)
+
+    @torch.inference_mode()
+    def tokens(self, states: Tensor, count: int, ranks: int = 1) -> Tensor:
+        """Return the likeliest tokens of each of the first `count` heads: states behind the final norm, (n, hidden) →
+        (n, count, ranks) int64."""
+        return torch.stack([head.tokens(states, ranks) for head in self.heads[:count]], 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
