@@ -27,7 +27,8 @@ from batchinfer.models.decoder.packed import pack_weights
 from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.ops.choose import Arithmetic, choose_ops
-from batchinfer.models.ops.interface import AdapterRoom, Ops
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import AdapterRoom
 from batchinfer.models.parallel.group import ALONE, Ranks
 from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.spec.model_cost import loaded_bytes, model_cost

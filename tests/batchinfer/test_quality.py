@@ -27,15 +27,8 @@ from batchinfer.models.calibration.loss import Loss
 from batchinfer.models.calibration.sample import SampleRows
 from batchinfer.models.calibration.search import Search
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
-from batchinfer.models.ops.interface import (
-    AttentionInputs,
-    Head,
-    LayerCache,
-    Linear,
-    RopeTable,
-    Weight,
-    values_of,
-)
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache, RopeTable
+from batchinfer.models.ops.layers import Head, Linear, Weight, values_of
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec import spec
 from batchinfer.models.spec.spec import LayerSpec, LinearSpec

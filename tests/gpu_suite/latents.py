@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from batchinfer.bench.suite.section import BenchSection, Part
-from batchinfer.models.ops.interface import AttentionInputs, ExpertWeights, LatentHeads, LayerCache, Ops
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import ExpertWeights, LatentHeads
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.ops.triton_ops import TritonOps, TritonPlan
 from batchinfer_kernels.cost import Cost, LatentSizes, decompressed_attention_cost, latent_attention_cost

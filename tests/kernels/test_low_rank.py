@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.models.ops.interface import AddedValues
+from batchinfer.models.ops.layers import AddedValues
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.low_rank import AdaptedRows, low_rank_reference
 

@@ -40,7 +40,7 @@ from batchinfer.engine.tensors.graph_sizes import (
     context_bound,
 )
 from batchinfer.engine.tensors.staging import upload
-from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, FixedPlan
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, FixedPlan
 
 _log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from batchinfer.engine.tensors.device_tables import DeviceTables
 from batchinfer.engine.tensors.graph_inputs import grown
 from batchinfer.engine.tensors.staging import Upload, upload
 from batchinfer.models.decoder.attention import AttentionBoundary, AttentionHalf, StaticBuffers
-from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
 
 _log = logging.getLogger(__name__)
 

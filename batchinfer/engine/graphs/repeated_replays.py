@@ -11,7 +11,7 @@ from torch import Tensor
 from batchinfer.engine.graphs.graph_capture import Captured
 from batchinfer.engine.tensors.batch import RanStep
 from batchinfer.engine.tensors.graph_inputs import GraphInputs
-from batchinfer.models.ops.interface import FixedPlan
+from batchinfer.models.ops.attention import FixedPlan
 from batchinfer_kernels.advance_rows import StepRows
 
 

@@ -17,7 +17,7 @@ from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
 from batchinfer.engine.tensors.slot_states import SlotStates
 from batchinfer.machine.memory import available_memory
-from batchinfer.models.ops.interface import LayerCache
+from batchinfer.models.ops.attention import LayerCache
 from batchinfer.models.parallel.group import Group
 from batchinfer.models.sources import Source
 

@@ -27,7 +27,7 @@ from batchinfer.engine.tensors.graph_inputs import GraphSize
 from batchinfer.engine.tensors.graph_sizes import DRAFT_QUERIES, FEW_ROWS
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.decoder.attention import StaticBuffers
-from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
-from batchinfer.models.ops.interface import LayerCache
+from batchinfer.models.ops.attention import LayerCache
 
 
 def fit_prompts(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, meter: MemoryMeter) -> Fitted:

@@ -10,7 +10,7 @@ from torch import Tensor
 from batchinfer.engine.ranks.stage_borders import StageBorders
 from batchinfer.models.decoder.attention import AttentionBoundary, StaticBuffers
 from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)

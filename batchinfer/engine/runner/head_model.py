@@ -12,7 +12,7 @@ from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.slot_states import SlotStates
 from batchinfer.engine.tensors.staging import upload
 from batchinfer.models.heads.layer_head import LayerHead
-from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
 
 
 class HeadModel:

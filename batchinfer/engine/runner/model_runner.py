@@ -40,7 +40,8 @@ from batchinfer.engine.tensors.adapter_places import AdapterPlaces
 from batchinfer.engine.tensors.batch import HostBatch, build_batch
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
+from batchinfer.models.ops.interface import Ops
 from batchinfer_kernels.cost import ModelCost
 
 

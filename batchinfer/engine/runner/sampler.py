@@ -16,10 +16,10 @@ from batchinfer.engine.runner.row_scores import row_scores
 from batchinfer.engine.runner.sampled import DeviceTokens, Masked, RowLogprobs, RowStates, Sampled
 from batchinfer.engine.schedule.step_plan import PenalisedRows, SamplingPlan
 from batchinfer.engine.tensors.staging import upload
-from batchinfer.models.ops.interface import NO_TOKEN, Ops
+from batchinfer.models.ops.interface import Ops
 from batchinfer_kernels.mask import bars, mask_words
 from batchinfer_kernels.penalties import Penalties
-from batchinfer_kernels.sample import RowSampling
+from batchinfer_kernels.sample import NO_TOKEN, RowSampling
 
 # Hidden states are of the order of 1; those above 2^-6 are multiples of this in float32
 STATE_UNIT = 2.0**-30

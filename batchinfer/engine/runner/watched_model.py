@@ -13,7 +13,8 @@ from batchinfer.engine.tensors.slot_states import SlotStates
 from batchinfer.models.decoder.attention import AttentionBoundary, StaticBuffers
 from batchinfer.models.decoder.decoder import Decoder, Taps
 from batchinfer.models.heads.layer_head import LayerHead
-from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
+from batchinfer.models.ops.interface import Ops
 from batchinfer_kernels.copy_parts import copy_parts_reference
 from batchinfer_kernels.draft_tree import move_slots_reference
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.engine.schedule.step_plan import Awaited, Ints, Longs, SamplingPlan
-from batchinfer.models.ops.interface import AttentionInputs
+from batchinfer.models.ops.attention import AttentionInputs
 from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.step_tables import StepTables
 

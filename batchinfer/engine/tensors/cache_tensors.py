@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from batchinfer.engine.kv.cache_layout import CacheLayout
-from batchinfer.models.ops.interface import LayerCache, Ops
+from batchinfer.models.ops.attention import LayerCache
+from batchinfer.models.ops.interface import Ops
 from batchinfer.models.spec.spec import Caches, CacheSpec
 
 

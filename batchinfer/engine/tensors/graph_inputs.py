@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.staging import Upload
-from batchinfer.models.ops.interface import AttentionInputs
+from batchinfer.models.ops.attention import AttentionInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchinfer.models.calibration.channels import scale_channels
 from batchinfer.models.calibration.loss import LEAST_TOKENS
-from batchinfer.models.ops.interface import Experts
+from batchinfer.models.ops.layers import Experts
 from batchinfer.models.spec.parameters import BIAS, SCALES
 from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, LayerSpec
 from batchinfer_kernels.experts import Choice

@@ -12,7 +12,7 @@ from batchinfer.models.calibration.channels import scale_channels
 from batchinfer.models.calibration.experts import EXPERTS, SeenTokens, round_experts
 from batchinfer.models.calibration.work import STRIPES
 from batchinfer.models.checkpoint.weights import LayerWeights
-from batchinfer.models.ops.interface import Linear
+from batchinfer.models.ops.layers import Linear
 from batchinfer.models.spec.parameters import SCALES
 from batchinfer.models.spec.spec import LayerSpec
 from batchinfer_kernels.arithmetic import WeightForm

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.models.calibration.work import STEP_TOKENS
-from batchinfer.models.ops.interface import AttentionInputs, DecoderLayer, Ops
+from batchinfer.models.ops.attention import AttentionInputs
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import DecoderLayer
 from batchinfer.models.spec.spec import LayerSpec, ModelSpec
 
 BLOCK = 16  # tokens of a block of the cache that a layer is run over

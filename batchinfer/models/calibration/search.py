@@ -30,7 +30,9 @@ from batchinfer.models.decoder.block import Block, build_layer, pack_layer
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.packed import PackedWeights
 from batchinfer.models.decoder.positions import rope_table
-from batchinfer.models.ops.interface import DecoderLayer, Ops, RopeTable
+from batchinfer.models.ops.attention import RopeTable
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import DecoderLayer
 from batchinfer.models.spec.spec import INT4_GROUP, LayerSpec, LinearSpec
 
 CPU = torch.device("cpu")

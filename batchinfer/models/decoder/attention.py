@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights
-from batchinfer.models.ops.interface import (
+from batchinfer.models.ops.attention import (
     NO_NORMS,
     AttentionInputs,
     AttentionPlan,
     HeadNorms,
-    LatentHeads,
     LayerCache,
-    LayerParts,
-    Ops,
     RopeTable,
-    placed,
+    ScoreRules,
 )
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import LatentHeads, LayerParts
 from batchinfer.models.spec.spec import AttentionSpec, LatentAttentionSpec, LayerSpec
 
 
@@ -60,6 +59,7 @@ class HeadsAttention(AttentionHalf):
     spec: AttentionSpec
     parts: LayerParts
     rope: RopeTable
+    rules: ScoreRules
 
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
         spec = self.spec
@@ -81,14 +81,9 @@ class HeadsAttention(AttentionHalf):
         plan: AttentionPlan,
         out: Tensor | None = None,
     ) -> Tensor:
-        spec = self.spec
-        if inputs.parts is not None and spec.kv_layer is None:
+        if inputs.parts is not None and self.spec.kv_layer is None:
             self.ops.copy_parts(cache, inputs.parts)
-        if self.parts.distances is not None:
-            found = self.ops.biased_attention(queries, cache, plan, spec.scale, self.parts.distances)
-            return placed(found, out)
-        sinks = self.parts.vectors.get("sinks")
-        return self.ops.attention(queries, cache, plan, spec.scale, spec.window, spec.soft_cap, sinks, out)
+        return self.ops.attention(queries, cache, plan, self.rules, out)
 
     def result(self, attended: Tensor, inputs: AttentionInputs) -> Tensor:
         return self.parts.product("o", attended.flatten(1), inputs)
@@ -188,7 +183,9 @@ def attention_half(
         return None
     assert parts.rope is not None, "heads are rotated, if by an angle of 0"
     if isinstance(spec, AttentionSpec):
-        return HeadsAttention(ops, spec, parts, parts.rope)
+        sinks = parts.vectors.get("sinks")
+        rules = ScoreRules(spec.scale, spec.window, spec.soft_cap, sinks, parts.distances)
+        return HeadsAttention(ops, spec, parts, parts.rope, rules)
     assert parts.latent_heads is not None
     return LatentAttention(ops, spec, parts, parts.rope, parts.latent_heads)
 

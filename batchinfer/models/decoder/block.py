@@ -9,19 +9,16 @@ from torch import Tensor
 from batchinfer.models.checkpoint.weights import LayerWeights
 from batchinfer.models.decoder.attention import AttentionHalf, attention_half, pack_latent_heads
 from batchinfer.models.decoder.feed_forward import feed_forward, pack_experts
-from batchinfer.models.ops.interface import (
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache, RopeTable
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import (
     AdapterRoom,
     Adapters,
-    AttentionInputs,
-    AttentionPlan,
     CodedWeight,
     DecoderLayer,
     Factors,
-    LayerCache,
     LayerParts,
     Linear,
-    Ops,
-    RopeTable,
     SparseWeight,
     Weight,
 )

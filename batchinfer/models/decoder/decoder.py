@@ -14,15 +14,9 @@ from batchinfer.models.decoder.block import Block, build_layer
 from batchinfer.models.decoder.feed_forward import ExpertLoads
 from batchinfer.models.decoder.packed import PackedWeights
 from batchinfer.models.decoder.positions import distance_table, position_table, rope_table
-from batchinfer.models.ops.interface import (
-    AttentionInputs,
-    AttentionPlan,
-    Head,
-    LayerCache,
-    Ops,
-    RopeTable,
-    finite_argmax,
-)
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache, RopeTable
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import Head, finite_argmax
 from batchinfer.models.parallel.divided_ops import SplitEmbedding
 from batchinfer.models.spec.parameters import EMBEDDING_NORM, FINAL_NORM
 from batchinfer.models.spec.spec import ModelSpec, Rotation

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from batchinfer.core.samples import ExpertTokens
 from batchinfer.models.checkpoint.weights import LayerWeights
-from batchinfer.models.ops.interface import AttentionInputs, Experts, ExpertWeights, LayerParts, Ops
+from batchinfer.models.ops.attention import AttentionInputs
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import Experts, ExpertWeights, LayerParts
 from batchinfer.models.parallel.divided_ops import HeldExperts, SummedExperts
 from batchinfer.models.parallel.group import ALONE, Ranks
 from batchinfer.models.spec.parameters import BIAS, LINES, SCALES, ZEROS

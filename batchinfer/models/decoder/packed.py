@@ -10,7 +10,8 @@ from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import Tables, Weights
 from batchinfer.models.decoder.block import pack_layer
-from batchinfer.models.ops.interface import AdapterRoom, Head, LayerParts, Ops
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import AdapterRoom, Head, LayerParts
 from batchinfer.models.parallel.divided_ops import SplitHead
 from batchinfer.models.parallel.group import ALONE, Ranks
 from batchinfer.models.spec.parameters import BIAS, CLASSIFIER_DENSE, CLASSIFIER_NORM, CLASSIFIER_OUT

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import Tables
-from batchinfer.models.ops.interface import RopeTable
+from batchinfer.models.ops.attention import RopeTable
 from batchinfer.models.spec.rope_config import RopeConfig
 from batchinfer.models.spec.spec import BUCKETS, ModelSpec, Rotation
 

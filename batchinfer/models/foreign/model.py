@@ -12,7 +12,9 @@ from torch import Tensor
 from batchinfer.models.decoder.feed_forward import ExpertLoads
 from batchinfer.models.foreign.interface import Given, attach
 from batchinfer.models.foreign.spec import ForeignSpec
-from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops, finite_argmax
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache, ScoreRules
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import finite_argmax
 
 
 @dataclass(slots=True)
@@ -94,7 +96,8 @@ class TransformersModel:
             self._ops.copy_parts(cache, inputs.parts)
         sinks = more["s_aux"].float() if layer.sinks else None
         plan = step.plans[cache.group]
-        found = self._ops.attention(queries, cache, plan, layer.scale, layer.window, layer.soft_cap, sinks)
+        rules = ScoreRules(layer.scale, layer.window, layer.soft_cap, sinks)
+        found = self._ops.attention(queries, cache, plan, rules)
         return found[None, ..., : layer.v_dim].to(v.dtype)
 
     def mask(self, **_: Any) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from batchinfer.models.foreign.interface import ATTENTION_NAME
 from batchinfer.models.foreign.model import TransformersModel
 from batchinfer.models.foreign.spec import CannotRun, ForeignSpec
-from batchinfer.models.ops.interface import AttentionInputs, LayerCache, Ops
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache
+from batchinfer.models.ops.interface import Ops
 
 LENGTHS = (11, 7, 1)  # of the rows that are run together
 CHUNKS = (4, 3, 1)  # how many tokens of each of them a step takes: their ends and beginnings are everywhere

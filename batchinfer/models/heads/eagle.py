@@ -17,15 +17,9 @@ from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.feed_forward import feed_forward
 from batchinfer.models.decoder.positions import rope_table
 from batchinfer.models.heads.stored_eagle import EMBEDDING, HEAD, NORMS, OFFSETS, StoredEagle
-from batchinfer.models.ops.interface import (
-    AttentionInputs,
-    AttentionPlan,
-    Head,
-    LayerCache,
-    LayerParts,
-    Linear,
-    Ops,
-)
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import Head, LayerParts, Linear
 from batchinfer.models.spec.spec import NormSpec
 
 _FINAL = "final_norm"

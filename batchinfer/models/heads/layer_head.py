@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
 
 
 class LayerHead(Protocol):

@@ -14,15 +14,9 @@ from batchinfer.models.decoder.block import build_layer, pack_layer
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.positions import rope_table
 from batchinfer.models.heads.stored_mtp import EMBEDDING_NORM, FUSE, NORM, STATE_NORM, StoredMtp
-from batchinfer.models.ops.interface import (
-    AttentionInputs,
-    AttentionPlan,
-    DecoderLayer,
-    LayerCache,
-    LayerParts,
-    Linear,
-    Ops,
-)
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import DecoderLayer, LayerParts, Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,21 +1,163 @@
-"""Operators are chosen by time when a model is loaded: one choice, which all engines of a run share."""
+"""Chooses operators by time when a model is loaded: one choice, which all engines of a run share.
+
+On a GPU batchinfer multiplies float8 codes, experts, and gate and up, or a library from some number of rows on. Both
+are timed with the weights of one layer of each shape.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from batchinfer.models.ops.interface import Ops
-from batchinfer.models.ops.product_choice import product_contest
-from batchinfer.models.ops.prompts.contest import prefill_contest
+from batchinfer.models.ops.prompts.contest import BROKEN, MARGIN, prefill_contest
 from batchinfer.models.ops.prompts.trial import PromptSizes
+from batchinfer.models.ops.queued_time import QueuedTime
 from batchinfer.models.spec.spec import AttentionRules
 
 _log = logging.getLogger(__name__)
+
+# Rows of a step: few and many that decode, and prompts
+ROWS = (64, 256, 1024, 8192)
+ODD_ROWS = 7  # which the library has to take, too, before any are timed
+# Each is timed so often, in turns, while the time of its shape lasts; the first calls do not count
+ROUNDS, BUDGET_S = 5, 0.5
+# Of results, both rounded to 16 bits, relative to the largest: sums of float8 keep some 13 bits on Hopper
+TOLERANCE = 2e-2
+Chosen = dict[str, int | None]  # from how many rows on the library multiplies weights of a shape; None: never
+
+
+class LibraryChoice(Protocol):
+    """A layer that batchinfer and a library can compute."""
+
+    library_name: str
+    least_library_rows: int | None  # from which on the library does; None: never
+
+    @property
+    def form(self) -> str:
+        """Return what the time of a product depends on, as a name."""
+
+    def trial(self, rows: int, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+        """Return the layer's result for so many random rows by our kernel, and by the library."""
+
+
+@runtime_checkable
+class ProductOps(Protocol):
+    """Operators that have packed layers which the library may multiply."""
+
+    @property
+    def library_layers(self) -> Sequence[LibraryChoice] | None:
+        """Return these layers, so far; None where nothing may depend on a choice by time."""
+
+
+def product_contest(ops: Ops, most_rows: int, device: torch.device) -> ProductContest | None:
+    """Return what chooses between our kernels and the library; None where nothing is chosen. Whether it is does not
+    depend on a rank's own layers, of which there may be none: all ranks of an engine have to ask, or none."""
+    layers = ops.library_layers if isinstance(ops, ProductOps) else None
+    return None if layers is None else ProductContest(layers, most_rows, device)
+
+
+class ProductContest:
+    """Our kernels against the library, for the layers of one model."""
+
+    def __init__(
+        self,
+        layers: Sequence[LibraryChoice],
+        most_rows: int,
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`layers`: that the library can multiply, too; `most_rows`: tokens of the largest step."""
+        self._layers, self._most, self._device, self._clock = layers, most_rows, device, clock
+        self._timer = QueuedTime(device, clock)
+        self._samples = {layer.form: layer for layer in layers}
+        self._tried = False
+
+    def decide(self) -> Chosen:
+        """Time a layer of each shape; one that the library cannot multiply stays with our kernel, with a warning."""
+        self._tried = True
+        return {form: self._least_rows(form, layer) for form, layer in self._samples.items()}
+
+    def settle(self, chosen: Chosen) -> None:
+        """Let all layers multiply as was chosen, here or in another engine; ours those of shapes that it has not, and
+        those that the library, which was not tried here before, cannot multiply."""
+        if not self._tried:
+            chosen = {form: least for form, least in chosen.items() if least is None or self._works(form)}
+        for layer in self._layers:
+            layer.least_library_rows = chosen.get(layer.form)
+
+    def _least_rows(self, form: str, layer: LibraryChoice) -> int | None:
+        counts = sorted({min(rows, self._most) for rows in ROWS})
+        try:
+            self._ways(layer, min(ODD_ROWS, self._most))
+            faster = [self._is_faster(layer, rows) for rows in counts]
+        except BROKEN as error:
+            _warn(layer, error)
+            return None
+        slower = [rows for rows, wins in zip(counts, faster, strict=True) if not wins]
+        above = [rows for rows in counts if not slower or rows > slower[-1]]
+        least = above[0] if above else None
+        _log.info(
+            "%s: %s multiplies %s",
+            *(form, layer.library_name, "no rows" if least is None else f"{least} rows and more"),
+        )
+        return least
+
+    def _works(self, form: str) -> bool:
+        """Whether the library multiplies a layer of this shape, if there is one, as our kernel does."""
+        layer = self._samples.get(form)
+        try:
+            if layer is not None:
+                for rows in (ODD_ROWS, ROWS[0]):
+                    self._ways(layer, rows)
+        except BROKEN as error:
+            if layer is not None:
+                _warn(layer, error)
+            return False
+        return True
+
+    def _ways(self, layer: LibraryChoice, rows: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+        """Return the product of so many rows by our kernel and by the library. Raises ValueError where they differ."""
+        ours, theirs = layer.trial(rows, self._device)
+        _check(ours(), theirs())
+        return ours, theirs
+
+    def _is_faster(self, layer: LibraryChoice, rows: int) -> bool:
+        """Whether the library takes clearly less time for so many rows. Raises ValueError for other results."""
+        ways = self._ways(layer, rows)
+        began, took = self._clock(), ([], [])  # type: tuple[float, tuple[list[float], list[float]]]
+        for _ in range(ROUNDS):
+            for way, times in zip(ways, took, strict=True):
+                times.append(self._timer.seconds_of(way))
+            if self._clock() - began > BUDGET_S / len(ROWS):
+                break
+        return median(took[1]) < MARGIN * median(took[0])
+
+
+def _warn(layer: LibraryChoice, error: BaseException) -> None:
+    said = str(error).strip().partition("\n")[0]
+    _log.warning(
+        "%s cannot multiply %s (%s: %s); batchinfer computes it by itself, which may be slower; a version that "
+        "docs/gpu.md names may help",
+        *(layer.library_name, layer.form, type(error).__name__, said),
+    )
+
+
+def _check(ours: Tensor, theirs: Tensor) -> None:
+    """Raises ValueError for results that differ by more than rounding does."""
+    largest = float(ours.float().abs().max())
+    off = float((ours.float() - theirs.float()).abs().max())
+    if not off <= TOLERANCE * largest:  # not a number, too
+        raise ValueError(
+            f"its results differ from batchinfer's by {off:.3g} where the largest are {largest:.3g}"
+        )
 
 
 def fastest_operators(
@@ -26,7 +168,7 @@ def fastest_operators(
     agreed: Callable[[Callable[[], str]], str],
 ) -> Ops:
     """Return the operators with prompts read, and some products computed, by who is fastest; see `prompts.contest` and
-    `product_choice`.
+    `product_contest`.
 
     `layers`: how many layers have such attention. `agreed`: makes one choice that all engines of a run share, as
     operators round differently; what another engine had nothing to choose of stays as it is.

@@ -6,16 +6,9 @@ from typing import cast
 
 from torch import Tensor
 
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache, RopeTable
 from batchinfer.models.ops.cpu_linear import CompiledAdapters, CompiledLinear
-from batchinfer.models.ops.interface import (
-    AttentionInputs,
-    AttentionPlan,
-    DecoderLayer,
-    LayerCache,
-    LayerParts,
-    Linear,
-    RopeTable,
-)
+from batchinfer.models.ops.layers import DecoderLayer, LayerParts, Linear
 from batchinfer.models.spec.parameters import BIAS
 from batchinfer.models.spec.spec import AttentionSpec, FeedForwardSpec, LayerSpec
 from batchinfer_kernels.cpu.attention_plan import Items

@@ -8,27 +8,37 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from batchinfer.models.ops.cpu_experts import CompiledExperts, CompiledHeads, pack
-from batchinfer.models.ops.cpu_layer import CompiledLayer, ItemPlan
-from batchinfer.models.ops.cpu_linear import CompiledAdapters, CompiledHead, CompiledLinear
-from batchinfer.models.ops.interface import (
+from batchinfer.models.ops.attention import (
     NO_NORMS,
-    AdapterRoom,
-    Adapters,
     AttentionInputs,
     AttentionPlan,
+    HeadNorms,
+    LayerCache,
+    RopeTable,
+    ScoreRules,
+    Windows,
+)
+from batchinfer.models.ops.cpu_layer import CompiledLayer, ItemPlan
+from batchinfer.models.ops.cpu_linear import (
+    CompiledAdapters,
+    CompiledExperts,
+    CompiledHead,
+    CompiledHeads,
+    CompiledLinear,
+    pack,
+)
+from batchinfer.models.ops.layers import (
+    AdapterRoom,
+    Adapters,
     CodedWeight,
     DecoderLayer,
     Experts,
     ExpertWeights,
     Factors,
     Head,
-    HeadNorms,
     HeadsLinear,
-    LayerCache,
     LayerParts,
     Linear,
-    RopeTable,
     RoundedWeight,
     Weight,
     placed,
@@ -42,7 +52,6 @@ from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
 from batchinfer_kernels.cpu.packed import Kind, PackedWeight
 from batchinfer_kernels.gated_activation import Activation
-from batchinfer_kernels.paged_attention import CODES
 
 # Heads that read a tile of latents together: with them it is worth its way from the L2 cache
 MOST_SLICE = 16
@@ -167,23 +176,8 @@ class CpuOps(TorchOps):
             return super().cache_shape(cache, block_size)
         return self._compiled.cache_shape(cache.heads, block_size, cache.dim)
 
-    def allocate_cache(
-        self,
-        cache: CacheSpec,
-        blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> LayerCache:
-        if not self.holds(cache):
-            raise ValueError(f"{self.name} operators keep no {cache.dtype}")
-        shape = (blocks, *self.cache_shape(cache, block_size))
-        kept = dtype if cache.dtype is None else CODES[cache.dtype]
-        made = [zeros_in_huge_pages(shape, kept) for _ in range(cache.tensors)]
-        if cache.dtype is None:
-            return LayerCache(made[0], made[-1], block_size)
-        scales = [zeros_in_huge_pages(shape[:3], torch.float32) for _ in made]
-        return LayerCache(made[0], made[-1], block_size, k_scale=scales[0], v_scale=scales[-1])
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        return zeros_in_huge_pages(shape, dtype)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
@@ -247,11 +241,7 @@ class CpuOps(TorchOps):
         self._compiled.move_slots(cache.k, cache.v, cache.block_size, moves, cache.scales, self._dtype)
 
     def plan_attention(
-        self,
-        inputs: AttentionInputs,
-        block_size: int,
-        windows: frozenset[int | None],
-        beside: AttentionPlan | None = None,
+        self, inputs: AttentionInputs, block_size: int, windows: Windows, beside: AttentionPlan | None = None
     ) -> AttentionPlan:
         before = beside if isinstance(beside, ItemPlan) else None
         queries, contexts = inputs.query_lens, inputs.context_lens
@@ -274,15 +264,7 @@ class CpuOps(TorchOps):
         return ItemPlan(inputs, items, before)
 
     def attention(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: AttentionPlan,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        out: Tensor | None = None,
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, rules: ScoreRules, out: Tensor | None = None
     ) -> Tensor:
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
@@ -293,23 +275,14 @@ class CpuOps(TorchOps):
             cache.block_size,
             plan.inputs.block_tables,
             plan.items,
-            scale,
-            window,
-            soft_cap,
-            sinks,
+            rules.scale,
+            rules.window,
+            rules.soft_cap,
+            rules.sinks,
             scales=cache.scales,
+            bias=rules.bias,
         )
         return placed(attended, out)
-
-    def biased_attention(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, bias: Tensor
-    ) -> Tensor:
-        if not isinstance(plan, ItemPlan):
-            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        caches, tables = (cache.k, cache.v, cache.block_size), plan.inputs.block_tables
-        return self._compiled.paged_attention(
-            q, *caches, tables, plan.items, scale, scales=cache.scales, bias=bias
-        )
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
         return CompiledHeads(self._compiled, pack(self._compiled, weights, "plain"))

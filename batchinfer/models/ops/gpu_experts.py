@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from batchinfer.models.ops.interface import Experts, ExpertWeights, HeadsLinear
+from batchinfer.models.ops.layers import Experts, ExpertWeights, HeadsLinear
 from batchinfer.models.ops.library_grouped import LibraryGrouped
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.experts import choose_experts as choose_experts_reference

@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
 from batchinfer.models.ops.gpu_experts import TritonHeads
-from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LatentHeads, LayerCache
+from batchinfer.models.ops.layers import LatentHeads
 from batchinfer_kernels.cost import LatentSizes
 from batchinfer_kernels.gpu.attention_launch import moved
 from batchinfer_kernels.gpu.decompressed_attention import decompressed_attention, decompressed_tokens

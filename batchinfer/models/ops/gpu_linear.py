@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.models.ops.interface import (
+from batchinfer.models.ops.layers import (
     AdapterRoom,
     Adapters,
     AddedValues,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from batchinfer.models.ops.gpu_linear import LibraryLinear
-from batchinfer.models.ops.interface import Linear
+from batchinfer.models.ops.layers import Linear
 from batchinfer_kernels.arithmetic import SPARSE_KEPT, SPARSE_QUAD, SPARSE_SIZES
 
 DTYPES = (torch.bfloat16, torch.float16)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.models.ops.interface import CodedWeight
+from batchinfer.models.ops.layers import CodedWeight
 from batchinfer_kernels.block_fp8_matmul import GROUP
 from batchinfer_kernels.gpu.quantize_rows import quantize_groups_fp8, quantize_rows_fp8
 from batchinfer_kernels.gpu.target import architecture

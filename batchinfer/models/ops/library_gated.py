@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchinfer.models.ops.interface import GatedLinear, Linear, Ops
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import ActivatedLinear, Linear
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.target import architecture
 
@@ -59,13 +60,13 @@ class LibraryGated:
         return y
 
 
-class ChosenGated(GatedLinear):
+class ChosenGated(ActivatedLinear):
     """A gated layer that is computed in two launches, or in one by the library; see LibraryChoice."""
 
     library_name = "quack-kernels"
 
     def __init__(self, ops: Ops, inner: Linear, activation: Activation, fused: LibraryGated) -> None:
-        super().__init__(ops, inner, activation)
+        super().__init__(inner, inner.out_features // 2, ops.gated_activation, activation)
         self._fused = fused
         self.least_library_rows: int | None = None
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.models.ops.interface import ExpertWeights
+from batchinfer.models.ops.layers import ExpertWeights
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.gated_activation import gated_activation
 from batchinfer_kernels.gpu.sort_by_expert import ExpertRows

@@ -9,23 +9,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.models.ops.interface import (
+from batchinfer.models.ops.attention import (
     NO_NORMS,
+    AttentionInputs,
+    AttentionPlan,
+    HeadNorms,
+    LayerCache,
+    RopeTable,
+    ScoreRules,
+    Windows,
+)
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import (
     AdapterRoom,
     Adapters,
     AddedValues,
-    AttentionInputs,
-    AttentionPlan,
     Experts,
     ExpertWeights,
     Factors,
     Head,
-    HeadNorms,
     HeadsLinear,
-    LayerCache,
     Linear,
-    Ops,
-    RopeTable,
     Weight,
     placed,
     values_of,
@@ -185,9 +189,6 @@ class TorchOps(Ops):
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
         return TorchHeads(weights.weight)
 
-    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        return F.embedding(token_ids, table)
-
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
@@ -233,11 +234,7 @@ class TorchOps(Ops):
         return self._causal
 
     def plan_attention(
-        self,
-        inputs: AttentionInputs,
-        block_size: int,
-        windows: frozenset[int | None],
-        beside: AttentionPlan | None = None,
+        self, inputs: AttentionInputs, block_size: int, windows: Windows, beside: AttentionPlan | None = None
     ) -> AttentionPlan:
         shapes, start = [], 0
         for row, (queries, context) in enumerate(zip(inputs.query_lens, inputs.context_lens, strict=True)):
@@ -250,27 +247,13 @@ class TorchOps(Ops):
         return GroupedPlan(made, start)
 
     def attention(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: AttentionPlan,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        out: Tensor | None = None,
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, rules: ScoreRules, out: Tensor | None = None
     ) -> Tensor:
         if not isinstance(plan, GroupedPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        found = grouped_attention(q, cache.k, cache.v, plan.groups, scale, window, soft_cap, sinks)
+        keys, r = (cache.k, cache.v, plan.groups), rules
+        found = grouped_attention(q, *keys, r.scale, r.window, r.soft_cap, r.sinks, r.bias)
         return placed(found, out)
-
-    def biased_attention(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, bias: Tensor
-    ) -> Tensor:
-        if not isinstance(plan, GroupedPlan):
-            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        return grouped_attention(q, cache.k, cache.v, plan.groups, scale, bias=bias)
 
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int

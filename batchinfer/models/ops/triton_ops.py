@@ -7,9 +7,20 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from batchinfer.models.ops.attention import (
+    NO_NORMS,
+    AttentionInputs,
+    AttentionPlan,
+    FixedPlan,
+    HeadNorms,
+    LayerCache,
+    RopeTable,
+    ScoreRules,
+    Windows,
+)
+from batchinfer.models.ops.contests import LibraryChoice
 from batchinfer.models.ops.gpu_experts import CodedExperts, TritonExperts, TritonHeads, choose
 from batchinfer.models.ops.gpu_latents import LatentPlan, plain_weights
 from batchinfer.models.ops.gpu_linear import (
@@ -28,25 +39,18 @@ from batchinfer.models.ops.gpu_linear import (
     WidenedLinear,
 )
 from batchinfer.models.ops.gpu_sparse import sparse_linear
-from batchinfer.models.ops.interface import (
-    NO_NORMS,
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import (
     AdapterRoom,
     Adapters,
-    AttentionInputs,
-    AttentionPlan,
     CodedWeight,
     Experts,
     ExpertWeights,
     Factors,
-    FixedPlan,
     Head,
-    HeadNorms,
     HeadsLinear,
     LatentHeads,
-    LayerCache,
     Linear,
-    Ops,
-    RopeTable,
     SparseWeight,
     Weight,
     values_of,
@@ -54,7 +58,6 @@ from batchinfer.models.ops.interface import (
 from batchinfer.models.ops.library_fp8 import LibraryFp8
 from batchinfer.models.ops.library_gated import ChosenGated, LibraryGated
 from batchinfer.models.ops.library_grouped import LibraryGrouped
-from batchinfer.models.ops.product_choice import LibraryChoice
 from batchinfer.models.ops.prompts.prefill import AnyPrefill
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.advance_rows import StepRows
@@ -241,9 +244,6 @@ class TritonOps(Ops):
     def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
         return self._shape.spare_part_bytes(rows, longest, device, queries)
 
-    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        return F.embedding(token_ids, table)
-
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
@@ -311,11 +311,7 @@ class TritonOps(Ops):
         return not self._shape.latent
 
     def plan_attention(
-        self,
-        inputs: AttentionInputs,
-        block_size: int,
-        windows: frozenset[int | None],
-        beside: AttentionPlan | None = None,
+        self, inputs: AttentionInputs, block_size: int, windows: Windows, beside: AttentionPlan | None = None
     ) -> AttentionPlan:
         self.check_tree(inputs, windows)
         if self._shape.latent and not self._shape.deterministic:
@@ -340,7 +336,7 @@ class TritonOps(Ops):
         self,
         inputs: AttentionInputs,
         block_size: int,
-        windows: frozenset[int | None],
+        windows: Windows,
         longest: int,
         beside: AttentionPlan | None = None,
         before: FixedPlan | None = None,
@@ -373,22 +369,14 @@ class TritonOps(Ops):
         return attention_plan.find_shared(lens, contexts, tables, block_size, self._shape.unit, queries)
 
     def attention(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: AttentionPlan,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        out: Tensor | None = None,
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, rules: ScoreRules, out: Tensor | None = None
     ) -> Tensor:
         if not isinstance(plan, TritonPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         todo, prefill = plan.plan, self._prefill
-        if prefill is not None and plan.pages is not None and prefill.covers(cache, window, soft_cap, sinks):
+        if prefill is not None and plan.pages is not None and prefill.covers(cache, rules):
             out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-            prefill.run(plan.pages, q, cache, scale, out, window, soft_cap, sinks)
+            prefill.run(plan.pages, q, cache, rules, out)
             todo = plan.singles
         return paged_attention(
             q,
@@ -396,21 +384,15 @@ class TritonOps(Ops):
             cache.v,
             plan.tables,
             todo,
-            scale,
-            window,
-            soft_cap=soft_cap,
-            sinks=sinks,
+            rules.scale,
+            rules.window,
+            soft_cap=rules.soft_cap,
+            sinks=rules.sinks,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
             out=out,
+            bias=rules.bias,
         )
-
-    def biased_attention(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, bias: Tensor
-    ) -> Tensor:
-        if not isinstance(plan, TritonPlan):
-            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        return paged_attention(q, cache.k, cache.v, plan.tables, plan.plan, scale, bias=bias)
 
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
         return TritonAdapters(factors, self._shape.deterministic, room)

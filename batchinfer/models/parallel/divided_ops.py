@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from batchinfer.models.ops.interface import AddedValues, Experts, Head, Linear, Ops
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import AddedValues, Experts, Head, Linear
 from batchinfer.models.ops.torch_ops import add_loads
 from batchinfer.models.parallel.group import Group, merged
 from batchinfer.models.parallel.place import Portion

@@ -15,7 +15,7 @@ from batchinfer.engine.graphs.graph_capture import Capture, Captured
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.tensors.device_tables import GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphSize
-from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, FixedPlan, LayerCache
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, FixedPlan, LayerCache
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.copy_parts import copy_parts_reference
 from batchinfer_kernels.draft_tree import TreeMask

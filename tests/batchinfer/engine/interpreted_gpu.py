@@ -28,7 +28,8 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.foreign import source as foreign_source
 from batchinfer.models.ops import choose
 from batchinfer.models.ops.choose import choose_ops
-from batchinfer.models.ops.interface import CodedWeight, Experts, ExpertWeights, Head, Linear, Ops, Weight
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import CodedWeight, Experts, ExpertWeights, Head, Linear, Weight
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.pipeline.workers import calibrator
 from batchinfer_kernels.gated_activation import Activation

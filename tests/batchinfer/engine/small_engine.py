@@ -39,8 +39,9 @@ from batchinfer.engine.tensors.cache_tensors import allocate_caches
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.adapters.stored_adapter import StoredAdapter
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.ops.attention import LayerCache
 from batchinfer.models.ops.choose import choose_ops
-from batchinfer.models.ops.interface import LayerCache, Ops
+from batchinfer.models.ops.interface import Ops
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer_kernels.arithmetic import Quantization
 from tests.batchinfer.engine.driver import Hopeful

@@ -20,7 +20,7 @@ from batchinfer.engine.schedule.draft_tree import DraftTree
 from batchinfer.engine.schedule.scheduler import Scheduler, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import COMPUTES, StepPlan
-from batchinfer.models.ops.interface import NO_TOKEN
+from batchinfer_kernels.sample import NO_TOKEN
 from tests.batchinfer.engine.driver import Slots
 from tests.batchinfer.engine.hashing_model import SHAPE
 from tests.batchinfer.engine.small_engine import Ran, layer_each

@@ -25,7 +25,7 @@ from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphInputs, GraphSize
 from batchinfer.engine.tensors.graph_sizes import SHORTEST, batch_sizes, context_bound
 from batchinfer.engine.tensors.step_state import StepState
-from batchinfer.models.ops.interface import AttentionInputs, FixedPlan
+from batchinfer.models.ops.attention import AttentionInputs, FixedPlan
 from batchinfer_kernels.step_tables import StepTables
 from tests.batchinfer.engine.driver import sequence
 from tests.batchinfer.engine.hashing_model import (

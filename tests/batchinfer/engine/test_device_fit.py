@@ -24,8 +24,9 @@ from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
 from batchinfer.engine.tensors.device_tables import GraphTables
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache
 from batchinfer.models.ops.cpu_ops import CpuOps
-from batchinfer.models.ops.interface import AttentionInputs, LayerCache, Ops
+from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import GroupedPlan, TorchOps
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from tests.batchinfer.engine.hashing_model import captured_eagerly

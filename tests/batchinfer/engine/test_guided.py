@@ -24,7 +24,7 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
-from batchinfer.models.ops.interface import LayerCache
+from batchinfer.models.ops.attention import LayerCache
 from tests.batchinfer.engine.guided_rows import KINDS, Row, check, constrained, rows, run, text_of
 from tests.batchinfer.engine.interpreted_gpu import NoMeter
 from tests.batchinfer.engine.small_engine import (

@@ -21,9 +21,10 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.decoder.block import Block
+from batchinfer.models.ops.attention import LayerCache
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.cpu_layer import CompiledLayer
-from batchinfer.models.ops.interface import LayerCache, Ops
+from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.sources import ModelSource
 from batchinfer.models.spec.model_cost import model_cost

@@ -12,7 +12,7 @@ import torch
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.load.build import load_model
 from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.ops.interface import AttentionInputs
+from batchinfer.models.ops.attention import AttentionInputs
 from batchinfer_kernels.step_tables import StepTables
 from tests.batchinfer.engine.small_engine import drain, greedy
 from tests.checkpoints import edit_json, make_checkpoint

@@ -15,8 +15,8 @@ from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.sampling_writer import SamplingWriter
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import SamplingPlan
-from batchinfer.models.ops.interface import NO_TOKEN
 from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer_kernels.sample import NO_TOKEN
 from tests.batchinfer.engine.small_engine import request
 
 

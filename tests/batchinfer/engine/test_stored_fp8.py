@@ -18,7 +18,8 @@ from torch import Tensor
 
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
-from batchinfer.models.ops.interface import CodedWeight, Experts, ExpertWeights, Linear, Ops, Weight
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import CodedWeight, Experts, ExpertWeights, Linear, Weight
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer_kernels.arithmetic import WeightForm

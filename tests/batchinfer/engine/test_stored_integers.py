@@ -15,18 +15,10 @@ from torch import Tensor
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.decoder.block import pack_layer
+from batchinfer.models.ops.attention import RopeTable
 from batchinfer.models.ops.cpu_layer import CompiledLayer
-from batchinfer.models.ops.interface import (
-    CodedWeight,
-    Experts,
-    ExpertWeights,
-    Head,
-    Linear,
-    Ops,
-    RopeTable,
-    Weight,
-    values_of,
-)
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import CodedWeight, Experts, ExpertWeights, Head, Linear, Weight, values_of
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer_kernels.arithmetic import WeightForm

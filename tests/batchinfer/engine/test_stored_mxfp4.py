@@ -15,9 +15,10 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoi
 from batchinfer.models.checkpoint.config import load_config
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.decoder.block import pack_layer
+from batchinfer.models.ops.attention import RopeTable
 from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.ops.cpu_ops import CpuOps
-from batchinfer.models.ops.interface import Ops, RopeTable
+from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer.models.spec.parameters import parameter_count

@@ -34,7 +34,8 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.graph_sizes import batch_sizes
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
-from batchinfer.models.ops.interface import Head, Linear, Ops, Weight, values_of
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import Head, Linear, Weight, values_of
 from batchinfer.models.ops.prompts import contest, flash_attention, prefill
 from batchinfer.models.ops.prompts.flash_attention import FlashAttentionPrefill
 from batchinfer.models.ops.prompts.flashinfer import FlashInferPrefill

@@ -17,7 +17,9 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.packed import pack_weights
-from batchinfer.models.ops.interface import AdapterRoom, AttentionInputs, LayerCache, Ops
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import AdapterRoom
 
 
 def load_decoder(

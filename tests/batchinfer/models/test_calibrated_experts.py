@@ -16,7 +16,7 @@ from batchinfer.models.calibration.experts import SeenTokens, WatchedExperts, ro
 from batchinfer.models.calibration.layer import LayerInputs, rounded_layer
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
-from batchinfer.models.ops.interface import Experts
+from batchinfer.models.ops.layers import Experts
 from batchinfer.models.spec.spec import ExpertsSpec, LayerSpec, NormSpec
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.gated_activation import gated_activation_reference

@@ -76,7 +76,7 @@ def test_the_library_multiplies_what_was_widened(dtype: torch.dtype, biased: boo
 
 def test_many_rows_go_through_the_panel_and_few_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     from batchinfer.models.ops import gpu_linear
-    from batchinfer.models.ops.interface import CodedWeight
+    from batchinfer.models.ops.layers import CodedWeight
 
     taken: list[str] = []
     for name in ("panel_matmul", "int4_weight_matmul"):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.models.ops.interface import AttentionInputs, LayerCache
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache, ScoreRules
 from batchinfer.models.ops.prompts.prefill import (
     Longs,
     PromptPrefill,
@@ -115,17 +115,7 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptTables | None:
         return PromptTables.of(inputs, self._block_size, windows)
 
-    def run(
-        self,
-        pages: PromptTables,
-        q: Tensor,
-        cache: LayerCache,
-        scale: float,
-        out: Tensor,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def run(self, pages: PromptTables, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
         """K and V are (blocks, block size, KV heads, head size) for it, in whatever order they lie."""
         rows = slice(pages.first, pages.last)
         self._forward(
@@ -135,10 +125,10 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
             cu_seqlens_q=pages.starts,
             seqused_k=pages.keys,
             page_table=pages.tables,
-            softmax_scale=scale,
+            softmax_scale=rules.scale,
             causal=True,
-            softcap=soft_cap,
-            window_size_left=None if window is None else window - 1,
-            learnable_sink=sinks,
+            softcap=rules.soft_cap,
+            window_size_left=None if rules.window is None else rules.window - 1,
+            learnable_sink=rules.sinks,
             out=out[rows],
         )

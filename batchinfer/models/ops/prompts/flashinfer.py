@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.models.ops.interface import AttentionInputs, LayerCache
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache, ScoreRules
 from batchinfer.models.ops.prompts.prefill import PromptPrefill, PromptRows, starts, uploaded
 from batchinfer.models.spec.spec import AttentionRules
 
@@ -97,20 +97,10 @@ class FlashInferPrefill(PromptPrefill[PromptPages]):
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptPages | None:
         return PromptPages.of(inputs, self._block_size) if None in windows else None
 
-    def run(
-        self,
-        pages: PromptPages,
-        q: Tensor,
-        cache: LayerCache,
-        scale: float,
-        out: Tensor,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        assert (window, soft_cap, sinks) == (None, None, None)
+    def run(self, pages: PromptPages, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
+        assert (rules.window, rules.soft_cap, rules.sinks) == (None, None, None)
         rows = slice(pages.first, pages.last)
-        self._planned(pages, scale).run(q[rows], (cache.k, cache.v), out=out[rows])
+        self._planned(pages, rules.scale).run(q[rows], (cache.k, cache.v), out=out[rows])
 
     def _planned(self, pages: PromptPages, scale: float) -> Any:
         """Return a wrapper that holds the plan: made for the first layer, and read by the others."""

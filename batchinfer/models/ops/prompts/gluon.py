@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.models.ops.interface import AttentionInputs, LayerCache
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache, ScoreRules
 from batchinfer.models.ops.prompts.prefill import PromptPrefill, capability, is_aligned, uploaded
 from batchinfer.models.spec.spec import AttentionRules
 
@@ -79,11 +79,9 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         fits = _tiles().why_not(*sizes) is None
         return fits and is_aligned(values) and is_aligned(cache.v)
 
-    def covers(
-        self, cache: LayerCache, window: int | None, soft_cap: float | None, sinks: Tensor | None
-    ) -> bool:
-        short = window is not None and window < self._block_size
-        return not short and super().covers(cache, window, soft_cap, sinks)
+    def covers(self, cache: LayerCache, rules: ScoreRules) -> bool:
+        short = rules.window is not None and rules.window < self._block_size
+        return not short and super().covers(cache, rules)
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptItems | None:
         lens = np.asarray(inputs.query_lens, np.int64)
@@ -96,22 +94,12 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         items[:, 0] = several[items[:, 0]]
         return PromptItems(uploaded(items, inputs.block_tables.device), inputs.block_tables)
 
-    def run(
-        self,
-        pages: PromptItems,
-        q: Tensor,
-        cache: LayerCache,
-        scale: float,
-        out: Tensor,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def run(self, pages: PromptItems, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
         try:
             self._attend(
-                *(q, cache.k, cache.v, pages.tables, pages.items, scale, window),
-                soft_cap=soft_cap,
-                sinks=sinks,
+                *(q, cache.k, cache.v, pages.tables, pages.items, rules.scale, rules.window),
+                soft_cap=rules.soft_cap,
+                sinks=rules.sinks,
                 k_scale=cache.k_scale,
                 v_scale=cache.v_scale,
                 out=out,

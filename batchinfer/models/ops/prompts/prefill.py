@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer.models.ops.interface import AttentionInputs, LayerCache
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache, ScoreRules
 from batchinfer.models.spec.spec import AttentionRules
 from batchinfer_kernels.step_tables import StepTables
 
@@ -134,30 +134,18 @@ class PromptPrefill(ABC, Generic[Pages]):
     def reads(self, cache: LayerCache) -> bool:
         """Whether it reads this cache as it lies."""
 
-    def covers(
-        self, cache: LayerCache, window: int | None, soft_cap: float | None, sinks: Tensor | None
-    ) -> bool:
+    def covers(self, cache: LayerCache, rules: ScoreRules) -> bool:
         """Whether it computes a layer with these rules over this cache."""
-        return self.knows(AttentionRules(window, soft_cap, sinks is not None)) and self.reads(cache)
+        asked = AttentionRules(rules.window, rules.soft_cap, rules.sinks is not None)
+        return rules.bias is None and self.knows(asked) and self.reads(cache)
 
     @abstractmethod
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> Pages | None:
         """Return what it reads in a step, for layers of these windows; None if there is nothing for it."""
 
     @abstractmethod
-    def run(
-        self,
-        pages: Pages,
-        q: Tensor,
-        cache: LayerCache,
-        scale: float,
-        out: Tensor,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        """Write the rows of `out` that belong to the pages; q and out: (T, q_heads, head_dim). `soft_cap`: see
-        AttentionSpec; sinks: (q_heads,)."""
+    def run(self, pages: Pages, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
+        """Write the rows of `out` that belong to the pages; q and out: (T, q_heads, head_dim)."""
 
 
 AnyPrefill = PromptPrefill[Any]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from batchinfer.models.ops.interface import AttentionInputs, LayerCache, Ops
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache, ScoreRules
+from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.prompts.prefill import AnyPrefill
 from batchinfer.models.spec.spec import AttentionRules, CacheSpec
 from batchinfer_kernels.arithmetic import CacheDtype
@@ -122,9 +123,9 @@ class Trial:
         cache = self.cache(ops, rules.codes)
         plan = ops.plan_attention(self.inputs, self.block_size, frozenset([rules.window]))
         sinks = self.sinks if rules.sinks else None
-        scale = self.q.shape[2] ** -0.5
+        scores = ScoreRules(self.q.shape[2] ** -0.5, rules.window, rules.soft_cap, sinks)
         for _ in range(LAYERS):
-            result = ops.attention(self.q, cache, plan, scale, rules.window, rules.soft_cap, sinks)
+            result = ops.attention(self.q, cache, plan, scores)
         return result
 
 

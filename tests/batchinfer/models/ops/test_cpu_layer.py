@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.models.decoder.block import Block, pack_layer
+from batchinfer.models.ops.attention import AttentionInputs, RopeTable
 from batchinfer.models.ops.cpu_layer import CompiledLayer
 from batchinfer.models.ops.cpu_ops import CpuOps
-from batchinfer.models.ops.interface import AttentionInputs, RopeTable
 from batchinfer.models.ops.torch_ops import TorchLinear, TorchOps
 from batchinfer.models.spec.rope_config import RopeConfig
 from batchinfer.models.spec.spec import (

@@ -20,8 +20,10 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.decoder.block import pack_layer
 from batchinfer.models.decoder.feed_forward import feed_forward
+from batchinfer.models.ops.attention import AttentionInputs, RopeTable
 from batchinfer.models.ops.cpu_ops import CpuOps
-from batchinfer.models.ops.interface import AttentionInputs, LayerParts, Ops, RopeTable
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import LayerParts
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares, ranged
 from batchinfer.models.parallel.group import ALONE, Alone, Ranks

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchinfer.models.ops.interface import AttentionInputs, ExpertWeights, LatentHeads, LayerCache, Ops
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import ExpertWeights, LatentHeads
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.cost import LatentSizes
 from tests.examples import examples

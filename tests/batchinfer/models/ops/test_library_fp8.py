@@ -18,12 +18,11 @@ import torch.nn.functional as F
 import triton
 
 from batchinfer.engine.config import NOTHING
-from batchinfer.models.ops import library_fp8, product_choice
-from batchinfer.models.ops.contests import fastest_operators
+from batchinfer.models.ops import contests, library_fp8
+from batchinfer.models.ops.contests import ProductContest, fastest_operators
 from batchinfer.models.ops.gpu_linear import Fp8Linear
-from batchinfer.models.ops.interface import CodedWeight
+from batchinfer.models.ops.layers import CodedWeight
 from batchinfer.models.ops.library_fp8 import LibraryFp8
-from batchinfer.models.ops.product_choice import ProductContest
 from batchinfer.models.ops.prompts.trial import PromptSizes
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.block_fp8_matmul import BlockWeight, block_fp8_matmul_reference, quantize_blocks_fp8
@@ -42,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lane
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes long for thousands."""
-    monkeypatch.setattr(product_choice, "ROWS", (4, 8, 16, 32))
+    monkeypatch.setattr(contests, "ROWS", (4, 8, 16, 32))
 
 
 @pytest.fixture
@@ -76,7 +75,7 @@ def clocked(*took: tuple[float, float]) -> Iterator[float]:
     now = 0.0
     for pair in took:
         yield now
-        for _ in range(product_choice.ROUNDS):
+        for _ in range(contests.ROUNDS):
             for seconds in pair:
                 yield now
                 now += seconds
@@ -162,7 +161,7 @@ def test_rows_beyond_a_step_are_not_timed(library, monkeypatch) -> None:
     trial = one.trial
     monkeypatch.setattr(one, "trial", lambda rows, device: sizes.append(rows) or trial(rows, device))
     contest([one], *[(1, 3)] * 3, most=10).decide()
-    assert sizes == [product_choice.ODD_ROWS, 4, 8, 10]
+    assert sizes == [contests.ODD_ROWS, 4, 8, 10]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +200,7 @@ def test_all_engines_take_what_the_first_one_chose(library, monkeypatch) -> None
     assert fastest_operators(ops, SIZES, CPU, {}, lambda _: said) is ops
     assert (rows.least_library_rows, blocks.least_library_rows) == (32, None)
     assert library.calls == 2, "it was tried, and not timed"
-    monkeypatch.setattr(product_choice, "MARGIN", float("inf"))
+    monkeypatch.setattr(contests, "MARGIN", float("inf"))
     fastest_operators(ops, SIZES, CPU, {}, lambda choose: choose())
     assert (rows.least_library_rows, blocks.least_library_rows) == (4, 4), "it wins for all"
 

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from batchinfer.models.ops import library_gated, product_choice
+from batchinfer.models.ops import contests, library_gated
 from batchinfer.models.ops.contests import fastest_operators
-from batchinfer.models.ops.interface import GatedLinear
+from batchinfer.models.ops.layers import ActivatedLinear
 from batchinfer.models.ops.library_gated import ChosenGated, LibraryGated
 from batchinfer.models.ops.prompts.trial import PromptSizes
 from batchinfer.models.ops.triton_ops import TritonOps
@@ -82,7 +82,7 @@ def quack(monkeypatch: pytest.MonkeyPatch) -> Quack:
     monkeypatch.setitem(sys.modules, "quack", package)
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
     monkeypatch.setattr(library_gated, "architecture", lambda: "90")
-    monkeypatch.setattr(product_choice, "ROWS", (4, 16))
+    monkeypatch.setattr(contests, "ROWS", (4, 16))
     return interface
 
 
@@ -116,18 +116,18 @@ def test_it_is_chosen_by_time(quack: Quack, monkeypatch, caplog) -> None:
     ops, layer = packed()
     with caplog.at_level(logging.INFO):
         for margin, least in ((float("inf"), 4), (0.0, None)):
-            monkeypatch.setattr(product_choice, "MARGIN", margin)
+            monkeypatch.setattr(contests, "MARGIN", margin)
             fastest_operators(ops, SIZES, CPU, {}, lambda choose: choose())
             assert layer.least_library_rows == least
     assert layer.form == "gate and up in bfloat16, 96 x 64, silu"
     assert "96 x 64, silu: quack-kernels multiplies 4 rows and more" in caplog.text
-    assert {*quack.calls} == {product_choice.ODD_ROWS, 4, 16}
+    assert {*quack.calls} == {contests.ODD_ROWS, 4, 16}
 
 
 @pytest.mark.parametrize("broken", ["raises", "is absent", "computes something else"])
 def test_where_it_is_broken_there_are_two_launches(quack: Quack, monkeypatch, caplog, broken: str) -> None:
     """Also in an engine that did not choose."""
-    monkeypatch.setattr(product_choice, "MARGIN", float("inf"))
+    monkeypatch.setattr(contests, "MARGIN", float("inf"))
     if broken == "is absent":
         monkeypatch.setitem(sys.modules, "quack.gemm_interface", None)
     quack.broken = RuntimeError("no kernel\nof this size") if broken == "raises" else None
@@ -172,7 +172,7 @@ def test_what_it_is_not_asked_for(quack: Quack, monkeypatch) -> None:
     for activation in ("gelu", "clamped_swiglu"):
         assert LibraryGated.of(whole, None, activation) is None
     ops, layer = packed(deterministic=True)
-    assert not isinstance(layer, GatedLinear)
+    assert not isinstance(layer, ActivatedLinear)
     assert ops.library_layers is None
     for capability in ("80", "89", "120", "gfx942", ""):
         monkeypatch.setattr(library_gated, "architecture", lambda found=capability: found)

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from batchinfer.models.ops import library_grouped, product_choice
+from batchinfer.models.ops import contests, library_grouped
 from batchinfer.models.ops.contests import fastest_operators
 from batchinfer.models.ops.gpu_experts import TritonExperts
-from batchinfer.models.ops.interface import ExpertWeights
+from batchinfer.models.ops.layers import ExpertWeights
 from batchinfer.models.ops.library_grouped import LibraryGrouped
 from batchinfer.models.ops.prompts.trial import PromptSizes
 from batchinfer.models.ops.triton_ops import TritonOps
@@ -80,7 +80,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> GroupedMM:
     found = GroupedMM()
     monkeypatch.setattr(F, "grouped_mm", found)
     monkeypatch.setattr(library_grouped, "architecture", lambda: "90")
-    monkeypatch.setattr(product_choice, "ROWS", (4, 16))
+    monkeypatch.setattr(contests, "ROWS", (4, 16))
     return found
 
 
@@ -126,7 +126,7 @@ def test_it_is_chosen_by_time(library, monkeypatch) -> None:
     assert fastest_operators(ops, sizes, CPU, {}, lambda _: '{"products": {"another": 8}}') is ops
     assert experts.least_library_rows is None
     for margin, least in ((float("inf"), 4), (0.0, None)):
-        monkeypatch.setattr(product_choice, "MARGIN", margin)
+        monkeypatch.setattr(contests, "MARGIN", margin)
         fastest_operators(ops, sizes, CPU, {}, lambda choose: choose())
         assert experts.least_library_rows == least
     assert experts.form == "5 experts in bfloat16, 64 x 64, silu"

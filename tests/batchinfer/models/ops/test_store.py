@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batchinfer.models.ops.attention import AttentionInputs, ScoreRules
 from batchinfer.models.ops.choose import choose_ops
-from batchinfer.models.ops.interface import AttentionInputs, Ops
+from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.paged_attention import paged_attention_reference
@@ -40,7 +41,7 @@ def test_attention_reads_what_was_stored(
     )
     cache = ops.allocate_cache(CacheSpec(kv_heads, dim), 4, BLOCK, dtype, "cpu")
     ops.store(k, v, inputs, cache)
-    found = ops.attention(q, cache, ops.plan_attention(inputs, BLOCK, frozenset({None})), 0.3)
+    found = ops.attention(q, cache, ops.plan_attention(inputs, BLOCK, frozenset({None})), ScoreRules(0.3))
     plain = [torch.zeros(4, kv_heads, BLOCK, dim, dtype=dtype) for _ in range(2)]
     for part, values in zip(plain, (k, v), strict=True):
         part[inputs.slots // BLOCK, :, inputs.slots % BLOCK] = values
@@ -48,5 +49,5 @@ def test_attention_reads_what_was_stored(
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
     out, plan = torch.empty_like(found), ops.plan_attention(inputs, BLOCK, frozenset({None}))
-    assert ops.attention(q, cache, plan, 0.3, out=out).data_ptr() == out.data_ptr()
+    assert ops.attention(q, cache, plan, ScoreRules(0.3), out).data_ptr() == out.data_ptr()
     assert torch.equal(out, found)

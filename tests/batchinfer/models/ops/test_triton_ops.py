@@ -17,8 +17,9 @@ import triton
 
 from batchinfer.core.errors import Unavailable
 from batchinfer.models.ops import choose
+from batchinfer.models.ops.attention import AttentionInputs, ScoreRules
 from batchinfer.models.ops.choose import choose_ops
-from batchinfer.models.ops.interface import NO_TOKEN, AttentionInputs, CodedWeight, Linear
+from batchinfer.models.ops.layers import CodedWeight, Linear
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer.models.spec.spec import CacheSpec
@@ -27,6 +28,7 @@ from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.gpu import attention_plan, fp8_matmul, target
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
+from batchinfer_kernels.sample import NO_TOKEN
 from batchinfer_kernels.step_tables import StepTables
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -219,17 +221,21 @@ def test_a_plan_made_for_a_graph_takes_over_another_steps(monkeypatch):
     plan = ops.plan_captured(inputs(first), size, frozenset([None]), 128)
     later = ops.plan_captured(inputs(second), size, frozenset([None]), 128)
     assert plan.sizes == later.sizes != ()
-    before = ops.attention(q, cache, plan, 0.25)
+    before = ops.attention(q, cache, plan, ScoreRules(0.25))
     assert not before[5].any(), "a row without a context"
     plan.refill(later)
-    wanted = ops.attention(q, cache, ops.plan_attention(inputs(second), size, frozenset([None])), 0.25)
-    torch.testing.assert_close(ops.attention(q, cache, plan, 0.25), wanted, atol=1e-5, rtol=1e-5)
+    wanted = ops.attention(
+        q, cache, ops.plan_attention(inputs(second), size, frozenset([None])), ScoreRules(0.25)
+    )
+    torch.testing.assert_close(ops.attention(q, cache, plan, ScoreRules(0.25)), wanted, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(before, wanted)
     third = [n + 1 for n in second]
     after = ops.plan_captured(inputs(third), size, frozenset([None]), 128, None, plan)
     plan.refill(after)
-    wanted = ops.attention(q, cache, ops.plan_attention(inputs(third), size, frozenset([None])), 0.25)
-    torch.testing.assert_close(ops.attention(q, cache, plan, 0.25), wanted, atol=1e-5, rtol=1e-5)
+    wanted = ops.attention(
+        q, cache, ops.plan_attention(inputs(third), size, frozenset([None])), ScoreRules(0.25)
+    )
+    torch.testing.assert_close(ops.attention(q, cache, plan, ScoreRules(0.25)), wanted, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="up to 129 do not grow"):
         ops.plan_captured(inputs([129] * 6), size, frozenset([None]), 128, None, plan)
 
@@ -241,4 +247,4 @@ def test_a_plan_of_other_operators_is_refused():
     inputs = AttentionInputs(nothing, nothing, torch.zeros(1, 1, dtype=torch.int32), [1], [1])
     plan = TorchOps().plan_attention(inputs, 16, frozenset([None]))
     with pytest.raises(TypeError, match="not made by triton operators"):
-        TritonOps(SHAPE).attention(q, cache, plan, 1.0)
+        TritonOps(SHAPE).attention(q, cache, plan, ScoreRules(1.0))

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
 from batchinfer.models.ops.choose import Arithmetic
-from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
+from batchinfer.models.ops.interface import Ops
 from batchinfer.models.parallel.expert_placement import ExpertPlacement
 from batchinfer.models.parallel.group import ALONE, Ranks
 from batchinfer.models.parallel.place import Portion, RankPlace, Span

@@ -10,7 +10,7 @@ import torch
 
 from batchinfer.machine.links import link_between
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
-from batchinfer.models.ops.interface import Experts
+from batchinfer.models.ops.layers import Experts
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.parallel.divided_ops import HeldExperts
 from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares

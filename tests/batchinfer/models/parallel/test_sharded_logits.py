@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from batchinfer.core.errors import CannotSplit
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.ops.cpu_ops import CpuOps
-from batchinfer.models.ops.interface import Head, Ops
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.layers import Head
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.parallel.divided_ops import SplitHead
 from batchinfer.models.parallel.group import Ranks

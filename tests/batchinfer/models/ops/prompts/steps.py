@@ -8,7 +8,8 @@ import numpy as np
 import torch
 import triton
 
-from batchinfer.models.ops.interface import AttentionInputs, LayerCache, Ops
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache
+from batchinfer.models.ops.interface import Ops
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.step_tables import StepTables

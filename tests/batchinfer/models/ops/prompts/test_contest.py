@@ -72,7 +72,7 @@ class Speeds:
         attention, made = TritonOps.attention, {}  # type: Any, dict[object, tuple[Any, torch.Tensor]]
 
         def slowed(ops: TritonOps, q: torch.Tensor, *args: Any) -> torch.Tensor:
-            window = args[3]
+            window = args[2].window
             self.calls.append(ops.name)
             self.now += self.seconds(ops.name, window)
             place = (id(ops), id(q), window)  # the same again is not computed again

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.models.ops.interface import LayerCache
+from batchinfer.models.ops.attention import LayerCache, ScoreRules
 from batchinfer.models.ops.prompts import flash_attention
 from batchinfer.models.ops.prompts.flash_attention import FlashAttentionPrefill, PromptTables
 from batchinfer.models.ops.triton_ops import TritonOps
@@ -75,7 +75,7 @@ def test_a_step_s_results_are_those_of_the_reference(forward, shape, rule, lens,
     assert plan.singles.items is None, "prompts are read once"
     wanted = paged_attention_reference(q, cache.k, cache.v, inputs.block_tables, lens, contexts, 0.2, **more)
     for out in (None, torch.full_like(q, torch.nan)):
-        got = ops.attention(q, cache, plan, 0.2, out=out, **more)
+        got = ops.attention(q, cache, plan, ScoreRules(0.2, **more), out)
         assert out is None or got is out
         torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)
     assert len(forward.calls) == 2
@@ -124,7 +124,7 @@ def test_what_lies_behind_the_end_and_before_the_window_spoils_nothing(forward, 
     for values in (cache.k, cache.v):
         values.masked_fill_(broken, torch.nan)
     plan = ops.plan_attention(inputs, BLOCK, frozenset([window]))
-    got = ops.attention(q, cache, plan, 0.2, window)
+    got = ops.attention(q, cache, plan, ScoreRules(0.2, window))
     torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)
     assert forward.calls == [3]
 
@@ -138,7 +138,7 @@ def test_layers_of_one_plan_may_have_windows_and_none(forward):
         wanted = paged_attention_reference(
             q, cache.k, cache.v, inputs.block_tables, lens, contexts, 0.2, window
         )
-        got = ops.attention(q, cache, plan, 0.2, window)
+        got = ops.attention(q, cache, plan, ScoreRules(0.2, window))
         torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)
     assert len(forward.calls) == 3
 
@@ -161,7 +161,7 @@ def test_caches_that_it_would_have_to_copy_or_widen_stay_with_our_kernel(forward
         cache = unaligned(cache)
     plain = TritonOps(SHAPE)
     got, wanted = (
-        each.attention(q, cache, each.plan_attention(inputs, BLOCK, frozenset([None])), 0.125)
+        each.attention(q, cache, each.plan_attention(inputs, BLOCK, frozenset([None])), ScoreRules(0.125))
         for each in (ops, plain)
     )
     assert torch.equal(got, wanted)

@@ -15,7 +15,7 @@ if importlib.util.find_spec("triton") is None:
 
 import torch
 
-from batchinfer.models.ops.interface import AttentionInputs
+from batchinfer.models.ops.attention import AttentionInputs, ScoreRules
 from batchinfer.models.ops.prompts.flashinfer import FlashInferPrefill, PromptPages
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer.models.spec.spec import CacheSpec
@@ -52,7 +52,7 @@ def test_a_step_s_results_are_those_of_the_reference(package, lens, contexts):
     for scale in (0.125, 0.3):
         wanted = paged_attention_reference(q, cache.k, cache.v, inputs.block_tables, lens, contexts, scale)
         for out in (None, torch.full_like(q, torch.nan)):
-            got = ops.attention(q, cache, plan, scale, out=out)
+            got = ops.attention(q, cache, plan, ScoreRules(scale), out)
             assert out is None or got is out
             torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)
     made = package.BatchPrefillWithPagedKVCacheWrapper.made
@@ -66,7 +66,7 @@ def test_plans_of_several_steps_take_turns_with_the_wrappers(package):
     for length in (5, 6, 7):
         inputs = step([length], [length + 9])
         q, cache = filled(ops, inputs)
-        ops.attention(q, cache, ops.plan_attention(inputs, BLOCK, frozenset([None])), 0.125)
+        ops.attention(q, cache, ops.plan_attention(inputs, BLOCK, frozenset([None])), ScoreRules(0.125))
     assert [wrapper.plans for wrapper in package.BatchPrefillWithPagedKVCacheWrapper.made] == [2, 1]
 
 
@@ -92,8 +92,10 @@ def test_layers_that_it_does_not_cover_stay_with_our_kernel(package, rule):
     else:
         sinks = torch.ones(4, device=DEVICE, dtype=SHAPE.dtype)
         more = {rule: {"window": 6, "soft_cap": 5.0, "sinks": sinks}[rule]}
-    got = ops.attention(q, cache, ops.plan_attention(inputs, BLOCK, windows), 0.125, **more)
+    got = ops.attention(q, cache, ops.plan_attention(inputs, BLOCK, windows), ScoreRules(0.125, **more))
     plain = TritonOps(SHAPE)
-    wanted = plain.attention(q, cache, plain.plan_attention(inputs, BLOCK, windows), 0.125, **more)
+    wanted = plain.attention(
+        q, cache, plain.plan_attention(inputs, BLOCK, windows), ScoreRules(0.125, **more)
+    )
     assert torch.equal(got, wanted)
     assert not any(wrapper.plans for wrapper in package.BatchPrefillWithPagedKVCacheWrapper.made)

@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
 import torch
 from triton.compiler.errors import CompilationError
 
-from batchinfer.models.ops.interface import LayerCache
+from batchinfer.models.ops.attention import LayerCache, ScoreRules
 from batchinfer.models.ops.prompts import gluon
 from batchinfer.models.ops.prompts.contest import prefill_contest
 from batchinfer.models.ops.prompts.gluon import GluonPrefill
@@ -82,7 +82,7 @@ def test_a_step_s_results_are_those_of_the_reference(kernel, rules, lens, contex
         q, cache.k, cache.v, inputs.block_tables, lens, contexts, 0.2, rules.window,
         soft_cap=rules.soft_cap, sinks=sinks,
     )  # fmt: skip
-    got = ops.attention(q, cache, plan, 0.2, rules.window, rules.soft_cap, sinks)
+    got = ops.attention(q, cache, plan, ScoreRules(0.2, rules.window, rules.soft_cap, sinks))
     torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)
     assert kernel.launches == 1
 
@@ -117,7 +117,9 @@ def test_what_the_kernel_does_not_read_stays_with_the_other(kernel, kind):
     window = BLOCK - 1 if kind == "a window within a block" else None
     cache = unaligned(cache) if kind == "unaligned" else cache
     got, wanted = (
-        each.attention(q, cache, each.plan_attention(inputs, BLOCK, frozenset([window])), 0.125, window)
+        each.attention(
+            q, cache, each.plan_attention(inputs, BLOCK, frozenset([window])), ScoreRules(0.125, window)
+        )
         for each in (ops, TritonOps(SHAPE))
     )
     assert torch.equal(got, wanted)
