@@ -16,6 +16,7 @@ from batchinfer.data.storage.state import state_of
 from batchinfer.engine.ranks.seat import Division
 from batchinfer.job import load_job
 from batchinfer.machine.devices import devices_called
+from batchinfer.machine.facts import MachineFacts
 from batchinfer.plan.forecast.engine import simulated_engine
 from batchinfer.plan.forecast.layouts import LayoutForecast
 from batchinfer.plan.order.backlog import share_of
@@ -34,8 +35,8 @@ UNCAPTURED = Captures(0, 0, 0)
 def machine_of(path: Path, longest: int, division: Division, captured: bool) -> SimulatedEngine:
     """Return an engine of the layout. captured: whether its steps are launched as graphs."""
     job, devices = load_job(path), devices_called(DEVICES)
-    setup = check_setup(job, state_of(job), hardware=devices.hardware)
-    setting = replace(setup.setting, division=division, replicas=devices.count // division.ranks)
+    setup = check_setup(job, state_of(job), MachineFacts(devices.hardware))
+    setting = setup.setting.with_placement(division=division, replicas=devices.count // division.ranks)
     machine, _ = simulated_engine(job, replace(setup, setting=setting), longest, devices, learns=False)
     return machine if captured else replace(machine, captures=UNCAPTURED)
 

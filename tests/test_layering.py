@@ -92,6 +92,20 @@ RULES = (
     Rule(("batchinfer.report.tables",), TEXT, "only the page has templates"),
     Rule(("batchinfer.plan.order",), (*TEXT, "batchinfer.models", "batchinfer.report"), "the order is pure"),
     Rule(
+        ("batchinfer.plan.setup",),
+        (
+            *(
+                f"batchinfer.machine.{name}"
+                for name in ("cpus", "memory", "devices", "limits", "facts.this_machine")
+            ),
+            *(f"batchinfer.machine.hardware.{name}" for name in ("detect", "nvidia_gpus", "has_fast_bf16")),
+            "batchinfer_kernels.tiles",
+            "importlib.metadata",
+            "os",
+        ),
+        "a job is set up for the machine that its caller describes, which may be another one",
+    ),
+    Rule(
         ("batchinfer.models.files", "batchinfer.models.spec", "batchinfer.models.families"),
         TORCH,
         "what a model is, is read without loading it",
@@ -390,6 +404,7 @@ def test_importing_the_parent_process_brings_no_torch() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
+        ("batchinfer.plan.setup.resolve", "from batchinfer.machine.facts import this_machine"),
         ("batchinfer.plan.order.planner", "import torch"),
         ("batchinfer.plan.simulation.simulator", "from batchinfer.models.ops.choose import choose_ops"),
         ("batchinfer.plan.order.planner", "def f():\n    from torch import Tensor"),

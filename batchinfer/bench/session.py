@@ -24,9 +24,9 @@ from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.load.build import load_model
 from batchinfer.engine.load.loaded_model import LoadedModel
-from batchinfer.machine.cpus import usable_cpus
+from batchinfer.machine.facts import MachineFacts, this_machine
 from batchinfer.machine.garbage import loaded_for_good
-from batchinfer.machine.hardware import codes_of, detect, has_fast_bf16
+from batchinfer.machine.hardware import codes_of
 from batchinfer.models.checkpoint.dummy import DummyWeights, write_checkpoint
 from batchinfer.models.checkpoint.shapes import SHAPES, shape_config
 from batchinfer.models.opening import open_checkpoint
@@ -34,7 +34,7 @@ from batchinfer.models.ops.peaks import MeasuredPeaks, measure_peaks
 from batchinfer.models.sources import ModelSource, Source, checkpoint_source
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer.pipeline.operators_build import build_operators
-from batchinfer.plan.setup.resolve import auto_dtype, resolved_quantization, runs_in_tiles
+from batchinfer.plan.setup.resolve import auto_dtype, resolved_quantization
 from batchinfer_kernels.arithmetic import AskedQuantization, Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
@@ -52,10 +52,11 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
     """
     options.check()
     workloads = [workload_of(options, name) for name in options.workloads]
-    config = _engine_config(options, longest=max(workload.longest for workload in workloads))
+    machine = _machine(options)
+    config = _engine_config(options, machine, longest=max(workload.longest for workload in workloads))
     load = config.load
     build_operators(load.device, notice, load.kv_cache == "int8")
-    torch.set_num_threads(options.threads or usable_cpus())  # before the peaks are measured
+    torch.set_num_threads(options.threads or machine.cores or 1)  # before the peaks are measured
     measure = measure or _measure_of(options)
     before = _measured(load, measure, notice)
     notice(f"loading {options.model}")
@@ -95,21 +96,24 @@ def best_peaks(before: Peaks, after: Peaks) -> Peaks:
     )
 
 
-def _engine_config(options: BenchOptions, longest: int) -> EngineConfig:
-    """Sequences are as long as the workloads need: a model's own limit would only cost memory."""
+def _machine(options: BenchOptions) -> MachineFacts:
     chosen = options.device
     if chosen == "auto":
         chosen = "cuda" if torch.cuda.is_available() else "cpu"
-    device = cast(Device, chosen)
-    dtype = _dtype(options, device)
+    return this_machine(cast(Device, chosen))
+
+
+def _engine_config(options: BenchOptions, machine: MachineFacts, longest: int) -> EngineConfig:
+    """Sequences are as long as the workloads need: a model's own limit would only cost memory."""
+    dtype = _dtype(options, machine)
     load = LoadConfig(
         model=options.folder,
         dtype=dtype,
-        device=device,
+        device=machine.device,
         threads=options.threads,
-        quantization=_quantization(options, device, dtype),
+        quantization=_quantization(options, machine, dtype),
         deterministic=options.deterministic,
-        tiles=runs_in_tiles(device),
+        tiles=machine.tiles,
         kv_cache=_kv_cache(options),
     )
     return EngineConfig(
@@ -121,22 +125,22 @@ def _engine_config(options: BenchOptions, longest: int) -> EngineConfig:
     )
 
 
-def _dtype(options: BenchOptions, device: Device) -> Dtype:
+def _dtype(options: BenchOptions, machine: MachineFacts) -> Dtype:
     """`auto`: as a job would run it; dummy weights count as stored in bfloat16."""
     if options.dtype != "auto":
         return cast(Dtype, options.dtype)
     stored: Dtype = "bfloat16" if options.is_shape else open_checkpoint(options.folder).dtype
-    return auto_dtype(device, stored, has_fast_bf16())
+    return auto_dtype(machine, stored)
 
 
-def _quantization(options: BenchOptions, device: Device, dtype: Dtype) -> Quantization:
+def _quantization(options: BenchOptions, machine: MachineFacts, dtype: Dtype) -> Quantization:
     """Return the quantization that a job would choose; dummy weights are stored in no codes. Raises UsageError where
     stored codes are asked for and there are none."""
     asked = cast(AskedQuantization, options.quantization)
     if options.is_shape:
         found: Quantization = "none" if asked == "auto" or asked == "stored" else asked
     else:
-        found = resolved_quantization(asked, open_checkpoint(options.folder), detect(device), dtype)
+        found = resolved_quantization(asked, open_checkpoint(options.folder), machine, dtype)
     if asked == "stored" and found == "none":
         what = (
             "runs on dummy weights"

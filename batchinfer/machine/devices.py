@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.core.errors import UsageError
-from batchinfer.machine.hardware import Hardware, hardware_called, usable_gpus
+from batchinfer.machine.hardware import Hardware, hardware_called
 from batchinfer.machine.links import LOOPBACK, DeviceLink, link_between, network_between
 
 MOST_DEVICES = 64
@@ -53,11 +53,6 @@ def devices_of(hardware: Hardware, count: int = 1) -> Devices:
     """Return so many devices of a kind, in one machine."""
     link = LOOPBACK if hardware.device == "cpu" else link_between(hardware.name)
     return Devices(hardware, link, network_between(hardware.name), count)
-
-
-def devices_here(hardware: Hardware) -> Devices:
-    """Return the devices of this machine, one of which it is. A CPU is one, however many processes share it."""
-    return devices_of(hardware, max(1, len(usable_gpus())) if hardware.device == "cuda" else 1)
 
 
 def devices_called(name: str, cache: Path | None = None) -> Devices:

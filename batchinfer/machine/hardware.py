@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import takewhile
@@ -333,15 +333,6 @@ def has_fast_bf16(cpuinfo: Path = _CPUINFO) -> bool:
     return not FAST_BF16_FLAGS.isdisjoint(cpu_flags(cpuinfo))
 
 
-def arm_sums(dtype: str, machine: str = platform.machine(), cpuinfo: Path = _CPUINFO) -> str:
-    """How the compiled operators of an Arm CPU add up, empty elsewhere: its vectors are shorter than x86-64's, so that
-    sums run in another order, and with BFDOT (`bf16`) sums in bfloat16 are rounded in another way. BFMMLA, which the
-    same CPUs have, rounds as BFDOT does, and is no kind of its own."""
-    if machine not in ("aarch64", "arm64"):
-        return ""
-    return "bfdot" if dtype == "bfloat16" and "bf16" in cpu_flags(cpuinfo) else "neon"
-
-
 def _cpuinfo_field(name: str, cpuinfo: Path) -> str:
     if not cpuinfo.exists():
         return ""
@@ -364,23 +355,14 @@ def nvidia_gpus() -> list[Gpu]:
     return [_parse_gpu(line) for line in text.splitlines() if line.strip()]
 
 
-def multiplies_fp8(hardware: Hardware, here: bool) -> bool:
-    """Whether it is a GPU that multiplies float8: as its peaks or, where it is `here`, the driver say.
-
-    Here, all must that CUDA may use: peaks are those of one, and rows may run on any."""
-    if hardware.device != "cuda":
-        return False
-    found = _capabilities() if here else []
-    return min(found) >= FIRST_WITH_FP8 if found else "fp8" in hardware.peak_flops
-
-
-def _capabilities() -> list[tuple[int, ...]]:
-    """List those of the GPUs that CUDA may use; of all GPUs if CUDA names them otherwise than the driver does."""
+def least_capability(names: Sequence[str]) -> tuple[int, ...] | None:
+    """Return the least compute capability of the GPUs with these names, of all GPUs if the driver names them otherwise,
+    or None if the driver does not report any."""
     text = _output(["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"])
     found = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
-    names = usable_gpus()
     named = [gpu for gpu in found if any(name == gpu[0] or gpu[1].startswith(name) for name in names)]
-    return [_capability(gpu[-1]) for gpu in (named if len(named) == len(names) else found)]
+    used = named if len(named) == len(names) else found
+    return min((_capability(gpu[-1]) for gpu in used), default=None)
 
 
 def _capability(text: str) -> tuple[int, ...]:
@@ -389,21 +371,21 @@ def _capability(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
 
-def usable_gpus(env: Mapping[str, str] = os.environ) -> list[str]:
+def usable_gpus(found: Sequence[Gpu], env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """The GPUs that CUDA may use, by the names that CUDA_VISIBLE_DEVICES has for them: those that it lists, else all
-    that are of the first one's kind, since one answer is to be as fast and as exact as another."""
+    that are of the first one's kind, since one answer is to be as fast and as exact as another. `found`: all GPUs."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         named = [name.strip() for name in visible.split(",")]
-        return list(takewhile(lambda name: name and not name.startswith("-"), named))  # CUDA stops there, too
-    found = nvidia_gpus()
-    return [str(number) for number, gpu in enumerate(found) if gpu.name == found[0].name]
+        # CUDA stops there, too
+        return tuple(takewhile(lambda name: name and not name.startswith("-"), named))
+    return tuple(str(number) for number, gpu in enumerate(found) if gpu.name == found[0].name)
 
 
-def several_kinds(env: Mapping[str, str] = os.environ) -> bool:
+def several_kinds(found: Sequence[Gpu], env: Mapping[str, str] = os.environ) -> bool:
     """Whether those that `usable_gpus` finds may be of several kinds: CUDA_VISIBLE_DEVICES lists them, and the machine
     has several."""
-    return "CUDA_VISIBLE_DEVICES" in env and len({gpu.name for gpu in nvidia_gpus()}) > 1
+    return "CUDA_VISIBLE_DEVICES" in env and len({gpu.name for gpu in found}) > 1
 
 
 def _parse_gpu(line: str) -> Gpu:

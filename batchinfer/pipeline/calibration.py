@@ -23,14 +23,14 @@ from batchinfer.models.spec.spec import INT4_GROUP
 from batchinfer.pipeline.calibration_rows import calibration_prompts
 from batchinfer.pipeline.workers.calibrator import calibrate_apart
 from batchinfer.plan.forecast.calibration import CalibrationSample, calibration_forecast
-from batchinfer.plan.setup.calibrated import (
+from batchinfer.plan.setup.job_setup import Setup
+from batchinfer.plan.setup.weights import (
     ANSWER_TOKENS,
     RECORD,
     calibrated_folder,
     record_of,
     with_calibration,
 )
-from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.report.progress import Progress
 
 MOST_WEIGHTS = 0.8  # of a GPU's memory: the rest is for the cache, activations and graphs
@@ -52,7 +52,7 @@ def calibrated_setup(job: Job, setup: Setup, state: StateFolder, told: Listener)
 
     Raises what reading the input raises, what loading a model raises, and StorageError.
     """
-    if not setup.setting.calibrates or setup.setting.weights is not None:
+    if not setup.setting.numerics.calibrates or setup.setting.parts.weights is not None:
         return setup
     with _alone(state, told.notice):
         folder = calibrated_folder(setup.checkpoint, state, bool(job.model.adapters), remember=True)
@@ -82,8 +82,11 @@ def write_calibrated(job: Job, setup: Setup, folder: Path, told: Listener, group
     check_free_space(
         folder, setup.checkpoint.weight_bytes, f"{folder}: calibrated weights need up to", WAY_OUT
     )
-    load = replace(setup.setting, replicas=1, weights=None, quantization="int4").load_config(job)
-    answers = min(ANSWER_TOKENS, setup.setting.max_model_len) if _answers(job, setup, told.notice) else 0
+    alone = setup.setting.with_placement(replicas=1).with_parts(weights=None)
+    load = alone.with_numerics(quantization="int4").load_config(job)
+    answers = (
+        min(ANSWER_TOKENS, setup.setting.numerics.max_model_len) if _answers(job, setup, told.notice) else 0
+    )
     expected = calibration_forecast(setup, CalibrationSample(len(prompts), tokens, answers), group).seconds
     takes = "" if expected is None else f", for about {about(expected)}"
     told.notice(
@@ -108,11 +111,14 @@ def _answers(job: Job, setup: Setup, notice: Callable[[str], None]) -> bool:
     of which it is calibrated, layer by layer."""
     if job.task != "generate":
         return False
-    setting, checkpoint = setup.setting, setup.checkpoint
-    memory, divided = setting.hardware.memory_bytes, setting.device == "cuda" and setting.division.ranks > 1
+    setting, placement, checkpoint = setup.setting, setup.setting.placement, setup.checkpoint
+    memory, divided = (
+        placement.hardware.memory_bytes,
+        setting.device == "cuda" and placement.division.ranks > 1,
+    )
     if not divided or memory is None or not isinstance(checkpoint, Checkpoint):
         return True
-    taken = loaded_bytes(checkpoint.spec.quantized("int4"), checkpoint.parameters, setting.itemsize)
+    taken = loaded_bytes(checkpoint.spec.quantized("int4"), checkpoint.parameters, setting.numerics.itemsize)
     fits = taken <= memory * MOST_WEIGHTS
     if not fits:
         notice("in int4 the model is too large for one GPU: it is calibrated on the prompts, without answers")

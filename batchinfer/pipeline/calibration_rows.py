@@ -12,8 +12,8 @@ from batchinfer.data.storage.rebatch import parquet_batches
 from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.job import Job
 from batchinfer.plan.forecast.sampled_rows import strata_of
-from batchinfer.plan.setup.calibrated import LONGEST, MOST_TOKENS, ROWS_READ
 from batchinfer.plan.setup.job_setup import Setup
+from batchinfer.plan.setup.weights import LONGEST, MOST_TOKENS, ROWS_READ
 
 
 def calibration_prompts(job: Job, setup: Setup) -> tuple[TokenIds, ...]:

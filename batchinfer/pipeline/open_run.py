@@ -10,6 +10,7 @@ from datetime import datetime
 from batchinfer.data.results.output_file import OutputFile
 from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.job import Job
+from batchinfer.machine.facts import this_machine
 from batchinfer.pipeline.openai_file import openai_file
 from batchinfer.pipeline.operators_build import OperatorsBuild, operators_built
 from batchinfer.pipeline.options import RunOptions
@@ -57,14 +58,14 @@ def opened(
     if options.limit is not None:
         job = job.first_rows(options.limit)
     state = state_of(job)
-    setup = check_setup(job, state, options.replace)
+    setup = check_setup(job, state, this_machine(job.engine.device), options.replace)
     timestamps = options.openai_timestamps
     openai = openai_file(job, options.to_openai, state, whole, timestamps=timestamps, replace=options.replace)
     with (
         state.lock(),
         interrupts.stopping_at(None if stop is None else stop.at, stopped_early(job, options)),
         ExitStack() as at_end,
-        operators_built(setup.setting, notice, options.engine == ENGINE) as operators,
+        operators_built(setup.setting.numerics, notice, options.engine == ENGINE) as operators,
         nodes_joining(job, options.transport, state, interrupts, notice) as transport,
     ):
         options = replace(options, transport=transport)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.setup.numerics import Numerics
 from batchinfer_kernels.cpu.background_build import BackgroundBuild
 from batchinfer_kernels.cpu.compilers import NoCompiler
 
@@ -58,11 +58,11 @@ class OperatorsBuild:
 
 @contextmanager
 def operators_built(
-    setting: Setting, notice: Callable[[str], None], ours: bool = True
+    numerics: Numerics, notice: Callable[[str], None], ours: bool = True
 ) -> Iterator[OperatorsBuild]:
     """Compile in the background where the device is a CPU whose operators are not there. A build that goes on when the
     block is left is ended: nobody needs it. `ours`: whether the engine is one that has operators."""
-    build = _build_for(setting.device, setting.kv_cache == "int8") if ours else None
+    build = _build_for(numerics.device, numerics.kv_cache == "int8") if ours else None
     try:
         yield OperatorsBuild(build, notice)
     finally:

@@ -28,7 +28,7 @@ from batchinfer.machine.memory import peak_memory
 from batchinfer.plan.expert_plan import ExpertPlan
 from batchinfer.plan.forecast.engine import EngineForecast
 from batchinfer.plan.order.plan import Plan
-from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.setup.setting import Setting
 from batchinfer.report.stopwatch import OTHER, STARTUP, Stopwatch
 from batchinfer.report.tables.activities import Activity, write_activities
 from batchinfer.report.tables.columns.declared import RUN, SCHEMAS
@@ -78,7 +78,7 @@ class RunReport:
         self._run_id = new_run_id()
         self._started = datetime.now(UTC) - timedelta(seconds=sum(watch.read().values()))
         self._facts: dict[str, Any] = setting.facts
-        self._facts |= {} if setting.beside is None else {"draft_model_runs": "beside"}
+        self._facts |= {} if setting.parts.beside is None else {"draft_model_runs": "beside"}
         self._meter: Meter | None = None
         self._sums: Future[Measured] | None = None  # of the meter, where they are made beside other work
         self._measured: Measured | None = None
@@ -139,9 +139,10 @@ class RunReport:
 
     def open_meter(self, setting: Setting, cost: ModelCost) -> Meter:
         """The meter that the engines' samples go to; `setting`: theirs; `cost`: of the model that they ran."""
-        self._setting = setting
-        self.note(replicas=setting.replicas, ranks=setting.division.ranks, machines=setting.machines_used)
-        self._meter = Meter(self.folder, self._run_id, Machine(cost, setting.peaks, setting.replicas))
+        self._setting, placement = setting, setting.placement
+        ranks, machines = placement.division.ranks, placement.machines_used
+        self.note(replicas=placement.replicas, ranks=ranks, machines=machines)
+        self._meter = Meter(self.folder, self._run_id, Machine(cost, setting.peaks, placement.replicas))
         return self._meter
 
     def began(self, infos: Sequence[EngineInfo]) -> None:
@@ -149,7 +150,7 @@ class RunReport:
         if self._meter is None or not infos:
             return
         self._meter.begin_energy(EnergyMeter.of([info.gpu for info in infos if info.gpu]))
-        if self._setting.shares_prefixes:
+        if self._setting.parts.shares_prefixes:
             self._meter.share_prefixes()
 
     @property
@@ -167,7 +168,7 @@ class RunReport:
     ) -> None:
         """Note what the engines' processes turned out to be; `infos` is empty where none became ready."""
         self._expert_tokens, self._ranks = expert_tokens, ranks
-        self._note_experts(self._setting.experts)
+        self._note_experts(self._setting.parts.experts)
         if self._meter is not None:
             self._meter.end_energy()
             self._sum_up(self._meter)
@@ -275,12 +276,12 @@ class RunReport:
             parent_peak_rss_bytes=peak_memory(),
             **phases,
         )
-        return run_row(self._facts, self._setting.hardware, self._measured, self._meaningless())
+        return run_row(self._facts, self._setting.placement.hardware, self._measured, self._meaningless())
 
     def _meaningless(self) -> Sequence[str]:
         """Return the columns that mean nothing for this job."""
         without = OF_OUTPUT if self._job.task in WITHOUT_OUTPUT else ()
-        runs_whole = self._job.engine.enable_prefix_caching and not self._setting.shares_prefixes
+        runs_whole = self._job.engine.enable_prefix_caching and not self._setting.parts.shares_prefixes
         return [*without, *(OF_PREFIXES if runs_whole else ())]
 
 

@@ -35,7 +35,7 @@ from batchinfer.pipeline.stages.reporting import reported
 from batchinfer.pipeline.stages.storing import open_store
 from batchinfer.pipeline.stages.verdict import judged, refuse_stored_errors, refuse_to_publish
 from batchinfer.pipeline.workers.interrupts import Interrupts
-from batchinfer.plan.setup.work_context import work_context
+from batchinfer.plan.setup.job_setup import work_context
 from batchinfer.report.progress import Progress
 from batchinfer.report.tables.exit_status import ALREADY_PUBLISHED, PUBLISHED
 

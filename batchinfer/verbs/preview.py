@@ -16,6 +16,7 @@ from batchinfer.data.storage.state import state_of
 from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
+from batchinfer.machine.facts import this_machine
 from batchinfer.plan.setup.dry_run import first_index
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import check_setup
@@ -86,7 +87,7 @@ def _ends(items: list[str], most: int) -> list[str]:
 def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[PreviewedRow]:
     """Yield the first rows as the model reads them; `notice` gets the warnings of the check of the input."""
     state = state_of(job)
-    setup = check_setup(job, state, replace=True)
+    setup = check_setup(job, state, this_machine(job.engine.device), replace=True)
     for warning in check_input(job, setup, state).warnings:
         notice(warning)
     fewest = rows if job.input.limit is None else min(rows, job.input.limit)

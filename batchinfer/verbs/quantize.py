@@ -9,11 +9,12 @@ from pathlib import Path
 from batchinfer.data.storage.durable import TEMPORARY, FileOps, refuse_existing, storage
 from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.job import Job
+from batchinfer.machine.facts import this_machine
 from batchinfer.models.calibration.loss import Loss
 from batchinfer.pipeline.calibration import Listener, calibrated_setup, write_calibrated
-from batchinfer.plan.setup.calibrated import loss_of
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import Setup, check_setup
+from batchinfer.plan.setup.weights import loss_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,12 @@ def quantize_job(job: Job, again: bool, listener: Listener) -> QuantizedModel:
     state = state_of(job)
     setup = _checked(job, state)
     with state.lock():
-        if again and setup.setting.weights is not None:
+        if again and setup.setting.parts.weights is not None:
             with state.exclusively(), storage(state.int4, "remove"):
-                state.ops.remove_tree(setup.setting.weights)
-            setup = check_setup(job, state, replace=True)
+                state.ops.remove_tree(setup.setting.parts.weights)
+            setup = check_setup(job, state, this_machine(job.engine.device), replace=True)
         found = calibrated_setup(job, setup, state, listener)
-    folder = found.setting.weights
+    folder = found.setting.parts.weights
     if folder is None:
         raise _no_rows(job)
     return QuantizedModel(folder, loss_of(folder), found is not setup)
@@ -81,8 +82,8 @@ def _in_int4(job: Job) -> Job:
 
 
 def _checked(job: Job, state: StateFolder) -> Setup:
-    setup = check_setup(job, state, replace=True)
-    if not setup.setting.calibrates:
+    setup = check_setup(job, state, this_machine(job.engine.device), replace=True)
+    if not setup.setting.numerics.calibrates:
         raise job.mistake(
             "model.path", "cannot be calibrated: wanted a decoder of docs/models.md whose weights are floats"
         )

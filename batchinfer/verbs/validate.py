@@ -11,7 +11,8 @@ from batchinfer.data.prompts.template_check import template_fault
 from batchinfer.data.storage.state import state_of
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
-from batchinfer.plan.setup.check_device import kv_memory_warnings
+from batchinfer.machine.facts import this_machine
+from batchinfer.plan.setup.checks import kv_memory_warnings
 from batchinfer.plan.setup.dry_run import dry_run
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import check_setup
@@ -20,11 +21,11 @@ from batchinfer.plan.setup.job_setup import check_setup
 def validate_job(job: Job) -> list[str]:
     """Check a job as a run does before it computes, and prepare its first rows; return what was found out, as lines."""
     state = state_of(job)
-    setup = check_setup(job, state)
-    checkpoint, setting, tokenizer = setup.checkpoint, setup.setting, setup.tokenizer
+    setup = check_setup(job, state, this_machine(job.engine.device))
+    checkpoint, tokenizer, numerics = setup.checkpoint, setup.tokenizer, setup.setting.numerics
     found = [
         f"model: {checkpoint.spec.family}, {size(checkpoint.weight_bytes)} of weights, "
-        f"to be run in {setting.arithmetic} on {setting.device}, up to {setting.max_model_len} tokens a row",
+        f"to be run in {numerics.text} on {numerics.device}, up to {numerics.max_model_len} tokens a row",
         *checkpoint.notices,
         *setup.warnings,
         *_adapters(job),

@@ -6,13 +6,13 @@ from __future__ import annotations
 import sys
 
 from batchinfer.__main__ import main
+from batchinfer.machine import facts
 from batchinfer.pipeline.workers import replica
-from batchinfer.plan.setup import resolve
 
 SILENT_S = 2.0
 
 if __name__ == "__main__":
     replica.SILENT_S = SILENT_S
-    resolve._most_threads = lambda _: 4
+    facts.usable_cpus = lambda: 4
     sys.argv[1:1] = ["run", "-q"]
     main()

@@ -12,6 +12,7 @@ import pytest
 from batchinfer.data.storage.state import state_of
 from batchinfer.engine.config import CalibrationOrder
 from batchinfer.job import load_job
+from batchinfer.machine.facts import this_machine
 from batchinfer.models.calibration.loss import CalibrationOutcome
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.spec.model_cost import loaded_bytes
@@ -21,13 +22,13 @@ from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.stages import calibrating
 from batchinfer.pipeline.workers import calibrator
 from batchinfer.plan.forecast.job import forecast_job
-from batchinfer.plan.setup import job_setup, resolve
 from batchinfer.plan.setup.job_setup import check_setup
 from batchinfer.report.progress import Progress
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
 from tests.batchinfer.int4_jobs import INT4, PLAIN, make_divisible
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 from tests.batchinfer.test_calibrated_job import weights
+from tests.settings import changed, has_gpus
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
@@ -49,8 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no GPU, stand-ins are some."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(job_setup, "check_device", lambda _: None)
-        monkeypatch.setattr(resolve, "usable_gpus", lambda: ["0", "1"])
+        has_gpus(monkeypatch, "0", "1")
         monkeypatch.setattr(calibrator, "CALIBRATOR", f"{HERE}:calibrate")
         monkeypatch.setattr(calibrating, "ENGINE", BUILD)  # others have no weights
 
@@ -81,12 +81,12 @@ def test_a_model_of_ranks_answers_where_it_fits_one_gpu(
     """`short`: bytes that a GPU has less than the model in int4 needs of it."""
     path = write_job(tmp_path, model, ROWS, engine={**ENGINE, "tensor_parallel_size": 2}, **PLAIN)
     job, told, orders = load_job(path, INT4), list[str](), list[CalibrationOrder]()
-    setup = check_setup(job, state_of(job))
+    setup = check_setup(job, state_of(job), this_machine(job.engine.device))
     assert isinstance(setup.checkpoint, Checkpoint)
     taken = loaded_bytes(setup.checkpoint.spec.quantized("int4"), setup.checkpoint.parameters, 4)
     memory = -int(-taken // MOST_WEIGHTS) - short
-    hardware = replace(setup.setting.hardware, memory_bytes=memory)
-    setup = replace(setup, setting=replace(setup.setting, hardware=hardware))
+    hardware = replace(setup.setting.placement.hardware, memory_bytes=memory)
+    setup = replace(setup, setting=changed(setup.setting, hardware=hardware))
 
     def calibrated(order: CalibrationOrder, *_: Any) -> CalibrationOutcome:
         orders.append(order)

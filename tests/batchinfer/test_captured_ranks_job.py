@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from batchinfer.plan.setup import expert_places, job_setup, resolve
+from batchinfer.plan.setup import expert_places
+from batchinfer.plan.setup.setting import Setting
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
 from tests.batchinfer.medusa_heads import heads_of, save_heads
@@ -23,6 +24,7 @@ from tests.batchinfer.test_ranks_job import EXPERTS, FLOAT32, REAL, TENSOR
 from tests.batchinfer.test_replicas import report
 from tests.checkpoints import edit_json, make_model_folder
 from tests.examples import first_of
+from tests.settings import has_gpus
 
 if importlib.util.find_spec("triton") is None or DEVICE == "cuda":
     pytest.skip("for machines with triton and without a GPU", allow_module_level=True)
@@ -41,8 +43,7 @@ def test_captured_steps_of_ranks_answer_as_one_process_does(
 ) -> None:
     """Some captures come up in mid-job. All ranks meet in each of them, as a recording makes its collectives, and in
     each replay."""
-    monkeypatch.setattr(job_setup, "check_device", lambda _: None)
-    monkeypatch.setattr(resolve, "usable_gpus", lambda: ["0", "1"])
+    has_gpus(monkeypatch, "0", "1")
     experts = {"num_local_experts": 4} if family == "mixtral" else {}
     make_model_folder(tmp_path / "model", family, seed=2, num_hidden_layers=1, **experts)
     rows = [{"text": f"of all rows {n}"} for n in range(5)]
@@ -74,9 +75,8 @@ def test_captured_ranks_have_experts_by_how_often_each_was_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of one process measures; then each rank's graphs are of the experts that it has, copies included."""
-    monkeypatch.setattr(job_setup, "check_device", lambda _: None)
-    monkeypatch.setattr(resolve, "usable_gpus", lambda: ["0", "1"])
-    monkeypatch.setattr(resolve.Setting, "peaks", property(lambda _: None))  # tokens alone count
+    has_gpus(monkeypatch, "0", "1")
+    monkeypatch.setattr(Setting, "peaks", property(lambda _: None))  # tokens alone count
     monkeypatch.setattr(expert_places, "_free_bytes", lambda *_: 1 << 24)  # of no GPU
     model, found = skewed_model(tmp_path / "model", "mixtral"), []
     for name, first, device, options, sets in (
@@ -109,9 +109,8 @@ def test_captured_steps_verify_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str
 ) -> None:
     """Every rank has the graphs of the others, and as many: none waits for one that captures."""
-    monkeypatch.setattr(job_setup, "check_device", lambda _: None)
-    monkeypatch.setattr(resolve, "usable_gpus", lambda: ["0", "1"])
-    monkeypatch.setattr(resolve.Setting, "peaks", property(lambda _: Peaks(1e12, 1e9)))
+    has_gpus(monkeypatch, "0", "1")
+    monkeypatch.setattr(Setting, "peaks", property(lambda _: Peaks(1e12, 1e9)))
     make_model_folder(tmp_path / "model", "llama", seed=2, num_hidden_layers=1)
     rows = [{"text": f"row {n} has some words, and row {n} has"} for n in range(4 if ranks > 1 else 9)]
     asked = kind if kind == "auto" else {"heads": str(repeating(tmp_path / "model", tmp_path / "heads"))}
@@ -157,8 +156,8 @@ def test_captured_steps_verify_drafts(
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_trees_are_verified_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Answers are of two tokens, of which either may come: of the heads' candidates now one is right, now another."""
-    monkeypatch.setattr(job_setup, "check_device", lambda _: None)
-    monkeypatch.setattr(resolve.Setting, "peaks", property(lambda _: Peaks(1e12, 1e9)))
+    has_gpus(monkeypatch)
+    monkeypatch.setattr(Setting, "peaks", property(lambda _: Peaks(1e12, 1e9)))
     make_model_folder(tmp_path / "model", "llama", seed=2, num_hidden_layers=2)
     rows = [{"text": f"row {n} has some words, and row {n} has"} for n in range(3)]
     heads = {"medusa": saying_both, "eagle": echoing}[kind](tmp_path / "model", tmp_path / "heads")

@@ -16,7 +16,6 @@ from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
-from batchinfer.plan.setup import job_setup, resolve
 from batchinfer.report.progress import Progress
 from tests.batchinfer import dying_rank
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
@@ -25,6 +24,7 @@ from tests.batchinfer.test_ranks_job import EXPERTS, FLOAT32, REAL, STAGES, TENS
 from tests.batchinfer.test_replicas import report
 from tests.checkpoints import make_model_folder
 from tests.examples import first_of
+from tests.settings import has_gpus
 
 if importlib.util.find_spec("triton") is None or DEVICE == "cuda":
     pytest.skip("for machines with triton and without a GPU", allow_module_level=True)
@@ -77,8 +77,7 @@ class Work:
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_setup, "check_device", lambda _: None)
-    monkeypatch.setattr(resolve, "usable_gpus", lambda: ["0", "1", "2", "3"])
+    has_gpus(monkeypatch, "0", "1", "2", "3")
 
 
 def check_launches(path: Path, options: RunOptions) -> None:

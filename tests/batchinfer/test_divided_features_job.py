@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
-from batchinfer.plan.setup import resolve
 from batchinfer.verbs.validate import validate_job
 from tests.batchinfer.costed_engine import known_peaks
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
@@ -22,6 +21,7 @@ from tests.batchinfer.test_ranks_job import EXPERTS, FLOAT32, STAGES, TENSOR, as
 from tests.checkpoints import make_model_folder
 from tests.examples import first_of
 from tests.lora_adapters import make_adapter
+from tests.settings import has_cores
 
 pytestmark = pytest.mark.skipif(
     len(getattr(os, "sched_getaffinity", lambda _: (0, 1))(0)) < 2, reason="needs two cores"
@@ -82,7 +82,7 @@ def test_a_divided_model_answers_as_one_process_does(
     tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch, what: str, division: dict[str, int]
 ) -> None:
     """With log-probabilities. One process has no drafts."""
-    monkeypatch.setattr(resolve, "_most_threads", lambda _: 4)
+    has_cores(monkeypatch, 4)
     sections = dict(WORK[what])
     if sections.get("drafts") == "MODEL":
         sections["drafts"] = {"model": str(models / "model")}

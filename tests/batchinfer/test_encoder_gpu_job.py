@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from batchinfer.pipeline.options import RunOptions
-from batchinfer.plan.setup import job_setup
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
 from tests.batchinfer.killed_runs import REAL
 from tests.batchinfer.pipeline.test_pipeline import run
 from tests.batchinfer.test_embed_job import TEXTS, embeddings, write_job
 from tests.examples import first_of
 from tests.sentence_checkpoints import make_sentence_encoder
+from tests.settings import has_gpus
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
@@ -36,7 +36,7 @@ CASES = [
 def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no GPU, its stand-in is one."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(job_setup, "check_device", lambda _: None)
+        has_gpus(monkeypatch)
 
 
 @pytest.mark.parametrize(("family", "pooling", "layers"), first_of(CASES, 1))

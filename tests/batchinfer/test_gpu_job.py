@@ -19,13 +19,13 @@ from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
-from batchinfer.plan.setup import job_setup
 from batchinfer.report.progress import Progress
 from batchinfer.report.tables.folder import report_folder
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
 from tests.checkpoints import edit_json, make_model_folder, make_tokenizer
 from tests.examples import first_of
 from tests.packed_weights import make_fp8
+from tests.settings import has_gpus
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
@@ -73,7 +73,7 @@ def write_job(
 def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no GPU, its stand-in is one; it sees to how Triton is imported."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(job_setup, "check_device", lambda _: None)
+        has_gpus(monkeypatch)
 
 
 def run(path: Path, factory: str = "build") -> Outcome:

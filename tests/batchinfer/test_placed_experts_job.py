@@ -13,12 +13,13 @@ from batchinfer.job import load_job
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.plan.forecast.job import forecast_job
 from batchinfer.plan.forecast.text import forecast_json, forecast_lines
-from batchinfer.plan.setup import resolve
+from batchinfer.plan.setup.setting import Setting
 from tests.batchinfer.pipeline.test_pipeline import people, run, write_job
 from tests.batchinfer.test_ranks_job import EXPERTS, FEWER, FLOAT32, REAL, STAGES, TENSOR
 from tests.batchinfer.test_replicas import report
 from tests.checkpoints import make_model_folder
 from tests.examples import first_of
+from tests.settings import has_cores
 
 pytestmark = pytest.mark.skipif(
     len(getattr(os, "sched_getaffinity", lambda _: (0, 1))(0)) < 2, reason="needs two cores"
@@ -66,7 +67,7 @@ def test_the_second_run_places_experts_and_keeps_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, more: tuple[tuple[str, str], ...]
 ) -> None:
     """Where peaks are not known, by tokens: with those of a machine, reading weights may take as long."""
-    monkeypatch.setattr(resolve.Setting, "peaks", property(lambda _: None))
+    monkeypatch.setattr(Setting, "peaks", property(lambda _: None))
     model, sets = skewed_model(tmp_path / "model", family), (FLOAT32, (EXPERTS, "2"), *more)
     path = job(tmp_path / "placed", model, FEWER)
     first = run(path, REAL, *sets).row
@@ -103,7 +104,7 @@ def test_all_stages_tell_what_their_experts_were_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, str]
 ) -> None:
     """By the numbers of the whole model's layers; tensor ranks place whole experts, too."""
-    monkeypatch.setattr(resolve, "_most_threads", lambda _: 4)
+    has_cores(monkeypatch, 4)
     model, found = skewed_model(tmp_path / "model", "mixtral"), []
     for name, sets in (("alone", ()), ("staged", tuple(sizes.items()))):
         path = job(tmp_path / name, model, FEWER // 2)

@@ -15,12 +15,12 @@ from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer.pipeline.options import RunOptions
-from batchinfer.plan.setup import resolve
 from batchinfer.report.summary import summary
 from tests.batchinfer.pipeline.test_pipeline import people, run, write_job
 from tests.batchinfer.test_replicas import report
 from tests.checkpoints import make_model_folder
 from tests.examples import first_of
+from tests.settings import has_cores
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
@@ -60,7 +60,7 @@ def test_each_rank_has_its_part_and_says_what_it_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, sizes: dict[str, int]
 ) -> None:
     """Of the weights and of the files its part by the spec, what is repeated included, and memory for no more."""
-    monkeypatch.setattr(resolve, "_most_threads", lambda _: 4)  # more ranks than there may be cores
+    has_cores(monkeypatch, 4)  # more ranks than there may be cores
     make_model_folder(tmp_path / "model", family, num_attention_heads=4, **SIZES[family])
     path = write_job(tmp_path, tmp_path / "model", people(12), engine={"kv_memory": KV_BYTES})
     sets = [("model.dtype", "float32"), *((OPTIONS[name], str(size)) for name, size in sizes.items())]

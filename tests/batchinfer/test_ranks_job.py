@@ -18,7 +18,6 @@ from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers import replica
 from batchinfer.pipeline.workers.interrupts import Interrupts
-from batchinfer.plan.setup import resolve
 from batchinfer.report.progress import Progress
 from tests.batchinfer import dying_rank
 from tests.batchinfer.pipeline.test_pipeline import people, run, table, write_job
@@ -26,6 +25,7 @@ from tests.batchinfer.test_replicas import report
 from tests.batchinfer.wrong_jobs import alive, children
 from tests.checkpoints import make_model_folder
 from tests.examples import first_of
+from tests.settings import has_cores
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
@@ -79,7 +79,7 @@ def test_ranks_answer_as_one_process_does(
     tmp_path: Path, model: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
     division: dict[str, int],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(resolve, "_most_threads", lambda _: 4)  # more ranks than there may be cores
+    has_cores(monkeypatch, 4)  # more ranks than there may be cores
     path = job(tmp_path / "job", model, FEWER)
     row = run(path, REAL, FLOAT32, *((name, str(size)) for name, size in division.items())).row
     assert table(path) == alone
@@ -118,7 +118,7 @@ def test_ranges_of_experts_keep_the_bits(
     more: tuple[tuple[str, str], ...],
 ) -> None:
     """Of sampled answers and log-probabilities."""
-    monkeypatch.setattr(resolve, "_most_threads", lambda _: 4)
+    has_cores(monkeypatch, 4)
     make_model_folder(tmp_path / "model", "mixtral", num_local_experts=4)
     sampling = (("sampling.temperature", "1.2"), ("sampling.logprobs", "2"), ("engine.deterministic", "true"))
     found = []
@@ -203,7 +203,7 @@ def test_a_rank_that_is_lost_while_it_loads_does_not_keep_the_run_waiting(
 @pytest.mark.slow
 def test_three_stages_of_different_depths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven layers and three engines that take turns, which have 8 rows among them."""
-    monkeypatch.setattr(resolve, "_most_threads", lambda _: 4)
+    has_cores(monkeypatch, 4)
     make_model_folder(tmp_path / "deep", num_hidden_layers=7)
     found = []
     for stages in ("1", "3"):

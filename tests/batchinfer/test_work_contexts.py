@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from batchinfer.data.storage.state import state_of
 from batchinfer.job import load_job
-from batchinfer.plan.setup.job_setup import check_setup
-from batchinfer.plan.setup.work_context import work_context
+from batchinfer.machine.facts import this_machine
+from batchinfer.plan.setup.job_setup import check_setup, work_context
 from tests.batchinfer.wrong_jobs import Place
 from tests.sentence_checkpoints import make_cross_encoder
 
@@ -21,7 +21,7 @@ VECTORS = "task: embed\nembed: {pooling: mean}"
 def context(place: Place, *extra: str, **sections: str) -> bytes:
     job = load_job(place.job(*extra, **sections))
     state = state_of(job)
-    return work_context(check_setup(job, state), state)
+    return work_context(check_setup(job, state, this_machine(job.engine.device)), state)
 
 
 def test_answers_of_another_kind_or_that_were_checked_are_other_work(place: Place) -> None:

@@ -36,7 +36,7 @@ def last_answers(run: OpenRun, to_come: int | None = None) -> list[TokenIds]:
     """Return the last answers of the job's last result, for engines that take drafts from other answers; none where the
     job does not take them from there. `to_come`: tokens of the answers that the run computes, at most; None: nobody
     knows yet."""
-    if not {"answers", "earlier"} <= {*run.setup.setting.draft_sources(run.job)}:
+    if not {"answers", "earlier"} <= {*run.setup.setting.parts.draft_sources(run.job)}:
         return []
     result = _last_result(run)
     worth = _LEARNT if to_come is None else max(_LEARNT_AT_LEAST, _LEARNT_A_TOKEN * to_come)
@@ -61,7 +61,7 @@ class EarlierDrafts:
     @classmethod
     def of(cls, run: OpenRun, store_parts: Sequence[Path]) -> EarlierDrafts | None:
         """Return what drafts can be taken from; None where the job has no such result, or takes none from it."""
-        if "earlier" not in run.setup.setting.draft_sources(run.job) or run.job.has_samples:
+        if "earlier" not in run.setup.setting.parts.draft_sources(run.job) or run.job.has_samples:
             return None
         result = _last_result(run)
         return None if result is None else cls(run, result, store_parts)

@@ -48,7 +48,7 @@ class FurtherAttempts:
             self._run.setup.roots,
             attempts=self._index.attempts,
             in_flight=known.in_flight,
-            shares=self._run.setup.setting.shares_prefixes,
+            shares=self._run.setup.setting.parts.shares_prefixes,
             threads=usable_cpus(),
         )
         ended = time.monotonic()

@@ -119,7 +119,7 @@ class Waves:
             in_flight=known.in_flight,
             begun=known.begun,
             more=self._index is None,
-            shares=self._run.setup.setting.shares_prefixes,
+            shares=self._run.setup.setting.parts.shares_prefixes,
             threads=usable_cpus(),
         )
 
@@ -139,7 +139,7 @@ class Waves:
     def _is_too_spread(self, plan: Plan, known: Snapshot) -> bool:
         """Whether so many prefixes are shared by rows far from each other that all others are to be planned at once."""
         at = self._reading.at
-        if not self._run.setup.setting.shares_prefixes:
+        if not self._run.setup.setting.parts.shares_prefixes:
             return False
         again = waves_again(plan, known.requests, self._again, at.bytes_total / max(1, at.bytes_read))
         if again <= MOST_AGAIN:

@@ -31,8 +31,8 @@ from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.forecast.longest_step import longest_step_s
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import planned_requests
-from batchinfer.plan.setup.check_device import kv_memory_warnings
-from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.setup.checks import kv_memory_warnings
+from batchinfer.plan.setup.setting import Setting
 from batchinfer.report.tables.meter import Meter
 
 

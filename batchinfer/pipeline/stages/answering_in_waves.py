@@ -87,7 +87,7 @@ class _Answering:
     def run_all(self) -> None:
         """Run the rows of all waves, until the last one is answered, or a signal comes."""
         run = self._run
-        longest, logprobs = run.setup.setting.max_model_len, _most_logprobs(run)
+        longest, logprobs = run.setup.setting.numerics.max_model_len, _most_logprobs(run)
         needs = Needs(run.setup.setting, longest, logprobs, 0, lambda: self.waves.parts)
         with (
             engines(run, needs) as pool,
@@ -125,7 +125,7 @@ class _Answering:
         plan = found.plan
         self._known = _Known(plan, known, index is None)
         self._facts["waves"] += 1
-        if self._run.setup.setting.shares_prefixes:
+        if self._run.setup.setting.parts.shares_prefixes:
             self._facts["again_tokens"] += plan.again_tokens
         self._show()
         self._tell_errors()

@@ -8,20 +8,20 @@ from dataclasses import replace
 from batchinfer.pipeline.calibration import Listener, calibrated_setup
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.workers.engine_entry import ENGINE
-from batchinfer.plan.setup.calibrated import loss_of
+from batchinfer.plan.setup.weights import loss_of
 from batchinfer.report.stopwatch import OTHER
 
 
 def calibrated(run: OpenRun) -> OpenRun:
     """Return the run with calibrated weights, if its job is to have such; a trial's are those of the whole job."""
-    if not run.setup.setting.calibrates or run.options.engine != ENGINE:
+    if not run.setup.setting.numerics.calibrates or run.options.engine != ENGINE:
         return run
-    began, had = time.monotonic(), run.setup.setting.weights
+    began, had = time.monotonic(), run.setup.setting.parts.weights
     with run.report.timed(OTHER):
         setup = calibrated_setup(run.whole, run.setup, run.state, Listener(run.progress, run.notice))
-    if had is None and setup.setting.weights is not None:
+    if had is None and setup.setting.parts.weights is not None:
         run.report.note(calibration_s=time.monotonic() - began)
-    loss = None if setup.setting.weights is None else loss_of(setup.setting.weights)
+    loss = None if setup.setting.parts.weights is None else loss_of(setup.setting.parts.weights)
     if loss is not None:
         run.report.note(int4_kl=loss.kl, int4_same_token=loss.same, int4_tokens=loss.tokens)
     return replace(run, setup=setup)

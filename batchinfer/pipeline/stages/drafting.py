@@ -37,8 +37,8 @@ from batchinfer.pipeline.workers.messages import WorkDone
 from batchinfer.plan.forecast.run import forecast_run
 from batchinfer.plan.order.plan import Plan, PlanBatch
 from batchinfer.plan.order.requests import planned_requests
-from batchinfer.plan.setup.draft_model import DraftModel
-from batchinfer.plan.setup.work_context import work_context
+from batchinfer.plan.setup.drafts import DraftModel
+from batchinfer.plan.setup.job_setup import work_context
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import OTHER
 
@@ -79,7 +79,9 @@ class _Drafting:
         setup = replace(setup, setting=setup.setting.for_rows(plan.to_run))
         self._run = replace(run, job=model.job, setup=setup, launch=Launch(run.options.transport))
         context = work_context(setup, run.state, remember=True)
-        self._requests = DraftRequests(context, model.setting.max_model_len, model.checkpoint.spec.vocab)
+        self._requests = DraftRequests(
+            context, model.setting.numerics.max_model_len, model.checkpoint.spec.vocab
+        )
 
     def answers(self) -> Path:
         """Have the store hold the model's answers; return the file that has those of the plan."""
@@ -103,7 +105,7 @@ class _Drafting:
         if share == 1:
             for line in forecast_run(run.job, run.setup, plan, self._index.tokens, whole=False).lines:
                 run.notice(f"drafts: {line}")
-        longest = min(plan.longest, run.setup.setting.max_model_len)
+        longest = min(plan.longest, run.setup.setting.numerics.max_model_len)
         index_parts = self._index.index_parts
         needs = Needs(run.setup.setting, longest, None, count, lambda: index_parts)
         receiver = run.setup.output.receiver(None, run.setup.tokenizer)

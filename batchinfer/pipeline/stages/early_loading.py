@@ -27,7 +27,7 @@ class EarlyLoading:
         self._begins: bool | None = None  # whether rows may run before all are read; None: not known yet
         # A draft model has the memory first
         self._waits = run.setup.drafts is None and not is_another_at_work(store.path)  # for keys
-        if self._waits and run.setup.setting.replicas == 1:
+        if self._waits and run.setup.setting.placement.replicas == 1:
             self._open()
 
     def read(self, keys: bytes, last: bool = False) -> None:
@@ -63,7 +63,7 @@ class EarlyLoading:
 
     def _watched(self) -> LackingKeys:
         if self._lacking is None:
-            engines, again = self._run.setup.setting.replicas, self._run.options.retry_errors
+            engines, again = self._run.setup.setting.placement.replicas, self._run.options.retry_errors
             self._lacking = LackingKeys(self._store.parts(), engines, again)
         return self._lacking
 

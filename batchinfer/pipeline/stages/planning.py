@@ -84,7 +84,7 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
             taken=index.taken,
             known=answered,
             beside=index.content_free_parts,
-            shares=run.setup.setting.shares_prefixes,
+            shares=run.setup.setting.parts.shares_prefixes,
             retry_errors=run.options.retry_errors,
             threads=usable_cpus(),
         )

@@ -100,7 +100,7 @@ def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
         if state.parts_in_use() == [state.path]:
             remove_strays(state.kept, state.ops)
     answered = AnsweredRows(store.parts(), run.options.retry_errors, state.staging / "answered")
-    drafted = "earlier" in run.setup.setting.draft_sources(run.job)
+    drafted = "earlier" in run.setup.setting.parts.draft_sources(run.job)
     earlier = last_published(run.state.published) if drafted else None
     whole = WholeRows(state.kept, store.parts(), run.options.retry_errors, run.notice)
     return Keeping(state.kept, answered, run.notice, run.options.verify, whole, whole.places, earlier=earlier)

@@ -8,12 +8,13 @@ from dataclasses import replace
 from batchinfer.job import Job
 from batchinfer.machine.cpus import divided_cores
 from batchinfer.pipeline.workers.messages import EnginePlace, WorkerSpec
-from batchinfer.plan.setup.resolve import Setting, thread_shares
+from batchinfer.plan.setup.placement import Placement
+from batchinfer.plan.setup.setting import Setting
 
 
 def worker_specs(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
     """Return a specification for each engine. A single process has its machine to itself."""
-    ranks, machines = setting.division.ranks, _machines(setting)
+    division, machines = setting.placement.division, _machines(setting.placement)
     counts, begun, here = Counter(machines), Counter[int](), _here(job, setting, factory)
     asked = None if job.engine.threads == "auto" else job.engine.threads
     each = []
@@ -26,33 +27,35 @@ def worker_specs(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
         else:
             each.append(here[part])
     return [
-        replace(each[first], division=setting.division, others=tuple(each[first + 1 : first + ranks]))
-        for first in range(0, len(each), ranks)
+        replace(each[first], division=division, others=tuple(each[first + 1 : first + division.ranks]))
+        for first in range(0, len(each), division.ranks)
     ]
 
 
-def _machines(setting: Setting) -> list[int]:
+def _machines(placement: Placement) -> list[int]:
     """Return the machine of each rank of each engine, those of an engine beside each other; 0: this one."""
-    division = setting.division
+    division = placement.division
     if division.machines > 1:
         return [rank // division.ranks_here for rank in range(division.ranks)]
-    return [engine % setting.machines for engine in range(setting.replicas) for _ in range(division.ranks)]
+    return [
+        engine % placement.machines for engine in range(placement.replicas) for _ in range(division.ranks)
+    ]
 
 
 def _here(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
     """Return the specification of each process of this machine."""
-    load, processes = setting.load_config(job), setting.processes_here
-    if processes == 1:
+    load, placement = setting.load_config(job), setting.placement
+    if placement.processes_here == 1:
         return [WorkerSpec(load, job.model.path, factory)]
     asked = None if job.engine.threads == "auto" else job.engine.threads
     return [
         WorkerSpec(replace(load, threads=threads), job.model.path, factory, place)
-        for threads, place in zip(thread_shares(asked, processes), _places(setting), strict=True)
+        for threads, place in zip(placement.thread_shares(asked), _places(placement), strict=True)
     ]
 
 
-def _places(setting: Setting) -> list[EnginePlace]:
+def _places(placement: Placement) -> list[EnginePlace]:
     """Return a place for each rank of each engine of this machine, those of an engine beside each other."""
-    if setting.device == "cuda":
-        return [EnginePlace(gpu=gpu) for gpu in setting.gpus]
-    return [EnginePlace(cores) for cores in divided_cores(setting.processes_here)]
+    if placement.machine.device == "cuda":
+        return [EnginePlace(gpu=gpu) for gpu in placement.gpus]
+    return [EnginePlace(cores) for cores in divided_cores(placement.processes_here)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,9 +13,9 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.spec.spec import INT4_GROUP
 from batchinfer.plan.forecast.step_times import step_times
 from batchinfer.plan.order.plan import Plan
-from batchinfer.plan.setup.calibrated import ANSWER_TOKENS, LONGEST, MOST_TOKENS, ROWS_READ
 from batchinfer.plan.setup.job_setup import Setup
-from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.setup.setting import Setting
+from batchinfer.plan.setup.weights import ANSWER_TOKENS, LONGEST, MOST_TOKENS, ROWS_READ
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.cost import ModelCost, StepShape
@@ -72,12 +72,12 @@ def planned_calibration(
 ) -> CalibrationForecast | None:
     """Forecast the calibration that a run of the plan begins with; None: it has none. `multiple`: how many times as
     many rows as the plan the job has."""
-    if not setup.setting.calibrates or setup.setting.weights is not None or not plan.to_run:
+    if not setup.setting.numerics.calibrates or setup.setting.parts.weights is not None or not plan.to_run:
         return None
     counts = [batch.numbers("token_count") for batch in plan.batches(65_536)]
     mean = max(1.0, float(np.minimum(np.concatenate(counts), LONGEST).mean()))
     rows = int(min(plan.to_run * multiple, ROWS_READ, max(1, MOST_TOKENS // mean)))
-    answers = min(ANSWER_TOKENS, setup.setting.max_model_len) if job.task == "generate" else 0
+    answers = min(ANSWER_TOKENS, setup.setting.numerics.max_model_len) if job.task == "generate" else 0
     return calibration_forecast(setup, CalibrationSample(rows, round(rows * mean), answers))
 
 
@@ -85,9 +85,9 @@ def calibration_forecast(
     setup: Setup, sample: CalibrationSample, group: int = INT4_GROUP
 ) -> CalibrationForecast:
     """Forecast how long the job's model takes to be calibrated on such a sample."""
-    setting, checkpoint = replace(setup.setting, replicas=1), setup.checkpoint
+    setting, checkpoint = setup.setting.with_placement(replicas=1), setup.checkpoint
     assert isinstance(checkpoint, Checkpoint), "no other model is calibrated"
-    peak = setting.hardware.peak_flops.get("float32")
+    peak = setting.placement.hardware.peak_flops.get("float32")
     if setting.device != "cpu":
         return CalibrationForecast(sample.rows, sample.tokens, None, _NO_GPU)
     if peak is None or setting.peaks is None:
@@ -111,7 +111,7 @@ def work_seconds(work: CalibrationWork, flops_per_s: float) -> float:
 
 def _engine(setting: Setting, checkpoint: Checkpoint, codes: Quantization) -> tuple[ModelCost, StepTime]:
     """Return the costs and the times of the model's steps, as no run of the job has told them."""
-    setting = replace(setting, quantization=codes)
+    setting = setting.with_numerics(quantization=codes)
     cost = setting.model_cost(checkpoint.held_for(codes))
     return cost, step_times(setting, cost, None).time
 

@@ -16,7 +16,7 @@ from batchinfer.models.spec.model_cost import loaded_bytes, model_cost
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer.plan.setup.job_setup import Setup
-from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.setup.setting import Setting
 from batchinfer.plan.simulation.simulator import block_bytes
 from batchinfer.plan.simulation.stages import SimulatedStage, StageSends
 from batchinfer_kernels.cost import Cost, ModelCost
@@ -70,7 +70,7 @@ def divided_model(setup: Setup, division: Division) -> DividedModel | None:
     checkpoint, setting = setup.checkpoint, setup.setting
     if division.ranks == 1 or not isinstance(checkpoint, Checkpoint):
         return None
-    whole = checkpoint.spec.quantized(setting.quantization).caching(setting.kv_cache)
+    whole = checkpoint.spec.quantized(setting.numerics.quantization).caching(setting.numerics.kv_cache)
     return divided_spec(whole, division, setting)
 
 
@@ -81,13 +81,13 @@ def divided_spec(whole: ModelSpec, division: Division, setting: Setting) -> Divi
 
 
 def _part(whole: ModelSpec, division: Division, rank: int, setting: Setting) -> StagePart:
-    experts = setting.experts
+    experts = setting.parts.experts
     placement = None if experts is None else experts.placement
     place = place_of(_fullest(rank, division, placement), division, whole, placement)
     own = sharded(whole, place)
-    cost = model_cost(own, setting.itemsize, setting.device, setting.deterministic)
+    cost = model_cost(own, setting.numerics.itemsize, setting.device, setting.numerics.deterministic)
     cost = cost if experts is None else with_imbalance(cost, experts.times)
-    weights = loaded_bytes(own, parameter_count(own), setting.itemsize)
+    weights = loaded_bytes(own, parameter_count(own), setting.numerics.itemsize)
     return StagePart(own, cost, weights, place.layers or (0, len(whole.layers)))
 
 

@@ -105,7 +105,7 @@ class ForecastEngine:
         outputs = self.plan.expected_tokens
         tokens = self.plan.prompt_tokens - self.plan.shared_prefix_tokens + outputs
         step = self.machine.cost.step(StepShape(tokens, outputs, 0, 0))
-        return roofline_seconds(step, setting.peaks) / setting.replicas
+        return roofline_seconds(step, setting.peaks) / setting.placement.replicas
 
     def run_budget_s(self) -> float:
         """Return for how many seconds a run may simulate itself: few compared to its own time."""
@@ -133,7 +133,7 @@ class ForecastEngine:
         expected_s = whole.seconds
         if self.times.known == "limit":
             expected_s = unmeasured_s(whole.seconds, whole.steps, self.machine.cost.layers)
-        spent_s = expected_s * setting.replicas
+        spent_s = expected_s * setting.placement.replicas
         mfu = whole.flops / spent_s / peaks.fastest
         mbu = whole.bytes / spent_s / peaks.bytes_per_s
         folder = report_folder(self.job.results_root)
@@ -152,7 +152,7 @@ class ForecastEngine:
 
     def _whole(self, batches: list[list[Request]], lengths: AnswerLengths) -> Simulated:
         """Return the run of all batches, extrapolated from these and from half of them, on one of the engines."""
-        engines = self.setup.setting.replicas
+        engines = self.setup.setting.placement.replicas
         requests = share_of([request for batch in batches for request in batch], engines)
         whole = (self.plan.prompt_tokens + self.plan.expected_tokens) * self.multiple
         if self.multiple == 1 and sum(map(len, batches)) == self.plan.to_run:
@@ -163,7 +163,7 @@ class ForecastEngine:
         return run.counted(engines)
 
     def _proposals(self) -> EarlierProposals | None:
-        drafts = self.setup.setting.draft_sources(self.job)
+        drafts = self.setup.setting.parts.draft_sources(self.job)
         return earlier_proposals(report_folder(self.job.results_root)) if drafts else None
 
     @property
@@ -179,7 +179,7 @@ class ForecastEngine:
     def every(self, budget_s: float) -> int:
         """Return n such that one of every n batches is simulated."""
         batches = math.ceil(self.plan.to_run / REQUEST_BATCH)
-        engines = self.setup.setting.replicas  # of which one is simulated
+        engines = self.setup.setting.placement.replicas  # of which one is simulated
         within = int(batches * budget_s * engines / self.simulating_s / TWO_PARTS)
         least = max(
             2, math.ceil(FULL_BATCHES * engines * self.machine.scheduler.max_num_seqs / REQUEST_BATCH)
@@ -231,13 +231,13 @@ def simulated_engine(
     captures = captures_of(setup, cost, room.limits, longest) if setting.device == "cuda" else None
     ranks, stages = 1, tuple[SimulatedStage, ...]()
     if room.divided is not None and times.known != "runs":
-        ranks = setting.division.ranks
-        on = devices or devices_of(setting.hardware, ranks * setting.replicas)
-        stages = room.divided.stages(on, setting.itemsize, chooses_among_all(job))
+        ranks = setting.placement.division.ranks
+        on = devices or devices_of(setting.placement.hardware, ranks * setting.placement.replicas)
+        stages = room.divided.stages(on, setting.numerics.itemsize, chooses_among_all(job))
         times = replace(times, time=replace(times.time, peaks=times.time.peaks.part(ranks)))
-    elif room.divided is not None and setting.division.stages > 1:
-        stages = measured_stages(cost, setting.division.stages)
-    alone = room.divided is None and setting.beside is None and setting.heads is None
+    elif room.divided is not None and setting.placement.division.stages > 1:
+        stages = measured_stages(cost, setting.placement.division.stages)
+    alone = room.divided is None and setting.parts.beside is None and setting.parts.heads is None
     machine = SimulatedEngine(
         cost=cost,
         layout=room.layout,

@@ -20,7 +20,8 @@ from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.data.store.completion_store import read_records
 from batchinfer.job import Job
 from batchinfer.machine.cpus import usable_cpus
-from batchinfer.machine.devices import Devices, devices_here
+from batchinfer.machine.devices import Devices, devices_of
+from batchinfer.machine.facts import MachineFacts, this_machine
 from batchinfer.plan.forecast.calibration import CalibrationForecast, planned_calibration
 from batchinfer.plan.forecast.deadline import Deadline, StopForecast, now
 from batchinfer.plan.forecast.engine import PLAN_MOST_S, EngineForecast, forecast_engine
@@ -33,8 +34,7 @@ from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.prefixes import PlannedPrefix, largest_prefixes
 from batchinfer.plan.setup.input_check import check_enough_rows, check_input
-from batchinfer.plan.setup.job_setup import Setup, check_setup
-from batchinfer.plan.setup.work_context import work_context
+from batchinfer.plan.setup.job_setup import Setup, check_setup, work_context
 
 PREFIXES_SHOWN = 8
 
@@ -105,7 +105,9 @@ def forecast_job(
     Raises what `run` raises before it computes, but OutOfMemory: that is part of the forecast.
     """
     state = state_of(job)
-    setup = check_setup(job, state, replace=True, hardware=None if devices is None else devices.hardware)
+    here = this_machine(job.engine.device if devices is None else "cpu")
+    machine = here if devices is None else MachineFacts(devices.hardware)
+    setup = check_setup(job, state, machine, replace=True, reader=here)
     for warning in (*setup.warnings, *check_input(job, setup, state).warnings):
         notice(warning)
     if job.sampling.from_columns:
@@ -121,7 +123,7 @@ def forecast_job(
             found = replace(found, idle=idle_forecast(job, found.plan.rows, known.input_s, known.plan_s))
         times = 1.0 if known.drawn is None else known.drawn.times
         others = quantized_forecasts(known.job, setup, known.plan, known.index.tokens, times)
-        on = devices or devices_here(setup.setting.hardware)
+        on = devices or devices_of(machine.hardware, machine.devices)
         layouts = layout_forecasts(known.job, setup, known.plan, known.index.tokens, times, on)
         found = replace(found, quantizations=tuple(others), devices=on, layouts=layouts)
         try:
@@ -184,7 +186,7 @@ def _planned(
         setup.roots,
         attempts=attempts,
         beside=index.content_free_parts,
-        shares=setup.setting.shares_prefixes,
+        shares=setup.setting.parts.shares_prefixes,
         threads=cores,
     )
     planned = time.perf_counter()
@@ -199,7 +201,7 @@ def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Pat
     if known.drawn is not None:
         engine = replace(engine, multiple=known.drawn.times)
     machine = engine.machine
-    engines, size = setup.setting.replicas, machine.layout.block_size
+    engines, size = setup.setting.placement.replicas, machine.layout.block_size
     weights = engine.weight_bytes * engines
     blocks = machine.blocks * engines
     memory = Memory(weights, engine.kv_cache_bytes * engines, blocks, size)
@@ -241,11 +243,11 @@ def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRow
         plan if drawn is None else drawn.whole_plan(plan),
         codes,
         _setting(setup),
-        context=setup.setting.max_model_len,
+        context=setup.setting.numerics.max_model_len,
         rows_over=_rows_over(job, codes),
         sample=drawn,
         draft_model=None if drafts is None else drafts.place.said,
-        experts=None if setup.setting.experts is None else setup.setting.experts.told,
+        experts=None if setup.setting.parts.experts is None else setup.setting.parts.experts.told,
     )
     if not plan.to_run:
         return found
@@ -256,9 +258,9 @@ def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRow
 
 
 def _setting(setup: Setup) -> str:
-    setting = setup.setting
-    engines = f", {setting.replicas} engines" if setting.replicas > 1 else ""
-    return f"{setting.arithmetic} on {setting.hardware.name or setting.device}{engines}"
+    setting, placement = setup.setting, setup.setting.placement
+    engines = f", {placement.replicas} engines" if placement.replicas > 1 else ""
+    return f"{setting.numerics.text} on {placement.hardware.name or setting.device}{engines}"
 
 
 def _rows_over(job: Job, codes: Mapping[str, int]) -> int | None:

@@ -22,7 +22,7 @@ from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts
 from batchinfer.plan.setup.expert_places import expert_plan
 from batchinfer.plan.setup.job_setup import Setup
-from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.setup.setting import Setting
 
 # Layouts that are estimated to be within this factor of the fastest one are simulated, so many at the most, and as long
 # as all simulations together take about as many seconds
@@ -120,14 +120,14 @@ def _candidate(
 ) -> _Candidate:
     checkpoint, engines = setup.checkpoint, devices.count // division.ranks
     assert isinstance(checkpoint, Checkpoint), "other models are not divided"
-    setting = replace(setup.setting, division=division, replicas=engines, gpus=())
+    setting = setup.setting.with_placement(division=division, replicas=engines, gpus=())
     layout = LayoutForecast(division.tensor, division.stages, 1, engines)
-    whole = checkpoint.spec.quantized(setting.quantization).caching(setting.kv_cache)
+    whole = checkpoint.spec.quantized(setting.numerics.quantization).caching(setting.numerics.kv_cache)
     try:
         check_division(whole, division)
         check_stored(checkpoint, division)
-        setting = replace(setting, experts=expert_plan(job, checkpoint, setting))
-        layout = _with_experts(layout, setting.experts)
+        setting = setting.with_parts(experts=expert_plan(job, checkpoint, setting))
+        layout = _with_experts(layout, setting.parts.experts)
         engine = forecast_engine(job, replace(setup, setting=setting), plan, devices, learns=False)
     except CannotSplit as error:
         return _Candidate(replace(layout, refused=str(error)), None)
@@ -150,7 +150,10 @@ def _with_experts(layout: LayoutForecast, experts: ExpertPlan | None) -> LayoutF
 
 def _misfit(whole: ModelSpec, division: Division, setting: Setting, why: str) -> str:
     """Say why a layout does not fit: for its weights alone, or for its KV cache, which `why` says."""
-    weights, memory = divided_spec(whole, division, setting).weight_bytes, setting.hardware.memory_bytes
+    weights, memory = (
+        divided_spec(whole, division, setting).weight_bytes,
+        setting.placement.hardware.memory_bytes,
+    )
     if memory is None or weights < memory:
         return f"does not fit: {why}"
     return f"does not fit: weights take {size(weights)}, and a device has {size(memory)}"
@@ -181,7 +184,12 @@ def _timed(fitting: Sequence[_Candidate], prompts: Prompts) -> list[_Candidate]:
 def _simulating_s(one: _Candidate) -> float:
     """Return about how long it takes to simulate a layout."""
     assert one.engine is not None
-    return one.engine.simulating_s / one.engine.setup.setting.replicas / one.engine.every(EACH_S) * TWO_PARTS
+    return (
+        one.engine.simulating_s
+        / one.engine.setup.setting.placement.replicas
+        / one.engine.every(EACH_S)
+        * TWO_PARTS
+    )
 
 
 def _simulated(one: _Candidate, prompts: Prompts) -> _Candidate:

@@ -134,7 +134,7 @@ class Linter:
             [],
             index.folder / "plan",
             self.setup.roots,
-            shares=self.setup.setting.shares_prefixes,
+            shares=self.setup.setting.parts.shares_prefixes,
             threads=usable_cpus(),
         )
         return Looked(plan, index, self._seconds(plan, index))

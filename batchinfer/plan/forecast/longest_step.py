@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchinfer.engine.config import EngineInfo
 from batchinfer.plan.forecast.step_times import step_times
-from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.setup.setting import Setting
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape
 

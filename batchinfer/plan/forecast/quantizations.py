@@ -43,19 +43,18 @@ def quantized_forecasts(
     """Yield the forecasts of a model of ours that is stored in floats; of others there is nothing to choose. What the
     job's ranks could not divide is left out. `multiple`: as in ForecastEngine."""
     setting = setup.setting
-    checkpoint = open_checkpoint(job.model.path) if setting.weights is not None else setup.checkpoint
+    checkpoint = open_checkpoint(job.model.path) if setting.parts.weights is not None else setup.checkpoint
     if not isinstance(checkpoint, Checkpoint) or any(each.quantized for each in checkpoint.packed.values()):
         return
     checkpoint = checkpoint.as_stored(frozenset())
-    if (setting.device, setting.dtype) == ("cpu", "float16"):
+    if (setting.device, setting.numerics.dtype) == ("cpu", "float16"):
         return
-    for name in dict.fromkeys((*COMPARED[setting.device], setting.quantization)):
+    for name in dict.fromkeys((*COMPARED[setting.device], setting.numerics.quantization)):
         held = checkpoint.held_for(name)
-        other = replace(setting, quantization=name, weights=None, calibrates=False)
+        other = setting.with_numerics(quantization=name, calibrates=False).with_parts(weights=None)
         found = replace(setup, checkpoint=held, setting=other)
-        itemsize = 4 if setting.dtype == "float32" else 2
-        taken = loaded_bytes(held.spec.quantized(name), held.parameters, itemsize)
-        chosen, size = name == setting.quantization, taken * setting.replicas
+        taken = loaded_bytes(held.spec.quantized(name), held.parameters, setting.numerics.itemsize)
+        chosen, size = name == setting.numerics.quantization, taken * setting.placement.replicas
         try:
             engine = _without_runs(replace(forecast_engine(job, found, plan), multiple=multiple))
         except CannotSplit:

@@ -18,9 +18,8 @@ from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
 from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.spec import Caches, CacheSpec
 from batchinfer.plan.forecast.divided import DividedModel, divided_model
-from batchinfer.plan.setup.draft_place import PlacedModel
 from batchinfer.plan.setup.job_setup import Setup
-from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.setup.setting import PlacedModel, Setting
 from batchinfer.plan.simulation.launching import Captures
 from batchinfer.plan.simulation.simulator import block_bytes
 from batchinfer_kernels.cost import PANEL_BYTES, ModelCost
@@ -45,7 +44,7 @@ def engine_room(job: Job, setup: Setup, longest: int) -> EngineRoom:
     captured = setup.checkpoint.modelling == OWN
     limits = scheduler_config(config, cost, captured)
     block_size = config.block_size or DEFAULT_BLOCK_SIZE
-    divided = divided_model(setup, setting.division)
+    divided = divided_model(setup, setting.placement.division)
     if divided is None:
         kept: Caches = [CacheSpec(1, 1, window=window) for window in cost.windows]
         layout = cache_layout(kept, block_size, longest)
@@ -53,11 +52,15 @@ def engine_room(job: Job, setup: Setup, longest: int) -> EngineRoom:
         taken = [(weights, block_bytes(layout, cost) + beside_block(setup, block_size))]
     else:
         layout = cache_layout(divided.whole.caches, block_size, longest)
-        beside = setting.adapter_bytes // setting.division.ranks
+        beside = setting.adapter_bytes // setting.placement.division.ranks
         taken = [(p.weight_bytes + beside, p.block_bytes(layout, divided.whole)) for p in divided.parts]
     spare = spare_blocks(block_size, limits.max_num_seqs) * beside_block(setup, block_size)
     spare += kept_states(setup, limits.max_num_seqs)
-    panel = PANEL_BYTES if setting.device == "cuda" and _widens(setup) and not setting.deterministic else 0
+    panel = (
+        PANEL_BYTES
+        if setting.device == "cuda" and _widens(setup) and not setting.numerics.deterministic
+        else 0
+    )
     return EngineRoom(limits, layout, _blocks(setting, config, limits, layout, taken, panel, spare), divided)
 
 
@@ -72,11 +75,11 @@ def _blocks(
 ) -> int:
     """Return the blocks of the KV cache of all engines that take turns, as many as the rank with the least room has.
     `taken`: bytes of weights, and of a block, on a rank of each stage; `spare`: of a cache in no block of a row."""
-    on_gpu, ranks = setting.device == "cuda", setting.division.ranks
-    turns = min(setting.division.stages, limits.max_num_seqs)
+    on_gpu, ranks = setting.device == "cuda", setting.placement.division.ranks
+    turns = min(setting.placement.division.stages, limits.max_num_seqs)
     size = JobSize(config.longest, limits.max_num_seqs // turns, limits.max_num_batched_tokens)
-    whole, memory = config.memory or setting.memory(), config.kv_memory
-    free = (setting.hardware.memory_bytes or 1 << 62) if on_gpu else whole // ranks
+    whole, memory = config.memory or setting.placement.free_memory, config.kv_memory
+    free = (setting.placement.hardware.memory_bytes or 1 << 62) if on_gpu else whole // ranks
     if isinstance(memory, int):
         memory = memory // (turns * (1 if on_gpu else ranks)) - spare
     rooms = (
@@ -93,36 +96,36 @@ def held_bytes(setup: Setup) -> int:
     checkpoint, setting = setup.checkpoint, setup.setting
     if not isinstance(checkpoint, Checkpoint):
         return checkpoint.weight_bytes
-    spec = checkpoint.spec.quantized(setting.quantization)
-    return loaded_bytes(spec, checkpoint.parameters, setting.itemsize)
+    spec = checkpoint.spec.quantized(setting.numerics.quantization)
+    return loaded_bytes(spec, checkpoint.parameters, setting.numerics.itemsize)
 
 
 def beside_weights(setup: Setup) -> int:
     """Return the bytes of the weights of a draft model or heads beside an engine's own model, 0 without any."""
-    beside, heads = setup.beside, setup.setting.heads
+    beside, heads = setup.beside, setup.setting.parts.heads
     own = 0 if beside is None else PlacedModel(beside.checkpoint, beside.setting).weight_bytes
-    return own if heads is None else own + heads.weight_bytes(setup.setting.itemsize)
+    return own if heads is None else own + heads.weight_bytes(setup.setting.numerics.itemsize)
 
 
 def beside_block(setup: Setup, block_size: int) -> int:
     """Return the bytes that a block takes for a draft model or heads beside an engine's own model, 0 without any."""
-    beside, heads = setup.beside, setup.setting.heads
+    beside, heads = setup.beside, setup.setting.parts.heads
     if heads is not None:
-        return block_size * heads.token_bytes(setup.setting.itemsize)
+        return block_size * heads.token_bytes(setup.setting.numerics.itemsize)
     return 0 if beside is None else beside.setting.model_cost(beside.checkpoint).kv_bytes(block_size)
 
 
 def kept_states(setup: Setup, max_num_seqs: int) -> int:
     """Return the bytes of the states of sampled rows that a GPU keeps for heads."""
-    heads, setting = setup.setting.heads, setup.setting
+    heads, setting = setup.setting.parts.heads, setup.setting
     if heads is None or setting.device != "cuda":
         return 0
-    return heads.state_bytes(kept_rows(max_num_seqs), setting.itemsize)
+    return heads.state_bytes(kept_rows(max_num_seqs), setting.numerics.itemsize)
 
 
 def _widens(setup: Setup) -> bool:
     """Whether a GPU has weights that it widens before it multiplies many rows: those in 4 bits, but for experts."""
-    quantization = setup.setting.quantization
+    quantization = setup.setting.numerics.quantization
     return quantization in ("int4", "stored-int4") or (
         quantization == "stored-mxfp4"
         and isinstance(setup.checkpoint, Checkpoint)
@@ -136,7 +139,7 @@ def _widens(setup: Setup) -> bool:
 def fits(job: Job, setup: Setup) -> bool:
     """Whether an engine would have room for the longest sequence that any row of the job may come to."""
     try:
-        engine_room(job, setup, setup.setting.max_model_len)
+        engine_room(job, setup, setup.setting.numerics.max_model_len)
     except OutOfMemory:
         return False
     return True

@@ -25,7 +25,7 @@ def estimated_s(engine: ForecastEngine) -> float:
     """Return about how long an engine takes if it is always full: a wave of rows that read their prompts and then
     decode together, as often as there are such waves."""
     plan, machine = engine.plan, engine.machine
-    rows = plan.to_run * engine.multiple / engine.setup.setting.replicas
+    rows = plan.to_run * engine.multiple / engine.setup.setting.placement.replicas
     mean = MeanRow(
         plan.prompt_tokens / plan.to_run,
         max(1.0, (plan.prompt_tokens - plan.shared_prefix_tokens) / plan.to_run),

@@ -19,7 +19,7 @@ from batchinfer.engine.schedule.budget import (
     further_host_s,
 )
 from batchinfer.job import Job
-from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.setup.setting import Setting
 from batchinfer.plan.simulation.step_parts import TimedStep
 from batchinfer.plan.simulation.step_time import MeasuredStep, StepTime, measured_step_time, shape_of
 from batchinfer.report.tables.earlier_runs import LAUNCHED_STEPS, EarlierSteps
@@ -47,8 +47,8 @@ def alike(job: Job, setting: Setting) -> dict[str, object]:
     """Return this model, machine and arithmetic as columns of the run table have them."""
     return {
         "model": described(job.model.path),
-        "hardware": setting.hardware.name,
-        "cores": setting.hardware.cores,
+        "hardware": setting.placement.hardware.name,
+        "cores": setting.placement.hardware.cores,
         "device": setting.device,
         **setting.facts,
     }
@@ -66,7 +66,7 @@ def step_times(setting: Setting, cost: ModelCost, earlier: EarlierSteps | None) 
 
 
 def _expected(setting: Setting, peaks: Peaks) -> StepTimes:
-    measured = setting.hardware.step_time(setting.dtype, setting.quantization)
+    measured = setting.placement.hardware.step_time(setting.numerics.dtype, setting.numerics.quantization)
     calibrated = None if measured is None else StepTime.calibrated(peaks, measured)
     if calibrated is not None:
         return StepTimes(calibrated, "measured")

@@ -12,7 +12,7 @@ from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer.plan.expert_plan import ExpertPlan, has_experts, planned_experts
-from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.setup.setting import Setting
 from batchinfer.report.tables.earlier_runs import earlier_experts
 from batchinfer.report.tables.folder import report_folder
 
@@ -23,10 +23,11 @@ COPIES_SHARE = 0.1
 def expert_plan(job: Job, checkpoint: StoredModel, setting: Setting) -> ExpertPlan | None:
     """Return which experts the ranks of an engine have, by what earlier runs of the job's model gave each; None: whole
     experts are not divided."""
-    if setting.division.ranks == 1 or not isinstance(checkpoint, Checkpoint):
+    division = setting.placement.division
+    if division.ranks == 1 or not isinstance(checkpoint, Checkpoint):
         return None
-    spec = checkpoint.spec.quantized(setting.quantization)
-    ranks = expert_ranks(spec, setting.division)
+    spec = checkpoint.spec.quantized(setting.numerics.quantization)
+    ranks = expert_ranks(spec, division)
     if ranks == 1:
         return None
     if job.engine.expert_placement == "ranges":
@@ -34,17 +35,18 @@ def expert_plan(job: Job, checkpoint: StoredModel, setting: Setting) -> ExpertPl
     loads = earlier_experts(report_folder(job.results_root), described(job.model.path))
     if loads is None or not has_experts(spec, loads):
         return ExpertPlan(ranks, "no earlier run has measured how many tokens each gets")
-    peaks = None if setting.peaks is None else setting.peaks.part(setting.division.ranks)
+    peaks = None if setting.peaks is None else setting.peaks.part(division.ranks)
     spare = int(COPIES_SHARE * _free_bytes(spec, setting))
-    return planned_experts(spec, ranks, loads, peaks, setting.itemsize, spare)
+    return planned_experts(spec, ranks, loads, peaks, setting.numerics.itemsize, spare)
 
 
 def _free_bytes(spec: ModelSpec, setting: Setting) -> int:
     """Return the memory that weights leave free on the rank that has most of them."""
-    division = setting.division
-    memory = setting.hardware.memory_bytes or 0
+    placement = setting.placement
+    division, memory = placement.division, placement.hardware.memory_bytes or 0
     if setting.device == "cpu":
-        memory = setting.memory() // (setting.engines_here * division.ranks_here)
+        memory = placement.free_memory // placement.processes_here
     firsts = range(0, division.ranks, division.peers)
     owns = [sharded(spec, place_of(rank, division, spec)) for rank in firsts]
-    return memory - max(loaded_bytes(own, parameter_count(own), setting.itemsize) for own in owns)
+    itemsize = setting.numerics.itemsize
+    return memory - max(loaded_bytes(own, parameter_count(own), itemsize) for own in owns)

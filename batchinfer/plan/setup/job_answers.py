@@ -6,14 +6,22 @@ from dataclasses import dataclass
 
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.sampling import INT32_MAX, SamplingParams
 from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
+from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
 from batchinfer.data.constraints.constraint_check import constraint_problem
 from batchinfer.data.constraints.generated_schema import parsed_schema
+from batchinfer.data.input.rows import RowProblem
 from batchinfer.data.outputs.kind import OutputKind
+from batchinfer.data.prompts.fits import with_reasoning
+from batchinfer.data.prompts.parameters.named_tokens import NamedTokens
 from batchinfer.data.prompts.parameters.vector_requests import VectorRequests
+from batchinfer.data.tokenizer.reasoning_styles import find_reasoning
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.data.tool_calls.call_grammar import UNASKED
+from batchinfer.data.tool_calls.call_styles import find_call_style
 from batchinfer.job import Job
 from batchinfer.job.check import (
     ATTEMPT,
@@ -25,10 +33,7 @@ from batchinfer.job.check import (
     TOOL_CALLS_COLUMN,
 )
 from batchinfer.models.opening import StoredModel
-from batchinfer.plan.setup.job_calls import job_calls
-from batchinfer.plan.setup.job_embedding import requested_vectors
-from batchinfer.plan.setup.job_pairs import job_pairs
-from batchinfer.plan.setup.job_reasoning import job_reasoning
+from batchinfer.plan.setup.job_vectors import job_pairs, requested_vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +135,81 @@ def check_followed(job: Job, tokenizer: Tokenizer) -> None:
 
     if (problem := grammar_problem(tokenizer.definition)) is not None:
         raise job.mistake(_constraint_key(job), problem)
+
+
+def job_calls(job: Job, tokenizer: Tokenizer) -> CallStyle | None:
+    """Return how the job's answers write calls; None: no row can have tools, or calls are not told from text. Raises
+    JobFileError for a style whose tokens the checkpoint lacks."""
+    said = "auto" if job.prompt is None else job.prompt.tool_calls
+    if not (job.requests or (job.prompt is not None and job.prompt.may_call)):
+        return None
+    found = find_call_style(said, tokenizer)
+    if found is None and said not in ("auto", "none"):
+        raise job.mistake("prompt.tool_calls", f"is {said}, and the tokenizer lacks the tokens of this style")
+    if job.prompt is not None and job.prompt.asked_call:
+        _check_choice(job, found)
+    return found
+
+
+def _check_choice(job: Job, style: CallStyle | None) -> None:
+    """Raise JobFileError if the call that the job asks for cannot be a constraint on its answers."""
+    constraint = job.params().constraint
+    if style is None:
+        why = "nothing shows how the checkpoint writes calls; name the style in prompt.tool_calls"
+    elif style.name in UNASKED:
+        why = f"calls in the style {style.name} cannot be asked for; write auto"
+    elif constraint is not None:
+        why = f"an answer can have only one constraint, and the job has {constraint}"
+    elif job.sampling.fits:
+        why = "the longest call of a tool is not known, so that max_tokens: fit does not go with it"
+    else:
+        return
+    raise job.mistake("prompt.tool_choice", f"is given, but {why}")
+
+
+def job_reasoning(job: Job, tokenizer: Tokenizer) -> Reasoning | None:
+    """Return how the job's answers mark their reasoning; None: they have none, or keep it in their text. Raises
+    JobFileError for a budget of reasoning that has no tokens to end it with."""
+    found = find_reasoning("auto" if job.prompt is None else job.prompt.reasoning, tokenizer)
+    where = _limited_by(job)
+    if where is not None and (found is None or found.tokens is None):
+        text = "thinking_budget: the checkpoint's chat template names no tokens around reasoning"
+        raise job.mistake(where, f"{text}; name them in prompt.reasoning, or remove it")
+    return found
+
+
+def _limited_by(job: Job) -> str | None:
+    """Return the key of the job file that limits reasoning, if one does."""
+    if job.sampling.thinking_budget is not None:
+        return "sampling.thinking_budget"
+    if "thinking_budget" in dict(job.sampling.from_columns):
+        return "sampling.from_columns"
+    return "on_invalid" if any("thinking_budget" in rung for rung in job.on_invalid) else None
+
+
+def most_with_reasoning(most: int, params: SamplingParams, reasoning: Reasoning | None) -> int | None:
+    """Return the most tokens of an answer of at most `most` tokens with its reasoning; None: it has no bound."""
+    found = with_reasoning(most, params.thinking_budget, reasoning)
+    return found if found < INT32_MAX else None
+
+
+def most_answer_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
+    """Return the most tokens of an answer, where they are known. Raises JobFileError where the job's constraint has no
+    bound to fit."""
+    params = job.params()
+    if not job.sampling.fits or params.constraint is None:
+        return None
+    try:
+        return most_with_reasoning(most_tokens(params), params, reasoning)
+    except Unbounded as error:
+        raise job.mistake("sampling.max_tokens", f"is fit, and answers have no bound: {error}") from None
+
+
+def check_tokens(job: Job, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises JobFileError for a token that the model does not have, and as `check_followed`."""
+    check_followed(job, tokenizer)
+    try:
+        NamedTokens(tokenizer, vocab_size).named(job.params())
+    except RowProblem as problem:
+        name, _, message = problem.error.message.partition(": ")
+        raise job.mistake(f"sampling.{name}", message) from None

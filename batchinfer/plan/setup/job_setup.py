@@ -1,4 +1,4 @@
-"""The setup of a job is all but its rows, checked before anything is computed: checkpoint, device, tokenizer, results.
+"""The setup of a job: checkpoint, device, tokenizer and results, checked before anything is computed.
 
 `run`, `plan`, `validate` and `preview` all call `check_setup`, so that they agree.
 """
@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from batchinfer.core.content_root import ContentRoots
+from batchinfer.core.hub import ADAPTER_WEIGHTS
+from batchinfer.data.columns.answer_check import CHECK_VERSION
 from batchinfer.data.columns.schema_columns import SchemaColumns
 from batchinfer.data.index.ingest_options import IngestOptions
 from batchinfer.data.input.reader import SampleSize, Strata
@@ -18,22 +20,27 @@ from batchinfer.data.outputs.kind import OutputKind
 from batchinfer.data.outputs.registry import kind_of
 from batchinfer.data.prompts.mode import check_chat_template, check_templates, given_template
 from batchinfer.data.results.manifest import check_destination
+from batchinfer.data.storage.remembered import read_strings, write_strings
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
-from batchinfer.machine.hardware import Hardware
+from batchinfer.machine.facts import MachineFacts
+from batchinfer.models.files.fingerprint import file_sha256
 from batchinfer.models.opening import StoredModel, open_checkpoint
-from batchinfer.plan.setup.check_device import check_device, check_kv_memory
-from batchinfer.plan.setup.draft_heads import draft_heads
-from batchinfer.plan.setup.draft_model import DraftModel, draft_model
-from batchinfer.plan.setup.draft_place import PlacedModel
+from batchinfer.plan.setup.checks import check_device, check_kv_memory
+from batchinfer.plan.setup.drafts import DraftModel, draft_heads, draft_model
 from batchinfer.plan.setup.expert_places import expert_plan
-from batchinfer.plan.setup.ingest_workers import ingest_workers
-from batchinfer.plan.setup.job_answers import AskedAnswers, answer_columns, asked_answers, check_names
-from batchinfer.plan.setup.job_reasoning import most_answer_tokens
-from batchinfer.plan.setup.job_tokens import check_tokens
-from batchinfer.plan.setup.job_weights import job_weights, quantization_warnings
-from batchinfer.plan.setup.resolve import Setting, resolve
+from batchinfer.plan.setup.job_answers import (
+    AskedAnswers,
+    answer_columns,
+    asked_answers,
+    check_names,
+    check_tokens,
+    most_answer_tokens,
+)
+from batchinfer.plan.setup.resolve import resolve
+from batchinfer.plan.setup.setting import PlacedModel, Setting
+from batchinfer.plan.setup.weights import job_weights, quantization_warnings
 from batchinfer.report.tables.folder import check_report_folder, report_folder
 
 
@@ -60,7 +67,7 @@ class Setup:
     @property
     def roots(self) -> ContentRoots:
         """The content roots of requests to this model."""
-        roots = self.checkpoint.spec.content_roots(self.setting.max_model_len)
+        roots = self.checkpoint.spec.content_roots(self.setting.numerics.max_model_len)
         return dataclasses.replace(roots, adapted=bool(self.adapters))
 
     @property
@@ -109,7 +116,7 @@ class Setup:
         asked = self.asked
         return IngestOptions(
             context=context,
-            max_model_len=self.setting.max_model_len,
+            max_model_len=self.setting.numerics.max_model_len,
             vocab_size=self.checkpoint.spec.vocab,
             now=now or datetime.now().astimezone(),
             workers=workers or self.workers,
@@ -128,15 +135,27 @@ class Setup:
 
 
 def check_setup(
-    job: Job, state: StateFolder, replace: bool = False, hardware: Hardware | None = None
+    job: Job,
+    state: StateFolder,
+    machine: MachineFacts,
+    replace: bool = False,
+    reader: MachineFacts | None = None,
 ) -> Setup:
-    """`hardware`: a machine other than this one, for which the job is only planned.
+    """Check a job, and return its setup.
 
-    Raises JobFileError, SecurityRefusal, Unavailable, OutputConflict, StorageError and what the tokenizer raises."""
+    Args:
+        job: The job.
+        state: Its folder.
+        machine: The machine on which engines run.
+        replace: Whether the result may replace another one.
+        reader: The machine that reads the rows; None: the same one.
+
+    Raises:
+        BatchInferError: The job cannot run.
+    """
     checkpoint = open_checkpoint(job.model.path)
-    if hardware is None:
-        check_device(job)
-    setting = resolve(job, checkpoint, hardware)
+    check_device(job, machine)
+    setting = resolve(job, checkpoint, machine)
     weights = job_weights(job, checkpoint, setting, state)
     checkpoint, setting = weights.checkpoint, weights.setting
     tokenizer = Tokenizer.load(job.model.path, given_template(job))
@@ -149,16 +168,17 @@ def check_setup(
     check_tokens(job, tokenizer, checkpoint.spec.vocab)
     kind, read = kind_of(job), asked_answers(job, tokenizer, checkpoint)
     if not checkpoint.spec.causal or not _shares_prefixes(job, read):
-        setting = setting.without_sharing()
+        setting = setting.with_parts(shares_prefixes=False)
     check_names(job, kind, read)
-    columns, workers = answer_columns(job, tokenizer, read), ingest_workers(job, setting)
+    columns = answer_columns(job, tokenizer, read)
+    workers = ingest_workers(job, setting, reader or machine)
     most = most_answer_tokens(job, read.reasoning)
-    drafts = draft_model(job, PlacedModel(checkpoint, setting), tokenizer, state, hardware)
+    drafts = draft_model(job, PlacedModel(checkpoint, setting), tokenizer, state)
     beside = drafts if drafts is not None and drafts.place.beside else None
     if beside is not None:
-        setting = dataclasses.replace(setting, beside=beside.config)
+        setting = setting.with_parts(beside=beside.config)
     heads, experts = draft_heads(job, checkpoint, setting), expert_plan(job, checkpoint, setting)
-    setting = dataclasses.replace(setting, heads=heads, experts=experts)
+    setting = setting.with_parts(heads=heads, experts=experts)
     setup = Setup(
         checkpoint,
         setting,
@@ -188,3 +208,34 @@ def _shares_prefixes(job: Job, read: AskedAnswers) -> bool:
             job.sampling.prompt_logprobs is not None and not job.sampling.from_columns and not job.requests
         )
     return job.engine.enable_prefix_caching and not whole
+
+
+# Of one process that reads rows. Measured: 135 MiB with a vocabulary of 32,000 tokens.
+WORKER_BYTES = 256 << 20
+
+
+def ingest_workers(job: Job, setting: Setting, machine: MachineFacts) -> int:
+    """Return how many processes read the job's rows: one for each core, if there is memory for all. An engine on a CPU
+    computes later; an engine on a GPU is loaded meanwhile, and keeps a core."""
+    if job.input.workers != "auto":
+        return job.input.workers
+    cores = (machine.cores or 1) - (setting.placement.replicas if setting.device == "cuda" else 0)
+    return max(1, cores if machine.free_memory is None else min(cores, machine.free_memory // WORKER_BYTES))
+
+
+def work_context(setup: Setup, state: StateFolder, remember: bool = False) -> bytes:
+    """Return the digest of all but the rows that decides an answer: the first part of every work key.
+
+    Weight files whose digest the state does not know are hashed; `remember`: the state is to know it afterwards.
+    """
+    digests = read_strings(state.fingerprints)
+    before = dict(digests)
+    model = setup.checkpoint.fingerprint(digests)
+    for _, folder in setup.setting.parts.adapters:
+        file_sha256(folder / ADAPTER_WEIGHTS, digests, lambda _: None)
+    if remember and digests != before:
+        with state.exclusively():
+            write_strings(state.fingerprints, digests, state.ops)
+    checked = 0 if setup.columns is None else CHECK_VERSION
+    kind, tokenizer = setup.output.name, setup.tokenizer.fingerprint
+    return setup.setting.numerics.context(setup.checkpoint, model, tokenizer, columns=checked, output=kind)

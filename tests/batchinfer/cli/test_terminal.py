@@ -205,7 +205,7 @@ def test_published_once_and_over_budget_later(place: Place, capsys, monkeypatch)
 @pytest.mark.slow
 def test_the_forecast_is_the_same_before_and_after(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     known = Hardware("a machine", "cpu", 2, 8 << 30, {"float32": 1e10, "bfloat16": 1e10}, 1e10, "measured")
-    monkeypatch.setattr("batchinfer.plan.setup.resolve.detect", lambda device: known)
+    monkeypatch.setattr("batchinfer.machine.facts.detect", lambda device, gpu=None: known)
     ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml")
     assert ended.code == 0, ended.err
     (before,) = re.findall(r"forecast: (\S+ \S+)(?: \(upper bound: [^)]*\))?, \d+ steps", ended.err)

@@ -13,7 +13,7 @@ from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.sources import ModelSource, checkpoint_source
-from batchinfer.plan.setup.calibrated import can_calibrate
+from batchinfer.plan.setup.weights import can_calibrate
 from batchinfer_kernels.arithmetic import WeightForm
 from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
 from tests.batchinfer.engine.small_engine import TRITON, Limits, make_runner

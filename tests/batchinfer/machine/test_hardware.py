@@ -157,23 +157,6 @@ def test_fast_bf16_is_read_from_the_flags(text: str, fast: bool, tmp_path: Path)
     assert hardware.has_fast_bf16(cpuinfo) is fast
 
 
-@pytest.mark.parametrize(
-    ("machine", "features", "dtype", "sums"),
-    [
-        ("aarch64", "fp asimd bf16", "bfloat16", "bfdot"),
-        ("aarch64", "fp asimd bf16", "float32", "neon"),
-        ("aarch64", "fp asimd", "bfloat16", "neon"),
-        ("x86_64", "avx512_bf16", "bfloat16", ""),
-    ],
-)
-def test_an_arm_cpu_adds_up_in_its_own_way(
-    machine: str, features: str, dtype: str, sums: str, tmp_path: Path
-) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"Features : {features}\n")
-    assert hardware.arm_sums(dtype, machine, cpuinfo) == sums
-
-
 def test_a_machine_without_cpuinfo_has_no_fast_bf16(tmp_path: Path) -> None:
     assert not hardware.has_fast_bf16(tmp_path / "none")
     assert hardware.cpu_flags(tmp_path / "none") == frozenset()

@@ -14,7 +14,7 @@ from batchinfer.models.adapters.sizes import sizes_of
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import FACTOR_A, FACTOR_B
-from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.setup.engine_parts import EngineParts
 from batchinfer_kernels.cost import Cost, StepShape, low_rank_cost
 from tests.batchinfer.engine.small_engine import checkpoint
 from tests.batchinfer.engine.test_adapters import adapters
@@ -86,9 +86,10 @@ def test_a_gpu_has_places_for_as_many_adapters_as_a_tenth_of_its_memory_holds() 
     assert many.places(31 * size, 2) is None
     assert many.places(0, 2) == 8
     assert few.places(0, 2) is None
-    gpu = Setting("cuda", "bfloat16", 64, Hardware("a GPU", "cuda", None, 210 * size), adapter_sizes=many)
-    assert (gpu.adapter_places, gpu.adapter_bytes) == (20, 21 * size)
-    larger = replace(gpu, hardware=replace(gpu.hardware, memory_bytes=1 << 40))
-    assert (larger.adapter_places, larger.adapter_bytes) == (None, 31 * size)
+    parts = EngineParts(adapter_sizes=many)
+    gpu = Hardware("a GPU", "cuda", None, 210 * size)
+    assert (parts.adapter_places(gpu, 2), parts.adapter_bytes(gpu, 2)) == (20, 21 * size)
+    larger = replace(gpu, memory_bytes=1 << 40)
+    assert (parts.adapter_places(larger, 2), parts.adapter_bytes(larger, 2)) == (None, 31 * size)
     here = replace(gpu, device="cpu")
-    assert (here.adapter_places, here.adapter_bytes) == (None, many.values * 2)
+    assert (parts.adapter_places(here, 2), parts.adapter_bytes(here, 2)) == (None, many.values * 2)

@@ -33,6 +33,7 @@ from batchinfer.data.index.ingest import ingest
 from batchinfer.data.index.keeping import Keeping
 from batchinfer.data.storage.state import state_of
 from batchinfer.job import load_job
+from batchinfer.machine.facts import this_machine
 from batchinfer.plan.setup.job_setup import check_setup
 from tests.batchinfer.pipeline.whole_job_times import JOB, MODEL, PHASES, watched
 
@@ -95,7 +96,7 @@ def night(folder: Path) -> dict[str, Any]:
 def read(folder: Path) -> dict[str, Any]:
     """Ingest the rows once more. Return the CPU seconds that it took."""
     job = load_job(folder / "job.yaml")
-    setup = check_setup(job, state_of(job), False)
+    setup = check_setup(job, state_of(job), this_machine("cpu"))
     settings = setup.ingest_options(bytes(32), datetime(2026, 1, 1))
     keeping = Keeping(folder / "kept", lambda records, _: np.ones(len(records), np.bool_), print)
     before, began = os.times(), time.perf_counter()

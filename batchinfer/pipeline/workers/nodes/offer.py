@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from batchinfer.core.errors import Unavailable
 from batchinfer.engine.config import EngineConfig
 from batchinfer.machine.cpus import divided_cores, usable_cpus
-from batchinfer.machine.hardware import usable_gpus
+from batchinfer.machine.hardware import nvidia_gpus, usable_gpus
 from batchinfer.pipeline.workers.engine_entry import ENGINE
 from batchinfer.pipeline.workers.messages import EnginePlace, WorkerSpec
-from batchinfer.plan.setup.resolve import thread_shares
+from batchinfer.plan.setup.placement import thread_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class NodeOffer:
         if parts == 1:
             return replace(spec, place=EnginePlace())
         place = self._gpu(part, parts) if spec.load.device == "cuda" else self._cores(part, parts)
-        threads = thread_shares(spec.load.threads, parts)[part]
+        threads = thread_shares(spec.load.threads, parts, usable_cpus())[part]
         return replace(spec, place=place, load=replace(spec.load, threads=threads))
 
     def _gpu(self, part: int, parts: int) -> EnginePlace:
-        gpus = usable_gpus()
+        gpus = usable_gpus(nvidia_gpus())
         if len(gpus) < parts:
             raise Unavailable(f"{self.name} has {len(gpus)} GPUs, and is to run {parts} processes")
         return EnginePlace(gpu=gpus[part])

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from batchinfer.job import load_job
+from batchinfer.machine import facts
 from batchinfer.machine.devices import devices_called, devices_of
 from batchinfer.machine.hardware import Hardware
 from batchinfer.plan.forecast.job import JobForecast, forecast_job
 from batchinfer.plan.forecast.text import forecast_lines
-from batchinfer.plan.setup import resolve
 
 
 def planned(
@@ -38,4 +38,4 @@ def machine_of(peak: float) -> Hardware:
 
 def runs_on(monkeypatch: pytest.MonkeyPatch, machine: Hardware) -> None:
     """Have jobs find this machine, whatever was measured here."""
-    monkeypatch.setattr(resolve, "detect", lambda device: machine)
+    monkeypatch.setattr(facts, "detect", lambda device, gpu=None: machine)

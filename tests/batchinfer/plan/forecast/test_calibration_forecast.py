@@ -11,6 +11,7 @@ import pytest
 from batchinfer import cli
 from batchinfer.data.storage.state import state_of
 from batchinfer.job import load_job
+from batchinfer.machine.facts import this_machine
 from batchinfer.machine.hardware import Hardware
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast.calibration import CalibrationSample, calibration_forecast
@@ -78,7 +79,9 @@ def test_more_tokens_layers_and_slower_machines_take_longer(
 
     def seconds(sample: CalibrationSample, peak: float = PEAK) -> float:
         runs_on(monkeypatch, replace(machine_of(peak), peak_flops={"float32": peak, "int8": peak}))
-        found = calibration_forecast(check_setup(job, state_of(job)), sample).seconds
+        found = calibration_forecast(
+            check_setup(job, state_of(job), this_machine(job.engine.device)), sample
+        ).seconds
         assert found is not None
         return found
 

@@ -6,7 +6,6 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -47,6 +46,7 @@ from batchinfer_kernels.cost import Peaks, StepShape
 from tests.batchinfer.pipeline.test_pipeline import people, run, write_job
 from tests.batchinfer.plan.forecast.forecasts import planned, runs_on, text
 from tests.model_costs import llama_cost
+from tests.settings import setting_of
 
 REAL = RunOptions()
 
@@ -309,13 +309,8 @@ def test_of_many_earlier_steps_an_even_sample_counts(monkeypatch: pytest.MonkeyP
         "model_s": took,
         "interval_s": took + 1e-3,
     }
-    setting = SimpleNamespace(
-        peaks=Peaks(1e12, 1e11),
-        device="cpu",
-        dtype="float32",
-        quantization="none",
-        hardware=SimpleNamespace(step_time=lambda *_: None),
-    )
+    peaks = {"float32": 1e12}
+    setting = setting_of(Hardware("a CPU", "cpu", 2, None, peaks, 1e11, "measured"), "float32")
     cost = llama_cost(2, 64, 128, 2, 2, 32, 100, 4, 4)
     looked_at = Mock(side_effect=step_times_module.shape_of)
     monkeypatch.setattr(step_times_module, "shape_of", looked_at)

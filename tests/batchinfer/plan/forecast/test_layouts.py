@@ -18,6 +18,7 @@ from batchinfer.data.storage.state import state_of
 from batchinfer.engine.ranks.seat import Division
 from batchinfer.job import load_job
 from batchinfer.machine.devices import devices_called
+from batchinfer.machine.facts import MachineFacts
 from batchinfer.machine.hardware import hardware_called
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast import engine as engine_module
@@ -28,7 +29,6 @@ from batchinfer.plan.forecast.job import JobForecast
 from batchinfer.plan.forecast.layouts import LayoutForecast, candidates
 from batchinfer.plan.forecast.text import forecast_json
 from batchinfer.plan.setup.job_setup import check_setup
-from batchinfer.plan.setup.resolve import Setting
 from batchinfer.plan.simulation.simulator import simulate
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
 from tests.batchinfer.pipeline.test_pipeline import run as run_job
@@ -38,6 +38,7 @@ from tests.examples import first_of
 from tests.large_models import hollow_checkpoint
 from tests.layout_table import LAYOUTS, LENGTHS, name_of, tokens_per_s
 from tests.model_costs import llama_spec
+from tests.settings import changed, setting_of
 
 REAL = RunOptions(waves_from_s=float("inf"))
 ROOT = Path(__file__).parents[4]
@@ -151,7 +152,7 @@ def test_ranks_on_several_machines_are_not_offered(tmp_path: Path, llama_70b: Pa
 
 
 def test_stages_send_over_the_slowest_link_between_them() -> None:
-    setting = Setting("cuda", "bfloat16", 4096, hardware_called("h100"))
+    setting = setting_of(hardware_called("h100"))
     divided = divided_spec(llama_spec(4, 512, 1408, 8, 4, 64, 32_000), Division(4, 2), setting)
     for name, between in (("8xh100", "link"), ("2x4xh100", "network")):
         devices = devices_called(name)
@@ -240,7 +241,7 @@ def test_the_choice_is_that_of_an_exhaustive_search(
     def timed(fitting: Any, prompts: Any) -> Any:
         for one in fitting:
             engine: ForecastEngine = one.engine
-            division = engine.setup.setting.division
+            division = engine.setup.setting.placement.division
             searched[division.tensor, division.stages] = engine.forecast(prompts, 1e9).run.seconds
         return plain(fitting, prompts)
 
@@ -289,8 +290,8 @@ def test_the_simulation_is_near_published_figures(tmp_path: Path, llama_70b: Pat
     seqs = 1280 if figure.rows == 1280 else 1024
     path = write_job(tmp_path, llama_70b, people(1), model=coded, engine={"max_num_seqs": seqs})
     job, devices = load_job(path), devices_called(figure.gpus)
-    setup = check_setup(job, state_of(job), hardware=devices.hardware)
-    setup = replace(setup, setting=replace(setup.setting, division=Division(figure.tensor)))
+    setup = check_setup(job, state_of(job), MachineFacts(devices.hardware))
+    setup = replace(setup, setting=setup.setting.with_placement(division=Division(figure.tensor)))
     machine, _ = simulated_engine(job, setup, figure.prompt + figure.output, devices, learns=False)
     params = SamplingParams(max_tokens=figure.output, ignore_eos=True)
     tokens = np.random.default_rng(0).integers(3, 200, (figure.rows, figure.prompt)).astype(np.int32)
@@ -319,11 +320,11 @@ def test_names_say_what_a_layout_is() -> None:
 def test_one_gpus_host_launches_several_steps_at_once(tmp_path: Path, model: Path) -> None:
     """In a forecast, too: not where heads or a model beside propose drafts, or ranks follow."""
     job, devices = load_job(write_job(tmp_path, model, people(1))), devices_called("2xh100")
-    found = check_setup(job, state_of(job), hardware=devices.hardware)
+    found = check_setup(job, state_of(job), MachineFacts(devices.hardware))
     room = engine_module.engine_room(job, found, 100)
     cases: list[dict[str, Any]] = [{}, {"division": Division(2)}, {"heads": Mock()}, {"beside": Mock()}]
     for changes in cases:
-        setup = replace(found, setting=replace(found.setting, **changes))
+        setup = replace(found, setting=changed(found.setting, **changes))
         with patch.object(
             engine_module,
             "engine_room",

@@ -8,17 +8,16 @@ from batchinfer.engine.config import EngineInfo
 from batchinfer.machine.hardware import Hardware
 from batchinfer.pipeline.workers.replica import SILENT_S, SILENT_STEPS
 from batchinfer.plan.forecast.longest_step import longest_step_s
-from batchinfer.plan.setup.resolve import Setting
 from tests.model_costs import llama_cost
+from tests.settings import setting_of
 
 CPU = Hardware("a CPU", "cpu", 2, None, {"bfloat16": 1e11}, 3e10, "measured")
 GPU = Hardware("a GPU", "cuda", None, 80 << 30, {"bfloat16": 9e14}, 3e12, "datasheet")
 
 
 def longest(hardware: Hardware, cost: object, tokens: int) -> float:
-    setting = Setting("cpu" if hardware.device == "cpu" else "cuda", "bfloat16", 4096, hardware)
     info = EngineInfo("ops", hardware.device, "bfloat16", 2, 256, tokens, 16, 1000, 0, 0)
-    return longest_step_s(setting, cost, 2048, info)  # type: ignore[arg-type]
+    return longest_step_s(setting_of(hardware), cost, 2048, info)  # type: ignore[arg-type]
 
 
 def test_a_large_model_on_a_small_cpu_has_its_time() -> None:

@@ -1,14 +1,22 @@
-"""The vectors that a job makes: what it says of them, and what its checkpoint does."""
+"""The vectors, and the scores of pairs, that a job asks of its model."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from batchinfer.core.embedding import Dense, Embedding
 from batchinfer.core.errors import JobFileError
 from batchinfer.core.sampling import Pooling
+from batchinfer.core.scoring import PairScoring, ScoreActivation
 from batchinfer.data.prompts.parameters.vector_requests import VectorRequests
+from batchinfer.data.tokenizer.pair_template import NoPairs, PairTemplate
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.job.embedding import EmbedSection
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.files.cross_encoder import stated_activation
 from batchinfer.models.files.sentence_modules import MODULES, PROMPTS, SentenceModules, sentence_modules
+from batchinfer.models.opening import StoredModel
 
 _NO_PROMPT = "none"
 
@@ -103,3 +111,36 @@ def _prompt(job: Job, modules: SentenceModules | None) -> str:
         there = f"it has {', '.join(prompts)}" if prompts else "it has none"
         raise job.mistake("embed.prompt", f"{name!r} is no prompt of the checkpoint ({PROMPTS}); {there}")
     return prompts[name]
+
+
+# By what torch calls their modules
+_ACTIVATIONS: Mapping[str, ScoreActivation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
+
+
+def job_pairs(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> PairScoring | None:
+    """Return how the job scores pairs, whose checkpoint `check_model` finds right; None: it scores none. Raises
+    JobFileError."""
+    if job.task != "rerank" or not isinstance(checkpoint, Checkpoint) or checkpoint.spec.classifier is None:
+        return None
+    try:
+        template = PairTemplate.of(tokenizer.rust)
+    except NoPairs as error:
+        raise job.mistake("model.path", f"{error}; use another model") from None
+    encoder = checkpoint.spec.encoder
+    two_types = encoder is not None and encoder.token_types > 1
+    typed = two_types and template.typed is not None and tokenizer.gives_types
+    return PairScoring(checkpoint.spec.classifier.pooling, _activation(job), typed)
+
+
+def _activation(job: Job) -> ScoreActivation:
+    asked = job.rerank.activation
+    if asked != "auto":
+        return asked
+    stated = stated_activation(job.model.path)
+    if stated is None:
+        return "sigmoid"
+    name = stated.rpartition(".")[2]
+    if name not in _ACTIVATIONS:
+        text = f"is not given, and the checkpoint's ({stated[:80]}) is not computed; sigmoid and identity are"
+        raise job.mistake("rerank.activation", text)
+    return _ACTIVATIONS[name]

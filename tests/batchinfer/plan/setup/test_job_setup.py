@@ -8,13 +8,10 @@ import pytest
 
 from batchinfer.job import Job, ModelSection, OutputSection
 from batchinfer.job.spec import InputSection
-from batchinfer.plan.setup import ingest_workers as module
-from batchinfer.plan.setup.ingest_workers import WORKER_BYTES, ingest_workers
-
-
-class Device:
-    def __init__(self, device: str, replicas: int) -> None:
-        self.device, self.replicas = device, replicas
+from batchinfer.machine.facts import MachineFacts
+from batchinfer.machine.hardware import Hardware
+from batchinfer.plan.setup.job_setup import WORKER_BYTES, ingest_workers
+from tests.settings import setting_of
 
 
 @pytest.mark.parametrize(
@@ -30,15 +27,13 @@ class Device:
         (40, "cuda", 8, 3, 40),
     ],
 )
-def test_workers(
-    monkeypatch: pytest.MonkeyPatch, asked: Any, device: str, engines: int, memory: int, found: int
-) -> None:
-    monkeypatch.setattr(module, "usable_cpus", lambda: 16)
-    monkeypatch.setattr(module, "available_memory", lambda: memory * WORKER_BYTES + 1)
+def test_workers(asked: Any, device: Any, engines: int, memory: int, found: int) -> None:
+    setting = setting_of(Hardware("a device", device, None, None), replicas=engines)
+    reader = MachineFacts(Hardware("a CPU", "cpu", 16, None), cores=16, free_memory=memory * WORKER_BYTES + 1)
     job = Job(
         name="test",
         model=ModelSection.model_construct(path="model"),
         input=InputSection.model_construct(workers=asked),
         output=OutputSection.model_construct(path="results"),
     )
-    assert ingest_workers(job, Device(device, engines)) == found  # type: ignore[arg-type]
+    assert ingest_workers(job, setting, reader) == found

@@ -11,7 +11,7 @@ import pytest
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import JobFileError, SecurityRefusal
 from batchinfer.job import Job, load_job
-from batchinfer.plan.setup.job_embedding import job_embedding
+from batchinfer.plan.setup.job_vectors import job_embedding
 from tests.checkpoints import edit_json
 from tests.sentence_checkpoints import PROMPTS, write_dense, write_modules
 

@@ -1,4 +1,4 @@
-"""`engine.kv_memory` in bytes is compared with the total memory and with the free memory."""
+"""`engine.device` and `engine.kv_memory` in bytes are compared with the machine."""
 
 from __future__ import annotations
 
@@ -7,27 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.core.errors import JobFileError
+from batchinfer.core.errors import JobFileError, Unavailable
 from batchinfer.engine.ranks.seat import Division
 from batchinfer.job import Job
 from batchinfer.machine.hardware import Hardware
-from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
-from batchinfer.plan.setup.check_device import check_kv_memory, kv_memory_warnings
-from batchinfer.plan.setup.draft_place import PlacedModel
-from batchinfer.plan.setup.resolve import Setting
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.plan.setup.checks import check_device, check_kv_memory, kv_memory_warnings
+from batchinfer.plan.setup.setting import PlacedModel, Setting
 from tests.batchinfer.plan.setup.test_resolve import job_of
-from tests.checkpoints import make_checkpoint
+from tests.settings import changed, setting_of
 
 MIB = 1 << 20
-CPU = Setting("cpu", "float32", 256, Hardware("a CPU", "cpu", 2, 64 * MIB), free_memory=32 * MIB)
-GPU = Setting("cuda", "float32", 256, Hardware("NVIDIA T4", "cuda", None, 64 * MIB), free_memory=8 * MIB)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("checkpoint") / "m"
-    make_checkpoint(folder, "llama")
-    return inspect_checkpoint(folder)
+CPU = setting_of(Hardware("a CPU", "cpu", 2, 64 * MIB), "float32", free_memory=32 * MIB)
+GPU = setting_of(Hardware("NVIDIA T4", "cuda", None, 64 * MIB), "float32", free_memory=8 * MIB)
 
 
 def asking(folder: Path, size: str) -> Job:
@@ -45,7 +37,7 @@ def test_more_than_the_memory_minus_the_weights_is_refused(
             check_kv_memory(asking(tmp_path, size), models)
     for size in ("0.9", "auto"):
         check_kv_memory(asking(tmp_path, size), models)
-    unknown = replace(setting, hardware=replace(setting.hardware, memory_bytes=None))
+    unknown = changed(setting, hardware=replace(setting.placement.hardware, memory_bytes=None))
     check_kv_memory(asking(tmp_path, "900GiB"), [PlacedModel(checkpoint, unknown)])
 
 
@@ -55,9 +47,9 @@ def test_weights_count_once_for_each_engine_of_a_cpu_and_in_parts_for_ranks(
     weights = PlacedModel(checkpoint, CPU).weight_bytes
     for setting, times in (
         (CPU, 1),
-        (replace(CPU, replicas=3), 3),
-        (replace(CPU, division=Division(2)), 1),
-        (replace(GPU, replicas=3), 1),
+        (changed(CPU, replicas=3), 3),
+        (changed(CPU, division=Division(2)), 1),
+        (changed(GPU, replicas=3), 1),
     ):
         room = 64 * MIB - times * weights
         models = [PlacedModel(checkpoint, setting)]
@@ -71,5 +63,20 @@ def test_more_than_is_free_now_is_a_warning(checkpoint: Checkpoint, tmp_path: Pa
     assert kv_memory_warnings(asking(tmp_path, "31MiB"), models) == []
     (told,) = kv_memory_warnings(asking(tmp_path, "32MiB"), models)
     assert "more than the 32 MiB of memory that are free now" in told
-    elsewhere = PlacedModel(checkpoint, replace(CPU, free_memory=None))
+    elsewhere = PlacedModel(checkpoint, changed(CPU, free_memory=None))
     assert kv_memory_warnings(asking(tmp_path, "32MiB"), [elsewhere]) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"torch_has_cuda": False, "has_gpu": True}, "the torch that is installed computes on CPUs only"),
+        ({"torch_has_cuda": True, "has_gpu": False}, "this machine has no NVIDIA GPU"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, facts: dict[str, bool], said: str) -> None:
+    job, here = job_of(tmp_path, ("engine.device", "cuda")), GPU.placement.machine
+    check_device(job, here)
+    with pytest.raises(Unavailable, match=said):
+        check_device(job, replace(here, **facts))
+    check_device(job_of(tmp_path), replace(here, **facts))

@@ -1,0 +1,106 @@
+"""A description of a machine: the facts that setting up a job needs of the machine on which its engines run."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+from batchinfer.machine.cpus import usable_cpus
+from batchinfer.machine.hardware import (
+    FIRST_WITH_FP8,
+    Hardware,
+    detect,
+    has_fast_bf16,
+    least_capability,
+    nvidia_gpus,
+    several_kinds,
+    usable_gpus,
+)
+from batchinfer.machine.memory import available_memory
+from batchinfer_kernels.arithmetic import Device
+from batchinfer_kernels.tiles import tile_grant
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """The machine on which a job's engines run.
+
+    All fields are plain values: one machine can send its description to another. None means unknown, and an unknown
+    fact limits nothing: a job gets all the cores and GPUs that it needs.
+    """
+
+    hardware: Hardware  # the device that engines use: the CPU, or each GPU
+    cores: int | None = None  # CPU cores that this process may use
+    free_memory: int | None = None  # bytes that were free before any engine was started
+    torch_has_cuda: bool | None = None
+    has_gpu: bool | None = None  # in a container, nvidia-smi may list none
+    gpus: tuple[str, ...] | None = None  # that CUDA may use, as CUDA_VISIBLE_DEVICES names them
+    several_kinds: bool = False  # whether `gpus` may differ in their kind
+    capability: tuple[int, ...] | None = None  # the least compute capability of `gpus`
+    fast_bf16: bool = False  # whether the CPU multiplies bfloat16 in hardware
+    tiles: bool = False  # whether the CPU grants its matrix tiles
+    arm: bool = False
+
+    @property
+    def device(self) -> Device:
+        """Return the device that engines use."""
+        return self.hardware.device
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Return True if all GPUs multiply float8. Their peaks decide if the driver reports no capability."""
+        if self.device != "cuda":
+            return False
+        if self.capability is not None:
+            return self.capability >= FIRST_WITH_FP8
+        return "fp8" in self.hardware.peak_flops
+
+    @property
+    def devices(self) -> int:
+        """Count the devices. A CPU is one, however many processes share it."""
+        return max(1, len(self.gpus or ())) if self.device == "cuda" else 1
+
+    def arm_sums(self, dtype: str) -> str:
+        """Return how the compiled operators of an Arm CPU add up; empty on other devices.
+
+        The vectors of an Arm CPU are shorter than x86-64 vectors, so sums run in another order. With BFDOT, sums in
+        bfloat16 are rounded in another way. BFMMLA, which the same CPUs have, rounds as BFDOT does.
+        """
+        if self.device != "cpu" or not self.arm:
+            return ""
+        return "bfdot" if dtype == "bfloat16" and self.fast_bf16 else "neon"
+
+
+def this_machine(asked: Device | Literal["auto"]) -> MachineFacts:
+    """Describe this machine for a job.
+
+    Args:
+        asked: `engine.device` of the job. GPUs are not looked for if the job runs on the CPU. With `auto`, a GPU counts
+            only if the installed torch can use it.
+    """
+    # the version of torch's CPU build says so
+    torch_has_cuda = None if asked == "cpu" else not version("torch").endswith("+cpu")
+    found = nvidia_gpus() if asked == "cuda" or torch_has_cuda else []
+    on_gpu = asked == "cuda" or bool(found)
+    names = usable_gpus(found) if on_gpu else ()
+    return MachineFacts(
+        detect("cuda", gpu=found[0] if found else None) if on_gpu else detect("cpu"),
+        cores=usable_cpus(),
+        free_memory=available_memory(),
+        torch_has_cuda=torch_has_cuda,
+        has_gpu=None if asked == "cpu" else bool(found) or _has_gpu_files(),
+        gpus=names if on_gpu else None,
+        several_kinds=on_gpu and several_kinds(found),
+        capability=least_capability(names) if found else None,
+        fast_bf16=has_fast_bf16(),
+        tiles=not on_gpu and tile_grant().given,
+        arm=platform.machine() in ("aarch64", "arm64"),
+    )
+
+
+def _has_gpu_files() -> bool:
+    """Return True if the system has a device file of a GPU. In a container, nvidia-smi may be missing."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

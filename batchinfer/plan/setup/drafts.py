@@ -1,0 +1,195 @@
+"""Finds the draft model or the draft heads that a job names, and decides where a draft model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from batchinfer.core.errors import JobFileError
+from batchinfer.data.storage.state import StateFolder
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_SEQS, BesideConfig
+from batchinfer.engine.drafts.model_beside import spare_blocks
+from batchinfer.engine.drafts.worth import expected_right
+from batchinfer.engine.kv.memory import CPU_FRACTION
+from batchinfer.job import Job
+from batchinfer.job.spec import DraftModelSection
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.heads.inspection import inspect_heads
+from batchinfer.models.heads.stored_heads import WHERE, StoredHeads, StoredLayer
+from batchinfer.models.opening import StoredModel, open_checkpoint
+from batchinfer.plan.setup.resolve import resolve
+from batchinfer.plan.setup.setting import PlacedModel, Setting
+from batchinfer.plan.setup.weights import job_weights
+from batchinfer_kernels.cost import StepShape, roofline_seconds
+
+_WHERE = "drafts.model"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A draft model found right. `job` is the job as this model runs it where it answers first."""
+
+    job: Job
+    checkpoint: StoredModel
+    setting: Setting
+    tokenizer: Tokenizer
+    place: DraftPlace
+
+    @property
+    def config(self) -> BesideConfig:
+        """Return how an engine loads it beside its own model."""
+        numerics = self.setting.numerics
+        return BesideConfig(self.job.model.path, numerics.dtype, numerics.quantization, numerics.kv_cache)
+
+
+def draft_model(
+    job: Job,
+    own: PlacedModel,
+    tokenizer: Tokenizer,
+    state: StateFolder,
+) -> DraftModel | None:
+    """Return the draft model that a job names, if it names one. `own` is the job's own model, and `tokenizer` that
+    one's. Raises JobFileError, SecurityRefusal and Unavailable."""
+    drafting, section = job.drafting_job, job.drafts
+    if drafting is None or not isinstance(section, DraftModelSection):
+        return None
+    try:
+        checkpoint = open_checkpoint(drafting.model.path)
+        setting = resolve(drafting, checkpoint, own.setting.placement.machine)
+        weights = job_weights(drafting, checkpoint, setting, state)
+        other = Tokenizer.load(drafting.model.path)
+    except JobFileError as error:
+        wrong = [replace(one, where=_WHERE) if one.where == "model.path" else one for one in error.mistakes]
+        with job.located():
+            raise JobFileError(str(job.source), wrong) from error
+    if _tokens(other) != _tokens(tokenizer):
+        raise job.mistake(
+            _WHERE,
+            f"{drafting.model.path} has other tokens than the job's model: its answers could be no drafts; name a "
+            "model with the same tokenizer, such as a smaller one of the same family",
+        )
+    found = PlacedModel(weights.checkpoint, weights.setting)
+    return DraftModel(drafting, *found, other, _place(job, section, own, found))
+
+
+def _place(job: Job, section: DraftModelSection, own: PlacedModel, found: PlacedModel) -> DraftPlace:
+    if section.runs == "auto":
+        return draft_place(job, own, found)
+    refused = cannot_be_beside(own, found) if section.runs == "beside" else None
+    if refused is not None:
+        raise job.mistake("drafts.runs", f"beside: {refused}; use first, or leave it out")
+    return DraftPlace(section.runs == "beside", "the job says so")
+
+
+def _tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    found: dict[str, int] = tokenizer.rust.get_vocab(with_added_tokens=True)
+    return found
+
+
+# Tokens of a draft that are right where those before them are, as they are believed to be before anything was measured:
+# a text that was written without the answer's own words goes another way sooner or later
+BESIDE_RIGHT, FIRST_RIGHT = 0.75, 0.6
+_CONTEXT = 512  # tokens
+_MOST = 16  # drafts of a row
+
+
+class DraftPlace(NamedTuple):
+    """Where a draft model runs, and why there."""
+
+    beside: bool
+    why: str
+
+    @property
+    def said(self) -> dict[str, str]:
+        """Return where it `runs`, and `why`, as `plan` says it."""
+        return {"runs": "beside" if self.beside else "first", "why": self.why}
+
+
+def cannot_be_beside(own: PlacedModel, draft: PlacedModel) -> str | None:
+    """Return why no engine can have both models at a time, whatever memory there is; None: one can."""
+    if own.setting.placement.division.ranks > 1:
+        return "the job's model is divided among ranks, which run the same steps"
+    if not (isinstance(own.checkpoint, Checkpoint) and isinstance(draft.checkpoint, Checkpoint)):
+        return "transformers' code computes one of the models, and keeps its cache itself"
+    if all(window is not None for window in own.checkpoint.spec.windows):
+        return "every layer of the job's model has a window, whose blocks are given up"
+    return None
+
+
+def draft_place(job: Job, own: PlacedModel, draft: PlacedModel) -> DraftPlace:
+    """Choose between a model that answers first and one that proposes beside the job's, where nobody has."""
+    refused = cannot_be_beside(own, draft)
+    if refused is not None:
+        return DraftPlace(False, refused)
+    if own.setting.device == "cuda":
+        return DraftPlace(False, "no draft model has run beside another one on a GPU yet")
+    if not _fit(job, own, draft):
+        return DraftPlace(False, "both models and the longest row do not fit into memory together")
+    if own.setting.peaks is None or draft.setting.peaks is None:
+        return DraftPlace(False, "this machine's peaks are not known, by which beside pays where")
+    rows = _rows(job, own.setting)
+    first = _seconds(draft, rows, 0) / rows + _least(own, rows, FIRST_RIGHT, lambda drafts: 0.0)
+    beside = _least(own, rows, BESIDE_RIGHT, lambda drafts: drafts * _seconds(draft, rows, 0))
+    which = (
+        f"{1e3 * beside:.3g} ms a token expected beside it, {1e3 * first:.3g} ms with answers that come first"
+    )
+    return DraftPlace(beside <= first, which)
+
+
+def _seconds(model: PlacedModel, rows: int, drafts: int) -> float:
+    """Return the least seconds of a step of so many rows with so many drafts of each."""
+    assert model.setting.peaks is not None
+    tokens, layers = rows * (1 + drafts), len(model.cost.windows)
+    shape = StepShape(tokens, tokens, tokens * _CONTEXT * layers, rows * _CONTEXT * layers)
+    return roofline_seconds(model.cost.step(shape), model.setting.peaks)
+
+
+def _rows(job: Job, setting: Setting) -> int:
+    asked = job.engine.max_num_seqs
+    return DEFAULT_MAX_NUM_SEQS[setting.device] if asked == "auto" else asked
+
+
+def _least(own: PlacedModel, rows: int, right: float, extra_s: Callable[[int], float]) -> float:
+    """Return the least seconds a token of the job's model, with the best number of drafts, each set of which takes
+    `extra_s` more."""
+    each = (
+        (_seconds(own, rows, n) + extra_s(n)) / (1 + (expected_right(right, n) if n else 0))
+        for n in range(_MOST + 1)
+    )
+    return min(each) / rows
+
+
+def _fit(job: Job, own: PlacedModel, draft: PlacedModel) -> bool:
+    """Whether there is memory for both models' weights and the longest row that there may be."""
+    numerics, placement, asked = own.setting.numerics, own.setting.placement, job.engine.kv_memory
+    size = DEFAULT_BLOCK_SIZE if numerics.block_size == "auto" else numerics.block_size
+    spare = size * spare_blocks(size, _rows(job, own.setting))
+    needed = own.cost.kv_bytes(numerics.max_model_len) + draft.cost.kv_bytes(numerics.max_model_len + spare)
+    left = placement.free_memory // placement.replicas - own.weight_bytes - draft.weight_bytes
+    if isinstance(asked, int):
+        return needed <= asked // placement.replicas and asked // placement.replicas <= left
+    return needed <= left * (CPU_FRACTION if asked == "auto" else asked)
+
+
+def draft_heads(job: Job, checkpoint: StoredModel, setting: Setting) -> StoredHeads | None:
+    """Return the heads that a job names, if it names any. Raises JobFileError and SecurityRefusal."""
+    section = job.drafts
+    if not isinstance(section, DraftModelSection) or section.heads is None:
+        return None
+    if not isinstance(checkpoint, Checkpoint):
+        raise job.mistake(
+            WHERE, "transformers' code computes the job's model, whose hidden states are not kept"
+        )
+    if setting.placement.division.ranks > 1:
+        raise job.mistake(WHERE, "a model that is divided among ranks has no heads; remove them")
+    try:
+        heads = inspect_heads(section.heads, checkpoint)
+    except JobFileError as error:
+        wrong = [replace(one, where=WHERE) for one in error.mistakes]
+        with job.located():
+            raise JobFileError(str(job.source), wrong) from error
+    if isinstance(heads, StoredLayer) and all(window is not None for window in checkpoint.spec.windows):
+        raise job.mistake(WHERE, "every layer of the job's model has a window, whose blocks are given up")
+    return heads

@@ -1,0 +1,57 @@
+"""Parts of a job's engines in addition to its model: adapters, a draft model or heads, places of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.core.samples import DraftName
+from batchinfer.engine.config import BesideConfig
+from batchinfer.job import Job
+from batchinfer.job.field_types import AUTO_DRAFTS
+from batchinfer.job.spec import DraftModelSection
+from batchinfer.machine.hardware import Hardware
+from batchinfer.models.adapters.sizes import AdapterSizes
+from batchinfer.models.heads.stored_heads import StoredHeads
+from batchinfer.plan.expert_plan import ExpertPlan
+
+# Of a GPU's memory, for adapters, beside the cache: with rank 16 on all modules of an 8B model some 60 of an H100
+ADAPTERS_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts that engines load and use in addition to the job's model. None means that there is no such part."""
+
+    weights: Path | None = None  # the checkpoint that calibration has made of the job's model
+    adapters: tuple[tuple[str, Path], ...] = ()  # the fingerprints of adapters, and their folders
+    adapter_sizes: AdapterSizes | None = None  # of the adapters that are not merged into the weights
+    beside: BesideConfig | None = None  # a draft model in the same engines
+    heads: StoredHeads | None = None  # of the job's model, which propose tokens
+    experts: ExpertPlan | None = None  # which whole experts each rank has
+    shares_prefixes: bool = True  # prompts may reuse cached blocks of other prompts
+
+    def heads_folder(self, job: Job) -> Path | None:
+        """Return the folder of the heads."""
+        drafts = job.drafts
+        return drafts.heads if self.heads is not None and isinstance(drafts, DraftModelSection) else None
+
+    def draft_sources(self, job: Job) -> tuple[DraftName, ...]:
+        """Return where the engines' drafts come from."""
+        return AUTO_DRAFTS if self.beside is not None else job.draft_sources
+
+    def adapter_places(self, hardware: Hardware, itemsize: int) -> int | None:
+        """Return how many adapters are on a GPU at a time; None: all."""
+        sizes, memory = self.adapter_sizes, hardware.memory_bytes
+        if sizes is None or hardware.device == "cpu" or memory is None:
+            return None
+        return sizes.places(int(memory * ADAPTERS_SHARE), itemsize)
+
+    def adapter_bytes(self, hardware: Hardware, itemsize: int) -> int:
+        """Return the bytes of the device that adapters take in addition to an engine's weights."""
+        sizes, places = self.adapter_sizes, self.adapter_places(hardware, itemsize)
+        if sizes is None:
+            return 0
+        if hardware.device == "cpu":
+            return sizes.values * itemsize
+        return sizes.place_values * ((sizes.count if places is None else places) + 1) * itemsize

@@ -1,0 +1,195 @@
+"""The weights of a job: its adapters, and weights in int4 that an earlier run has calibrated."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from batchinfer.core.errors import CannotSplit
+from batchinfer.data.storage.remembered import read_json, read_strings, write_strings
+from batchinfer.data.storage.state import StateFolder
+from batchinfer.engine.ranks.parts import check_stored
+from batchinfer.job import Job
+from batchinfer.models.adapters.sizes import AdapterSizes, sizes_of
+from batchinfer.models.adapters.stored_adapter import MERGED_WHOLE, StoredAdapter, inspect_adapter
+from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.opening import StoredModel
+from batchinfer.models.spec.spec import AttentionSpec, ExpertsSpec, ModelSpec
+from batchinfer.plan.setup.setting import Setting
+
+# Answers that equal those in float32; with bfloat16, 127 do
+_KEPT = "on SmolLM2-135M, int8 kept 22 of 200 answers, int4 21 (docs/models.md)"
+
+
+@dataclass(frozen=True, slots=True)
+class JobWeights:
+    """A job's model and setting once its weights are chosen; `adapters`: fingerprints by their names."""
+
+    checkpoint: StoredModel
+    setting: Setting
+    adapters: dict[str, str]
+
+
+def job_weights(job: Job, checkpoint: StoredModel, setting: Setting, state: StateFolder) -> JobWeights:
+    """Choose the weights.
+
+    Raises:
+        JobFileError: An adapter cannot be computed, or the checkpoint's zero points fit no layout.
+        SecurityRefusal: An adapter cannot be computed.
+        CannotSplit: The ranks of the job cannot each read a part of the checkpoint, or of an adapter.
+    """
+    checkpoint.check_zero_points(read_strings(state.fingerprints))
+    held = checkpoint.held_for(setting.numerics.quantization)
+    adapters = job_adapters(job, held, state)
+    setting = with_adapters(setting, job, adapters)
+    found, setting = with_calibration(job, held, setting, state, adapters.merged)
+    division = setting.placement.division
+    if division.ranks > 1 and isinstance(found, Checkpoint):
+        check_stored(found, division)
+        if adapters.merged and division.tensor > 1:
+            raise CannotSplit(MERGED_WHOLE)
+    return JobWeights(found, setting, adapters.fingerprints)
+
+
+def quantization_warnings(checkpoint: StoredModel, setting: Setting) -> tuple[str, ...]:
+    """Return a line if the run quantises the weights; none if it multiplies them as the checkpoint stores them."""
+    quantization = setting.numerics.quantization
+    if quantization == "int8" or (quantization == "int4" and not _stores_int4(checkpoint, setting)):
+        return (f"model.quantization: {quantization} changes most answers of real models: {_KEPT}",)
+    return ()
+
+
+def _stores_int4(checkpoint: StoredModel, setting: Setting) -> bool:
+    """Return True if the checkpoint itself stores int4. Calibrated weights are made for the job."""
+    forms = checkpoint.spec.forms if isinstance(checkpoint, Checkpoint) else frozenset()
+    return setting.parts.weights is None and any(form.codes == "int4" for form in forms)
+
+
+@dataclass(frozen=True, slots=True)
+class JobAdapters:
+    """The adapters of a job: fingerprints by their names, and what those beside the weights take; `merged`: whether it
+    is one that is merged into the weights."""
+
+    fingerprints: dict[str, str]
+    sizes: AdapterSizes | None = None
+    merged: bool = False
+
+
+def job_adapters(job: Job, checkpoint: StoredModel, state: StateFolder) -> JobAdapters:
+    """Return the job's adapters; files that the state does not know are hashed.
+
+    Raises JobFileError and SecurityRefusal for adapters that cannot be computed, with the reason.
+    """
+    if not job.model.adapters:
+        return JobAdapters({})
+    if not isinstance(checkpoint, Checkpoint):
+        text = f"{checkpoint.spec.family} is computed by transformers' code, which is given no adapters"
+        raise job.mistake("model.adapters", f"{text}; merge them into the model (PEFT: merge_and_unload)")
+    known = read_strings(state.fingerprints)
+    found = {name: inspect_adapter(name, path, checkpoint) for name, path in job.model.adapters.items()}
+    _check_merged(job, found)
+    fingerprints = {name: adapter.fingerprint(known) for name, adapter in found.items()}
+    different = {fingerprints[name]: adapter for name, adapter in found.items()}
+    merged = any(adapter.config.dora for adapter in found.values())
+    return JobAdapters(fingerprints, sizes_of(checkpoint.spec, [*different.values()]), merged)
+
+
+def _check_merged(job: Job, found: Mapping[str, StoredAdapter]) -> None:
+    """Refuse a DoRA that other rows would get, too."""
+    dora = next((name for name, adapter in found.items() if adapter.config.dora), None)
+    if dora is None or (len(found) == 1 and job.model.adapter == dora):
+        return
+    text = (
+        "is a DoRA, which rescales the rows of the model's weights, and is merged into them: it must be the only "
+        f"adapter, and that of all rows; set model.adapter: {dora}, or merge it with PEFT (merge_and_unload)"
+    )
+    raise job.mistake(f"model.adapters.{dora}", text)
+
+
+def with_adapters(setting: Setting, job: Job, adapters: JobAdapters) -> Setting:
+    """Return the setting with the folders of the adapters: of equal ones the first."""
+    folders = {adapters.fingerprints[name]: path for name, path in reversed(job.model.adapters.items())}
+    if not folders:
+        return setting
+    return setting.with_parts(adapters=tuple(folders.items()), adapter_sizes=adapters.sizes)
+
+
+# Raise it when a calibration comes to make other weights, so that jobs get these. Their stored answers are lost then.
+CALIBRATION_VERSION = 1
+EXPERTS_VERSION = " experts"  # the same of models with experts alone
+RECORD = "calibration.json"  # beside the weights: what they lost
+ROWS_READ = 512  # of the job, of which as many become prompts as have room
+# A third of them is held out, and answers are added. On the quickstart's model 20 rows with 3,400 tokens gave up to
+# three times the divergence that 50 rows with 8,600 gave, and 200 rows no less than these (docs/performance.md)
+MOST_TOKENS = 8_192
+LONGEST = 2_048  # tokens of a prompt, whose rest is cut off
+ANSWER_TOKENS = 64  # of the answer to a prompt, which the weights are made for, too
+_DIGITS = 24  # of the digest that names a folder
+
+
+def can_calibrate(checkpoint: StoredModel) -> bool:
+    """Whether weights of the checkpoint can be calibrated: those of a decoder of ours, stored in floats, whose layers
+    read no other layer's K and V."""
+    return isinstance(checkpoint, Checkpoint) and checkpoint.plain and _is_plain(checkpoint.spec)
+
+
+def _is_plain(spec: ModelSpec) -> bool:
+    attentions = (layer.attention for layer in spec.layers)
+    return spec.causal and not any(
+        isinstance(attention, AttentionSpec) and attention.kv_layer is not None for attention in attentions
+    )
+
+
+def with_calibration(
+    job: Job, checkpoint: StoredModel, setting: Setting, state: StateFolder, merged: bool = False
+) -> tuple[StoredModel, Setting]:
+    """Return the model and the setting with the calibrated weights, if the job is to have such: without them, if no run
+    has made them yet. `merged`: an adapter is merged into the weights as they are loaded, which have to be floats."""
+    asked = (setting.numerics.quantization, job.model.calibration) == ("int4", "auto")
+    if not asked or merged or not can_calibrate(checkpoint):
+        return checkpoint, setting
+    setting = setting.with_numerics(calibrates=True)
+    any_there, adapted = any(state.int4.glob(f"*/{RECORD}")), bool(job.model.adapters)
+    found = calibrated_folder(checkpoint, state, adapted) if any_there else None
+    if not found or not (found / RECORD).exists():
+        return checkpoint, setting
+    return inspect_checkpoint(found).held_for("int4"), setting.with_parts(weights=found)
+
+
+def calibrated_folder(
+    checkpoint: StoredModel, state: StateFolder, adapted: bool, remember: bool = False
+) -> Path:
+    """Return where the calibrated weights of this model lie, or are to lie: those that `adapted` jobs have, too, say
+    what their adapters need to know. `remember`: the state is to know the digests of weight files that it did not."""
+    digests = read_strings(state.fingerprints)
+    before = dict(digests)
+    model = checkpoint.fingerprint(digests)
+    if remember and digests != before:
+        with state.exclusively():
+            write_strings(state.fingerprints, digests, state.ops)
+    version = f"{CALIBRATION_VERSION}{' adapted' if adapted else ''}{_experts_version(checkpoint)}"
+    digest = hashlib.sha256(f"{model} {version}".encode()).hexdigest()
+    return state.int4 / digest[:_DIGITS]
+
+
+def _experts_version(checkpoint: StoredModel) -> str:
+    """Return what tells weights with experts from those that were made before experts were calibrated."""
+    layers = checkpoint.spec.layers if isinstance(checkpoint, Checkpoint) else ()
+    return EXPERTS_VERSION if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in layers) else ""
+
+
+def record_of(loss: Loss | None) -> dict[str, object]:
+    """Return what is kept beside the weights, as JSON."""
+    return {"version": CALIBRATION_VERSION, "loss": None if loss is None else asdict(loss)}
+
+
+def loss_of(folder: Path) -> Loss | None:
+    """Return what the weights in a folder lost; None: it was not measured, or is not known any more."""
+    record = read_json(folder / RECORD)
+    loss = record.get("loss") if isinstance(record, dict) else None
+    if not isinstance(loss, dict) or loss.keys() != {"kl", "same", "tokens"}:
+        return None
+    return Loss(**loss)

@@ -1,0 +1,207 @@
+"""The placement of a job's engines on cores, GPUs and machines; a division that cannot be is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.core.errors import BatchInferError, CannotSplit, JobFileError, Unavailable
+from batchinfer.machine.facts import MachineFacts
+from batchinfer.machine.hardware import Hardware
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.pipeline.workers.messages import EnginePlace, WorkerSpec
+from batchinfer.pipeline.workers.places import worker_specs
+from batchinfer.plan.setup.resolve import resolve
+from batchinfer_kernels.cost import Peaks
+from tests.batchinfer.plan.setup.test_resolve import CPU, job_of
+
+GPU = Hardware("NVIDIA H100 80GB HBM3", "cuda", None, 80 << 30, {"bfloat16": 9e14}, 3e12, "datasheet")
+
+
+GPUS = MachineFacts(GPU, cores=6, free_memory=90 << 30, gpus=("0", "1", "2"))
+CORES = MachineFacts(CPU, cores=6, free_memory=90 << 30)
+
+
+@pytest.fixture
+def eight(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Give each process one of eight cores."""
+    cores = [(number,) for number in range(8)]
+    monkeypatch.setattr("batchinfer.pipeline.workers.places.divided_cores", lambda parts: cores[:parts])
+    return cores
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "gpus"),
+    [
+        ("012", "auto", ("0", "1", "2")),
+        ("012", "2", ("0", "1")),
+        ("31", "auto", ("3", "1")),
+        ("2", "auto", ()),
+        ("", "auto", ()),
+        ("012", "1", ()),
+    ],
+)
+def test_one_engine_a_gpu(
+    tmp_path: Path, checkpoint: Checkpoint, found: str, asked: str, gpus: tuple[str, ...]
+) -> None:
+    job = job_of(tmp_path, ("engine.data_parallel", asked))
+    setting = resolve(job, checkpoint, replace(GPUS, gpus=tuple(found)))
+    assert (setting.placement.replicas, setting.placement.gpus) == (max(1, len(gpus)), gpus)
+    specs = worker_specs(job, setting, "a:b")
+    assert [spec.place.gpu for spec in specs] == (list(gpus) or [None])
+    assert setting.peaks == GPU.peaks(setting.numerics.dtype)  # of one of them
+    config = setting.engine_config(job, 64)
+    assert (config.kv_memory, config.memory) == (None, None)
+
+
+def test_more_engines_than_gpus_are_refused(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    job = job_of(tmp_path, ("engine.data_parallel", "5"))
+    with pytest.raises(JobFileError, match="5 engines need 5 GPUs, but this process may use only 3"):
+        resolve(job, checkpoint, GPUS)
+
+
+def test_engines_on_a_cpu_divide_it(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = [(0, 1), (2, 3), (4, 5)]
+    monkeypatch.setattr("batchinfer.pipeline.workers.places.divided_cores", lambda parts: cores[:parts])
+    settings = (("engine.data_parallel", "3"), ("engine.threads", "5"), ("engine.kv_memory", "9GiB"))
+    job = job_of(tmp_path, ("model.dtype", "bfloat16"), *settings)
+    setting = resolve(job, checkpoint, CORES)
+    config = setting.engine_config(job, 64)
+    specs = worker_specs(job, setting, "a:b")
+    assert [spec.place for spec in specs] == [EnginePlace(one) for one in cores]
+    assert [spec.load.threads for spec in specs] == [1, 2, 2]
+    assert (config.kv_memory, config.memory) == (3 << 30, 30 << 30)
+    assert setting.peaks == Peaks(2e12 / 3, 1e10)
+    assert resolve(job_of(tmp_path), checkpoint, CORES).placement.replicas == 1
+
+
+def test_ranks_have_a_place_each(
+    tmp_path: Path, checkpoint: Checkpoint, eight: list[tuple[int, ...]]
+) -> None:
+    """Those of an engine beside each other, on a CPU's cores or on GPUs; the engine has the peaks of all."""
+    divided = (("engine.data_parallel", "2"), ("engine.pipeline_parallel_size", "2"), ("engine.threads", "4"))
+    job = job_of(tmp_path, ("model.dtype", "bfloat16"), *divided)
+    setting = resolve(job, checkpoint, CORES)
+    specs = worker_specs(job, setting, "a:b")
+    assert [[one.place.cores for one in (spec, *spec.others)] for spec in specs] == [eight[:2], eight[2:4]]
+    assert {one.load.threads for spec in specs for one in (spec, *spec.others)} == {1}
+    assert {spec.division for spec in specs} == {setting.placement.division}
+    assert setting.for_rows(1).placement.replicas == 1
+    assert len(worker_specs(job, setting.for_rows(1), "a:b")[0].others) == 1
+    on_gpus = job_of(tmp_path, ("model.dtype", "bfloat16"), ("engine.tensor_parallel_size", "2"))
+    setting = resolve(on_gpus, checkpoint, GPUS)
+    assert (setting.placement.replicas, setting.placement.gpus) == (1, ("0", "1"))  # of three
+    alone = GPU.peaks(setting.numerics.dtype)
+    assert alone is not None
+    assert setting.peaks == alone.times(2)
+
+
+NODES = ("engine.nodes", "{listen: 'here:7700', token_file: token, count: 1}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "machines", "parts"),
+    [
+        # the machine of each process of each engine, and which part of the machine's processes it is
+        ({}, [[0], [1]], [[0], [0]]),
+        ({"data_parallel": 6}, [[0], [1]] * 3, [[0], [0], [1], [1], [2], [2]]),
+        ({"tensor_parallel_size": 2}, [[0, 0], [1, 1]], [[0, 1], [0, 1]]),
+        ({"pipeline_parallel_size": 2}, [[0, 1]], [[0, 0]]),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, [[0, 0, 1, 1]], [[0, 1, 0, 1]]),
+        ({"pipeline_parallel_size": 2, "data_parallel": 2}, [[0, 0], [1, 1]], [[0, 1], [0, 1]]),
+    ],
+)  # fmt: skip
+def test_machines_have_as_many_engines_or_as_many_ranks_of_one(
+    tmp_path: Path, checkpoint: Checkpoint, eight: list[tuple[int, ...]],
+    settings: dict[str, int], machines: list[list[int]], parts: list[list[int]],
+) -> None:  # fmt: skip
+    asked = tuple((f"engine.{name}", str(value)) for name, value in settings.items())
+    job = job_of(tmp_path, ("model.dtype", "bfloat16"), ("engine.threads", "6"), NODES, *asked)
+    setting = resolve(job, checkpoint, replace(CORES, cores=8))
+    specs = worker_specs(job, setting, "a:b")
+    each = [one for spec in specs for one in (spec, *spec.others)]
+    assert [[one.place.node for one in (spec, *spec.others)] for spec in specs] == machines
+    many = len(each) // 2
+    wanted = [
+        (EnginePlace(node=1, part=(part, many)), 6)
+        if number
+        else (EnginePlace(eight[part] if many > 1 else ()), 6 // many)
+        for part, number in zip(chain(*parts), chain(*machines), strict=True)
+    ]
+    assert [(one.place, one.load.threads) for one in each] == wanted
+    assert setting.placement.division.machines == len({*machines[0]})
+    assert (setting.placement.machines_used, setting.for_rows(1).placement.machines_used) == (
+        2,
+        len({*machines[0]}),
+    )
+    alone = setting.placement.hardware.peaks(setting.numerics.dtype)
+    assert alone is not None
+    assert setting.peaks == alone.times(setting.placement.division.machines).part(
+        setting.placement.engines_here
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"data_parallel": 3}, "3 engines cannot be shared out among 2 machines"),
+        ({"data_parallel": 1}, "1 engine cannot be shared out among 2 machines"),
+        ({"data_parallel": 1, "tensor_parallel_size": 2}, "a multiple of 2 as engine.pipeline_parallel_size"),
+        ({"data_parallel": 6, "threads": 2}, "3 engines need 3 cores"),
+    ],
+)
+def test_machines_that_would_have_different_shares_are_refused(
+    tmp_path: Path, checkpoint: Checkpoint, settings: dict[str, int], said: str
+) -> None:
+    asked = tuple((f"engine.{name}", str(value)) for name, value in settings.items())
+    job = job_of(tmp_path, ("model.dtype", "bfloat16"), NODES, *asked)
+    with pytest.raises(JobFileError, match=said):
+        resolve(job, checkpoint, replace(CORES, cores=8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusal", "said"),
+    [
+        ({"tensor_parallel_size": 2, "deterministic": True}, Unavailable, "engine.expert_parallel_size keep the bits"),
+        ({"tensor_parallel_size": 3}, CannotSplit, r"can be divided among 1, 2"),
+        ({"pipeline_parallel_size": 5}, CannotSplit, r"engine.pipeline_parallel_size is \d+ at the most"),
+        (
+            {"pipeline_parallel_size": 2, "device": "cuda", "nodes": '{listen: "10.0.0.1:7", token_file: t, count: 1}'},
+            CannotSplit, "among GPUs of one machine alone",
+        ),
+        ({"tensor_parallel_size": 2, "data_parallel": 3}, JobFileError, "3 engines of 2 ranks each need 6 cores"),
+        ({"tensor_parallel_size": 2, "threads": 1}, JobFileError, "2 ranks need 2 cores"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_divided_is_refused(
+    tmp_path: Path, checkpoint: Checkpoint,
+    settings: dict[str, Any], refusal: type[BatchInferError], said: str,
+) -> None:  # fmt: skip
+    job = job_of(tmp_path, *((f"engine.{name}", str(value).lower()) for name, value in settings.items()))
+    with pytest.raises(refusal, match=said):
+        resolve(job, checkpoint, GPUS if "device" in settings else replace(CORES, cores=4))
+
+
+def test_a_single_engine_has_the_machine_to_itself(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    job = job_of(tmp_path)
+    setting = resolve(job, checkpoint, CORES)
+    config = setting.engine_config(job, 64)
+    assert worker_specs(job, setting, "a:b") == [WorkerSpec(config.load, job.model.path, "a:b")]
+    assert (config.load.threads, config.memory) == (None, None)
+
+
+def test_bits_that_are_promised_do_not_come_from_gpus_of_several_kinds(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    machine, deterministic = replace(GPUS, several_kinds=True), ("engine.deterministic", "true")
+    assert resolve(job_of(tmp_path), checkpoint, machine).placement.replicas == 3
+    with pytest.raises(JobFileError, match="all engines need GPUs of one kind"):
+        resolve(job_of(tmp_path, deterministic), checkpoint, machine)
+    alone = job_of(tmp_path, deterministic, ("engine.data_parallel", "1"))
+    assert resolve(alone, checkpoint, machine).placement.replicas == 1
