@@ -133,7 +133,7 @@ MAY_SPEAK = ("batchinfer.cli", "batchinfer.__main__")
 # processes of their own, which have nobody to raise to: they may end themselves, but print nothing
 CHILDREN = (
     "batchinfer.data.prompts.render_worker",
-    "batchinfer.pipeline.workers.calibrator",
+    "batchinfer.pipeline.calibration.process",
     "batchinfer.pipeline.workers.endings",
     "batchinfer.pipeline.workers.ranks.others",
     "batchinfer.pipeline.workers.ranks.process",

@@ -74,7 +74,7 @@ def _of_prompts(model: Path, prompts: Path, scratch: Path, overrides: Overrides)
 
 def _quantize(job: Job, output: Path | None, group: int, again: bool, quiet: bool, as_json: bool) -> None:
     """Calibrate, and say what was made."""
-    from batchinfer.pipeline.calibration import Listener, loss_text
+    from batchinfer.pipeline.calibration.calibration import Listener, loss_text
     from batchinfer.report.progress import Progress
     from batchinfer.verbs.quantize import export_job_model, quantize_job
 

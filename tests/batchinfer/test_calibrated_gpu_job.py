@@ -16,11 +16,11 @@ from batchinfer.machine.facts import this_machine
 from batchinfer.models.calibration.loss import CalibrationOutcome
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.spec.model_cost import loaded_bytes
-from batchinfer.pipeline import calibration
-from batchinfer.pipeline.calibration import MOST_WEIGHTS, Listener
+from batchinfer.pipeline.calibration import calibration
+from batchinfer.pipeline.calibration import process as calibrator
+from batchinfer.pipeline.calibration.calibration import MOST_WEIGHTS, Listener
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.stages import calibrating
-from batchinfer.pipeline.workers import calibrator
 from batchinfer.plan.forecast.job import forecast_job
 from batchinfer.plan.setup.job_setup import check_setup
 from batchinfer.report.progress import Progress

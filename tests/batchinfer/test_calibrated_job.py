@@ -19,7 +19,7 @@ from batchinfer import cli
 from batchinfer.core.errors import JobFileError, OutputConflict
 from batchinfer.job import load_job
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
-from batchinfer.pipeline.calibration import Listener
+from batchinfer.pipeline.calibration.calibration import Listener
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast.job import forecast_job
 from batchinfer.report.progress import Progress

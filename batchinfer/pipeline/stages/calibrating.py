@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from batchinfer.pipeline.calibration import Listener, calibrated_setup
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.workers.engine_entry import ENGINE
 from batchinfer.plan.setup.weights import loss_of
@@ -16,6 +15,11 @@ def calibrated(run: OpenRun) -> OpenRun:
     """Return the run with calibrated weights, if its job is to have such; a trial's are those of the whole job."""
     if not run.setup.setting.numerics.calibrates or run.options.engine != ENGINE:
         return run
+    from batchinfer.pipeline.calibration.calibration import (  # most jobs need none of it
+        Listener,
+        calibrated_setup,
+    )
+
     began, had = time.monotonic(), run.setup.setting.parts.weights
     with run.report.timed(OTHER):
         setup = calibrated_setup(run.whole, run.setup, run.state, Listener(run.progress, run.notice))

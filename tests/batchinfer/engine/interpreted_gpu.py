@@ -31,7 +31,7 @@ from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import CodedWeight, Experts, ExpertWeights, Head, Linear, Weight
 from batchinfer.models.ops.torch_ops import TorchOps
-from batchinfer.pipeline.workers import calibrator
+from batchinfer.pipeline.calibration import process as calibrator
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import int4_values, packed_int4, packed_int4_experts

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.pipeline.calibration import layers_told
+from batchinfer.pipeline.calibration.calibration import layers_told
 from batchinfer.report.expected_output import FEWEST
 from batchinfer.report.progress import SPARE_COLUMNS, Progress
 from tests.batchinfer.cli.screen import lines_on

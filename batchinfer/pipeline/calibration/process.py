@@ -14,7 +14,7 @@ from batchinfer.pipeline.workers.endings import failure
 from batchinfer.pipeline.workers.messages import Failed
 from batchinfer.pipeline.workers.worker_handle import error_of
 
-CALIBRATOR = "batchinfer.pipeline.workers.calibrator:serve"
+CALIBRATOR = "batchinfer.pipeline.calibration.process:serve"
 _LEAVE_S = 10.0
 _LOOK_S = 0.25
 _REMEDY = "free some memory, or set model.calibration: off"

@@ -20,8 +20,8 @@ from batchinfer.models.calibration.loss import LEAST_TOKENS, CalibrationOutcome,
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.spec import INT4_GROUP
-from batchinfer.pipeline.calibration_rows import calibration_prompts
-from batchinfer.pipeline.workers.calibrator import calibrate_apart
+from batchinfer.pipeline.calibration.process import calibrate_apart
+from batchinfer.pipeline.calibration.prompts import calibration_prompts
 from batchinfer.plan.forecast.calibration import CalibrationSample, calibration_forecast
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.setup.weights import (
