@@ -1,4 +1,4 @@
-"""Asks all sources for drafts, and takes as many as it pays to verify."""
+"""Queries all sources for drafts, and takes the number of drafts that gives the most tokens a second."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ from numpy.typing import NDArray
 from batchinfer.core.request import TokenIds
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.drafts.acceptance import Acceptance
-from batchinfer.engine.drafts.holding import NOBODY, Decoding, host_seconds, waiting_pays
+from batchinfer.engine.drafts.holding import NOBODY, Decoding, waiting_pays
 from batchinfer.engine.drafts.model_choice import ModelChoice
-from batchinfer.engine.drafts.patience import Patience
+from batchinfer.engine.drafts.patience import Patience, SearchTime
 from batchinfer.engine.drafts.source import LAST_WORDS, MOST_DRAFTS, DraftSource, Proposal
+from batchinfer.engine.drafts.step_costs import StepCosts
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
-from batchinfer.engine.drafts.worth import LEAST_GAIN, drafts_worth
+from batchinfer.engine.drafts.worth import drafts_worth
 from batchinfer.engine.loop.drafting import Drafts
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.sequence import Sequence
 
 # Tokens that are looked for: where one of the drafts is wrong, as many as a step takes are left behind it
 _MOST_FOUND = 2 * MOST_DRAFTS
-SHARE = 0.05  # of the time that steps would take without drafts: looking for drafts takes no more
-_SAVED_STEPS = 20  # of whose time the share may be spent at once
 _PENALISED_TOKENS = 1 << 16  # of the texts of a row's drafts together
 _MISSED = 1.1  # tokens that a row gets less where it waits: it misses a step
 _ENOUGH = 6.0  # tokens that are expected to be right: then no further source is asked
 _FADED = 0.002  # of what was measured, with each step
-_NEWEST = 0.05  # the weight of the newest step in a mean
 
 
 _Found = tuple[Sequence, str, Proposal]
@@ -54,18 +52,20 @@ class _Row:
 
 
 class CostedDrafter:
-    """Proposes the drafts with which a step is expected to give the most tokens a second. Sources are asked in their
-    order.
+    """Proposes the drafts with which a step is expected to give the most tokens a second.
 
-    `most_sampled`: rows of a step that are sampled, drafts included: each may have logits of its own.
+    Sources are queried in their order. A row without accepted drafts is queried with exponentially decreasing
+    frequency.
 
-    `looks_ahead`: a row with drafts misses the step behind, so that it gains only where more than one of them is right;
-    or that step waits for the row, and the device for the host. Rows for which nothing was found, or was right, are
-    looked at less and less often.
-
-    `model` is asked about rows of which the sources know less than it is expected to, where its own time pays.
-
-    `most_drafts`: of a row in a step; None: as many as are looked for.
+    Args:
+        sources: The sources that know texts.
+        times: Durations of steps on the device.
+        most_sampled: The most rows of a step that are sampled, drafts included. Each may have its own logits.
+        looks_ahead: Whether the host prepares a step while the step before it runs. Then a row with drafts misses the
+            following step, and gains only if more than one draft is right; or that step waits for the row.
+        clock: Returns seconds.
+        model: A draft model. It is queried for rows about which the sources know less, if its own time pays off.
+        most_drafts: The most drafts of a row in a step; None: all that are found.
     """
 
     def __init__(
@@ -81,21 +81,12 @@ class CostedDrafter:
         self._model = model
         self._most_drafts = MOST_DRAFTS if most_drafts is None else most_drafts
         self._sources = sources
-        self._times, self._looks_ahead, self._clock = times, looks_ahead, clock
+        self._costs, self._search = StepCosts(times, looks_ahead), SearchTime()
+        self._looks_ahead, self._clock = looks_ahead, clock
         self._most_sampled, self._acceptance = most_sampled, Acceptance()
-        # Whether a row with drafts misses no step: nothing was in flight when the newest one was planned
-        self._together = not looks_ahead
         self._rows: dict[Sequence, _Row] = {}
         self._turn = 0  # which of the rows is looked at first
-        self._search_s = 0.0  # of looking at a row
-        # Seconds that may be spent on looking: a share of the steps, less what was spent, up to a limit
-        self._allowed_s = self._most_allowed_s = 0.0
-        self._expected_prompt_tokens = 0  # in the next step: those of the newest one, while sequences wait
         self._pays = False  # whether drafts may pay in the next step
-        self._host_s = 0.0  # that the device waits for the host where the next step has drafts
-        self._at_once = (
-            1.0  # steps without drafts that the host launches together, in the mean of the newest ones
-        )
         # Of each source, drafts that were verified since the last sample, and right ones
         self._counts: dict[str, tuple[int, int]] = {}
 
@@ -103,24 +94,21 @@ class CostedDrafter:
         """Return the drafts of those of these rows that get any in the next step; see `Drafter`. All that this takes
         counts as looking for drafts."""
         began = self._clock()
-        decodes, others = len(rows) + ahead, max(others, self._expected_prompt_tokens)
-        # Nothing is in flight, so that the step behind may wait for this one, too
-        if decodes and self._looks_ahead:
-            self._together = not ahead and not others
-            self._host_s = host_seconds(decodes) if self._together else 0.0
-        self._pays = decodes > 0 and self._may_pay(decodes, others)
+        decodes, others = len(rows) + ahead, max(others, self._costs.prompt_tokens)
+        self._costs.planned(decodes, ahead, others)
+        self._pays = decodes > 0 and self._costs.may_pay(decodes, others)
         asked = self._asked(rows) if self._pays else []
         found = self._found(asked) if asked else []
-        self._allowed_s -= self._clock() - began
+        self._search.spent(self._clock() - began)
         if self._pays and self._model is not None:
             found = self._with_model(self._model, rows, found, decodes, others)
         began = self._clock()
         chosen = self._best(found, decodes, others) if found else []
         given = {sequence for sequence, _ in chosen}
-        for row in asked if not self._together else ():
+        for row in asked if not self._costs.together else ():
             if row not in given:  # it waited for nothing
                 self._rows[row].texts.failed(len(row), self._patience)
-        self._allowed_s -= self._clock() - began
+        self._search.spent(self._clock() - began)
         return chosen
 
     def waits(self, sequence: Sequence) -> bool:
@@ -130,19 +118,16 @@ class CostedDrafter:
         row = self._rows.get(sequence)
         if self._model is not None and self._model.paid and (row is None or row.model.over(len(sequence))):
             return True
-        if self._search_s and self._allowed_s < self._search_s:
+        if self._search.is_spent:
             return False
         return row is None or row.texts.over(len(sequence))
 
     def holds(self, waiting: Seq[Sequence], ready: Seq[Sequence], plain: int) -> bool:
         """Whether one step of all rows, for which the device waits, gives more tokens a second than one of those that
         can run now and one of the others; see `Drafter`."""
-        if self._expected_prompt_tokens or not plain + len(ready):
+        if self._costs.prompt_tokens or not plain + len(ready):
             return False
-        return waiting_pays(self._plain_seconds, self._decoding(waiting), self._decoding(ready), plain)
-
-    def _plain_seconds(self, rows: int, drafts: int) -> float:
-        return self._times.seconds(rows, 0, drafts)
+        return waiting_pays(self._costs.device_seconds, self._decoding(waiting), self._decoding(ready), plain)
 
     def _decoding(self, rows: Seq[Sequence]) -> Decoding:
         """Expect of rows what was expected of their newest drafts."""
@@ -155,7 +140,7 @@ class CostedDrafter:
     def _patience(self) -> int:
         """How often a row may fail. Behind a word that a copy changes nothing is found for some tokens; where a row
         waits for nothing, each costs a step."""
-        return 4 if self._together else 0
+        return 4 if self._costs.together else 0
 
     def verified(self, taken: AcceptedTokens) -> None:
         """Count a row's drafts, and those that were right."""
@@ -198,21 +183,12 @@ class CostedDrafter:
         if spent_s:
             saved_s = sample.drafts_saved_s if sample.drafted_tokens else -spent_s
             sample = replace(sample, proposing_s=spent_s, drafts_saved_s=saved_s)
-        waited_s = self._host_s if sample.drafted_tokens else 0.0
-        if not sample.drafted_tokens:
-            self._at_once += _NEWEST * (sample.launched_steps - self._at_once)
         steps_s = max(0.0, sample.duration_s - spent_s)
-        if spent_s or waited_s:
-            self._times.measured(replace(sample, duration_s=max(steps_s / 2, steps_s - waited_s)))
-        else:
-            self._times.measured(sample)
+        self._costs.measured(sample, steps_s)
         self._acceptance.fade(_FADED)
         if self._model is not None:
             self._model.fade(_FADED)
-        share = SHARE * (steps_s + max(0.0, sample.drafts_saved_s or 0.0))
-        self._most_allowed_s = _SAVED_STEPS * share
-        self._allowed_s = min(self._allowed_s + share, self._most_allowed_s)
-        self._expected_prompt_tokens = sample.prefill_tokens if sample.waiting else 0
+        self._search.stepped(steps_s + max(0.0, sample.drafts_saved_s or 0.0))
         return sample
 
     def _tell(self, text: array[int]) -> None:
@@ -229,49 +205,13 @@ class CostedDrafter:
         for source, (drafted, accepted) in self._counts.items():
             found |= {f"{source}_drafted": drafted, f"{source}_accepted": accepted}
         drafted, accepted = (sum(column) for column in zip(*self._counts.values(), strict=True))
-        saved_s = self._saved_s(sample, accepted, spent_s)
+        saved_s = self._costs.saved_s(sample, accepted, spent_s)
         return found | {"drafted_tokens": drafted, "accepted_tokens": accepted, "drafts_saved_s": saved_s}
-
-    def _saved_s(self, sample: StepSample, accepted: int, spent_s: float) -> float | None:
-        """Return the seconds of a step's tokens without drafts, less those of the step; None if not known yet.
-
-        Without drafts, its accepted tokens would have taken further steps. None of them would have been longer than
-        this one, which ran more tokens.
-        """
-        rows = max(1, sample.sampled_tokens - accepted)
-        first_s = self._times.typical_seconds(rows, sample.prefill_tokens)
-        further_s = self._times.typical_seconds(rows, 0)
-        if first_s is None or further_s is None:
-            return None
-        most_s = max(0.0, sample.duration_s - spent_s)
-        without_s = min(first_s, most_s) + accepted / rows * min(further_s, most_s)
-        return without_s - sample.duration_s
-
-    def _may_pay(self, rows: int, others: int) -> bool:
-        """Whether drafts would pay if all of them were right: then none is looked for where steps are bound by
-        arithmetic."""
-        least = LEAST_GAIN * rows / self._seconds(rows, others, 0)
-        tried = {max(1, rows // 4), rows, 2 * rows, 4 * rows}
-        return any((rows + n) / self._seconds(rows, others, n) > least for n in tried)
-
-    def _seconds(self, decodes: int, others: int, drafts: int) -> float:
-        """Return the seconds of the next step, with so many drafts. The host prepares it while the one before runs,
-        unless that has to be known for the drafts."""
-        took = self._times.seconds(decodes, others, drafts)
-        if not self._looks_ahead:
-            return took
-        if drafts and self._together:
-            return took + host_seconds(decodes)
-        return max(took, host_seconds(decodes, 1.0 if drafts or others else self._at_once))
 
     def _asked(self, rows: Seq[Sequence]) -> list[Sequence]:
         """Return the rows that are looked at now, in turn, as many as there is time for."""
         ready = [row for row in rows if self._row(row).texts.over(len(row))]
-        most = len(ready)
-        if self._search_s > 0:
-            most = int(max(0.0, self._allowed_s) / self._search_s)
-            if not most and self._allowed_s >= self._most_allowed_s:
-                most = 1  # or nothing would show that looking takes less by now
+        most = self._search.rows(len(ready))
         if most >= len(ready):
             return ready
         self._turn = (self._turn + most) % len(ready)  # whose turn it was not is next
@@ -288,8 +228,7 @@ class CostedDrafter:
         for row in rows:
             if row not in best:
                 self._rows[row].texts.failed(len(row), self._patience)
-        each = (self._clock() - began) / len(rows)
-        self._search_s += 0.2 * (each - self._search_s) if self._search_s else each
+        self._search.looked_at(len(rows), self._clock() - began)
         return [(row, source, proposal) for row, (_, source, proposal) in best.items()]
 
     def _row(self, row: Sequence) -> _Row:
@@ -308,7 +247,7 @@ class CostedDrafter:
         asked, kept = model.asked(ready, found, self._value, rate)
         if not asked:
             return found
-        seconds = self._seconds
+        seconds = self._costs.seconds
         before = self._worth(found, decodes, others)
         verified, certain = self._worth(kept, decodes, others) if kept else (0, 0.0)
         least = (decodes + before[1]) / seconds(decodes, others, before[0])
@@ -339,7 +278,7 @@ class CostedDrafter:
         """Return how likely the tokens of each proposal are to be right, and how many of them it pays to verify."""
         rates = np.array([self._acceptance.rate(source, proposal) for _, source, proposal in found])
         lengths = np.array([_verified(row, proposal) for row, _, proposal in found], np.int64)
-        lengths, seconds = np.minimum(lengths, self._most_drafts), self._seconds
+        lengths, seconds = np.minimum(lengths, self._most_drafts), self._costs.seconds
         counts = drafts_worth(
             rates,
             lengths,
@@ -355,7 +294,7 @@ class CostedDrafter:
         rates, counts = self._counts_worth(found, decodes, others)
         rights = _rights(found, rates, counts)
         each = [one for one in zip(found, rights, counts.tolist(), strict=True) if one[2]]
-        if self._looks_ahead and each and not (self._together and self._would_hold(each, decodes)):
+        if self._looks_ahead and each and not (self._costs.together and self._would_hold(each, decodes)):
             each = [one for one in each if one[1] >= _MISSED]
         return [
             self._chosen(sequence, source, proposal, count, right)
@@ -368,7 +307,7 @@ class CostedDrafter:
         drafted = Decoding(len(chosen), sum(n for _, _, n in chosen), tokens)
         if len(chosen) == decodes:
             return True  # nothing is left that could run meanwhile
-        return waiting_pays(self._plain_seconds, drafted, NOBODY, decodes - len(chosen))
+        return waiting_pays(self._costs.device_seconds, drafted, NOBODY, decodes - len(chosen))
 
     def _proposals(
         self, rows: list[Sequence], enough: Callable[[Sequence], bool]

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from batchinfer.core.samples import StepSample
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.drafts.acceptance import Acceptance
-from batchinfer.engine.drafts.drafter import SHARE, CostedDrafter
+from batchinfer.engine.drafts.drafter import CostedDrafter
 from batchinfer.engine.drafts.given_answer import MOST_GIVEN, goes_on
 from batchinfer.engine.drafts.holding import Decoding, host_seconds, waiting_pays
 from batchinfer.engine.drafts.other_answers import OtherAnswers
 from batchinfer.engine.drafts.own_text import OwnText
-from batchinfer.engine.drafts.patience import Patience
+from batchinfer.engine.drafts.patience import SHARE, Patience
 from batchinfer.engine.drafts.source import Proposal
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.drafts.worth import drafts_worth
@@ -518,8 +518,8 @@ def test_where_steps_are_launched_together_those_with_drafts_have_to_gain_more(
     for launched in (1, 4):
         for _ in range(200):
             drafter.stepped(replace(sample, launched_steps=launched))
-        taken += [drafter._seconds(rows, 0, drafts) for drafts in (0, 3)]
-        assert drafter._seconds(rows, 50, 0) == pytest.approx(host_seconds(rows))
+        taken += [drafter._costs.seconds(rows, 0, drafts) for drafts in (0, 3)]
+        assert drafter._costs.seconds(rows, 50, 0) == pytest.approx(host_seconds(rows))
     assert taken[0] == taken[1] == taken[3] == pytest.approx(host_seconds(rows))
     assert taken[2] == pytest.approx(host_seconds(rows, 4), rel=1e-3)
     assert host_seconds(rows, 4) < 0.7 * host_seconds(rows)
