@@ -146,7 +146,7 @@ def detect(device: str, *, gpu: Gpu | None = None, cache: Path | None = None) ->
     Raises ValueError for another device.
     """
     if device == "cpu":
-        bare = Hardware(cpu_name(), "cpu", cpu_cores(), total_memory())
+        bare = Hardware(cpu_name(), "cpu", usable_cpus(), total_memory())
     elif device == "cuda" or device.startswith("cuda:"):
         bare = _bare_gpu(gpu or _driver_gpu(device))
     else:
@@ -342,11 +342,6 @@ def _cpuinfo_field(name: str, cpuinfo: Path) -> str:
             if label.strip() == name:
                 return value.strip()
     return ""
-
-
-def cpu_cores() -> int:
-    """Cores that this process may use."""
-    return usable_cpus()
 
 
 def nvidia_gpus() -> list[Gpu]:

@@ -17,8 +17,7 @@ from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.machine.facts import this_machine
-from batchinfer.plan.setup.dry_run import first_index
-from batchinfer.plan.setup.input_check import check_input
+from batchinfer.plan.setup.input_check import check_input, first_index
 from batchinfer.plan.setup.job_setup import check_setup
 
 _ANSWERS = {

@@ -13,8 +13,7 @@ from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.machine.facts import this_machine
 from batchinfer.plan.setup.checks import kv_memory_warnings
-from batchinfer.plan.setup.dry_run import dry_run
-from batchinfer.plan.setup.input_check import check_input
+from batchinfer.plan.setup.input_check import check_input, dry_run
 from batchinfer.plan.setup.job_setup import check_setup
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from batchinfer.bench.suite.shares import with_shares
 from batchinfer.core.version import __version__
-from batchinfer.machine.hardware import cpu_cores, cpu_name
+from batchinfer.machine.cpus import usable_cpus
+from batchinfer.machine.hardware import cpu_name
 from batchinfer.machine.memory import total_memory
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "flashinfer-python", "flash-attn-4")
@@ -32,7 +33,7 @@ def described(root: Path, rehearsal: bool) -> dict[str, Any]:
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
         "gpu": None if rehearsal else _gpu(),
-        "cpu": {"name": cpu_name(), "cores": cpu_cores(), "memory_bytes": total_memory()},
+        "cpu": {"name": cpu_name(), "cores": usable_cpus(), "memory_bytes": total_memory()},
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {"batchinfer": __version__, **{name: _version(name) for name in PACKAGES}},

@@ -84,9 +84,8 @@ def write_calibrated(job: Job, setup: Setup, folder: Path, told: Listener, group
     )
     alone = setup.setting.with_placement(replicas=1).with_parts(weights=None)
     load = alone.with_numerics(quantization="int4").load_config(job)
-    answers = (
-        min(ANSWER_TOKENS, setup.setting.numerics.max_model_len) if _answers(job, setup, told.notice) else 0
-    )
+    longest = min(ANSWER_TOKENS, setup.setting.numerics.max_model_len)
+    answers = longest if _answers(job, setup, told.notice) else 0
     expected = calibration_forecast(setup, CalibrationSample(len(prompts), tokens, answers), group).seconds
     takes = "" if expected is None else f", for about {about(expected)}"
     told.notice(
@@ -112,10 +111,8 @@ def _answers(job: Job, setup: Setup, notice: Callable[[str], None]) -> bool:
     if job.task != "generate":
         return False
     setting, placement, checkpoint = setup.setting, setup.setting.placement, setup.checkpoint
-    memory, divided = (
-        placement.hardware.memory_bytes,
-        setting.device == "cuda" and placement.division.ranks > 1,
-    )
+    memory = placement.hardware.memory_bytes
+    divided = setting.device == "cuda" and placement.division.ranks > 1
     if not divided or memory is None or not isinstance(checkpoint, Checkpoint):
         return True
     taken = loaded_bytes(checkpoint.spec.quantized("int4"), checkpoint.parameters, setting.numerics.itemsize)

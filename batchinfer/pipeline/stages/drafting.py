@@ -79,9 +79,8 @@ class _Drafting:
         setup = replace(setup, setting=setup.setting.for_rows(plan.to_run))
         self._run = replace(run, job=model.job, setup=setup, launch=Launch(run.options.transport))
         context = work_context(setup, run.state, remember=True)
-        self._requests = DraftRequests(
-            context, model.setting.numerics.max_model_len, model.checkpoint.spec.vocab
-        )
+        longest = model.setting.numerics.max_model_len
+        self._requests = DraftRequests(context, longest, model.checkpoint.spec.vocab)
 
     def answers(self) -> Path:
         """Have the store hold the model's answers; return the file that has those of the plan."""

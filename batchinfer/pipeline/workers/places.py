@@ -37,9 +37,8 @@ def _machines(placement: Placement) -> list[int]:
     division = placement.division
     if division.machines > 1:
         return [rank // division.ranks_here for rank in range(division.ranks)]
-    return [
-        engine % placement.machines for engine in range(placement.replicas) for _ in range(division.ranks)
-    ]
+    engines = range(placement.replicas)
+    return [engine % placement.machines for engine in engines for _ in range(division.ranks)]
 
 
 def _here(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:

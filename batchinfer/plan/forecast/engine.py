@@ -15,13 +15,14 @@ from batchinfer.plan.forecast.divided import (
     chooses_among_all,
     measured_stages,
 )
-from batchinfer.plan.forecast.room import beside_block, beside_weights, captures_of, engine_room, held_bytes
+from batchinfer.plan.forecast.room import beside_block, captures_of, engine_room
 from batchinfer.plan.forecast.step_times import StepTimes, alike, step_times
 from batchinfer.plan.forecast.time_range import TimeRange, engine_range, other_range, unmeasured_s
 from batchinfer.plan.order.backlog import share_of
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts, planned_requests
 from batchinfer.plan.setup.job_setup import Setup
+from batchinfer.plan.setup.setting import engine_weights
 from batchinfer.plan.simulation.answer_lengths import AnswerLengths
 from batchinfer.plan.simulation.extrapolation import simulated_part, simulated_whole
 from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, block_bytes
@@ -95,7 +96,7 @@ class ForecastEngine:
     @property
     def weight_bytes(self) -> int:
         """Return the bytes of weights of an engine, adapters and a draft model beside it included."""
-        return held_bytes(self.setup) + self.setup.setting.adapter_bytes + beside_weights(self.setup)
+        return engine_weights(self.setup.models)
 
     def least_s(self) -> float | None:
         """Return the seconds that the run takes at the hardware's limit, attention left out; None without peaks."""

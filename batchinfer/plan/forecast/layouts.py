@@ -16,7 +16,7 @@ from batchinfer.models.spec.spec import ModelSpec
 from batchinfer.plan.expert_plan import ExpertPlan
 from batchinfer.plan.forecast.divided import divided_spec
 from batchinfer.plan.forecast.engine import TWO_PARTS, ForecastEngine, forecast_engine
-from batchinfer.plan.forecast.room import engine_room, held_bytes
+from batchinfer.plan.forecast.room import engine_room
 from batchinfer.plan.forecast.steady_state import estimated_s
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts
@@ -150,10 +150,8 @@ def _with_experts(layout: LayoutForecast, experts: ExpertPlan | None) -> LayoutF
 
 def _misfit(whole: ModelSpec, division: Division, setting: Setting, why: str) -> str:
     """Say why a layout does not fit: for its weights alone, or for its KV cache, which `why` says."""
-    weights, memory = (
-        divided_spec(whole, division, setting).weight_bytes,
-        setting.placement.hardware.memory_bytes,
-    )
+    memory = setting.placement.hardware.memory_bytes
+    weights = divided_spec(whole, division, setting).weight_bytes
     if memory is None or weights < memory:
         return f"does not fit: {why}"
     return f"does not fit: weights take {size(weights)}, and a device has {size(memory)}"
@@ -163,7 +161,7 @@ def _with_memory(layout: LayoutForecast, engine: ForecastEngine) -> LayoutForeca
     machine = engine.machine
     divided = engine_room(engine.job, engine.setup, engine.plan.longest).divided
     if divided is None:
-        return replace(layout, weight_bytes=held_bytes(engine.setup), kv_bytes=engine.kv_cache_bytes)
+        return replace(layout, weight_bytes=engine.setup.models[0].held_bytes, kv_bytes=engine.kv_cache_bytes)
     most = max(part.block_bytes(machine.layout, divided.whole) for part in divided.parts)
     return replace(layout, weight_bytes=divided.weight_bytes, kv_bytes=machine.blocks * most)
 
@@ -184,12 +182,8 @@ def _timed(fitting: Sequence[_Candidate], prompts: Prompts) -> list[_Candidate]:
 def _simulating_s(one: _Candidate) -> float:
     """Return about how long it takes to simulate a layout."""
     assert one.engine is not None
-    return (
-        one.engine.simulating_s
-        / one.engine.setup.setting.placement.replicas
-        / one.engine.every(EACH_S)
-        * TWO_PARTS
-    )
+    engines = one.engine.setup.setting.placement.replicas
+    return one.engine.simulating_s / engines / one.engine.every(EACH_S) * TWO_PARTS
 
 
 def _simulated(one: _Candidate, prompts: Prompts) -> _Candidate:

@@ -15,11 +15,10 @@ from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.graph_sizes import kept_rows
 from batchinfer.job import Job
 from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
-from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.spec import Caches, CacheSpec
 from batchinfer.plan.forecast.divided import DividedModel, divided_model
 from batchinfer.plan.setup.job_setup import Setup
-from batchinfer.plan.setup.setting import PlacedModel, Setting
+from batchinfer.plan.setup.setting import Setting, engine_weights
 from batchinfer.plan.simulation.launching import Captures
 from batchinfer.plan.simulation.simulator import block_bytes
 from batchinfer_kernels.cost import PANEL_BYTES, ModelCost
@@ -48,19 +47,16 @@ def engine_room(job: Job, setup: Setup, longest: int) -> EngineRoom:
     if divided is None:
         kept: Caches = [CacheSpec(1, 1, window=window) for window in cost.windows]
         layout = cache_layout(kept, block_size, longest)
-        weights = held_bytes(setup) + setting.adapter_bytes + beside_weights(setup)
-        taken = [(weights, block_bytes(layout, cost) + beside_block(setup, block_size))]
+        own_block = block_bytes(layout, cost) + beside_block(setup, block_size)
+        taken = [(engine_weights(setup.models), own_block)]
     else:
         layout = cache_layout(divided.whole.caches, block_size, longest)
         beside = setting.adapter_bytes // setting.placement.division.ranks
         taken = [(p.weight_bytes + beside, p.block_bytes(layout, divided.whole)) for p in divided.parts]
     spare = spare_blocks(block_size, limits.max_num_seqs) * beside_block(setup, block_size)
     spare += kept_states(setup, limits.max_num_seqs)
-    panel = (
-        PANEL_BYTES
-        if setting.device == "cuda" and _widens(setup) and not setting.numerics.deterministic
-        else 0
-    )
+    widens = setting.device == "cuda" and _widens(setup) and not setting.numerics.deterministic
+    panel = PANEL_BYTES if widens else 0
     return EngineRoom(limits, layout, _blocks(setting, config, limits, layout, taken, panel, spare), divided)
 
 
@@ -89,22 +85,6 @@ def _blocks(
         for weights, block in taken
     )
     return turns * min(rooms)
-
-
-def held_bytes(setup: Setup) -> int:
-    """Return the bytes of the weights of an engine once they are loaded, in its dtype and quantisation."""
-    checkpoint, setting = setup.checkpoint, setup.setting
-    if not isinstance(checkpoint, Checkpoint):
-        return checkpoint.weight_bytes
-    spec = checkpoint.spec.quantized(setting.numerics.quantization)
-    return loaded_bytes(spec, checkpoint.parameters, setting.numerics.itemsize)
-
-
-def beside_weights(setup: Setup) -> int:
-    """Return the bytes of the weights of a draft model or heads beside an engine's own model, 0 without any."""
-    beside, heads = setup.beside, setup.setting.parts.heads
-    own = 0 if beside is None else PlacedModel(beside.checkpoint, beside.setting).weight_bytes
-    return own if heads is None else own + heads.weight_bytes(setup.setting.numerics.itemsize)
 
 
 def beside_block(setup: Setup, block_size: int) -> int:

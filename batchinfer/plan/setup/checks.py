@@ -13,7 +13,7 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.opening import StoredModel
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer.plan.setup.placement import division_of
-from batchinfer.plan.setup.setting import PlacedModel, Setting
+from batchinfer.plan.setup.setting import PlacedModel, Setting, engine_weights
 from batchinfer_kernels.arithmetic import Device, Dtype, Quantization
 
 _WITH_HEAD = "…ForSequenceClassification"
@@ -75,11 +75,8 @@ def kv_memory_warnings(job: Job, models: list[PlacedModel]) -> list[str]:
 
 def _weights(models: list[PlacedModel]) -> int:
     """Return the bytes of weights on a GPU, or of all engines that share this machine's CPU."""
-    setting = models[0].setting
-    placement, heads = setting.placement, setting.parts.heads
-    whole = sum(model.weight_bytes for model in models)
-    whole += 0 if heads is None else heads.weight_bytes(setting.numerics.itemsize)
-    if setting.device == "cuda":
+    placement, whole = models[0].setting.placement, engine_weights(models)
+    if placement.machine.device == "cuda":
         return whole // placement.division.ranks
     return whole * placement.processes_here // placement.division.ranks
 

@@ -133,13 +133,24 @@ class PlacedModel(NamedTuple):
         return self.setting.model_cost(self.checkpoint)
 
     @property
-    def weight_bytes(self) -> int:
-        """Return the bytes of its weights once they are loaded, adapters included."""
+    def held_bytes(self) -> int:
+        """Return the bytes of its weights once they are loaded, without adapters."""
         if not isinstance(self.checkpoint, Checkpoint):
             return self.checkpoint.weight_bytes
         spec = self.checkpoint.spec.quantized(self.setting.numerics.quantization)
-        own = loaded_bytes(spec, self.checkpoint.parameters, self.setting.numerics.itemsize)
-        return own + self.setting.adapter_bytes
+        return loaded_bytes(spec, self.checkpoint.parameters, self.setting.numerics.itemsize)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of its weights once they are loaded, adapters included."""
+        return self.held_bytes + self.setting.adapter_bytes
+
+
+def engine_weights(models: list[PlacedModel]) -> int:
+    """Return the bytes of an engine's weights: of the job's model, its adapters and heads, and a draft model."""
+    setting, own = models[0].setting, sum(model.weight_bytes for model in models)
+    heads = setting.parts.heads
+    return own if heads is None else own + heads.weight_bytes(setting.numerics.itemsize)
 
 
 def _chosen(value: int | Literal["auto"]) -> int | None:
