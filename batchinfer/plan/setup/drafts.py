@@ -24,6 +24,11 @@ from batchinfer.plan.setup.setting import PlacedModel, Setting
 from batchinfer.plan.setup.weights import job_weights
 from batchinfer_kernels.cost import StepShape, roofline_seconds
 
+# Tokens of a draft that are right where those before them are, as they are believed to be before anything was measured:
+# a text that was written without the answer's own words goes another way sooner or later
+BESIDE_RIGHT, FIRST_RIGHT = 0.75, 0.6
+_CONTEXT_TOKENS = 512
+_MOST_DRAFTS = 16  # of a row
 _WHERE = "drafts.model"
 
 
@@ -44,12 +49,7 @@ class DraftModel:
         return BesideConfig(self.job.model.path, numerics.dtype, numerics.quantization, numerics.kv_cache)
 
 
-def draft_model(
-    job: Job,
-    own: PlacedModel,
-    tokenizer: Tokenizer,
-    state: StateFolder,
-) -> DraftModel | None:
+def draft_model(job: Job, own: PlacedModel, tokenizer: Tokenizer, state: StateFolder) -> DraftModel | None:
     """Return the draft model that a job names, if it names one. `own` is the job's own model, and `tokenizer` that
     one's. Raises JobFileError, SecurityRefusal and Unavailable."""
     drafting, section = job.drafting_job, job.drafts
@@ -86,13 +86,6 @@ def _place(job: Job, section: DraftModelSection, own: PlacedModel, found: Placed
 def _tokens(tokenizer: Tokenizer) -> dict[str, int]:
     found: dict[str, int] = tokenizer.rust.get_vocab(with_added_tokens=True)
     return found
-
-
-# Tokens of a draft that are right where those before them are, as they are believed to be before anything was measured:
-# a text that was written without the answer's own words goes another way sooner or later
-BESIDE_RIGHT, FIRST_RIGHT = 0.75, 0.6
-_CONTEXT = 512  # tokens
-_MOST = 16  # drafts of a row
 
 
 class DraftPlace(NamedTuple):
@@ -142,7 +135,7 @@ def _seconds(model: PlacedModel, rows: int, drafts: int) -> float:
     """Return the least seconds of a step of so many rows with so many drafts of each."""
     assert model.setting.peaks is not None
     tokens, layers = rows * (1 + drafts), len(model.cost.windows)
-    shape = StepShape(tokens, tokens, tokens * _CONTEXT * layers, rows * _CONTEXT * layers)
+    shape = StepShape(tokens, tokens, tokens * _CONTEXT_TOKENS * layers, rows * _CONTEXT_TOKENS * layers)
     return roofline_seconds(model.cost.step(shape), model.setting.peaks)
 
 
@@ -156,7 +149,7 @@ def _least(own: PlacedModel, rows: int, right: float, extra_s: Callable[[int], f
     `extra_s` more."""
     each = (
         (_seconds(own, rows, n) + extra_s(n)) / (1 + (expected_right(right, n) if n else 0))
-        for n in range(_MOST + 1)
+        for n in range(_MOST_DRAFTS + 1)
     )
     return min(each) / rows
 

@@ -18,6 +18,8 @@ from batchinfer.models.files.cross_encoder import stated_activation
 from batchinfer.models.files.sentence_modules import MODULES, PROMPTS, SentenceModules, sentence_modules
 from batchinfer.models.opening import StoredModel
 
+# By what torch calls their modules
+_ACTIVATIONS: Mapping[str, ScoreActivation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
 _NO_PROMPT = "none"
 
 
@@ -111,10 +113,6 @@ def _prompt(job: Job, modules: SentenceModules | None) -> str:
         there = f"it has {', '.join(prompts)}" if prompts else "it has none"
         raise job.mistake("embed.prompt", f"{name!r} is no prompt of the checkpoint ({PROMPTS}); {there}")
     return prompts[name]
-
-
-# By what torch calls their modules
-_ACTIVATIONS: Mapping[str, ScoreActivation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
 
 
 def job_pairs(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> PairScoring | None:

@@ -20,6 +20,17 @@ from batchinfer.models.opening import StoredModel
 from batchinfer.models.spec.spec import AttentionSpec, ExpertsSpec, ModelSpec
 from batchinfer.plan.setup.setting import Setting
 
+# Raise it when a calibration comes to make other weights, so that jobs get these. Their stored answers are lost then.
+CALIBRATION_VERSION = 1
+EXPERTS_VERSION = " experts"  # the same of models with experts alone
+RECORD = "calibration.json"  # beside the weights: what they lost
+ROWS_READ = 512  # of the job, of which as many become prompts as have room
+# A third of them is held out, and answers are added. On the quickstart's model 20 rows with 3,400 tokens gave up to
+# three times the divergence that 50 rows with 8,600 gave, and 200 rows no less than these (docs/performance.md)
+MOST_TOKENS = 8_192
+LONGEST = 2_048  # tokens of a prompt, whose rest is cut off
+ANSWER_TOKENS = 64  # of the answer to a prompt, which the weights are made for, too
+_DIGITS = 24  # of the digest that names a folder
 # Answers that equal those in float32; with bfloat16, 127 do
 _KEPT = "on SmolLM2-135M, int8 kept 22 of 200 answers, int4 21 (docs/models.md)"
 
@@ -115,19 +126,6 @@ def with_adapters(setting: Setting, job: Job, adapters: JobAdapters) -> Setting:
     if not folders:
         return setting
     return setting.with_parts(adapters=tuple(folders.items()), adapter_sizes=adapters.sizes)
-
-
-# Raise it when a calibration comes to make other weights, so that jobs get these. Their stored answers are lost then.
-CALIBRATION_VERSION = 1
-EXPERTS_VERSION = " experts"  # the same of models with experts alone
-RECORD = "calibration.json"  # beside the weights: what they lost
-ROWS_READ = 512  # of the job, of which as many become prompts as have room
-# A third of them is held out, and answers are added. On the quickstart's model 20 rows with 3,400 tokens gave up to
-# three times the divergence that 50 rows with 8,600 gave, and 200 rows no less than these (docs/performance.md)
-MOST_TOKENS = 8_192
-LONGEST = 2_048  # tokens of a prompt, whose rest is cut off
-ANSWER_TOKENS = 64  # of the answer to a prompt, which the weights are made for, too
-_DIGITS = 24  # of the digest that names a folder
 
 
 def can_calibrate(checkpoint: StoredModel) -> bool:
