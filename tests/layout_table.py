@@ -21,7 +21,7 @@ from batchinfer.plan.forecast.engine import simulated_engine
 from batchinfer.plan.forecast.layouts import LayoutForecast
 from batchinfer.plan.order.backlog import share_of
 from batchinfer.plan.setup.job_setup import check_setup
-from batchinfer.plan.simulation.launching import Captures
+from batchinfer.plan.simulation.clock import Captures
 from batchinfer.plan.simulation.simulator import SimulatedEngine, simulate
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
 from tests.large_models import hollow_checkpoint

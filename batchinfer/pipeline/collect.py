@@ -14,7 +14,7 @@ from batchinfer.data.store.validity import is_invalid
 from batchinfer.pipeline.plans.snapshot import HandedOut, Snapshot
 from batchinfer.pipeline.workers.messages import WorkDone
 from batchinfer.plan.forecast.deadline import DeadlineWatch
-from batchinfer.plan.forecast.revised_forecast import RevisedForecast
+from batchinfer.plan.forecast.run import RevisedForecast
 from batchinfer.plan.order.plan import PlanBatch
 from batchinfer.report.progress import Progress
 from batchinfer.report.tables.meter import Meter

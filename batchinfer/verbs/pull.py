@@ -41,8 +41,8 @@ from batchinfer.data.storage.durable import check_free_space, storage
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.data.tokenizer.tokenizer_source import FILES as TOKENIZER_FILES
 from batchinfer.models.adapters.stored_adapter import check_adapter_alone
+from batchinfer.models.files.config_fields import OLD_FILES
 from batchinfer.models.files.sentence_modules import DENSE_FOLDERS, MODULES, POOLING_FOLDER, PROMPTS, TEXTS
-from batchinfer.models.files.stated_config import OLD_FILES
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.report.progress import Progress
 from batchinfer.verbs.gguf_choice import chosen_gguf

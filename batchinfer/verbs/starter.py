@@ -13,7 +13,7 @@ from batchinfer.core.gguf.files import gguf_files
 from batchinfer.core.hub import CONFIG, GGUF, ModelName, find_snapshot, missing_files
 from batchinfer.data.storage.durable import FileOps, storage, write_new
 from batchinfer.job.template import ORDERS, QUESTIONS, ModelKind, init_files
-from batchinfer.models.files.stated_config import QUANTIZATION, stated_config
+from batchinfer.models.files.config_fields import QUANTIZATION, stated_config
 from batchinfer.verbs.schema_starter import SchemaFile
 
 _MOST_OF_NAME = 200  # characters of a job's name

@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from batchinfer.core.request import TokenIds
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.drafts.acceptance import Acceptance
-from batchinfer.engine.drafts.holding import NOBODY, Decoding, waiting_pays
 from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.patience import Patience, SearchTime
 from batchinfer.engine.drafts.source import LAST_WORDS, MOST_DRAFTS, DraftSource, Proposal
 from batchinfer.engine.drafts.step_costs import StepCosts
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
-from batchinfer.engine.drafts.worth import drafts_worth
+from batchinfer.engine.drafts.worth import NOBODY, Decoding, drafts_worth, waiting_pays
 from batchinfer.engine.loop.drafting import Drafts
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.sequence import Sequence

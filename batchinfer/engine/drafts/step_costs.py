@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from batchinfer.core.samples import StepSample
-from batchinfer.engine.drafts.holding import host_seconds
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
-from batchinfer.engine.drafts.worth import LEAST_GAIN
+from batchinfer.engine.drafts.worth import LEAST_GAIN, host_seconds
 
 _NEWEST = 0.05  # the weight of the newest step in a moving average
 

@@ -3,16 +3,42 @@
 from __future__ import annotations
 
 from bisect import bisect
+from collections import deque
 from functools import lru_cache
+from statistics import median
 
 from batchinfer.core.samples import StepSample
-from batchinfer.engine.drafts.typical_ratios import TypicalRatios
 from batchinfer.engine.tensors.graph_sizes import GraphSteps
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
 
+FEWEST = 3  # steps: of fewer, the median is not robust against a single slow one
+_KEPT = 31  # of each size
 _NEWEST = 0.2  # the weight of the newest step
 _FORGOTTEN = 0.01  # of what steps with drafts took longer, with each step that has none
 _REMEMBERED = 4096  # shapes
+
+
+class TypicalRatios:
+    """Keeps the newest ratios for each power of two of a step's tokens, and gives the median of the nearest."""
+
+    def __init__(self) -> None:
+        self._newest: dict[int, deque[float]] = {}
+
+    def measured(self, tokens: int, ratio: float) -> None:
+        """Take the ratio of a step."""
+        self._newest.setdefault(tokens.bit_length(), deque(maxlen=_KEPT)).append(ratio)
+
+    def nearest(self, tokens: int) -> tuple[int, float] | None:
+        """Return how far the steps are that are nearest in size, in powers of two, and the median of their ratios.
+
+        None: too few steps were measured.
+        """
+        ratios, level = list[float](), tokens.bit_length()
+        for one in sorted(self._newest, key=lambda one: (abs(one - level), one)):
+            ratios += self._newest[one]
+            if len(ratios) >= FEWEST:
+                return abs(one - level), median(ratios)
+        return None
 
 
 class DraftedStepTimes:

@@ -1,4 +1,4 @@
-"""Decides how many drafts of which rows it pays to verify in a step."""
+"""Decides which drafts are worth their time: how many of a step, whether a step waits, when a row is tried again."""
 
 from __future__ import annotations
 
@@ -6,14 +6,53 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from batchinfer.engine.schedule.budget import HOST_ROW_S, HOST_STEP_S, further_host_s
 
 _SHARES = 4  # a proposal is looked at for so many times its share of all drafts that there may be
 _LEAST_LOOKED_AT = 8  # tokens of it, whatever that is
 # A step with drafts has to give so many times the tokens a second of one without: what is believed of either is rough
 LEAST_GAIN = 1.03
+
+
+class Decoding(NamedTuple):
+    """Rows that decode in a step, their drafts in all, and the tokens that they are expected to get."""
+
+    rows: int
+    drafts: int
+    tokens: float
+
+
+NOBODY = Decoding(0, 0, 0.0)
+
+
+def host_seconds(rows: int, steps: float = 1.0) -> float:
+    """Return about how long a GPU's host works on a step of so many rows: while the step before runs, or, where it
+    needs the tokens of that one, while the GPU waits. `steps`: how many it launches at once, in the mean."""
+    return (HOST_STEP_S + rows * HOST_ROW_S + further_host_s(steps - 1, rows)) / steps
+
+
+def waiting_pays(seconds: Callable[[int, int], float], behind: Decoding, now: Decoding, plain: int) -> bool:
+    """Whether one step of all rows, before which the device waits, gives more tokens a second than a step of those
+    that can run now and one of those that wait; see `waiting_gain`."""
+    return waiting_gain(seconds, behind, now, plain) > 1
+
+
+def waiting_gain(seconds: Callable[[int, int], float], behind: Decoding, now: Decoding, plain: int) -> float:
+    """Return how many times as many tokens a second there are where one step of all rows waits.
+
+    seconds: of a step of so many rows with so many drafts in all; behind: the rows that wait; now: those that can run,
+    and would wait behind that; plain: further ones, which run in every step and get a token.
+    """
+    each = ((plain + part.rows, part.drafts) for part in (now, behind))
+    apart = sum(max(seconds(n, drafts), host_seconds(n)) for n, drafts in each)
+    rows, given = plain + now.rows + behind.rows, now.tokens + behind.tokens
+    together = seconds(rows, now.drafts + behind.drafts) + host_seconds(rows)
+    return (plain + given) / (2 * plain + given) * apart / together
 
 
 def drafts_worth(

@@ -18,8 +18,7 @@ from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.adapter_places import AdapterPlaces
-from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
-from batchinfer.engine.tensors.device_memory import lack_of_memory
+from batchinfer.engine.tensors.device_memory import allocate_caches, block_bytes, lack_of_memory
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.ops.choose import Arithmetic

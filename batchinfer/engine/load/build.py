@@ -41,8 +41,7 @@ from batchinfer.engine.load.ranked import (
 )
 from batchinfer.engine.load.settling import settled
 from batchinfer.engine.loop.engine import EngineLimits
-from batchinfer.engine.ranks.account import RankAccount
-from batchinfer.engine.ranks.following import Follower
+from batchinfer.engine.ranks.following import Follower, RankAccount
 from batchinfer.engine.ranks.joining import Company, join
 from batchinfer.engine.ranks.seat import Seat
 from batchinfer.engine.runner.model_runner import ModelRunner

@@ -14,7 +14,7 @@ from batchinfer.engine.ranks.joining import fewest
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.watched_model import WatchedModel
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
-from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
+from batchinfer.engine.tensors.device_memory import allocate_caches, block_bytes
 from batchinfer.engine.tensors.slot_states import SlotStates
 from batchinfer.machine.memory import available_memory
 from batchinfer.models.ops.attention import LayerCache

@@ -11,15 +11,13 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import OutOfMemory, Unavailable
 from batchinfer.engine.drafts.model_beside import BesideRunner, spare_blocks
 from batchinfer.engine.kv.cache_layout import CacheLayout, one_group
-from batchinfer.engine.load.loaded_heads import HeadedModel, LoadedHeads
+from batchinfer.engine.load.loaded_model import HeadedModel, LoadedHeads
 from batchinfer.engine.runner.device_runner import DeviceRunner
-from batchinfer.engine.runner.head_model import HeadModel
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
-from batchinfer.engine.runner.watched_model import WatchedModel, copying
+from batchinfer.engine.runner.watched_model import HeadModel, WatchedModel, copying
 from batchinfer.engine.tensors.adapter_places import AdapterPlaces
-from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
-from batchinfer.engine.tensors.device_memory import lack_of_memory
+from batchinfer.engine.tensors.device_memory import allocate_caches, block_bytes, lack_of_memory
 from batchinfer.engine.tensors.slot_states import SlotStates
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.decoder.decoder import Decoder

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.config import EngineInfo
@@ -21,6 +23,8 @@ from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.engine.tensors.graph_sizes import GraphSteps
 from batchinfer.models.decoder.feed_forward import ExpertLoads
+from batchinfer.models.foreign.spec import ForeignSpec
+from batchinfer.models.spec.spec import ModelSpec
 from batchinfer_kernels.cost import Peaks
 
 AnyBeside = BesideRunner | HeadsRunner
@@ -88,3 +92,41 @@ class LoadedModel:
             masks=self.masks,
             repeated=repeated,
         )
+
+
+class HeadedModel(NamedTuple):
+    """The runner of an engine whose model has heads, before it keeps what they read."""
+
+    runner: ModelRunner
+    spec: ModelSpec | ForeignSpec
+    limits: SchedulerConfig
+    blocks: int  # of its cache
+    longest: int  # tokens of a sequence
+    masks: ConstraintMasks | None
+
+
+class LoadedHeads(ABC):
+    """Heads that were trained for an engine's model."""
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Return the bytes of their weights."""
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes that each block of the cache takes for them."""
+        return 0
+
+    def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
+        """Return the bytes that they keep in no block of a row."""
+        return 0
+
+    def watching(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
+        """Return a runner, which has no cache yet, that leaves in its blocks what they read of tokens. Raises
+        Unavailable for a model whose blocks cannot be shared."""
+        return own
+
+    @abstractmethod
+    def of(self, model: HeadedModel) -> tuple[ModelRunner, AnyBeside]:
+        """Make a runner that keeps the states that they read, and what proposes from these. The model's runner is that
+        of `watching`, with its cache. Raises OutOfMemory."""

@@ -13,18 +13,16 @@ from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout, stage_l
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.loop.turns import EngineTurns
-from batchinfer.engine.ranks.account import RankAccount
-from batchinfer.engine.ranks.following import Follower
+from batchinfer.engine.ranks.following import Follower, RankAccount
 from batchinfer.engine.ranks.joining import Company
 from batchinfer.engine.ranks.leading import LeadingRunner
 from batchinfer.engine.ranks.parts import place_of
 from batchinfer.engine.ranks.passing_on import PassedTokens
-from batchinfer.engine.ranks.rank_step import RankStep
-from batchinfer.engine.ranks.stage_borders import StageBorders
-from batchinfer.engine.ranks.staged_model import StagedModel
+from batchinfer.engine.ranks.staged_model import StageBorders, StagedModel
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
+from batchinfer.engine.schedule.step_plan import RankStep
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.parallel.group import ALONE, Ranks
 from batchinfer.models.sources import ModelSource, Source, checkpoint_source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -14,13 +15,40 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import DistBackendError
 
 from batchinfer.core.errors import Unavailable
-from batchinfer.engine.ranks.seat import UNDIVIDED, Division, Seat
-from batchinfer.engine.ranks.told_store import ToldStore
+from batchinfer.engine.ranks.seat import UNDIVIDED, Division, Exchange, Seat
 from batchinfer.models.parallel.group import Alone, Group, SpentTime, TimedGroup, TorchGroup
 
 # A rank that computes, or is stopped, keeps the others waiting: whoever watches the engine decides how long. One that
 # ends is noticed at once.
 _ENDLESS = timedelta(days=365)
+
+
+class ToldStore(c10d.Store):
+    """A store of torch's that holds what ranks tell each other, for the time in which they meet. Values are set once,
+    and whoever asks for one that is not there yet waits until it is told."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__()
+        self._exchange = exchange
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Tell the others."""
+        told = value.encode() if isinstance(value, str) else bytes(value)
+        self._known[key] = told
+        self._exchange.tell(key, told)
+
+    def get(self, key: str) -> bytes:
+        """Return what was told, once it was."""
+        while key not in self._known:
+            name, value = self._exchange.hear()
+            self._known[name] = value
+        return self._known[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all were told, for as long as it takes: whoever watches the engine decides how long."""
+        for key in keys:
+            self.get(key)
 
 
 @dataclass(frozen=True, slots=True)

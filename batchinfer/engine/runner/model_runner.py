@@ -15,7 +15,6 @@ from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
-from batchinfer.engine.runner.borders import Borders, WholeModel
 from batchinfer.engine.runner.runner import Launched, StepLaunch
 from batchinfer.engine.runner.sampled import (
     DeviceTokens,
@@ -43,6 +42,37 @@ from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
 from batchinfer.models.ops.interface import Ops
 from batchinfer_kernels.cost import ModelCost
+
+
+class Borders(Protocol):
+    """The borders say what comes before a runner's layers, and what becomes of their results. Neither is a part of a
+    captured step."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether the layers read token ids, and not what an earlier stage has made of them."""
+
+    @property
+    def ends(self) -> bool:
+        """Whether tokens are sampled behind the layers, and no later stage goes on with their results."""
+
+    def receive(self, tokens: int) -> None:
+        """Have the hidden states of so many tokens, which the stage before sends, where the layers read them."""
+
+    def hand_on(self, hidden: Tensor) -> None:
+        """Send the hidden states of a step's tokens, (T, hidden), to the stage behind."""
+
+
+class WholeModel:
+    """The borders of a runner that has all layers."""
+
+    begins = ends = True
+
+    def receive(self, tokens: int) -> None:
+        """Do nothing: there is no stage before."""
+
+    def hand_on(self, hidden: Tensor) -> None:
+        """Do nothing: there is no stage behind."""
 
 
 class Model(LogitsHead, Protocol):

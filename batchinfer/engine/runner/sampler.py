@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer.engine.runner.edited_logits import edit
 from batchinfer.engine.runner.row_scores import row_scores
 from batchinfer.engine.runner.sampled import DeviceTokens, Masked, RowLogprobs, RowStates, Sampled
 from batchinfer.engine.schedule.step_plan import PenalisedRows, SamplingPlan
+from batchinfer.engine.schedule.token_edits import AllowedTokens, BiasedTokens
 from batchinfer.engine.tensors.staging import upload
 from batchinfer.models.ops.interface import Ops
 from batchinfer_kernels.mask import bars, mask_words
@@ -24,6 +24,29 @@ from batchinfer_kernels.sample import NO_TOKEN, RowSampling
 # Hidden states are of the order of 1; those above 2^-6 are multiples of this in float32
 STATE_UNIT = 2.0**-30
 _SUMMED_ROWS = 1024  # of which there are copies in float64 at a time
+
+
+def edit(logits: Tensor, plan: SamplingPlan) -> None:
+    """Add the biases of a plan to logits (n, vocab), and bar the tokens that it does not allow, in place."""
+    if plan.biased is not None:
+        _add(logits, plan.biased)
+    if plan.allowed is not None:
+        _keep(logits, plan.allowed)
+
+
+def _add(logits: Tensor, biased: BiasedTokens) -> None:
+    """Each is added once, so that sums have no order."""
+    rows, tokens, biases = biased
+    row, token, bias = upload((rows.astype(np.int64), tokens.astype(np.int64), biases), logits.device)
+    logits.index_put_((row, token), logits[row, token] + bias)
+
+
+def _keep(logits: Tensor, allowed: AllowedTokens) -> None:
+    rows, tokens = (array.astype(np.int64) for array in allowed)
+    row, token, narrowed = upload((rows, tokens, np.unique(rows)), logits.device)
+    kept = logits[row, token]
+    logits.index_fill_(0, narrowed, float("-inf"))
+    logits.index_put_((row, token), kept)
 
 
 class LogitsHead(Protocol):

@@ -400,3 +400,10 @@ def _step_plan(
 
 def _ints(data: bytes | None) -> Ints | None:
     return None if data is None else np.frombuffer(data, np.int32)
+
+
+class RankStep(NamedTuple):
+    """A step of one of the engines that take turns on the ranks."""
+
+    turn: int
+    plan: StepPlan

@@ -24,10 +24,9 @@ from batchinfer.models.checkpoint.tensor_names import (
 from batchinfer.models.checkpoint.zero_points import misread_before
 from batchinfer.models.families.family import NamePrefixes
 from batchinfer.models.families.multimodal import Multimodal
-from batchinfer.models.files.config_fields import wrong_checkpoint
+from batchinfer.models.files.config_fields import stated_config, wrong_checkpoint
 from batchinfer.models.files.fingerprint import Progress
 from batchinfer.models.files.folder import CheckpointFolder
-from batchinfer.models.files.stated_config import stated_config
 from batchinfer.models.files.weight_files import (
     FLOAT_DTYPES,
     StoredTensor,

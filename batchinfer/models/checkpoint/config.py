@@ -13,9 +13,9 @@ from batchinfer.models.files.config_fields import (
     Fields,
     load_if_there,
     shown,
+    stated_config,
     wrong_checkpoint,
 )
-from batchinfer.models.files.stated_config import stated_config
 from batchinfer.models.formats.registry import stored_format
 from batchinfer.models.spec.rope_config import RopeConfig
 from batchinfer.models.spec.spec import ModelSpec, wrong_caches

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.embedding import Dense
+from batchinfer.core.hub import CONFIG
 from batchinfer.core.sampling import Pooling
 from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
 from batchinfer.models.files.dense_modules import dense_module
@@ -28,6 +29,8 @@ _POOLINGS: Mapping[str, Pooling] = {
 }
 _KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
 _MOST_BYTES = 1 << 20
+_KEY = "activation_fn"
+_OLD_KEY = "sbert_ce_default_activation_function"  # of versions before 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +111,8 @@ def _kind(module: Mapping[str, Any]) -> str:
     return str(module.get("type")).rpartition(".")[2]
 
 
-def _stored(folder: CheckpointFolder, name: str) -> dict[str, Any]:
-    file = folder.file(name, MODULES)
+def _stored(folder: CheckpointFolder, name: str, named_by: str = MODULES) -> dict[str, Any]:
+    file = folder.file(name, named_by)
     return {} if file is None else load_json_object(file)
 
 
@@ -129,3 +132,15 @@ def _mode(folder: CheckpointFolder, pooling: Mapping[str, Any]) -> str:
         text = f"its pooling has {len(found)} modes ({', '.join(map(str, found))}); computed is one"
         raise wrong_checkpoint(folder.path, text)
     return str(found[0])
+
+
+def stated_activation(path: Path) -> str | None:
+    """Return the class that a checkpoint's scores pass, as its files name it: that of the newest version that wrote
+    one. None: they name none. Raises JobFileError, SecurityRefusal."""
+    if path.is_file():  # in GGUF
+        return None
+    folder = CheckpointFolder(path)
+    own, config = (_stored(folder, name, "") for name in (PROMPTS, CONFIG))
+    newer = config.get("sentence_transformers")
+    each = (own.get(_KEY), newer.get(_KEY) if isinstance(newer, dict) else None, config.get(_OLD_KEY))
+    return next((str(one) for one in each if one is not None), None)

@@ -14,11 +14,10 @@ from batchinfer.core.errors import SecurityRefusal
 from batchinfer.core.hub import GGUF, PICKLE_SUFFIXES
 from batchinfer.core.hub import WEIGHT_INDEX as INDEX
 from batchinfer.core.hub import WEIGHTS as SINGLE
-from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
+from batchinfer.models.files.config_fields import load_json_object, shown, stated_config, wrong_checkpoint
 from batchinfer.models.files.fingerprint import Progress, model_fingerprint
 from batchinfer.models.files.folder import CheckpointFolder
 from batchinfer.models.files.safetensors_header import DTYPE_BYTES, TensorInfo, data_start, read_header
-from batchinfer.models.files.stated_config import stated_config
 from batchinfer_kernels.arithmetic import Dtype
 
 FLOAT_DTYPES: dict[str, Dtype] = {

@@ -13,8 +13,7 @@ from typing import Any
 from batchinfer.machine.asked_apart import Died, asked_apart
 from batchinfer.models.checkpoint.checkpoint import config_folder
 from batchinfer.models.families.registry import FAMILIES
-from batchinfer.models.files.config_fields import load_if_there, shown, wrong_checkpoint
-from batchinfer.models.files.stated_config import stated_config
+from batchinfer.models.files.config_fields import load_if_there, shown, stated_config, wrong_checkpoint
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, WeightFiles, listed, read_weight_files
 from batchinfer.models.foreign.spec import CannotRun, ForeignSpec, foreign_cost
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization

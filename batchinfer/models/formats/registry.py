@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from batchinfer.models.files.config_fields import shown
-from batchinfer.models.files.stated_config import QUANTIZATION, STATED_IN
+from batchinfer.models.files.config_fields import QUANTIZATION, STATED_IN, shown
 from batchinfer.models.formats import compressed, torchao
 from batchinfer.models.formats.awq import awq_format
 from batchinfer.models.formats.bitsandbytes import bitsandbytes_format

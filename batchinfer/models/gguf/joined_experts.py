@@ -6,14 +6,21 @@ import re
 from collections.abc import Iterator, Mapping
 
 from batchinfer.core.gguf.header import GgufTensor
+from batchinfer.models.files.safetensors_header import TensorInfo
 from batchinfer.models.files.weight_files import StoredTensor
 from batchinfer.models.formats.gguf import GgufBiases, GgufExperts, GgufWeight
 from batchinfer.models.formats.packed_tensor import PackedTensor
-from batchinfer.models.gguf.parts import part_of
 
 _NAME = re.compile(r"blk\.(?P<number>\d+)\.ffn_(?:(?:gate|up)_exps\.(?:weight|bias)|down_exps\.weight)")
 # What a family calls the matrices of its experts, and the tensors that hold their rows by turns
 _MATRICES = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+
+
+def part_of(tensor: GgufTensor, shape: tuple[int, ...], number: int = 0, parts: int = 1) -> StoredTensor:
+    """Return one of equal parts of a tensor, of this shape; its place is one in the whole file."""
+    size = (tensor.end - tensor.start) // parts
+    start = tensor.start + number * size
+    return StoredTensor(tensor.file, TensorInfo(tensor.type.name, shape, start, start + size))
 
 
 def is_joined(name: str) -> bool:

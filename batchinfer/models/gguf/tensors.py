@@ -13,8 +13,7 @@ from batchinfer.models.formats.gguf import GgufWeight
 from batchinfer.models.formats.packed_tensor import PackedTensor
 from batchinfer.models.gguf.architectures import EXPERT, Architecture
 from batchinfer.models.gguf.config import FACTORS, LONG, SHORT
-from batchinfer.models.gguf.joined_experts import is_joined, joined_experts
-from batchinfer.models.gguf.parts import part_of
+from batchinfer.models.gguf.joined_experts import is_joined, joined_experts, part_of
 
 # They are in the configuration, or computed
 _UNREAD = (FACTORS, SHORT, LONG)

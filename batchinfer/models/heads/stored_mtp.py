@@ -12,9 +12,9 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.config import decoder_config, parse_config
 from batchinfer.models.checkpoint.tensor_names import further_layers, layer_shapes
 from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.files.config_fields import stated_config
 from batchinfer.models.files.folder import CheckpointFolder
 from batchinfer.models.files.safetensors_header import TensorInfo
-from batchinfer.models.files.stated_config import stated_config
 from batchinfer.models.files.weight_files import NAMED, read_weight_files
 from batchinfer.models.formats.packed_tensor import PackedTensors
 from batchinfer.models.formats.registry import packed_tensors, stored_format

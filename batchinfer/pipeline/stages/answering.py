@@ -28,7 +28,7 @@ from batchinfer.pipeline.stop_text import continuing, rows_left, stop_reached
 from batchinfer.pipeline.workers.feed import Batches, run_plan
 from batchinfer.pipeline.workers.places import worker_specs
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
-from batchinfer.plan.forecast.longest_step import longest_step_s
+from batchinfer.plan.forecast.run import longest_step_s
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import planned_requests
 from batchinfer.plan.setup.checks import kv_memory_warnings

@@ -34,8 +34,7 @@ from batchinfer.pipeline.stages.verdict import error_budget, refuse_stored_error
 from batchinfer.pipeline.workers.feed import Batches
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.forecast.deadline import Deadline, DeadlineWatch
-from batchinfer.plan.forecast.revised_forecast import RevisedForecast
-from batchinfer.plan.forecast.run import RunForecast
+from batchinfer.plan.forecast.run import RevisedForecast, RunForecast
 from batchinfer.plan.forecast.text import plan_line
 from batchinfer.plan.order.plan import Plan
 

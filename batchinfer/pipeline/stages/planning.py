@@ -18,8 +18,7 @@ from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.workers.interrupts import CONTINUES
 from batchinfer.plan.forecast.deadline import Deadline, DeadlineWatch
 from batchinfer.plan.forecast.engine import EngineForecast
-from batchinfer.plan.forecast.revised_forecast import RevisedForecast
-from batchinfer.plan.forecast.run import RunForecast, forecast_run
+from batchinfer.plan.forecast.run import RevisedForecast, RunForecast, forecast_run
 from batchinfer.plan.forecast.text import plan_line
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job

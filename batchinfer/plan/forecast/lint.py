@@ -20,10 +20,10 @@ from batchinfer.data.prompts.template_parts import TemplatePart, in_order, templ
 from batchinfer.job import Job
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.plan.forecast.engine import forecast_engine
-from batchinfer.plan.order.field_order import field_order
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.requests import planned_requests
+from batchinfer.plan.order.sharing import field_order
 from batchinfer.plan.setup.job_setup import Setup
 
 MOST_ROWS = 20_000  # are looked at: some seconds for each way to write the prompt

@@ -19,7 +19,7 @@ from batchinfer.models.spec.spec import Caches, CacheSpec
 from batchinfer.plan.forecast.divided import DividedModel, divided_model
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.setup.setting import Setting, engine_weights
-from batchinfer.plan.simulation.launching import Captures
+from batchinfer.plan.simulation.clock import Captures
 from batchinfer.plan.simulation.simulator import block_bytes
 from batchinfer_kernels.cost import PANEL_BYTES, ModelCost
 

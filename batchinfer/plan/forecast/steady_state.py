@@ -8,7 +8,7 @@ from batchinfer.core.samples import LaunchMode
 from batchinfer.engine.loop.repeated_steps import RepeatedSteps
 from batchinfer.plan.forecast.engine import ForecastEngine
 from batchinfer.plan.simulation.simulator import SimulatedEngine
-from batchinfer.plan.simulation.stage_schedule import StageWork
+from batchinfer.plan.simulation.stages import StageWork
 from batchinfer_kernels.cost import StepShape
 
 

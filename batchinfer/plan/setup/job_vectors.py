@@ -14,8 +14,13 @@ from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.job.embedding import EmbedSection
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
-from batchinfer.models.files.cross_encoder import stated_activation
-from batchinfer.models.files.sentence_modules import MODULES, PROMPTS, SentenceModules, sentence_modules
+from batchinfer.models.files.sentence_modules import (
+    MODULES,
+    PROMPTS,
+    SentenceModules,
+    sentence_modules,
+    stated_activation,
+)
 from batchinfer.models.opening import StoredModel
 
 # By what torch calls their modules

@@ -16,10 +16,8 @@ from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.runner.runner import StepLaunch
 from batchinfer.engine.schedule.step_plan import COUNTS, Ints, PlanWants, StepPlan, TokenScores
 from batchinfer.engine.schedule.step_shape import decode_shape, step_shape
-from batchinfer.plan.simulation.clock import Clock, TimedLaunch
-from batchinfer.plan.simulation.launching import Launching
-from batchinfer.plan.simulation.stage_schedule import StageWork
-from batchinfer.plan.simulation.stages import SimulatedStage
+from batchinfer.plan.simulation.clock import Clock, Launching, TimedLaunch
+from batchinfer.plan.simulation.stages import SimulatedStage, StageWork
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost, StepShape
 

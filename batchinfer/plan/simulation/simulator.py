@@ -17,11 +17,9 @@ from batchinfer.engine.loop.repeated_steps import RepeatedSteps
 from batchinfer.engine.loop.turns import EngineTurns
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.step_plan import COUNTS
-from batchinfer.plan.simulation.clock import Clock
+from batchinfer.plan.simulation.clock import Captures, Clock, Launching
 from batchinfer.plan.simulation.counting_runner import END, CountingRunner
-from batchinfer.plan.simulation.launching import Captures, Launching
-from batchinfer.plan.simulation.stage_schedule import StageSchedule
-from batchinfer.plan.simulation.stages import SimulatedStage
+from batchinfer.plan.simulation.stages import SimulatedStage, StageSchedule
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost, Peaks
 

@@ -15,8 +15,7 @@ from batchinfer.core.request import Request, common_prefixes
 from batchinfer.engine.drafts.medusa import HeadsBeside
 from batchinfer.engine.drafts.model_beside import BesideRunner, ModelBeside
 from batchinfer.engine.load.layer_heads import load_layer
-from batchinfer.engine.load.loaded_heads import HeadedModel
-from batchinfer.engine.load.loaded_model import AnyBeside
+from batchinfer.engine.load.loaded_model import AnyBeside, HeadedModel
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.draft_tree import DraftTree
 from batchinfer.engine.schedule.scheduler import SchedulerConfig

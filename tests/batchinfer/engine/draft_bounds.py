@@ -10,9 +10,8 @@ from functools import partial
 
 import numpy as np
 
-from batchinfer.engine.drafts.holding import Decoding, waiting_gain
 from batchinfer.engine.drafts.source import MOST_DRAFTS
-from batchinfer.engine.drafts.worth import drafts_worth
+from batchinfer.engine.drafts.worth import Decoding, drafts_worth, waiting_gain
 from batchinfer.machine.datasheet import datasheet
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
 from tests.batchinfer.engine.simulation import LLAMA_8B

@@ -34,7 +34,7 @@ from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.engine.tensors.device_memory import allocate_caches
 from batchinfer.models.checkpoint.config import parse_config
 from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.checkpoint.shapes import SHAPES

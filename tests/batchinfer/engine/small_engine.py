@@ -35,7 +35,7 @@ from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig, Ste
 from batchinfer.engine.schedule.sequence import SequenceStatus
 from batchinfer.engine.schedule.step_plan import PlanWants, SamplingPlan, StepPlan
 from batchinfer.engine.tensors.adapter_places import AdapterPlaces
-from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.engine.tensors.device_memory import allocate_caches
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.adapters.stored_adapter import StoredAdapter
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint

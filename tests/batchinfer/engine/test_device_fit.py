@@ -22,7 +22,7 @@ from batchinfer.engine.load.dummy_steps import COSTLY, GREEDY, DummySteps, sizes
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
-from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.engine.tensors.device_memory import allocate_caches
 from batchinfer.engine.tensors.device_tables import GraphTables
 from batchinfer.models.ops.attention import AttentionInputs, LayerCache
 from batchinfer.models.ops.cpu_ops import CpuOps

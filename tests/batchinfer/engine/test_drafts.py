@@ -17,13 +17,12 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.drafts.acceptance import Acceptance
 from batchinfer.engine.drafts.drafter import CostedDrafter
 from batchinfer.engine.drafts.given_answer import MOST_GIVEN, goes_on
-from batchinfer.engine.drafts.holding import Decoding, host_seconds, waiting_pays
 from batchinfer.engine.drafts.other_answers import OtherAnswers
 from batchinfer.engine.drafts.own_text import OwnText
 from batchinfer.engine.drafts.patience import SHARE, Patience
 from batchinfer.engine.drafts.source import Proposal
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
-from batchinfer.engine.drafts.worth import drafts_worth
+from batchinfer.engine.drafts.worth import Decoding, drafts_worth, host_seconds, waiting_pays
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.tensors.graph_sizes import GraphSteps
 from batchinfer_kernels.cost import Peaks

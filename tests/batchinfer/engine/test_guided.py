@@ -23,7 +23,7 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.engine.tensors.device_memory import allocate_caches
 from batchinfer.models.ops.attention import LayerCache
 from tests.batchinfer.engine.guided_rows import KINDS, Row, check, constrained, rows, run, text_of
 from tests.batchinfer.engine.interpreted_gpu import NoMeter

@@ -18,7 +18,7 @@ from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.load.build import load_model
 from batchinfer.engine.runner.device_runner import DeviceRunner
-from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
+from batchinfer.engine.tensors.device_memory import allocate_caches, block_bytes
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.decoder.block import Block
 from batchinfer.models.ops.attention import LayerCache

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.kv.cache_layout import one_group
-from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.engine.tensors.device_memory import allocate_caches
 from batchinfer.models.adapters.factors import AdaptedWeights
 from batchinfer.models.adapters.stored_adapter import StoredAdapter
 from batchinfer.models.checkpoint.checkpoint import Checkpoint

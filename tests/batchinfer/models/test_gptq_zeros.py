@@ -15,8 +15,8 @@ from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
+from batchinfer.models.files.config_fields import stated_config
 from batchinfer.models.files.fingerprint import model_fingerprint
-from batchinfer.models.files.stated_config import stated_config
 from batchinfer.models.files.weight_files import StoredTensor
 from batchinfer.models.formats.gptq import GptqTensor, gptq_format
 from batchinfer.models.formats.zero_layout import FIRST, ZeroLayout

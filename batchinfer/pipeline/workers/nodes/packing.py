@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 
 from batchinfer.core.request import Scores, Tokens, Vector
-from batchinfer.engine.ranks.rank_step import RankStep
+from batchinfer.engine.schedule.step_plan import RankStep
 from batchinfer.pipeline.workers import messages
 from batchinfer.pipeline.workers.nodes.orders import ORDERS
 

@@ -12,7 +12,7 @@ import torch
 from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
-from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.engine.tensors.device_memory import allocate_caches
 from batchinfer.models.foreign.checkpoint import ForeignCheckpoint, inspect_foreign
 from batchinfer.models.foreign.interface import quiet
 from batchinfer.models.foreign.model import TransformersModel

@@ -14,7 +14,7 @@ from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast import lint
 from batchinfer.plan.forecast.lint import LintFinding
 from batchinfer.plan.forecast.text import forecast_json
-from batchinfer.plan.order.field_order import field_order
+from batchinfer.plan.order.sharing import field_order
 from tests.batchinfer.pipeline.test_pipeline import run, write_job
 from tests.batchinfer.plan.forecast.forecasts import planned, text
 

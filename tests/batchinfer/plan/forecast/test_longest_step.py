@@ -7,7 +7,7 @@ import pytest
 from batchinfer.engine.config import EngineInfo
 from batchinfer.machine.hardware import Hardware
 from batchinfer.pipeline.workers.replica import SILENT_S, SILENT_STEPS
-from batchinfer.plan.forecast.longest_step import longest_step_s
+from batchinfer.plan.forecast.run import longest_step_s
 from tests.model_costs import llama_cost
 from tests.settings import setting_of
 

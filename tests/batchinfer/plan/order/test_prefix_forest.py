@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.prefix_forest import ROOT, PrefixForest, prefix_forest
-from batchinfer.plan.order import block_tails, requests, run_order
+from batchinfer.plan.order import requests, run_order
 from batchinfer.plan.order import sorted_prompts as sorting
 from batchinfer.plan.order.block_hashes import BLOCK, block_hashes
 from batchinfer.plan.order.run_order import depth_first, kept_together
@@ -180,7 +180,7 @@ def test_places_that_lie_near_one_another_are_read_together(rows, gap, at_once):
         patch.setattr(requests, "_AT_ONCE", at_once)
         pieces = list(requests.read_together(store, offsets, counts))
         reads = store.reads
-        tails = block_tails.read_tails(store, offsets, counts.astype(np.int64))
+        tails = sorting.read_tails(store, offsets, counts.astype(np.int64))
     places = list(zip(offsets.tolist(), counts.tolist(), strict=True))
     wanted = [store.tokens[o : o + c].tolist() for o, c in places]
     found = [

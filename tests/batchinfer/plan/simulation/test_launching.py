@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchinfer.engine.tensors.graph_sizes import SHORTEST
-from batchinfer.plan.simulation.launching import Captures, Launching
+from batchinfer.plan.simulation.clock import Captures, Launching
 
 
 def chunks(rows: int, start: int, length: int = 1) -> tuple[list[int], list[int]]:

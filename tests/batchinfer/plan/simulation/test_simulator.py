@@ -24,7 +24,7 @@ from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.schedule.step_shape import step_shape
 from batchinfer.engine.tensors.graph_sizes import batch_sizes
 from batchinfer.plan.simulation import simulator
-from batchinfer.plan.simulation.launching import Captures
+from batchinfer.plan.simulation.clock import Captures
 from batchinfer.plan.simulation.simulator import SimulatedEngine, block_bytes, simulate, simulated_steps
 from batchinfer.plan.simulation.step_parts import PARTS, TimedStep
 from batchinfer.plan.simulation.step_time import (

@@ -20,8 +20,7 @@ from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer.plan.simulation.clock import Clock
 from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, simulate, simulated_steps
-from batchinfer.plan.simulation.stage_schedule import StageSchedule, StageWork
-from batchinfer.plan.simulation.stages import SimulatedStage, StageSends
+from batchinfer.plan.simulation.stages import SimulatedStage, StageSchedule, StageSends, StageWork
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.cost import Peaks, StepShape
 from tests.batchinfer.engine.simulation import Row

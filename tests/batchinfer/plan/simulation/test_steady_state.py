@@ -35,8 +35,8 @@ from batchinfer.engine.schedule.budget import (
 )
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.models.spec.spec import CacheSpec
-from batchinfer.plan.simulation import launching
-from batchinfer.plan.simulation.launching import Captures
+from batchinfer.plan.simulation import clock
+from batchinfer.plan.simulation.clock import Captures
 from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, simulate
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost, Peaks
@@ -86,7 +86,7 @@ def run(engine: SimulatedEngine, prompt: int, output: int, rows: int) -> Simulat
         Request(i.to_bytes(32, "big"), np.full(prompt, 1000 + i, np.int32), params) for i in range(rows)
     ]
     outputs = {request.key: int(length) for request, length in zip(requests, lengths, strict=True)}
-    with patch.object(launching, "LATER_FIRST", 1):  # as later in a job: each kind of step has its graph
+    with patch.object(clock, "LATER_FIRST", 1):  # as later in a job: each kind of step has its graph
         return simulate(engine, requests, outputs)
 
 
