@@ -3,12 +3,17 @@ or that of encoders, whose tokens see later ones, too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
 import torch
 from torch import Tensor
 
 from batchinfer_kernels.arithmetic import CacheDtype
 from batchinfer_kernels.draft_tree import TreeMask
 
+_Given = ParamSpec("_Given")
 # The largest code that a cached value may have, by the cache's dtype
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 CODES: dict[CacheDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -61,59 +66,6 @@ def gather_values(cache: Tensor, scale: Tensor | None, table: Tensor, length: in
     return values if scale is None else values * gather_cached(scale, table, length)[..., None]
 
 
-def paged_attention_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_lens: list[int],
-    context_lens: list[int],
-    scale: float,
-    window: int | None = None,
-    *,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    causal: bool = True,
-    bias: Tensor | None = None,
-    tree: TreeMask | None = None,
-) -> Tensor:
-    """Attention in float32, one sequence after the other: slow, and what every other implementation must equal.
-
-    q: (T, q_heads, D), the sequences' query chunks one after the other; caches: (blocks, kv_heads, block_size, D);
-    block_tables: (sequences, max blocks) int32; context_lens: cached tokens of each sequence, this chunk's
-    included, so that its queries stand at positions context - query … context - 1. `window`: a query sees at most
-    so many keys, its own included; blocks that the window of a chunk's first query has left are not read. Returns
-    (T, q_heads, D) in q's dtype; zeros for a query that sees no key.
-
-    `soft_cap`: scaled scores s become soft_cap × tanh(s / soft_cap) (Gemma 2). `sinks`: (q_heads,), a score without
-    a value that takes part in each softmax (gpt-oss). A cache of float8_e4m3fn or int8 holds k / k_scale and
-    v / v_scale, rounded, with a scale for each head of a token: (blocks, kv_heads, block_size) float32.
-
-    Not `causal`, a query sees later keys, too, and with a window those of which it is less than that many positions
-    apart. `bias`: (q_heads, 2 x positions), added to scaled scores: of a key d positions after a query at positions + d
-    (MPNet). `tree`: which keys queries see, in the place of those up to their own; there is no window then.
-    """
-    return paged_attention_lse_reference(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        query_lens,
-        context_lens,
-        scale,
-        window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        causal=causal,
-        bias=bias,
-        tree=tree,
-    )[0]
-
-
 def paged_attention_lse_reference(
     q: Tensor,
     k_cache: Tensor,
@@ -132,8 +84,23 @@ def paged_attention_lse_reference(
     bias: Tensor | None = None,
     tree: TreeMask | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of `paged_attention_reference`, and (T, q_heads) float32: the natural logarithm of each
-    softmax's sum, a sink's part included; -inf for a query that sees nothing."""
+    """Attention in float32, one sequence after the other: slow, and what every other implementation must equal.
+
+    q: (T, q_heads, D), the sequences' query chunks one after the other; caches: (blocks, kv_heads, block_size, D);
+    block_tables: (sequences, max blocks) int32; context_lens: cached tokens of each sequence, this chunk's
+    included, so that its queries stand at positions context - query … context - 1. `window`: a query sees at most
+    so many keys, its own included; blocks that the window of a chunk's first query has left are not read. Returns
+    (T, q_heads, D) in q's dtype, zeros for a query that sees no key; and (T, q_heads) float32, the natural logarithm of
+    each softmax's sum, a sink's part included, -inf for a query that sees no key.
+
+    `soft_cap`: scaled scores s become soft_cap × tanh(s / soft_cap) (Gemma 2). `sinks`: (q_heads,), a score without
+    a value that takes part in each softmax (gpt-oss). A cache of float8_e4m3fn or int8 holds k / k_scale and
+    v / v_scale, rounded, with a scale for each head of a token: (blocks, kv_heads, block_size) float32.
+
+    Not `causal`, a query sees later keys, too, and with a window those of which it is less than that many positions
+    apart. `bias`: (q_heads, 2 x positions), added to scaled scores: of a key d positions after a query at positions + d
+    (MPNet). `tree`: which keys queries see, in the place of those up to their own; there is no window then.
+    """
     check_paged_attention(q, k_cache, v_cache, block_tables)
     check_attention_extras(q, k_cache, sinks, k_scale, v_scale)
     if tree is not None and (window is not None or not causal):
@@ -162,6 +129,19 @@ def paged_attention_lse_reference(
         weights, sums = _softmax(scores, sinks)
         out[rows], lse[rows] = torch.einsum("hqk,hkd->qhd", weights, v).to(q.dtype), sums.T
     return out, lse
+
+
+def _first(function: Callable[_Given, tuple[Tensor, Tensor]]) -> Callable[_Given, Tensor]:
+    """Return a function that gives the first of two results."""
+
+    @wraps(function)
+    def first(*given: _Given.args, **named: _Given.kwargs) -> Tensor:
+        return function(*given, **named)[0]
+
+    return first
+
+
+paged_attention_reference = _first(paged_attention_lse_reference)
 
 
 def _places(queries: int, context: int) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ class HeadModel:
 
     def __init__(self, head: LayerHead, kept: SlotStates) -> None:
         self._head, self._kept = head, kept
+        self.states, self.logits, self.argmax = head.states, head.logits, head.argmax
 
     def forward(
         self,
@@ -55,18 +56,6 @@ class HeadModel:
         block, place = np.divmod(np.array(host.context_lens)[chunks], size)
         (slots,) = upload([tables.array()[chunks, block].astype(np.int64) * size + place], hidden.device)
         self._kept.write(slots, hidden)
-
-    def states(self, hidden: Tensor) -> Tensor:
-        """Apply the head's last norm."""
-        return self._head.states(hidden)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Make the head's logits."""
-        return self._head.logits(hidden)
-
-    def argmax(self, hidden: Tensor) -> Tensor:
-        """Find the argmax of the head's logits."""
-        return self._head.argmax(hidden)
 
 
 def copying(ops: Ops) -> CopyParts:

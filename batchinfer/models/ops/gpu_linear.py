@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from batchinfer.models.ops.layers import (
     Linear,
 )
 from batchinfer.models.ops.library_fp8 import LibraryFp8
+from batchinfer.models.ops.torch_ops import TorchLinear
 from batchinfer_kernels.block_fp8_matmul import BlockWeight
 from batchinfer_kernels.cost import PANEL_BYTES, Peaks, least_panel_rows, widening_cost
 from batchinfer_kernels.gated_activation import Activation
@@ -35,36 +37,35 @@ from batchinfer_kernels.mxfp4 import GROUP as MXFP4_GROUP
 from batchinfer_kernels.mxfp4 import Mxfp4Weight, packed_mxfp4_linear
 from batchinfer_kernels.quantized_matmul import Int4Weight, packed_int4
 
+HeadWeight = TypeVar("HeadWeight", Tensor, CodedWeight)
 MIN_RANK = 16  # of factors: the least inner dimension of a tile
 
 
-class LibraryLinear(Linear):
+class LibraryLinear(TorchLinear):
     """The weight as it was loaded, multiplied by cuBLAS or hipBLAS."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-            raise ValueError(f"weight {tuple(weight.shape)} is not a matrix, or its bias does not fit")
-        self.out_features, self.in_features = weight.shape
-        self._weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)
 
 
-class LibraryHead(Head):
-    """The library's sums as they are, in float32: rounded to the weight's dtype, near logits would become equal."""
+class SampledHead(Head, Generic[HeadWeight]):
+    """A head whose greatest logits the kernel that samples finds."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: HeadWeight) -> None:
         self.out_features, self.in_features = weight.shape
-        self._weight = weight
+        self._weight: HeadWeight = weight
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return sample(self(x))
+
+
+class LibraryHead(SampledHead[Tensor]):
+    """The library's sums as they are, in float32: rounded to the weight's dtype, near logits would become equal."""
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype != torch.float32:
             return torch.mm(x, self._weight.t(), out_dtype=torch.float32)
         return F.linear(x.float(), self._weight.float())
-
-    def argmax(self, x: Tensor) -> Tensor:
-        return sample(self(x))
 
 
 class LibraryExact(Linear):
@@ -154,18 +155,11 @@ class InvariantLinear(KernelLinear):
         return matmul(x, self._weight, self._bias, activation=activation, deterministic=True)
 
 
-class InvariantHead(Head):
+class InvariantHead(SampledHead[Tensor]):
     """A head whose logits are row-invariant float32 sums."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
         return matmul(x, self._weight, out_dtype=torch.float32, deterministic=True)
-
-    def argmax(self, x: Tensor) -> Tensor:
-        return sample(self(x))
 
 
 class InvariantExact(Linear):
@@ -194,18 +188,11 @@ class Int8Linear(KernelLinear):
         return int8_matmul(x, codes, scales, self._bias, activation=activation)
 
 
-class Int8Head(Head):
+class Int8Head(SampledHead[CodedWeight]):
     """A head whose weight is quantised to int8, with float32 logits."""
-
-    def __init__(self, weight: CodedWeight) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
         return int8_matmul(x, self._weight.codes, self._weight.scales, out_dtype=torch.float32)
-
-    def argmax(self, x: Tensor) -> Tensor:
-        return sample(self(x))
 
 
 class Fp8Linear(KernelLinear):
@@ -261,19 +248,16 @@ class Fp8Linear(KernelLinear):
         return y if gate is None else gated_activation(y, gate)
 
 
-class Fp8Head(Head):
+class Fp8Head(SampledHead[CodedWeight]):
     """A head whose weight is quantised to fp8, with float32 logits."""
 
     def __init__(self, weight: CodedWeight, deterministic: bool) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._weight, self._deterministic = weight, deterministic
+        super().__init__(weight)
+        self._deterministic = deterministic
 
     def __call__(self, x: Tensor) -> Tensor:
         codes, scales = self._weight.codes, self._weight.scales
         return fp8_matmul(x, codes, scales, out_dtype=torch.float32, deterministic=self._deterministic)
-
-    def argmax(self, x: Tensor) -> Tensor:
-        return sample(self(x))
 
 
 class WeightPanel:
