@@ -27,7 +27,7 @@ from batchinfer.models.calibration.loss import Loss
 from batchinfer.models.calibration.sample import SampleRows
 from batchinfer.models.calibration.search import Search
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
-from batchinfer.models.ops.attention import AttentionInputs, LayerCache, RopeTable
+from batchinfer.models.ops.attention import AttentionInputs, HeadTurn, LayerCache
 from batchinfer.models.ops.layers import Head, Linear, Weight, values_of
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec import spec
@@ -115,17 +115,9 @@ class RoundedCache(TorchOps):
         self._kept = CODES[kept]
 
     def rope_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rope: RopeTable,
-        inputs: AttentionInputs,
-        cache: LayerCache,
-        *norms: Any,
-        **more: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
-        rotated = super().rope_store(q, k, v, rope, inputs, cache, *norms, **more)
+        rotated = super().rope_store(q, k, v, turn, inputs, cache)
         real = inputs.slots[inputs.slots >= 0]
         blocks, places = real // cache.block_size, real % cache.block_size
         for values in (cache.k, cache.v):

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights
 from batchinfer.models.ops.attention import (
-    NO_NORMS,
     AttentionInputs,
     AttentionPlan,
-    HeadNorms,
+    HeadTurn,
     LayerCache,
     RopeTable,
     ScoreRules,
@@ -58,7 +57,7 @@ class HeadsAttention(AttentionHalf):
     ops: Ops
     spec: AttentionSpec
     parts: LayerParts
-    rope: RopeTable
+    turn: HeadTurn
     rules: ScoreRules
 
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
@@ -97,18 +96,11 @@ class HeadsAttention(AttentionHalf):
         spec = self.spec
         q_end, k_end = spec.q_heads, spec.q_heads + spec.kv_heads
         q, k, v = heads[:, :q_end], heads[:, q_end:k_end], heads[:, k_end:]
-        return self.ops.rope_store(q, k, v, self.rope, inputs, cache, self._head_norms())
+        return self.ops.rope_store(q, k, v, self.turn, inputs, cache)
 
     def _rotated_alone(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
         """q, where the cache is that of an earlier layer, which has filled it."""
-        return self.ops.rope(q, self.rope, inputs, self._head_norms())
-
-    def _head_norms(self) -> HeadNorms:
-        """Return the norms that are computed with the rotation: those of each head by itself."""
-        norm, found = self.spec.q_norm, self.parts.norms
-        if norm is None or not self.spec.norms_heads:
-            return NO_NORMS
-        return HeadNorms(found["q_norm"], found.get("k_norm"), norm.eps, norm.offset)
+        return self.ops.rope(q, self.turn, inputs)
 
     def _norm_apart(self, qkv: Tensor) -> None:
         """Norms q and k in place, before they are rotated."""
@@ -185,9 +177,17 @@ def attention_half(
     if isinstance(spec, AttentionSpec):
         sinks = parts.vectors.get("sinks")
         rules = ScoreRules(spec.scale, spec.window, spec.soft_cap, sinks, parts.distances)
-        return HeadsAttention(ops, spec, parts, parts.rope, rules)
+        return HeadsAttention(ops, spec, parts, _head_turn(spec, parts, parts.rope), rules)
     assert parts.latent_heads is not None
     return LatentAttention(ops, spec, parts, parts.rope, parts.latent_heads)
+
+
+def _head_turn(spec: AttentionSpec, parts: LayerParts, rope: RopeTable) -> HeadTurn:
+    """Return the rotation with the norms that are computed with it: those of each head by itself."""
+    norm, found = spec.q_norm, parts.norms
+    if norm is None or not spec.norms_heads:
+        return HeadTurn(rope)
+    return HeadTurn(rope, found["q_norm"], found.get("k_norm"), norm.eps, norm.offset)
 
 
 def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> LatentHeads | None:

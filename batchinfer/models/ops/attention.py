@@ -82,16 +82,15 @@ class RopeTable:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """The RMSNorms that heads pass before they are rotated: weights of q and of k (D,), or None for no norm."""
+class HeadTurn:
+    """The rotation of a layer's heads, and the RMSNorms that they pass before: weights of q and of k (D,), or None for
+    no norm."""
 
-    q: Tensor | None = None
-    k: Tensor | None = None
+    rope: RopeTable
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
     eps: float = 1e-6
     offset: float = 0.0  # is added to the weights
-
-
-NO_NORMS = HeadNorms()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

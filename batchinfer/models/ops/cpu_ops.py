@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.ops.attention import (
-    NO_NORMS,
     AttentionInputs,
     AttentionPlan,
-    HeadNorms,
+    HeadTurn,
     LayerCache,
-    RopeTable,
     ScoreRules,
     Windows,
 )
@@ -185,46 +183,37 @@ class CpuOps(TorchOps):
         return self._compiled.rms_norm(x, weight, eps, residual, offset)
 
     def rope_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rope: RopeTable,
-        inputs: AttentionInputs,
-        cache: LayerCache,
-        norms: HeadNorms = NO_NORMS,
+        self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
         return self._compiled.rope_store(
             q,
             k,
             v,
-            rope.cos,
-            rope.sin,
+            turn.rope.cos,
+            turn.rope.sin,
             inputs.positions,
             cache.k,
             cache.v,
             cache.block_size,
             inputs.slots,
-            norms.q,
-            norms.k,
-            norms.eps,
-            offset=norms.offset,
-            interleaved=rope.interleaved,
+            turn.q_norm,
+            turn.k_norm,
+            turn.eps,
+            offset=turn.offset,
+            interleaved=turn.rope.interleaved,
             scales=cache.scales,
         )
 
-    def rope(
-        self, q: Tensor, rope: RopeTable, inputs: AttentionInputs, norms: HeadNorms = NO_NORMS
-    ) -> Tensor:
+    def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
         return self._compiled.rope(
             q,
-            rope.cos,
-            rope.sin,
+            turn.rope.cos,
+            turn.rope.sin,
             inputs.positions,
-            norms.q,
-            norms.eps,
-            offset=norms.offset,
-            interleaved=rope.interleaved,
+            turn.q_norm,
+            turn.eps,
+            offset=turn.offset,
+            interleaved=turn.rope.interleaved,
         )
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:

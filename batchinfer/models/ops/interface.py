@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from batchinfer.models.ops.attention import (
-    NO_NORMS,
     AttentionInputs,
     AttentionPlan,
-    HeadNorms,
+    HeadTurn,
     LayerCache,
     RopeTable,
     ScoreRules,
@@ -230,21 +229,12 @@ class Ops(ABC):
 
     @abstractmethod
     def rope_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rope: RopeTable,
-        inputs: AttentionInputs,
-        cache: LayerCache,
-        norms: HeadNorms = NO_NORMS,
+        self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
         """Rotated q (T, q_heads, D); k and v (T, kv_heads, D) go to the cache. See batchinfer_kernels.rope_store."""
 
     @abstractmethod
-    def rope(
-        self, q: Tensor, rope: RopeTable, inputs: AttentionInputs, norms: HeadNorms = NO_NORMS
-    ) -> Tensor:
+    def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
         """Rotated q (T, q_heads, D) alone, for a layer that reads the K and V of another. The bits are those of
         `rope_store`."""
 
@@ -252,7 +242,7 @@ class Ops(ABC):
         """k and v (T, kv_heads, D), rotated or not, go to the cache as they are: one pair of each head is turned by an
         angle of 0. For models whose own code rotates; a family of ours uses `rope_store`."""
         heads, ones = k.shape[1], torch.ones(1, 1, device=k.device)
-        still = RopeTable(ones, torch.zeros_like(ones))
+        still = HeadTurn(RopeTable(ones, torch.zeros_like(ones)))
         both = torch.cat((k, v), dim=1)  # in rows of equal stride, as rope_store takes them
         at_zero = replace(inputs, positions=torch.zeros_like(inputs.positions))
         self.rope_store(both[:, :heads], both[:, :heads], both[:, heads:], still, at_zero, cache)

@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.ops.attention import (
-    NO_NORMS,
     AttentionInputs,
     AttentionPlan,
-    HeadNorms,
+    HeadTurn,
     LayerCache,
-    RopeTable,
     ScoreRules,
     Windows,
 )
@@ -195,16 +193,9 @@ class TorchOps(Ops):
         return rms_norm_reference(x, weight, eps, residual, offset)
 
     def rope_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rope: RopeTable,
-        inputs: AttentionInputs,
-        cache: LayerCache,
-        norms: HeadNorms = NO_NORMS,
+        self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
-        cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
+        cos, sin = turn.rope.cos[inputs.positions], turn.rope.sin[inputs.positions]
         return rope_store_reference(
             q,
             k,
@@ -214,19 +205,17 @@ class TorchOps(Ops):
             cache.k,
             cache.v,
             inputs.slots,
-            norms.q,
-            norms.k,
-            norms.eps,
-            offset=norms.offset,
-            interleaved=rope.interleaved,
+            turn.q_norm,
+            turn.k_norm,
+            turn.eps,
+            offset=turn.offset,
+            interleaved=turn.rope.interleaved,
         )
 
-    def rope(
-        self, q: Tensor, rope: RopeTable, inputs: AttentionInputs, norms: HeadNorms = NO_NORMS
-    ) -> Tensor:
-        cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
+    def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
+        cos, sin = turn.rope.cos[inputs.positions], turn.rope.sin[inputs.positions]
         return rope_reference(
-            q, cos, sin, norms.q, norms.eps, offset=norms.offset, interleaved=rope.interleaved
+            q, cos, sin, turn.q_norm, turn.eps, offset=turn.offset, interleaved=turn.rope.interleaved
         )
 
     @property

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.ops.attention import (
-    NO_NORMS,
     AttentionInputs,
     AttentionPlan,
     FixedPlan,
-    HeadNorms,
+    HeadTurn,
     LayerCache,
-    RopeTable,
     ScoreRules,
     Windows,
 )
@@ -250,46 +248,37 @@ class TritonOps(Ops):
         return rms_norm(x, weight, eps, residual, offset)
 
     def rope_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rope: RopeTable,
-        inputs: AttentionInputs,
-        cache: LayerCache,
-        norms: HeadNorms = NO_NORMS,
+        self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
         return rope_store(
             q,
             k,
             v,
-            rope.cos,
-            rope.sin,
+            turn.rope.cos,
+            turn.rope.sin,
             cache.k,
             cache.v,
             inputs.slots,
-            norms.q,
-            norms.k,
-            norms.eps,
+            turn.q_norm,
+            turn.k_norm,
+            turn.eps,
             inputs.positions,
-            offset=norms.offset,
-            interleaved=rope.interleaved,
+            offset=turn.offset,
+            interleaved=turn.rope.interleaved,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
         )
 
-    def rope(
-        self, q: Tensor, rope: RopeTable, inputs: AttentionInputs, norms: HeadNorms = NO_NORMS
-    ) -> Tensor:
+    def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
         return rotate(
             q,
-            rope.cos,
-            rope.sin,
-            norms.q,
-            norms.eps,
+            turn.rope.cos,
+            turn.rope.sin,
+            turn.q_norm,
+            turn.eps,
             inputs.positions,
-            offset=norms.offset,
-            interleaved=rope.interleaved,
+            offset=turn.offset,
+            interleaved=turn.rope.interleaved,
         )
 
     def advance_rows(
