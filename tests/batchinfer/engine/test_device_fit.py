@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 
 from batchinfer.core.errors import OutOfMemory
+from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.graphs.graph_capture import Capture
 from batchinfer.engine.graphs.piecewise_graphs import GRAPH_BYTES
-from batchinfer.engine.kv.memory import GPU_RESERVE, GPU_RESERVE_SHARE, JobSize, cache_blocks
+from batchinfer.engine.kv.memory import CPU_FRACTION, GPU_RESERVE, GPU_RESERVE_SHARE, JobSize, cache_blocks
 from batchinfer.engine.kv.table_sizes import TableSizes
 from batchinfer.engine.load import device_fit
+from batchinfer.engine.load.build import load_model
 from batchinfer.engine.load.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.load.dummy_steps import COSTLY, GREEDY, DummySteps, sizes_between
 from batchinfer.engine.runner.model_runner import ModelRunner
@@ -42,10 +45,25 @@ from tests.batchinfer.engine.small_engine import (
 from tests.batchinfer.engine.taped import Taped
 from tests.batchinfer.engine.test_adapters import adapters
 from tests.batchinfer.engine.word_constraints import WordConstraints
+from tests.checkpoints import make_checkpoint
 
+CACHE = 1 << 18
 LONGEST, SIZE = 100, 8
 SPEC = checkpoint("llama").spec
 STEPS = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=250)
+
+
+def test_an_engine_takes_no_more_than_its_part(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", seed=5)
+    config = EngineConfig(LoadConfig(tmp_path, "float32", "cpu", threads=1), max_model_len=64, longest=64)
+    whole = load_model(config).info
+    part = whole.weight_bytes + CACHE
+    info = load_model(replace(config, memory=part)).info
+    assert CACHE * CPU_FRACTION * 0.8 < info.kv_bytes <= CACHE * CPU_FRACTION
+    assert info.kv_bytes < whole.kv_bytes
+    assert load_model(replace(config, memory=part << 10)).info.kv_bytes == whole.kv_bytes
+    with pytest.raises(OutOfMemory):
+        load_model(replace(config, memory=whole.weight_bytes // 2))
 
 
 class Device:

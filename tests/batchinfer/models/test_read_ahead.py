@@ -1,9 +1,9 @@
-"""Reading ahead reads the bytes of all tensors and no others, not too far, and ends with the loading, also where that
-fails."""
+"""Stretches of files are read as safetensors reads them, and ahead, but not too far; a file that was cut is noticed."""
 
 from __future__ import annotations
 
 import io
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,12 +13,54 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors import safe_open
 
-from batchinfer.models.checkpoint import read_ahead
-from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.models.checkpoint import read_ahead, stretch
+from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.read_ahead import THREAD, ByteRange, ReadAhead
-from batchinfer.models.checkpoint.weights import CheckpointWeights
-from tests.checkpoints import make_checkpoint
+from batchinfer.models.checkpoint.stored_parts import StoredPart, StoredParts
+from batchinfer.models.checkpoint.stretch import stretch_of
+from batchinfer.models.checkpoint.weights import CheckpointWeights, stretches_of
+from batchinfer.models.parallel.place import EVERYTHING
+from batchinfer_kernels.cpu.memory import ReusedPages
+from tests.checkpoints import FAMILIES, make_checkpoint
+
+
+def _parts(checkpoint: Checkpoint) -> list[StoredPart]:
+    parts = StoredParts(checkpoint, EVERYTHING)
+    layers = [parts.layer(index) for index in range(len(checkpoint.spec.layers))]
+    return [part for each in (parts.tables(), *layers) for part in each.values()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stretch_is_what_safetensors_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(stretch, "PIECE_BYTES", 1000)
+    make_checkpoint(tmp_path, family, shards=2)
+    checkpoint, pages, read = inspect_checkpoint(tmp_path), ReusedPages(), 0
+    for part in _parts(checkpoint):
+        found = stretch_of(checkpoint.tensors, part)
+        if found is None:
+            continue
+        with safe_open(str(found.file), "pt") as file:
+            wanted = stretches_of(file.get_tensor(part.stored.tensor), part.stored).flatten(0, 1)
+        for dtype in (wanted.dtype, torch.bfloat16):
+            given = torch.full(found.shape, torch.nan, dtype=dtype)
+            found.read(given, pages)
+            assert torch.equal(given, wanted.to(dtype))
+        read += 1
+    assert read > 4
+
+
+def test_a_file_that_was_cut_meanwhile_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    checkpoint = inspect_checkpoint(tmp_path)
+    (path,) = checkpoint.files
+    os.truncate(path, path.stat().st_size - 1)
+    weights = CheckpointWeights(checkpoint, torch.float32, "cpu")
+    with pytest.raises(OSError, match=f"ends before its tensors do.*{path.name}"):
+        [weights.tables(), *map(weights.layer, range(len(checkpoint.spec.layers)))]
 
 
 def _threads() -> list[str]:

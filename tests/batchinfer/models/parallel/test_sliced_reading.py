@@ -8,6 +8,8 @@ from typing import Any, ClassVar, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from batchinfer.models.checkpoint.stored_parts import StoredParts, check_parts
 from batchinfer.models.checkpoint.stretch import Stretch
 from batchinfer.models.checkpoint.weights import CheckpointWeights, LayerWeights, ReadCount
 from batchinfer.models.formats.mxfp4 import mxfp4_values
+from batchinfer.models.formats.packed_tensor import cut_inputs
 from batchinfer.models.parallel.place import Portion, RankPlace
 from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.spec.parameters import LINES, SCALES, ZEROS, parameter_count
@@ -27,6 +30,28 @@ from batchinfer_kernels.arithmetic import STORED
 from tests.checkpoints import make_checkpoint
 from tests.packed_weights import make_fp8, make_mxfp4
 from tests.published_formats import PUBLISHED, SIZES, make_published
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_each_input_keeps_its_scale_and_its_word(
+    group: int, held: int, units: int, data: st.DataObject
+) -> None:
+    """Or nothing is cut: exactly where a group of several, or a word, would be divided."""
+    count = group * held * units
+    first, end = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
+    one = units * held == 1
+    whole = (first, end) == (0, count)
+    divided = any(at % held or (at % group and not one) for at in (first, end))
+    if divided and not whole:
+        with pytest.raises(CannotSplit):
+            cut_inputs((first, end), count, group, held)
+        return
+    cut = cut_inputs((first, end), count, group, held)
+    assert cut.group == (end - first if one else group)
+    scales, words = [*range(count // group)][cut.groups], [*range(count // held)][cut.words]
+    for number, at in enumerate(range(first, end)):
+        assert scales[number // cut.group] == at // group
+        assert words[number // held] == at // held
 
 
 class CountedFile:

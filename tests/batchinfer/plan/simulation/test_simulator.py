@@ -22,10 +22,17 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.schedule.step_shape import step_shape
-from batchinfer.engine.tensors.graph_sizes import batch_sizes
+from batchinfer.engine.tensors.graph_sizes import SHORTEST, batch_sizes
 from batchinfer.plan.simulation import simulator
-from batchinfer.plan.simulation.clock import Captures
-from batchinfer.plan.simulation.simulator import SimulatedEngine, block_bytes, simulate, simulated_steps
+from batchinfer.plan.simulation.clock import Captures, Launching
+from batchinfer.plan.simulation.extrapolation import SimulatedPart, extrapolated
+from batchinfer.plan.simulation.simulator import (
+    Simulated,
+    SimulatedEngine,
+    block_bytes,
+    simulate,
+    simulated_steps,
+)
 from batchinfer.plan.simulation.step_parts import PARTS, TimedStep
 from batchinfer.plan.simulation.step_time import (
     FEWEST,
@@ -44,6 +51,68 @@ from tests.examples import examples
 PEAKS = Peaks(1e12, 1e11)
 MEASURED = ("_s", "graph_bytes")  # what only a device can say
 COUNTS = [field.name for field in fields(StepSample) if not field.name.endswith(MEASURED)]
+
+
+def chunks(rows: int, start: int, length: int = 1) -> tuple[list[int], list[int]]:
+    """The starts and lengths of a step's chunks."""
+    return [start] * rows, [length] * rows
+
+
+def test_steps_that_read_prompts_are_replayed_in_pieces_up_to_a_size():
+    launching = Launching(Captures(rows=8, longest=5000, tokens=64))
+    assert launching.mode(*chunks(4, 0, 16), decodes=False, shares=False) == "piecewise_graph"
+    assert launching.mode(*chunks(4, 0, 17), decodes=False, shares=False) == "eager"
+    assert launching.mode(*chunks(4, 9), decodes=False, shares=True) == "piecewise_graph", (
+        "something is copied"
+    )
+
+
+def test_decode_steps_are_replayed_as_one_graph_up_to_a_size():
+    launching = Launching(Captures(rows=8, longest=500, tokens=0))  # no step is captured in pieces
+    found = [launching.mode(*chunks(*step), True, False) for step in ((8, 9), (9, 9), (8, 499), (8, 500))]
+    assert found == ["full_graph", "eager", "full_graph", "eager"]
+
+
+def test_kinds_that_the_warm_up_leaves_out_are_captured_when_they_come_for_the_third_time():
+    launching = Launching(Captures(rows=8, longest=5000, tokens=64))
+    kinds = [(chunks(3, 9), True), (chunks(3, SHORTEST), False), (chunks(5, SHORTEST), False)]
+    found = [[launching.mode(*step, True, shares) for step, shares in kinds] for _ in range(4)]
+    assert found == [["piecewise_graph"] * 3] * 2 + [["full_graph"] * 3] * 2
+    assert launching.mode(*chunks(4, SHORTEST + 7), True, False) == "full_graph", (
+        "three rows take the graph of four"
+    )
+
+
+def test_without_captures_all_is_launched_by_operators():
+    launching = Launching(Captures(0, 0, 0))
+    assert {launching.mode(*chunks(2, 9), decodes, False) for decodes in (True, False)} == {"eager"}
+
+
+def run(start: int, each: int, size: int) -> Simulated:
+    """A run with a beginning and an end that do not depend on its size."""
+    counts = {field.name: start + each * size for field in fields(Simulated)}
+    times = {name: float(counts[name]) for name in ("seconds", "roofline_s")}
+    return Simulated(**(counts | times))  # type: ignore[arg-type]
+
+
+@given(
+    st.integers(0, 1000),
+    st.integers(0, 100),
+    st.integers(1, 100),
+    st.integers(1, 100),
+    st.integers(0, 10_000),
+)
+def test_beginning_and_end_are_counted_once(start: int, each: int, few: int, more: int, left: int) -> None:
+    parts = [SimulatedPart(size, run(start, each, size)) for size in (few, few + more)]
+    found, whole = extrapolated(*parts, few + more + left), run(start, each, few + more + left)
+    for field in fields(Simulated):
+        assert getattr(found, field.name) == pytest.approx(getattr(whole, field.name)), field.name
+
+
+def test_parts_have_to_differ() -> None:
+    part = SimulatedPart(5, run(1, 1, 5))
+    with pytest.raises(ValueError, match="parts of 5 and 5 tokens"):
+        extrapolated(part, part, 10)
 
 
 @st.composite
