@@ -1,4 +1,4 @@
-"""Decides which drafts are worth their time: how many of a step, whether a step waits, when a row is tried again."""
+"""Decides which drafts are worth their time: how many of a step, and whether a step waits for others."""
 
 from __future__ import annotations
 
