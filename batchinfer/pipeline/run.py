@@ -114,7 +114,6 @@ def _publish(
             spill,
             attempts=attempts,
             taken=index.taken,
-            answers=index.known,
             without=without,
         )
         refuse_to_publish(run, index, join)

@@ -24,7 +24,6 @@ from batchinfer.core.errors import StorageError
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
-from batchinfer.data.index.known_answers import KnownAnswers
 from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.input_file import InputFile
@@ -210,8 +209,6 @@ class Index:
     # Its first rows, which have their answers; only of an index that was made a moment ago
     taken: TakenRows = field(default=NOTHING_TAKEN, compare=False)
     stretches: Stretches | None = field(default=None, compare=False)
-    # Where the answers of the known ones of its other rows are, all of them; None: that is not known
-    known: KnownAnswers | None = field(default=None, compare=False)
 
     @classmethod
     def open(cls, folder: Path) -> Index:

@@ -25,7 +25,7 @@ from batchinfer.data.index.content_free_row import check_rendered, content_free_
 from batchinfer.data.index.duplicates import EqualRows
 from batchinfer.data.index.index import AnswerSchema, BestOf, Index, Layout, Stretches, index_schema
 from batchinfer.data.index.ingest_options import IngestOptions
-from batchinfer.data.index.keeping import Keeping, KeptIndex, RowsToKnow, kept_index
+from batchinfer.data.index.keeping import Keeping, KeptIndex, RowsToKeep, kept_index
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
 from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.data.index.writer import IndexWriter, RowPlace, RowsSoFar
@@ -48,8 +48,7 @@ from batchinfer.machine.cpus import usable_cpus
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
-_MOST_SAMPLES = 16  # of rows that are kept: each takes 32 bytes
-INGEST_FORMAT = 8  # raise it when equal input would give another index
+INGEST_FORMAT = 9  # raise it when equal input would give another index
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,8 @@ def ingest(
     keeping: Keeping | None = None,
 ) -> Index:
     """The complete index of the job's input, in `scratch/<its id>/`. `tokenizer` is the model's; `happened` is told
-    what each worker did, by `time.perf_counter`. `keeping`: rows that the job's last index knew are not prepared again,
-    and what this one knows is kept for the next.
+    what each worker did, by `time.perf_counter`. `keeping`: what the job's last run kept is reused, and what this one
+    prepares is kept for the next.
 
     Raises InputMissing (66), InputCorrupt (65), JobFileError (78: columns that no row has, a failing query),
     StorageError (74). A bad row raises nothing: it is an error row of the index.
@@ -190,9 +189,8 @@ class Ingestion:
         self._ops = ops
         self._reader: Reader | None = None
         self._writer: IndexWriter | None = None  # once there is a row
-        self._kept: KeptIndex | None = None  # while rows are read, of which some may be known
+        self._kept: KeptIndex | None = None  # once rows are read
         self._taken = NOTHING_TAKEN  # the first rows
-        self._columns: Columns | None = None  # once they are chosen
         self._refused = 0  # rows that became error rows because of the rows before them
         self._equal = EqualRows(
             self._spill,
@@ -218,16 +216,12 @@ class Ingestion:
         `cut`."""
         # The prompt without content comes last, and all labels are made of its answer
         whole = self._job.classify.content_free is None
-        return whole and (self._kept is None or not (self._kept.may_need_tokens or self._may_read_again))
+        return whole and not (self._taken.carried and self._is_untyped)
 
     @property
-    def _may_read_again(self) -> bool:
-        """Whether rows that come later may show that known ones lack something: a column that the job names, or that
-        they carry with another type."""
-        if self._kept is None or self._reader is None or self._columns is None or not self._kept.knows:
-            return False
-        untyped = bool(self._job.carried) and self._reader.schema() is None
-        return bool(self._columns.unseen) or (untyped and self._taken.rows > 0)
+    def _is_untyped(self) -> bool:
+        """Whether the types of carried columns follow from all rows: those of rows that were taken over may not fit."""
+        return self._reader is not None and self._reader.schema() is None
 
     @property
     def taken(self) -> TakenRows:
@@ -238,43 +232,35 @@ class Ingestion:
         """Read the input, a chunk a step. Close it to give up. Raises as `ingest` does."""
         self._start_over()
         files = self._inputs()
-        while (again := (yield from self._read(files))) is not None:
-            self._keeping = again
+        if not (yield from self._read(files, take=self._may_take)):
+            yield from self._read(files, take=False)
 
-    def _read(self, files: Sequence[InputFile]) -> Generator[IngestProgress, None, Keeping | None]:
-        """Read the input. Where that is to be done again, return which rows are known then: because of some the tokens
-        are needed after all, the columns that they carry are of other types now, or it is needed which they have."""
+    def _read(self, files: Sequence[InputFile], *, take: bool) -> Generator[IngestProgress, None, bool]:
+        """Read the input. `take`: stretches may be taken over whole. Return False if the columns that their rows carry
+        have other types now: then the input must be read again without."""
         self._make_folders()
         reader = self._reader = self._opened(files)
         schema = reader.schema()
         mode, columns = choose_prompts(self._job, self._tokenizer, schema, reader.shape)
-        self._columns = columns
         spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
-        with self._known(spec, reader, schema) as kept:
+        with self._kept_index(spec, reader, schema, take=take) as kept:
             self._kept = kept
             self._taken = NOTHING_TAKEN if kept is None else kept.taken
             carried = self._carried(schema)
             try:
-                again = yield from self._write(reader, spec, columns, carried, kept)
-                if again is not None:
-                    return again
-                if reader.complete and (again := self._checked(columns)) is not None:
-                    return again
+                yield from self._write(reader, spec, columns, carried, kept)
+                if carried is not None and not carried.fits:
+                    return False
+                if kept is not None:
+                    kept.finish(reader)
+                if reader.complete:
+                    columns.check_all_seen(self._rows.error_rows)
                 if carried is not None:
                     carried.finish(self._layout.passthrough)
             finally:
                 if carried is not None:
                     carried.close()
-        return None
-
-    def _checked(self, columns: Columns) -> Keeping | None:
-        """Check that rows had the columns that the job names. Which ones known rows had is not known: where they may be
-        missing, return that no row is to be known. Raises JobFileError."""
-        failed = self._rows.error_rows
-        if self._keeping is not None and self._rows.known_rows and columns.lacking(failed):
-            return replace(self._keeping, anew=True)
-        columns.check_all_seen(failed)
-        return None
+        return True
 
     @property
     def _rows(self) -> IndexWriter:
@@ -283,8 +269,6 @@ class Ingestion:
 
     def cut(self) -> RowsSoFar:
         """Return the rows so far, which are still to be settled (`settle`). Raises StorageError."""
-        if self._kept is not None:
-            self._kept.drain()
         return self._rows.cut()
 
     def settle(self, rows: RowsSoFar) -> RowsSoFar:
@@ -346,8 +330,8 @@ class Ingestion:
         columns: Columns,
         carried: JsonSpool | TypedColumns | None,
         kept: KeptIndex | None,
-    ) -> Generator[IngestProgress, None, Keeping | None]:
-        """Write what workers make of the rows. Return as `_read` does."""
+    ) -> Generator[IngestProgress, None, None]:
+        """Write what workers make of the rows."""
         job, taken = self._job, self._taken
         how = self._options.max_model_len, self._index_columns(spec), self._ops, job.attempts, taken
         writer = self._writer = IndexWriter(self._layout, *how)
@@ -356,10 +340,8 @@ class Ingestion:
             columns.add(facts.names, facts.found, facts.read)
         workers = self._options.workers or usable_cpus()
         wanted = _Wanted(_chunks(reader, columns.read, kept, carried), job.input.limit)
-        pool: RenderPool[InputChunk] = RenderPool(kept.spec if kept else spec, workers, self._happened)
+        pool: RenderPool[InputChunk] = RenderPool(spec, workers, self._happened)
         with writer, pool:
-            if kept is not None and carried is None and kept.lacks_files(reader):
-                pool.expect()
             for chunk, rows in pool.map(wanted.chunks()):
                 if kept is not None and kept.turns():
                     writer.end_part()
@@ -381,12 +363,6 @@ class Ingestion:
                 at = reader.bytes_total
                 yield IngestProgress(writer.rows, at, at, rows.prompts.keys_of_new_work())
             writer.commit()
-        if kept is None or self._keeping is None:
-            return None
-        if carried is not None and not carried.fits:
-            return self._keeping.forgetting(())
-        lacking = kept.finish(reader, writer.parts, self._spill)
-        return self._keeping.forgetting(lacking) if lacking else None
 
     def _index_columns(self, spec: RenderSpec) -> pa.Schema:
         reasons, tools = self._options.reasoning is not None, self._options.tool_calls is not None
@@ -397,35 +373,22 @@ class Ingestion:
             spec.fields.endpoints, self._job.attempts, reasons, tools, labels, several, vectors
         )
 
-    def _known(
-        self, spec: RenderSpec, reader: Reader, schema: pa.Schema | None
+    def _kept_index(
+        self, spec: RenderSpec, reader: Reader, schema: pa.Schema | None, *, take: bool
     ) -> AbstractContextManager[KeptIndex | None]:
-        """Open what the last index knew, where that is asked for. Files and chunks of rows that a limit cuts off, or
-        that a query gave, are not known as such."""
+        """Open what the last run kept, if that is asked for. A job with a limit, a query or several answers a row keeps
+        nothing."""
         job = self._job
-        # A row has a key for each of its answers
-        if self._keeping is None or (job.samples > 1 and (job.attempts > 1 or job.samples > _MOST_SAMPLES)):
+        if self._keeping is None or job.input.limit is not None or job.input.sql or job.samples > 1:
             return nullcontext()
         settings = _settings(job, self._options, self._tokenizer)
         # which rows there are says nothing of what becomes of one
         for name in ("path", "sql", "limit", "unique_ids"):
             settings["job"]["input"].pop(name, None)
         material = json.dumps(settings, sort_keys=True)
-        whole = job.input.limit is None and job.input.sql is None
         shape = f"{job.input.unique_ids} {self._index_columns(spec)} {schema}"
         taking = self._layout.index, self._layout.passthrough
-        asked = RowsToKnow(
-            spec,
-            material,
-            shape,
-            job.attempts,
-            job.samples,
-            reader.files,
-            self._layout.folder,
-            whole,
-            taking if self._may_take else None,
-            reader.chunk,
-        )
+        asked = RowsToKeep(spec, material, shape, reader.files, taking if take else None)
         return kept_index(self._keeping, asked, self._ops)
 
     @property
@@ -531,48 +494,45 @@ class Ingestion:
         for rest in (self._spill, self._spool):
             if rest.exists():
                 shutil.rmtree(rest)
+        job, options, sampling = self._job, self._options, self._job.sampling
+        calls, unread_calls = options.calls(job, writer.has_tools)
         index = Index(
-            self._layout.folder,
-            self._identity,
-            writer.rows,
-            errors,
-            writer.total_tokens,
-            reader.files,
-            dict(reader.sha256),
-            (writer.logprobs or 0) if self._job.sampling.asks_logprobs else writer.logprobs,
-            None if output.json_schema is None else AnswerSchema(output.json_schema, output.column),
-            self._options.output,
-            writer.unread.rows,
-            self._job.attempts,
-            self._options.reasoning,
-            *self._options.calls(self._job, writer.has_tools),
-            writer.known_rows,
-            self._options.embedding if self._job.task == "embed" or writer.has_vectors else None,
-            self._options.scoring,
-            self._job.has_samples and (writer.most_samples > 1 or self._job.sampling.asks_samples),
-            self._job.input.expected,
-            self._options.pairs,
-            self._best(),
-            self._job.sampling.choice if output.confidence else None,
-            writer.prompt_logprobs or self._job.sampling.asks_prompt_logprobs,
-            writer.own_dimensions,
+            folder=self._layout.folder,
+            identity=self._identity,
+            rows=writer.rows,
+            error_rows=errors,
+            total_tokens=writer.total_tokens,
+            inputs=reader.files,
+            sha256=dict(reader.sha256),
+            logprobs=(writer.logprobs or 0) if sampling.asks_logprobs else writer.logprobs,
+            answers=None if output.json_schema is None else AnswerSchema(output.json_schema, output.column),
+            output=options.output,
+            unread_arguments=writer.unread.rows,
+            attempts=job.attempts,
+            reasoning=options.reasoning,
+            tool_calls=calls,
+            unread_calls=unread_calls,
+            known_rows=writer.known_rows,
+            embedding=options.embedding if job.task == "embed" or writer.has_vectors else None,
+            scoring=options.scoring,
+            samples=job.has_samples and (writer.most_samples > 1 or sampling.asks_samples),
+            expected=job.input.expected,
+            pairs=options.pairs,
+            best=self._best(),
+            confidence=sampling.choice if output.confidence else None,
+            prompt_logprobs=writer.prompt_logprobs or sampling.asks_prompt_logprobs,
+            own_dimensions=writer.own_dimensions,
             taken=self._taken,
             stretches=self._stretches,
-            known=None if self._kept is None or self._keys_changed else self._kept.known,
         )
         index.write_marker(self._ops)
         return index
 
     @property
-    def _keys_changed(self) -> bool:
-        """Whether rows have other keys than they had by themselves, or none, because of the rows before them."""
-        return self._refused > 0 or self._equal.numbered
-
-    @property
     def _stretches(self) -> Stretches | None:
         """Return what the next run can take over whole, once the rows are published."""
         kept = self._kept
-        if kept is None or not self._may_take or self._equal.numbered or not kept.asked.whole:
+        if kept is None or not self._may_take or self._equal.numbered:
             return None
         return Stretches(kept.asked.whole_identity, kept.stretches)
 

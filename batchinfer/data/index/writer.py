@@ -125,7 +125,6 @@ class IndexWriter:
             columns[DIMENSIONS.name] = _dimensions(done.dimensions, first, size)
             columns = {name: repeated(one, own) for name, one in columns.items()}
             columns |= further.columns(columns, slice(first, stop), own)
-            columns |= _keys_of_known(columns, done, slice(first, stop), own)
             columns["row_id"] = _numbers(self.rows + int(ends[first] - times[first]), int(own.sum()))
             columns[SAMPLE.name] = _sample_numbers(own)
             yield pa.record_batch([columns[n] for n in self._schema.names], self._schema)
@@ -144,7 +143,7 @@ class IndexWriter:
         whose, more = done.further.rows, done.further.counts
         self.total_tokens += int((done.counts * times).sum())
         self.total_tokens += int(more.sum()) - int(done.counts[whose].sum())
-        self.known_rows += int(times[done.known_work()].sum())
+        self.known_rows += int(times[done.counts > 0].sum()) if done.known else 0
         self.error_rows += int(times[[*done.errors]].sum()) if done.errors else 0
         self.unread.join(done.unread)
 
@@ -233,22 +232,6 @@ class _Further(NamedTuple):
         }
 
 
-def _keys_of_known(
-    columns: Mapping[str, pa.Array], done: Prepared, rows: slice, times: Int64s
-) -> dict[str, pa.Array]:
-    """Return the keys of a stretch of rows, each of which stands there so often, with those of all samples of known
-    rows: other rows are told apart by their tokens later."""
-    if not done.sample_keys or done.known is None:
-        return {}
-    keys = np.frombuffer(done.sample_keys, np.uint8).reshape(len(done), -1, KEY_BYTES)[rows]
-    known = done.known_work()[rows] & (times == keys.shape[1] + 1)
-    marks = np.repeat(known, times)
-    marks[np.cumsum(times) - times] = False
-    values = pa.py_buffer(keys[known].tobytes())
-    further = pa.Array.from_buffers(pa.binary(KEY_BYTES), int(marks.sum()), [None, values])
-    return {"key": pc.replace_with_mask(columns["key"], pa.array(marks), further)}
-
-
 def _dimensions(asked: NDArray[np.int32] | None, first: int, size: int) -> pa.Array:
     if asked is None:
         return pa.nulls(size, DIMENSIONS.type)
@@ -262,7 +245,7 @@ def _work_columns(
     counts, most = done.counts[rows], done.max_tokens[rows]
     dead = counts == 0  # a row without tokens is an error row
     valid = _valid(~dead)
-    placed = valid if done.known is None else _valid(~(dead | done.known[rows]))
+    placed = _valid(np.zeros(len(counts), np.bool_)) if done.known else valid
     numbers = _int32s(done.params_of[rows], valid)
     keys = pa.py_buffer(done.keys[KEY_BYTES * rows.start : KEY_BYTES * rows.stop])
     return {

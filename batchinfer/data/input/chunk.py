@@ -4,30 +4,15 @@ them, mostly to another process."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol, Self, overload
+from typing import Self
 
 import pyarrow as pa
 
 from batchinfer.core.request import RowError
-from batchinfer.data.input.digests.runs import Runs
 from batchinfer.data.input.rows import Values
-
-
-class SizeOfChunks(Protocol):
-    """How much of a file becomes one chunk, asked for anew for each."""
-
-    @property
-    def bytes(self) -> int: ...
-
-    @property
-    def lines(self) -> int: ...
-
-    @property
-    def times(self) -> int:
-        """How many times the usual number of rows with types there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,53 +26,9 @@ class ChunkSize:
 
     bytes: int = 1 << 18
     lines: int = 1024
-    times: int = 1
 
 
 DEFAULT_SIZE = ChunkSize()
-_MOST_TIMES = 16
-
-
-class GrowingSize:
-    """The size of chunks while most rows are known: then a worker is soon done with one, and little comes of it, so
-    that handing it over takes the longest. They become twice as large up to 16 times, and are small again once a chunk
-    has many rows that are not known."""
-
-    def __init__(self, first: SizeOfChunks) -> None:
-        self._first, self.times = first, 1
-
-    @property
-    def bytes(self) -> int:
-        return self._first.bytes * self.times
-
-    @property
-    def lines(self) -> int:
-        return self._first.lines * self.times
-
-    def read(self, rows: int, known: int) -> None:
-        """Learn how many rows of a chunk were known."""
-        self.times = min(2 * self.times, _MOST_TIMES) if known >= 0.9 * rows else 1
-
-
-class LazyRows(Sequence[Values | RowError]):
-    """Rows that are read one by one as somebody asks for them."""
-
-    def __init__(self, records: Sequence[Any], read: Callable[[Any], Values | RowError]) -> None:
-        self._records, self._read = records, read
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    @overload
-    def __getitem__(self, at: int) -> Values | RowError: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> LazyRows: ...
-
-    def __getitem__(self, at: int | slice) -> Values | RowError | LazyRows:
-        if isinstance(at, slice):
-            return LazyRows(self._records[at], self._read)
-        return self._read(self._records[at])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +53,6 @@ class InputChunk(ABC):
     ) -> Iterator[Values | RowError]:
         """Yield the rows from `start` to `stop`, a bad one as a RowError. Where the format allows it, only the columns
         in `values` have values, and the others are merely checked; None: all have."""
-
-    def digested(
-        self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
-    ) -> tuple[Sequence[Values | RowError], bytes]:
-        """Return what `read` gives, and the rows' digests (`row_digests`): of a row that reads alike wherever it
-        stands. Nothing where there are none."""
-        return (), b""
-
-    def runs(self, values: Collection[str] | None = None) -> Runs | None:
-        """Return the runs of all rows; None where there are none to be had."""
-        return None
 
     def packed(self) -> tuple[Self, bytes]:
         """Return this chunk for another process: without what is large, and that."""

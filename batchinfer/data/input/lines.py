@@ -11,7 +11,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from batchinfer.core.errors import InputCorrupt
-from batchinfer.data.input.chunk import SizeOfChunks
+from batchinfer.data.input.chunk import ChunkSize
 from batchinfer.data.input.format import CODECS, MAGIC
 from batchinfer.data.input.line_buffer import LineBuffer
 from batchinfer.data.input.text_encoding import UTF8, UTF16, as_utf8
@@ -138,7 +138,7 @@ class WholeLines:
         yield line
 
 
-def line_blocks(lines: LineBuffer, cap: int, size: SizeOfChunks) -> Iterator[tuple[int, bytes | int]]:
+def line_blocks(lines: LineBuffer, cap: int, size: ChunkSize) -> Iterator[tuple[int, bytes | int]]:
     """Yield (number of the first line, lines), cut at line ends; a line over the cap that does not fit into a block is
     only measured: (its number, its length)."""
     while (end := lines.line_end(cap + 1)) is not None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from batchinfer.data.input.chunk import DEFAULT_SIZE, InputChunk, SizeOfChunks
+from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize, InputChunk
 from batchinfer.data.input.input_file import InputFile
 
 BATCH_ROWS = 512  # of one chunk of a typed format at most
@@ -55,5 +55,5 @@ class ReadOptions:
     text: TextOptions = DEFAULT_TEXT
     columns: Sequence[str] | None = None
     sample_bytes: int | None = None
-    chunk: SizeOfChunks = DEFAULT_SIZE
+    chunk: ChunkSize = DEFAULT_SIZE
     wide: WideColumns = field(default_factory=dict)

@@ -9,7 +9,7 @@ from typing import Literal
 import pyarrow as pa
 
 from batchinfer.core.request import RowError
-from batchinfer.data.input.chunk import DEFAULT_SIZE, InputChunk, RowBatch, SizeOfChunks, read_batch
+from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize, InputChunk, RowBatch, read_batch
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.openai import looks_like_openai
 from batchinfer.data.input.protocol import DEFAULT_TEXT, FormatReader, ReadOptions, TextOptions, WideColumns
@@ -58,7 +58,7 @@ class Reader:
     sample: SampleSize | None = None
     complete: bool = False
     strata: Strata | None = None  # all rows are read, and only these are handed on
-    chunk: SizeOfChunks = DEFAULT_SIZE
+    chunk: ChunkSize = DEFAULT_SIZE
     _schemas: list[pa.Schema | None] = field(default_factory=list)  # of all files, once they were looked at
     _wide: WideColumns = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class Reader:
         text: TextOptions = DEFAULT_TEXT,
         sample: SampleSize | None = None,
         strata: Strata | None = None,
-        chunk: SizeOfChunks | None = None,
+        chunk: ChunkSize | None = None,
     ) -> Reader:
         """Raises InputCorrupt for files that are not what they say, or whose schemas differ."""
         reader = cls(tuple(files), text, {}, sample, strata=strata, chunk=chunk or DEFAULT_SIZE)
@@ -96,7 +96,7 @@ class Reader:
         files: Sequence[InputFile],
         sample: SampleSize | None,
         strata: Strata | None,
-        chunk: SizeOfChunks,
+        chunk: ChunkSize,
     ) -> Reader | None:
         """Return a reader of the same files, whose headers and footers are not read again; None if one of them has
         changed."""

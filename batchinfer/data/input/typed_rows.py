@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self
 
 import pyarrow as pa
 
 from batchinfer.core.errors import InputCorrupt
 from batchinfer.core.request import RowError
-from batchinfer.data.input.chunk import InputChunk, SizeOfChunks
-from batchinfer.data.input.digests.runs import Runs
-from batchinfer.data.input.digests.typed_runs import typed_digests, typed_runs
+from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.rows import Values, first_repeated, row_error
 from batchinfer.data.input.unpacked import unpacked_size
@@ -109,17 +106,6 @@ class TypedRows(InputChunk):
         part = self.table.slice(start, None if stop is None else stop - start)
         return iter(_checked_rows(self.file, part, values))
 
-    def digested(
-        self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
-    ) -> tuple[Sequence[Values | RowError], bytes]:
-        rows = list(self.read(start, stop, values))
-        return rows, typed_digests(rows)
-
-    def runs(self, values: Collection[str] | None = None) -> Runs | None:
-        if self.table is None:
-            raise ValueError("rows that are packed")
-        return typed_runs(self.table, values, partial(_rows, self.file))
-
 
 def _checked_rows(
     file: str, part: pa.RecordBatch, values: Collection[str] | None
@@ -169,13 +155,12 @@ def sliced(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     yield from sliced(batch.slice(half))
 
 
-def put_together(parts: Iterable[pa.RecordBatch], most: int, size: SizeOfChunks) -> Iterator[pa.RecordBatch]:
-    """Put small parts that follow one another together, as far as they stay small and have no more rows than so many
-    times `most`."""
+def put_together(parts: Iterable[pa.RecordBatch], most: int) -> Iterator[pa.RecordBatch]:
+    """Put small parts that follow one another together, as far as they stay small and have at most `most` rows."""
     held, rows, taken = list[pa.RecordBatch](), 0, 0
     for part in parts:
         part_bytes = unpacked_size(part)
-        if held and (rows + part.num_rows > most * size.times or taken + part_bytes > _SLICE_BYTES):
+        if held and (rows + part.num_rows > most or taken + part_bytes > _SLICE_BYTES):
             yield _joined(held)
             held, rows, taken = [], 0, 0
         held.append(part)

@@ -1,1 +1,1 @@
-"""A job's last index leaves what it knew of its rows, so that the next run prepares only rows that changed."""
+"""A job's last run keeps prepared rows, so that the next one reuses stretches, files and chunks that did not change."""

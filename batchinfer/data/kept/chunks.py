@@ -1,37 +1,37 @@
-"""The chunks of a kept index: of each its digest, its rows, and what was made of them, without tokens.
+"""The chunks of a stretch: for each its digest, its rows, and the reply of the worker that prepared it, without tokens.
 
 chunks.jsonl  a line for each chunk
-replies.bin   what was made of the chunks (render_reply.py), end to end
+replies.bin   the replies (render_reply.py), end to end
 """
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, replace
 from hashlib import sha256
-
-import numpy as np
+from pathlib import Path
 
 from batchinfer.data.input.chunk import InputChunk
-from batchinfer.data.kept.rows import Marks, Numbers, iter_pieces
+from batchinfer.data.kept.facts import StretchFacts
+from batchinfer.data.kept.files import CHUNKS, FACTS, NAMES, REPLIES, new_folder
+from batchinfer.data.storage.durable import Digest, DurableFile, FileOps
 
 
 @dataclass(frozen=True, slots=True)
-class KeptReply:
-    """A chunk, and what was made of it: `size` bytes from `at` of the open file `replies`. `first` is the number of its
-    first row in its stretch, and `first_of_all` that among the rows of all stretches."""
+class KeptChunk:
+    """A chunk of `rows` rows, whose reply has `size` bytes from `at` of the open file `replies`. Without a digest it
+    has no reply, and must be read again."""
 
     digest: str
-    first: int
-    first_of_all: int
     rows: int
     at: int
     size: int
     replies: int
 
     def read(self) -> bytes:
-        """Return what was made of it."""
-        return b"".join(iter_pieces(self.replies, self.at, self.size))
+        """Return the reply."""
+        return os.pread(self.replies, self.size, self.at)
 
 
 def chunk_digest(chunk: InputChunk) -> str:
@@ -42,35 +42,41 @@ def chunk_digest(chunk: InputChunk) -> str:
     return found.hexdigest()
 
 
-class KeptChunks:
-    """The chunks of a stretch, of which those are used again whose rows are all `usable`, or error rows."""
+def kept_chunks(lines: bytes, replies: int) -> list[KeptChunk]:
+    """Return the chunks of a stretch. Raises ValueError for lines that are not as they were written."""
+    found = []
+    for line in lines.splitlines():
+        digest, rows, at, size = json.loads(line)
+        found.append(KeptChunk(digest, rows, at, size, replies))
+    return found
 
-    def __init__(self, lines: bytes, replies: int, before: int) -> None:
-        """before: rows of the stretches before. Raises ValueError for lines that are not as they were written."""
-        self._all: list[KeptReply] = []
-        first = 0
-        for line in lines.splitlines():
-            digest, rows, at, size = json.loads(line)
-            self._all.append(KeptReply(digest, first, before + first, rows, at, size, replies))
-            first += rows
-        self._usable: list[bool] = []
-        self._by_digest: dict[str, KeptReply] = {}
 
-    def choose(self, needs_tokens: Marks) -> None:
-        """Use the chunks without any row that needs tokens."""
-        before: Numbers = np.concatenate([np.zeros(1, np.int64), np.cumsum(needs_tokens, dtype=np.int64)])
-        firsts = np.array([one.first for one in self._all], np.int64)
-        ends = firsts + np.array([one.rows for one in self._all], np.int64)
-        self._usable = (before[ends] == before[firsts]).tolist()
-        chosen = zip(self._all, self._usable, strict=True)
-        self._by_digest = {one.digest: one for one, usable in chosen if usable and one.digest}
+class KeptWriter:
+    """Writes the files of a stretch. Call `finish` at the end, or nothing is kept, and `close` in any case."""
 
-    def find(self, digest: str) -> KeptReply | None:
-        """Return a chunk that can be used again."""
-        return self._by_digest.get(digest)
+    def __init__(self, kept: Path, ops: FileOps) -> None:
+        self._folder = new_folder(kept, ops)
+        self._files = {name: DurableFile(self._folder / name, ops) for name in NAMES}
 
-    def run(self, first: int, count: int) -> list[KeptReply] | None:
-        """Return so many chunks that follow one another; None where one of them cannot be used again."""
-        chosen = slice(first, first + count)
-        whole = all(self._usable[chosen]) and all(one.digest for one in self._all[chosen])
-        return self._all[chosen] if whole else None
+    def append(self, digest: str, rows: int, reply: bytes) -> None:
+        """Write a chunk. Raises StorageError."""
+        replies = self._files[REPLIES]
+        line = [digest, rows, replies.tell(), len(reply)]
+        replies.write(reply)
+        self._files[CHUNKS].write(json.dumps(line).encode() + b"\n")
+
+    @property
+    def folder(self) -> str:
+        """Return the name of the stretch's folder."""
+        return self._folder.name
+
+    def finish(self, facts: StretchFacts) -> dict[str, Digest]:
+        """Complete the files, and return their digests. The files count once a marker names the stretch. Raises
+        StorageError."""
+        self._files[FACTS].write(facts.to_json())
+        return {name: file.commit() for name, file in self._files.items()}
+
+    def close(self) -> None:
+        """Give up what was not finished."""
+        for file in self._files.values():
+            file.close()

@@ -29,7 +29,6 @@ class StretchFacts:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     tools: bool = False
-    sampled: bool = False
     plain: bool = True
 
     def note_columns(self, names: Sequence[str], found: set[str], kinds: Sequence[set[str]]) -> None:
@@ -53,7 +52,6 @@ class StretchFacts:
             "logprobs": self.logprobs,
             "prompt_logprobs": self.prompt_logprobs,
             "tools": self.tools,
-            "sampled": self.sampled,
             "plain": self.plain,
         }
         return json.dumps(value).encode()

@@ -1,7 +1,7 @@
 """The folder of a kept index: its files, which are written durably, and the marker that names them with their digests.
 
     .batchinfer-res/kept/kept.json       the marker, written last
-    .batchinfer-res/kept/<random>/       the files of a stretch of the rows: see rows.py, chunks.py and facts.py
+    .batchinfer-res/kept/<random>/       the files of a stretch of the rows: see chunks.py and facts.py
     .batchinfer-res/kept/whole.json      what of these is taken over whole: see whole.py
 
 There is one for each job, that of its last run. Whoever reads it has opened all its files before: another run of the
@@ -23,23 +23,12 @@ from typing import Any
 
 from batchinfer.core.errors import StorageError
 from batchinfer.data.input.input_file import InputFile
-from batchinfer.data.kept.record_shape import RecordShape
 from batchinfer.data.storage.digests import file_digests
 from batchinfer.data.storage.durable import Digest, FileOps, storage, write_json
 
-KEPT_FORMAT = 5
+KEPT_FORMAT = 6
 MARKER, WHOLE = "kept.json", "whole.json"
-OF_ROWS = (
-    "rows.bin",
-    "words.bin",
-    "order.bin",
-    "params.bin",
-    "ids.bin",
-    "id_ends.bin",
-    "runs.bin",
-    "run_words.bin",
-)
-NAMES = (*OF_ROWS, "replies.bin", "chunks.jsonl", "facts.json")
+NAMES = REPLIES, CHUNKS, FACTS = "replies.bin", "chunks.jsonl", "facts.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +68,7 @@ class KeptMarker:
     another."""
 
     identity: str
-    shape: RecordShape
     stretches: tuple[KeptStretch, ...]
-    tokenizer: str = ""  # a digest of what has cut the prompts into tokens; "": not known
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -92,9 +79,7 @@ class KeptMarker:
         return {
             "format": KEPT_FORMAT,
             "identity": self.identity,
-            "shape": list(self.shape),
             "stretches": [one.to_json() for one in self.stretches],
-            "tokenizer": self.tokenizer,
         }
 
 
@@ -106,10 +91,7 @@ def read_marker(kept: Path) -> KeptMarker | None:
         if value["format"] != KEPT_FORMAT:
             return None
         stretches = tuple(KeptStretch.from_json(one) for one in value["stretches"])
-        tokenizer = str(value.get("tokenizer", ""))
-        return KeptMarker(
-            str(value["identity"]), RecordShape(*map(int, value["shape"])), stretches, tokenizer
-        )
+        return KeptMarker(str(value["identity"]), stretches)
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -135,6 +117,11 @@ def opened(kept: Path, stretch: KeptStretch, *, fresh: bool = False) -> Iterator
     finally:
         for file in held.values():
             os.close(file)
+
+
+def whole_file(file: int) -> bytes:
+    """Return the bytes of an open file."""
+    return os.pread(file, os.fstat(file).st_size, 0)
 
 
 def new_folder(kept: Path, ops: FileOps) -> Path:

@@ -1,7 +1,6 @@
 """A kept index is made of stretches: a run may take over some of them, and writes others.
 
-They are cut at the ends of input files, so that a changed file leaves those before it as they are. They are few,
-because each row that is looked up is looked up in all of them.
+They are cut at the ends of input files, so that a changed file leaves those before it as they are.
 """
 
 from __future__ import annotations

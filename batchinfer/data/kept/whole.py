@@ -70,23 +70,6 @@ class WholeStretch:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPlaces:
-    """The places of the answers of all rows of a kept index, in a store with these parts. A row without an answer has
-    NO_PLACE; one whose answer is an error, which another run may have answered since, has `as_error` of its place."""
-
-    places: NDArray[np.int64]
-    parts: tuple[str, ...]
-
-
-NO_PLACE = -1
-
-
-def as_error(places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return what stands for these places of errors, or the places for which these numbers stand."""
-    return -2 - places
-
-
-@dataclass(frozen=True, slots=True)
 class WholeMarker:
     """The contents of the marker. `identity` says of which settings the rows are; `seen` are the parts that the store
     had."""

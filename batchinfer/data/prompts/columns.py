@@ -67,20 +67,16 @@ class Columns:
         """Whether a column that the job names stood in no row so far."""
         return any(name in self.unseen for _, name in self.wanted)
 
-    def lacking(self, failed: int) -> list[tuple[str, str]]:
-        """Return what of the job names columns that stood in no row, each with its column; see `check_all_seen`."""
-        lacking = [named for named in self.wanted if named[1] in self.unseen]
-        if lacking or failed >= self.rows:
-            lacking += [("prompt", name) for name in self.variables if name in self.unseen]
-        return lacking if self.rows else []
-
     def check_all_seen(self, failed: int = 0) -> None:
         """Raises JobFileError when rows were read and a column that the job names stood in none of them.
 
         A template may do without a column in rows that do not come to it: that alone is wrong only when all rows
         `failed`. Beside another mistake it is told as well, so that a user hears of both at once.
         """
-        if lacking := self.lacking(failed):
+        lacking = [named for named in self.wanted if named[1] in self.unseen]
+        if lacking or failed >= self.rows:
+            lacking += [("prompt", name) for name in self.variables if name in self.unseen]
+        if lacking and self.rows:
             raise JobFileError(self.job, [_missing(where, name, list(self.known)) for where, name in lacking])
 
 

@@ -17,15 +17,12 @@ from batchinfer.core.sampling import SamplingParams, Truncate
 from batchinfer.data.constraints.constraint_check import ConstraintChecker
 from batchinfer.data.constraints.per_constraint import PerConstraint
 from batchinfer.data.input.chunk import InputChunk
-from batchinfer.data.input.digests.runs import OneRun, Runs
 from batchinfer.data.input.rows import RowProblem, Values, row_error
-from batchinfer.data.kept.rows import KeptRows
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
 from batchinfer.data.prompts.parameters.named_tokens import NamedTokens
 from batchinfer.data.prompts.prepared.continued import ContinuedPrompts
-from batchinfer.data.prompts.prepared.known_rows import KnownRows
 from batchinfer.data.prompts.prepared.paired import PairedTexts
 from batchinfer.data.prompts.prepared.rows import (
     FurtherPrompts,
@@ -112,10 +109,7 @@ class Preparer:
         tokenizer: Tokenizer,
         report: Callable[[int], None],
         fields: RowFields,
-        kept: KeptRows | None = None,
     ) -> None:
-        """kept: rows that the last index knew. None: nothing is asked or said of that."""
-        self._kept = kept
         self._builder = PromptBuilder(plan, tokenizer)
         self._limits = limits
         self._fields = fields
@@ -123,7 +117,7 @@ class Preparer:
         self._segments = tokenizer.segments()
         self._continued = self._joining(plan)
         self._plain = plan.params  # of most rows; their constraint was checked before
-        self._ladder, self._samples = plan.ladder, plan.samples
+        self._ladder = plan.ladder
         self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
         self._reasoned = ReasonedRows(plan.reasoning, tokenizer)
         self._named = NamedTokens(tokenizer, limits.vocab_size)
@@ -142,67 +136,30 @@ class Preparer:
         """Prepare the rows of a chunk; of a piece of it, if there is one."""
         piece = piece or RowPiece(0, chunk.most_rows)
         facts = FactsOfRows(self._fields)
-        samples = 1 if self._kept is None else self._kept.shape.samples
-        work = _FinishedPrompts(self._limits.context, self._reasoned, self._ladder, samples)
+        work = _FinishedPrompts(self._limits.context, self._reasoned, self._ladder)
         held = _Drafts()
-        rows, known = self._rows(chunk, piece)
         size = 0
-        for index, row in self._reported(rows, known):
+        for index, row in self._reported(chunk.read(piece.start, piece.stop, self._fields.values)):
             size = index + 1
             facts.note(row)
             if isinstance(row, RowError):
                 work.errors[index] = row
             elif piece.given is not None:
                 work.errors[index] = piece.given
-            elif known is None or not known.marks[index]:
+            else:
                 for draft in self._drafts(index, row, work):
                     held.add(index, draft)
                     if held.full:
                         self._finish(held, work, piece.careful)
                         held = _Drafts()
         self._finish(held, work, piece.careful)
-        prompts = work.finished(size if known is None else len(known.marks))
-        if known is None:
-            return PreparedRows(prompts, facts.finished())
-        self._report(BULK)  # no row's fault, if the file of known rows cannot be read
-        known.fill(prompts, work.anew)
-        return PreparedRows(prompts, known.facts(facts.finished()))
+        return PreparedRows(work.finished(size), facts.finished())
 
-    def _rows(
-        self, chunk: InputChunk, piece: RowPiece
-    ) -> tuple[Iterable[Values | RowError], KnownRows | None]:
-        """Return the rows of a piece, and which of them are known. Where a process has ended, none is."""
-        if self._kept is None or piece.careful or piece.accused:
-            return chunk.read(piece.start, piece.stop, self._fields.values), None
-        self._report(BULK)
-        runs = self._runs(chunk, piece)
-        if runs is None:
-            return chunk.read(piece.start, piece.stop, self._fields.values), None
-        return (), KnownRows(self._kept, runs, skips=self._fields.only_ids)
-
-    def _runs(self, chunk: InputChunk, piece: RowPiece) -> Runs | None:
-        """Return the runs of a piece, or its rows as one run; None: its rows have no digests."""
-        if not piece.start and piece.stop >= chunk.most_rows:
-            runs = chunk.runs(self._fields.values)
-            if runs is not None:
-                return runs
-        rows, digests = chunk.digested(piece.start, piece.stop, self._fields.values)
-        return OneRun(rows, digests) if digests else None
-
-    def _reported(
-        self, rows: Iterable[Values | RowError], known: KnownRows | None
-    ) -> Iterator[tuple[int, Values | RowError]]:
-        """Number the rows, and leave out those that are known and not read. A row is at work from before it is read, as
-        reading may take all memory, too."""
-        if known is not None:
-            for index in known.read:
-                self._report(index)
-                yield index, known.row(index)
-            return
-        each = iter(rows)
+    def _reported(self, rows: Iterator[Values | RowError]) -> Iterator[tuple[int, Values | RowError]]:
+        """Number the rows. A row is at work from before it is read, as reading may take all memory, too."""
         for index in count():
             self._report(index)
-            row = next(each, None)
+            row = next(rows, None)
             if row is None:
                 return
             yield index, row
@@ -213,9 +170,6 @@ class Preparer:
             draft = self._builder.build(self._fields.needed(row))
             if draft.unread:
                 work.unread.add(draft.unread)
-            other_samples = draft.samples not in (0, self._samples)
-            if draft.unread or draft.further or other_samples or draft.dimensions:
-                work.anew.append(index)
             if draft.params is not self._plain and self._constraints.are_due(draft.params):
                 self._report(checking(index))
                 self._constraints.check(draft.params)
@@ -459,19 +413,11 @@ class _Drafts:
 class _FinishedPrompts:
     """Collects finished prompts, in the order of their rows."""
 
-    def __init__(
-        self, context: bytes, reasoned: ReasonedRows, ladder: Sequence[Rung] = (), samples: int = 1
-    ) -> None:
-        """samples: of each row, whose keys are wanted."""
+    def __init__(self, context: bytes, reasoned: ReasonedRows, ladder: Sequence[Rung]) -> None:
         self._context, self._reasoned = context, reasoned
-        self._further_keys: list[bytes] = []  # of the samples behind the first
-        self._further_samples = range(1, samples)
         self._rungs = [_FinishedRung(rung) for rung in ladder]
         self.errors: dict[int, RowError] = {}
         self.unread = UnreadArguments()
-        # Rows that are prepared each night anew: a user is told something of them, or their tokens are needed to tell
-        # their answers apart
-        self.anew: list[int] = []
         self._params: dict[SamplingParams, int] = {}
         self._last: tuple[SamplingParams | None, int] = (None, 0)
         self._texts: list[str] = []
@@ -501,7 +447,6 @@ class _FinishedPrompts:
             self._dimensions.append(draft.dimensions)
             maker, own = self._makers[number], data[start:end]
             self._keys.append(maker.key(own))
-            self._further_keys += [maker.key(own, sample) for sample in self._further_samples]
             said = draft.tools if draft.labels is None else draft.labels
             self._own_text_of.append(
                 0 if said is None else self._own_texts.setdefault(said, len(self._own_texts) + 1)
@@ -556,8 +501,6 @@ class _FinishedPrompts:
             *map(np.concatenate, (self._counts, self._tokens)),
         )
         keys = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)
-        width = KEY_BYTES * len(self._further_samples)
-        of_samples = np.frombuffer(b"".join(self._further_keys), np.uint8).reshape(len(rows), width)
         first, further = _first_prompts(rows, self.errors)
         of_first, of_further = np.repeat(first, counts), np.repeat(further, counts)
         mine = rows[first]
@@ -581,7 +524,6 @@ class _FinishedPrompts:
             self.unread.rows,
             rungs,
             own,
-            sample_keys=column(of_samples, np.uint8).tobytes(),
             samples=column(self._samples) if any(self._samples) else None,
             dimensions=column(self._dimensions) if any(self._dimensions) else None,
             further=FurtherPrompts(

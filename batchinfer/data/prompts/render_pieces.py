@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from batchinfer.core.reasoning import UNSAID
 from batchinfer.core.request import RowError, TokenIds
-from batchinfer.data.input.digests.row_digest import DIGEST_BYTES
 from batchinfer.data.input.rows import row_error
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
@@ -156,39 +155,10 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         unread.rows,
         [rung.joined() for rung in rungs],
         tools.joined(),
-        b"".join(piece.digests or bytes(DIGEST_BYTES * len(piece)) for piece in pieces),
-        _joined_marks(pieces),
-        _joined_numbers([piece.samples for piece in pieces], pieces),
-        _joined_numbers([piece.dimensions for piece in pieces], pieces),
-        _joined_further(pieces),
-        _joined_places(pieces),
-        _joined_sample_keys(pieces),
+        samples=_joined_numbers([piece.samples for piece in pieces], pieces),
+        dimensions=_joined_numbers([piece.dimensions for piece in pieces], pieces),
+        further=_joined_further(pieces),
     )
-
-
-def _joined_marks(pieces: Sequence[Prepared]) -> NDArray[np.bool_] | None:
-    if all(piece.known is None for piece in pieces):
-        return None
-    return np.concatenate(
-        [np.zeros(len(piece), np.bool_) if piece.known is None else piece.known for piece in pieces]
-    )
-
-
-def _joined_places(pieces: Sequence[Prepared]) -> NDArray[np.int32] | None:
-    if all(piece.kept_rows is None for piece in pieces):
-        return None
-    return np.concatenate(
-        [
-            np.full(len(piece), -1, np.int32) if piece.kept_rows is None else piece.kept_rows
-            for piece in pieces
-        ]
-    )
-
-
-def _joined_sample_keys(pieces: Sequence[Prepared]) -> bytes:
-    """Return the keys of further answers to all rows; those of a row of which nothing is known are zeros."""
-    width = max((len(piece.sample_keys) // len(piece) for piece in pieces if len(piece)), default=0)
-    return b"".join(piece.sample_keys or bytes(width * len(piece)) for piece in pieces)
 
 
 def _joined_numbers(

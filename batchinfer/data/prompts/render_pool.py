@@ -49,8 +49,8 @@ class _ChunkWork(Generic[Tag]):
 class RenderPool(Generic[Tag]):
     """Use as a context manager.
 
-    A worker is started with a chunk that finds no free one, unless it was expected: an input of one chunk needs no
-    second process. A ReadyChunk needs none.
+    A worker is started with a chunk that finds no free one: an input of one chunk needs no second process. A ReadyChunk
+    needs none.
     """
 
     def __init__(self, spec: RenderSpec, workers: int, happened: Happened | None = None) -> None:
@@ -64,7 +64,6 @@ class RenderPool(Generic[Tag]):
         self._waiting: deque[_ChunkWork[Tag]] = deque()
         self._at_work: dict[RenderWorker, _ChunkWork[Tag]] = {}
         self._looked = monotonic()
-        self._expected = False  # whether a worker was started for a chunk that is still to come
 
     def __enter__(self) -> RenderPool[Tag]:
         return self
@@ -102,15 +101,6 @@ class RenderPool(Generic[Tag]):
             yield from self._given_out(under_way, _AHEAD * self._most - 1)
         yield from self._given_out(under_way, 0)
 
-    def expect(self) -> None:
-        """Start a worker for the first chunk that needs one: it starts while chunks are given out that need none."""
-        if not self._all:
-            self._start()
-            self._expected = True
-
-    def _start(self) -> None:
-        self._all.append(RenderWorker(self._spec, self._definition, self._events))
-
     def _given_out(self, under_way: deque[_ChunkWork[Tag]], most: int) -> Iterator[tuple[Tag, PreparedRows]]:
         """Yield what is done, in order, and wait until at most so many chunks are under way."""
         self._attend(0)
@@ -121,11 +111,10 @@ class RenderPool(Generic[Tag]):
 
     def _assign(self, work: _ChunkWork[Tag]) -> None:
         self._waiting.append(work)
-        expected, self._expected = self._expected, False
         if self._free:
             self._submit(self._free.pop())
-        elif not expected and len(self._all) < self._most:
-            self._start()
+        elif len(self._all) < self._most:
+            self._all.append(RenderWorker(self._spec, self._definition, self._events))
 
     def _submit(self, worker: RenderWorker) -> None:
         work = self._at_work[worker] = self._waiting.popleft()

@@ -18,8 +18,6 @@ from batchinfer.core.errors import Unavailable
 from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import MAX_SAMPLES
-from batchinfer.data.input.digests.row_digest import DIGEST_BYTES
-from batchinfer.data.input.digests.runs import RunsOfRows
 from batchinfer.data.input.json_kinds import KINDS
 from batchinfer.data.input.openai import MAX_INPUTS
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
@@ -70,11 +68,9 @@ def packed(done: PreparedRows) -> bytes:
     for column in _text_columns(facts):
         parts += _packed_texts(column)
     more = prompts.further
-    numbers = (prompts.known, prompts.samples, prompts.dimensions, more.rows, more.counts, more.tokens)
+    numbers = (prompts.samples, prompts.dimensions, more.rows, more.counts, more.tokens)
     parts += [b"" if one is None else one.tobytes() for one in numbers]
-    parts += [more.keys, prompts.digests]
-    parts.append(b"" if prompts.kept_rows is None else (prompts.kept_rows + 1).tobytes())
-    parts += [prompts.runs.digests, prompts.runs.sizes.tobytes(), prompts.sample_keys]
+    parts.append(more.keys)
     return b"".join(piece for part in parts for piece in (len(part).to_bytes(_SIZE, "little"), part))
 
 
@@ -102,8 +98,11 @@ def _packed_texts(column: pa.StringArray) -> list[bytes]:
     return [valid.tobytes(), (ends - ends[0]).astype(np.int32).tobytes(), texts]
 
 
-def unpacked(data: bytes, fields: RowFields, vocab_size: int, rungs: int = 0) -> PreparedRows:
-    """The rows of a reply, whose token ids are below `vocab_size`, with the `rungs` of the job's ladder.
+def unpacked(
+    data: bytes, fields: RowFields, vocab_size: int, rungs: int = 0, *, known: bool = False
+) -> PreparedRows:
+    """The rows of a reply, whose token ids are below `vocab_size`, with the `rungs` of the job's ladder. `known`: see
+    Prepared.
 
     Raises BadReply, and Unavailable where the worker could not prepare anything.
     """
@@ -112,7 +111,7 @@ def unpacked(data: bytes, fields: RowFields, vocab_size: int, rungs: int = 0) ->
         head = json.loads(parts.next())
         if _FAILED in head:
             raise Unavailable(str(head[_FAILED]))
-        return _rows(head, parts, fields, vocab_size, rungs)
+        return _rows(head, parts, fields, vocab_size, rungs, known)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, pa.ArrowException) as error:
         raise BadReply(str(error)) from error
 
@@ -147,49 +146,12 @@ class _ReplyParts:
             raise ValueError("the ends of prompts are not those of the rows")
         return found
 
-    def digests(self, count: int) -> bytes:
-        """Return the digests of so many rows, or nothing."""
-        found = self.next()
-        if len(found) not in (0, DIGEST_BYTES * count):
-            raise ValueError("the digests are not those of the rows")
-        return found
-
-    def runs(self, count: int) -> RunsOfRows:
-        """Return the runs that so many rows are, or none."""
-        found = RunsOfRows(self.next(), self.numbers(below=count + 1))
-        if len(found.digests) != DIGEST_BYTES * len(found.sizes) or found.sizes.sum() not in (0, count):
-            raise ValueError("the runs are not those of the rows")
-        return found
-
-    def sample_keys(self, count: int) -> bytes:
-        """Return the keys of further answers to so many rows: as many of each, or none."""
-        found = self.next()
-        if len(found) % (KEY_BYTES * max(1, count)) or len(found) > KEY_BYTES * MAX_SAMPLES * count:
-            raise ValueError("the keys of further answers are not those of the rows")
-        return found
-
-    def marks(self, count: int) -> NDArray[np.bool_] | None:
-        """Return so many marks, if there are any."""
-        found = np.frombuffer(self.next(), np.uint8)
-        if len(found) not in (0, count):
-            raise ValueError("the marks are not those of the rows")
-        return found != 0 if len(found) else None
-
     def of_rows(self, count: int, below: int = 1 << 31) -> NDArray[np.int32] | None:
         """Return a number of each of so many rows, if any has one."""
         found = self.numbers(below=below)
         if len(found) not in (0, count):
             raise ValueError("numbers are not those of the rows")
         return found if len(found) else None
-
-    def kept_rows(self, known: NDArray[np.bool_] | None) -> NDArray[np.int32] | None:
-        """Return which rows of the last index these are, if that is said of them: all that are known."""
-        found = self.numbers()
-        if not len(found):
-            return None
-        if known is None or not np.array_equal(found > 0, known):
-            raise ValueError("the places of known rows are not those of the rows")
-        return found - 1
 
     def further(self, prompts: Prepared, vocab_size: int) -> FurtherPrompts:
         """Return the prompts that rows have behind their first: as many as each has answers."""
@@ -228,7 +190,7 @@ class _ReplyParts:
 
 
 def _rows(
-    head: dict[str, Any], parts: _ReplyParts, fields: RowFields, vocab_size: int, rungs: int
+    head: dict[str, Any], parts: _ReplyParts, fields: RowFields, vocab_size: int, rungs: int, known: bool
 ) -> PreparedRows:
     size = _whole(head["rows"])
     errors = {_row(int(at), size): _error(error) for at, error in head["errors"].items()}
@@ -245,11 +207,8 @@ def _rows(
     ladder = [_rung(parts, counts, len(params)) for _ in range(rungs)]
     work = errors, params, params_of, max_tokens, counts, keys, tokens, openings
     prompts, facts = Prepared(*work, ignored, ladder, tools), _facts(head, parts, fields, size)
-    prompts.known, prompts.samples = parts.marks(size), parts.of_rows(size, max(MAX_SAMPLES, MAX_INPUTS) + 1)
+    prompts.known, prompts.samples = known, parts.of_rows(size, max(MAX_SAMPLES, MAX_INPUTS) + 1)
     prompts.dimensions, prompts.further = parts.of_rows(size), parts.further(prompts, vocab_size)
-    prompts.digests = parts.digests(size)
-    prompts.kept_rows = parts.kept_rows(prompts.known)
-    prompts.runs, prompts.sample_keys = parts.runs(size), parts.sample_keys(size)
     if len(tokens) != int(prompts.tokens_there().sum()):
         raise ValueError("tokens are not those of the rows")
     return PreparedRows(prompts, facts)

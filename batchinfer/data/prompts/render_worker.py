@@ -20,7 +20,6 @@ from typing import Any
 
 from batchinfer.core.errors import JobFileError, Mistake, Unavailable
 from batchinfer.data.input.chunk import InputChunk
-from batchinfer.data.kept.rows import KeptRows, KeptSource
 from batchinfer.data.prompts.builder import PromptPlan
 from batchinfer.data.prompts.prepare import BULK, Limits, Preparer
 from batchinfer.data.prompts.prepared.rows import PreparedRows
@@ -61,8 +60,6 @@ class RenderSpec:
     row_timeout_s: float = 10.0
     bulk_timeout_s: float = 120.0
     memory_bytes: int = 1 << 30
-    # Rows that the last index knew, which are not rendered; None: nothing is asked or said of that
-    kept: KeptSource | None = None
 
     def timeout_s(self, at: int) -> float:
         """Return the limit in seconds for the work that the worker reports to be `at`."""
@@ -93,7 +90,7 @@ class RenderWorker:
         self._at.value = self._seen = BULK
         self._ready, self._waited = False, Waited()
         spec = replace(self._spec, definition="")
-        files = [self._shared, self._definition, *(self._spec.kept.files if self._spec.kept else ())]
+        files = [self._shared, self._definition]
         try:
             self._child = Child(_ENTRY, spec, self._shared, self._definition, files=files)
         except BaseException:
@@ -265,9 +262,8 @@ def serve(spec: RenderSpec, shared: int, definition: int, pipe: Connection[Any, 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     tokenizer = Tokenizer(spec.tokenizer, take(definition, os.fstat(definition).st_size - BULK_AT).decode())
     report = _Report(_shared_number(shared), spec)
-    kept = None if spec.kept is None else KeptRows(spec.kept)
-    preparer = Preparer(spec.plan, spec.limits, tokenizer, report, spec.fields, kept)
-    # after the copies of the tokenizer, which are as large as the checkpoint has it, and the kept rows
+    preparer = Preparer(spec.plan, spec.limits, tokenizer, report, spec.fields)
+    # after the copies of the tokenizer, which are as large as the checkpoint has it
     limit_memory(spec.memory_bytes)
     pipe.send_bytes(b"")  # ready
     while True:

@@ -34,11 +34,6 @@ class RowFields:
     watched: frozenset[str] | None = None
 
     @property
-    def only_ids(self) -> bool:
-        """Whether all that is kept of a row beside its prompt is its id."""
-        return not self.carried and not self.endpoints
-
-    @property
     def values(self) -> frozenset[str] | None:
         """The columns whose values are read; None: all."""
         return (

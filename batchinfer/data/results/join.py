@@ -13,7 +13,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.data.index.known_answers import KnownAnswers
 from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.data.results.attempts import (
     PART_SHIFT,
@@ -29,8 +28,6 @@ from batchinfer.data.results.reuse.taken_places import taken_places
 from batchinfer.data.storage.duck import Watched, connection, naming_errors, parquet
 
 ROW_IN_PART = (1 << PART_SHIFT) - 1
-# Rows of an index of which it is not known where their answers are, or whose answers were errors
-_LOOKED_UP = "token_offset IS NOT NULL OR row_id IN (SELECT row_id FROM again)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +112,6 @@ def joined(
     *,
     attempts: int = 1,
     taken: TakenRows = NOTHING_TAKEN,
-    answers: KnownAnswers | None = None,
     without: Sequence[Path] = (),
     memory_limit: str | None = None,
     threads: int = 2,
@@ -123,8 +119,7 @@ def joined(
 ) -> Join:
     """Join the rows of an index with the completions of their keys, `attempts` of which a row may have. A row has no
     completion while one of its attempts is still to be made. `taken`: the first rows, whose answers are known; only
-    those that are errors are looked up. `answers`: those of known rows behind them, of which the same holds.
-    `without`: parts that have no completion of any other row.
+    those that are errors are looked up. `without`: parts that have no completion of any other row.
 
     Beside what it returns it takes `memory_limit`; what is larger goes to the folder `spill`. Raises StorageError,
     OutOfMemory. `watched`: see `duck.connection`.
@@ -132,15 +127,14 @@ def joined(
     parts = tuple(sorted(completion_parts))
     if not index_parts:
         return Join(parts, np.empty(0, np.int64), np.empty(0, np.int64), ErrorCounts(0, 0, 0, 0))
-    known = taken_places(taken, parts, answers)
+    known = taken_places(taken, parts)
     new = [*index_parts[len(taken.parts) :]]
     with connection(spill, memory_limit, threads, watched) as database:
         rows, errors, retryable = _numbers(database, new)
         database.register("failed", pa.table({"row_id": known.failed, "key": known.keys}))
-        database.register("again", pa.table({"row_id": known.again}))
-        some = taken.rows > 0 or answers is not None
-        found_in = _searched(new, some, answers)
-        old = 0 if len(known.failed) or len(known.again) else _leading(parts, without)
+        some = taken.rows > 0
+        found_in = _searched(new, some)
+        old = 0 if len(known.failed) else _leading(parts, without)
         counted = _counted(database, found_in, parts, taken.rows + rows, attempts, spill, some, old)
     there = len(known.places)
     counted.places[:there] = known.laid_under(counted.places[:there])
@@ -162,13 +156,10 @@ def joined(
     return Join(parts, *where, counts, counted.numbers, counted.others, failed, again, as_taken)
 
 
-def _searched(new: Sequence[Path], some: bool, answers: KnownAnswers | None) -> str:
-    """Return the rows whose completions are looked up, as a table of a query: of the index parts `new` those without a
-    known answer; and where `some` answers are known, those of them that are errors, which are registered as `failed`.
-    """
+def _searched(new: Sequence[Path], some: bool) -> str:
+    """Return the rows whose completions are looked up, as a table of a query: those of the index parts `new`; and where
+    `some` rows were taken over, those of them whose answers are errors, which are registered as `failed`."""
     source = parquet(new)
-    if answers is not None:
-        source = f"(SELECT row_id, key FROM {source} WHERE {_LOOKED_UP})"
     if not some:
         return source
     return f"(SELECT row_id, key FROM {source} UNION ALL SELECT * FROM failed)" if new else "failed"

@@ -44,16 +44,6 @@ def published(folder: Path, *, fresh: bool = False) -> Published | None:
     return Published(manifest, tuple(folder / file.name for file in manifest.files))
 
 
-def last_published(marker: Path) -> float | None:
-    """Return when a job last published, by its state's marker of that, in Unix time; None: never. Raises
-    StorageError."""
-    with storage(marker, "look at"):
-        try:
-            return marker.stat().st_mtime
-        except FileNotFoundError:
-            return None
-
-
 def published_or_told(
     folder: Path, notice: Callable[[str], None], *, fresh: bool = False
 ) -> Published | None:

@@ -13,7 +13,6 @@ import numpy as np
 
 from batchinfer.core.errors import OutOfMemory, StorageError
 from batchinfer.core.request import Request, TokenIds
-from batchinfer.data.kept.earlier import earlier_places
 from batchinfer.data.results.published import intact
 from batchinfer.data.results.reuse.earlier_answers import LastResult
 from batchinfer.data.results.reuse.given_answers import GivenAnswers
@@ -56,23 +55,21 @@ class EarlierDrafts:
 
     run: OpenRun
     result: LastResult
-    parts: Sequence[Path]  # of the store, whose answers are those of the result, and others
 
     @classmethod
-    def of(cls, run: OpenRun, store_parts: Sequence[Path]) -> EarlierDrafts | None:
+    def of(cls, run: OpenRun) -> EarlierDrafts | None:
         """Return what drafts can be taken from; None where the job has no such result, or takes none from it."""
         if "earlier" not in run.setup.setting.parts.draft_sources(run.job) or run.job.has_samples:
             return None
         result = _last_result(run)
-        return None if result is None else cls(run, result, store_parts)
+        return None if result is None else cls(run, result)
 
-    def of_plan(self, plan: Plan, index_parts: Sequence[Path], folder: Path) -> Given:
-        """Look for the answers to what a plan runs; return what gives them to its requests. `folder` is that of the
-        index. Where they cannot be looked for, a notice says so: the job needs none."""
-        state, places = self.run.state, earlier_places(folder)
-        where = plan.path, index_parts, places, self.parts, state.staging / "earlier", state.ops
+    def of_plan(self, plan: Plan, index_parts: Sequence[Path]) -> Given:
+        """Look for the answers to what a plan runs; return what gives them to its requests. If they cannot be looked
+        for, a notice says so: the job needs none."""
+        state = self.run.state
         try:
-            answers = self.result.write_answers(*where)
+            answers = self.result.write_answers(plan.path, index_parts, state.staging / "earlier", state.ops)
         except (StorageError, OutOfMemory) as error:
             self.run.notice(f"drafts: earlier answers cannot be looked for: {error}")
             return without_drafts
@@ -85,11 +82,11 @@ class EarlierDrafts:
     def _with(self, requests: list[Request], answers: list[Mapping[str, Any] | None]) -> list[Request]:
         """Give requests these answers. A text is encoded: where the model had cut it into other tokens, the draft
         differs there, and goes on behind."""
-        texts = [answer["text"] for answer in answers if answer is not None and answer["text"]]
+        texts = [answer["text"] for answer in answers if answer is not None]
         encoded = iter(self.run.setup.tokenizer.rust.encode_batch(texts, add_special_tokens=False))
         given = []
         for request, answer in zip(requests, answers, strict=True):
-            tokens = None if answer is None else next(encoded).ids if answer["text"] else answer["tokens"]
+            tokens = None if answer is None else next(encoded).ids
             given.append(drafted(request, tokens, self.run.setup.checkpoint.spec.vocab))
         return given
 

@@ -125,9 +125,8 @@ class Waves:
 
     def _given(self, plan: Plan, known: Snapshot) -> Given:
         """Return what gives the requests of a plan their drafts."""
-        drafts = EarlierDrafts.of(self._run, known.parts) if plan.to_run else None
-        folder = self._reading.ingestion.folder
-        return without_drafts if drafts is None else drafts.of_plan(plan, self._parts, folder)
+        drafts = EarlierDrafts.of(self._run) if plan.to_run else None
+        return without_drafts if drafts is None else drafts.of_plan(plan, self._parts)
 
     def _waits(self) -> bool:
         """Whether engines wait for all rows; the first time a line says why."""

@@ -48,8 +48,8 @@ def drafts_of(run: OpenRun, plan: Plan, index: Index, store: CompletionStore) ->
     signal, and what ended the engines."""
     model = run.setup.drafts
     if model is None:
-        drafts = EarlierDrafts.of(run, store.parts())
-        return without_drafts if drafts is None else drafts.of_plan(plan, index.index_parts, index.folder)
+        drafts = EarlierDrafts.of(run)
+        return without_drafts if drafts is None else drafts.of_plan(plan, index.index_parts)
     began = time.monotonic()
     answers = _Drafting(run, model, plan, index, store).answers()
     run.report.note(draft_model_s=time.monotonic() - began, draft_model_runs="first")

@@ -11,7 +11,6 @@ from pathlib import Path
 from batchinfer.data.index.index import Index
 from batchinfer.data.results.join import joined
 from batchinfer.data.results.planned_work import Announcement, alike, announced, wait_for
-from batchinfer.data.results.reuse.taken_places import distinct_answers
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.pipeline.open_run import OpenRun
@@ -72,7 +71,7 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
     run.progress.phase("planning")
     with run.report.timed("plan_s"):
         _tell_of_retries(run, index, store)
-        parts, answered = store.parts(), _answered(index)
+        parts = store.parts()
         plan = plan_job(
             index.index_parts,
             index.tokens,
@@ -81,7 +80,6 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
             run.setup.roots,
             attempts=index.attempts,
             taken=index.taken,
-            known=answered,
             beside=index.content_free_parts,
             shares=run.setup.setting.parts.shares_prefixes,
             retry_errors=run.options.retry_errors,
@@ -94,23 +92,15 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
     tell(run, plan, forecast)
     deadline = _deadline(run, plan, index, forecast.engine)
     run.report.note(**({} if deadline is None else deadline.facts))
-    nothing = (
-        plan.rows_to_run == _unknown_rows(index) and index.attempts == 1 and not run.options.retry_errors
-    )
+    nothing = plan.rows_to_run == _new_rows(index) and index.attempts == 1 and not run.options.retry_errors
     forecast_s = None if forecast.engine is None else forecast.engine.seconds
     revised = revised_forecast(run, forecast)
     return PlannedRun(plan, deadline, revised, forecast_s, parts if nothing else ())
 
 
-def _unknown_rows(index: Index) -> int:
-    """Return how many rows have keys, and it is not known where their answers are."""
-    known = index.taken.rows - index.taken.errors if index.known is None else index.known_rows
-    return index.rows - index.error_rows - known
-
-
-def _answered(index: Index) -> int | None:
-    """Return how many different keys the rows have whose answers are known, beside those that were taken over."""
-    return None if index.known is None else distinct_answers(index.taken, index.known)
+def _new_rows(index: Index) -> int:
+    """Return how many rows have keys and were not taken over."""
+    return index.rows - index.error_rows - (index.taken.rows - index.taken.errors)
 
 
 def tell(run: OpenRun, plan: Plan, forecast: RunForecast) -> None:

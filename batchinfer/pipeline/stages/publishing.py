@@ -91,7 +91,7 @@ def _settle(run: OpenRun, index: Index, join: Join) -> None:
     try:
         settle_whole(run.state.kept, index, join, run.state.ops)
     except StorageError as error:
-        run.notice(f"the results are published, but the next run will look up all of its rows: {error}")
+        run.notice(f"the results are published, but the next run takes over no file as a whole: {error}")
 
 
 def with_calibration(index: Index, join: Join, spill: Path) -> tuple[Index, Join]:

@@ -13,7 +13,6 @@ from batchinfer.data.input.reader import Reader
 from batchinfer.data.kept.files import remove_strays
 from batchinfer.data.results.openai import LINE_BYTES
 from batchinfer.data.results.partial import PARTIAL
-from batchinfer.data.results.published import last_published
 from batchinfer.data.results.reuse.answered import AnsweredRows
 from batchinfer.data.results.reuse.whole_rows import WholeRows
 from batchinfer.data.storage.remembered import write_strings
@@ -100,10 +99,8 @@ def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
         if state.parts_in_use() == [state.path]:
             remove_strays(state.kept, state.ops)
     answered = AnsweredRows(store.parts(), run.options.retry_errors, state.staging / "answered")
-    drafted = "earlier" in run.setup.setting.parts.draft_sources(run.job)
-    earlier = last_published(run.state.published) if drafted else None
     whole = WholeRows(state.kept, store.parts(), run.options.retry_errors, run.notice)
-    return Keeping(state.kept, answered, run.notice, run.options.verify, whole, whole.places, earlier=earlier)
+    return Keeping(state.kept, answered, run.notice, run.options.verify, whole)
 
 
 def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInput | None:

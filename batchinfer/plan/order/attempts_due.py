@@ -10,16 +10,15 @@ from batchinfer.data.results.attempts import IS_INVALID
 from batchinfer.data.storage.duck import parquet
 
 
-def distinct_sql(index: Sequence[Path], reached: int, attempts: int, *, with_tokens: bool = False) -> str:
+def distinct_sql(index: Sequence[Path], reached: int, attempts: int) -> str:
     """Select the distinct keys of rows, of each row that of the attempt that it is at: with the place and the length of
     the prompt, the parameters, the most tokens of the answer, the number of rows, how many of them have no further
     attempt, and the most tokens that an attempt from this one on may come to.
 
     `reached`: the last attempt that a row may be at, of its `attempts`; if that is not the first one, the table
-    `chosen` says which completions are invalid. `with_tokens`: only rows whose tokens are there count.
+    `chosen` says which completions are invalid.
     """
-    rows = f"(FROM {parquet(index)} WHERE token_offset IS NOT NULL)" if with_tokens else parquet(index)
-    selects = [_at(attempt, reached, attempts, rows) for attempt in range(1, reached + 1)]
+    selects = [_at(attempt, reached, attempts, parquet(index)) for attempt in range(1, reached + 1)]
     # equal keys mean equal tokens and parameters: only the offset differs, and the smallest is as good as any
     return (
         "SELECT key, min(token_offset), min(token_count), min(params), min(expected_tokens), count(*), "

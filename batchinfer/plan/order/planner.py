@@ -47,7 +47,6 @@ def plan_job(
     *,
     attempts: int = 1,
     taken: TakenRows = NOTHING_TAKEN,
-    known: int | None = None,
     beside: Sequence[Path] = (),
     in_flight: Sequence[bytes] = (),
     begun: Sequence[bytes] = (),
@@ -60,8 +59,7 @@ def plan_job(
     """Plan every distinct key of the index that the completion parts lack, once each.
 
     Of the keys of a row's `attempts`, only the first one counts whose completion is not invalid, or is missing. Those
-    that are `in_flight` are not planned. `taken`: the first rows, all of which have their answers. `known`: how many
-    different keys these and all other rows without tokens have, which then have their answers, too.
+    that are `in_flight` are not planned. `taken`: the first rows, all of which have their answers.
 
     `beside`: parts with prompts that run, too, and are no rows of the job. `begun`: keys that the same run was given
     before, in their order, when it did not know all rows yet. They are not planned either. But their prompts count
@@ -81,7 +79,7 @@ def plan_job(
         if completion_parts and attempts > 1:
             load_chosen(database, completion_parts, attempts)
         new = index_parts[len(taken.parts) :]
-        _load_wanted(database, new, attempts if completion_parts else 1, attempts, taken, known is not None)
+        _load_wanted(database, new, attempts if completion_parts else 1, attempts, taken)
         if beside:
             _load_beside(database, beside)
         _load_work(database, completion_parts, retry_errors, in_flight, begun)
@@ -96,29 +94,24 @@ def plan_job(
             shared_prefix_tokens=shared.saved,
             again_tokens=shared.again,
             recurring=shared.recurring,
-            **_counts(database, taken, taken.distinct if known is None else known),
+            **_counts(database, taken),
         )
 
 
-def _load_wanted(
-    database: Any, index: Sequence[Path], reached: int, attempts: int, taken: TakenRows, known: bool
-) -> None:
+def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: int, taken: TakenRows) -> None:
     """Create the table `wanted`: the distinct keys of rows, of each row that of the attempt that it is at, without keys
-    of rows that were taken over, or that are known to be answered: where that is `known`, rows without tokens are.
-    `reached`: the last one that a row may be at. With more than one the table `chosen` is loaded."""
+    of rows that were taken over. `reached`: the last one that a row may be at. With more than one the table `chosen` is
+    loaded."""
     database.execute(
         "CREATE TEMP TABLE wanted(key BLOB, token_offset BIGINT, token_count INTEGER, params VARCHAR, "
         "expected_tokens INTEGER, users INTEGER, final_users INTEGER, longest INTEGER)"
     )
     database.execute("CREATE TEMP TABLE tally(rows BIGINT, error_rows BIGINT)")
     if index:
-        database.execute(f"INSERT INTO wanted {distinct_sql(index, reached, attempts, with_tokens=known)}")
+        database.execute(f"INSERT INTO wanted {distinct_sql(index, reached, attempts)}")
         database.execute(f"INSERT INTO tally SELECT count(*), count(*) - count(key) FROM {parquet(index)}")
     if taken.rows:
         database.execute(f"DELETE FROM wanted WHERE key IN (SELECT key FROM {parquet(taken.parts)})")
-    if known and index:
-        answered = f"SELECT key FROM {parquet(index)} WHERE token_offset IS NULL AND key IS NOT NULL"
-        database.execute(f"DELETE FROM wanted WHERE key IN ({answered})")
 
 
 def _load_beside(database: Any, beside: Sequence[Path]) -> None:
@@ -245,8 +238,8 @@ def _ordered_sql() -> str:
     )
 
 
-def _counts(database: Any, taken: TakenRows, known: int) -> dict[str, int]:
-    """Return the numbers of a plan. `known`: different keys that are not in the table `wanted`."""
+def _counts(database: Any, taken: TakenRows) -> dict[str, int]:
+    """Return the numbers of a plan. Keys of rows that were taken over are not in the table `wanted`."""
     names = [
         "rows",
         "error_rows",
@@ -272,8 +265,8 @@ def _counts(database: Any, taken: TakenRows, known: int) -> dict[str, int]:
     more = {
         "rows": taken.rows,
         "error_rows": taken.errors,
-        "distinct": known,
-        "present": known,
+        "distinct": taken.distinct,
+        "present": taken.distinct,
+        "duplicates": taken.rows - taken.errors - taken.distinct,
     }
-    more["duplicates"] = taken.rows - taken.errors - known
     return {name: value + more.get(name, 0) for name, value in found.items()}

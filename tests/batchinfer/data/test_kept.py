@@ -5,10 +5,9 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from batchinfer.data.kept.chunks import KeptWriter
 from batchinfer.data.kept.facts import StretchFacts
 from batchinfer.data.kept.files import MARKER, KeptMarker, KeptStretch, put_in_place, read_marker
-from batchinfer.data.kept.record_shape import RecordShape
-from batchinfer.data.kept.writer import KeptWriter
 from batchinfer.data.storage.durable import FileOps
 
 
@@ -19,7 +18,7 @@ def test_runs_that_end_at_the_same_time_leave_one(tmp_path: Path) -> None:
     def commit(identity: str) -> None:
         writer = KeptWriter(kept, FileOps())
         stretch = KeptStretch(writer.folder, writer.finish(StretchFacts()), ())
-        put_in_place(kept, KeptMarker(identity, RecordShape(), (stretch,)), FileOps())
+        put_in_place(kept, KeptMarker(identity, (stretch,)), FileOps())
 
     names = [f"run {number}" for number in range(64)]
     with ThreadPoolExecutor(8) as pool:

@@ -8,9 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from batchinfer.data.input.digests.line_runs import line_ends, quoted_line_ends
-from batchinfer.data.input.digests.runs import Numbers
-
 _NEVER = re.compile(rb"(?!)")
 
 
@@ -44,12 +41,6 @@ class CsvDialect:
     def opens(self, byte: int) -> bool:
         """Whether this byte is the quote."""
         return self.quote is not None and byte == ord(self.quote)
-
-    def record_ends(self, data: bytes) -> Numbers | None:
-        """Return where the lines end that end a record, of whole records; None where that is not easily told."""
-        if self.quote is None or self.quote.encode() not in data:
-            return line_ends(data)
-        return quoted_line_ends(data, ord(self.quote), ord(self.delimiter))
 
     def count(self, record: str) -> int:
         """How many fields a well-formed record has."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from batchinfer.data.input.chunk import SizeOfChunks
+from batchinfer.data.input.chunk import ChunkSize
 from batchinfer.data.input.formats.csv_dialect import CsvDialect
 from batchinfer.data.input.line_buffer import LineBuffer
 from batchinfer.data.input.rows import RowProblem
@@ -48,7 +48,7 @@ class CsvRecords:
         end = self._lines.line_end(self._cap + 1)
         return None if end is None else self._one(end)
 
-    def blocks(self, size: SizeOfChunks) -> Iterator[tuple[int, bytes] | list[Found]]:
+    def blocks(self, size: ChunkSize) -> Iterator[tuple[int, bytes] | list[Found]]:
         """Yield the records in blocks that can be read on their own: lines with the number of the first one.
 
         Such lines are whole records whatever stands before or behind them. What a look ahead by a block's size does
@@ -63,7 +63,7 @@ class CsvRecords:
             else:
                 yield list(self._until(seen))
 
-    def _block_end(self, size: SizeOfChunks) -> int:
+    def _block_end(self, size: ChunkSize) -> int:
         """Return how far there are only whole records, within that size."""
         lines = self._lines
         stop = lines.block_end(size.bytes, size.lines) or lines.at

@@ -6,7 +6,7 @@ else a semicolon, else a tab, whichever it holds first in this order; names that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,10 +15,7 @@ import pyarrow as pa
 
 from batchinfer.core.errors import InputCorrupt, StorageError
 from batchinfer.core.request import RowError
-from batchinfer.data.input.chunk import InputChunk, LazyRows
-from batchinfer.data.input.digests.line_runs import LineRuns
-from batchinfer.data.input.digests.row_digest import row_digests
-from batchinfer.data.input.digests.runs import Runs
+from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.format import TABS, unpacked_name
 from batchinfer.data.input.formats.csv_dialect import CsvDialect, detected_delimiter
 from batchinfer.data.input.formats.csv_records import CsvRecords, Found
@@ -156,37 +153,9 @@ class CsvLines(InputChunk):
         found = self._found() if self.records is None else iter(self.records)
         return (self._row(number, record) for number, record in islice(found, start, stop))
 
-    def digested(
-        self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
-    ) -> tuple[Sequence[Values | RowError], bytes]:
-        found = list(islice(self._found() if self.records is None else self.records, start, stop))
-        return LazyRows(found, self._numbered), self._digests(found)
-
-    def runs(self, values: Collection[str] | None = None) -> Runs | None:
-        if self.records is not None or not self.data:
-            return None
-        ends = self.dialect.record_ends(self.data)
-        if ends is None:
-            return None
-        return LineRuns(self.data, self.line, ends, self._cut, self._digests, self._numbered, self._reading)
-
-    @property
-    def _reading(self) -> tuple[object, ...]:
-        return "csv", self.columns, self.kept, self.dialect, self.cap, self.encoding
-
-    def _digests(self, found: Sequence[ReadRecord]) -> bytes:
-        return row_digests((None if isinstance(one, RowError) else one for _, one in found), self._reading)
-
-    def _numbered(self, one: ReadRecord) -> Values | RowError:
-        return self._row(*one)
-
-    def _cut(self, first: int, data: bytes) -> Iterator[ReadRecord]:
-        return map(
-            _sendable, CsvRecords(LineBuffer(iter([data]), first), self.dialect, self.cap, lambda: False)
-        )
-
     def _found(self) -> Iterator[ReadRecord]:
-        return self._cut(self.line, self.data)
+        lines = LineBuffer(iter([self.data]), self.line)
+        return map(_sendable, CsvRecords(lines, self.dialect, self.cap, lambda: False))
 
     def _row(self, number: int, record: bytes | RowError) -> Values | RowError:
         if isinstance(record, RowError):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 
 from batchinfer.core.errors import StorageError
 from batchinfer.core.request import RowError
-from batchinfer.data.input.chunk import InputChunk, LazyRows
-from batchinfer.data.input.digests.line_runs import LineRuns, line_ends
-from batchinfer.data.input.digests.row_digest import row_digests
-from batchinfer.data.input.digests.runs import Runs
+from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.json_text import parse_row
 from batchinfer.data.input.line_buffer import LineBuffer
@@ -83,37 +80,10 @@ class JsonLines(InputChunk):
             return islice(iter([self._too_long(self.line, self.too_long)]), start, stop)
         return (self._row(number, line) for number, line in islice(self._lines(), start, stop))
 
-    def digested(
-        self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
-    ) -> tuple[Sequence[Values | RowError], bytes]:
-        if self.too_long is not None:
-            return (), b""
-        found = [*islice(self._lines(), start, stop)]
-        return LazyRows(found, self._numbered), self._digests(found)
-
-    def runs(self, values: Collection[str] | None = None) -> Runs | None:
-        if self.too_long is not None or not self.data:
-            return None
-        ends = line_ends(self.data)
-        return LineRuns(self.data, self.line, ends, self._cut, self._digests, self._numbered, self._reading)
-
-    @property
-    def _reading(self) -> tuple[str, int, str]:
-        return "jsonl", self.cap, self.encoding
-
-    def _digests(self, found: Sequence[Line]) -> bytes:
-        return row_digests((line for _, line in found), self._reading)
-
-    def _numbered(self, one: Line) -> Values | RowError:
-        return self._row(*one)
-
-    def _cut(self, first: int, data: bytes) -> Iterator[Line]:
-        for number, line in enumerate(data.split(b"\n"), first):
+    def _lines(self) -> Iterator[Line]:
+        for number, line in enumerate(self.data.split(b"\n"), self.line):
             if len(line) > self.cap + 1 or line.strip(_BLANK):
                 yield number, line
-
-    def _lines(self) -> Iterator[Line]:
-        return self._cut(self.line, self.data)
 
     def _row(self, number: int, line: bytes) -> Values | RowError:
         if len(line) > self.cap + 1:  # one more, for a carriage return

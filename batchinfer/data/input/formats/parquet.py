@@ -41,7 +41,7 @@ class ParquetReader:
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
         self._columns = None if options.columns is None else list(options.columns)
-        self._size, self._known = options.chunk, options.wide
+        self._known = options.wide
         self.sha256 = ""
 
     def schema(self) -> pa.Schema:
@@ -64,7 +64,7 @@ class ParquetReader:
         with self._open(wide) as parquet:
             rows = parquet.metadata.num_rows
             small = (part for batch in self._decoded(parquet, self._columns) for part in sliced(batch))
-            for part in put_together(small, BATCH_ROWS, self._size):
+            for part in put_together(small, BATCH_ROWS):
                 done = first + part.num_rows
                 yield table_rows(self._file.name, part, first, self._file.size * done // max(rows, 1))
                 first = done

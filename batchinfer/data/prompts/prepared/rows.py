@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.core.request import RowError, TokenIds
-from batchinfer.data.input.digests.runs import NO_RUNS, RunsOfRows
 from batchinfer.data.prompts.row_facts import RowFacts
 from batchinfer.data.tokenizer.reasoning_styles import Openings
 
@@ -73,12 +72,7 @@ class Prepared:
     themselves, 0 where a row asks for none; None: no row asks. Those of a row with `further` prompts are of one prompt
     each. `dimensions` (n,) are those of the vectors that rows ask for, 0 where a row does not say; None: no row does.
 
-    `sample_keys` are the keys of each row's answers behind its first one, as many as the job asks for, if nothing else
-    has them: where rows are to be known.
-
-    `digests` are those of the rows (row_digest.py), if they were taken, and `runs` the runs that the rows are. `known`
-    says which rows the last index knew: their tokens are not among `tokens`; and `kept_rows` (n,) which rows of it
-    these are, -1 for others. None: it knew none.
+    `known`: an earlier run prepared these rows, and their answers are stored: `tokens` is empty.
     """
 
     errors: dict[int, RowError]
@@ -92,32 +86,23 @@ class Prepared:
     unread: dict[str, int] = field(default_factory=dict)
     rungs: Sequence[PreparedRungs] = ()
     own_texts: OwnTexts = NO_TEXTS
-    digests: bytes = b""
-    known: NDArray[np.bool_] | None = None
+    known: bool = False
     samples: NDArray[np.int32] | None = None
     dimensions: NDArray[np.int32] | None = None
     further: FurtherPrompts = NO_PROMPTS
-    kept_rows: NDArray[np.int32] | None = None
-    sample_keys: bytes = b""
-    runs: RunsOfRows = NO_RUNS
 
     def __len__(self) -> int:
         return len(self.counts)
 
     def tokens_there(self) -> NDArray[np.int64]:
         """Return how many token ids of each row there are."""
-        counts = self.counts.astype(np.int64)
-        return counts if self.known is None else np.where(self.known, 0, counts)
+        return np.zeros(len(self), np.int64) if self.known else self.counts.astype(np.int64)
 
     def answers(self, usual: int) -> NDArray[np.int64]:
         """Return how many answers each row gets, where a row that asks for no number gets the `usual` one."""
         if self.samples is None:
             return np.full(len(self), usual, np.int64)
         return np.where(self.samples > 0, self.samples, usual).astype(np.int64)
-
-    def known_work(self) -> NDArray[np.bool_]:
-        """Return which rows have work and no tokens."""
-        return np.zeros(len(self), np.bool_) if self.known is None else self.known & (self.counts > 0)
 
     def keys_of_new_work(self) -> bytes:
         """Return the keys of the rows whose tokens are there: error rows have none, and the answers of known ones are

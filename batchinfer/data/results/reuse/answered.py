@@ -1,4 +1,4 @@
-"""Tells which rows of a kept index need no tokens: those whose answers the store has, so that no plan has them.
+"""Tells whether the rows of a kept chunk need no tokens: their answers are stored, so that no plan has them.
 
 This says what the planner will find, and errs on one side only: a row that it takes for one without an answer is merely
 prepared again.
@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchinfer.data.kept.rows import SAMPLE_KEYS, Marks, Records, attempt_names
+from batchinfer.data.prompts.prepared.rows import KEY_TYPE, Prepared
 from batchinfer.data.results.attempts import IS_INVALID, load_chosen
 from batchinfer.data.storage.duck import connection
 from batchinfer.data.store.answered_keys import KEY_WORDS, Words, answered_keys, key_words
@@ -30,7 +30,7 @@ class KeySet:
         order = np.argsort(words[:, 0], kind="stable")
         self._firsts, self._seconds = words[order, 0], words[order, 1]
 
-    def has(self, keys: NDArray[np.void]) -> Marks:
+    def has(self, keys: NDArray[np.void]) -> NDArray[np.bool_]:
         """Return which of the keys are in it. Of two keys with equal first 8 bytes only one is found."""
         words = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, KEY_WORDS)
         if not len(self._firsts):
@@ -46,7 +46,7 @@ class KeySet:
 
 
 class AnsweredRows:
-    """Tells of records of rows which need no tokens, by the parts of a store."""
+    """Tells whether rows need no tokens, by the parts of a store."""
 
     def __init__(self, parts: Sequence[Path], retry_errors: bool, spill: Path) -> None:
         """retry_errors: an error that is marked retryable counts as no answer."""
@@ -54,28 +54,24 @@ class AnsweredRows:
         self._present: KeySet | None = None  # once somebody asks
         self._invalid: KeySet | None = None
 
-    def __call__(self, records: Records, attempts: int) -> Marks:
-        """Return which of these rows have the answers of all attempts that are due, and of all samples. Raises
+    def __call__(self, prompts: Prepared) -> bool:
+        """Return True if each row, apart from error rows, has the answer of the attempt that is due. Raises
         StorageError."""
         if self._present is None:
             self._present = KeySet([answered_keys(part, self._retry, _KEPT) for part in self._parts])
-        due = records["key"].copy()
-        if attempts > 1:
-            self._climb(due, records, attempts)
-        has = self._present.has(due)
-        if SAMPLE_KEYS in (records.dtype.names or ()):
-            further = np.ascontiguousarray(records[SAMPLE_KEYS]).view("V32").reshape(len(records), -1)
-            has &= self._present.has(further.reshape(-1)).reshape(further.shape).all(axis=1)
-        return has
+        due = np.frombuffer(prompts.keys, KEY_TYPE)
+        if prompts.rungs:
+            due = self._climbed(due.copy(), prompts)
+        return bool(self._present.has(due[prompts.counts > 0]).all())
 
-    def _climb(self, due: NDArray[np.void], records: Records, attempts: int) -> None:
-        """Put the key of the attempt that is due in the place of each row's first."""
+    def _climbed(self, due: NDArray[np.void], prompts: Prepared) -> NDArray[np.void]:
+        """Return the keys of the attempts that are due. `due`: those of the first ones."""
         if self._invalid is None:
-            self._invalid = self._invalid_ones(attempts)
-        for attempt in range(2, attempts + 1):
-            key, _, size, _ = attempt_names(attempt)
-            further = self._invalid.has(due) & (records[size] > 0)
-            due[further] = records[key][further]
+            self._invalid = self._invalid_ones(1 + len(prompts.rungs))
+        for rung in prompts.rungs:
+            further = self._invalid.has(due) & (rung.params_of >= 0)
+            due[further] = np.frombuffer(rung.keys, KEY_TYPE)[further]
+        return due
 
     def _invalid_ones(self, attempts: int) -> KeySet:
         if not self._parts:

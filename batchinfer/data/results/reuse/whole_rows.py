@@ -17,7 +17,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from batchinfer.core.errors import StorageError
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.taken import CARRIED, INDEX
 from batchinfer.data.kept.whole import (
@@ -25,7 +24,6 @@ from batchinfer.data.kept.whole import (
     FAILED_TYPE,
     PLACE_TYPE,
     PLACES,
-    KeptPlaces,
     WholeMarker,
     WholeStretch,
     linked_file,
@@ -36,7 +34,6 @@ from batchinfer.data.kept.whole import (
 )
 from batchinfer.data.results.attempts import PART_SHIFT, Numbers
 from batchinfer.data.results.join import ROW_IN_PART, Join
-from batchinfer.data.results.reuse.taken_places import kept_places
 from batchinfer.data.storage.durable import Digest, FileOps, storage
 
 _NONE = -1  # instead of a place
@@ -58,7 +55,7 @@ class WholeRows:
         try:
             marker = read_whole(self.kept)
         except (ValueError, OSError) as error:
-            self.notice(f"rows that did not change are looked up one by one: {error}")
+            self.notice(f"files that did not change are not taken over whole: {error}")
             return []
         if marker is None or marker.identity != identity:
             return []
@@ -68,17 +65,6 @@ class WholeRows:
                 break
             found.append(one)
         return found
-
-    def places(self, stretches: Sequence[WholeStretch]) -> KeptPlaces | None:
-        """Return where the answers of all rows of these stretches are; None where errors may run again, or that cannot
-        be read."""
-        if self.retry_errors:
-            return None
-        try:
-            return kept_places(self.kept, stretches, self.parts)
-        except StorageError as error:
-            self.notice(f"stored answers are looked up one by one: {error}")
-            return None
 
 
 def settle_whole(kept: Path, index: Index, join: Join, ops: FileOps) -> None:

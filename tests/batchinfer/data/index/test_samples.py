@@ -10,7 +10,7 @@ import pytest
 
 from batchinfer.data.index.even_batches import BATCH_ROWS
 from batchinfer.data.index.index import INPUT_ROW, SAMPLE, Index
-from tests.batchinfer.data.index.test_keeping import Nights, jsonl
+from tests.batchinfer.data.index.test_keeping import SINGLE, Nights, jsonl
 from tests.batchinfer.data.ingest_kit import carried, checkpoint, make_job, prompts_of, rows_of, run
 
 LADDER = ({"seed": 1}, {"temperature": 0.2})
@@ -76,19 +76,19 @@ def test_a_row_with_n_is_as_a_row_that_stands_n_times(tmp_path: Path, form: str)
 
 
 @pytest.mark.slow
-def test_rows_with_several_answers_are_no_known_ones(tmp_path: Path) -> None:
-    """The next night their tokens are read again, and those of rows that equal them; all others are known."""
+def test_rows_with_several_answers_are_prepared_again(tmp_path: Path) -> None:
+    """Greedy rows, each of which is a chunk, are known the next night."""
     nights = Nights(tmp_path, prompt=None, format="openai", columns=(), id=None)
     texts = [{"id": f"r{at}", "text": f"word {at}"} for at in range(24)]
-    rows = [request(row, 3 if at in (9, 17) else None) for at, row in enumerate(texts)]
-    nights.ingest(jsonl(tmp_path, rows))
-    later = [*rows, request(texts[9], None), request(texts[2], 2), request({"id": "new", "text": "new"}, 2)]
-    assert nights.check(jsonl(tmp_path, later)) == 21
     alone = [request(row, None) for row in texts]
-    assert nights.check(jsonl(tmp_path, alone)) == 21, (
-        "they were not known, and one has become a row as others"
-    )
-    assert nights.check(jsonl(tmp_path, alone)) == 24
+    for row in alone:
+        row["body"]["temperature"] = 0
+    rows = [request(texts[at], 3) if at in (9, 17) else row for at, row in enumerate(alone)]
+    nights.ingest(jsonl(tmp_path, rows), **SINGLE)
+    later = [*rows, alone[9], request(texts[2], 2), request({"id": "new", "text": "new"}, 2)]
+    assert nights.check(jsonl(tmp_path, later), **SINGLE) == 22
+    assert nights.check(jsonl(tmp_path, alone), **SINGLE) == 22
+    assert nights.check(jsonl(tmp_path, alone), **SINGLE) == 24
 
 
 def test_a_bad_number_of_answers_names_its_column(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ def prepared(rows: list[str]) -> PreparedRows:
         own = b"".join(b"%32d" % at for at in range(2)) * (len(whose) // 2)
         prompts.further = FurtherPrompts(whose, counts, own, tokens)
     prompts.rungs = [PreparedRungs(params_of, lengths + 1, keys)]
-    prompts.sample_keys = b"".join(bytes(64) if row == "!" else row.encode().rjust(64) for row in rows)
     facts = FactsOfRows(FIELDS)
     for row in rows:
         facts.note({"id": row})
@@ -56,7 +55,7 @@ def prepared(rows: list[str]) -> PreparedRows:
 
 def same(one: PreparedRows, other: PreparedRows) -> bool:
     plain, arrays = (
-        ("errors", "params", "keys", "sample_keys"),
+        ("errors", "params", "keys"),
         ("counts", "tokens", "params_of", "max_tokens", "openings"),
     )
     first, second = one.prompts, other.prompts

@@ -72,11 +72,8 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
     return Worker.started
 
 
-@pytest.mark.parametrize(
-    ("chunks", "expected", "started"),
-    [(0, False, 0), (0, True, 1), (4, False, 3), (4, True, 3), (30, False, 3)],
-)
-def test_chunks_come_back_in_order(workers: list[Worker], chunks: int, expected: bool, started: int) -> None:
+@pytest.mark.parametrize(("chunks", "started"), [(0, 0), (4, 3), (30, 3)])
+def test_chunks_come_back_in_order(workers: list[Worker], chunks: int, started: int) -> None:
     given = [(number, [f"row {number}"], 1) for number in range(chunks)]
     asked_ahead = []
 
@@ -86,8 +83,6 @@ def test_chunks_come_back_in_order(workers: list[Worker], chunks: int, expected:
             yield one
 
     with RenderPool(Spec(), 3) as pool:  # type: ignore[arg-type]
-        if expected:
-            pool.expect()
         for number, (tag, rows) in enumerate(pool.map(ahead())):  # type: ignore[arg-type]
             assert (tag, rows) == (number, [f"row {number}"])
             assert len(asked_ahead) - number <= 6, "memory is bounded"
@@ -111,17 +106,3 @@ def test_the_pool_can_be_asked_to_finish_what_is_under_way(workers: list[Worker]
             done.append(tag)
     assert seen == [list(range(number + 1)) for number in range(5)]
     assert len(workers) == 1, "a free worker takes the next chunk"
-
-
-@pytest.mark.parametrize("early", [0, 3])
-def test_a_worker_that_was_expected_takes_the_first_chunk(workers: list[Worker], early: int) -> None:
-    """Whether it has started by then or not."""
-    Worker.given = LATE
-    with RenderPool(Spec(), 3) as pool:  # type: ignore[arg-type]
-        pool.expect()
-        pool.expect()
-        assert len(workers) == 1
-        for _ in range(early):
-            pool._attend(0)
-        assert [tag for tag, _ in pool.map(iter([(0, ["row"], 1)]))] == [0]  # type: ignore[list-item]
-        assert len(workers) == 1
