@@ -132,7 +132,7 @@ ONLY = {
 MAY_SPEAK = ("batchinfer.cli", "batchinfer.__main__")
 # processes of their own, which have nobody to raise to: they may end themselves, but print nothing
 CHILDREN = (
-    "batchinfer.data.prompts.render_worker",
+    "batchinfer.input.prompts.render_worker",
     "batchinfer.pipeline.calibration.process",
     "batchinfer.pipeline.workers.endings",
     "batchinfer.pipeline.workers.ranks.others",
@@ -408,10 +408,10 @@ def test_importing_the_parent_process_brings_no_torch() -> None:
         ("batchinfer.plan.order.planner", "import torch"),
         ("batchinfer.plan.simulation.simulator", "from batchinfer.models.ops.choose import choose_ops"),
         ("batchinfer.plan.order.planner", "def f():\n    from torch import Tensor"),
-        ("batchinfer.data.input.reader", "from batchinfer.engine import core"),
-        ("batchinfer.data.input.reader", "from ...engine.core import Engine"),
-        ("batchinfer.data.input.reader", "from ... import engine"),
-        ("batchinfer.data.input.reader", "import torch.nn.functional as F"),
+        ("batchinfer.input.reader", "from batchinfer.engine import core"),
+        ("batchinfer.input.reader", "from ...engine.core import Engine"),
+        ("batchinfer.input.reader", "from ... import engine"),
+        ("batchinfer.input.reader", "import torch.nn.functional as F"),
         ("batchinfer.report.tables.meter", "from batchinfer.engine import core"),
         ("batchinfer.report.tables.meter", "from batchinfer.job import Job"),
         ("batchinfer.job", "import torch"),
@@ -433,12 +433,12 @@ def test_importing_the_parent_process_brings_no_torch() -> None:
         ("batchinfer_kernels.cost", "import torch"),
         ("batchinfer.pipeline.workers.local", "import batchinfer.verbs.query"),
         ("batchinfer.report.summary", "import batchinfer.cli"),
-        ("batchinfer.data.results.manifest", "import pickle"),
-        ("batchinfer.data.storage.durable", "from batchinfer.data.input.files import list_inputs"),
-        ("batchinfer.data.storage.durable", "from ..input.files import list_inputs"),
-        ("batchinfer.data.input.protocol", "if TYPE_CHECKING:\n    from batchinfer.data.prompts import keys"),
-        ("batchinfer.data.prompts.keys", "from batchinfer.data.index.index import Index"),
-        ("batchinfer.data.index.index", "from batchinfer.data.results.join import joined"),
+        ("batchinfer.store.results.manifest", "import pickle"),
+        ("batchinfer.filesystem.durable", "from batchinfer.input.files import list_inputs"),
+        ("batchinfer.filesystem.durable", "from ..input.files import list_inputs"),
+        ("batchinfer.input.protocol", "if TYPE_CHECKING:\n    from batchinfer.input.prompts import keys"),
+        ("batchinfer.input.prompts.keys", "from batchinfer.store.index.index import Index"),
+        ("batchinfer.store.index.index", "from batchinfer.store.results.join import joined"),
     ],
 )
 def test_a_violation_is_caught(module: str, source: str) -> None:
@@ -455,9 +455,9 @@ def test_a_violation_is_caught(module: str, source: str) -> None:
         ),
         ("batchinfer.report.tables.meter", "from batchinfer_kernels.cost import Cost"),
         ("batchinfer.plan.order.planner", "import duckdb, numpy, pyarrow"),
-        ("batchinfer.data.results.join", "from batchinfer.data.index.index import Index"),
-        ("batchinfer.data.index.ingest", "from batchinfer.data.storage.durable import FileOps"),
-        ("batchinfer.data.input.reader", "from .rows import RowBatch\nimport torchlike"),
+        ("batchinfer.store.results.join", "from batchinfer.store.index.index import Index"),
+        ("batchinfer.store.index.ingest", "from batchinfer.filesystem.durable import FileOps"),
+        ("batchinfer.input.reader", "from .rows import RowBatch\nimport torchlike"),
         ("batchinfer.cli", "from batchinfer.pipeline import run"),
     ],
 )
@@ -475,9 +475,9 @@ def test_a_relative_import_in_a_package_is_resolved() -> None:
     ["print(1)", "import sys\nsys.exit(3)", "raise SystemExit(1)", "sys.stderr.write('x')", "exit()"],
 )
 def test_speaking_is_caught(source: str) -> None:
-    assert voice_faults(source, "batchinfer.data.input.reader")
+    assert voice_faults(source, "batchinfer.input.reader")
     assert voice_faults(source, "batchinfer.cli") == []
-    assert voice_faults("stream.write('x'); table.print()", "batchinfer.data.input.reader") == []
+    assert voice_faults("stream.write('x'); table.print()", "batchinfer.input.reader") == []
 
 
 def test_a_child_process_may_end_itself_but_not_print() -> None:

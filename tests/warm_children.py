@@ -33,10 +33,10 @@ ROOT = Path(__file__).parents[1]
 # packages do
 MODULES = (
     "batchinfer.cli",
-    "batchinfer.data.constraints.constrained",
-    "batchinfer.data.constraints.constraint_check",
-    "batchinfer.data.prompts.render_worker",
-    "batchinfer.data.tokenizer.stop_strings",
+    "batchinfer.input.constraints.constrained",
+    "batchinfer.input.constraints.constraint_check",
+    "batchinfer.input.prompts.render_worker",
+    "batchinfer.input.tokenizer.stop_strings",
     "batchinfer.engine.load.build",
     "batchinfer.pipeline.run",
     "batchinfer.pipeline.workers.worker",

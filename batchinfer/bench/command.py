@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from batchinfer.bench.options import BenchOptions
-from batchinfer.data.storage.durable import refuse_existing
+from batchinfer.filesystem.durable import refuse_existing
 
 
 def run_or_export(options: BenchOptions, notice: Callable[[str], None]) -> tuple[str, dict[str, Any]]:

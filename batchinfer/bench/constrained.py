@@ -16,10 +16,10 @@ from batchinfer.bench.workloads import Row
 from batchinfer.core.request import RowError
 from batchinfer.core.samples import ConstraintWork
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.constraints.constrained import GrammarConstraints, RowConstraint
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.schedule.constraints import ConstraintMasks
+from batchinfer.input.constraints.constrained import GrammarConstraints, RowConstraint
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.models.checkpoint.shapes import shape_config
 
 RECORDS = 1000  # an answer's least: none is whole before its row has its tokens

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from batchinfer.bench.workloads import Row, Workload
-from batchinfer.data.storage.durable import FileOps, write_new
+from batchinfer.filesystem.durable import FileOps, write_new
 
 
 def export_workload(workload: Workload, path: Path) -> None:

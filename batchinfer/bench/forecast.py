@@ -8,9 +8,9 @@ from pathlib import Path
 
 from batchinfer.bench.planning import plan_rows
 from batchinfer.bench.workloads import Row
-from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.engine.load.loaded_model import LoadedModel
+from batchinfer.filesystem.temporary import temporary_folder
 from batchinfer.machine.hardware import detect
 from batchinfer.plan.order.requests import planned_requests
 from batchinfer.plan.simulation.simulator import SimulatedEngine, simulate

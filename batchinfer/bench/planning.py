@@ -11,15 +11,15 @@ import numpy as np
 from batchinfer.bench.workloads import Row
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.index.index import Layout, index_schema
-from batchinfer.data.index.token_store import TokenStore
-from batchinfer.data.index.writer import IndexWriter, RowPlace
-from batchinfer.data.prompts.keys import token_bytes, work_key
-from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows
-from batchinfer.data.prompts.row_facts import RowFields, no_facts
-from batchinfer.data.storage.durable import FileOps
+from batchinfer.filesystem.durable import FileOps
+from batchinfer.input.prompts.keys import token_bytes, work_key
+from batchinfer.input.prompts.prepared.rows import Prepared, PreparedRows
+from batchinfer.input.prompts.row_facts import RowFields, no_facts
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts
+from batchinfer.store.index.index import Layout, index_schema
+from batchinfer.store.index.token_store import TokenStore
+from batchinfer.store.index.writer import IndexWriter, RowPlace
 
 CONTEXT = b"batchinfer bench"  # in the place of what else decides an answer: a benchmark stores none
 

@@ -13,10 +13,10 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import BatchInferError, OutOfMemory
 from batchinfer.core.request import Completion, Request
 from batchinfer.core.samples import StepSample
-from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.config import REQUEST_BATCH, EngineInfo, most_queued
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.loop.engine import Engine
+from batchinfer.filesystem.temporary import temporary_folder
 from batchinfer.pipeline.workers.feed import run_plan
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone

@@ -20,10 +20,10 @@ from batchinfer.bench.runs import timed_run
 from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.core.errors import UsageError
 from batchinfer.core.samples import DraftName
-from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.load.build import load_model
 from batchinfer.engine.load.loaded_model import LoadedModel
+from batchinfer.filesystem.temporary import temporary_folder
 from batchinfer.machine.facts import MachineFacts, this_machine
 from batchinfer.machine.garbage import loaded_for_good
 from batchinfer.machine.hardware import codes_of

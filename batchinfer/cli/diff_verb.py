@@ -14,8 +14,8 @@ from batchinfer.cli.terminal import painted, say_json, say_verbatim
 from batchinfer.core.wording import count, counted
 
 if TYPE_CHECKING:
-    from batchinfer.data.accuracy.compared import AccuracyDiff, RightRows
-    from batchinfer.data.results.diff import Difference, DifferingRows, ResultDiff
+    from batchinfer.store.accuracy.compared import AccuracyDiff, RightRows
+    from batchinfer.store.results.diff import Difference, DifferingRows, ResultDiff
 
 DIFFERENT = 65  # the exit code: the results do not meet what the command line asks for
 
@@ -44,7 +44,7 @@ def diff(
     as_json: Json = False,
 ) -> int:
     """Compare two results of the same rows: answers, errors and columns that differ. Nothing is changed."""
-    from batchinfer.data.results.diff import DiffOptions
+    from batchinfer.store.results.diff import DiffOptions
     from batchinfer.verbs.diff import compare_results
 
     found = compare_results(a, b, DiffOptions(by, examples, show))
@@ -94,7 +94,7 @@ def _right_lines(right: RightRows, rows: int, what: str) -> Iterator[str]:
 
 
 def _verdict(right: RightRows) -> str:
-    from batchinfer.data.accuracy.mcnemar import SIGNIFICANT
+    from batchinfer.store.accuracy.mcnemar import SIGNIFICANT
 
     test = "McNemar's test, p < 0.001" if right.p < 0.001 else f"McNemar's test, p = {right.p:.3f}"
     if right.p >= SIGNIFICANT:

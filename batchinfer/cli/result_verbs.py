@@ -18,7 +18,7 @@ from batchinfer.report.tables.queried import QUERIED
 from batchinfer.verbs.answer import FORMATS, JSON_FORMATS, check_escapes, check_format
 
 if TYPE_CHECKING:
-    from batchinfer.data.results.published import Problem
+    from batchinfer.store.results.published import Problem
     from batchinfer.verbs.query import Query
     from batchinfer.verbs.verify import Verified
 

@@ -37,7 +37,7 @@ def infer(
     rows: Annotated[int, typer.Option(min=1, metavar="N", help="Look at the first N rows.")] = 10_000,
 ) -> None:
     """Print a JSON Schema that the examples are valid under, for output.schema_file."""
-    from batchinfer.data.columns.infer_schema import infer_schema
+    from batchinfer.store.columns.infer_schema import infer_schema
 
     found = infer_schema(file, column, rows)
     say_verbatim(json.dumps(found.schema, indent=2))

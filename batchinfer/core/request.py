@@ -120,7 +120,7 @@ class TokenLogprobs:
 
 
 class Output(Protocol):
-    """An answer, of whatever kind. `batchinfer.data.outputs` has all that a kind decides."""
+    """An answer, of whatever kind. `batchinfer.store.outputs` has all that a kind decides."""
 
     @property
     def held_bytes(self) -> int:

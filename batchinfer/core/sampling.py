@@ -109,7 +109,7 @@ class SamplingParams:
     after_reasoning: tuple[tuple[int, ...], ...] = ()
     # The request asks for a vector of its prompt, and for no token; None: for tokens
     pooling: Pooling | None = None
-    # A grammar of calls, with the schemas of their arguments: see `batchinfer.data.tool_calls.call_grammar`
+    # A grammar of calls, with the schemas of their arguments: see `batchinfer.input.tool_calls.call_grammar`
     tool_call: str | None = None
     # Lengths of the continuations that end the prompt, one behind the other, each of which would follow what is before
     # them all: the request asks for their log-probabilities, and for no token. (): for tokens. See `Continuations`

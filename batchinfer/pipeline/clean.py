@@ -11,15 +11,15 @@ from typing import Any
 
 from batchinfer.core.errors import InputMissing, Locked, StorageError
 from batchinfer.core.wording import count, counted, size
-from batchinfer.data.kept.files import last_kept
-from batchinfer.data.results.find_state import find_state
-from batchinfer.data.results.join import Join
-from batchinfer.data.storage.durable import storage
-from batchinfer.data.storage.state import StateFolder, state_of
-from batchinfer.data.store.cleaning import CHEAP, Cleaned, Keep, clean_store
-from batchinfer.data.store.completion_store import CompletionStore
-from batchinfer.data.store.uses import User, stored_keep, uses_of, write_uses
+from batchinfer.filesystem.durable import storage
+from batchinfer.filesystem.state import StateFolder, state_of
 from batchinfer.job import Job
+from batchinfer.store.answers.cleaning import CHEAP, Cleaned, Keep, clean_store
+from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.answers.uses import User, stored_keep, uses_of, write_uses
+from batchinfer.store.kept.files import last_kept
+from batchinfer.store.results.find_state import find_state
+from batchinfer.store.results.join import Join
 
 _DAY_S = 86400.0
 

@@ -7,10 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from batchinfer.core.request import Completion, Request
-from batchinfer.data.outputs.kind import Receiver
-from batchinfer.data.results.error_budget import Budget
-from batchinfer.data.store.completion_store import CompletionStore
-from batchinfer.data.store.validity import is_invalid
 from batchinfer.pipeline.plans.snapshot import HandedOut, Snapshot
 from batchinfer.pipeline.workers.messages import WorkDone
 from batchinfer.plan.forecast.deadline import DeadlineWatch
@@ -18,6 +14,10 @@ from batchinfer.plan.forecast.run import RevisedForecast
 from batchinfer.plan.order.plan import PlanBatch
 from batchinfer.report.progress import Progress
 from batchinfer.report.tables.meter import Meter
+from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.answers.validity import is_invalid
+from batchinfer.store.outputs.kind import Receiver
+from batchinfer.store.results.error_budget import Budget
 
 
 class _Expected(NamedTuple):

@@ -7,8 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from batchinfer.data.results.output_file import OutputFile
-from batchinfer.data.storage.state import StateFolder, state_of
+from batchinfer.filesystem.state import StateFolder, state_of
 from batchinfer.job import Job
 from batchinfer.machine.facts import this_machine
 from batchinfer.pipeline.openai_file import openai_file
@@ -23,6 +22,7 @@ from batchinfer.pipeline.workers.nodes.opening import nodes_joining
 from batchinfer.plan.setup.job_setup import Setup, check_setup
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import Stopwatch
+from batchinfer.store.results.output_file import OutputFile
 
 
 @dataclass(frozen=True, slots=True)

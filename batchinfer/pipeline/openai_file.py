@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchinfer.core.errors import UsageError
-from batchinfer.data.results.output_file import OutputFile, Protected
-from batchinfer.data.storage.state import StateFolder
+from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
+from batchinfer.store.results.output_file import OutputFile, Protected
 
 
 def openai_file(

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.core.errors import StorageError
-from batchinfer.data.storage.durable import replace_bytes
-from batchinfer.data.storage.state import StateFolder
+from batchinfer.filesystem.durable import replace_bytes
+from batchinfer.filesystem.state import StateFolder
 from batchinfer.machine.memory import peak_memory, resident_memory
 from batchinfer.report.tables.exit_status import is_published
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from batchinfer.core.errors import UsageError
-from batchinfer.data.results.find_state import find_state
-from batchinfer.data.results.made_by import MadeBy, read_made_by
 from batchinfer.job import load_job
 from batchinfer.pipeline.library import run_verified
 from batchinfer.report.progress import Progress
+from batchinfer.store.results.find_state import find_state
+from batchinfer.store.results.made_by import MadeBy, read_made_by
 
 
 def made_by(results: Path) -> MadeBy | None:

@@ -19,9 +19,8 @@ from batchinfer.core.errors import BatchInferError, known
 from batchinfer.core.hub import described
 from batchinfer.core.samples import ExpertTokens
 from batchinfer.core.text import json_line
-from batchinfer.data.index.index import attempt_columns
-from batchinfer.data.storage.durable import FileOps, write_bytes
 from batchinfer.engine.config import EngineInfo
+from batchinfer.filesystem.durable import FileOps, write_bytes
 from batchinfer.job import Job
 from batchinfer.machine.energy import EnergyMeter
 from batchinfer.machine.memory import peak_memory
@@ -40,6 +39,7 @@ from batchinfer.report.tables.meter import Measured, Meter
 from batchinfer.report.tables.ranks import EngineRank, of_all, write_ranks
 from batchinfer.report.tables.row_keys import RowsBeside, write_rows
 from batchinfer.report.tables.tables import RunRow, run_row, write_run
+from batchinfer.store.index.index import attempt_columns
 from batchinfer_kernels.cost import ModelCost
 
 COMMAND = "command"  # what the table of activities calls this process

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputMissing
-from batchinfer.data.results.published import published
-from batchinfer.data.storage.duck import parquet
+from batchinfer.filesystem.duck import parquet
+from batchinfer.store.results.published import published
 
 if TYPE_CHECKING:
     import pandas

@@ -6,12 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from batchinfer.data.index.index import Index
-from batchinfer.data.input.job_input import input_files
-from batchinfer.data.results.join import joined
-from batchinfer.data.results.manifest import Manifest
-from batchinfer.data.storage.durable import storage
-from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.filesystem.durable import storage
+from batchinfer.input.job_input import input_files
 from batchinfer.job import Job
 from batchinfer.pipeline.open_run import OpenRun, opened
 from batchinfer.pipeline.options import RunOptions
@@ -38,6 +34,10 @@ from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.plan.setup.job_setup import work_context
 from batchinfer.report.progress import Progress
 from batchinfer.report.tables.exit_status import ALREADY_PUBLISHED, PUBLISHED
+from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.index.index import Index
+from batchinfer.store.results.join import joined
+from batchinfer.store.results.manifest import Manifest
 
 
 def run_job(

@@ -6,11 +6,11 @@ import shlex
 from datetime import datetime
 
 from batchinfer.core.wording import about, count
-from batchinfer.data.results.made_by import MadeBy
 from batchinfer.job import Job
 from batchinfer.job.deadline import StopTime
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.report.progress import Progress
+from batchinfer.store.results.made_by import MadeBy
 
 
 def stop_line(stop: StopTime, now: datetime) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchinfer.core.errors import InputMissing
-from batchinfer.data.results.diff import DiffOptions, ResultDiff, diff_results
-from batchinfer.data.results.published import published
+from batchinfer.store.results.diff import DiffOptions, ResultDiff, diff_results
+from batchinfer.store.results.published import published
 from batchinfer.verbs.query import no_result
 
 

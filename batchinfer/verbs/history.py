@@ -12,8 +12,7 @@ from typing import Any
 import duckdb
 
 from batchinfer.core.errors import InputMissing, StorageError, UsageError
-from batchinfer.data.results.find_state import find_state
-from batchinfer.data.storage.duck import parquet
+from batchinfer.filesystem.duck import parquet
 from batchinfer.job import Job
 from batchinfer.report.history import (
     Comparison,
@@ -26,6 +25,7 @@ from batchinfer.report.history import (
 )
 from batchinfer.report.tables.columns.declared import RUN, SCHEMAS
 from batchinfer.report.tables.folder import report_folder, tables
+from batchinfer.store.results.find_state import find_state
 
 SLOWER = 65  # the exit code: the runs do not meet the limit that the command line sets
 

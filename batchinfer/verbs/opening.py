@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchinfer.core.errors import BatchInferError
 from batchinfer.core.wording import counted, size
-from batchinfer.data.input.files import list_inputs
+from batchinfer.input.files import list_inputs
 from batchinfer.job import Job
 
 

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.sampling import DERIVED, SamplingParams
-from batchinfer.data.index.index import Index
-from batchinfer.data.storage.rebatch import parquet_batches
-from batchinfer.data.storage.state import state_of
-from batchinfer.data.storage.temporary import temporary_folder
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.filesystem.rebatch import parquet_batches
+from batchinfer.filesystem.state import state_of
+from batchinfer.filesystem.temporary import temporary_folder
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.machine.facts import this_machine
 from batchinfer.plan.setup.input_check import check_input, first_index
 from batchinfer.plan.setup.job_setup import check_setup
+from batchinfer.store.index.index import Index
 
 _ANSWERS = {
     "embed": "a vector",

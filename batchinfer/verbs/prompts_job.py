@@ -9,8 +9,8 @@ from typing import Any
 
 from batchinfer.core.errors import InputMissing, UsageError
 from batchinfer.core.request import RowError
-from batchinfer.data.input.job_input import input_files, open_input
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.input.job_input import input_files, open_input
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job, load_job
 
 TEXTS = (".txt", ".text")  # files with a prompt a line

@@ -37,9 +37,9 @@ from batchinfer.core.hub import (
     indexed_names,
     missing_files,
 )
-from batchinfer.data.storage.durable import check_free_space, storage
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
-from batchinfer.data.tokenizer.tokenizer_source import FILES as TOKENIZER_FILES
+from batchinfer.filesystem.durable import check_free_space, storage
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
+from batchinfer.input.tokenizer.tokenizer_source import FILES as TOKENIZER_FILES
 from batchinfer.models.adapters.stored_adapter import check_adapter_alone
 from batchinfer.models.files.config_fields import OLD_FILES
 from batchinfer.models.files.sentence_modules import DENSE_FOLDERS, MODULES, POOLING_FOLDER, PROMPTS, TEXTS

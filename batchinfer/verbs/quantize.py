@@ -6,8 +6,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer.data.storage.durable import TEMPORARY, FileOps, refuse_existing, storage
-from batchinfer.data.storage.state import StateFolder, state_of
+from batchinfer.filesystem.durable import TEMPORARY, FileOps, refuse_existing, storage
+from batchinfer.filesystem.state import StateFolder, state_of
 from batchinfer.job import Job
 from batchinfer.machine.facts import this_machine
 from batchinfer.models.calibration.loss import Loss

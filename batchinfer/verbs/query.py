@@ -14,18 +14,18 @@ from typing import Any
 import duckdb
 
 from batchinfer.core.errors import InputMissing, Interrupted, OutOfMemory, StorageError, UsageError
-from batchinfer.data.index.index import MARKER, Index
-from batchinfer.data.results.find_state import find_state
-from batchinfer.data.results.manifest import read_manifest
-from batchinfer.data.results.published import published
-from batchinfer.data.storage.duck import Watched, interruptible, literal, parquet
-from batchinfer.data.storage.durable import FileOps, refuse_existing, write_new
-from batchinfer.data.storage.remembered import read_strings
-from batchinfer.data.storage.state import StateFolder
-from batchinfer.data.storage.temporary import temporary_folder
+from batchinfer.filesystem.duck import Watched, interruptible, literal, parquet
+from batchinfer.filesystem.durable import FileOps, refuse_existing, write_new
+from batchinfer.filesystem.remembered import read_strings
+from batchinfer.filesystem.state import StateFolder
+from batchinfer.filesystem.temporary import temporary_folder
 from batchinfer.report.history import HISTORY, history_sql
 from batchinfer.report.tables.columns.declared import ROWS, RUN, SCHEMAS
 from batchinfer.report.tables.folder import report_folder, tables
+from batchinfer.store.index.index import MARKER, Index
+from batchinfer.store.results.find_state import find_state
+from batchinfer.store.results.manifest import read_manifest
+from batchinfer.store.results.published import published
 from batchinfer.verbs.answer import check_format, format_for, shown
 from batchinfer.verbs.history import add_report_view
 
@@ -225,8 +225,8 @@ def _partial(results: Path, spill: Path, watched: Watched) -> Path:
     Written to a file first: a query may read its table more than once, a stream can be read only once.
     """
     # These take 130 ms, which a query of a published result need not
-    from batchinfer.data.results.partial import PARTIAL, partial_reader, with_known_prior, write_partial
-    from batchinfer.data.tokenizer.tokenizer import Tokenizer
+    from batchinfer.input.tokenizer.tokenizer import Tokenizer
+    from batchinfer.store.results.partial import PARTIAL, partial_reader, with_known_prior, write_partial
 
     state = find_state(results)
     indexes = sorted(state.scratch.glob(f"*/{MARKER}"), key=lambda p: p.stat().st_mtime)

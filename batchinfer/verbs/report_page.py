@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import InputMissing, OutputConflict, StorageError
-from batchinfer.data.results.find_state import find_state
-from batchinfer.data.results.manifest import read_manifest
-from batchinfer.data.storage.duck import naming_errors
-from batchinfer.data.storage.durable import FileOps, replace_bytes, storage
+from batchinfer.filesystem.duck import naming_errors
+from batchinfer.filesystem.durable import FileOps, replace_bytes, storage
 from batchinfer.report.page.document import MARK, page
 from batchinfer.report.page.reported import ReportedRun, find_run, is_in_place
 from batchinfer.report.tables.columns.declared import RUN
 from batchinfer.report.tables.folder import report_folder, tables
 from batchinfer.report.tables.tables import RunRow
+from batchinfer.store.results.find_state import find_state
+from batchinfer.store.results.manifest import read_manifest
 from batchinfer.verbs.query import RESULTS, ResultPlace, add_views, opened_database
 from batchinfer.verbs.status import status_of
 

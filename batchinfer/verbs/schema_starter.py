@@ -10,14 +10,14 @@ from typing import Any
 
 from batchinfer.core.errors import InputCorrupt, InputMissing
 from batchinfer.core.sampling import MAX_SCHEMA_BYTES, SamplingParams
-from batchinfer.data.columns.schema_columns import NoColumns, schema_columns
-from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
-from batchinfer.data.constraints.constraint_check import constraint_problem
-from batchinfer.data.constraints.generated_schema import parsed_schema
-from batchinfer.data.constraints.schema_problem import BadSchema
-from batchinfer.data.constraints.schema_references import References, UnknownReference
+from batchinfer.input.constraints.answer_bound import Unbounded, most_tokens
+from batchinfer.input.constraints.constraint_check import constraint_problem
+from batchinfer.input.constraints.generated_schema import parsed_schema
+from batchinfer.input.constraints.schema_problem import BadSchema
+from batchinfer.input.constraints.schema_references import References, UnknownReference
 from batchinfer.job.check import RESULT_COLUMNS
 from batchinfer.job.template import ORDERS, Sample, yaml_text
+from batchinfer.store.columns.schema_columns import NoColumns, schema_columns
 
 COLUMN = "answer"  # where the properties cannot be columns of their own
 FIT_TOKENS = 2048  # a bound up to this is worth its name; most answers need far less

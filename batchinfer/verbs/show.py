@@ -12,9 +12,9 @@ import duckdb
 from batchinfer.core.errors import InputMissing, StorageError
 from batchinfer.core.text import printable
 from batchinfer.core.wording import count, counted
-from batchinfer.data.outputs.registry import answer_column, probability_column
-from batchinfer.data.results.manifest import read_manifest
-from batchinfer.data.storage.duck import parquet
+from batchinfer.filesystem.duck import parquet
+from batchinfer.store.outputs.registry import answer_column, probability_column
+from batchinfer.store.results.manifest import read_manifest
 from batchinfer.verbs.answer import BATCH_ROWS, columns_of, shown
 from batchinfer.verbs.query import RESULTS, OpenResult, no_result, opened_result
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from batchinfer.core.errors import BatchInferError, UsageError
 from batchinfer.core.gguf.files import gguf_files
 from batchinfer.core.hub import CONFIG, GGUF, ModelName, find_snapshot, missing_files
-from batchinfer.data.storage.durable import FileOps, storage, write_new
+from batchinfer.filesystem.durable import FileOps, storage, write_new
 from batchinfer.job.template import ORDERS, QUESTIONS, ModelKind, init_files
 from batchinfer.models.files.config_fields import QUANTIZATION, stated_config
 from batchinfer.verbs.schema_starter import SchemaFile

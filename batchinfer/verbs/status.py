@@ -13,14 +13,14 @@ from pydantic import TypeAdapter
 
 from batchinfer.core.errors import InputMissing, Interrupted, StopTimeReached, StorageError
 from batchinfer.core.wording import about, count, percent, seconds, short, shown, size
-from batchinfer.data.results.find_state import find_state
-from batchinfer.data.results.manifest import read_manifest
-from batchinfer.data.storage.durable import FileOps, replace_bytes
-from batchinfer.data.storage.remembered import read_json
-from batchinfer.data.storage.state import StateFolder, state_of
+from batchinfer.filesystem.durable import FileOps, replace_bytes
+from batchinfer.filesystem.remembered import read_json
+from batchinfer.filesystem.state import StateFolder, state_of
 from batchinfer.job import Job
 from batchinfer.pipeline.progress_file import PROGRESS_FORMAT, STARTING
 from batchinfer.report.tables.exit_status import PUBLISHED, is_published
+from batchinfer.store.results.find_state import find_state
+from batchinfer.store.results.manifest import read_manifest
 
 Standing = Literal["running", "finished", "stopped", "interrupted", "failed", "crashed"]
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from batchinfer.core.errors import Unavailable
-from batchinfer.data.storage.durable import sha256_of, storage
+from batchinfer.filesystem.durable import sha256_of, storage
 
 
 class Stopped(Exception):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from batchinfer.core.wording import size
-from batchinfer.data.prompts.arguments.told import arguments_read
-from batchinfer.data.prompts.chat_template import chat_environment
-from batchinfer.data.prompts.template_check import template_fault
-from batchinfer.data.storage.state import state_of
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.filesystem.state import state_of
+from batchinfer.input.prompts.arguments.told import arguments_read
+from batchinfer.input.prompts.chat_template import chat_environment
+from batchinfer.input.prompts.template_check import template_fault
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.machine.facts import this_machine
 from batchinfer.plan.setup.checks import kv_memory_warnings

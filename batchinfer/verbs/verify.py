@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer.data.results.find_state import find_state
-from batchinfer.data.results.published import Problem
-from batchinfer.data.results.verify import verify_result, verify_store
+from batchinfer.store.results.find_state import find_state
+from batchinfer.store.results.published import Problem
+from batchinfer.store.results.verify import verify_result, verify_store
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def limit_cpu_time() -> None:
 
 def render_with_little_cpu_time(*arguments: Any) -> None:
     """A render worker with such a limit in the first LIMITED_MOST starts, which the file LIMITED_STARTS counts."""
-    from batchinfer.data.prompts.render_worker import serve
+    from batchinfer.input.prompts.render_worker import serve
 
     if _starts() < int(os.environ["LIMITED_MOST"]):
         limit_cpu_time()
@@ -76,7 +76,7 @@ def render_with_little_cpu_time(*arguments: Any) -> None:
 
 def render_and_be_ended(*arguments: Any) -> None:
     """A render worker that the signal ENDED_BY ends at the row "victim", in the first ENDED_MOST starts."""
-    from batchinfer.data.prompts import render_worker
+    from batchinfer.input.prompts import render_worker
 
     if _starts() < int(os.environ["ENDED_MOST"]):
         whole = render_worker.Preparer.prepare
@@ -100,7 +100,7 @@ def render_and_be_ended(*arguments: Any) -> None:
 def render_and_be_ended_at_a_check(*arguments: Any) -> None:
     """A render worker that ENDED_BY ends while another process checks a constraint for it, in the first ENDED_MOST
     starts."""
-    from batchinfer.data.prompts import prepare, render_worker
+    from batchinfer.input.prompts import prepare, render_worker
 
     if _starts() < int(os.environ["ENDED_MOST"]):
 
@@ -114,7 +114,7 @@ def render_and_be_ended_at_a_check(*arguments: Any) -> None:
 
 def check_constraints_and_be_ended(*arguments: Any) -> None:
     """A checker of constraints that the signal ENDED_BY ends as it gets one, in the first ENDED_MOST starts."""
-    from batchinfer.data.constraints import constraint_check
+    from batchinfer.input.constraints import constraint_check
 
     if _starts() < int(os.environ["ENDED_MOST"]):
         limited = constraint_check._cpu_time
@@ -136,7 +136,7 @@ def answer_once_others_ended(connection: Connection[Any, Any]) -> None:
 
 def render_and_die_in_the_reply(*arguments: Any) -> None:
     """A render worker whose first start, counted in the same way, ends halfway through its first reply."""
-    from batchinfer.data.prompts.render_worker import serve
+    from batchinfer.input.prompts.render_worker import serve
 
     if not _starts():
         break_the_next_message()
@@ -146,7 +146,7 @@ def render_and_die_in_the_reply(*arguments: Any) -> None:
 def render_asleep(*arguments: Any) -> None:
     """A render worker that sleeps ASLEEP_US for each row where another one works, and repeats what it made of a chunk
     with as many rows."""
-    from batchinfer.data.prompts import render_worker
+    from batchinfer.input.prompts import render_worker
 
     prepare, pack = render_worker.Preparer.prepare, render_worker.packed
     replies: dict[int, bytes] = {}

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 
 from batchinfer import cli
-from batchinfer.data.index.ingest import Ingestion, IngestProgress
 from batchinfer.pipeline import options
 from batchinfer.pipeline.plans import waves
+from batchinfer.store.index.ingest import Ingestion, IngestProgress
 
 AT_A_TIME, EACH_S = 20, 0.7  # rows that are read at a time, seconds
 

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import UsageError
-from batchinfer.data.results.diff import DiffOptions, diff_results
 from batchinfer.pipeline.options import RunOptions
+from batchinfer.store.results.diff import DiffOptions, diff_results
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table
 from tests.batchinfer.test_samples_job import job, rows_of
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE

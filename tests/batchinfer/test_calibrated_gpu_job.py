@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from batchinfer.data.storage.state import state_of
 from batchinfer.engine.config import CalibrationOrder
+from batchinfer.filesystem.state import state_of
 from batchinfer.job import load_job
 from batchinfer.machine.facts import this_machine
 from batchinfer.models.calibration.loss import CalibrationOutcome

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.data.results.diff import DiffOptions
 from batchinfer.pipeline import library, options
 from batchinfer.pipeline.result import RunResult
+from batchinfer.store.results.diff import DiffOptions
 from batchinfer.verbs.diff import compare_results
 from batchinfer.verbs.query import asked
 from batchinfer.verbs.verify import verify_results

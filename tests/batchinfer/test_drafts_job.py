@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from batchinfer.core.errors import BatchInferError, JobFileError
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.plans import earlier_drafts

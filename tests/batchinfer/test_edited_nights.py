@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.data.index import ingest
-from batchinfer.data.index.ingest import Ingestion, IngestProgress
 from batchinfer.pipeline.plans import waves
+from batchinfer.store.index import ingest
+from batchinfer.store.index.ingest import Ingestion, IngestProgress
 from tests.batchinfer.pipeline.test_pipeline import FAKE, run
 from tests.batchinfer.test_kept_nights import check, known
 from tests.batchinfer.test_ladder_job import LADDER

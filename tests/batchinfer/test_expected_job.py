@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer import run
-from batchinfer.data.results.diff import DiffOptions
+from batchinfer.store.results.diff import DiffOptions
 from batchinfer.verbs.diff import compare_results
 from batchinfer.verbs.query import opened_result
 from batchinfer.verbs.report_page import write_page

@@ -10,7 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from batchinfer.core.errors import JobFileError
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import load_job
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.pipeline.options import RunOptions

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.batchinfer.data.tokenizer.made_tokenizers import words
+from tests.batchinfer.input.tokenizer.made_tokenizers import words
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, command
 
 REAL = "batchinfer.engine.load.build:load_weights"

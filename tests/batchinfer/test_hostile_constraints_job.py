@@ -12,11 +12,11 @@ import tokenizers
 
 from batchinfer.core.request import ConstraintFailed
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.constraints.constrained import GrammarConstraints
-from batchinfer.data.constraints.constraint_check import ConstraintChecker, constraint_problem
-from batchinfer.data.constraints.grammar import compiled
-from batchinfer.data.constraints.grammar_tokenizer import GrammarTokenizer
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.input.constraints.constrained import GrammarConstraints
+from batchinfer.input.constraints.constraint_check import ConstraintChecker, constraint_problem
+from batchinfer.input.constraints.grammar import compiled
+from batchinfer.input.constraints.grammar_tokenizer import GrammarTokenizer
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from tests.batchinfer.test_structured_job import REAL
 from tests.batchinfer.wrong_jobs import Command, Place, command
 from tests.checkpoints import EOS, kept_folder, make_tokenizer

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from batchinfer.core.errors import StorageError, TooFewRows
-from batchinfer.data.index.ingest import Ingestion
-from batchinfer.data.index.keeping import KeptIndex
-from batchinfer.data.input.chunk import ChunkSize
-from batchinfer.data.input.input_file import InputFile
-from batchinfer.data.input.reader import Reader
-from batchinfer.data.kept.files import KEPT_FORMAT
-from batchinfer.data.results.result_files import StagedFile
-from batchinfer.data.results.reuse.answered import AnsweredRows
-from batchinfer.data.results.reuse.earlier_files import EarlierFiles
-from batchinfer.data.results.verify import verify_result
+from batchinfer.input.chunk import ChunkSize
+from batchinfer.input.input_file import InputFile
+from batchinfer.input.reader import Reader
 from batchinfer.job import load_job
 from batchinfer.pipeline.clean import clean_job
+from batchinfer.store.index.ingest import Ingestion
+from batchinfer.store.index.keeping import KeptIndex
+from batchinfer.store.kept.files import KEPT_FORMAT
+from batchinfer.store.results.result_files import StagedFile
+from batchinfer.store.results.reuse.answered import AnsweredRows
+from batchinfer.store.results.reuse.earlier_files import EarlierFiles
+from batchinfer.store.results.verify import verify_result
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, run, write_job
 from tests.batchinfer.test_nightly import aged
 

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import BatchInferError, ErrorBudgetExceeded
-from batchinfer.data.index.index import Index
-from batchinfer.data.results.partial import partial_reader
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import load_job
 from batchinfer.pipeline.clean import clean_job
 from batchinfer.pipeline.options import RunOptions
+from batchinfer.store.index.index import Index
+from batchinfer.store.results.partial import partial_reader
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
 from tests.batchinfer.test_nightly import aged
 from tests.batchinfer.test_to_openai import batch, bodies, completion, to

@@ -130,7 +130,7 @@ def test_a_tiny_model_and_the_pages_queries(tmp_path: Path, monkeypatch: pytest.
 
 
 def load_tokenizer(model: Path) -> Any:
-    from batchinfer.data.tokenizer.tokenizer import Tokenizer
+    from batchinfer.input.tokenizer.tokenizer import Tokenizer
 
     return Tokenizer.load(model)
 

@@ -20,8 +20,6 @@ import pytest
 
 from batchinfer import cli
 from batchinfer.core.errors import InputMissing, JobFileError, Locked
-from batchinfer.data.results.find_state import find_state
-from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.job import load_job
 from batchinfer.pipeline.clean import clean_job, clean_result
 from batchinfer.pipeline.options import RunOptions
@@ -29,6 +27,8 @@ from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
+from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.results.find_state import find_state
 from batchinfer.verbs.query import asked
 from batchinfer.verbs.verify import Verified, verify_results
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, write_job

@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 
 from batchinfer.core.errors import JobFileError, UsageError
 from batchinfer.core.request import Completion, Output, Request, RowError
-from batchinfer.data.columns.logprob_column import Detokenizer
-from batchinfer.data.columns.schema_columns import SchemaColumns
-from batchinfer.data.outputs.frame import Frame, framed
-from batchinfer.data.outputs.kind import AskedOutputs, TokenBytes
-from batchinfer.data.outputs.registry import KINDS
-from batchinfer.data.results.diff import DiffOptions, diff_results
-from batchinfer.data.results.verify import verify_result, verify_store
-from batchinfer.data.store.cleaning import Keep, clean_store
-from batchinfer.data.store.completion_store import read_records
-from batchinfer.data.store.parts import COMPLETION_SCHEMA
+from batchinfer.store.answers.cleaning import Keep, clean_store
+from batchinfer.store.answers.completion_store import read_records
+from batchinfer.store.answers.parts import COMPLETION_SCHEMA
+from batchinfer.store.columns.logprob_column import Detokenizer
+from batchinfer.store.columns.schema_columns import SchemaColumns
+from batchinfer.store.outputs.frame import Frame, framed
+from batchinfer.store.outputs.kind import AskedOutputs, TokenBytes
+from batchinfer.store.outputs.registry import KINDS
+from batchinfer.store.results.diff import DiffOptions, diff_results
+from batchinfer.store.results.verify import verify_result, verify_store
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, run, table, write_job
 from tests.batchinfer.test_to_openai import batch, bodies, chat, to
 

@@ -9,8 +9,8 @@ import pytest
 
 from batchinfer import cli
 from batchinfer.core.errors import InputCorrupt, JobFileError, StorageError
-from batchinfer.data.input.files import list_inputs
-from batchinfer.data.storage import duck
+from batchinfer.filesystem import duck
+from batchinfer.input.files import list_inputs
 from batchinfer.job import load_job
 
 CAFE = os.fsdecode(b"caf\xe9")

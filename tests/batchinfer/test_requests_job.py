@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from batchinfer.core.errors import JobFileError
 from batchinfer.core.request import Completion, Request, RowError
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.results.reuse.draft_answers import DraftRequests
+from batchinfer.store.results.reuse.draft_answers import DraftRequests
 from tests.batchinfer.costed_engine import COSTED, known_peaks
 from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table

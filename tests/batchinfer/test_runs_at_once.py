@@ -15,15 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.data.results.planned_work import alike, announced
-from batchinfer.data.storage.durable import FileOps
-from batchinfer.data.store.completion_store import read_records
+from batchinfer.filesystem.durable import FileOps
 from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
+from batchinfer.store.answers.completion_store import read_records
+from batchinfer.store.results.planned_work import alike, announced
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, write_job
 from tests.batchinfer.wrong_jobs import Place, environment
 from tests.patience import PATIENCE_S

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.data.index.index import BestOf
-from batchinfer.data.outputs.best_samples import best_samples
 from batchinfer.pipeline.options import RunOptions
+from batchinfer.store.index.index import BestOf
+from batchinfer.store.outputs.best_samples import best_samples
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
 from tests.batchinfer.wrong_jobs import Place, command

@@ -16,12 +16,12 @@ import pytest
 
 from batchinfer.core.request import Completion, ConstraintFailed, Request, Tokens
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.columns.answer_check import AnswerCheck, parsed_answer
-from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
-from batchinfer.data.constraints.constrained import GrammarConstraint, GrammarConstraints
-from batchinfer.data.constraints.constraint_check import constraint_problem
-from batchinfer.data.constraints.grammar import BadConstraint, check_grammar
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.input.constraints.constrained import GrammarConstraint, GrammarConstraints
+from batchinfer.input.constraints.constraint_check import constraint_problem
+from batchinfer.input.constraints.grammar import BadConstraint, check_grammar
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
+from batchinfer.store.columns.answer_check import AnswerCheck, parsed_answer
+from batchinfer.store.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
 from tests.batchinfer.engine.small_engine import (
     Limits,
     Ran,

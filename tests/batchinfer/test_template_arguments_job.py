@@ -21,7 +21,7 @@ from batchinfer.plan.forecast.job import forecast_job
 from batchinfer.report.progress import Progress
 from batchinfer.verbs.preview import preview_job
 from batchinfer.verbs.validate import validate_job
-from tests.batchinfer.data.prompts.chat_families import FAMILIES
+from tests.batchinfer.input.prompts.chat_families import FAMILIES
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, table, write_job
 from tests.batchinfer.test_to_openai import chat, completion
 

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from batchinfer.core.tool_calls import FoundCalls
-from batchinfer.data.tool_calls.formats import FORMATS
+from batchinfer.input.tool_calls.formats import FORMATS
 from tests.batchinfer.test_reasoning_job import fenced
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, command, make_place
 from tests.scripted_engine import SCRIPT

@@ -29,7 +29,7 @@ def test_checked_answers_and_others_do_not_stand_for_each_other(
     def too_large(_: object) -> int:
         raise ValueError("the whole number takes more than 32 bits")
 
-    monkeypatch.setattr("batchinfer.data.columns.column_kinds._integer", too_large)
+    monkeypatch.setattr("batchinfer.store.columns.column_kinds._integer", too_large)
     place.rows({"id": "a", "text": "hello"})
     plain = {"sampling": f"sampling: {json.dumps({'max_tokens': 60, 'json_schema': ONE})}"}
     typed = {

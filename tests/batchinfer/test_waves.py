@@ -13,8 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import ErrorBudgetExceeded, InputCorrupt, Interrupted, TooFewRows
-from batchinfer.data.index import ingest
-from batchinfer.data.index.ingest import Ingestion, IngestProgress
 from batchinfer.job import load_job
 from batchinfer.pipeline.plans import run_plans, waves
 from batchinfer.pipeline.report import Outcome
@@ -22,6 +20,8 @@ from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers import replica_pool
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
+from batchinfer.store.index import ingest
+from batchinfer.store.index.ingest import Ingestion, IngestProgress
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
 from tests.batchinfer.test_ladder_job import LADDER, PROMPT
 from tests.examples import first_of

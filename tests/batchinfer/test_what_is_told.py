@@ -13,8 +13,8 @@ import pytest
 
 from batchinfer.core.errors import StorageError, known
 from batchinfer.core.wording import counted
-from batchinfer.data.storage.durable import FileOps, write_bytes
-from batchinfer.data.storage.state import StateFolder
+from batchinfer.filesystem.durable import FileOps, write_bytes
+from batchinfer.filesystem.state import StateFolder
 from batchinfer.report.tables.row_keys import write_rows
 from batchinfer.report.tables.spool import TEMPORARY, write_row
 from batchinfer.verbs.status import RunStatus, Standing

@@ -18,15 +18,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import StorageError
-from batchinfer.data.index import keeping
-from batchinfer.data.index.keeping import KeptIndex
-from batchinfer.data.kept import stretches
-from batchinfer.data.results import join
-from batchinfer.data.results.verify import verify_result
-from batchinfer.data.storage import state
+from batchinfer.filesystem import state
 from batchinfer.pipeline import run as run_stages
+from batchinfer.store.index import keeping
+from batchinfer.store.index.keeping import KeptIndex
+from batchinfer.store.kept import stretches
+from batchinfer.store.results import join
+from batchinfer.store.results.verify import verify_result
 from tests import warm_commands
-from tests.batchinfer.data.storage.failing_ops import FailingOps
+from tests.batchinfer.filesystem.failing_ops import FailingOps
 from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, write_job
 from tests.patience import PATIENCE_S
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from batchinfer.data.storage.state import state_of
+from batchinfer.filesystem.state import state_of
 from batchinfer.job import load_job
 from batchinfer.machine.facts import this_machine
 from batchinfer.plan.setup.job_setup import check_setup, work_context

@@ -22,9 +22,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from batchinfer.data.results.manifest import MANIFEST_NAME, Manifest
 from batchinfer.machine.hardware import nvidia_gpus
 from batchinfer.pipeline.workers.engine_entry import ENGINE
+from batchinfer.store.results.manifest import MANIFEST_NAME, Manifest
 from tests import warm_commands
 from tests.batchinfer.wrong_jobs import (
     FAKE,

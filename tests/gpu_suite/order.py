@@ -21,7 +21,7 @@ from batchinfer.bench.workloads import Row
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.prefix_forest import prefix_forest
 from batchinfer.core.request import TokenIds, common_prefix
-from batchinfer.data.prompts.prepared.rows import Prepared
+from batchinfer.input.prompts.prepared.rows import Prepared
 from batchinfer.plan.order.plan import PLAN_SCHEMA, Plan
 from batchinfer.plan.order.run_order import depth_first, efforts, kept_together
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchinfer.core.wording import about, counted
-from batchinfer.data.storage.durable import FileOps, check_free_space, storage, write_json
-from batchinfer.data.storage.state import StateFolder
 from batchinfer.engine.config import CalibrationOrder
+from batchinfer.filesystem.durable import FileOps, check_free_space, storage, write_json
+from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
 from batchinfer.models.calibration.loss import LEAST_TOKENS, CalibrationOutcome, Loss
 from batchinfer.models.checkpoint.checkpoint import Checkpoint

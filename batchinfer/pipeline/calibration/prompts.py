@@ -6,14 +6,14 @@ import hashlib
 from pathlib import Path
 
 from batchinfer.core.request import TokenIds
-from batchinfer.data.index.index import Index
-from batchinfer.data.index.ingest import ingest, job_files, over_files
-from batchinfer.data.storage.rebatch import parquet_batches
-from batchinfer.data.storage.temporary import temporary_folder
+from batchinfer.filesystem.rebatch import parquet_batches
+from batchinfer.filesystem.temporary import temporary_folder
 from batchinfer.job import Job
 from batchinfer.plan.forecast.sampled_rows import strata_of
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.setup.weights import LONGEST, MOST_TOKENS, ROWS_READ
+from batchinfer.store.index.index import Index
+from batchinfer.store.index.ingest import ingest, job_files, over_files
 
 
 def calibration_prompts(job: Job, setup: Setup) -> tuple[TokenIds, ...]:

@@ -13,11 +13,11 @@ import numpy as np
 
 from batchinfer.core.errors import OutOfMemory, StorageError
 from batchinfer.core.request import Request, TokenIds
-from batchinfer.data.results.published import intact
-from batchinfer.data.results.reuse.earlier_answers import LastResult
-from batchinfer.data.results.reuse.given_answers import GivenAnswers
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.plan.order.plan import Plan, PlanBatch
+from batchinfer.store.results.published import intact
+from batchinfer.store.results.reuse.earlier_answers import LastResult
+from batchinfer.store.results.reuse.given_answers import GivenAnswers
 
 # Characters of the last answers that engines are told: at most about half of what they remember, and fewer where few
 # tokens are to come, which cannot gain what it takes to read, encode and tell so many

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 from batchinfer.core.wording import counted
-from batchinfer.data.index.index import Index
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.open_run import OpenRun
@@ -14,6 +13,7 @@ from batchinfer.pipeline.plans.run_plans import Replanned
 from batchinfer.pipeline.plans.snapshot import Snapshot
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.order.planner import plan_job
+from batchinfer.store.index.index import Index
 
 # A plan reads the whole index. So this many times as long passes before the next one, unless the engines have nothing
 # to do.

@@ -7,9 +7,9 @@ from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
-from batchinfer.data.index.index import Index
-from batchinfer.data.index.ingest import Ingestion, IngestProgress
-from batchinfer.data.index.writer import RowsSoFar
+from batchinfer.store.index.index import Index
+from batchinfer.store.index.ingest import Ingestion, IngestProgress
+from batchinfer.store.index.writer import RowsSoFar
 
 _LOOK_S = 0.05  # in case that the reading ends meanwhile
 

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Protocol
 
 from batchinfer.core.request import Request
-from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.open_run import OpenRun
@@ -18,6 +17,7 @@ from batchinfer.pipeline.plans.snapshot import Snapshot
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.order.plan import Plan, PlanBatch
 from batchinfer.plan.order.requests import Prompts, planned_requests
+from batchinfer.store.answers.completion_store import CompletionStore
 
 
 @dataclass(frozen=True, slots=True)

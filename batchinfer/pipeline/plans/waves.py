@@ -7,9 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from batchinfer.core.wording import counted, percent
-from batchinfer.data.index.index import Index
-from batchinfer.data.index.token_store import TokenStore
-from batchinfer.data.results.planned_work import Announcement
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.plans.earlier_drafts import EarlierDrafts, Given, without_drafts
@@ -19,6 +16,9 @@ from batchinfer.pipeline.plans.snapshot import Snapshot
 from batchinfer.plan.forecast.run import RunForecast, forecast_run
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
+from batchinfer.store.index.index import Index
+from batchinfer.store.index.token_store import TokenStore
+from batchinfer.store.results.planned_work import Announcement
 
 # A wave is planned when what is known takes so many times as long as the last plan took to make, or so many seconds
 LEAD, LEAD_S = 4.0, 2.0  # chosen, not measured

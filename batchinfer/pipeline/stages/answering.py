@@ -11,12 +11,8 @@ from typing import Any
 
 from batchinfer.core.errors import StopTimeReached
 from batchinfer.core.wording import counted
-from batchinfer.data.index.index import Index
-from batchinfer.data.index.row_names import named_if_found
-from batchinfer.data.results.error_summary import summarise_errors
-from batchinfer.data.storage.death_log import DeathLog
-from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.engine.config import REQUEST_BATCH
+from batchinfer.filesystem.death_log import DeathLog
 from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.plans.earlier_drafts import Given, last_answers
@@ -34,6 +30,10 @@ from batchinfer.plan.order.requests import planned_requests
 from batchinfer.plan.setup.checks import kv_memory_warnings
 from batchinfer.plan.setup.setting import Setting
 from batchinfer.report.tables.meter import Meter
+from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.index.index import Index
+from batchinfer.store.index.row_names import named_if_found
+from batchinfer.store.results.error_summary import summarise_errors
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchinfer.core.sampling import MAX_LOGPROBS
-from batchinfer.data.index.index import Index
-from batchinfer.data.results.error_summary import summarise_errors
-from batchinfer.data.results.planned_work import announced
-from batchinfer.data.results.reuse.shared_answers import saved_tokens
-from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.plans.earlier_drafts import last_answers
@@ -37,6 +32,11 @@ from batchinfer.plan.forecast.deadline import Deadline, DeadlineWatch
 from batchinfer.plan.forecast.run import RevisedForecast, RunForecast
 from batchinfer.plan.forecast.text import plan_line
 from batchinfer.plan.order.plan import Plan
+from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.index.index import Index
+from batchinfer.store.results.error_summary import summarise_errors
+from batchinfer.store.results.planned_work import announced
+from batchinfer.store.results.reuse.shared_answers import saved_tokens
 
 
 def answer_in_waves(run: OpenRun, unread: UnreadInput, store: CompletionStore) -> Index:

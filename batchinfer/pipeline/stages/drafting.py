@@ -11,16 +11,6 @@ from pathlib import Path
 from batchinfer.core.hub import short_name
 from batchinfer.core.request import Request
 from batchinfer.core.wording import counted
-from batchinfer.data.index.index import Index
-from batchinfer.data.outputs.kind import Receiver
-from batchinfer.data.results.reuse.draft_answers import (
-    DraftRequests,
-    write_draft_answers,
-    write_draft_keys,
-    write_lacking,
-)
-from batchinfer.data.results.reuse.given_answers import GivenAnswers
-from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.plans.earlier_drafts import Batches, EarlierDrafts, Given, drafted, without_drafts
@@ -41,6 +31,16 @@ from batchinfer.plan.setup.drafts import DraftModel
 from batchinfer.plan.setup.job_setup import work_context
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import OTHER
+from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.index.index import Index
+from batchinfer.store.outputs.kind import Receiver
+from batchinfer.store.results.reuse.draft_answers import (
+    DraftRequests,
+    write_draft_answers,
+    write_draft_keys,
+    write_lacking,
+)
+from batchinfer.store.results.reuse.given_answers import GivenAnswers
 
 
 def drafts_of(run: OpenRun, plan: Plan, index: Index, store: CompletionStore) -> Given:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from batchinfer.data.input.job_input import input_files
-from batchinfer.data.results.manifest import Manifest, is_published
-from batchinfer.data.results.published import published_input_rows, published_or_told
-from batchinfer.data.results.published_inputs import published_inputs
+from batchinfer.input.job_input import input_files
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.stages.identity import publish_spec
 from batchinfer.pipeline.stages.storing import open_store
 from batchinfer.plan.setup.input_check import check_enough_rows
+from batchinfer.store.results.manifest import Manifest, is_published
+from batchinfer.store.results.published import published_input_rows, published_or_told
+from batchinfer.store.results.published_inputs import published_inputs
 
 
 def earlier_result(run: OpenRun, context: bytes) -> Manifest | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from batchinfer.data.index.index import Index
-from batchinfer.data.results.planned_work import is_another_at_work
-from batchinfer.data.store.completion_store import CompletionStore
-from batchinfer.data.store.lacking_keys import LackingKeys, key_batches
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.workers.interrupts import CONTINUES
 from batchinfer.pipeline.workers.places import worker_specs
 from batchinfer.plan.forecast.room import fits
+from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.answers.lacking_keys import LackingKeys, key_batches
+from batchinfer.store.index.index import Index
+from batchinfer.store.results.planned_work import is_another_at_work
 
 _MANY = 200  # parts of a store, of which the keys are read in 0.2 s
 

@@ -7,11 +7,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from batchinfer.data.index.ingest import INGEST_FORMAT
-from batchinfer.data.outputs.registry import USUAL
-from batchinfer.data.results.manifest import PublishSpec
 from batchinfer.engine.config import NUMERICS_VERSION
 from batchinfer.pipeline.open_run import OpenRun
+from batchinfer.store.index.ingest import INGEST_FORMAT
+from batchinfer.store.outputs.registry import USUAL
+from batchinfer.store.results.manifest import PublishSpec
 
 
 def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]]) -> PublishSpec:

@@ -7,12 +7,12 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from batchinfer.data.accuracy.figures import summed_up
-from batchinfer.data.accuracy.measured import Accuracy, Tally, measured
-from batchinfer.data.accuracy.reliability import BINS, Reliability
-from batchinfer.data.results.manifest import Manifest
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.report.tables.accuracy import FieldAccuracy, ProbableRows, write_accuracy
+from batchinfer.store.accuracy.figures import summed_up
+from batchinfer.store.accuracy.measured import Accuracy, Tally, measured
+from batchinfer.store.accuracy.reliability import BINS, Reliability
+from batchinfer.store.results.manifest import Manifest
 
 
 def measure(run: OpenRun, manifest: Manifest) -> None:

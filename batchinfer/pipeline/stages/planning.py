@@ -8,10 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from batchinfer.data.index.index import Index
-from batchinfer.data.results.join import joined
-from batchinfer.data.results.planned_work import Announcement, alike, announced, wait_for
-from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.workers.interrupts import CONTINUES
@@ -21,6 +17,10 @@ from batchinfer.plan.forecast.run import RevisedForecast, RunForecast, forecast_
 from batchinfer.plan.forecast.text import plan_line
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
+from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.index.index import Index
+from batchinfer.store.results.join import joined
+from batchinfer.store.results.planned_work import Announcement, alike, announced, wait_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,25 +12,25 @@ from numpy.typing import NDArray
 
 from batchinfer.core.errors import InputCorrupt, OutputConflict, StorageError
 from batchinfer.core.hub import short_name
-from batchinfer.data.index.index import Index
-from batchinfer.data.input.input_file import InputFile
-from batchinfer.data.input.job_input import open_input
-from batchinfer.data.outputs.best_samples import published_rows
-from batchinfer.data.outputs.content_free import calibrated_scoring
-from batchinfer.data.results.join import Join, completion_of
-from batchinfer.data.results.manifest import Manifest
-from batchinfer.data.results.openai import asked, write_openai
-from batchinfer.data.results.published import intact
-from batchinfer.data.results.published_inputs import identities, remember_inputs
-from batchinfer.data.results.publisher import publish
-from batchinfer.data.results.reuse.whole_rows import settle_whole
-from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.input.input_file import InputFile
+from batchinfer.input.job_input import open_input
 from batchinfer.pipeline.clean import clean_after_run, note_use
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.report import told_by
 from batchinfer.pipeline.stages.identity import publish_spec
 from batchinfer.pipeline.stages.measuring import measure
 from batchinfer.report.tables.row_keys import RowsBeside
+from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.index.index import Index
+from batchinfer.store.outputs.best_samples import published_rows
+from batchinfer.store.outputs.content_free import calibrated_scoring
+from batchinfer.store.results.join import Join, completion_of
+from batchinfer.store.results.manifest import Manifest
+from batchinfer.store.results.openai import asked, write_openai
+from batchinfer.store.results.published import intact
+from batchinfer.store.results.published_inputs import identities, remember_inputs
+from batchinfer.store.results.publisher import publish
+from batchinfer.store.results.reuse.whole_rows import settle_whole
 
 KeepKeys = Callable[[Join], None]
 

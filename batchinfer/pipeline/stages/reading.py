@@ -6,22 +6,22 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 
-from batchinfer.data.index.index import Index
-from batchinfer.data.index.ingest import Ingestion, IngestProgress, index_or_ingestion
-from batchinfer.data.index.keeping import Keeping
-from batchinfer.data.input.reader import Reader
-from batchinfer.data.kept.files import remove_strays
-from batchinfer.data.results.openai import LINE_BYTES
-from batchinfer.data.results.partial import PARTIAL
-from batchinfer.data.results.reuse.answered import AnsweredRows
-from batchinfer.data.results.reuse.whole_rows import WholeRows
-from batchinfer.data.storage.remembered import write_strings
-from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.filesystem.remembered import write_strings
+from batchinfer.input.reader import Reader
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.stages.early_loading import EarlyLoading
 from batchinfer.pipeline.stages.verdict import refuse_hopeless
 from batchinfer.pipeline.workers.interrupts import CONTINUES
 from batchinfer.plan.setup.input_check import check_enough_rows, check_input
+from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.index.index import Index
+from batchinfer.store.index.ingest import Ingestion, IngestProgress, index_or_ingestion
+from batchinfer.store.index.keeping import Keeping
+from batchinfer.store.kept.files import remove_strays
+from batchinfer.store.results.openai import LINE_BYTES
+from batchinfer.store.results.partial import PARTIAL
+from batchinfer.store.results.reuse.answered import AnsweredRows
+from batchinfer.store.results.reuse.whole_rows import WholeRows
 
 _LITTLE_BYTES = 1 << 20  # of an input, which are read in less time than the keys of a large store
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.engine.config import NUMERICS_VERSION
 from batchinfer.pipeline.open_run import OpenRun
+from batchinfer.store.answers.completion_store import CompletionStore
 
 
 def open_store(run: OpenRun) -> CompletionStore:

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from batchinfer.core.errors import ErrorBudgetExceeded
-from batchinfer.data.index.index import Index
-from batchinfer.data.results.error_budget import Budget, budget_text, show_errors
-from batchinfer.data.results.error_summary import ErrorSummary, summarise_all_errors, summarise_errors
-from batchinfer.data.results.join import ErrorCounts, Join, joined, stores_errors
-from batchinfer.data.results.made_by import MadeBy, note_made_by
-from batchinfer.data.results.manifest import Manifest
-from batchinfer.data.results.published import published
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.report import Outcome
 from batchinfer.report.tables.exit_status import over_budget
+from batchinfer.store.index.index import Index
+from batchinfer.store.results.error_budget import Budget, budget_text, show_errors
+from batchinfer.store.results.error_summary import ErrorSummary, summarise_all_errors, summarise_errors
+from batchinfer.store.results.join import ErrorCounts, Join, joined, stores_errors
+from batchinfer.store.results.made_by import MadeBy, note_made_by
+from batchinfer.store.results.manifest import Manifest
+from batchinfer.store.results.published import published
 
 
 def error_budget(run: OpenRun, rows: int) -> Budget:

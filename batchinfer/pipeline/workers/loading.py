@@ -142,9 +142,9 @@ def _tokenizer_parts(spec: WorkerSpec) -> tuple[StopStreams | None, ConstraintsF
     """Return the parts of the engine that need a tokenizer."""
     if spec.tokenizer is None:
         return None, None
-    from batchinfer.data.constraints.constrained import grammar_constraints
-    from batchinfer.data.tokenizer.stop_strings import stop_streams
-    from batchinfer.data.tokenizer.tokenizer import Tokenizer
+    from batchinfer.input.constraints.constrained import grammar_constraints
+    from batchinfer.input.tokenizer.stop_strings import stop_streams
+    from batchinfer.input.tokenizer.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(spec.tokenizer)
     return stop_streams(tokenizer.rust), grammar_constraints(tokenizer)

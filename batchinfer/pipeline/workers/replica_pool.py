@@ -13,8 +13,8 @@ from types import TracebackType
 from batchinfer.core.errors import BatchInferError
 from batchinfer.core.request import Request, TokenIds, Tokens
 from batchinfer.core.samples import ExpertTokens
-from batchinfer.data.storage.death_log import DeathLog
 from batchinfer.engine.config import EngineConfig, EngineInfo, most_queued
+from batchinfer.filesystem.death_log import DeathLog
 from batchinfer.pipeline.workers.agreement import Agreement
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec

@@ -12,12 +12,8 @@ from typing import Any
 import numpy as np
 
 from batchinfer.core.errors import OutOfMemory
-from batchinfer.data.index.index import Index
-from batchinfer.data.index.ingest import IngestProgress, ingest, job_files, over_files
-from batchinfer.data.results.error_summary import summarise_errors
-from batchinfer.data.storage.state import StateFolder, state_of
-from batchinfer.data.storage.temporary import temporary_folder
-from batchinfer.data.store.completion_store import read_records
+from batchinfer.filesystem.state import StateFolder, state_of
+from batchinfer.filesystem.temporary import temporary_folder
 from batchinfer.job import Job
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.devices import Devices, devices_of
@@ -35,6 +31,10 @@ from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.prefixes import PlannedPrefix, largest_prefixes
 from batchinfer.plan.setup.input_check import check_enough_rows, check_input
 from batchinfer.plan.setup.job_setup import Setup, check_setup, work_context
+from batchinfer.store.answers.completion_store import read_records
+from batchinfer.store.index.index import Index
+from batchinfer.store.index.ingest import IngestProgress, ingest, job_files, over_files
+from batchinfer.store.results.error_summary import summarise_errors
 
 PREFIXES_SHOWN = 8
 

@@ -13,10 +13,8 @@ from typing import Any
 from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.request import RowError
 from batchinfer.core.wording import count
-from batchinfer.data.index.index import Index
-from batchinfer.data.index.ingest import ingest, over_files
-from batchinfer.data.input.job_input import open_input
-from batchinfer.data.prompts.template_parts import TemplatePart, in_order, template_parts
+from batchinfer.input.job_input import open_input
+from batchinfer.input.prompts.template_parts import TemplatePart, in_order, template_parts
 from batchinfer.job import Job
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.plan.forecast.engine import forecast_engine
@@ -25,6 +23,8 @@ from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.requests import planned_requests
 from batchinfer.plan.order.sharing import field_order
 from batchinfer.plan.setup.job_setup import Setup
+from batchinfer.store.index.index import Index
+from batchinfer.store.index.ingest import ingest, over_files
 
 MOST_ROWS = 20_000  # are looked at: some seconds for each way to write the prompt
 SIMULATE_S = 1.0  # for each way

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from batchinfer.data.input.job_input import input_files, open_input
-from batchinfer.data.input.reader import Strata
+from batchinfer.input.job_input import input_files, open_input
+from batchinfer.input.reader import Strata
 from batchinfer.job import Job
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.prefixes import PlannedPrefix

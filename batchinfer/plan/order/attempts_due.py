@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from batchinfer.data.index.index import attempt_columns
-from batchinfer.data.results.attempts import IS_INVALID
-from batchinfer.data.storage.duck import parquet
+from batchinfer.filesystem.duck import parquet
+from batchinfer.store.index.index import attempt_columns
+from batchinfer.store.results.attempts import IS_INVALID
 
 
 def distinct_sql(index: Sequence[Path], reached: int, attempts: int) -> str:

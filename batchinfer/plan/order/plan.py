@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from batchinfer.data.storage.rebatch import parquet_batches, parquet_stretches, rebatch
+from batchinfer.filesystem.rebatch import parquet_batches, parquet_stretches, rebatch
 
 _ROWS_READ = 8192  # at a time: batches of 512 rows take Parquet's reader twice as long
 

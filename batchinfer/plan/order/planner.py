@@ -19,10 +19,8 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import StorageError
 from batchinfer.core.prefix_forest import ROOT, Ints, PrefixForest
 from batchinfer.core.wording import counted
-from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
-from batchinfer.data.results.attempts import load_chosen
-from batchinfer.data.storage.duck import connection, naming_errors, parquet
-from batchinfer.data.storage.durable import storage
+from batchinfer.filesystem.duck import connection, naming_errors, parquet
+from batchinfer.filesystem.durable import storage
 from batchinfer.plan.order.attempts_due import distinct_sql
 from batchinfer.plan.order.plan import PLAN_SCHEMA, Plan
 from batchinfer.plan.order.prefixes import write_prefixes
@@ -31,6 +29,8 @@ from batchinfer.plan.order.run_order import depth_first, efforts, kept_together
 from batchinfer.plan.order.sharing import NO_SHARING, Sharing, SortedRows, sharing
 from batchinfer.plan.order.sorted_prompts import sorted_prompts
 from batchinfer.plan.order.work_roots import work_roots
+from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows
+from batchinfer.store.results.attempts import load_chosen
 
 _ROWS_PER_GROUP = 65_536
 _REPEATED = ["params", "expected_tokens", "token_count", "bucket", "prefix_tokens", "users", "final_users"]

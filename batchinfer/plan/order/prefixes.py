@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from batchinfer.core.prefix_forest import ROOT, PrefixForest
-from batchinfer.data.storage.durable import storage
+from batchinfer.filesystem.durable import storage
 
 _GROUP = 1 << 18  # nodes that are held at a time
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from batchinfer.core.errors import JobFileError
-from batchinfer.data.storage.state import StateFolder
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_SEQS, BesideConfig
 from batchinfer.engine.drafts.model_beside import spare_blocks
 from batchinfer.engine.drafts.worth import expected_right
 from batchinfer.engine.kv.memory import CPU_FRACTION
+from batchinfer.filesystem.state import StateFolder
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.job.spec import DraftModelSection
 from batchinfer.models.checkpoint.checkpoint import Checkpoint

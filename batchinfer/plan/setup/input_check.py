@@ -20,21 +20,21 @@ import pyarrow.parquet as pq
 from batchinfer.core.errors import ErrorBudgetExceeded, TooFewRows
 from batchinfer.core.request import RowError
 from batchinfer.core.wording import counted
-from batchinfer.data.index.index import INPUT_ROW, MARKER, Index
-from batchinfer.data.index.ingest import ingest
-from batchinfer.data.input.job_input import input_files, open_input
-from batchinfer.data.input.reader import Reader, SampleSize
-from batchinfer.data.input.sql import query_columns
-from batchinfer.data.prompts.columns import Columns, choose_prompts
-from batchinfer.data.prompts.sampling_fields import CHECKS
-from batchinfer.data.results.error_budget import Budget, budget_text
-from batchinfer.data.results.error_summary import summarise_errors
-from batchinfer.data.results.join import ErrorCounts
-from batchinfer.data.results.published import published_input_rows
-from batchinfer.data.storage.state import StateFolder
-from batchinfer.data.storage.temporary import temporary_folder
+from batchinfer.filesystem.state import StateFolder
+from batchinfer.filesystem.temporary import temporary_folder
+from batchinfer.input.job_input import input_files, open_input
+from batchinfer.input.prompts.columns import Columns, choose_prompts
+from batchinfer.input.prompts.sampling_fields import CHECKS
+from batchinfer.input.reader import Reader, SampleSize
+from batchinfer.input.sql import query_columns
 from batchinfer.job import Job
 from batchinfer.plan.setup.job_setup import Setup
+from batchinfer.store.index.index import INPUT_ROW, MARKER, Index
+from batchinfer.store.index.ingest import ingest
+from batchinfer.store.results.error_budget import Budget, budget_text
+from batchinfer.store.results.error_summary import summarise_errors
+from batchinfer.store.results.join import ErrorCounts
+from batchinfer.store.results.published import published_input_rows
 
 FIRST_ROWS = 512  # of every file: one batch of each format
 SPACE_PER_INPUT_BYTE = 2  # at least: tokens and carried columns take about the input's size each

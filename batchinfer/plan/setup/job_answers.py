@@ -9,19 +9,17 @@ from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import INT32_MAX, SamplingParams
 from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
-from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
-from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
-from batchinfer.data.constraints.constraint_check import constraint_problem
-from batchinfer.data.constraints.generated_schema import parsed_schema
-from batchinfer.data.input.rows import RowProblem
-from batchinfer.data.outputs.kind import OutputKind
-from batchinfer.data.prompts.fits import with_reasoning
-from batchinfer.data.prompts.parameters.named_tokens import NamedTokens
-from batchinfer.data.prompts.parameters.vector_requests import VectorRequests
-from batchinfer.data.tokenizer.reasoning_styles import find_reasoning
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
-from batchinfer.data.tool_calls.call_grammar import UNASKED
-from batchinfer.data.tool_calls.call_styles import find_call_style
+from batchinfer.input.constraints.answer_bound import Unbounded, most_tokens
+from batchinfer.input.constraints.constraint_check import constraint_problem
+from batchinfer.input.constraints.generated_schema import parsed_schema
+from batchinfer.input.prompts.fits import with_reasoning
+from batchinfer.input.prompts.parameters.named_tokens import NamedTokens
+from batchinfer.input.prompts.parameters.vector_requests import VectorRequests
+from batchinfer.input.rows import RowProblem
+from batchinfer.input.tokenizer.reasoning_styles import find_reasoning
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
+from batchinfer.input.tool_calls.call_grammar import UNASKED
+from batchinfer.input.tool_calls.call_styles import find_call_style
 from batchinfer.job import Job
 from batchinfer.job.check import (
     ATTEMPT,
@@ -34,6 +32,8 @@ from batchinfer.job.check import (
 )
 from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.job_vectors import job_pairs, requested_vectors
+from batchinfer.store.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
+from batchinfer.store.outputs.kind import OutputKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def check_followed(job: Job, tokenizer: Tokenizer) -> None:
     """Raises JobFileError where no constraint can be followed with this tokenizer, and the job has one."""
     if job.params().constraint is None:
         return
-    from batchinfer.data.constraints.grammar_tokenizer import grammar_problem  # 8 MB, for those who need it
+    from batchinfer.input.constraints.grammar_tokenizer import grammar_problem  # 8 MB, for those who need it
 
     if (problem := grammar_problem(tokenizer.definition)) is not None:
         raise job.mistake(_constraint_key(job), problem)

@@ -12,17 +12,11 @@ from datetime import datetime
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.hub import ADAPTER_WEIGHTS
-from batchinfer.data.columns.answer_check import CHECK_VERSION
-from batchinfer.data.columns.schema_columns import SchemaColumns
-from batchinfer.data.index.ingest_options import IngestOptions
-from batchinfer.data.input.reader import SampleSize, Strata
-from batchinfer.data.outputs.kind import OutputKind
-from batchinfer.data.outputs.registry import kind_of
-from batchinfer.data.prompts.mode import check_chat_template, check_templates, given_template
-from batchinfer.data.results.manifest import check_destination
-from batchinfer.data.storage.remembered import read_strings, write_strings
-from batchinfer.data.storage.state import StateFolder
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.filesystem.remembered import read_strings, write_strings
+from batchinfer.filesystem.state import StateFolder
+from batchinfer.input.prompts.mode import check_chat_template, check_templates, given_template
+from batchinfer.input.reader import SampleSize, Strata
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.machine.facts import MachineFacts
 from batchinfer.models.files.fingerprint import file_sha256
@@ -42,6 +36,12 @@ from batchinfer.plan.setup.resolve import resolve
 from batchinfer.plan.setup.setting import PlacedModel, Setting
 from batchinfer.plan.setup.weights import job_weights, quantization_warnings
 from batchinfer.report.tables.folder import check_report_folder, report_folder
+from batchinfer.store.columns.answer_check import CHECK_VERSION
+from batchinfer.store.columns.schema_columns import SchemaColumns
+from batchinfer.store.index.ingest_options import IngestOptions
+from batchinfer.store.outputs.kind import OutputKind
+from batchinfer.store.outputs.registry import kind_of
+from batchinfer.store.results.manifest import check_destination
 
 # Of one process that reads rows. Measured: 135 MiB with a vocabulary of 32,000 tokens.
 WORKER_BYTES = 256 << 20

@@ -8,9 +8,9 @@ from batchinfer.core.embedding import Dense, Embedding
 from batchinfer.core.errors import JobFileError
 from batchinfer.core.sampling import Pooling
 from batchinfer.core.scoring import PairScoring, ScoreActivation
-from batchinfer.data.prompts.parameters.vector_requests import VectorRequests
-from batchinfer.data.tokenizer.pair_template import NoPairs, PairTemplate
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.input.prompts.parameters.vector_requests import VectorRequests
+from batchinfer.input.tokenizer.pair_template import NoPairs, PairTemplate
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.job.embedding import EmbedSection
 from batchinfer.models.checkpoint.checkpoint import Checkpoint

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from batchinfer.core.errors import CannotSplit
-from batchinfer.data.storage.remembered import read_json, read_strings, write_strings
-from batchinfer.data.storage.state import StateFolder
 from batchinfer.engine.ranks.parts import check_stored
+from batchinfer.filesystem.remembered import read_json, read_strings, write_strings
+from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
 from batchinfer.models.adapters.sizes import AdapterSizes, sizes_of
 from batchinfer.models.adapters.stored_adapter import MERGED_WHOLE, StoredAdapter, inspect_adapter

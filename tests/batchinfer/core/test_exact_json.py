@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.core.exact_json import read_float, written
-from batchinfer.data.input.json_text import parse_row
-from batchinfer.data.prompts.sampling_fields import CHECKS
+from batchinfer.input.json_text import parse_row
+from batchinfer.input.prompts.sampling_fields import CHECKS
 from batchinfer.job import load_job
 from tests.batchinfer.wrong_jobs import Place
 

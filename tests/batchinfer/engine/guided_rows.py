@@ -14,11 +14,11 @@ import numpy as np
 
 from batchinfer.core.request import Completion, Request
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.constraints.constrained import GrammarConstraints, grammar_constraints
-from batchinfer.data.tokenizer.stop_strings import stop_streams
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.engine.loop.drafting import Drafter
 from batchinfer.engine.schedule.constraints import ConstraintMasks
+from batchinfer.input.constraints.constrained import GrammarConstraints, grammar_constraints
+from batchinfer.input.tokenizer.stop_strings import stop_streams
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, following, make_engine
 from tests.checkpoints import EOS, VOCAB, kept_folder, make_tokenizer
 

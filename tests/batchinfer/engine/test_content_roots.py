@@ -25,9 +25,9 @@ from batchinfer.plan.order.requests import planned_requests
 from batchinfer.plan.simulation.simulator import SimulatedEngine, simulate
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer.report.tables.prefixes import PrefixTree
-from tests.batchinfer.data.small_index import good_row, write_index
 from tests.batchinfer.engine.driver import Driver, distinct_tokens, driver_for
 from tests.batchinfer.engine.simulation import CPU, LLAMA_135M
+from tests.batchinfer.store.small_index import good_row, write_index
 from tests.examples import examples
 
 BLOCK = 16

@@ -15,7 +15,6 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
 
 from batchinfer.core.request import Request
-from batchinfer.data.constraints.constrained import grammar_constraints
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.graphs import decode_graphs
 from batchinfer.engine.load import build
@@ -23,6 +22,7 @@ from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.tensors.batch import HostBatch
+from batchinfer.input.constraints.constrained import grammar_constraints
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.arithmetic import Device
 from batchinfer_kernels.cost import Peaks

@@ -16,7 +16,6 @@ import torch
 
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.constraints.constrained import GrammarConstraint
 from batchinfer.engine.load.device_fit import CacheRoom, fit
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
@@ -24,6 +23,7 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.device_memory import allocate_caches
+from batchinfer.input.constraints.constrained import GrammarConstraint
 from batchinfer.models.ops.attention import LayerCache
 from tests.batchinfer.engine.guided_rows import KINDS, Row, check, constrained, rows, run, text_of
 from tests.batchinfer.engine.interpreted_gpu import NoMeter

@@ -17,13 +17,13 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
 
 from batchinfer.core.request import Request
-from batchinfer.data.constraints.constrained import grammar_constraints
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.drafts.model_beside import BesideRunner
 from batchinfer.engine.load import build
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.kept_states import KeptStates
+from batchinfer.input.constraints.constrained import grammar_constraints
 from batchinfer_kernels.arithmetic import Device
 from tests.batchinfer.eagle_heads import EagleOf, EagleReference, save_eagle
 from tests.batchinfer.engine import guided_rows

@@ -14,15 +14,15 @@ import pytest
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.index.token_store import TokenStore
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.requests import planned_requests
 from batchinfer.report.tables.prefixes import PrefixTree
-from tests.batchinfer.data.small_index import good_row, write_index
+from batchinfer.store.index.token_store import TokenStore
 from tests.batchinfer.engine.driver import Driver, distinct_tokens, driver_for
+from tests.batchinfer.store.small_index import good_row, write_index
 from tests.kernels.gpu.pairs import each_first
 
 BLOCK = 16

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batchinfer.core.reasoning import ReasoningTokens, cut
 from batchinfer.core.request import Completion, Request
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.constraints.after_reasoning import FreeMasks, ReasonedConstraint
+from batchinfer.input.constraints.after_reasoning import FreeMasks, ReasonedConstraint
 from tests.batchinfer.engine import guided_rows
 from tests.batchinfer.engine.guided_rows import KINDS, Row, tokenizer
 from tests.batchinfer.engine.small_engine import Limits, Ran, looking_ahead

@@ -24,10 +24,10 @@ from transformers.generation import logits_process as hf
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import DERIVED, SamplingParams
-from batchinfer.data.prompts.keys import token_bytes, work_key
 from batchinfer.engine.runner.sampler import Sampler, TokenMask
 from batchinfer.engine.schedule.sampling_writer import SamplingWriter
 from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.input.prompts.keys import token_bytes, work_key
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
 from tests.batchinfer.engine.small_engine import checkpoint
@@ -204,7 +204,7 @@ def test_draws_under_a_constraint_follow_what_it_leaves(case: str) -> None:
 # Of parameters that say where answers end and what comes beside them, the files in which a test has exact values
 EXACT = {
     "max_tokens": "engine/test_engine.py",
-    "stop": "data/tokenizer/test_stop_strings.py",
+    "stop": "input/tokenizer/test_stop_strings.py",
     "include_stop": "pipeline/test_pipeline.py",
     "ignore_eos": "engine/test_positions.py",
     "seed": "engine/test_sampling_statistics.py",

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from transformers import AutoModelForCausalLM
 
-from batchinfer.data.tokenizer.stop_strings import stop_streams
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
@@ -23,6 +22,7 @@ from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import SamplingPlan, StepPlan
+from batchinfer.input.tokenizer.stop_strings import stop_streams
 from tests import warm_commands
 from tests.batchinfer.engine.driver import ROOTS, Piped, sequence
 from tests.batchinfer.engine.guided_rows import EOS, constrained, rows, tokenizer

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from batchinfer.core.request import Request
-from batchinfer.data.constraints.constrained import grammar_constraints
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.graphs import decode_graphs
 from batchinfer.engine.graphs.graph_capture import GraphRecorder
@@ -33,6 +32,7 @@ from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.graph_sizes import batch_sizes
+from batchinfer.input.constraints.constrained import grammar_constraints
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import Head, Linear, Weight, values_of

@@ -19,12 +19,7 @@ from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import Mistake
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.core.scoring import Scoring
-from batchinfer.data.outputs.labels import LabelsKind
-from batchinfer.data.outputs.relevance import RelevanceKind
-from batchinfer.data.outputs.scores import ScoresKind
-from batchinfer.data.outputs.tokens import RESULT_SCHEMA
-from batchinfer.data.outputs.vectors import VectorsKind
-from batchinfer.data.prompts.sampling_fields import override
+from batchinfer.input.prompts.sampling_fields import override
 from batchinfer.job import (
     EngineSection,
     InputSection,
@@ -36,6 +31,11 @@ from batchinfer.job import (
 )
 from batchinfer.job.check import RESULT_COLUMNS, TASK_COLUMNS, task_columns
 from batchinfer.job.field_types import SAMPLING_PARAMETERS
+from batchinfer.store.outputs.labels import LabelsKind
+from batchinfer.store.outputs.relevance import RelevanceKind
+from batchinfer.store.outputs.scores import ScoresKind
+from batchinfer.store.outputs.tokens import RESULT_SCHEMA
+from batchinfer.store.outputs.vectors import VectorsKind
 
 MINIMAL = """\
 name: triage

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchinfer.core.errors import BatchInferError, JobFileError, SecurityRefusal
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.tensor_names import further_layers
 from batchinfer.models.checkpoint.weights import CheckpointWeights, Tables

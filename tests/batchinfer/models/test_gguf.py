@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.core.gguf.header import TYPES, read_header
-from batchinfer.data.tokenizer.gguf_tokenizer import BYTES, CUTTINGS, PIECES
+from batchinfer.input.tokenizer.gguf_tokenizer import BYTES, CUTTINGS, PIECES
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.gguf.architectures import ARCHITECTURES

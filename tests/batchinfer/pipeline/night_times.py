@@ -29,12 +29,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.data.index.ingest import ingest
-from batchinfer.data.index.keeping import Keeping
-from batchinfer.data.storage.state import state_of
+from batchinfer.filesystem.state import state_of
 from batchinfer.job import load_job
 from batchinfer.machine.facts import this_machine
 from batchinfer.plan.setup.job_setup import check_setup
+from batchinfer.store.index.ingest import ingest
+from batchinfer.store.index.keeping import Keeping
 from tests.batchinfer.pipeline.whole_job_times import JOB, MODEL, PHASES, watched
 
 Row = tuple[int, str]

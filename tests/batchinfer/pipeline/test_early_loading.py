@@ -17,10 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import BatchInferError, InputCorrupt, InputMissing, Interrupted
-from batchinfer.data.input.chunk import DEFAULT_SIZE
-from batchinfer.data.input.formats.parquet import ParquetReader
-from batchinfer.data.results.planned_work import announced
-from batchinfer.data.storage.durable import FileOps
+from batchinfer.filesystem.durable import FileOps
+from batchinfer.input.chunk import DEFAULT_SIZE
+from batchinfer.input.formats.parquet import ParquetReader
 from batchinfer.job import load_job
 from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.run import run_job
@@ -29,6 +28,7 @@ from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import Configure, Load, WorkerSpec
 from batchinfer.pipeline.workers.standby import EngineStandby
 from batchinfer.report.progress import Phase, Progress
+from batchinfer.store.results.planned_work import announced
 from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, write_job
 from tests.examples import examples
 from tests.memory_transport import FakeTransport, FakeWorker, MemoryTransport

@@ -21,7 +21,7 @@ from ruamel.yaml import YAML
 
 import batchinfer
 from batchinfer.core.errors import InputMissing, JobFileError, Locked, UsageError
-from batchinfer.data.storage.state import state_of
+from batchinfer.filesystem.state import state_of
 from batchinfer.job import load_job
 from batchinfer.pipeline import options
 from tests.batchinfer.wrong_jobs import FAKE, ROWS, SECTIONS, Place

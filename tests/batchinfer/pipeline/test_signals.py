@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.data.results.manifest import (
+from batchinfer.filesystem.durable import json_text
+from batchinfer.store.results.manifest import (
     MANIFEST_NAME,
     Manifest,
     PublishSpec,
@@ -24,7 +25,6 @@ from batchinfer.data.results.manifest import (
     file_name,
     generation_of,
 )
-from batchinfer.data.storage.durable import json_text
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
 from tests.batchinfer.wrong_jobs import alive, children, environment, hears_signals
 from tests.patience import PATIENCE_S, wait_until

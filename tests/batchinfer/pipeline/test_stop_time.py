@@ -16,7 +16,6 @@ import pytest
 
 import batchinfer
 from batchinfer.core.errors import StopTimeReached, UsageError
-from batchinfer.data.index.ingest import Ingestion, IngestProgress
 from batchinfer.job import load_job
 from batchinfer.job.deadline import StopTime
 from batchinfer.pipeline import options as run_options
@@ -26,6 +25,7 @@ from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers import interrupts as waits
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Phase, Progress
+from batchinfer.store.index.ingest import Ingestion, IngestProgress
 from batchinfer.verbs.status import status_of
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, run, table, write_job
 from tests.batchinfer.wrong_jobs import Place

@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request, TokenIds
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.index.index import INDEX_SCHEMA
-from batchinfer.data.index.token_store import TokenStore
 from batchinfer.engine.schedule.budget import admission_costs
 from batchinfer.pipeline.plans.waves import LEAD_S, MOST_AGAIN, waves_again
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.requests import planned_requests
 from batchinfer.plan.simulation.simulator import counting_engine, simulate
+from batchinfer.store.index.index import INDEX_SCHEMA
+from batchinfer.store.index.token_store import TokenStore
 from tests.batchinfer.engine.simulation import LLAMA_8B
 from tests.batchinfer.plan.simulation.test_steady_state import H100, SEQS, machine
 

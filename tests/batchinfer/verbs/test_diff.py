@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import UsageError
-from batchinfer.data.outputs.call_column import CALLS_FIELD
-from batchinfer.data.outputs.tokens import RESULT_SCHEMA
-from batchinfer.data.results.diff import DiffOptions, ResultDiff, diff_results
+from batchinfer.store.outputs.call_column import CALLS_FIELD
+from batchinfer.store.outputs.tokens import RESULT_SCHEMA
+from batchinfer.store.results.diff import DiffOptions, ResultDiff, diff_results
 from tests.batchinfer.wrong_jobs import NO_ENGINE, ROWS, Command, command, make_place, run_once
 
 Row = dict[str, Any]
@@ -165,7 +165,7 @@ def test_examples_are_few_and_hold_no_text_unless_asked(write: Write) -> None:
 @pytest.mark.slow
 def test_many_rows_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than fits into the database's memory: the join spills."""
-    monkeypatch.setattr("batchinfer.data.storage.duck.working_memory", lambda: 128 << 20)
+    monkeypatch.setattr("batchinfer.filesystem.duck.working_memory", lambda: 128 << 20)
     for name, every in (("a", 0), ("b", 1000)):
         changed = f"i % {every} = 0" if every else "false"
         nulls = ", ".join(f"NULL::VARCHAR AS {one}" for one in ("error_code", "error_class", "error_message"))

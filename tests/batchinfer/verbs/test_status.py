@@ -15,8 +15,8 @@ import pytest
 from batchinfer.cli import status_verb
 from batchinfer.core.errors import Interrupted, StorageError
 from batchinfer.core.samples import StepSample
-from batchinfer.data.storage.durable import FileOps
-from batchinfer.data.storage.state import StateFolder
+from batchinfer.filesystem.durable import FileOps
+from batchinfer.filesystem.state import StateFolder
 from batchinfer.pipeline.progress_file import PROGRESS_FORMAT
 from batchinfer.report.progress import RECORD_EVERY_S, Progress, ProgressState
 from batchinfer.verbs.status import RunStatus, prometheus_lines, status_of, write_prometheus

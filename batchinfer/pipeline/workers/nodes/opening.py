@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from batchinfer.data.storage.remembered import read_strings
-from batchinfer.data.storage.state import StateFolder
+from batchinfer.filesystem.remembered import read_strings
+from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
 from batchinfer.pipeline.workers.interrupts import CONTINUES, Interrupts
 from batchinfer.pipeline.workers.nodes.lobby import Lobby

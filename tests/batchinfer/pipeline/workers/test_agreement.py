@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.data.storage.death_log import DeathLog
-from batchinfer.data.storage.durable import FileOps
 from batchinfer.engine.config import NOTHING, Agreed, EngineConfig, EngineInfo, LoadConfig, Untimed
+from batchinfer.filesystem.death_log import DeathLog
+from batchinfer.filesystem.durable import FileOps
 from batchinfer.pipeline.workers import replica
 from batchinfer.pipeline.workers.agreement import Agreement
 from batchinfer.pipeline.workers.interrupts import Interrupts

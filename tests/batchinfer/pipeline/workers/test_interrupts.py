@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from batchinfer.core.errors import Interrupted, StopTimeReached
-from batchinfer.data.storage.duck import connection
+from batchinfer.filesystem.duck import connection
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from tests.patience import PATIENCE_S, wait_until
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from batchinfer.core.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, Unavailable
 from batchinfer.core.request import Completion, Request, RowError, Tokens
 from batchinfer.core.samples import DraftName, StepSample
-from batchinfer.data.storage.death_log import DeathLog
-from batchinfer.data.storage.durable import FileOps
 from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
+from batchinfer.filesystem.death_log import DeathLog
+from batchinfer.filesystem.durable import FileOps
 from batchinfer.pipeline.workers import feed, vacancies
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer import cli
-from batchinfer.data.storage.state import state_of
+from batchinfer.filesystem.state import state_of
 from batchinfer.job import load_job
 from batchinfer.machine.facts import this_machine
 from batchinfer.machine.hardware import Hardware

@@ -14,8 +14,8 @@ import pytest
 from batchinfer.core.errors import UsageError
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.storage.state import state_of
 from batchinfer.engine.ranks.seat import Division
+from batchinfer.filesystem.state import state_of
 from batchinfer.job import load_job
 from batchinfer.machine.devices import devices_called
 from batchinfer.machine.facts import MachineFacts

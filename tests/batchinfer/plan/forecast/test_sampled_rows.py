@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.data.input.reader import Strata
+from batchinfer.input.reader import Strata
 from batchinfer.plan.forecast.sampled_rows import RUN_ROWS, relative_error
 from batchinfer.plan.forecast.text import forecast_json
 from tests.batchinfer.pipeline.test_pipeline import people, write_job

@@ -28,15 +28,15 @@ from numpy.typing import NDArray
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.index import duplicates
-from batchinfer.data.index.index import INDEX_SCHEMA, Layout
-from batchinfer.data.index.token_store import TokenStore
-from batchinfer.data.storage.durable import FileOps
-from batchinfer.data.storage.part_writer import PART_ROWS
 from batchinfer.engine.config import REQUEST_BATCH
+from batchinfer.filesystem.durable import FileOps
+from batchinfer.filesystem.part_writer import PART_ROWS
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.plan.order import planner, sorted_prompts
 from batchinfer.plan.order.requests import planned_requests
+from batchinfer.store.index import duplicates
+from batchinfer.store.index.index import INDEX_SCHEMA, Layout
+from batchinfer.store.index.token_store import TokenStore
 
 # No two rows share anything; all share 79 tokens; they branch at each of ten levels; every other row repeats the one
 # before it (greedy, sampled); ten rows share 1,000 tokens

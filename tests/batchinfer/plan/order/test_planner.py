@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.content_root import ContentRoots
-from batchinfer.data.index.token_store import TokenStore
-from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.plan.order import planner, prefixes, sorted_prompts
 from batchinfer.plan.order.block_hashes import BLOCK
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.prefixes import largest_prefixes
-from tests.batchinfer.data.small_index import (
+from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.index.token_store import TokenStore
+from tests.batchinfer.store.small_index import (
     answer,
     bad_row,
     failure,

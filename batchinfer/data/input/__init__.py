@@ -1,1 +1,0 @@
-"""Input formats: one file each behind one protocol (protocol.py), listed in one registry (registry.py)."""

@@ -1,0 +1,1 @@
+"""Where bytes are: locations of user data, durable writes, the state folder, digests of files, DuckDB with limits."""

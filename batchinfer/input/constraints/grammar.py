@@ -1,0 +1,223 @@
+"""Grammars from parameters: what an answer must look like, in llguidance's notation, within limits of size and work.
+
+docs/structured.md says why llguidance. Imported where a constraint is met, not before: the library is 8 MB.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from batchinfer.core.exact_json import written
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.input.constraints.constraint_wording import faulty_place, shown
+from batchinfer.input.constraints.generated_schema import generated_schema, parsed_schema, subschemas
+from batchinfer.input.constraints.patterns.engine_syntax import engine_pattern
+from batchinfer.input.constraints.patterns.schemas import translate_patterns
+from batchinfer.input.constraints.schema_closing import has_further_names
+from batchinfer.input.constraints.schema_problem import BadSchema
+
+MAX_GRAMMAR_CHARS = 1 << 18
+MAX_GROUPS = 200  # parentheses of a regex or grammar that are open at once
+# Half a second of work for a grammar, 15 ms for a mask, and 100 MB: measured, ordinary schemas take 2 ms and 50 us.
+# Messages name rules and keywords only: a longer one would hold what the model wrote. A long text that its schema calls
+# both an e-mail address and a host name needs 60,000 states of the lexer and more.
+LIMITS = LLParserLimits(max_lexer_states=200_000, max_grammar_size=200_000, verbose_errors=False)
+# A grammar may be ambiguous, and then each token costs more than the one before: up to 150 ms at 2,000 items in a row,
+# 30 ms at 500. An object of 500 optional properties needs 2,000.
+_AMBIGUOUS = LLParserLimits(
+    max_lexer_states=200_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+    max_items_in_row=500,
+    step_max_items=4_000,
+)
+# Measured: 4 MiB are enough for a chain of 400 references of a schema, or of 800 rules of a grammar.
+CHECK_STACK_BYTES = 4 << 20
+STACK_BYTES = 4 * CHECK_STACK_BYTES
+# JSON as Python's json.dumps writes it, which models have seen most
+_WRITTEN: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+# Without \\u each character has one spelling, and a name that is taken cannot come again in another one
+_ONE_SPELLING: Any = {**_WRITTEN, "json_allowed_escapes": 'nrbtf\\"'}
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+
+
+class BadConstraint(ValueError):
+    """A constraint that cannot be compiled; the message says which of them and why."""
+
+
+def grammar_of(params: SamplingParams) -> str:
+    """The grammar of a constraint that `params` have. Raises BadConstraint for what is too long, or no such thing at
+    all; most mistakes show when it is compiled."""
+    try:
+        return _made(params)
+    except BadConstraint as error:
+        raise BadConstraint(f"{params.constraint}: {error}") from None
+
+
+def _made(params: SamplingParams) -> str:
+    """Raises BadConstraint, which does not name the constraint."""
+    name = params.constraint
+    if name is None:
+        raise ValueError("these parameters have no constraint")
+    try:
+        return _MAKERS[name](getattr(params, name))
+    except (BadSchema, ValueError) as error:
+        raise BadConstraint(shown(str(error))) from None
+
+
+def limits_of(params: SamplingParams) -> LLParserLimits:
+    """The limits on work that hold for the constraint of `params`."""
+    return LIMITS if params.grammar is None else _AMBIGUOUS
+
+
+def compiled(params: SamplingParams, tokenizer: LLTokenizer, stack_bytes: int = STACK_BYTES) -> LLMatcher:
+    """The constraint of `params`, compiled on a stack of that many bytes. Raises BadConstraint."""
+    grammar, limits = grammar_of(params), limits_of(params)
+    made: LLMatcher = _on_stack(
+        stack_bytes, lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    )
+    _refuse_failed(params, made)
+    return made
+
+
+def check_grammar(params: SamplingParams, tokenizer: LLTokenizer | None = None) -> None:
+    """Raises BadConstraint where the constraint of `params` cannot be compiled, or not be followed from the start.
+
+    A schema or grammar whose parts lead too deep into one another ends the process. The engine has a stack four times
+    as large, so that it survives what this has let through.
+    """
+    if (problem := _problem(params)) is not None:
+        raise BadConstraint(f"{params.constraint}: {_place(params)}{problem}")
+    if tokenizer is not None:
+        made = compiled(params, tokenizer, CHECK_STACK_BYTES)
+        made.compute_ff_tokens()
+        made.compute_bitmask()
+        _refuse_failed(params, made)
+
+
+def _problem(params: SamplingParams) -> str | None:
+    """Return the problem of the constraint of `params` that shows without a tokenizer; None if there is none."""
+    try:
+        grammar, limits = _made(params), limits_of(params)
+    except BadConstraint as error:
+        return str(error)
+    wrong, problems = _on_stack(
+        CHECK_STACK_BYTES, lambda: LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+    )
+    return shown(problems[0]) if wrong else None
+
+
+def _place(params: SamplingParams) -> str:
+    """Where in a schema the problem is, before a colon; empty for the whole and for other constraints."""
+    if params.json_schema is None:
+        return ""
+    try:
+        place = faulty_place(parsed_schema(params.json_schema), _of_part)
+    except BadSchema:
+        return ""
+    return f"{place}: " if place else ""
+
+
+def _of_part(schema: Any) -> str | None:
+    return _problem(SamplingParams(json_schema=written(schema)))
+
+
+def _refuse_failed(params: SamplingParams, made: LLMatcher) -> None:
+    if made.is_error():
+        raise BadConstraint(f"{params.constraint}: {shown(made.get_error())}")
+
+
+def _on_stack(size: int, call: Callable[[], Any]) -> Any:
+    """Return the result of `call`, run in a thread with a stack of `size` bytes."""
+    before = threading.stack_size(size)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+    finally:
+        threading.stack_size(before)
+
+
+def _of_schema(text: str) -> str:
+    schema, overrides = _followed(text)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+
+
+def _of_calls(text: str) -> str:
+    """The grammar of calls: its rules a0, a1 … are the arguments of each tool."""
+    said = json.loads(text)
+    rules = [said["lark"]]
+    for number, one in enumerate(said["schemas"]):
+        schema, options = _followed(one)
+        rules.append(f"a{number}: %json {json.dumps({**schema, 'x-guidance': options})}")
+    return LLMatcher.grammar_from_lark("\n".join(rules))
+
+
+def _followed(text: str) -> tuple[Any, Any]:
+    """Return a schema as it is followed, and how its JSON is written. Raises BadSchema."""
+    schema = parsed_schema(text)
+    if schema is False:
+        raise BadSchema("the schema is false, which no answer can follow; write what answers look like")
+    schema = {} if schema is True else generated_schema(schema)
+    translate_patterns(subschemas(schema))
+    overrides = _ONE_SPELLING if any(map(has_further_names, subschemas(schema))) else _WRITTEN
+    return schema, overrides
+
+
+def _of_object(_: bool) -> str:
+    return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_WRITTEN)
+
+
+def _of_regex(pattern: str) -> str:
+    _check_size(pattern)
+    return LLMatcher.grammar_from_regex(engine_pattern(pattern))
+
+
+def _of_choice(texts: tuple[str, ...]) -> str:
+    _check_size("".join(texts))
+    # A terminal: as alternatives of a rule, 2,000 texts would take 16 ms a mask, and more would be refused
+    return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(json.dumps(text) for text in texts))
+
+
+def _of_grammar(text: str) -> str:
+    _check_size(text)
+    return LLMatcher.grammar_from_lark(_lark_of(text) if _GBNF.search(text) else text)
+
+
+def _lark_of(gbnf: str) -> str:
+    try:
+        return gbnf_to_lark(gbnf)
+    except Exception as error:  # noqa: BLE001 - the library raises just that where a rule is missing
+        raise BadConstraint(shown(str(error))) from None
+
+
+def _check_size(text: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise BadConstraint(f"it is over the limit of {MAX_GRAMMAR_CHARS} characters")
+    depth = deepest = 0
+    for char in text:
+        depth += (char in "([{") - (char in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > MAX_GROUPS:
+        raise BadConstraint(f"more than {MAX_GROUPS} of its brackets are open at once")
+
+
+_MAKERS: Mapping[str, Callable[[Any], str]] = {
+    "json_schema": _of_schema,
+    "json_object": _of_object,
+    "regex": _of_regex,
+    "choice": _of_choice,
+    "grammar": _of_grammar,
+    "tool_call": _of_calls,
+}

@@ -1,0 +1,90 @@
+"""The state of one answer under a compiled grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from batchinfer.core.request import ConstraintFailed, RowError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from batchinfer.input.constraints.grammar_tokenizer import GrammarTokenizer
+
+
+class GrammarConstraint:
+    """One answer's state. It copies its grammar with its first token: many rows wait for their turn."""
+
+    __slots__ = ("_matcher", "_own", "_problem", "_tokenizer", "begun")
+
+    def __init__(self, compiled: LLMatcher, tokenizer: GrammarTokenizer) -> None:
+        self._matcher, self._own, self._tokenizer = compiled, False, tokenizer
+        self._problem: str | None = None
+        self.begun = False  # whether it has taken a token
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    @property
+    def needs_end(self) -> bool:
+        return True
+
+    @property
+    def over(self) -> bool:
+        return False
+
+    @property
+    def followed(self) -> GrammarConstraint:
+        """The constraint whose mask counts now: itself."""
+        return self
+
+    @property
+    def failure(self) -> RowError | None:
+        if self._matcher.is_error():
+            return row_error(self._matcher.get_error())
+        return row_error(self._problem) if self._problem is not None else None
+
+    def take(self, token: int) -> None:
+        if not self.matcher.consume_token(token):
+            raise ConstraintFailed(self.failure or row_error("a token came that may not come next"))
+        self.begun = True
+
+    def allows(self, token: int) -> bool:
+        # to ask for a token that the tokenizer lacks would end the answer
+        return self._tokenizer.asks_one(token, self.begun) and bool(self._matcher.validate_tokens([token]))
+
+    def fork(self) -> GrammarConstraint:
+        own = GrammarConstraint(self._matcher.deep_copy() if self._own else self._matcher, self._tokenizer)
+        own._own, own._problem, own.begun = self._own, self._problem, self.begun
+        return own
+
+    def jump_forward(self) -> Seq[int]:
+        tokens = self._matcher.compute_ff_tokens()
+        if not tokens or not (self.begun or self._tokenizer.begins(tokens[0])):
+            return ()
+        return list(takewhile(self._tokenizer.gives, tokens))
+
+    def end_here(self) -> None:
+        """No token of the model may come next."""
+        self._problem = "no token of the model can continue the answer"
+        if not self.begun and self._tokenizer.drops_space:
+            self._problem += (
+                "; it may have to begin with a space, which decoding leaves out with this tokenizer"
+            )
+
+    @property
+    def matcher(self) -> LLMatcher:
+        """Its own, which may be changed."""
+        if not self._own:
+            self._matcher, self._own = self._matcher.deep_copy(), True
+        return self._matcher
+
+
+def row_error(problem: str) -> RowError:
+    """Return the error of a row whose constraint cannot be followed."""
+    from batchinfer.input.constraints.constraint_wording import shown
+
+    return RowError("constraint_failed", "policy", f"the constraint cannot be followed: {shown(problem)}")

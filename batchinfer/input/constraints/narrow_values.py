@@ -1,0 +1,118 @@
+"""Numbers and times of a JSON Schema, held to what llguidance 1.9 follows exactly.
+
+It reads numbers as 64-bit floats (exact_numbers.py), and may name an unnamed property twice.
+tests/batchinfer/schema_shapes.py has the cases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from batchinfer.input.constraints.exact_numbers import (
+    Number,
+    check_multiple,
+    inward,
+    is_exact,
+    is_number,
+    plain,
+    whole_inward,
+)
+from batchinfer.input.constraints.narrow_formats import narrow_format
+from batchinfer.input.constraints.schema_problem import BadSchema
+
+DIGITS = 18  # of an integer without bounds: a column holds 64 bits
+_MOST = whole_inward(10**DIGITS - 1, up=False, excluded=False)
+_LOWS, _HIGHS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+
+
+def narrow_value(schema: dict[str, Any]) -> None:
+    """Narrow one schema in place, not those within it. Raises BadSchema for what cannot be followed exactly."""
+    _check_listed(schema)
+    _check_least(schema)
+    _narrow_bounds(schema)
+    narrow_format(schema)
+
+
+def _check_listed(schema: dict[str, Any]) -> None:
+    if is_number(step := schema.get("multipleOf")):
+        check_multiple(step)
+        schema["multipleOf"] = plain(step)
+    for keyword in ("enum", "const"):
+        if keyword in schema:
+            schema[keyword] = _listed(schema[keyword], keyword)
+
+
+def _listed(value: Any, keyword: str) -> Any:
+    """A value that a schema lists, its numbers as llguidance reads them. Raises BadSchema."""
+    if isinstance(value, dict):
+        return {name: _listed(one, keyword) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_listed(one, keyword) for one in value]
+    if not is_number(value):
+        return value
+    if not is_exact(value):
+        raise BadSchema(
+            f"{keyword} has a number with more digits than can be followed exactly; up to 15 always can"
+        )
+    return plain(value)
+
+
+def _check_least(schema: dict[str, Any]) -> None:
+    """Properties that are not named may come twice, and then count once."""
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    if is_number(least) and isinstance(required, list) and least - len(required) > 1:
+        raise BadSchema("minProperties wants more than one property that is not named; name them in required")
+
+
+def _narrow_bounds(schema: dict[str, Any]) -> None:
+    """Bounds become included ones that are exact; integers have 18 digits at most."""
+    if not all(is_number(schema.get(name, 0)) for name in (*_LOWS, *_HIGHS)):
+        return  # llguidance says what is wrong with it
+    low, high = _tightest(schema, _LOWS), _tightest(schema, _HIGHS)
+    if _only_integers(schema):
+        _bound_integers(schema, low, high)
+        return
+    if low is not None:
+        _set(schema, _LOWS, inward(low[0], True, excluded=low[1], other=high and high[0]))
+    if high is not None:
+        _set(schema, _HIGHS, inward(high[0], False, excluded=high[1], other=low and low[0]))
+
+
+def _bound_integers(
+    schema: dict[str, Any], low: tuple[Number, bool] | None, high: tuple[Number, bool] | None
+) -> None:
+    least = -math.inf if low is None else whole_inward(low[0], True, low[1])
+    most = math.inf if high is None else whole_inward(high[0], False, high[1])
+    if low and high and least > most and low[0] <= high[0]:
+        raise BadSchema(
+            "between its bounds there is no whole number that can be followed exactly: beyond 2^53 only multiples of "
+            "2, 4, 8 and so on can; widen them"
+        )
+    if not {"enum", "const", "$ref"} & schema.keys():
+        if least < _MOST < most:
+            most = _MOST
+        if most > -_MOST > least:
+            least = -_MOST
+    for names, found in ((_LOWS, least), (_HIGHS, most)):
+        if math.isfinite(found):
+            _set(schema, names, int(found))
+
+
+def _set(schema: dict[str, Any], names: tuple[str, str], bound: float) -> None:
+    schema.pop(names[1], None)
+    schema[names[0]] = bound
+
+
+def _tightest(schema: dict[str, Any], names: tuple[str, str]) -> tuple[Number, bool] | None:
+    """The bound that counts on one side, and whether it is excluded."""
+    sign = 1 if names is _LOWS else -1
+    found: Iterator[tuple[Number, bool]] = ((schema[n], n == names[1]) for n in names if n in schema)
+    return max(found, key=lambda one: (one[0] * sign, one[1]), default=None)
+
+
+def _only_integers(schema: dict[str, Any]) -> bool:
+    said = schema.get("type")
+    types = said if isinstance(said, list) else [said]
+    return "integer" in types and "number" not in types

@@ -1,0 +1,265 @@
+"""The syntax of regular expressions: groups, alternatives, repetitions and anchors, read into whatever a maker makes.
+
+A parser of our own, because no library does it: those for Python that know ECMAScript match texts and keep what they
+read to themselves, llguidance takes Rust's syntax, and rewriting a text by rules is what let Rust's constructs through.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from batchinfer.input.constraints.patterns.chars import DOT, Chars, one
+from batchinfer.input.constraints.patterns.classes import HALVES, char_class
+from batchinfer.input.constraints.patterns.escapes import escaped
+from batchinfer.input.constraints.patterns.source import PatternSource
+
+MAX_NESTING = 200  # groups that are open at once
+MAX_COUNT = 10**9
+_COUNTS = re.compile(r"\{([0-9]+)(?:(,)([0-9]*))?\}")
+_FLAGS = re.compile(r"[a-zA-Z^]*-?[a-zA-Z]*[:)]")
+_ANCHORS, _REPEATS = ("^", "$"), ("*", "+", "?", "{")
+_TEXT = re.compile(r"[^\\^$.*+?()\[\]{}|\ud800-\udfff]*")
+_SPECIAL = frozenset("\\^$.*+?()[]{}|")
+T = TypeVar("T")
+
+
+class Maker(Protocol[T]):
+    """Makes something of an expression's parts, from the inside out. It may raise ValueError."""
+
+    def chars(self, chars: Chars) -> T:
+        """One character of a set."""
+        ...
+
+    def text(self, text: str) -> T:
+        """Characters that stand for themselves."""
+        ...
+
+    def open_ended(self, part: T, before: bool, behind: bool) -> T:
+        """A part before which, or behind which, no anchor stands: where one is looked for, any text may."""
+        ...
+
+    def sequence(self, parts: Sequence[T]) -> T:
+        """One after the other; none is the empty text."""
+        ...
+
+    def choice(self, ways: Sequence[T]) -> T:
+        """One of several."""
+        ...
+
+    def repeated(self, part: T, least: int, most: int | None) -> T:
+        """So many times; `most` is None without an end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PatternPart(Generic[T]):
+    """A translated part of a pattern, and whether it begins at the start of the text and ends at its end."""
+
+    made: T
+    start: bool = False
+    end: bool = False
+
+
+@dataclass(slots=True)
+class _Group(Generic[T]):
+    """A group that is being read."""
+
+    begin: int
+    parts: list[PatternPart[T]] = field(default_factory=list)
+    ways: list[PatternPart[T]] = field(default_factory=list)
+
+
+def read_pattern(pattern: str, maker: Maker[T]) -> T:
+    """Read an expression, and return what the maker builds from it.
+
+    Raises BadPattern for what is no regular expression of ECMAScript with its flag u, and for what cannot be followed:
+    look-around, references to groups, boundaries of words, anchors in the middle.
+    """
+    return _PatternReader(pattern, maker).read()
+
+
+class _PatternReader(Generic[T]):
+    def __init__(self, pattern: str, maker: Maker[T]) -> None:
+        self._source, self._maker = PatternSource(pattern), maker
+        self._open: list[_Group[T]] = [_Group(0)]
+        self._names: set[str] = set()
+
+    def read(self) -> T:
+        while not self._source.ended:
+            self._element()
+        group = self._open.pop()
+        if self._open:
+            self._source.at = group.begin + 1
+            self._source.bad(group.begin, r"is not closed; write ) at its end, or \( for a bracket")
+        return self._open_ended(self._closed(group), start=True, end=True).made
+
+    def _element(self) -> None:
+        source, begin = self._source, self._source.at
+        char = source.take()
+        if char == "(":
+            self._begin_group(begin)
+        elif char == ")":
+            self._end_group(begin)
+        elif char == "|":
+            self._end_way(self._open[-1])
+        elif char in _ANCHORS:
+            self._anchor(begin, char)
+        elif text := self._text(begin):
+            self._add(begin, PatternPart(self._maker.text(text)))
+        else:
+            self._add(begin, PatternPart(self._maker.chars(self._chars(begin, char))))
+
+    def _text(self, begin: int) -> str:
+        """Characters from here on that stand for themselves, but none alone; what repeats the last one is not here."""
+        source = self._source
+        text = source.matched(_TEXT, begin)
+        if len(text) > 1 and source.peek() in _REPEATS:
+            source.at -= 1
+            text = text[:-1]
+        if len(text) < 2:
+            source.at = begin + 1
+            return ""
+        return text
+
+    def _chars(self, begin: int, char: str) -> Chars:
+        source = self._source
+        if char == "[":
+            return char_class(source)
+        if char == ".":
+            return DOT
+        code = escaped(source, in_class=False) if char == "\\" else ord(char)
+        if char in _SPECIAL and char != "\\":
+            self._refuse_special(begin, char)
+        if not isinstance(code, int):
+            return code
+        if 0xD800 <= code <= 0xDFFF:
+            source.bad(begin, HALVES)
+        return one(code)
+
+    def _refuse_special(self, begin: int, char: str) -> None:
+        if char in "*+?":
+            self._source.bad(begin, f"repeats nothing; write \\{char} for the character")
+        within = ", and classes without brackets inside" if char == "]" else ""
+        self._source.bad(begin, f"stands for no character by itself; write \\{char}{within}")
+
+    def _begin_group(self, begin: int) -> None:
+        source = self._source
+        if source.took("?") and not source.took(":"):
+            self._special_group(begin)
+        if len(self._open) > MAX_NESTING:
+            source.bad(begin, f"is nested in more than {MAX_NESTING} others; write it flatter")
+        self._open.append(_Group(begin))
+
+    def _special_group(self, begin: int) -> None:
+        """A group with a name is passed over up to its `>`; any other is refused."""
+        source = self._source
+        for kind in ("=", "!", "<=", "<!"):
+            if source.took(kind):
+                source.bad(begin, "is look-ahead or look-behind, which cannot be followed; leave it out")
+        if source.took("<"):
+            return self._named_group(begin)
+        if source.took("P"):
+            source.took("<")
+            source.bad(begin, "is not ECMAScript; write (?<name>…), or (?:…) without a name")
+        if found := _FLAGS.match(source.peek(20)):
+            source.took(found[0])
+            source.bad(
+                begin, "sets flags, which cannot be followed; write what is meant without them, such as [Aa]"
+            )
+        source.take()
+        source.bad(begin, "is not ECMAScript; write (?:…)")
+
+    def _named_group(self, begin: int) -> None:
+        name = self._source.until(">")
+        if name is None or not name.replace("$", "_").isidentifier():
+            self._source.bad(
+                begin, "is a group without a proper name; write (?<name>…), or (?:…) without one"
+            )
+        if name in self._names:
+            self._source.bad(begin, "names a second group so; write another name, or (?:…) without one")
+        self._names.add(name)
+
+    def _end_group(self, begin: int) -> None:
+        if len(self._open) == 1:
+            self._source.bad(begin, r"closes no group; write \) for a bracket")
+        group = self._open.pop()
+        self._add(group.begin, self._closed(group))
+
+    def _closed(self, group: _Group[T]) -> PatternPart[T]:
+        self._end_way(group)
+        if len(group.ways) == 1:
+            return group.ways[0]
+        start, end = any(way.start for way in group.ways), any(way.end for way in group.ways)
+        ways = [self._open_ended(way, start, end).made for way in group.ways]
+        return PatternPart(self._maker.choice(ways), start, end)
+
+    def _open_ended(self, part: PatternPart[T], start: bool, end: bool) -> PatternPart[T]:
+        """A part that begins (and ends) where the text does: any text may stand where it has no anchor."""
+        before, behind = start and not part.start, end and not part.end
+        made = self._maker.open_ended(part.made, before, behind) if before or behind else part.made
+        return PatternPart(made, start, end)
+
+    def _end_way(self, group: _Group[T]) -> None:
+        parts, group.parts = group.parts, []
+        made = self._maker.sequence([part.made for part in parts])
+        group.ways.append(PatternPart(made, parts[0].start, parts[-1].end) if parts else PatternPart(made))
+
+    def _anchor(self, begin: int, char: str) -> None:
+        held = PatternPart(self._maker.sequence(()), char == "^", char == "$")
+        parts = self._open[-1].parts
+        if self._source.peek() in _REPEATS:
+            self._source.bad(begin, f"cannot be repeated; write \\{char} for the character")
+        if parts and parts[-1] == held:  # twice is once
+            return
+        self._add(begin, held)
+
+    def _add(self, begin: int, part: PatternPart[T]) -> None:
+        """Add a part with what repeats it, if the anchors in it and before it allow."""
+        source, parts = self._source, self._open[-1].parts
+        if parts and part.start:
+            source.bad(
+                begin,
+                "matches at the start only, and is not first; write ^ first, or \\^ for a ^",
+            )
+        if parts and parts[-1].end:
+            source.bad(begin, "stands behind a $, where nothing can; write $ last, or \\$ for a $")
+        counts = self._counts()
+        if counts is None:
+            parts.append(part)
+            return
+        if part.start or part.end:
+            source.bad(begin, "repeats an anchor; write ^ and $ outside of what is repeated")
+        parts.append(PatternPart(self._maker.repeated(part.made, *counts)))
+
+    def _counts(self) -> tuple[int, int | None] | None:
+        """How often the part before is to come, if that is said."""
+        source, begin = self._source, self._source.at
+        char = source.peek()
+        if char not in _REPEATS:
+            return None
+        if char == "{":
+            least, most = self._braces(begin)
+        else:
+            source.take()
+            least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[char]
+        source.took("?")  # as few as possible: the texts are the same
+        if source.peek() in _REPEATS:
+            source.take()
+            source.bad(begin, "repeats a repetition; write (?:…) around the inner one")
+        return least, most
+
+    def _braces(self, begin: int) -> tuple[int, int | None]:
+        source = self._source
+        if (found := _COUNTS.match(source.peek(64))) is None:
+            source.take()
+            source.bad(begin, "stands for no character by itself; write \\{, or {n}, {n,} or {n,m} to repeat")
+        source.took(found[0])
+        least, most = int(found[1]), int(found[3]) if found[3] else None if found[2] else int(found[1])
+        if max(least, most or 0) > MAX_COUNT:
+            source.bad(begin, f"repeats too often; write a count of at most {MAX_COUNT}")
+        if most is not None and most < least:
+            source.bad(begin, "ends before it begins; write the smaller count first")
+        return least, most

@@ -1,0 +1,67 @@
+"""The most bytes that a text can have which a regular expression matches as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from batchinfer.input.constraints.patterns.chars import Chars, Range
+from batchinfer.input.constraints.patterns.reader import read_pattern
+from batchinfer.input.constraints.patterns.source import BadPattern
+
+Written = Callable[[Range], int]  # the most bytes of a character of this range
+
+
+class NoWidth(ValueError):
+    """An expression without a bound, or none at all; the message says why."""
+
+
+def plain(chars: Range) -> int:
+    """Bytes of UTF-8."""
+    return len(chr(chars[1]).encode())
+
+
+def in_json(chars: Range) -> int:
+    """Bytes between the quotes of JSON, where a control character may be written with its code."""
+    first, last = chars
+    if first < 0x20 or first <= 0x7F <= last:
+        return 6
+    return max(2 if first <= 0x22 <= last or first <= 0x5C <= last else 1, plain(chars))
+
+
+def pattern_width(pattern: str, written: Written, *, searched: bool) -> int:
+    """`searched`: the pattern may match anywhere in the text, as in a JSON Schema, unless ^ and $ hold it.
+
+    Raises NoWidth.
+    """
+    try:
+        return read_pattern(pattern, _WidthMaker(written, searched))
+    except BadPattern as error:
+        raise NoWidth(str(error)) from None
+
+
+class _WidthMaker:
+    def __init__(self, written: Written, searched: bool) -> None:
+        self._written, self._searched = written, searched
+
+    def chars(self, chars: Chars) -> int:
+        ranges = chars.ranges if chars.known else ((0, 0x10FFFF),)
+        return max(map(self._written, ranges), default=0)
+
+    def text(self, text: str) -> int:
+        return sum(self._written((ord(char), ord(char))) for char in text)
+
+    def open_ended(self, part: int, _before: bool, _behind: bool) -> int:
+        if self._searched:
+            raise NoWidth("it has no ^ at its start or no $ at its end, so that more may stand around it")
+        return part
+
+    def sequence(self, parts: Sequence[int]) -> int:
+        return sum(parts)
+
+    def choice(self, ways: Sequence[int]) -> int:
+        return max(ways)
+
+    def repeated(self, part: int, _: int, most: int | None) -> int:
+        if most is None:
+            raise NoWidth("a repetition has no end, such as * and +; write {0,n}")
+        return part * most

@@ -1,0 +1,254 @@
+"""A JSON Schema in the keywords of draft 2020-12 that llguidance follows, and in no others.
+
+llguidance guesses the draft from the keywords that it finds, takes options from a schema (`x-guidance`), and passes
+over what it does not know. So only what it is known to follow is copied. Keywords of older drafts are put in today's
+words where that is exact. What would change the meaning and cannot be followed is refused; annotations and keywords
+that ask for nothing, such as `uniqueItems: false`, are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from batchinfer.input.constraints.exact_numbers import is_number
+from batchinfer.input.constraints.schema_problem import BadSchema
+from batchinfer.input.constraints.schema_references import References, UnknownReference
+
+MOST_SCHEMAS = 50_000  # llguidance's own limit
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_PLAIN = frozenset(
+    ("type", "const", "enum", "required", "pattern", "format", "multipleOf", *_BOUNDS, *_COUNTS)
+)
+_SINGLE = frozenset(("items", "additionalProperties"))
+_LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
+_NAMED = frozenset(("properties", "patternProperties"))
+# Read together; keywords between them, such as $ref, would part them
+_TOGETHER = (("properties", "patternProperties", "additionalProperties"), ("prefixItems", "items"))
+_NOTHING: tuple[Any, ...] = (True, {})  # schemas that allow everything
+_DRAFT = re.compile(r"draft-0?(\d)\b|/draft/(2019-09)/")
+_WITHOUT_SIBLINGS = ("4", "6", "7")  # drafts in which a $ref stands alone
+_COPY = "none is read, so copy the part into $defs and name it from there"
+_ADVICE = {
+    "nullable": "it is OpenAPI's; add null to the type, as in [string, 'null']",
+    "dependencies": "it is an older draft's; write the cases as anyOf",
+    "dependentRequired": "write the cases as anyOf",
+    "dependentSchemas": "write the cases as anyOf",
+    "additionalItems": "it means nothing beside prefixItems; write items for it",
+    "divisibleBy": "it is an older draft's; write multipleOf",
+    "extends": "it is an older draft's; write allOf",
+    "disallow": "it is an older draft's; write the types that are allowed",
+}
+
+
+def followed_schema(schema: Any) -> Any:
+    """A copy of a parsed schema that says the same in the keywords above. Raises BadSchema for what it cannot say."""
+    return _KeywordReader(schema).whole()
+
+
+def _asks_nothing(keyword: str, schema: Mapping[str, Any], old: str | None) -> bool:
+    """Whether a keyword that cannot be followed has no effect where it stands."""
+    found = _TRIVIAL.get(keyword)
+    return found is not None and found(schema[keyword], schema, old)
+
+
+def _empties(value: Any, empty: tuple[Any, ...]) -> bool:
+    return isinstance(value, dict) and all(one in empty and one is not False for one in value.values())
+
+
+_TRIVIAL: Mapping[str, Callable[[Any, Mapping[str, Any], str | None], bool]] = {
+    "not": lambda value, *_: value is False,
+    "if": lambda _, schema, __: all(schema.get(name, True) in _NOTHING for name in ("then", "else")),
+    "then": lambda value, schema, _: "if" not in schema or value in _NOTHING,
+    "else": lambda value, schema, _: "if" not in schema or value in _NOTHING,
+    "contains": lambda _, schema, old: (
+        old is None and schema.get("minContains") == 0 and "maxContains" not in schema
+    ),
+    "propertyNames": lambda value, *_: value in _NOTHING,
+    "uniqueItems": lambda value, schema, _: value is False or schema.get("maxItems") in (0, 1),
+    "unevaluatedItems": lambda value, *_: value in _NOTHING,
+    "unevaluatedProperties": lambda value, *_: value in _NOTHING,
+    "dependentSchemas": lambda value, *_: _empties(value, _NOTHING),
+    "dependentRequired": lambda value, *_: _empties(value, ([],)),
+    "dependencies": lambda value, *_: _empties(value, (*_NOTHING, [])),
+    "additionalItems": lambda _, schema, __: "prefixItems" not in schema,
+    "nullable": lambda value, *_: value is not True,
+    "divisibleBy": lambda *_: False,
+    "extends": lambda *_: False,
+    "disallow": lambda *_: False,
+    "$dynamicRef": lambda *_: False,
+    "$recursiveRef": lambda *_: False,
+}
+_FOLLOWED = frozenset((*_PLAIN, *_SINGLE, *_LISTS, *_NAMED, "$ref"))
+_SPELLINGS = {name.lower(): name for name in (*_FOLLOWED, *_TRIVIAL)}
+
+
+class _KeywordReader:
+    """Copies one document. Parts that references name stand in `$defs`, wherever they stood."""
+
+    def __init__(self, root: Any) -> None:
+        self._root, self._references = root, References(root)
+        self._old = _older_draft(root)
+        self._embedded = set(_embedded(root))
+        self._names: dict[int, str] = {id(root): "#"}
+        self._pending: list[tuple[str, Any]] = []
+        self._count = 0
+
+    def whole(self) -> Any:
+        """The copy of the document."""
+        if self._old == "3":
+            raise BadSchema("its $schema names draft 3, which is not read; write it as draft 2020-12")
+        made, named = self._schema(self._root), {}
+        while self._pending:
+            name, one = self._pending.pop()
+            named[name] = self._schema(one)
+        return {**made, "$defs": named} if named else made
+
+    def _schema(self, schema: Any) -> Any:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise BadSchema(
+                "something in it stands where a schema belongs; a schema is an object, true or false"
+            )
+        self._count += 1
+        if self._count > MOST_SCHEMAS:
+            raise BadSchema(
+                f"it has more than {MOST_SCHEMAS} schemas, those behind references counted; make it smaller"
+            )
+        if "$ref" in schema:
+            self._check_beside_reference(schema)
+        current = self._in_todays_words(schema)
+        made: dict[str, Any] = {}
+        for keyword in _in_order(current):
+            if keyword in _FOLLOWED:
+                made[keyword] = self._value(keyword, current[keyword])
+            else:
+                self._check_left_out(keyword, current)
+        return made
+
+    def _value(self, keyword: str, value: Any) -> Any:
+        if keyword == "$ref":
+            return self._reference(value)
+        if keyword in ("enum", "type", "anyOf", "oneOf") and value == []:
+            raise BadSchema(
+                f"{keyword} is an empty list, so that no answer can follow it; say what it allows"
+            )
+        if keyword in _SINGLE:
+            return self._schema(value)
+        if keyword in _LISTS and isinstance(value, list):
+            return [self._schema(one) for one in value]
+        if keyword in _NAMED and isinstance(value, dict):
+            return {name: self._schema(one) for name, one in value.items()}
+        if keyword in _COUNTS and is_number(value) and -(2**63) < value < 2**63 and value == int(value):
+            return int(value)
+        return value  # llguidance says what is wrong with others
+
+    def _check_left_out(self, keyword: str, schema: Mapping[str, Any]) -> None:
+        """Raises BadSchema for a keyword that has a meaning, or is a slip of the pen for one."""
+        if keyword in _TRIVIAL and not _asks_nothing(keyword, schema, self._old):
+            advice = _ADVICE.get(keyword, "take it out, and check the answers for it afterwards")
+            raise BadSchema(f'"{keyword}" cannot be followed; {advice}')
+        plain = keyword.replace("_", "").replace("-", "").lower()
+        if keyword not in _TRIVIAL and (meant := _SPELLINGS.get(plain)) is not None:
+            raise BadSchema(f"{keyword[:40]} is no keyword; did you mean {meant}?")
+
+    def _in_todays_words(self, schema: dict[str, Any]) -> dict[str, Any]:
+        current = dict(schema)
+        for name in ("exclusiveMinimum", "exclusiveMaximum"):
+            if current.get(name) is True:
+                inclusive = name.replace("exclusiveM", "m")
+                raise BadSchema(
+                    f"{name}: true is an older draft's; give it the number, in place of {inclusive}"
+                )
+            if current.get(name) is False:
+                del current[name]
+        if isinstance(current.get("required"), bool):
+            raise BadSchema(
+                "required: true is an older draft's; give the object a list of the names it requires"
+            )
+        if "prefixItems" in current and self._old is not None:
+            raise BadSchema("prefixItems means nothing in the draft that its $schema names; take $schema out")
+        if isinstance(current.get("items"), list):
+            return _with_first_items(current)
+        return current
+
+    def _check_beside_reference(self, schema: Mapping[str, Any]) -> None:
+        if id(schema) in self._embedded:
+            raise BadSchema(
+                "a $ref stands in a part with an $id of its own, where it is read anew; take that $id out"
+            )
+        if self._old in _WITHOUT_SIBLINGS and (_FOLLOWED - {"$ref"}) & schema.keys():
+            raise BadSchema(
+                "keywords beside a $ref mean nothing in the draft that its $schema names; take $schema out, or put the "
+                "$ref and the other keywords into an allOf"
+            )
+
+    def _reference(self, reference: Any) -> str:
+        try:
+            found = self._references.resolved(reference)
+        except UnknownReference as error:
+            inside = isinstance(reference, str) and reference.startswith("#")
+            right = "correct it or add the part" if inside else _COPY
+            raise BadSchema(f"{error}; {right}") from None
+        if id(found) not in self._names:
+            name = f"d{len(self._names)}"
+            self._names[id(found)] = f"#/$defs/{name}"
+            self._pending.append((name, found))
+        return self._names[id(found)]
+
+
+def _with_first_items(schema: dict[str, Any]) -> dict[str, Any]:
+    """A list of items, and what comes behind them, as today's drafts say it."""
+    if "prefixItems" in schema:
+        raise BadSchema(
+            "items is a list beside prefixItems; give items one schema, for the items behind the first ones"
+        )
+    made: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword == "items":
+            made["prefixItems"] = value
+        elif keyword == "additionalItems":
+            made["items"] = value
+        else:
+            made[keyword] = value
+    return made
+
+
+def _in_order(schema: Mapping[str, Any]) -> list[str]:
+    """The keywords of a schema, those that are read together side by side."""
+    found: dict[str, None] = {}
+    for keyword in schema:
+        for together in _TOGETHER:
+            if keyword in together:
+                found.update(dict.fromkeys(one for one in together if one in schema))
+        found[keyword] = None
+    return list(found)
+
+
+def _older_draft(root: Any) -> str | None:
+    """Return the name of the draft before 2020-12 that a document follows; None if it names none."""
+    said = root.get("$schema") if isinstance(root, dict) else None
+    found = _DRAFT.search(said) if isinstance(said, str) else None
+    return None if found is None else found[1] or found[2]
+
+
+def _embedded(root: Any) -> Iterator[int]:
+    """The ids of the objects within parts that have an `$id` of their own, which references there begin from."""
+    pending = [(root, False)]
+    while pending:
+        one, inside = pending.pop()
+        if isinstance(one, dict):
+            inside = inside or (one is not root and _names_a_document(one))
+            if inside:
+                yield id(one)
+            pending.extend((value, inside) for value in one.values())
+        elif isinstance(one, list):
+            pending.extend((value, inside) for value in one)
+
+
+def _names_a_document(schema: Mapping[str, Any]) -> bool:
+    said = schema.get("$id")
+    return isinstance(said, str) and not said.startswith("#")

@@ -1,0 +1,206 @@
+"""Arrow IPC: files (.arrow, .feather version 2) and streams (.arrows), read one record batch after the other.
+
+A record batch is the least that can be read, so its size is looked at before it is: what would not fit into the memory
+that is available is refused, and so is what unpacks to a thousand times its size. Both layouts are read as the stream
+that they hold, front to back; a file's footer must count as many batches as were found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinfer.core.errors import InputCorrupt, OutOfMemory, StorageError
+from batchinfer.filesystem.durable import sha256_of
+from batchinfer.input.chunk import InputChunk
+from batchinfer.input.formats.ipc_sizes import BadMessage, batch_sizes
+from batchinfer.input.input_file import InputFile
+from batchinfer.input.protocol import BATCH_ROWS, ReadOptions
+from batchinfer.input.typed_rows import declared_schema, sliced, table_rows
+from batchinfer.input.unpacked import BombGuard, refuse_bomb
+from batchinfer.machine.memory import available_memory
+
+_MAGIC = b"ARROW1"
+_STREAM_AT = 8  # in a file: its magic, padded
+_SHARE = 2  # of the available memory that one record batch may take
+_UNREADABLE = (
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
+    pa.types.is_union,
+    pa.types.is_run_end_encoded,
+)
+
+
+class ArrowReader:
+    """One Arrow IPC file. After `chunks()` has ended, `sha256` identifies what was read."""
+
+    def __init__(self, file: InputFile, options: ReadOptions) -> None:
+        self._file = file
+        self._columns = options.columns
+        self._valid: dict[tuple[int | None, ...], pa.Array] = {}
+        self.sha256 = ""
+
+    def schema(self) -> pa.Schema:
+        """Names and types, dictionaries unpacked. Raises InputCorrupt for what is not Arrow."""
+        with self._opened() as (raw, _), self._stream(raw) as stream:
+            return declared_schema(self._file.path, stream.schema)
+
+    def chunks(self) -> Iterator[InputChunk]:
+        """Rows in file order. Raises InputCorrupt when the file is damaged or changes, OutOfMemory."""
+        first, before = 0, self._file.opened()
+        with self._opened() as (raw, expected):
+            self._check_sizes(raw)
+            self._measure(raw)
+            with self._stream(raw) as stream:
+                names = self._names(stream.schema)
+                for batch in self._decoded(stream, expected):
+                    for part in self._small_parts(batch.select(names)):
+                        yield table_rows(self._file.name, part, first, raw.tell())
+                        first += part.num_rows
+        self.sha256 = sha256_of(Path(self._file.path))
+        before.check_unchanged()
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[BinaryIO, int | None]]:
+        """The file at the start of its stream, and how many batches its footer counts; None for a stream."""
+        try:
+            with open(self._file.path, "rb") as raw:
+                expected = None
+                if raw.read(len(_MAGIC)) == _MAGIC:
+                    with self._named_damage("not an Arrow file, or cut short"):
+                        expected = pa.ipc.open_file(self._file.path).num_record_batches
+                raw.seek(_STREAM_AT if expected is not None else 0)
+                yield raw, expected
+        except FileNotFoundError:
+            self._file.check_unchanged()
+            raise
+        except pa.ArrowException:
+            raise
+        except OSError as error:
+            raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
+
+    @contextmanager
+    def _named_damage(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, OSError, EOFError, BadMessage) as error:
+            raise InputCorrupt(f"{self._file.path}: {what}: {error}") from None
+
+    def _stream(self, raw: BinaryIO) -> pa.RecordBatchStreamReader:
+        with self._named_damage("not an Arrow file or stream, or cut short"):
+            return pa.ipc.open_stream(pa.PythonFile(raw, mode="r"))
+
+    def _check_sizes(self, raw: BinaryIO) -> None:
+        """Looks at every record batch's size without reading it, and goes back to where it began."""
+        start, allowed, in_all = raw.tell(), available_memory() // _SHARE, 0
+        with self._named_damage("not an Arrow file or stream, or cut short"):
+            for number, (packed, unpacked) in enumerate(batch_sizes(raw)):
+                self._check_size(number, packed, unpacked, allowed)
+                in_all += unpacked
+        refuse_bomb(self._file.path, self._file.size, in_all)
+        raw.seek(start)
+
+    def _measure(self, raw: BinaryIO) -> None:
+        """Check the unpacked size of all batches before the first row is yielded, if a value may stand in many rows."""
+        start = raw.tell()
+        with self._stream(raw) as stream:
+            shared = [name for name in self._names(stream.schema) if _shares(stream.schema.field(name).type)]
+            guard = BombGuard(self._file.path, self._file.size)
+            if shared:
+                for batch in self._decoded(stream, None):
+                    for part in self._parts(batch.select(shared)):
+                        guard.add(part)
+        raw.seek(start)
+
+    def _check_size(self, number: int, packed: int, unpacked: int, allowed: int) -> None:
+        refuse_bomb(f"{self._file.path}: record batch {number}", packed, unpacked)
+        if unpacked > allowed:
+            raise OutOfMemory(
+                f"{self._file.path}: record batch {number} takes {unpacked / 2**30:.2f} GiB of memory at once and "
+                f"{allowed / 2**30:.2f} GiB (half of what is available) may be used; write the file in smaller batches "
+                "(pyarrow: write_table(table, max_chunksize=10000)), or as Parquet"
+            )
+
+    def _names(self, schema: pa.Schema) -> list[str]:
+        names = [name for name in schema.names if self._columns is None or name in self._columns]
+        for name in names:
+            if _holds_unreadable(schema.field(name).type):
+                kind = schema.field(name).type
+                raise InputCorrupt(
+                    f"{self._file.path}: column {name!r} has the type {kind}, which cannot be read; "
+                    "cast it to a list or a plain type"
+                )
+        return names
+
+    def _decoded(self, stream: pa.RecordBatchStreamReader, expected: int | None) -> Iterator[pa.RecordBatch]:
+        rows = count = 0
+        while True:
+            with self._named_damage(f"damaged after row {rows}"):
+                try:
+                    batch = stream.read_next_batch()
+                    batch.validate()
+                except StopIteration:
+                    break
+            rows, count = rows + batch.num_rows, count + 1
+            yield batch
+        if expected is not None and count != expected:
+            raise InputCorrupt(f"{self._file.path}: {count} record batches, its footer counts {expected}")
+
+    def _small_parts(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        for part in self._parts(batch):
+            yield from sliced(part)
+
+    def _parts(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        for start in range(0, batch.num_rows, BATCH_ROWS):
+            part = batch.slice(start, BATCH_ROWS)
+            with self._named_damage(f"record batch with damaged rows from {start} on"):
+                self._validate(part)
+            yield part
+
+    def _validate(self, part: pa.RecordBatch) -> None:
+        """Offsets, lengths and indices must lie within their buffers. That text is UTF-8 is looked at row by row.
+
+        A dictionary that many parts share is looked at once.
+        """
+        for column in part.columns:
+            if pa.types.is_dictionary(column.type):
+                place = tuple(buffer and buffer.address for buffer in column.dictionary.buffers())
+                if place not in self._valid:
+                    _validate(column.dictionary)
+                    self._valid = {place: column.dictionary}  # kept, so that its place stays its own
+                _check_indices(column)
+            else:
+                _validate(column)
+
+
+def _check_indices(column: pa.Array) -> None:
+    column.indices.validate(full=True)
+    found = pc.min_max(column.indices).as_py()
+    if found["min"] is not None and not 0 <= found["min"] <= found["max"] < len(column.dictionary):
+        raise pa.ArrowInvalid(f"index {found['max']} in a dictionary of {len(column.dictionary)} values")
+
+
+def _shares(kind: pa.DataType) -> bool:
+    """Whether one stored value may stand in many rows."""
+    if pa.types.is_dictionary(kind) or kind in (pa.string_view(), pa.binary_view()):
+        return True
+    return any(_shares(kind.field(at).type) for at in range(kind.num_fields))
+
+
+def _validate(column: pa.Array) -> None:
+    if column.type in (pa.string(), pa.large_string()):
+        column = column.view(pa.binary() if column.type == pa.string() else pa.large_binary())
+    column.validate(full=True)
+
+
+def _holds_unreadable(kind: pa.DataType) -> bool:
+    if any(bool(test(kind)) for test in _UNREADABLE):
+        return True
+    if pa.types.is_dictionary(kind):
+        return bool(pa.types.is_nested(kind.value_type))
+    return any(_holds_unreadable(kind.field(at).type) for at in range(kind.num_fields))

@@ -1,0 +1,140 @@
+"""How large the record batches of an Arrow IPC stream are, told from their headers before anything is unpacked.
+
+A message is: 0xFFFFFFFF, the length of its header, the header (a FlatBuffer), the body. Of the header these are read:
+
+    Message {version: i16, header_type: u8, header: union, bodyLength: i64}
+    RecordBatch {length: i64, nodes: [FieldNode], buffers: [{offset: i64, length: i64}], compression: table}
+    DictionaryBatch {id: i64, data: RecordBatch}
+
+A packed buffer begins with its unpacked length (i64; -1: it is not packed after all).
+
+Read by hand because pyarrow unpacks a batch before it tells its size. A limit on the memory of the process would end
+the run, which reads its input itself, instead of refusing one file by name.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from batchinfer.input.unpacked import ROW_BYTES
+
+_CONTINUED = 0xFFFFFFFF
+_DICTIONARY, _RECORDS = 2, 3  # of header_type
+_MOST_HEADER = 64 << 20  # 24 bytes a buffer: no honest table has as many columns
+
+
+class BadMessage(Exception):
+    """The stream is cut short, or no Arrow stream."""
+
+
+def batch_sizes(raw: BinaryIO) -> Iterator[tuple[int, int]]:
+    """(bytes as stored, bytes unpacked) of each record or dictionary batch from here to the stream's end.
+
+    Raises BadMessage.
+    """
+    end = os.fstat(raw.fileno()).st_size
+    while (size := _header_size(raw, end)) > 0:
+        header = _Flat(_exactly(raw, size))
+        try:
+            message = header.root()
+            body = header.number(message, 3, "<q")
+            holds = header.number(message, 1, "<B")
+            packed, unpacked = _sizes(raw, header, message, holds)
+        except (struct.error, IndexError, ValueError) as error:
+            raise BadMessage(f"a message's header is damaged: {error}") from None
+        start = raw.tell()
+        if body < 0 or start + body > end:
+            raise BadMessage(f"a message of {body} bytes, of which {end - start} are there")
+        if holds in (_DICTIONARY, _RECORDS):
+            yield packed, max(unpacked, body)
+        raw.seek(start + body)
+
+
+def _header_size(raw: BinaryIO, end: int) -> int:
+    """0 at the stream's end."""
+    head = raw.read(8)
+    if not head or head == b"\xff\xff\xff\xff\0\0\0\0":
+        return 0
+    if len(head) < 8:
+        raise BadMessage("cut short between two messages")
+    mark, size = struct.unpack("<Ii", head)
+    if mark != _CONTINUED:
+        raise BadMessage("no Arrow stream, or one by an Arrow older than 0.15")
+    if not 0 < size <= min(_MOST_HEADER, end - raw.tell()):
+        raise BadMessage(f"a header of {size} bytes")
+    return int(size)
+
+
+def _exactly(raw: BinaryIO, size: int) -> bytes:
+    data = raw.read(size)
+    if len(data) < size:
+        raise BadMessage("cut short within a header")
+    return data
+
+
+def _sizes(raw: BinaryIO, header: _Flat, message: int, holds: int) -> tuple[int, int]:
+    """Return the sizes of the buffers in a message's body, stored and unpacked; (0, 0) for a schema."""
+    if holds not in (_DICTIONARY, _RECORDS):
+        return 0, 0
+    batch = header.table(message, 2)
+    if holds == _DICTIONARY:
+        batch = header.table(batch, 1)
+    compressed = header.place(batch, 3) is not None
+    rows = header.number(batch, 0, "<q")
+    start, packed, unpacked = raw.tell(), 0, 0
+    for offset, length in header.pairs(batch, 2):
+        packed += length
+        unpacked += _declared(raw, start + offset, length) if compressed and length else length
+    raw.seek(start)
+    return packed, max(unpacked, rows * ROW_BYTES)
+
+
+def _declared(raw: BinaryIO, at: int, length: int) -> int:
+    raw.seek(at)
+    declared = int(struct.unpack("<q", _exactly(raw, 8))[0])
+    return length if declared < 0 else declared
+
+
+class _Flat:
+    """The few things that are read of a FlatBuffer. Raises struct.error where it points outside."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def root(self) -> int:
+        return self._at(0, "<I")
+
+    def place(self, table: int, field: int) -> int | None:
+        """Return the position of a table's field; None if the field has its default."""
+        vtable = table - self._at(table, "<i")
+        slot = 4 + 2 * field
+        if slot + 2 > self._at(vtable, "<H"):
+            return None
+        offset = self._at(vtable + slot, "<H")
+        return table + offset if offset else None
+
+    def number(self, table: int, field: int, kind: str) -> int:
+        place = self.place(table, field)
+        return 0 if place is None else self._at(place, kind)
+
+    def table(self, table: int, field: int) -> int:
+        place = self.place(table, field)
+        if place is None:
+            raise IndexError("a table is missing")
+        return place + self._at(place, "<I")
+
+    def pairs(self, table: int, field: int) -> Iterator[tuple[int, int]]:
+        """A vector of pairs of i64."""
+        if self.place(table, field) is None:
+            return
+        vector = self.table(table, field)
+        for at in range(self._at(vector, "<I")):
+            yield self._at(vector + 4 + 16 * at, "<q"), self._at(vector + 12 + 16 * at, "<q")
+
+    def _at(self, place: int, kind: str) -> int:
+        if place < 0:
+            raise IndexError("it points before its start")
+        return int(struct.unpack_from(kind, self._data, place)[0])

@@ -1,0 +1,101 @@
+"""JSON lines, plain or compressed: one object a line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+
+from batchinfer.core.errors import StorageError
+from batchinfer.core.request import RowError
+from batchinfer.input.chunk import InputChunk
+from batchinfer.input.input_file import InputFile
+from batchinfer.input.json_text import parse_row
+from batchinfer.input.line_buffer import LineBuffer
+from batchinfer.input.lines import HashingFile, WholeLines, line_blocks, unpacked_chunks
+from batchinfer.input.protocol import ReadOptions
+from batchinfer.input.rows import RowProblem, Values, row_error
+
+_BLANK = b" \t\r"
+Line = tuple[int, bytes]  # its number, and its bytes without the newline
+
+
+class JsonlReader:
+    """One JSONL file. After `chunks()` has ended, `sha256` identifies what was read."""
+
+    def __init__(self, file: InputFile, options: ReadOptions) -> None:
+        self._file = file
+        self._options, self._text = options, options.text
+        self.sha256 = ""
+
+    def schema(self) -> None:
+        """JSON declares no columns, but what is no such file is found in its first lines. Raises InputCorrupt."""
+        with closing(self.chunks()) as chunks:
+            next(chunks, None)
+
+    def chunks(self) -> Generator[InputChunk, None, None]:
+        """Rows in file order; blank lines are skipped. Raises InputCorrupt when the file is damaged or changes."""
+        try:
+            with open(self._file.path, "rb") as raw:
+                hashing = HashingFile(raw)
+                chunks = unpacked_chunks(self._file.path, raw, hashing, self._text.encoding)
+                head = WholeLines(chunks, self._options.sample_bytes)
+                yield from self._cut(LineBuffer(iter(head)), hashing)
+                self.sha256 = "" if head.cut else hashing.hexdigest()
+        except OSError as error:
+            raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
+        self._file.check_unchanged(self.sha256 or None)
+
+    def _cut(self, lines: LineBuffer, hashing: HashingFile) -> Iterator[InputChunk]:
+        cap, encoding = self._text.max_line_bytes, self._text.encoding
+        for number, block in line_blocks(lines, cap, self._options.chunk):
+            data, too_long = (b"", block) if isinstance(block, int) else (block, None)
+            ended = lines.number - number  # the file's last line need not end
+            yield JsonLines(
+                file=self._file.name,
+                bytes_read=hashing.bytes_read,
+                most_rows=ended if data.endswith(b"\n") else ended + 1,
+                data=data,
+                line=number,
+                cap=cap,
+                encoding=encoding,
+                too_long=too_long,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonLines(InputChunk):
+    """Lines from the number `line` on, or one line of `too_long` bytes that was not kept. A line may have `cap`."""
+
+    line: int
+    cap: int
+    encoding: str
+    too_long: int | None = None
+
+    def read(
+        self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
+    ) -> Iterator[Values | RowError]:
+        if self.too_long is not None:
+            return islice(iter([self._too_long(self.line, self.too_long)]), start, stop)
+        return (self._row(number, line) for number, line in islice(self._lines(), start, stop))
+
+    def _lines(self) -> Iterator[Line]:
+        for number, line in enumerate(self.data.split(b"\n"), self.line):
+            if len(line) > self.cap + 1 or line.strip(_BLANK):
+                yield number, line
+
+    def _row(self, number: int, line: bytes) -> Values | RowError:
+        if len(line) > self.cap + 1:  # one more, for a carriage return
+            return self._too_long(number, len(line))
+        try:
+            return parse_row(line.strip(_BLANK), self.encoding)
+        except RowProblem as problem:
+            return self._error(number, problem.error)
+
+    def _too_long(self, number: int, size: int) -> RowError:
+        message = f"the line has {size} bytes; the limit is {self.cap}"
+        return self._error(number, row_error("line_too_long", message))
+
+    def _error(self, number: int, error: RowError) -> RowError:
+        return row_error(error.code, f"{self.file} line {number}: {error.message}")

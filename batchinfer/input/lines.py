@@ -1,0 +1,151 @@
+"""Files of lines, plain or compressed: unpacked, hashed and split in bounded memory however long a line is."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import pyarrow as pa
+
+from batchinfer.core.errors import InputCorrupt
+from batchinfer.input.chunk import ChunkSize
+from batchinfer.input.format import CODECS, MAGIC
+from batchinfer.input.line_buffer import LineBuffer
+from batchinfer.input.text_encoding import UTF8, UTF16, as_utf8
+from batchinfer.input.unpacked import is_bomb, refuse_bomb
+
+_CHUNK = 1 << 18
+_BOM = b"\xef\xbb\xbf"
+
+
+class HashingFile(io.RawIOBase):
+    """Passes a file's bytes through and hashes them, so that one pass reads and identifies."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.bytes_read = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        self._digest.update(data)
+        self.bytes_read += len(data)
+        return len(data)
+
+    def hexdigest(self) -> str:
+        """Return the digest of the whole file; bytes that a decompressor left unread are read here."""
+        while chunk := self._file.read(_CHUNK):
+            self._digest.update(chunk)
+            self.bytes_read += len(chunk)
+        return self._digest.hexdigest()
+
+
+def unpacked_chunks(path: str, raw: BinaryIO, hashing: HashingFile, encoding: str = UTF8) -> Iterator[bytes]:
+    """Decompressed text in UTF-8 without a byte order mark, 256 KiB of the file at a time."""
+    chunks = as_utf8(path, _unpacked(path, raw, hashing, encoding), encoding)
+    head = next(chunks, b"")
+    yield head[len(_BOM) :] if head.startswith(_BOM) else head
+    yield from chunks
+
+
+def _unpacked(path: str, raw: BinaryIO, hashing: HashingFile, encoding: str) -> Iterator[bytes]:
+    codec = _codec(path, raw.read(4))
+    raw.seek(0)
+    reader = hashing.read if codec is None else _Decompressing(path, hashing, codec)
+    head = reader(_CHUNK) or b""
+    if encoding not in UTF16:
+        _refuse_utf16(path, head)
+    yield head
+    while chunk := reader(_CHUNK):
+        yield chunk
+
+
+class _Decompressing:
+    """`read` over a compressed stream; damage becomes InputCorrupt with the place. Reads multi-member files."""
+
+    def __init__(self, path: str, hashing: HashingFile, codec: str) -> None:
+        self._path = path
+        self._codec = codec
+        self._packed = os.stat(path).st_size
+        self._produced = 0
+        self._stream = pa.CompressedInputStream(pa.PythonFile(hashing, mode="r"), codec)
+
+    def __call__(self, size: int) -> bytes:
+        try:
+            data: bytes = self._stream.read(size)
+        except OSError as error:
+            raise InputCorrupt(
+                f"{self._path}: damaged {self._codec} data after {self._produced} decompressed bytes: {error}; "
+                "the file is truncated or was changed in transfer"
+            ) from None
+        self._produced += len(data)
+        if is_bomb(self._packed, self._produced):
+            refuse_bomb(self._path, self._packed, self._produced)
+        return data
+
+
+def _codec(path: str, head: bytes) -> str | None:
+    """Return the compression that a file's first bytes show. A suffix of another compression means damage."""
+    for magic, codec in MAGIC.items():
+        if head.startswith(magic):
+            return codec
+    promised = next((codec for suffix, codec in CODECS.items() if path.lower().endswith(suffix)), None)
+    if promised and head:
+        raise InputCorrupt(f"{path}: the name says {promised}, the content is not {promised}")
+    return None
+
+
+def _refuse_utf16(path: str, head: bytes) -> None:
+    start = head[:4]
+    marked = start[:2] in (b"\xff\xfe", b"\xfe\xff")
+    unmarked = len(start) >= 2 and (start[0] == 0) != (start[1] == 0)
+    if marked or unmarked:
+        raise InputCorrupt(
+            f"{path}: the text is UTF-16 or UTF-32; name it (input.encoding: utf-16), or write it as UTF-8 "
+            "(iconv -f UTF-16 -t UTF-8)"
+        )
+
+
+class WholeLines:
+    """The first chunks, about `most` bytes in all and whole lines only; `cut` tells whether something is left out."""
+
+    def __init__(self, chunks: Iterator[bytes], most: int | None) -> None:
+        self._chunks = chunks
+        self._most = most
+        self.cut = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        if self._most is None:
+            yield from self._chunks
+            return
+        left, line = self._most, b""  # `line` has begun and not ended yet
+        for chunk in self._chunks:
+            line += chunk
+            end = line.rfind(b"\n") + 1
+            yield line[:end]
+            line = line[end:]
+            if len(chunk) >= left:
+                self.cut = True
+                return
+            left -= len(chunk)
+        yield line
+
+
+def line_blocks(lines: LineBuffer, cap: int, size: ChunkSize) -> Iterator[tuple[int, bytes | int]]:
+    """Yield (number of the first line, lines), cut at line ends; a line over the cap that does not fit into a block is
+    only measured: (its number, its length)."""
+    while (end := lines.line_end(cap + 1)) is not None:
+        number = lines.number
+        if end < 0:
+            yield number, lines.skip_line()
+            continue
+        lines.look_ahead(size.bytes)
+        stop = lines.block_end(size.bytes, size.lines) or end + 1
+        yield number, lines.take(stop, stop)

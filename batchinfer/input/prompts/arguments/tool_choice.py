@@ -1,0 +1,67 @@
+"""Rows whose answers must call a tool: `tool_choice` of OpenAI requests, as a constraint on the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.tool_calls import CallStyle
+from batchinfer.input.openai import CHOICE, PARALLEL
+from batchinfer.input.rows import RowProblem
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
+from batchinfer.input.tool_calls.call_grammar import call_grammar
+
+Tool = Mapping[str, Any]
+_RIGHT = "must be none, auto, required, or a function, as in {type: function, function: {name: …}}"
+
+
+class ToolChoice:
+    """Gives rows the constraint that their choice of a tool asks for. `style`: of the checkpoint's calls; `reasons`:
+    whether its reasoning is told apart by tokens."""
+
+    def __init__(self, style: CallStyle | None, tokenizer: Tokenizer, reasons: bool) -> None:
+        self._style, self._tokenizer, self._reasons = style, tokenizer, reasons
+
+    def params(
+        self, params: SamplingParams, body: Mapping[str, Any], tools: Sequence[Tool] | None
+    ) -> SamplingParams:
+        """Return the parameters of a chat request that has these tools. Raises RowProblem."""
+        choice, single = body.get(CHOICE), body.get(PARALLEL) is False
+        if choice in (None, "auto", "none"):
+            if single and tools:
+                why = "nothing keeps a model from several calls unless tool_choice asks for one; leave it out"
+                raise _bad(f"{PARALLEL}: {why}")
+            return params
+        chosen = _chosen(choice, tools or ())
+        if params.constraint is not None:
+            raise _bad(f"{CHOICE}: an answer can have only one constraint, and has {params.constraint}")
+        single = single or choice != "required"
+        grammar = None
+        if self._style is not None:
+            grammar = call_grammar(self._style, chosen, self._tokenizer, single, self._reasons)
+        if grammar is None:
+            known = "of unknown style" if self._style is None else f"in the style {self._style.name}"
+            raise _bad(f"{CHOICE}: calls {known} cannot be asked for; write auto")
+        return replace(params, tool_call=grammar)
+
+
+def _chosen(choice: Any, tools: Sequence[Tool]) -> Sequence[Tool]:
+    """Return the tools that an answer may call. Raises RowProblem."""
+    if not tools:
+        raise _bad(f"{CHOICE}: asks for a call, and there are no tools")
+    if choice == "required":
+        return tools
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or choice.get("type") != "function":
+        raise _bad(f"{CHOICE}: {_RIGHT}")
+    found = [tool for tool in tools if tool["function"]["name"] == name]
+    if not found:
+        raise _bad(f"{CHOICE}: there is no tool {name[:64]!r} among the tools")
+    return found
+
+
+def _bad(message: str) -> RowProblem:
+    return RowProblem("bad_parameter", message)

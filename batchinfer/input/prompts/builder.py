@@ -1,0 +1,520 @@
+"""A row becomes a prompt: templates over its columns, messages, text, token ids, or an OpenAI request.
+
+Runs in a process of its own (render_worker.py), because a template may hang or ask for all memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from decimal import Decimal
+from typing import Any, Literal, NamedTuple
+
+import jinja2
+from jinja2 import nodes
+
+from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.rung import Rung
+from batchinfer.core.sampling import OTHER_NAMES, SamplingParams
+from batchinfer.core.scoring import MAX_LABELS, PairScoring, Scoring
+from batchinfer.core.tool_calls import CallStyle
+from batchinfer.input.json_text import parse_value
+from batchinfer.input.openai import CHAT_URL, TOOLS, VECTOR_URL, openai_request
+from batchinfer.input.prompts.arguments.told import RowArguments, Told, arguments_read, reads_tools
+from batchinfer.input.prompts.arguments.told_tools import ToldTools
+from batchinfer.input.prompts.arguments.tool_choice import ToolChoice
+from batchinfer.input.prompts.chat import Chat
+from batchinfer.input.prompts.chat_template import (
+    ChatTemplate,
+    Message,
+    NullRendered,
+    row_environment,
+    variables,
+)
+from batchinfer.input.prompts.fits import Fits
+from batchinfer.input.prompts.own_specials import OwnSpecials
+from batchinfer.input.prompts.parameters.named_adapters import NamedAdapters
+from batchinfer.input.prompts.parameters.vector_requests import VectorRequests, asked_vectors
+from batchinfer.input.prompts.sampling_fields import (
+    SAMPLES,
+    asked_samples,
+    from_text,
+    override,
+    override_openai,
+)
+from batchinfer.input.prompts.simple_template import SimpleTemplate
+from batchinfer.input.rows import RowProblem, Values, kind_of
+from batchinfer.input.tokenizer.masks import masked, masks_for, texts_of
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
+
+Mode = Literal["template", "messages", "text", "token_ids", "openai"]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+OTHER_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file")
+MAX_TEXT_BYTES = 4 << 20
+_MOST_BYTES = 4  # of a character in UTF-8
+_MAX_TOKENS = ("max_tokens", *(called for called, name in OTHER_NAMES.items() if name == "max_tokens"))
+ROW_VARIABLE = "row"  # {{ row["a column with spaces"] }}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """How this job turns rows into prompts; small and picklable, it travels to the worker once.
+
+    `column` names the column of the modes messages, text and token_ids; `overrides` are pairs of a
+    sampling parameter and the column that sets it; `samples_column` says how many answers a row asks for, of which
+    other rows get `samples`. OpenAI requests have the parameters `by_url`, not `params`.
+    """
+
+    mode: Mode
+    params: SamplingParams
+    system: str | None = None
+    user: str | None = None
+    column: str | None = None
+    overrides: tuple[tuple[str, str], ...] = ()
+    values_are_text: bool = False  # as CSV has them: numbers, messages and token ids are parsed
+    by_url: Mapping[str, SamplingParams] = field(default_factory=dict)
+    one_schema: bool = False  # the job's, which its columns are made by: a request may name no other
+    now: datetime = datetime(1970, 1, 1)
+    max_text_bytes: int = MAX_TEXT_BYTES
+    fits: bool = False  # max_tokens of a row that has none of its own is what its constraint can need
+    chat: bool = True  # False: the text of `user` is the whole prompt
+    chat_template: str | None = None  # None: the checkpoint's
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, for all rows
+    argument_columns: tuple[tuple[str, str], ...] = ()  # an argument, and the column that sets it
+    tools_column: str | None = None  # of a row's own tools
+    ladder: tuple[Rung, ...] = ()  # parameters with which a row runs again
+    reasoning: Reasoning | None = None  # how the checkpoint marks it
+    tool_calls: CallStyle | None = None  # how it writes calls
+    # The call that every answer makes, as an OpenAI request asks for it
+    asked_call: Mapping[str, Any] = field(default_factory=dict)
+    before: str = ""  # put before prompts that are texts as they are
+    vectors: VectorRequests | None = None  # that OpenAI requests may ask for
+    no_vectors: str = ""  # why they may ask for none, where the job makes texts
+    samples: int = 1
+    samples_column: str | None = None
+    scoring: Scoring | None = None  # what is scored behind prompts; None: nothing is
+    continuation: str | None = None  # the column of what is scored; None: labels are, or the prompt itself
+    labels: str | None = None  # the column of rows' own labels; None: all have the job's
+    pairs: PairScoring | None = None  # the score of prompts and documents; None: there are no documents
+    document: str = ""  # the column of these
+    adapters: Mapping[str, str] = field(
+        default_factory=dict
+    )  # fingerprints, by the names that rows have for them
+    adapter_column: str | None = None
+
+
+class Draft(NamedTuple):
+    """A prompt before tokenising: `text`, or `token_ids` as given.
+
+    `add_special` asks the tokenizer for its own BOS. `masks` maps stand-ins in `text` to special-token literals
+    that the row's content holds and that are to be encoded as plain text. `unread` are the names of arguments that the
+    row gives and the chat template does not read. `tools` are those that the row has, as `known_tools` writes them.
+    `continuations` are scored behind the prompt, () but for the first token of the prompt itself, None nothing; of a
+    pair it is the document that the prompt is compared with.
+    """
+
+    params: SamplingParams
+    text: str | None = None
+    token_ids: Sequence[int] = ()
+    add_special: bool = False
+    masks: dict[str, str] | None = None
+    unread: tuple[str, ...] = ()
+    tools: str | None = None
+    continuations: tuple[str | Sequence[int], ...] | None = None
+    labels: str | None = None  # of the row's own, as a JSON list
+    samples: int = 0  # how many answers the row asks for; 0: it says nothing
+    dimensions: int = 0  # of its vectors; 0: as many as the job's
+    # What the row wants the vectors of besides: texts, or token ids, of which each is work of its own
+    further: Sequence[str | Sequence[int]] = ()
+
+    def each(self) -> Iterator[Draft]:
+        """Yield the prompts of all that the row wants vectors of, this one first."""
+        yield self
+        for one in self.further:
+            own = (one, ()) if isinstance(one, str) else (None, one)
+            yield self._replace(text=own[0], token_ids=own[1], further=())
+
+
+def template_columns(source: str | None) -> set[str]:
+    """The variables that a template reads. Raises jinja2.TemplateSyntaxError."""
+    if source is None:
+        return set()
+    environment = row_environment()
+    return variables(environment, environment.parse(source))
+
+
+_CHATS: tuple[Mode, ...] = ("template", "messages", "openai")  # modes that use the checkpoint's chat template
+
+
+class PromptBuilder:
+    """Builds one Draft a row. Raises RowProblem for the row's faults; a hang or a crash is the worker's matter."""
+
+    def __init__(self, plan: PromptPlan, tokenizer: Tokenizer) -> None:
+        self._plan = plan
+        self._fits = Fits(plan.reasoning)
+        self._specials = tokenizer.special_pattern if tokenizer.specials else None
+        self._own = None if plan.chat else OwnSpecials(tokenizer.special_pattern)
+        self._system = _RowTemplate("prompt.system", plan.system) if plan.system is not None else None
+        self._user = _RowTemplate("prompt.user", plan.user, self._own) if plan.user is not None else None
+        source = (plan.chat_template or tokenizer.chat_template) if plan.mode in _CHATS else None
+        self._chat = Chat(ChatTemplate(source, tokenizer.named, plan.now)) if source is not None else None
+        self._arguments = RowArguments(
+            plan.arguments,
+            plan.argument_columns,
+            arguments_read(source) if source is not None else frozenset(),
+            plan.values_are_text,
+            plan.max_text_bytes,
+            plan.tools_column,
+            source is not None and reads_tools(source),
+        )
+        self._tools = ToldTools()
+        reasons = plan.reasoning is not None and plan.reasoning.tokens is not None
+        self._choice = ToolChoice(plan.tool_calls, tokenizer, reasons)
+        self._adapters = NamedAdapters(plan.adapters, plan.adapter_column)
+        self._build: Callable[[Values], Draft] = {
+            "template": self._from_templates if plan.chat else self._from_whole_template,
+            "messages": self._from_messages,
+            "text": self._from_text,
+            "token_ids": self._from_token_ids,
+            "openai": self._from_openai,
+        }[plan.mode]
+
+    def build(self, values: Values) -> Draft:
+        """The row's prompt and parameters."""
+        draft = self._with_samples(self._build(values), values)
+        if self._plan.adapters:
+            draft = draft._replace(params=self._with_adapter(draft.params, values))
+        if self._plan.scoring is not None:
+            draft = self._scored(draft, self._plan.scoring, values)
+        if self._plan.pairs is not None:
+            document = self._text(self._plan.document, "document", "is the document", values)
+            draft = draft._replace(add_special=False, continuations=(document,))
+        for text in (draft.text, *draft.further):
+            if isinstance(text, str):
+                _check_length(text, self._plan.max_text_bytes)
+        return draft
+
+    def _with_adapter(self, params: SamplingParams, values: Values) -> SamplingParams:
+        if self._plan.mode == "openai":
+            return self._adapters.of_request(params, values["body"])
+        return self._adapters.of_row(params, values)
+
+    def _with_samples(self, draft: Draft, values: Values) -> Draft:
+        """Return the draft with the number of answers that its row asks for. Several have to be sampled; of vectors
+        there are as many as inputs."""
+        if draft.params.pooling is not None and self._plan.mode == "openai":
+            return draft._replace(samples=1 + len(draft.further))
+        asked = self._asked_samples(values)
+        if (asked or self._plan.samples) > 1 and draft.params.greedy:
+            raise RowProblem("bad_parameter", "temperature is 0, and n > 1 equal answers are of no use")
+        return draft if asked is None else draft._replace(samples=asked)
+
+    def _asked_samples(self, values: Values) -> int | None:
+        if self._plan.mode == "openai":
+            return asked_samples(values["body"].get(SAMPLES))
+        if (column := self._plan.samples_column) is None:
+            return None
+        value = values.get(column)
+        return asked_samples(from_text(SAMPLES, value) if self._plan.values_are_text else value, column)
+
+    def _scored(self, draft: Draft, scoring: Scoring, values: Values) -> Draft:
+        if self._plan.labels is None:
+            return draft._replace(continuations=self._continuations(scoring, values))
+        given = values.get(self._plan.labels)
+        as_text = self._plan.values_are_text and isinstance(given, str)
+        labels = check_labels(self._plan.labels, parse_value(str(given)) if as_text else given)
+        text = json.dumps(labels, ensure_ascii=False)
+        return draft._replace(continuations=tuple(labels), labels=text)
+
+    def _continuations(self, scoring: Scoring, values: Values) -> tuple[str | Sequence[int], ...]:
+        name = self._plan.continuation
+        if name is None:
+            return scoring.choices
+        value = values.get(name)
+        if self._plan.mode == "token_ids" and value is not None:
+            as_text = self._plan.values_are_text and isinstance(value, str)
+            return (check_token_ids(parse_value(value) if as_text else value),)
+        return (self._text(name, "continuation", "is to be scored", values),)
+
+    def _text(self, name: str, what: str, why: str, values: Values) -> str:
+        """Return a text that stands in a column beside the prompt. Raises RowProblem."""
+        if (value := values.get(name)) is None:
+            raise RowProblem(f"{what}_missing", f"column {name!r}, which {why}, is null or missing")
+        if not isinstance(value, str):
+            raise RowProblem(f"{what}_type", f"column {name!r} must be text, not {kind_of(value)}")
+        if _MOST_BYTES * len(value) > self._plan.max_text_bytes:
+            limit = self._plan.max_text_bytes // _MOST_BYTES
+            raise RowProblem(
+                "text_too_long", f"column {name!r} is over the limit of {limit} characters", "policy"
+            )
+        return value
+
+    def _params(self, values: Values) -> SamplingParams:
+        if not self._plan.overrides and not self._plan.fits:
+            return override(self._plan.params, {})
+        given = {name: values.get(column) for name, column in self._plan.overrides}
+        if self._plan.values_are_text:
+            given = {name: from_text(name, value) for name, value in given.items()}
+        return self._fitted(override(self._plan.params, given, dict(self._plan.overrides)), given)
+
+    def _fitted(self, params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters of a row that set those in `given` itself; with `max_tokens: fit` the rest of the
+        context is used."""
+        if not self._plan.fits or any(given.get(name) is not None for name in _MAX_TOKENS):
+            return params
+        return self._fits.fitted(params)
+
+    def _from_templates(self, values: Values) -> Draft:
+        messages: list[Message] = []
+        for role, template in (("system", self._system), ("user", self._user)):
+            if template is not None:
+                messages.append({"role": role, "content": template.render(values)})
+        return self._row_draft(messages, values)
+
+    def _from_whole_template(self, values: Values) -> Draft:
+        """The text of `user`, with the special tokens that stand in the template."""
+        assert self._user is not None
+        assert self._own is not None
+        text, masks = self._own.resolved(self._user.render(values))
+        return Draft(self._params(values), self._plan.before + text, add_special=True, masks=masks)
+
+    def _from_messages(self, values: Values) -> Draft:
+        messages = check_messages(self._column(values))
+        if self._system is not None:
+            messages.insert(0, {"role": "system", "content": self._system.render(values)})
+        return self._row_draft(messages, values)
+
+    def _row_draft(self, messages: list[Message], values: Values) -> Draft:
+        params, told = self._params(values), self._arguments.of_row(values)
+        if self._plan.asked_call:
+            params = self._choice.params(params, self._plan.asked_call, told.arguments.get(TOOLS))
+        return self._chat_draft(messages, params, told)
+
+    def _from_text(self, values: Values) -> Draft:
+        text = self._plan.before + check_text(self._column(values))
+        return Draft(self._params(values), text, add_special=True)
+
+    def _from_token_ids(self, values: Values) -> Draft:
+        return Draft(self._params(values), token_ids=check_token_ids(self._column(values)))
+
+    def _from_openai(self, values: Values) -> Draft:
+        url, body = openai_request(values, self._plan.by_url, self._plan.no_vectors)
+        if url == VECTOR_URL:
+            return self._from_vector_request(self._plan.by_url[url], body)
+        name = "messages" if url == CHAT_URL else "prompt"
+        params = override_openai(self._plan.by_url[url], body, name)
+        if self._plan.one_schema and params.json_schema != self._plan.params.json_schema:
+            raise RowProblem(
+                "bad_parameter", "the request asks for other answers than output.schema of the job describes"
+            )
+        if params.thinking_budget is not None and (
+            self._plan.reasoning is None or not self._plan.reasoning.tokens
+        ):
+            raise RowProblem(
+                "bad_parameter", "thinking_budget: this checkpoint has no tokens that mark reasoning"
+            )
+        params = self._fitted(params, body)
+        if url == CHAT_URL:
+            told = self._arguments.of_request(body)
+            params = self._choice.params(params, body, told.arguments.get(TOOLS))
+            return self._chat_draft(check_messages(body.get(name)), params, told)
+        prompt = body.get(name)
+        if isinstance(prompt, list):
+            return Draft(params, token_ids=check_token_ids(prompt))
+        return Draft(params, check_text(prompt), add_special=True)
+
+    def _from_vector_request(self, params: SamplingParams, body: Values) -> Draft:
+        assert self._plan.vectors is not None, "only then its url is one of those that are answered"
+        asked = asked_vectors(body, self._plan.vectors)
+        first, *further = [
+            check_token_ids(one) if isinstance(one, list) else asked.before + one for one in asked.inputs
+        ]
+        draft = Draft(params, add_special=asked.add_special, dimensions=asked.dimensions, further=further)
+        return draft._replace(text=first) if isinstance(first, str) else draft._replace(token_ids=first)
+
+    def _column(self, values: Values) -> Any:
+        name = str(self._plan.column)
+        if name not in values:
+            raise RowProblem("prompt_missing", f"the row has no column {name!r}")
+        value = values[name]
+        if self._plan.values_are_text and self._plan.mode != "text" and isinstance(value, str):
+            return parse_value(value)
+        return value
+
+    def _chat_draft(self, messages: list[Message], params: SamplingParams, told: Told) -> Draft:
+        if self._chat is None:
+            raise RowProblem("no_chat_template", "the checkpoint has no chat template; use prompt.text")
+        masks, arguments, tools = None, told.arguments, self._tools.of(told.arguments)
+        pattern = self._specials
+        if pattern is not None and (_holds(pattern.search, messages) or _holds(pattern.search, [arguments])):
+            masks = masks_for([messages, arguments], pattern)
+            by_literal = {literal: mask for mask, literal in masks.items()}
+            messages, arguments = masked([messages, arguments], by_literal, pattern.sub)
+        return Draft(
+            params, self._chat.render(messages, arguments), masks=masks, unread=told.unread, tools=tools
+        )
+
+
+def _check_length(text: str, limit: int) -> None:
+    """Raises RowProblem for a prompt of more bytes than `limit`."""
+    if len(text) > limit // _MOST_BYTES and len(text.encode("utf-8", "replace")) > limit:
+        raise RowProblem("text_too_long", f"the rendered prompt is over the limit of {limit} bytes", "policy")
+
+
+class _RowTemplate:
+    """One of the job's templates, compiled once; a template without any expression is a constant."""
+
+    def __init__(self, where: str, source: str, own: OwnSpecials | None = None) -> None:
+        self._where = where
+        environment = row_environment()
+        tree = environment.parse(source)
+        if own is not None:
+            own.mark(tree)
+        self._names = sorted(variables(environment, tree))
+        self._constant = _constant_text(tree)
+        self._template = environment.from_string(tree)
+        self._whole_row = ROW_VARIABLE in self._names
+        self._simple = SimpleTemplate.of(tree)
+
+    def render(self, values: Values) -> str:
+        if self._constant is not None:
+            return self._constant
+        text = self._simple.render(values) if self._simple is not None else None
+        if text is not None:
+            return text
+        try:
+            return self._render(values)
+        except NullRendered:
+            raise RowProblem("null_in_template", self._null_message(values)) from None
+        except MemoryError:
+            raise RowProblem(
+                "template_memory", f"{self._where} asks for too much memory", "resource"
+            ) from None
+        except Exception as error:  # noqa: BLE001 - a template may raise anything; it costs this row
+            raise RowProblem("template_error", f"{self._where}: {self._explained(error, values)}") from None
+
+    def _render(self, values: Values) -> str:
+        if self._whole_row and ROW_VARIABLE not in values:
+            values = {**values, ROW_VARIABLE: values}
+        return self._template.render(values)
+
+    def _explained(self, error: Exception, values: Values) -> str:
+        missing = [n for n in self._names if n not in values and n != ROW_VARIABLE]
+        if isinstance(error, jinja2.UndefinedError) and missing:
+            return f"the row has no column {missing[0]!r}"
+        return f"{type(error).__name__} while rendering"  # its text could quote the row
+
+    def _null_message(self, values: Values) -> str:
+        nulls = [n for n in self._names if n in values and values[n] is None]
+        name = nulls[0] if nulls else "column"
+        shown = f"column {name!r} is null" if nulls else "a value is null"
+        return f"{self._where}: {shown}; give a default: {{{{ {name} or '' }}}}"
+
+
+def check_messages(value: Any) -> list[Message]:
+    """Messages with text contents; lists of text parts are joined. Raises RowProblem."""
+    if value is None:
+        raise RowProblem("prompt_missing", "messages is null or missing")
+    if not isinstance(value, list):
+        raise RowProblem("prompt_type", f"messages must be a list, not {kind_of(value)}")
+    if not value:
+        raise RowProblem("empty_messages", "messages is an empty list")
+    return [_checked(number, message) for number, message in enumerate(value)]
+
+
+def _checked(number: int, message: Any) -> Message:
+    if not isinstance(message, dict):
+        raise RowProblem("prompt_type", f"messages[{number}] must be an object, not {kind_of(message)}")
+    kept = {name: item for name, item in message.items() if item is not None}
+    if kept.get("role") not in ROLES:
+        raise RowProblem("unknown_role", f"messages[{number}].role must be one of {', '.join(ROLES)}")
+    kept["content"] = _content(number, kept.get("content"), calls="tool_calls" in kept)
+    return kept
+
+
+def _content(number: int, content: Any, calls: bool) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and calls:
+        return ""
+    if isinstance(content, list):
+        return "".join(_part(number, part) for part in content)
+    raise RowProblem("prompt_type", f"messages[{number}].content must be text, not {kind_of(content)}")
+
+
+def _part(number: int, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("text") if kind == "text" else None
+    if not isinstance(text, str):
+        found = f"; this is one of type {kind}" if kind in OTHER_PARTS else ""
+        raise RowProblem(
+            "unsupported_content", f"messages[{number}].content: only parts of type text are read{found}"
+        )
+    return text
+
+
+def check_text(value: Any) -> str:
+    """A non-empty text. Raises RowProblem."""
+    if value is None:
+        raise RowProblem("prompt_missing", "the prompt is null or missing")
+    if not isinstance(value, str):
+        raise RowProblem("prompt_type", f"the prompt must be text, not {kind_of(value)}")
+    return value
+
+
+def check_labels(column: str, value: Any) -> list[str]:
+    """A list of different texts, of which none is empty. Raises RowProblem."""
+    if value is None:
+        raise RowProblem(
+            "labels_missing", f"column {column!r}, which has the row's labels, is null or missing"
+        )
+    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+        raise RowProblem("labels_type", f"column {column!r} must be a list of texts, not {kind_of(value)}")
+    if not 1 <= len(value) <= MAX_LABELS:
+        raise RowProblem(
+            "labels_type", f"column {column!r} has {len(value):,} labels; a row must have 1 to {MAX_LABELS:,}"
+        )
+    if len({*value}) < len(value):
+        raise RowProblem("labels_type", f"column {column!r} has the same label twice; list each label once")
+    return value
+
+
+def check_token_ids(value: Any) -> list[int]:
+    """A list of whole numbers >= 0; the upper end is checked against the vocabulary later. Raises RowProblem."""
+    if value is None:
+        raise RowProblem("prompt_missing", "the token ids are null or missing")
+    if not isinstance(value, list):
+        raise RowProblem("prompt_type", f"token ids must be a list, not {kind_of(value)}")
+    for position, number in enumerate(value):
+        if not isinstance(number, int | Decimal) or isinstance(number, bool) or number != int(number):
+            raise RowProblem(
+                "prompt_type", f"token id {position} must be a whole number, not {kind_of(number)}"
+            )
+        if not 0 <= number < 2**31:
+            raise RowProblem("token_id_out_of_range", f"token id {position} is {str(number)[:40]}")
+    return [int(number) for number in value]
+
+
+def _constant_text(tree: nodes.Template) -> str | None:
+    """The text of a template that prints nothing but itself."""
+    pieces: list[str] = []
+    for statement in tree.body:
+        if not isinstance(statement, nodes.Output):
+            return None
+        for node in statement.nodes:
+            if not isinstance(node, nodes.TemplateData):
+                return None
+            pieces.append(node.data)
+    return "".join(pieces)
+
+
+def _holds(search: Callable[[str], Any], messages: Sequence[Mapping[str, Any]]) -> bool:
+    for message in messages:
+        if len(message) > 2 and any(map(search, message)):
+            return True
+        for value in message.values():
+            if search(value) if type(value) is str else any(map(search, texts_of(value))):
+                return True
+    return False

@@ -1,0 +1,241 @@
+"""A shortcut for chat templates: render once for each shape of conversation, then put the contents in.
+
+What a template does with a message's content is watched while it renders `Traced` stand-ins. Printing, joining
+and stripping are replayed for other contents; every question the template asks of a content ("does it start
+with <tool>?") becomes a guard that other contents must answer alike. Anything else means: no shortcut. The
+result is compared with true renderings of awkward contents before it is used, so a row's text is always the
+text that the template itself would have given.
+
+Kept in addition to Jinja because it takes a sixth off the whole ingest of short chats: 20,000 rows of two messages and
+some 130 characters, with Qwen3's template, took 109 µs of CPU time a row instead of 133 (Zen 4, three times in turns).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+
+from batchinfer.input.prompts.chat_template import ChatTemplate, Message
+
+_MAX_SHAPES = 256
+_STAND_IN = re.compile("\ue0f2([0-9]+)\ue0f3")
+_PROBES = ("x", " two words ", "\n{{ a }}\n\n", "{% b %}", "", "<b>&amp;\"'</b>", "\té漢🙂\r\n", "\\n \u2028")
+# Through these a content could be changed where `Traced` does not see it.
+_UNWATCHED = (nodes.Concat, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
+_UNWATCHED_METHODS = {"join", "format", "format_map", "replace"}
+_WATCHED_FILTERS = {"trim", "length", "count", "list", "first", "last", "string", "default", "d"}
+
+Op = tuple[str, tuple[Any, ...]]
+
+
+class Untraceable(Exception):
+    """The template did something with a content that cannot be replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A question the template asked: `source.method(*args)` of content `index`, after `path`, gave `answer`."""
+
+    index: int
+    path: tuple[Op, ...]
+    question: Op
+    answer: bool
+
+    def holds(self, contents: Sequence[str]) -> bool:
+        name, args = self.question
+        value = _follow(contents[self.index], self.path)
+        found = bool(value) if name == "bool" else bool(getattr(value, name)(*args))
+        return found is self.answer
+
+
+def _follow(content: str, path: tuple[Op, ...]) -> str:
+    for name, args in path:
+        content = getattr(content, name)(*args)
+    return content
+
+
+class Trace:
+    """A record of one rendering: the stand-ins handed out and the guards collected."""
+
+    def __init__(self) -> None:
+        self.origins: list[tuple[int, tuple[Op, ...]]] = []
+        self.guards: list[Guard] = []
+
+    def stand_in(self, index: int, path: tuple[Op, ...]) -> Traced:
+        self.origins.append((index, path))
+        return Traced(f"\ue0f2{len(self.origins) - 1}\ue0f3", self, index, path)
+
+
+class _Opaque(str):
+    """Text that may be printed and joined, but not looked into."""
+
+    def __add__(self, other: str) -> _Opaque:
+        return _Opaque(str.__add__(self, other))
+
+    def __radd__(self, other: str) -> _Opaque:
+        return _Opaque(str.__add__(other, self))
+
+    def __str__(self) -> str:
+        return self
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Traced(_Opaque):
+    """Stands for a content whose text is not known yet."""
+
+    _trace: Trace
+    _index: int
+    _path: tuple[Op, ...]
+
+    # Not in __init__: `str(stand_in)` gives the stand-in itself, and Python would initialise it again.
+    def __new__(cls, text: str, trace: Trace, index: int, path: tuple[Op, ...]) -> Traced:
+        self = super().__new__(cls, text)
+        self._trace, self._index, self._path = trace, index, path
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        """Everything is there already."""
+
+    def _ask(self, name: str, *args: Any) -> bool:
+        if not all(type(a) is str or (type(a) is tuple and set(map(type, a)) == {str}) for a in args):
+            raise Untraceable
+        # What an unremarkable content would answer; contents that answer otherwise take the full rendering.
+        answer = name in ("__ne__", "bool")
+        self._trace.guards.append(Guard(self._index, self._path, (name, args), answer))
+        return answer
+
+    def _derive(self, name: str, *args: Any) -> Traced:
+        return self._trace.stand_in(self._index, (*self._path, (name, args)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and self._ask("__eq__", other)
+
+    def __ne__(self, other: object) -> bool:
+        return not isinstance(other, str) or self._ask("__ne__", other)
+
+    def __contains__(self, part: object) -> bool:
+        return self._ask("__contains__", part)
+
+    def __bool__(self) -> bool:
+        return self._ask("bool")
+
+    def startswith(self, *args: Any) -> bool:
+        return self._ask("startswith", *args)
+
+    def endswith(self, *args: Any) -> bool:
+        return self._ask("endswith", *args)
+
+    def strip(self, chars: str | None = None, /) -> Traced:
+        return self._derive("strip", chars)
+
+    def lstrip(self, chars: str | None = None, /) -> Traced:
+        return self._derive("lstrip", chars)
+
+    def rstrip(self, chars: str | None = None, /) -> Traced:
+        return self._derive("rstrip", chars)
+
+    __hash__ = None
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise Untraceable
+
+
+def _close(kind: type) -> None:
+    """Refuse every method of str that the class does not define itself or that Python needs for any object."""
+    needed = set(vars(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__format__"}
+    for name in set(vars(str)) - needed - {"__add__", "__hash__"}:
+        setattr(kind, name, _refuse)
+    setattr(kind, "__bool__", _refuse)  # noqa: B010 - str has none of its own: truth is its length
+
+
+_close(_Opaque)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A rendered shape: literal pieces, between them (content, path), valid where all guards hold."""
+
+    literals: tuple[str, ...]
+    slots: tuple[tuple[int, tuple[Op, ...]], ...]
+    guards: tuple[Guard, ...]
+
+    def fill(self, contents: Sequence[str]) -> str | None:
+        """The text for these contents; None when a guard fails."""
+        if not all(guard.holds(contents) for guard in self.guards):
+            return None
+        out = [self.literals[0]]
+        for (index, path), literal in zip(self.slots, self.literals[1:], strict=True):
+            out += (_follow(contents[index], path) if path else contents[index], literal)
+        return "".join(out)
+
+
+class ChatShapes:
+    """Renders conversations through `template`, by the shortcut wherever it is exact."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._shapes: dict[tuple[str, ...], Shape | None] = {}
+        self._usable = _watchable(template.tree())
+        self.shortcuts = 0
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Return exactly `template.render(messages)`."""
+        shape = self._shape(messages) if self._usable and all(map(_is_plain, messages)) else None
+        text = shape.fill([m["content"] for m in messages]) if shape is not None else None
+        if text is None:
+            return self._template.render(messages)
+        self.shortcuts += 1
+        return text
+
+    def _shape(self, messages: Sequence[Message]) -> Shape | None:
+        roles = tuple(m["role"] for m in messages)
+        if roles not in self._shapes:
+            if len(self._shapes) >= _MAX_SHAPES:
+                return None
+            self._shapes[roles] = self._learn(roles)
+        return self._shapes[roles]
+
+    def _learn(self, roles: tuple[str, ...]) -> Shape | None:
+        try:
+            shape = _traced(self._template.render, roles)
+            exact = all(self._agrees(shape, roles, shift) for shift in range(len(_PROBES)))
+        except (Untraceable, jinja2.TemplateError, TypeError, ValueError, AttributeError):
+            return None  # the rows themselves will tell what is wrong, if anything is
+        return shape if exact else None
+
+    def _agrees(self, shape: Shape, roles: tuple[str, ...], shift: int) -> bool:
+        contents = [_PROBES[(shift + i) % len(_PROBES)] for i in range(len(roles))]
+        text = shape.fill(contents)
+        return text is None or text == self._template.render(_messages(roles, contents))
+
+
+def _traced(render: Callable[[list[Message]], str], roles: tuple[str, ...]) -> Shape:
+    trace = Trace()
+    text = render(_messages(roles, [trace.stand_in(i, ()) for i in range(len(roles))]))
+    pieces = _STAND_IN.split(str.__str__(text))
+    slots = tuple(trace.origins[int(number)] for number in pieces[1::2])
+    return Shape(tuple(pieces[::2]), slots, tuple(dict.fromkeys(trace.guards)))
+
+
+def _messages(roles: Sequence[str], contents: Sequence[str]) -> list[Message]:
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+
+
+def _is_plain(message: Message) -> bool:
+    return len(message) == 2 and type(message.get("content")) is str and "role" in message
+
+
+def _watchable(tree: nodes.Template) -> bool:
+    """Whether all that the template can do with a content passes through `Traced`."""
+    if any(True for _ in tree.find_all(_UNWATCHED)):
+        return False
+    if any(a.attr in _UNWATCHED_METHODS for a in tree.find_all(nodes.Getattr)):
+        return False
+    return all(f.name in _WATCHED_FILTERS for f in tree.find_all(nodes.Filter))

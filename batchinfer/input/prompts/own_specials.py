@@ -1,0 +1,63 @@
+"""Special tokens that a job's template writes itself, told apart from the same texts in rows."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import NamedTuple
+
+from jinja2 import nodes
+
+from batchinfer.input.tokenizer.masks import masks_for
+
+
+class Resolved(NamedTuple):
+    """A prompt's text with its special tokens. `masks` stand in it for texts that only look like some."""
+
+    text: str
+    masks: dict[str, str] | None
+
+
+class OwnSpecials:
+    """Marks the special tokens that stand in a template, and finds them in what was rendered of it.
+
+    The marks are made of a secret, so that no row can hold one.
+    """
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self._pattern = pattern
+        self._secret = secrets.token_hex(16)
+        self._marks: dict[str, str] = {}
+
+    def mark(self, tree: nodes.Template) -> None:
+        """Put marks in the place of the special tokens in the template's own texts."""
+        for data in tree.find_all(nodes.TemplateData):
+            data.data = self._marked(data.data)
+        for constant in tree.find_all(nodes.Const):
+            if isinstance(constant.value, str):
+                constant.value = self._marked(constant.value)
+
+    def resolved(self, text: str) -> Resolved:
+        """The rendered text with the template's special tokens; those that came with the row are masked."""
+        if self._pattern.search(text) is None:
+            return Resolved(self._unmarked(text), None)
+        masks = masks_for(text, self._pattern)
+        by_literal = {literal: mask for mask, literal in masks.items()}
+        masked = self._pattern.sub(lambda match: by_literal[match.group(0)], text)
+        return Resolved(self._unmarked(masked), masks)
+
+    def _marked(self, text: str) -> str:
+        return self._pattern.sub(lambda match: self._mark_of(match.group(0)), text)
+
+    def _mark_of(self, literal: str) -> str:
+        for mark, known in self._marks.items():
+            if known == literal:
+                return mark
+        mark = f"\ue0f6{self._secret}.{len(self._marks)}\ue0f7"
+        self._marks[mark] = literal
+        return mark
+
+    def _unmarked(self, text: str) -> str:
+        for mark, literal in self._marks.items():
+            text = text.replace(mark, literal)
+        return text

@@ -1,0 +1,57 @@
+"""The tokens that parameters name, by their ids or by texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.input.rows import RowProblem
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
+
+_MOST_WORDS = 4096  # that are remembered
+
+
+class NamedTokens:
+    """Checks the tokens that parameters name, and finds those of texts. `vocab_size`: the model knows the ids below."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._last: tuple[SamplingParams, SamplingParams] | None = None  # most rows have the same
+        self._words: dict[str, tuple[tuple[int, ...], ...]] = {}
+
+    def named(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with the tokens of their texts. Raises RowProblem for a token that the model does not
+        know."""
+        if self._last is None or params is not self._last[0]:
+            self._last = params, self._found(params)
+        return self._last[1]
+
+    def _found(self, params: SamplingParams) -> SamplingParams:
+        self._check("logit_bias", (token for token, _ in params.logit_bias))
+        self._check("allowed_token_ids", params.allowed_token_ids)
+        if not params.bad_words:
+            return params
+        tokens = dict.fromkeys(ids for word in params.bad_words for ids in self._of_word(word))
+        return replace(params, bad_tokens=tuple(tokens))
+
+    def _check(self, name: str, ids: Iterable[int]) -> None:
+        if (most := max(ids, default=0)) >= self._vocab_size:
+            message = f"{name}: token id {most}; the model knows ids below {self._vocab_size}"
+            raise RowProblem("token_id_out_of_range", message)
+
+    def _of_word(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of a text as it stands, and behind a space, as words within a text do."""
+        if word not in self._words:
+            if len(self._words) >= _MOST_WORDS:
+                self._words.clear()
+            texts = [word] if word[0].isspace() else [word, f" {word}"]
+            self._words[word] = tuple(map(self._encoded, texts))
+        return self._words[word]
+
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        ids = tuple(self._tokenizer.rust.encode(text, add_special_tokens=False).ids)
+        if not ids:
+            raise RowProblem("bad_parameter", "bad_words: a text has no tokens; leave it out")
+        self._check("bad_words", ids)
+        return ids

@@ -1,0 +1,114 @@
+"""The fields of a request's body, whoever's they are, become sampling parameters by their names here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchinfer.core.sampling import OTHER_NAMES
+from batchinfer.input.openai import ECHO
+from batchinfer.input.rows import RowProblem, kind_of
+
+# What requests may carry without changing the answer here.
+HARMLESS = frozenset(
+    (
+        *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention"),
+        # of vLLM's server: what it logs, when it runs a request, and with what it follows a constraint
+        *("request_id", "priority", "cache_salt", "guided_decoding_backend"),
+    )
+)
+# Fields that are accepted only with the value that asks for nothing.
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (False, True),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "best_of": (1,),
+    # of vLLM's server
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # special tokens are skipped
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
+_NOTHING_IN_CHATS = {
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "include_reasoning": (True,),
+    ECHO: (False,),
+}
+_NOTHING_IN_TEXTS = {"add_special_tokens": (True,)}
+# Numbers by which vLLM's server is told that there is no limit
+_NO_LIMIT = {"top_k": (-1, 0), "thinking_token_budget": (-1, None)}
+STRUCTURED = "structured_outputs"
+_STRUCTURES = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+_NO_STRUCTURE = {"disable_any_whitespace": (False,), "disable_additional_properties": (False,)}
+
+
+@dataclass(slots=True)
+class AskedParameters:
+    """Collects the parameters that a request asks for, and what it calls them."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, str] = field(default_factory=dict)
+
+    def put(self, name: str, value: Any, called: str) -> None:
+        """Take a value that is not null. Raises RowProblem where another field has set another one."""
+        number, meant = _NO_LIMIT.get(called, (None, None))
+        value = meant if number is not None and value == number else value
+        if self.values.setdefault(name, value) != value:
+            raise RowProblem(
+                "bad_parameter",
+                f"{called}: is given together with {self.fields[name]}, which says something else; give one of them",
+            )
+        self.fields.setdefault(name, called)
+
+    def put_structure(self, given: object) -> None:
+        """Take vLLM's `structured_outputs`. Raises RowProblem."""
+        if not isinstance(given, Mapping):
+            raise RowProblem("bad_parameter", f"{STRUCTURED}: must be an object, not {kind_of(given)}")
+        for key, value in given.items():
+            called = f"{STRUCTURED}.{key[:100]}"
+            if key in _STRUCTURES and value is not None:
+                self.put(_STRUCTURES[key], value, called)
+            elif value is not None and value not in _NO_STRUCTURE.get(key, ()):
+                raise unsupported(called)
+
+
+def parameter_of(called: str) -> str:
+    """Return the name that a parameter has here, whatever a request calls it."""
+    return OTHER_NAMES.get(called, called)
+
+
+def asks_nothing(called: str, value: object, chat: bool) -> bool:
+    """Whether a field asks for what is done anyway."""
+    own = (_NOTHING_IN_CHATS if chat else _NOTHING_IN_TEXTS).get(called, ())
+    return value in (*own, *_NOTHING.get(called, ()))
+
+
+def unsupported(called: str) -> RowProblem:
+    """Return the error of a row with such a field."""
+    if called == "best_of":
+        text = "must be 1, as a line has one response; sampling.best_of is for jobs with a prompt section"
+    elif called == "extra_body":
+        text = (
+            "is an argument of OpenAI's Python client, which sends what is in it as fields of the body: write "
+            "them there"
+        )
+    else:
+        text = "this field, or its value, is not supported"
+    return RowProblem("unknown_field", f"body.{called[:100]}: {text}")

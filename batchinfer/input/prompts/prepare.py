@@ -1,0 +1,576 @@
+"""A chunk of rows in, finished prompts out: tokens, parameters and keys. This is what a render worker runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count, islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.core.continuations import longest_sequence
+from batchinfer.core.request import RowError, TokenIds
+from batchinfer.core.rung import Rung, with_rung
+from batchinfer.core.sampling import SamplingParams, Truncate
+from batchinfer.input.chunk import InputChunk
+from batchinfer.input.constraints.constraint_check import ConstraintChecker
+from batchinfer.input.constraints.per_constraint import PerConstraint
+from batchinfer.input.prompts.arguments.unread import UnreadArguments
+from batchinfer.input.prompts.builder import Draft, PromptBuilder, PromptPlan
+from batchinfer.input.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
+from batchinfer.input.prompts.parameters.named_tokens import NamedTokens
+from batchinfer.input.prompts.prepared.continued import ContinuedPrompts
+from batchinfer.input.prompts.prepared.paired import PairedTexts
+from batchinfer.input.prompts.prepared.rows import (
+    FurtherPrompts,
+    OwnTexts,
+    Prepared,
+    PreparedRows,
+    PreparedRungs,
+)
+from batchinfer.input.prompts.row_facts import FactsOfRows, RowFields
+from batchinfer.input.rows import RowProblem, Values, row_error
+from batchinfer.input.tokenizer.pair_template import PairTemplate
+from batchinfer.input.tokenizer.reasoned_rows import ReasonedRows
+from batchinfer.input.tokenizer.reasoning_styles import Openings
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
+
+_BULK_ROWS = 512
+_BULK_CHARACTERS = 1 << 20
+_NO_TOKENS: TokenIds = np.zeros(0, np.int32)
+_NO_KEY = bytes(KEY_BYTES)
+_NO_OPENINGS: Openings = np.zeros(0, np.int8)
+BULK = -1  # what the worker reports while it tokenises a whole batch at once
+
+
+def checking(row: int) -> int:
+    """Return the number that a worker reports while another process checks the constraint of `row`, which may take
+    longer than the worker may take for a row."""
+    return BULK - 1 - row
+
+
+@dataclass(frozen=True, slots=True)
+class RowPiece:
+    """Rows start … stop - 1 of a chunk, which are prepared together; fewer where the chunk has fewer.
+
+    `accused`: its only row was at work when an earlier process ended. `careful`: rows are tokenised one by one.
+    `given`: the error that its row has already; it is only read.
+    """
+
+    start: int
+    stop: int
+    accused: bool = False
+    careful: bool = False
+    given: RowError | None = None
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a finished prompt: `vocab_size` ids, `max_model_len` positions; `context` enters the keys.
+
+    `job_limit`: whether the job set `max_model_len`; otherwise it is what the model was made for.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    truncate: Truncate
+    context: bytes
+    job_limit: bool = False
+    room: int = 1  # tokens that have to fit behind a prompt: none where answers are vectors
+    may_cut: bool = True  # whether the job may set prompt.truncate
+
+    def length(self) -> str:
+        """The limit on tokens and where it comes from, for people."""
+        if self.job_limit:
+            return f"model.max_model_len of the job allows {self.max_model_len:,}"
+        return f"the model reads at most {self.max_model_len:,}"
+
+    def cut(self) -> str:
+        """Return advice that cuts prompts, or nothing where the job may not."""
+        return ", or set prompt.truncate to left or right to cut such prompts" if self.may_cut else ""
+
+    def remedy(self) -> str:
+        """Return advice that makes a prompt fit, or nothing: the model's own limit cannot be raised."""
+        return ", or raise model.max_model_len" if self.job_limit else ""
+
+
+class Preparer:
+    """Reads, renders and tokenises. `report` is told which row is at work, so that a hang can be pinned on it."""
+
+    def __init__(
+        self,
+        plan: PromptPlan,
+        limits: Limits,
+        tokenizer: Tokenizer,
+        report: Callable[[int], None],
+        fields: RowFields,
+    ) -> None:
+        self._builder = PromptBuilder(plan, tokenizer)
+        self._limits = limits
+        self._fields = fields
+        self._tokenizer = tokenizer
+        self._segments = tokenizer.segments()
+        self._continued = self._joining(plan)
+        self._plain = plan.params  # of most rows; their constraint was checked before
+        self._ladder = plan.ladder
+        self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
+        self._reasoned = ReasonedRows(plan.reasoning, tokenizer)
+        self._named = NamedTokens(tokenizer, limits.vocab_size)
+        self._report = report
+
+    def _joining(self, plan: PromptPlan) -> ContinuedPrompts | PairedTexts | None:
+        """Return what puts the tokens of other texts behind those of a prompt; None: there are no others."""
+        if plan.pairs is not None:
+            template, limits = PairTemplate.of(self._tokenizer.rust), self._limits
+            return PairedTexts(template, plan.pairs, limits.max_model_len, limits.truncate)
+        if plan.scoring is None:
+            return None
+        return ContinuedPrompts(self._tokenizer, self._segments, plan.scoring.choices)
+
+    def prepare(self, chunk: InputChunk, piece: RowPiece | None = None) -> PreparedRows:
+        """Prepare the rows of a chunk; of a piece of it, if there is one."""
+        piece = piece or RowPiece(0, chunk.most_rows)
+        facts = FactsOfRows(self._fields)
+        work = _FinishedPrompts(self._limits.context, self._reasoned, self._ladder)
+        held = _Drafts()
+        size = 0
+        for index, row in self._reported(chunk.read(piece.start, piece.stop, self._fields.values)):
+            size = index + 1
+            facts.note(row)
+            if isinstance(row, RowError):
+                work.errors[index] = row
+            elif piece.given is not None:
+                work.errors[index] = piece.given
+            else:
+                for draft in self._drafts(index, row, work):
+                    held.add(index, draft)
+                    if held.full:
+                        self._finish(held, work, piece.careful)
+                        held = _Drafts()
+        self._finish(held, work, piece.careful)
+        return PreparedRows(work.finished(size), facts.finished())
+
+    def _reported(self, rows: Iterator[Values | RowError]) -> Iterator[tuple[int, Values | RowError]]:
+        """Number the rows. A row is at work from before it is read, as reading may take all memory, too."""
+        for index in count():
+            self._report(index)
+            row = next(rows, None)
+            if row is None:
+                return
+            yield index, row
+
+    def _drafts(self, index: int, row: Values, work: _FinishedPrompts) -> Iterable[Draft]:
+        """Return what the row asks for: mostly one prompt; none of a row with an error."""
+        try:
+            draft = self._builder.build(self._fields.needed(row))
+            if draft.unread:
+                work.unread.add(draft.unread)
+            if draft.params is not self._plain and self._constraints.are_due(draft.params):
+                self._report(checking(index))
+                self._constraints.check(draft.params)
+            return draft._replace(params=self._named.named(draft.params)).each()
+        except RowProblem as problem:
+            work.errors[index] = problem.error
+            return ()
+
+    def _finish(self, held: _Drafts, work: _FinishedPrompts, careful: bool) -> None:
+        """Tokenise what is held and see whether it fits."""
+        encoded = self._encoded(held, work, careful)
+        if self._continued is not None:
+            encoded = self._with_continuations(self._continued, held, encoded, work, careful)
+        held.keep([at for at, ids in enumerate(encoded) if ids is not None])
+        ids = [one for one in encoded if one is not None]
+        tokens, counts = _flat(ids)
+        if not self._all_fit(tokens, counts):
+            tokens, counts = self._fitted_ones(held, tokens, counts, work)
+        work.add(held, tokens, counts)
+
+    def _encoded(self, held: _Drafts, work: _FinishedPrompts, careful: bool) -> list[Sequence[int] | None]:
+        """The token ids of each draft; None where the tokenizer failed."""
+        drafts = held.drafts
+        encoded: list[Sequence[int] | None] = [d.token_ids if d.text is None else None for d in drafts]
+        for special in (False, True):
+            plain = [
+                at
+                for at, d in enumerate(drafts)
+                if d.add_special is special and d.text is not None and not d.masks
+            ]
+            if plain and not (not careful and self._in_bulk(plain, drafts, special, encoded)):
+                self._one_by_one(plain, held, encoded, work)
+        self._one_by_one([at for at, d in enumerate(drafts) if d.masks], held, encoded, work)
+        return encoded
+
+    def _with_continuations(
+        self,
+        continued: ContinuedPrompts | PairedTexts,
+        held: _Drafts,
+        encoded: Sequence[Sequence[int] | None],
+        work: _FinishedPrompts,
+        careful: bool,
+    ) -> list[Sequence[int] | None]:
+        """The token ids of each draft and its continuations, one behind the other; None where there is an error."""
+        more, counts = _Drafts(), list[int]()
+        for row, draft, ids in zip(held.rows, held.drafts, encoded, strict=True):
+            asked = [] if ids is None else continued.to_encode(draft)
+            counts.append(len(asked))
+            for one in asked:
+                more.add(row, one)
+        found, joined = iter(self._encoded(more, work, careful)), list[Sequence[int] | None]()
+        for at, (draft, ids, size) in enumerate(zip(held.drafts, encoded, counts, strict=True)):
+            own = [*islice(found, size)]
+            whole = [one for one in own if one is not None]
+            joined.append(None)
+            if ids is None or len(whole) < len(own):
+                continue
+            try:
+                joined[at], params = continued.joined(draft, ids, whole, self._encode)
+                if draft.params.adapter:
+                    params = replace(params, adapter=draft.params.adapter)
+                held.drafts[at] = draft._replace(params=params)
+            except RowProblem as problem:
+                work.errors[held.rows[at]] = problem.error
+            except BaseException as error:
+                if not _is_tokenizer_failure(error):
+                    raise
+                work.errors[held.rows[at]] = row_error(
+                    "tokenizer_failed", "the tokenizer cannot encode this prompt"
+                )
+        return joined
+
+    def _in_bulk(
+        self,
+        which: list[int],
+        drafts: Sequence[Draft],
+        special: bool,
+        encoded: list[Sequence[int] | None],
+    ) -> bool:
+        self._report(BULK)
+        try:
+            texts = [drafts[at].text for at in which]
+            found = self._tokenizer.rust.encode_batch_fast(texts, add_special_tokens=special)
+        except BaseException as error:
+            if not _is_tokenizer_failure(error):
+                raise
+            return False
+        for at, encoding in zip(which, found, strict=True):
+            encoded[at] = encoding.ids
+        return True
+
+    def _one_by_one(
+        self, which: list[int], held: _Drafts, encoded: list[Sequence[int] | None], work: _FinishedPrompts
+    ) -> None:
+        for at in which:
+            index = held.rows[at]
+            self._report(index)
+            try:
+                encoded[at] = self._encode(held.drafts[at])
+            except BaseException as error:
+                if not _is_tokenizer_failure(error):
+                    raise
+                work.errors[index] = row_error("tokenizer_failed", "the tokenizer cannot encode this prompt")
+
+    def _encode(self, draft: Draft) -> Sequence[int]:
+        text = draft.text or ""
+        if draft.masks:
+            return self._segments.encode(text, draft.masks, draft.add_special)
+        ids: Sequence[int] = self._tokenizer.rust.encode(text, add_special_tokens=draft.add_special).ids
+        return ids
+
+    def _all_fit(self, tokens: TokenIds, counts: TokenIds) -> bool:
+        if not len(counts):
+            return True
+        shortest, longest = int(counts.min()), int(counts.max())
+        fits = shortest > 0 and longest + self._limits.room <= self._limits.max_model_len
+        return fits and int(tokens.max()) < self._limits.vocab_size
+
+    def _fitted_ones(
+        self, held: _Drafts, tokens: TokenIds, counts: TokenIds, work: _FinishedPrompts
+    ) -> tuple[TokenIds, TokenIds]:
+        """Each prompt by itself; the others become errors and are held no longer."""
+        kept: dict[int, TokenIds] = {}
+        ends = np.cumsum(counts)
+        for at, prompt in enumerate(np.split(tokens, ends[:-1])):
+            try:
+                kept[at] = self._fitted(prompt, held.drafts[at])
+            except RowProblem as problem:
+                work.errors[held.rows[at]] = problem.error
+        held.keep(list(kept))
+        lengths = np.array([len(prompt) for prompt in kept.values()], np.int32)
+        return np.concatenate([_NO_TOKENS, *kept.values()]), lengths
+
+    def _fitted(self, tokens: TokenIds, draft: Draft) -> TokenIds:
+        """The prompt as it will run. Raises RowProblem when it is empty, too long or has unknown ids."""
+        limit = self._limits.max_model_len
+        if not len(tokens):
+            raise RowProblem("empty_prompt", "the prompt has no tokens")
+        if int(tokens.max()) >= self._limits.vocab_size:
+            message = f"token id {int(tokens.max())}; the model knows ids below {self._limits.vocab_size}"
+            raise RowProblem("token_id_out_of_range", message)
+        scored = draft.params.scored
+        longest = longest_sequence(len(tokens), scored)
+        room = min(1, draft.params.max_tokens)  # none is needed behind what is made of the prompt alone
+        if longest + room <= limit:
+            return tokens
+        if self._limits.truncate == "error":
+            more = " and needs room for one more" if room else " with what is scored" if scored else ""
+            message = (
+                f"the prompt has {longest:,} tokens{more}; {self._limits.length()}; shorten "
+                f"it{self._limits.cut()}{self._limits.remedy()}"
+            )
+            raise RowProblem("prompt_too_long", message, "policy")
+        keep = limit - draft.params.max_tokens
+        if keep < 1:  # one token of a prompt would be answered, and nobody told
+            message = (
+                f"max_tokens {draft.params.max_tokens:,} leaves no room for a prompt; {self._limits.length()}; lower "
+                f"max_tokens{self._limits.remedy()}"
+            )
+            raise RowProblem("prompt_too_long", message, "policy")
+        return self._cut_before(tokens, scored, limit, draft) if scored else self._cut(tokens, keep, draft)
+
+    def _cut_before(self, tokens: TokenIds, scored: tuple[int, ...], limit: int, draft: Draft) -> TokenIds:
+        """Return a prompt that is cut before its continuations, of which the longest fits behind what is left."""
+        context = len(tokens) - sum(scored)
+        keep = limit + 1 - max(scored)  # the last token of what is scored takes no position
+        if keep < 1 or draft.continuations == ():
+            message = f"what is scored has {max(scored):,} tokens; {self._limits.length()}; shorten it"
+            raise RowProblem("prompt_too_long", f"{message}{self._limits.remedy()}", "policy")
+        before = self._segments.around[0] if draft.add_special else []
+        before = before if len(before) < keep else []
+        inner, kept = tokens[len(before) : context], keep - len(before)
+        cut = inner[-kept:] if self._limits.truncate == "left" else inner[:kept]
+        return np.concatenate([tokens[: len(before)], cut, tokens[context:]]).astype(np.int32)
+
+    def _cut(self, tokens: TokenIds, keep: int, draft: Draft) -> TokenIds:
+        """Return `keep` tokens of a prompt. What the tokenizer puts around a text stays, where a vector is made of it:
+        its last token may be what the model was taught to end a text with."""
+        text = draft.params.gives_tokens or not draft.add_special
+        before, behind = ([], []) if text else self._segments.around
+        inner = tokens[len(before) : len(tokens) - len(behind)]
+        kept = keep - len(before) - len(behind)
+        if kept < 1:
+            before, behind, inner, kept = [], [], tokens, keep
+        cut = inner[-kept:] if self._limits.truncate == "left" else inner[:kept]
+        return np.concatenate([np.array(before, np.int32), cut, np.array(behind, np.int32)]).astype(np.int32)
+
+
+class CheckedConstraints:
+    """Compiles each constraint that rows have of their own, once, to refuse what cannot be followed before the engine
+    meets it. That of `job`, the parameters of all rows, was checked before. `definition`: of the tokenizer."""
+
+    def __init__(self, job: SamplingParams, definition: str) -> None:
+        self._job = _constraint_of(job)
+        self._problems = PerConstraint(ConstraintChecker(definition).problem)
+
+    def are_due(self, params: SamplingParams) -> bool:
+        """Whether the constraint of `params` is to be checked."""
+        return params.constraint is not None and _constraint_of(params) != self._job
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises RowProblem for a constraint that cannot be compiled."""
+        if (problem := self._problems.of(params)) is not None:
+            raise RowProblem("bad_constraint", problem)
+
+
+def _constraint_of(params: SamplingParams) -> tuple[str | None, Any]:
+    """Its name and text. Rows with the job's have the very same text, which is found equal at once."""
+    return params.constraint, getattr(params, params.constraint) if params.constraint else None
+
+
+def _is_tokenizer_failure(error: BaseException) -> bool:
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+class _Drafts:
+    """Drafts that are tokenised together, and the numbers of their rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.drafts: list[Draft] = []
+        self._characters = 0
+
+    def add(self, row: int, draft: Draft) -> None:
+        self.rows.append(row)
+        self.drafts.append(draft)
+        self._characters += len(draft.text or "")
+
+    @property
+    def full(self) -> bool:
+        """Whether these are as many as are tokenised at once: the tokenizer takes some 100 bytes for each token."""
+        return len(self.rows) >= _BULK_ROWS or self._characters >= _BULK_CHARACTERS
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Drop all others."""
+        if len(places) < len(self.rows):
+            self.rows = [self.rows[at] for at in places]
+            self.drafts = [self.drafts[at] for at in places]
+
+
+class _FinishedPrompts:
+    """Collects finished prompts, in the order of their rows."""
+
+    def __init__(self, context: bytes, reasoned: ReasonedRows, ladder: Sequence[Rung]) -> None:
+        self._context, self._reasoned = context, reasoned
+        self._rungs = [_FinishedRung(rung) for rung in ladder]
+        self.errors: dict[int, RowError] = {}
+        self.unread = UnreadArguments()
+        self._params: dict[SamplingParams, int] = {}
+        self._last: tuple[SamplingParams | None, int] = (None, 0)
+        self._texts: list[str] = []
+        self._makers: list[WorkKeys] = []
+        self._rows: list[int] = []
+        self._params_of: list[int] = []
+        self._max_tokens: list[int] = []
+        self._samples: list[int] = []
+        self._dimensions: list[int] = []
+        self._keys: list[bytes] = []
+        self._openings: list[Openings] = [_NO_OPENINGS]
+        self._own_texts: dict[str, int] = {}
+        self._own_text_of: list[int] = []
+        self._counts: list[TokenIds] = [_NO_TOKENS]
+        self._tokens: list[TokenIds] = [_NO_TOKENS]
+
+    def add(self, held: _Drafts, tokens: TokenIds, counts: TokenIds) -> None:
+        """Take prompts that fit, end to end."""
+        data, end, openings = token_bytes(tokens), 0, self._reasoned.openings(tokens, counts)
+        for draft, size, opening in zip(held.drafts, counts.tolist(), openings.tolist(), strict=True):
+            start, end = end, end + TOKEN_BYTES * size
+            params = self._reasoned.params(draft.params, opening)
+            number = self._number(params)
+            self._params_of.append(number)
+            self._max_tokens.append(params.max_tokens)
+            self._samples.append(draft.samples)
+            self._dimensions.append(draft.dimensions)
+            maker, own = self._makers[number], data[start:end]
+            self._keys.append(maker.key(own))
+            said = draft.tools if draft.labels is None else draft.labels
+            self._own_text_of.append(
+                0 if said is None else self._own_texts.setdefault(said, len(self._own_texts) + 1)
+            )
+            if self._rungs:
+                self._climb(draft.params, opening, number, own)
+        self._rows += held.rows
+        self._openings.append(openings)
+        self._counts.append(counts)
+        self._tokens.append(tokens)
+
+    def _climb(self, params: SamplingParams, opening: int, number: int, tokens: bytes) -> None:
+        """Take the row's work on each rung. One that asks for what an earlier attempt asks for, or for more tokens than
+        it allows, has none: it would give the same answer, or none."""
+        asked = {self._texts[number]}
+        for rung in self._rungs:
+            if not params.gives_tokens:  # a vector is the same each time
+                rung.add(-1, 0, _NO_KEY)
+                continue
+            if (number, opening) not in rung.numbers:
+                rung.numbers[number, opening] = self._laid_over(params, opening, rung.rung)
+            at, most = rung.numbers[number, opening]
+            if at is None or self._texts[at] in asked:
+                rung.add(-1, 0, _NO_KEY)
+            else:
+                asked.add(self._texts[at])
+                rung.add(at, most, self._makers[at].key(tokens))
+
+    def _laid_over(self, params: SamplingParams, opening: int, rung: Rung) -> tuple[int | None, int]:
+        """Return the number of a row's parameters on a rung, if it can have any, and max_tokens of them."""
+        found = self._reasoned.params(with_rung(params, rung), opening)
+        return self._number(found) if found.min_tokens <= found.max_tokens else None, found.max_tokens
+
+    def _number(self, params: SamplingParams) -> int:
+        last, number = self._last
+        if params is not last:  # comparing takes longer than all else here
+            self._last = params, number = params, self._added(params)
+        return number
+
+    def _added(self, params: SamplingParams) -> int:
+        number = self._params.get(params)
+        if number is None:
+            number = self._params[params] = len(self._texts)
+            self._texts.append(params.canonical().to_json())
+            self._makers.append(WorkKeys(self._context, self._texts[-1]))
+        return number
+
+    def finished(self, size: int) -> Prepared:
+        """Return all rows; those that are not among the finished ones are error rows."""
+        rows, counts, tokens = (
+            np.array(self._rows, np.int64),
+            *map(np.concatenate, (self._counts, self._tokens)),
+        )
+        keys = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)
+        first, further = _first_prompts(rows, self.errors)
+        of_first, of_further = np.repeat(first, counts), np.repeat(further, counts)
+        mine = rows[first]
+
+        def column(values: Any, kind: type[np.generic] = np.int32) -> NDArray[Any]:
+            found = np.zeros((size, *np.shape(values)[1:]), kind)
+            found[mine] = np.asarray(values, kind)[first]
+            return found
+
+        rungs = [rung.finished(size, first, mine) for rung in self._rungs]
+        own = OwnTexts.found(self._own_texts, column(self._own_text_of))
+        return Prepared(
+            self.errors,
+            self._texts,
+            column(self._params_of),
+            column(self._max_tokens),
+            column(counts),
+            column(keys, np.uint8).tobytes(),
+            tokens[of_first],
+            column(np.concatenate(self._openings), np.int8),
+            self.unread.rows,
+            rungs,
+            own,
+            samples=column(self._samples) if any(self._samples) else None,
+            dimensions=column(self._dimensions) if any(self._dimensions) else None,
+            further=FurtherPrompts(
+                rows[further].astype(np.int32), counts[further], keys[further].tobytes(), tokens[of_further]
+            ),
+        )
+
+
+class _FinishedRung:
+    """Collects the work of finished prompts on one rung. `numbers`: by the number of a row's parameters and by
+    how its prompt ends, the number of its parameters on the rung, if there are any, and max_tokens of them."""
+
+    def __init__(self, rung: Rung) -> None:
+        self.rung = rung
+        self.numbers: dict[tuple[int, int], tuple[int | None, int]] = {}
+        self._params_of: list[int] = []
+        self._max_tokens: list[int] = []
+        self._keys: list[bytes] = []
+
+    def add(self, number: int, max_tokens: int, key: bytes) -> None:
+        """Take the next row."""
+        self._params_of.append(number)
+        self._max_tokens.append(max_tokens)
+        self._keys.append(key)
+
+    def finished(self, size: int, which: NDArray[np.bool_], rows: NDArray[np.int64]) -> PreparedRungs:
+        """Return the work of all rows. `which` of the prompts that were taken are the first of `rows`."""
+        found = PreparedRungs(np.full(size, -1, np.int32), np.zeros(size, np.int32), b"")
+        found.params_of[rows] = np.array(self._params_of, np.int32)[which]
+        found.max_tokens[rows] = np.array(self._max_tokens, np.int32)[which]
+        keys = np.zeros((size, KEY_BYTES), np.uint8)
+        keys[rows] = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)[which]
+        found.keys = keys.tobytes()
+        return found
+
+
+def _first_prompts(
+    rows: NDArray[np.int64], errors: Mapping[int, RowError]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Say which prompts are the first of their rows, which ascend, and which are further ones. A row with an error, of
+    whichever of its prompts, has none."""
+    first = np.diff(rows, prepend=-1) > 0
+    whole = ~np.isin(rows, [*errors]) if errors else np.ones(len(rows), np.bool_)
+    return first & whole, ~first & whole
+
+
+def _flat(rows: Sequence[Sequence[int]]) -> tuple[TokenIds, TokenIds]:
+    """All rows end to end, and the length of each."""
+    counts = np.array([len(row) for row in rows], np.int32)
+    return np.fromiter(chain.from_iterable(rows), np.int32, int(counts.sum(dtype=np.int64))), counts

@@ -1,0 +1,56 @@
+"""Pairs of texts, of which a cross-encoder makes scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from batchinfer.core.sampling import SamplingParams, Truncate
+from batchinfer.core.scoring import PairScoring
+from batchinfer.input.prompts.builder import Draft
+from batchinfer.input.rows import RowProblem
+from batchinfer.input.tokenizer.pair_template import PairTemplate, longest_first
+
+Ids = Sequence[int]
+
+
+class PairedTexts:
+    """Puts the tokens of a query and of a document together as the tokenizer does, and cuts them where that is asked
+    for. See ContinuedPrompts, which does the same for continuations."""
+
+    def __init__(
+        self, template: PairTemplate, scoring: PairScoring, longest: int, truncate: Truncate
+    ) -> None:
+        """longest: tokens of a pair."""
+        self._template, self._scoring = template, scoring
+        self._room, self._truncate = longest - template.added, truncate
+        self._params: dict[int, SamplingParams] = {}
+
+    def to_encode(self, draft: Draft) -> list[Draft]:
+        """Return the document, which is encoded beside the query."""
+        (document,) = draft.continuations or ("",)
+        return [Draft(draft.params, str(document))]
+
+    def joined(
+        self, draft: Draft, ids: Ids, encoded: Sequence[Ids], encode: Callable[[Draft], Ids]
+    ) -> tuple[Ids, SamplingParams]:
+        """Return the tokens of a pair, and the parameters of such a request. Raises RowProblem.
+
+        ids: of the query. encoded: what `to_encode` asked for. encode: is not needed.
+        """
+        (document,) = encoded
+        if self._truncate != "error":
+            ids, document = self._cut(ids, document)
+        second = self._template.second_segment(ids, document) if self._scoring.typed else 0
+        if second not in self._params:  # no more of them than a prompt has tokens
+            self._params[second] = SamplingParams.logits(self._scoring.pooling, second)
+        return self._template.joined(ids, document), self._params[second]
+
+    def _cut(self, query: Ids, document: Ids) -> tuple[Ids, Ids]:
+        if self._room < 2:
+            added = self._template.added
+            message = f"{added} tokens around a pair leave no room for it; raise model.max_model_len"
+            raise RowProblem("prompt_too_long", message, "policy")
+        kept = longest_first(len(query), len(document), self._room)
+        if self._truncate == "right":
+            return query[: kept[0]], document[: kept[1]]
+        return query[len(query) - kept[0] :], document[len(document) - kept[1] :]

@@ -1,0 +1,235 @@
+"""A chunk of rows in pieces: when a process ends or hangs, the row that it was at is prepared again by itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.core.reasoning import UNSAID
+from batchinfer.core.request import RowError, TokenIds
+from batchinfer.input.prompts.arguments.unread import UnreadArguments
+from batchinfer.input.prompts.keys import KEY_BYTES
+from batchinfer.input.prompts.prepare import RowPiece
+from batchinfer.input.prompts.prepared.rows import (
+    FurtherPrompts,
+    OwnTexts,
+    Prepared,
+    PreparedRows,
+    PreparedRungs,
+)
+from batchinfer.input.prompts.row_facts import RowFields, joined_facts, no_facts
+from batchinfer.input.rows import row_error
+
+# What a row gets that found no memory: rows before it may have taken it.
+_OF_MEMORY = "template_memory"
+_EMPTY = np.zeros(0, np.int32)
+_UNSAID = np.full(1, UNSAID, np.int8)
+_ONE = np.zeros(1, np.int32)
+
+
+class RowPieces:
+    """The pieces of one chunk, first to last: what was prepared of those before, and what is still to be prepared.
+
+    `rows`: how many there are at the most; only the last piece may turn out to have fewer.
+    """
+
+    def __init__(self, rows: int, fields: RowFields) -> None:
+        self._left = deque([RowPiece(0, rows)])
+        self._fields = fields
+        self._done: list[PreparedRows] = []
+        self.blamed = 0  # rows in a row, up to the present piece
+
+    def __bool__(self) -> bool:
+        """Whether there is more to prepare."""
+        return bool(self._left)
+
+    @property
+    def present(self) -> RowPiece:
+        """The piece that is prepared now."""
+        return self._left[0]
+
+    def fits(self, rows: int) -> bool:
+        """Whether the present piece may have that many rows."""
+        return rows == len(self.present) or (rows < len(self.present) and len(self._left) == 1)
+
+    def done(self, reply: PreparedRows) -> bool:
+        """The present piece was prepared. Returns whether it counts: rows without memory are prepared again."""
+        piece = self.present
+        short = [at for at, error in sorted(reply.prompts.errors.items()) if error.code == _OF_MEMORY]
+        if short and not piece.accused:
+            self._split([piece.start + at for at in short])
+            return False
+        self._left.popleft()
+        self._done.append(reply)
+        if piece.given is None:
+            self.blamed = 0
+        return True
+
+    def accuse(self, row: int) -> None:
+        """A process ended or hung at this row of the present piece, and nothing says yet that it is the row's fault."""
+        self._split([self.present.start + row])
+
+    def blame(self, code: str, message: str) -> None:
+        """The present piece's only row did the same once more, by itself: it is only read now, as an error row. If that
+        ends the process as well, nothing is known of it."""
+        piece = self._left.popleft()
+        if piece.given is None:
+            error = row_error(code, message, "resource")
+            self._left.appendleft(RowPiece(piece.start, piece.stop, accused=True, given=error))
+            self.blamed += 1
+        else:
+            self._done.append(PreparedRows(_error_row(piece.given), no_facts(self._fields, 1)))
+
+    def be_careful(self) -> None:
+        """A process ended in the present piece, at no row that is known."""
+        piece = self._left.popleft()
+        careful = RowPiece(piece.start, piece.stop, piece.accused, careful=True, given=piece.given)
+        self._left.appendleft(careful)
+
+    def joined(self) -> PreparedRows:
+        """The whole chunk, as if it had been prepared at once."""
+        return self._done[0] if len(self._done) == 1 else joined(self._done)
+
+    def _split(self, rows: Sequence[int]) -> None:
+        """These rows of the present piece by themselves, and those between them together."""
+        piece = self._left.popleft()
+        parts, start = [], piece.start
+        for row in rows:
+            between = RowPiece(start, row, careful=piece.careful)
+            parts += [between, RowPiece(row, row + 1, accused=True, careful=True)]
+            start = row + 1
+        parts.append(RowPiece(start, piece.stop, careful=piece.careful))
+        self._left.extendleft(part for part in reversed(parts) if len(part))
+
+
+def _error_row(error: RowError) -> Prepared:
+    return Prepared({0: error}, [], _ONE, _ONE, _ONE, bytes(KEY_BYTES), _EMPTY, _UNSAID)
+
+
+def joined(pieces: Sequence[PreparedRows]) -> PreparedRows:
+    """One chunk of all rows, in order."""
+    prompts = joined_prompts(piece.prompts for piece in pieces)
+    return PreparedRows(prompts, joined_facts([piece.facts for piece in pieces]))
+
+
+def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
+    """All prompts, in order. Parameters that several pieces have are listed once."""
+    errors: dict[int, RowError] = {}
+    numbers: dict[str, int] = {}
+    params_of, max_tokens, counts, tokens = ([_EMPTY] for _ in range(4))
+    tools, openings, keys, start, pieces, unread = (
+        _JoinedTools(),
+        [_UNSAID[:0]],
+        [],
+        0,
+        list(pieces),
+        UnreadArguments(),
+    )
+    rungs = [_JoinedRung() for _ in range(max((len(piece.rungs) for piece in pieces), default=0))]
+    for piece in pieces:
+        unread.join(piece.unread)
+        tools.add(piece)
+        errors |= {start + at: error for at, error in piece.errors.items()}
+        params_of.append(_renumbered(piece, numbers))
+        max_tokens.append(piece.max_tokens)
+        counts.append(piece.counts)
+        tokens.append(piece.tokens)
+        openings.append(piece.openings)
+        keys.append(piece.keys)
+        for at, rung in enumerate(rungs):
+            rung.add(piece, at, numbers)
+        start += len(piece)
+    return Prepared(
+        errors,
+        [*numbers],
+        np.concatenate(params_of),
+        np.concatenate(max_tokens),
+        np.concatenate(counts),
+        b"".join(keys),
+        np.concatenate(tokens),
+        np.concatenate(openings),
+        unread.rows,
+        [rung.joined() for rung in rungs],
+        tools.joined(),
+        samples=_joined_numbers([piece.samples for piece in pieces], pieces),
+        dimensions=_joined_numbers([piece.dimensions for piece in pieces], pieces),
+        further=_joined_further(pieces),
+    )
+
+
+def _joined_numbers(
+    each: Sequence[NDArray[np.int32] | None], pieces: Sequence[Prepared]
+) -> NDArray[np.int32] | None:
+    """Return what rows of all pieces ask for; None: no row asks."""
+    if all(one is None for one in each):
+        return None
+    own = zip(each, pieces, strict=True)
+    return np.concatenate([np.zeros(len(piece), np.int32) if one is None else one for one, piece in own])
+
+
+def _joined_further(pieces: Sequence[Prepared]) -> FurtherPrompts:
+    """Return the further prompts of all rows, in order."""
+    starts = accumulate((len(piece) for piece in pieces), initial=0)
+    each = [piece.further for piece in pieces]
+    rows = [one.rows + np.int32(start) for one, start in zip(each, starts, strict=False)]
+    counts, tokens = [one.counts for one in each], [one.tokens for one in each]
+    return FurtherPrompts(
+        np.concatenate([_EMPTY, *rows]),
+        np.concatenate([_EMPTY, *counts]),
+        b"".join(one.keys for one in each),
+        np.concatenate([_EMPTY, *tokens]),
+    )
+
+
+class _JoinedTools:
+    """The tools of all rows, in order. Those that several pieces have are listed once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._of = [_EMPTY]
+
+    def add(self, piece: Prepared) -> None:
+        """Take the texts of a piece."""
+        texts, of = piece.own_texts
+        own = [0, *(self._numbers.setdefault(text, len(self._numbers) + 1) for text in texts)]
+        self._of.append(np.array(own, np.int32)[of] if texts else np.zeros(len(piece), np.int32))
+
+    def joined(self) -> OwnTexts:
+        """Return the texts of all rows."""
+        return OwnTexts.found(self._numbers, np.concatenate(self._of))
+
+
+class _JoinedRung:
+    """One rung of all rows, in order."""
+
+    def __init__(self) -> None:
+        self._params_of, self._max_tokens, self._keys = [_EMPTY], [_EMPTY], list[bytes]()
+
+    def add(self, piece: Prepared, at: int, numbers: dict[str, int]) -> None:
+        """Take the rung `at` of a piece; an error row that nothing is known of has none."""
+        if at >= len(piece.rungs):
+            rung = PreparedRungs(np.full(len(piece), -1, np.int32), np.zeros(len(piece), np.int32), b"")
+            rung.keys = bytes(KEY_BYTES * len(piece))
+        else:
+            rung = piece.rungs[at]
+        own = np.array([numbers.setdefault(text, len(numbers)) for text in piece.params] or [0], np.int32)
+        self._params_of.append(np.where(rung.params_of < 0, -1, own[rung.params_of]).astype(np.int32))
+        self._max_tokens.append(rung.max_tokens)
+        self._keys.append(rung.keys)
+
+    def joined(self) -> PreparedRungs:
+        """Return the rung of all rows."""
+        params_of, most = np.concatenate(self._params_of), np.concatenate(self._max_tokens)
+        return PreparedRungs(params_of, most, b"".join(self._keys))
+
+
+def _renumbered(piece: Prepared, numbers: dict[str, int]) -> TokenIds:
+    """The numbers of the piece's parameters among all; 0 for its error rows."""
+    own = np.array([numbers.setdefault(text, len(numbers)) for text in piece.params] or [0], np.int32)
+    found = own[piece.params_of]
+    found[list(piece.errors)] = 0
+    return found

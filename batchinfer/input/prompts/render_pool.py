@@ -1,0 +1,137 @@
+"""Render workers: chunks go out as workers are free, and what was prepared of them comes back in their order."""
+
+from __future__ import annotations
+
+import os
+import selectors
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+from typing import Generic, TypeVar
+
+from batchinfer.core.request import RowError
+from batchinfer.input.chunk import InputChunk
+from batchinfer.input.prompts.prepared.rows import PreparedRows
+from batchinfer.input.prompts.render_worker import RenderSpec, RenderWorker
+from batchinfer.input.prompts.shared_file import put, shared_file
+from batchinfer.input.rows import Values
+from batchinfer.machine.waiting import LOOK_S
+
+Tag = TypeVar("Tag")
+Happened = Callable[[str, str, float, float], None]  # a process, what it did, and from when until when
+_AHEAD = 2  # chunks under way for each worker: the next one is there when a worker is done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyChunk(InputChunk):
+    """A chunk whose rows were prepared before, in another run."""
+
+    prepared: PreparedRows
+
+    def read(
+        self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
+    ) -> Iterator[Values | RowError]:
+        """Raises ValueError: there is nothing to read."""
+        raise ValueError("the rows of this chunk are prepared already")
+
+
+@dataclass(slots=True)
+class _ChunkWork(Generic[Tag]):
+    """A chunk that is under way, of which at most `rows` rows are read."""
+
+    tag: Tag
+    chunk: InputChunk
+    rows: int
+    done: PreparedRows | None = None
+
+
+class RenderPool(Generic[Tag]):
+    """Use as a context manager.
+
+    A worker is started with a chunk that finds no free one: an input of one chunk needs no second process. A ReadyChunk
+    needs none.
+    """
+
+    def __init__(self, spec: RenderSpec, workers: int, happened: Happened | None = None) -> None:
+        """happened: is told what each worker did, by `time.perf_counter`."""
+        self._spec, self._most, self._happened = spec, workers, happened
+        self._events = selectors.DefaultSelector()
+        self._definition = shared_file()
+        put(self._definition, spec.definition.encode())
+        self._all: list[RenderWorker] = []
+        self._free: list[RenderWorker] = []
+        self._waiting: deque[_ChunkWork[Tag]] = deque()
+        self._at_work: dict[RenderWorker, _ChunkWork[Tag]] = {}
+        self._looked = monotonic()
+
+    def __enter__(self) -> RenderPool[Tag]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._all:
+            worker.close()
+        self._tell()
+        self._events.close()
+        os.close(self._definition)
+
+    def _tell(self) -> None:
+        """Tell what the workers did."""
+        if self._happened is not None:
+            now = perf_counter()
+            for number, worker in enumerate(self._all):
+                ready = now if worker.ready_at is None else worker.ready_at
+                self._happened(f"reader {number}", "starting", worker.began, ready)
+                self._happened(f"reader {number}", "reading rows", ready, now)
+
+    def map(self, chunks: Iterable[tuple[Tag, InputChunk, int] | None]) -> Iterator[tuple[Tag, PreparedRows]]:
+        """(tag, chunk, its rows at the most) in, (tag, prepared rows) out, in order. None among the chunks: the next
+        one is asked for only when all before it were given out."""
+        under_way: deque[_ChunkWork[Tag]] = deque()
+        for given in chunks:
+            if given is None:
+                yield from self._given_out(under_way, 0)
+                continue
+            work = _ChunkWork(*given)
+            under_way.append(work)
+            if isinstance(work.chunk, ReadyChunk):
+                work.done = work.chunk.prepared
+            else:
+                self._assign(work)
+            yield from self._given_out(under_way, _AHEAD * self._most - 1)
+        yield from self._given_out(under_way, 0)
+
+    def _given_out(self, under_way: deque[_ChunkWork[Tag]], most: int) -> Iterator[tuple[Tag, PreparedRows]]:
+        """Yield what is done, in order, and wait until at most so many chunks are under way."""
+        self._attend(0)
+        while under_way and (len(under_way) > most or under_way[0].done is not None):
+            while (done := under_way[0].done) is None:
+                self._attend(LOOK_S)
+            yield under_way.popleft().tag, done
+
+    def _assign(self, work: _ChunkWork[Tag]) -> None:
+        self._waiting.append(work)
+        if self._free:
+            self._submit(self._free.pop())
+        elif len(self._all) < self._most:
+            self._all.append(RenderWorker(self._spec, self._definition, self._events))
+
+    def _submit(self, worker: RenderWorker) -> None:
+        work = self._at_work[worker] = self._waiting.popleft()
+        worker.submit(work.chunk, work.rows)
+
+    def _attend(self, within_s: float) -> None:
+        """Take what workers have sent, waiting at most so long for the first of them, and give them new work."""
+        for key, _ in self._events.select(within_s):
+            worker: RenderWorker = key.data
+            done = worker.attend()
+            if done is not None:
+                self._at_work.pop(worker).done = done
+            if worker.idle and self._waiting:
+                self._submit(worker)
+            elif worker.idle and worker not in self._free:
+                self._free.append(worker)
+        if monotonic() - self._looked > LOOK_S:
+            self._looked = monotonic()
+            for worker in self._all:
+                worker.look()

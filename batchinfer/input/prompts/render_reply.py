@@ -1,0 +1,279 @@
+"""The reply of a render worker: JSON and raw numbers, never a pickle, because the worker ran what others wrote.
+
+All that a reply holds is checked before it is used: sizes, counts, and places lie within bounds, and texts are UTF-8.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from batchinfer.core.errors import Unavailable
+from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
+from batchinfer.core.request import RowError
+from batchinfer.core.sampling import MAX_SAMPLES
+from batchinfer.input.json_kinds import KINDS
+from batchinfer.input.openai import MAX_INPUTS
+from batchinfer.input.prompts.arguments.unread import UnreadArguments
+from batchinfer.input.prompts.keys import KEY_BYTES
+from batchinfer.input.prompts.prepared.rows import (
+    NO_PROMPTS,
+    FurtherPrompts,
+    OwnTexts,
+    Prepared,
+    PreparedRows,
+    PreparedRungs,
+)
+from batchinfer.input.prompts.row_facts import MOST_NAMES, RowFacts, RowFields
+from batchinfer.input.tool_calls.known_tools import KnownTools
+
+_SIZE = 8  # bytes of the number before each part
+_FAILED = "failed"
+
+
+class BadReply(Exception):
+    """A reply is not what a worker sends: whatever ran there has taken the worker over, or damaged it."""
+
+
+def packed(done: PreparedRows) -> bytes:
+    """Return the reply for these rows."""
+    prompts, facts = done.prompts, done.facts
+    head = {
+        "rows": len(done),
+        "errors": {str(at): asdict(error) for at, error in prompts.errors.items()},
+        "params": prompts.params,
+        "unread_arguments": prompts.unread,
+        "tools": prompts.own_texts.texts,
+        "kinds": [sorted(kinds) for kinds in facts.kinds],
+        "unread": facts.unread,
+        "names": facts.names,
+        "found": sorted(facts.found),
+    }
+    parts = [json.dumps(head).encode()]
+    parts += [column.tobytes() for column in (prompts.params_of, prompts.max_tokens, prompts.counts)]
+    parts += [
+        prompts.keys,
+        prompts.tokens.tobytes(),
+        prompts.openings.tobytes(),
+        prompts.own_texts.of.tobytes(),
+    ]
+    for rung in prompts.rungs:
+        parts += [(rung.params_of + 1).tobytes(), rung.max_tokens.tobytes(), rung.keys]
+    for column in _text_columns(facts):
+        parts += _packed_texts(column)
+    more = prompts.further
+    numbers = (prompts.samples, prompts.dimensions, more.rows, more.counts, more.tokens)
+    parts += [b"" if one is None else one.tobytes() for one in numbers]
+    parts.append(more.keys)
+    return b"".join(piece for part in parts for piece in (len(part).to_bytes(_SIZE, "little"), part))
+
+
+def packed_failure(message: str) -> bytes:
+    """Return the reply of a worker that cannot work."""
+    text = json.dumps({_FAILED: message}).encode()
+    return len(text).to_bytes(_SIZE, "little") + text
+
+
+def _text_columns(facts: RowFacts) -> Iterator[pa.StringArray]:
+    yield facts.ids
+    if facts.endpoints is not None:
+        yield facts.endpoints
+    yield from facts.carried
+
+
+def _packed_texts(column: pa.StringArray) -> list[bytes]:
+    """Return one byte a row that is 0 for a null, the places where texts end, and the texts."""
+    valid = np.asarray(column.is_valid()).astype(np.uint8)
+    if not len(column):
+        return [b"", b"", b""]
+    _, offsets, data = column.buffers()
+    ends = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1]
+    texts = b"" if data is None else data[int(ends[0]) : int(ends[-1])].to_pybytes()
+    return [valid.tobytes(), (ends - ends[0]).astype(np.int32).tobytes(), texts]
+
+
+def unpacked(
+    data: bytes, fields: RowFields, vocab_size: int, rungs: int = 0, *, known: bool = False
+) -> PreparedRows:
+    """The rows of a reply, whose token ids are below `vocab_size`, with the `rungs` of the job's ladder. `known`: see
+    Prepared.
+
+    Raises BadReply, and Unavailable where the worker could not prepare anything.
+    """
+    parts = _ReplyParts(data)
+    try:
+        head = json.loads(parts.next())
+        if _FAILED in head:
+            raise Unavailable(str(head[_FAILED]))
+        return _rows(head, parts, fields, vocab_size, rungs, known)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, pa.ArrowException) as error:
+        raise BadReply(str(error)) from error
+
+
+class _ReplyParts:
+    """Takes one part of a reply after the other."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def next(self) -> bytes:
+        start = self._at + _SIZE
+        end = start + int.from_bytes(self._data[self._at : start], "little")
+        if end > len(self._data):
+            raise ValueError("a part lies outside of the reply")
+        self._at = end
+        return self._data[start:end]
+
+    def numbers(self, count: int | None = None, below: int = 1 << 31) -> NDArray[np.int32]:
+        """Return numbers from 0 to `below`; `count` of them, where that is known."""
+        found = np.frombuffer(self.next(), np.int32)
+        if count is not None and len(found) != count:
+            raise ValueError(f"{len(found)} numbers for {count} rows")
+        if len(found) and not 0 <= int(found.min()) <= int(found.max()) < below:
+            raise ValueError("a number is out of its range")
+        return found
+
+    def openings(self, count: int) -> NDArray[np.int8]:
+        """Return how `count` prompts end."""
+        found = np.frombuffer(self.next(), np.int8)
+        if len(found) != count or not np.isin(found, (UNSAID, OPEN, CLOSED)).all():
+            raise ValueError("the ends of prompts are not those of the rows")
+        return found
+
+    def of_rows(self, count: int, below: int = 1 << 31) -> NDArray[np.int32] | None:
+        """Return a number of each of so many rows, if any has one."""
+        found = self.numbers(below=below)
+        if len(found) not in (0, count):
+            raise ValueError("numbers are not those of the rows")
+        return found if len(found) else None
+
+    def further(self, prompts: Prepared, vocab_size: int) -> FurtherPrompts:
+        """Return the prompts that rows have behind their first: as many as each has answers."""
+        rows, counts, tokens = (
+            self.numbers(below=max(1, len(prompts))),
+            self.numbers(),
+            self.numbers(below=vocab_size),
+        )
+        found = FurtherPrompts(rows, counts, self.next(), tokens)
+        if (
+            len(counts) != len(rows)
+            or len(found.keys) != KEY_BYTES * len(rows)
+            or len(tokens) != counts.sum()
+        ):
+            raise ValueError("what rows ask for besides is not whole")
+        if not len(rows):
+            return NO_PROMPTS
+        whose, times = np.unique(rows, return_counts=True)
+        answers = prompts.answers(1)[whose]
+        sound = (np.diff(rows) >= 0).all() and (counts > 0).all() and prompts.counts[whose].all()
+        if not sound or (times + 1 != answers).any():
+            raise ValueError("what rows ask for besides is not theirs")
+        return found
+
+    def texts(self, count: int) -> pa.StringArray:
+        valid, ends, texts = self.next(), self.next(), self.next()
+        if not count:
+            return pa.array([], pa.string())
+        if len(valid) != count or len(ends) != 4 * (count + 1):
+            raise ValueError(f"a column of texts does not have {count} rows")
+        mask = np.frombuffer(valid, np.uint8)
+        marks = None if mask.all() else pa.py_buffer(np.packbits(mask != 0, bitorder="little"))
+        column = pa.StringArray.from_buffers(count, pa.py_buffer(ends), pa.py_buffer(texts), marks)
+        column.validate(full=True)
+        return column
+
+
+def _rows(
+    head: dict[str, Any], parts: _ReplyParts, fields: RowFields, vocab_size: int, rungs: int, known: bool
+) -> PreparedRows:
+    size = _whole(head["rows"])
+    errors = {_row(int(at), size): _error(error) for at, error in head["errors"].items()}
+    params = _texts(head["params"])
+    params_of = parts.numbers(size, below=max(1, len(params)))
+    max_tokens, counts = parts.numbers(size), parts.numbers(size)
+    keys, tokens, openings = parts.next(), parts.numbers(below=vocab_size), parts.openings(size)
+    tools = _tools(head["tools"], parts, size)
+    if len(keys) != KEY_BYTES * size:
+        raise ValueError("keys are not those of the rows")
+    if np.flatnonzero(counts == 0).tolist() != sorted(errors):
+        raise ValueError("a row has both tokens and an error, or neither")
+    ignored = _counts(head["unread_arguments"])
+    ladder = [_rung(parts, counts, len(params)) for _ in range(rungs)]
+    work = errors, params, params_of, max_tokens, counts, keys, tokens, openings
+    prompts, facts = Prepared(*work, ignored, ladder, tools), _facts(head, parts, fields, size)
+    prompts.known, prompts.samples = known, parts.of_rows(size, max(MAX_SAMPLES, MAX_INPUTS) + 1)
+    prompts.dimensions, prompts.further = parts.of_rows(size), parts.further(prompts, vocab_size)
+    if len(tokens) != int(prompts.tokens_there().sum()):
+        raise ValueError("tokens are not those of the rows")
+    return PreparedRows(prompts, facts)
+
+
+def _rung(parts: _ReplyParts, counts: NDArray[np.int32], params: int) -> PreparedRungs:
+    size = len(counts)
+    numbers, max_tokens, keys = parts.numbers(size, below=params + 1), parts.numbers(size), parts.next()
+    if len(keys) != KEY_BYTES * size or numbers[counts == 0].any():
+        raise ValueError("the keys of a rung are not those of the rows")
+    return PreparedRungs(numbers - 1, max_tokens, keys)
+
+
+def _facts(head: dict[str, Any], parts: _ReplyParts, fields: RowFields, size: int) -> RowFacts:
+    kinds = [set(_texts(names)) for names in head["kinds"]]
+    if len(kinds) != len(fields.carried) or not all(names <= KINDS for names in kinds):
+        raise ValueError("a carried column has unknown kinds of values")
+    ids = parts.texts(size)
+    endpoints = parts.texts(size) if fields.endpoints else None
+    carried = [parts.texts(size) for _ in fields.carried]
+    unread = [_row(_whole(at), size) for at in head["unread"]]
+    return RowFacts(
+        ids, endpoints, carried, kinds, unread, _texts(head["names"])[:MOST_NAMES], set(_texts(head["found"]))
+    )
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError("not a number of rows")
+    return value
+
+
+def _row(at: int, size: int) -> int:
+    if not 0 <= at < size:
+        raise ValueError(f"row {at} of {size}")
+    return at
+
+
+def _texts(values: Any) -> list[str]:
+    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+        raise ValueError("not a list of texts")
+    return values
+
+
+def _tools(values: Any, parts: _ReplyParts, size: int) -> OwnTexts:
+    texts = _texts(values)
+    for text in texts:
+        if not text.startswith("["):  # a list of labels
+            KnownTools.check(text)
+        else:
+            _texts(json.loads(text))
+    return OwnTexts(texts, parts.numbers(size if texts else 0, below=len(texts) + 1))
+
+
+def _counts(values: Any) -> dict[str, int]:
+    if not isinstance(values, dict):
+        raise ValueError("not an object of numbers")
+    names = UnreadArguments()
+    names.join({name: _whole(rows) for name, rows in values.items()})
+    return names.rows
+
+
+def _error(values: Any) -> RowError:
+    error = RowError(**values)
+    texts = (error.code, error.error_class, error.message)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(error.retryable, bool):
+        raise ValueError("not an error")
+    return error

@@ -1,0 +1,172 @@
+"""Facts of rows that the index keeps besides their prompts: ids, endpoints, and columns that go into the results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from batchinfer.core.request import RowError
+from batchinfer.input.json_kinds import json_kind, json_text
+from batchinfer.input.rows import Values
+
+MOST_NAMES = 200  # of columns that are remembered for a message
+_NO_TEXTS = pa.array([], pa.string())
+
+
+@dataclass(frozen=True, slots=True)
+class RowFields:
+    """The columns of a row and what they are for: `prompt` for its prompt (None: all), `id` for its id, `carried` for
+    the results, as JSON text where the format has no types.
+
+    `endpoints`: rows are OpenAI requests, whose urls are kept. `watched` are names to look for in an input that does
+    not declare its columns; None: it does.
+    """
+
+    prompt: tuple[str, ...] | None
+    id: str | None = None
+    carried: tuple[str, ...] = ()
+    as_json: bool = False
+    endpoints: bool = False
+    watched: frozenset[str] | None = None
+
+    @property
+    def values(self) -> frozenset[str] | None:
+        """The columns whose values are read; None: all."""
+        return (
+            None
+            if self.prompt is None
+            else frozenset({*self.prompt, *self.carried, *filter(None, [self.id])})
+        )
+
+    def needed(self, row: Values) -> Values:
+        """The row cut down to what its prompt is made of."""
+        return row if self.prompt is None else {name: row[name] for name in self.prompt if name in row}
+
+    def custom_id(self, row: Values) -> str | None:
+        """The row's id as text; null stays null."""
+        value = row.get(self.id) if self.id is not None else None
+        if value is None or isinstance(value, str):
+            return value
+        return str(value) if type(value) is int else json.dumps(value, ensure_ascii=False, default=str)
+
+
+@dataclass(slots=True)
+class RowFacts:
+    """Columns of n rows: `ids`, `endpoints` (of requests), and one for each of the columns that are `carried` as text.
+
+    `kinds` are those of a carried column's JSON values. `unread` are the rows that could not be read. `names` are the
+    first columns that rows had, `found` those of them that were watched for.
+    """
+
+    ids: pa.StringArray
+    endpoints: pa.StringArray | None = None
+    carried: list[pa.StringArray] = field(default_factory=list)
+    kinds: list[set[str]] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    found: set[str] = field(default_factory=set)
+
+    @property
+    def read_rows(self) -> int:
+        """How many rows could be read."""
+        return len(self.ids) - len(self.unread)
+
+    def first(self, rows: int) -> RowFacts:
+        """Return the columns of the first `rows` rows."""
+        ends = None if self.endpoints is None else self.endpoints.slice(0, rows)
+        carried = [column.slice(0, rows) for column in self.carried]
+        return RowFacts(self.ids.slice(0, rows), ends, carried)
+
+
+class FactsOfRows:
+    """Collects the facts, row by row."""
+
+    def __init__(self, fields: RowFields) -> None:
+        self._fields = fields
+        self._ids: list[str | None] = []
+        self._endpoints: list[str | None] = []
+        self._carried: list[list[str | None]] = [[] for _ in fields.carried]
+        self._kinds: list[set[str]] = [set() for _ in fields.carried]
+        self._unread: list[int] = []
+        self._names: dict[str, None] = {}
+        self._shapes: set[tuple[str, ...]] = set()
+        self._found: set[str] = set()
+
+    def note(self, row: Values | RowError) -> None:
+        """Add the next row; nothing is known of one that could not be read."""
+        if isinstance(row, RowError):
+            self._unread.append(len(self._ids))
+            row = {}
+        elif self._fields.watched is not None:
+            self._note_names(row, self._fields.watched)
+        self._ids.append(self._fields.custom_id(row))
+        if self._fields.endpoints:
+            url = row.get("url")
+            self._endpoints.append(url if isinstance(url, str) else None)
+        for at, name in enumerate(self._fields.carried):
+            self._carried[at].append(self._text(at, row[name]) if name in row else None)
+
+    def _text(self, at: int, value: Any) -> str | None:
+        if not self._fields.as_json:
+            return None if value is None else str(value)
+        self._kinds[at].add(json_kind(value))
+        return None if value is None else json_text(value)
+
+    def _note_names(self, row: Values, watched: frozenset[str]) -> None:
+        shape = tuple(row)
+        if shape in self._shapes:
+            return
+        if len(self._shapes) < MOST_NAMES:
+            self._shapes.add(shape)
+        self._found |= watched.intersection(row)
+        for name in shape if len(self._names) < MOST_NAMES else ():
+            if len(self._names) < MOST_NAMES:
+                self._names.setdefault(name)
+
+    def finished(self) -> RowFacts:
+        """Return the facts of all rows."""
+        return RowFacts(
+            pa.array(self._ids, pa.string()),
+            pa.array(self._endpoints, pa.string()) if self._fields.endpoints else None,
+            [pa.array(texts, pa.string()) for texts in self._carried],
+            self._kinds,
+            self._unread,
+            list(self._names),
+            self._found,
+        )
+
+
+def no_facts(fields: RowFields, rows: int) -> RowFacts:
+    """Return what is known of rows that could not be read."""
+    collected = FactsOfRows(fields)
+    for _ in range(rows):
+        collected.note(RowError("", "input", ""))
+    return collected.finished()
+
+
+def joined_facts(parts: Sequence[RowFacts]) -> RowFacts:
+    """Return the facts of all rows, in order."""
+    first, unread, start = parts[0], [], 0
+    names: dict[str, None] = {}
+    for part in parts:
+        unread += [start + at for at in part.unread]
+        start += len(part.ids)
+        names |= dict.fromkeys(part.names)
+    columns = range(len(first.carried))
+    return RowFacts(
+        _joined(part.ids for part in parts),
+        None if first.endpoints is None else _joined(part.endpoints for part in parts),
+        [_joined(part.carried[at] for part in parts) for at in columns],
+        [set().union(*(part.kinds[at] for part in parts)) for at in columns],
+        unread,
+        list(names)[:MOST_NAMES],
+        set().union(*(part.found for part in parts)),
+    )
+
+
+def _joined(columns: Iterable[pa.StringArray]) -> pa.StringArray:
+    return pa.concat_arrays([_NO_TEXTS, *columns])

@@ -1,0 +1,62 @@
+"""A shortcut for templates that only print columns between texts: they are joined without running Jinja.
+
+Kept in addition to Jinja because that takes a large part of a short row's ingest: see docs/measurements/ingest.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from jinja2 import nodes
+
+from batchinfer.input.rows import Values
+
+# Names that a template does not read from the row, or not only
+_SPECIAL = frozenset(
+    {"row", "self", "super", "loop", "caller", "varargs", "kwargs", "context", "environment"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SimpleTemplate:
+    """A template as `texts` with the values of `names` between them."""
+
+    texts: tuple[str, ...]  # one more than names
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tree: nodes.Template) -> Self | None:
+        """Return the template if there is nothing else in it."""
+        texts, names = [""], []
+        for node in _parts(tree):
+            if isinstance(node, nodes.TemplateData):
+                texts[-1] += node.data
+            elif isinstance(node, nodes.Name) and node.ctx == "load" and node.name not in _SPECIAL:
+                names.append(node.name)
+                texts.append("")
+            else:
+                return None
+        return cls(tuple(texts), tuple(names))
+
+    def render(self, values: Values) -> str | None:
+        """Return the text; None where a value is missing, null, or no plain one: then Jinja says what becomes of it."""
+        parts = [self.texts[0]]
+        for name, text in zip(self.names, self.texts[1:], strict=True):
+            value = values.get(name)
+            if type(value) is not str:
+                if type(value) not in (int, float, bool):
+                    return None
+                value = str(value)
+            parts += (value, text)
+        return "".join(parts)
+
+
+def _parts(tree: nodes.Template) -> Iterator[nodes.Node]:
+    """Yield what is printed; a node of another kind as it is."""
+    for node in tree.body:
+        if isinstance(node, nodes.Output):
+            yield from node.nodes
+        else:
+            yield node

@@ -1,0 +1,96 @@
+"""The input formats there are, how a file's format is found, and what is said about other files."""
+
+from __future__ import annotations
+
+import os
+
+from batchinfer.core.errors import InputCorrupt
+from batchinfer.input.format import CODECS, FORMATS, JSONL, MAGIC, Format
+
+OPENAI = "openai"  # JSON lines that hold requests
+# What a file begins with → what it is, and what to do with it
+_OTHERS: tuple[tuple[bytes, str, str], ...] = (
+    (b"PK\x03\x04", "a zip archive, as Excel workbooks are", "unpack it, or save the sheet as CSV"),
+    (b"\xd0\xcf\x11\xe0", "an old Excel or Office file", "save the sheet as CSV"),
+    (b"Obj\x01", "Avro", "convert it to Parquet"),
+    (b"ORC", "ORC", "convert it to Parquet"),
+    (b"FEA1", "Feather version 1", "write it again with pyarrow.feather.write_feather: version 2"),
+    (b"SQLite format 3\x00", "a SQLite database", "export the table as CSV or Parquet"),
+    (b"\x80", "a pickle", "it can run code when it is loaded: write the data as Parquet"),
+    (b"\x89HDF", "HDF5", "convert the table to Parquet"),
+    (b"BZh", "packed with bzip2", "unpack it, or pack it with gzip or zstd"),
+    (b"\xfd7zXZ", "packed with xz", "unpack it, or pack it with gzip or zstd"),
+    (b"<", "XML or HTML", "convert it to JSON lines or CSV"),
+)  # fmt: skip
+_HEAD = 512
+
+
+def all_formats() -> str:
+    """Return the formats as messages show them: `JSON lines (.jsonl, .ndjson, .json), Parquet (.parquet, .pq), …`."""
+    return ", ".join(f"{one.title} ({', '.join(one.suffixes)})" for one in FORMATS)
+
+
+def packed_formats() -> str:
+    """Return the formats that may be compressed, as messages show them: `JSON lines and CSV also with .gz, .zst`."""
+    return f"{' and '.join(one.title for one in FORMATS if one.packed)} also with {', '.join(CODECS)}"
+
+
+def by_name(name: str) -> Format:
+    """The format that `input.format` or a file's record calls so."""
+    return next(one for one in FORMATS if one.name == name)
+
+
+def known_suffixes() -> str:
+    """Return the suffixes as messages show them: `.jsonl, .ndjson, …`."""
+    return ", ".join(suffix for one in FORMATS for suffix in one.suffixes)
+
+
+def named_by(name: str) -> Format | None:
+    """The format that a file's name tells, None when it tells none."""
+    return next((one for one in FORMATS if one.names(name)), None)
+
+
+def format_of(path: str, named: str) -> str:
+    """The name of a file's format: the job's choice, else by the file's name, else by its content.
+
+    Raises InputCorrupt for a file of another format, OSError.
+    """
+    if named != "auto":
+        return JSONL.name if named == OPENAI else named
+    told = named_by(os.path.basename(path))
+    with open(path, "rb") as file:
+        head = file.read(_HEAD)
+    _refuse_array(path, head)
+    if told is not None:
+        return told.name
+    return _sniffed(path, head)
+
+
+def _refuse_array(path: str, head: bytes) -> None:
+    if path.lower().endswith(".json") and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        raise InputCorrupt(
+            f"{path}: holds one JSON array; JSON lines are needed, one object a line: "
+            f"jq -c '.[]' {os.path.basename(path)} > rows.jsonl, or input.sql with read_json('{path}')"
+        )
+
+
+def _sniffed(path: str, head: bytes) -> str:
+    """Recognise a format by the first bytes; an empty file, or one that begins with an object, is taken for JSON
+    lines."""
+    for one in FORMATS:
+        if head.startswith(one.magic):
+            return one.name
+    if not head or head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") or head.startswith(tuple(MAGIC)):
+        return JSONL.name
+    if head[8:12] == b"DUCK":
+        raise _unknown(path, "a DuckDB database", "export the table as Parquet or CSV")
+    for magic, what, advice in _OTHERS:
+        if head.startswith(magic):
+            raise _unknown(path, what, advice)
+    raise _unknown(
+        path, "of a format that neither its name nor its content tells", "say it with input.format"
+    )
+
+
+def _unknown(path: str, what: str, advice: str) -> InputCorrupt:
+    return InputCorrupt(f"{path}: is {what}; {advice} (read are {all_formats()})")

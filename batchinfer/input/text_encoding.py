@@ -1,0 +1,59 @@
+"""Text in other encodings than UTF-8, read as UTF-8, and what is said of bytes that are no text."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+
+from batchinfer.core.errors import InputCorrupt
+from batchinfer.input.rows import RowProblem
+
+UTF8 = "utf-8"
+UTF16 = frozenset({"utf-16", "utf-16-le", "utf-16-be"})
+
+
+def as_utf8(path: str, chunks: Iterator[bytes], encoding: str) -> Iterator[bytes]:
+    """The same text in UTF-8. A byte that means nothing becomes one that UTF-8 does not have: it costs its row only.
+
+    Raises InputCorrupt for a file that ends within a character.
+    """
+    if encoding == UTF8:
+        yield from chunks
+        return
+    decoder = codecs.getincrementaldecoder(encoding)(
+        "surrogatepass" if encoding in UTF16 else "surrogateescape"
+    )
+    try:
+        for chunk in chunks:
+            yield decoder.decode(chunk).encode(UTF8, "surrogatepass")
+        yield decoder.decode(b"", True).encode(UTF8, "surrogatepass")
+    except UnicodeError as error:
+        advice = "; without a byte order mark it is utf-16-le or utf-16-be" if encoding == "utf-16" else ""
+        raise InputCorrupt(
+            f"{path}: is not {encoding}, as input.encoding says, or is cut short ({error}){advice}"
+        ) from None
+
+
+def decoded(data: bytes, encoding: str, first_line: int | None = None) -> str:
+    """A record as text. Raises RowProblem naming the byte that is none, and its line: of several, the first has
+    the number `first_line`.
+    """
+    try:
+        return data.decode(UTF8)
+    except UnicodeDecodeError as error:
+        raise _problem(data, error.start, encoding, first_line) from None
+
+
+def _problem(data: bytes, at: int, encoding: str, first_line: int | None) -> RowProblem:
+    above = data.count(b"\n", 0, at)
+    where = f" of line {first_line + above}" if first_line is not None and above else " of the line"
+    if encoding == UTF8:
+        place = at - data.rfind(b"\n", 0, at)
+        return RowProblem(
+            "bad_utf8",
+            f"byte {place}{where}, 0x{data[at]:02x}, is not UTF-8; if the file is in another encoding, name it: "
+            "input.encoding: latin-1 (or cp1252, utf-16, shift_jis, …)",
+        )
+    code = ord(data[at : at + 3].decode(UTF8, "surrogatepass"))
+    what = f"the byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else "half of a surrogate pair"
+    return RowProblem("bad_encoding", f"{what}{where} is not {encoding}, which input.encoding names")

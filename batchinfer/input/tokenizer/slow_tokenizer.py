@@ -1,0 +1,50 @@
+"""Tokenizers that a checkpoint keeps in an older form, converted to the Rust one in a process of their own.
+
+The conversion is transformers' and brings torch along, which this process is to stay free of.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from batchinfer.core.errors import JobFileError, Mistake
+from batchinfer.machine.asked_apart import Died, asked_apart
+
+_FAILURES = (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError)
+CONVERTER = "batchinfer.input.tokenizer.slow_tokenizer:convert"
+_AGAIN = "the download may be incomplete; copy the checkpoint again"
+WITHIN_S = 900.0  # importing transformers takes some 5 s, converting the largest tokenizers a minute
+
+
+def converted(folder: Path) -> str:
+    """The text of a tokenizer.json for the tokenizer in `folder`. Raises JobFileError."""
+    try:
+        what = "the process that converts the tokenizer"
+        text, problem = asked_apart(what, CONVERTER, str(folder), within_s=WITHIN_S)
+    except Died as died:
+        text, problem = None, f"the process that converts it {died}"
+    if text is None:
+        raise wrong_tokenizer(folder, f"its tokenizer cannot be converted to tokenizer.json: {problem}")
+    return str(text)
+
+
+def wrong_tokenizer(folder: Path, message: str, hint: str = _AGAIN) -> JobFileError:
+    """The error of a checkpoint whose tokenizer is missing or damaged: the job names the wrong folder."""
+    return JobFileError(str(folder), [Mistake("model.path", message, hint=hint)])
+
+
+def convert(folder: str, connection: Connection[Any, Any]) -> None:
+    """Convert in the child process: send (text, None), or (None, the problem)."""
+    try:
+        connection.send((_converted(folder), None))
+    except _FAILURES as error:
+        connection.send((None, str(error)))
+
+
+def _converted(folder: str) -> str:
+    from transformers import AutoTokenizer
+
+    slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return str(slow.backend_tokenizer.to_str())

@@ -1,0 +1,133 @@
+"""Grammars of answers that call a tool: in the style of the checkpoint, with arguments under the tool's own schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchinfer.core.exact_json import written
+from batchinfer.core.tool_calls import CallStyle
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
+from batchinfer.input.tool_calls import formats
+from batchinfer.input.tool_calls.formats import HARMONY
+
+# A tool without parameters takes none; one whose schema is empty takes anything that is an object
+_NONE = '{"type": "object", "properties": {}, "additionalProperties": false}'
+_ANY = '{"type": "object"}'
+UNASKED = ("qwen3-coder",)  # styles without a grammar: their arguments are text that no schema describes
+_PLACE = "%calls%"  # of the calls, where a grammar begins
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Writes what stands around the arguments. `mark` makes a text a token, if it is one; `names`: of the tools."""
+
+    mark: Callable[[str], str]
+    names: Sequence[str]
+
+    def alternatives(self, before: str = "", behind: str = "", joint: str = "") -> str:
+        """Return a choice of one tool: its name and arguments, with these texts before, between and behind."""
+        return " | ".join(
+            " ".join(filter(None, (_text(f"{before}{name}{joint}"), f"a{number}", _text(behind))))
+            for number, name in enumerate(self.names)
+        )
+
+    def object(self, arguments: str = "arguments") -> str:
+        """Return a choice of one call as a JSON object."""
+        return self.alternatives('{"name": "', "}", f'", "{arguments}": ')
+
+    def marked(self, before: str, mark: str, behind: str = "") -> str:
+        """Return a choice of one tool: its name, a text that may be a token, and its arguments."""
+        return " | ".join(
+            " ".join(filter(None, (_text(before + name), self.mark(mark), _text(behind), f"a{number}")))
+            for number, name in enumerate(self.names)
+        )
+
+
+def call_grammar(
+    style: CallStyle, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, single: bool, reasons: bool
+) -> str | None:
+    """Return what the parameter `tool_call` says of answers that call one of these tools, or several (`single`: exactly
+    one); None: the style has no grammar. `reasons`: the answer's reasoning ends with the beginning of a call where
+    the style has it so."""
+    frame = _Frame(lambda text: _mark(text, tokenizer), [one["function"]["name"] for one in tools])
+    made = _lines(style.name, frame, tokenizer, reasons)
+    if made is None:
+        return None
+    start, call, further = made
+    repeated = "" if single or further is None else f" ({further} call)*"
+    lark = f"start: {start.replace(_PLACE, f'call{repeated}')}\ncall: {call}"
+    schemas = [_schema(one["function"].get("parameters")) for one in tools]
+    return json.dumps({"lark": lark, "schemas": schemas}, ensure_ascii=False, separators=(",", ":"))
+
+
+def _lines(
+    name: str, frame: _Frame, tokenizer: Tokenizer, reasons: bool
+) -> tuple[str, str, str | None] | None:
+    """Return the beginning of a grammar with its place for calls, a call, and what stands between two; None there:
+    models write one call."""
+    mark, template = frame.mark, tokenizer.chat_template or ""
+    if name in ("hermes", "nemotron"):
+        return _tagged(name, frame)
+    if name == "granite":
+        begin = "<tool_call>" if "<|tool_call|>" not in template else "<|tool_call|>"
+        return f'{mark(begin)} "[" {_PLACE} "]"', frame.object(), '", "'
+    if name == "mistral":
+        return _mistral(frame, formats.ARGS in template)
+    if name == "llama3":
+        return _PLACE, frame.object("parameters"), None
+    if name == "deepseek":
+        return _deepseek(frame, "```json" in template)
+    if name == HARMONY:
+        header = "" if reasons else f'{mark("<|channel|>")} "commentary" '
+        behind = f'" " {mark("<|constrain|>")} "json" {mark("<|message|>")}'
+        return f'{header}" to=functions." {_PLACE}', _harmony(frame, behind), None
+    return None
+
+
+def _tagged(name: str, frame: _Frame) -> tuple[str, str, str | None]:
+    if name == "nemotron":
+        begin, end = frame.mark("<TOOLCALL>"), frame.mark("</TOOLCALL>")
+        return f'{begin} "[" {_PLACE} "]" {end}', frame.object(), '", "'
+    begin, end = frame.mark("<tool_call>"), frame.mark("</tool_call>")
+    return _PLACE, f'{begin} "\\n" ({frame.object()}) "\\n" {end}', '"\\n"'
+
+
+def _mistral(frame: _Frame, named: bool) -> tuple[str, str, str | None]:
+    begin = frame.mark(formats.TOOL_CALLS)
+    if named:
+        return _PLACE, f"{begin} ({frame.marked('', formats.ARGS)})", ""
+    return f'{begin} "[" {_PLACE} "]"', frame.object(), '", "'
+
+
+def _deepseek(frame: _Frame, fenced: bool) -> tuple[str, str, str | None]:
+    mark, separator = frame.mark, frame.mark(formats.CALL_SEP)
+    begin, end = mark(formats.CALL_BEGIN), mark(formats.CALL_END)
+    start = f"{mark(formats.CALLS_BEGIN)} {_PLACE} {mark(formats.CALLS_END)}"
+    if fenced:
+        inside = frame.alternatives("", "\n```", "\n```json\n")
+        return start, f'{begin} "function" {separator} ({inside}) {end}', '"\\n"'
+    return start, f"{begin} ({frame.marked('', formats.CALL_SEP)}) {end}", ""
+
+
+def _harmony(frame: _Frame, behind: str) -> str:
+    return " | ".join(f"{_text(name)} {behind} a{number}" for number, name in enumerate(frame.names))
+
+
+def _mark(text: str, tokenizer: Tokenizer) -> str:
+    """Return the token that the text is, or the text."""
+    token = tokenizer.rust.token_to_id(text)
+    added = tokenizer.rust.get_added_tokens_decoder()
+    return f"<[{token}]>" if token in added else _text(text)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _schema(parameters: Any) -> str:
+    if parameters is None:
+        return _NONE
+    return written(parameters) if parameters else _ANY

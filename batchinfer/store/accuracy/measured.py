@@ -1,0 +1,141 @@
+"""The accuracy of a result: how many of its answers are the expected ones, in all, by field and by label."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from batchinfer.core.wording import counted
+from batchinfer.store.accuracy.expected import ExpectedColumn, result_batches
+from batchinfer.store.accuracy.graded_rows import GradedField, GradedRow, graded_rows
+from batchinfer.store.accuracy.grades import Grade
+from batchinfer.store.accuracy.labels import MOST_FIELDS, Field, Labels, find_labels
+from batchinfer.store.accuracy.reliability import Reliability
+
+Outcome = Literal["label", "other", "error"]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of rows: those with an expected value, and of these the error rows and the right ones."""
+
+    rows: int = 0
+    errors: int = 0
+    exact: int = 0
+    normalised: int = 0
+
+    def add(self, grade: Grade, failed: bool) -> None:
+        self.rows += 1
+        self.errors += failed
+        self.exact += grade is Grade.EXACT
+        self.normalised += grade is not Grade.WRONG
+
+
+@dataclass(frozen=True, slots=True)
+class Confused:
+    """Rows of one label that were answered alike: with a label (`answer`), with something else, or not at all."""
+
+    field: Field
+    expected: str
+    outcome: Outcome
+    answer: str | None
+    rows: int
+
+
+@dataclass(slots=True)
+class Accuracy:
+    """Says how many answers of a result are the expected ones. `fields`: of answers that are objects, by name."""
+
+    column: str
+    unlabelled: int = 0  # rows without an expected value
+    unreadable: int = 0  # rows whose expected value is not of the answers' kind
+    first_unreadable: int | None = None  # its row_id
+    whole: Tally = field(default_factory=Tally)
+    fields: dict[str, Tally] = field(default_factory=dict)
+    confusion: tuple[Confused, ...] = ()
+    calibration: Reliability | None = None  # None: the result does not say how probable answers are
+
+    @property
+    def notice(self) -> str | None:
+        """A line about expected values that could not be used; None: there are none."""
+        if not self.unreadable:
+            return None
+        return (
+            f"{counted(self.unreadable, 'row')} not measured: the value of {self.column} (input.expected) is no JSON "
+            f"object as the answers are, first in the row with row_id {self.first_unreadable}; write it as JSON text"
+        )
+
+    def add(self, row: GradedRow | None) -> None:
+        """Count a row of the result."""
+        if row is None:
+            self.unlabelled += 1
+        elif row.fields is None:
+            self.unreadable += 1
+            self.first_unreadable = row.row_id if self.first_unreadable is None else self.first_unreadable
+        else:
+            self.whole.add(row.grade, row.failed)
+            if self.calibration is not None and row.probability is not None:
+                self.calibration.add(row.probability, row.grade is not Grade.WRONG)
+            for one in row.fields:
+                self._add_field(one, row.failed)
+
+    def _add_field(self, one: GradedField, failed: bool) -> None:
+        if one.name is not None and (one.name in self.fields or len(self.fields) < MOST_FIELDS):
+            self.fields.setdefault(one.name, Tally()).add(one.grade, failed)
+
+
+class _Confusion:
+    """Counts what was answered for each label."""
+
+    def __init__(self, labels: dict[Field, Labels]) -> None:
+        self._labels = labels
+        self._rows: Counter[tuple[Field, str, Outcome, str | None]] = Counter()
+
+    def add(self, row: GradedRow) -> None:
+        for one in row.fields or ():
+            labels = self._labels.get(one.name)
+            expected = None if labels is None else labels.of(one.expected)
+            if labels is not None and expected is not None:
+                self._rows[one.name, expected, *_outcome(labels, one, row.failed)] += 1
+
+    def found(self) -> Iterator[Confused]:
+        """Yield what there is: by field, then the most frequent labels first."""
+        of_label: Counter[tuple[Field, str]] = Counter()
+        for (name, expected, *_), rows in self._rows.items():
+            of_label[name, expected] += rows
+        fields = list(self._labels)
+
+        def place(item: tuple[tuple[Field, str, Outcome, str | None], int]) -> tuple[int, int, str, int, str]:
+            (name, expected, _, answer), rows = item
+            return fields.index(name), -of_label[name, expected], expected, -rows, answer or ""
+
+        for key, rows in sorted(self._rows.items(), key=place):
+            yield Confused(*key, rows)
+
+
+def _outcome(labels: Labels, one: GradedField, failed: bool) -> tuple[Outcome, str | None]:
+    if failed:
+        return "error", None
+    answer = labels.of(one.answer)
+    return ("other", None) if answer is None else ("label", answer)
+
+
+def measured(files: Sequence[Path]) -> Accuracy | None:
+    """Measure the result in these files; None where it has no column with expected values.
+
+    What is held in memory does not grow with the rows. Raises InputCorrupt for a damaged file.
+    """
+    column = ExpectedColumn.of(files)
+    if column is None:
+        return None
+    found = Accuracy(column.name, calibration=None if column.probability is None else Reliability())
+    confusion = _Confusion(find_labels(map(column.values, result_batches(files, [column.name]))))
+    for row in graded_rows(files, column):
+        found.add(row)
+        if row is not None:
+            confusion.add(row)
+    found.confusion = tuple(confusion.found())
+    return found

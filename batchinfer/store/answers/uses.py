@@ -1,0 +1,226 @@
+"""A log of the last use of each stored completion by a result, which decides how long it is kept.
+
+    completions/uses/<random>.parquet
+
+A row says when one result last used each completion of one part of the store. Every publish adds a file; cleaning the
+store makes one of many. A completion that no result used counts as used when it was committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from batchinfer.filesystem.durable import TEMPORARY, FileOps, storage
+from batchinfer.filesystem.part_writer import open_part
+from batchinfer.job import CacheSection
+
+_FOLDER = "uses"
+_PARTS_AT_ONCE = 256
+_TEMPORARY = re.compile(r"[0-9a-f]{32}\.parquet\.tmp")  # the whole name: others' files are not ours to remove
+_SCHEMA = pa.schema(
+    [
+        ("part", pa.string()),  # file name
+        ("job", pa.string()),  # the job's results root
+        (
+            "marker",
+            pa.string(),
+        ),  # file whose time says when the result was last found published and unchanged
+        ("keep", pa.int64()),  # days for which this job wants unused completions kept; null: for ever
+        ("used_at", pa.list_(pa.uint32())),  # Unix time by row number; 0: never
+    ],
+    metadata={"batchinfer.table": "uses", "batchinfer.format": "1"},
+)
+Times = NDArray[np.uint32]
+Mask = NDArray[np.bool_]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """A result that uses completions."""
+
+    job: str
+    marker: str
+    keep: int | None
+
+    @property
+    def result(self) -> tuple[str, str]:
+        """Return the result, whatever was kept for it."""
+        return self.job, self.marker
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """All that is known of the uses of a store."""
+
+    times: Mapping[str, Mapping[User, Times]]  # by part name
+    files: tuple[Path, ...] = ()  # where it stands
+    unreadable: Mapping[Path, float] = field(default_factory=dict)  # files, and when they were written
+
+    def lately(self, part: str, rows: int, oldest: Callable[[User], float]) -> Mask:
+        """Return the rows of a part that were used after `oldest(user)`, in Unix time."""
+        found = np.zeros(rows, np.bool_)
+        for user, times in self.times.get(part, {}).items():
+            found |= times > oldest(user)
+        return found
+
+    def moved(self, target: str, sources: Sequence[tuple[str, Mask]]) -> Uses:
+        """With the uses of the part `target`, which is made of the rows of `sources`: (name, which rows)."""
+        users = {user for name, _ in sources for user in self.times.get(name, {})}
+        new = {
+            user: np.concatenate(
+                [
+                    self.times.get(name, {}).get(user, np.zeros(len(rows), np.uint32))[rows]
+                    for name, rows in sources
+                ]
+            )
+            for user in users
+        }
+        return replace(self, times={**self.times, target: new})
+
+    def of_parts(self, names: Iterable[str]) -> Uses:
+        """Return the uses without those of parts that are gone."""
+        there = set(names)
+        return replace(self, times={part: users for part, users in self.times.items() if part in there})
+
+    def renewed(self) -> Uses:
+        """A result that was found published again used the rows of its publish again, at its marker's time.
+
+        Its publish is the newest one of all, whatever the job's `keep` was then: rows of older ones are not in it.
+        """
+        newest: dict[tuple[str, str], int] = {}
+        for users in self.times.values():
+            for user, times in users.items():
+                newest[user.result] = max(newest.get(user.result, 0), int(times.max(initial=0)))
+        again = {result: max(_time_of(result[1]), time) for result, time in newest.items()}
+        return replace(
+            self,
+            times={
+                part: {
+                    user: np.where(times == newest[user.result], again[user.result], times).astype(np.uint32)
+                    for user, times in users.items()
+                }
+                for part, users in self.times.items()
+            },
+        )
+
+
+def _time_of(marker: str) -> int:
+    """When a result was last found published; 0 where it no longer says so."""
+    path = Path(marker)
+    return int(path.stat().st_mtime) if marker and path.is_file() else 0
+
+
+def uses_of(
+    user: User, used: Iterable[tuple[str, NDArray[np.int64]]], rows: Mapping[str, int], now: float
+) -> Uses:
+    """One result's use, now, of the rows `used` (part name and row numbers) of parts that have `rows` rows."""
+    times: dict[str, Mapping[User, Times]] = {}
+    for part, numbers in used:
+        mine = times.setdefault(part, {user: np.zeros(rows[part], np.uint32)})
+        mine[user][numbers] = int(now)
+    return Uses(times)
+
+
+def write_uses(store: Path, uses: Uses, ops: FileOps) -> None:
+    """Put `uses` into a new file, if there are any. Raises StorageError."""
+    if not uses.times:
+        return
+    folder = store / _FOLDER
+    with storage(folder, "create"):
+        ops.mkdir(folder, 0o700)
+    file, writer = open_part(folder / f"{uuid.uuid4().hex}.parquet", _SCHEMA, ops)
+    try:
+        for batch in _batches(uses):
+            writer.write_batch(batch)
+        writer.close()
+        file.commit()
+    finally:
+        file.close()
+
+
+def _batches(uses: Uses) -> Iterator[pa.RecordBatch]:
+    entries = [(part, user, times) for part, users in uses.times.items() for user, times in users.items()]
+    for start in range(0, len(entries), _PARTS_AT_ONCE):
+        parts, users, times = zip(*entries[start : start + _PARTS_AT_ONCE], strict=True)
+        ends = np.cumsum([0, *(len(one) for one in times)]).astype(np.int32)
+        columns = [
+            pa.array(parts, pa.string()),
+            pa.array([user.job for user in users], pa.string()),
+            pa.array([user.marker for user in users], pa.string()),
+            pa.array([user.keep for user in users], pa.int64()),
+            pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(times))),
+        ]
+        yield pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)
+
+
+def unfinished(store: Path) -> list[Path]:
+    """Return the unfinished files that a crash left."""
+    with storage(store / _FOLDER, "list"):
+        return sorted(
+            path for path in (store / _FOLDER).glob(f"*{TEMPORARY}") if _TEMPORARY.fullmatch(path.name)
+        )
+
+
+def use_files(store: Path) -> list[Path]:
+    """The files that say what was used."""
+    with storage(store / _FOLDER, "list"):
+        return sorted((store / _FOLDER).glob("*.parquet"))
+
+
+def read_uses(store: Path) -> Uses:
+    """All files together. Raises StorageError; a damaged file is told to the log and listed as unreadable.
+
+    Results that say no longer when they were found published (their part of the state is gone) become one user.
+    """
+    times: dict[str, dict[User, Times]] = {}
+    files, unreadable = [], {}
+    for path in use_files(store):
+        try:
+            found = list(_entries(path))
+        except (pa.ArrowException, OSError, ValueError) as error:
+            _log.warning(
+                "%s cannot be read (%s): the age of stored answers is counted from when they were written",
+                path,
+                error,
+            )
+            unreadable[path] = path.stat().st_mtime
+            continue
+        files.append(path)
+        for part, user, used_at in found:
+            mine = times.setdefault(part, {})
+            user = user if _time_of(user.marker) else replace(user, marker="")
+            mine[user] = np.maximum(mine[user], used_at) if user in mine else used_at
+    return Uses(times, tuple(files), unreadable)
+
+
+def stored_keep(store: Path, job: str) -> int | None:
+    """The `keep` of the job's latest result; the default where none has been noted."""
+    newest: dict[int | None, int] = {}
+    for users in read_uses(store).times.values():
+        for user, times in users.items():
+            if user.job == job:
+                newest[user.keep] = max(newest.get(user.keep, 0), int(times.max(initial=0)))
+    return max(newest, key=lambda keep: newest[keep]) if newest else CacheSection().keep
+
+
+def _entries(path: Path) -> Iterator[tuple[str, User, Times]]:
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        if not file.schema_arrow.equals(_SCHEMA):
+            raise ValueError("its columns are not those that this version knows")
+        for batch in file.iter_batches(batch_size=_PARTS_AT_ONCE):
+            names = batch.select(["part", "job", "marker", "keep"]).to_pylist()
+            for name, times in zip(names, batch.column("used_at"), strict=True):
+                user = User(name["job"], name["marker"], name["keep"])
+                yield name["part"], user, times.values.to_numpy()

@@ -1,0 +1,168 @@
+"""`batchinfer schema infer` makes a JSON Schema from the examples in a column of a table."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime, time
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from batchinfer.core.errors import InputCorrupt, UsageError
+from batchinfer.core.request import RowError
+from batchinfer.core.wording import counted
+from batchinfer.input.files import list_inputs
+from batchinfer.input.json_text import parse_value
+from batchinfer.input.reader import Reader
+from batchinfer.input.rows import RowProblem, Values
+from batchinfer.store.columns.inferred_schema import InferredSchema, NoJson
+
+NAMED = 20  # columns that a message lists
+MOST_BAD = Fraction(1, 100)  # of the rows: what a job bears by default
+
+
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    """The schema, and what it was made from. `complete`: there are no more rows. `bad`: rows that were passed over,
+    `first_bad` where the first of them stands and why. `notes`: what is of note about types of the schema."""
+
+    schema: dict[str, Any]
+    rows: int
+    examples: int
+    complete: bool
+    bad: int
+    first_bad: str
+    notes: tuple[str, ...]
+
+    def text(self) -> str:
+        """Return the summary that users read."""
+        rows = f"all {self.rows:,} rows" if self.complete else f"the first {self.rows:,} rows"
+        lines = [f"looked at {rows}; {self.examples:,} of them have an example"]
+        if self.bad:
+            lines.append(
+                f"skipped {counted(self.bad, 'row')} without a valid example; the first: {self.first_bad}"
+            )
+        return "\n".join([*lines, *self.notes])
+
+
+def infer_schema(path: str, column: str | None, rows: int) -> Inferred:
+    """Infer a schema from the first `rows` rows: from the values in `column`, which are JSON text or typed; without a
+    column, from whole rows.
+
+    Raises InputMissing, InputCorrupt, StorageError, and UsageError for a column that is not there.
+    """
+    reader = Reader.open(list_inputs(path, Path.cwd()))
+    declared = reader.schema()
+    if column is not None and declared is not None and column not in declared.names:
+        raise _no_column(path, column, declared.names)
+    examples = _Examples(column, InferredSchema())
+    complete = True
+    for place, row in _rows(reader, column, rows + 1):
+        if examples.rows == rows:
+            complete = False
+            break
+        examples.add(place, row)
+    examples.check(path)
+    return Inferred(
+        examples.found.schema,
+        examples.rows,
+        examples.count,
+        complete,
+        examples.bad,
+        examples.first_bad,
+        tuple(examples.found.notes()),
+    )
+
+
+@dataclass(slots=True)
+class _Examples:
+    """Takes rows; knows what they held."""
+
+    column: str | None
+    found: InferredSchema
+    rows: int = 0
+    count: int = 0
+    bad: int = 0
+    first_bad: str = ""
+    there: bool = False  # the column, in one row at least
+    names: dict[str, None] = field(default_factory=dict)
+
+    def add(self, place: str, row: Values | RowError) -> None:
+        """A row that cannot be read, or holds what is no JSON, is counted and passed over."""
+        self.rows += 1
+        if isinstance(row, RowError):
+            self._pass_over(f"{place}: {row.message}")
+            return
+        self.there = self.there or self.column in row
+        if len(self.names) < NAMED:
+            self.names.update(dict.fromkeys(row))
+        where = place if self.column is None else f"{place}, column {self.column!r}"
+        try:
+            example = as_json(row) if self.column is None else _example(row.get(self.column))
+            if example is not None:
+                self.found.add(example)
+                self.count += 1
+        except RowProblem as problem:
+            why = "is not JSON" if problem.error.code == "bad_json" else problem.error.message
+            self._pass_over(f"{where}: {why}")
+        except NoJson as error:
+            self._pass_over(f"{where}: {error}")
+
+    def _pass_over(self, why: str) -> None:
+        self.bad += 1
+        self.first_bad = self.first_bad or why
+
+    def check(self, path: str) -> None:
+        """Raises UsageError and InputCorrupt where there were no examples, and InputCorrupt for too many bad rows."""
+        if not self.rows:
+            raise InputCorrupt(f"{path}: there are no rows")
+        if self.bad > self.rows * MOST_BAD:
+            raise InputCorrupt(
+                f"{self.first_bad}\n{self.bad:,} of {self.rows:,} rows have no valid example, and at most "
+                f"{float(MOST_BAD):.0%} may lack one; correct these rows"
+            )
+        if self.column is not None and not self.there:
+            raise _no_column(path, self.column, list(self.names))
+        if not self.count:
+            raise InputCorrupt(
+                f"{path}: column {self.column!r} holds nothing but nulls in the first {self.rows:,} rows; "
+                "name another column, or look at more rows with --rows"
+            )
+
+
+def _rows(reader: Reader, column: str | None, most: int) -> Iterator[tuple[str, Values | RowError]]:
+    """Yield the rows with their places."""
+    for batch in reader.batches(None if column is None else [column], limit=most):
+        for number, row in enumerate(batch.rows, batch.first_row):
+            yield f"{batch.file}: row {number}", row
+
+
+def _example(value: Any) -> Any:
+    """Text is JSON; other values are as they are. Raises RowProblem, NoJson."""
+    return parse_value(value) if isinstance(value, str) else as_json(value)
+
+
+def as_json(value: Any) -> Any:
+    """A value of Parquet as it would stand in JSON. Raises NoJson for what JSON has no place for."""
+    if isinstance(value, dict):
+        return {name: as_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(one) for one in value]
+    if isinstance(value, datetime | time):
+        text = value.isoformat()
+        return f"{text}Z" if value.tzinfo is None else text
+    if isinstance(value, date):
+        return value.isoformat()
+    if isinstance(value, uuid.UUID):
+        return str(value)
+    if isinstance(value, Decimal):
+        return float(value)
+    return value
+
+
+def _no_column(path: str, column: str, names: Sequence[str]) -> UsageError:
+    known = ", ".join(names[:NAMED]) + (", …" if len(names) > NAMED else "")
+    return UsageError(f"{path}: no row has a column {column!r}; there are {known}")

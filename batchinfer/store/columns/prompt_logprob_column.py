@@ -1,0 +1,49 @@
+"""The result's column of prompts' log-probabilities: for each token its own, and those of the likeliest ones there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from batchinfer.store.columns.logprob_column import (
+    LOGPROBS_FIELD,
+    Detokenizer,
+    list_ends,
+    list_lengths,
+    list_starts,
+    list_values,
+    ranges,
+    token_entries,
+    whole_lists,
+)
+
+PROMPT_COLUMN = "prompt_logprobs"
+PROMPT_LOGPROBS_FIELD = pa.field(PROMPT_COLUMN, LOGPROBS_FIELD.type)
+
+
+def prompt_logprob_column(
+    matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer
+) -> pa.Array:
+    """`matched` are completions with the columns of prompts. Null where a row has no answer or did not ask. The first
+    token of a prompt has none: nothing stands before it.
+    """
+    names = ("prompt_ids", "prompt_logprobs", "prompt_top_logprobs", "prompt_top_ids")
+    ids, own, top, top_ids = (whole_lists(matched.column(name)) for name in names)
+    asked = answered & ids.is_valid().to_numpy(zero_copy_only=False)
+    count = np.where(asked, list_lengths(ids), 0)
+    later = np.maximum(count - 1, 0)
+    most = list_lengths(top) // np.maximum(later, 1)
+    places = ranges(list_starts(top), later * most)
+    likely = token_entries(list_values(top_ids)[places], list_values(top)[places], detokenizer)
+    first = np.zeros(int(count.sum()), np.bool_)
+    first[(np.cumsum(count) - count)[count > 0]] = True
+    logprobs, each = np.zeros(len(first), np.float32), np.zeros(len(first), np.int64)
+    logprobs[~first] = list_values(own)[ranges(list_starts(own), later)]
+    each[~first] = np.repeat(most, later)
+    tokens = list_values(ids)[ranges(list_starts(ids), count)]
+    token_id, text, _ = token_entries(tokens, logprobs, detokenizer).flatten()
+    known = pa.array(logprobs, pa.float32(), mask=first)
+    fields = [token_id, text, known, pa.ListArray.from_arrays(pa.array(list_ends(each)), likely)]
+    entries = pa.StructArray.from_arrays(fields, fields=list(PROMPT_LOGPROBS_FIELD.type.value_type))
+    return pa.ListArray.from_arrays(pa.array(list_ends(count)), entries, mask=pa.array(~asked))

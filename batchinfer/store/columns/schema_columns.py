@@ -1,0 +1,304 @@
+"""The columns that a JSON Schema gives, fixed before the first row: JSON Schema → types of Arrow.
+
+What has no equivalent in Arrow stays JSON text, and a note says why. An object that does not say whether it may have
+further properties has none: answers are generated so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+
+from batchinfer.input.constraints.schema_references import References, UnknownReference
+from batchinfer.store.columns.column_kinds import (
+    Enumeration,
+    Kind,
+    ListOf,
+    Struct,
+    boolean,
+    day,
+    integer,
+    json_text,
+    moment,
+    null,
+    number,
+    text,
+    time_of_day,
+    universally_unique,
+)
+
+MAX_COLUMNS = 4096  # with those inside others
+MAX_DEPTH = 32
+_FORMATS: Mapping[str, Callable[[], Kind]] = {
+    "date": day,
+    "time": time_of_day,
+    "date-time": moment,
+    "uuid": universally_unique,
+}
+_PLAIN: Mapping[str, Callable[[], Kind]] = {
+    "integer": integer,
+    "number": number,
+    "boolean": boolean,
+    "null": null,
+}
+# Beside these, `$ref` and `anyOf` are the whole type; other keywords could change it
+_SILENT = frozenset(
+    (
+        "$schema",
+        "$id",
+        "$defs",
+        "$comment",
+        "$anchor",
+        "definitions",
+        "title",
+        "description",
+        "default",
+        "examples",
+    )
+) | {"deprecated", "readOnly", "writeOnly", "nullable"}
+
+
+class NoColumns(ValueError):
+    """The schema, or the wish for one column or several, gives no columns; the message says what would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Why a part of the schema stays JSON text. `place` is empty for the whole."""
+
+    place: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.place or 'the answer'}: JSON text, because {self.why}"
+
+
+@dataclass(frozen=True)
+class SchemaColumns:
+    """`kind` is of the whole answer. `column` is its name where it is one column; None: each property is one."""
+
+    kind: Kind
+    column: str | None
+    notes: tuple[Note, ...]
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """Names and types of the columns."""
+        if self.column is not None:
+            return pa.schema([(self.column, self.kind.type)])
+        return pa.schema(list(self.kind.type))
+
+    def check(self, answer: Any) -> None:
+        """Raises Unfit when the columns cannot hold a parsed answer."""
+        self.kind.check(answer, self.column or "")
+
+    def arrays(self, answers: Sequence[Any]) -> list[pa.Array]:
+        """One array a column, of parsed answers that fit; None where a row has none."""
+        if self.column is not None:
+            return [self.kind.array(answers)]
+        assert isinstance(self.kind, Struct)
+        return self.kind.arrays(answers)
+
+
+def schema_columns(schema: Any, column: str | None = None) -> SchemaColumns:
+    """The columns of answers that `schema` describes: one named `column`, or one a property.
+
+    Raises NoColumns where each property would be a column and there is none, or names clash.
+    """
+    reader = _SchemaReader(schema)
+    if column is not None:
+        kind = reader.kind(schema, column)
+    else:
+        kind = reader.top()
+    return SchemaColumns(kind, column, tuple(reader.notes))
+
+
+class _SchemaReader:
+    """Reads one schema; notes what it cannot type."""
+
+    def __init__(self, root: Any) -> None:
+        self._root, self._references = root, References(root)
+        self.notes: list[Note] = []
+        self._open: list[int] = []  # the schemas that are being read, to see recursion
+        self._columns = 0
+
+    def top(self) -> Struct:
+        """The columns of the top-level properties."""
+        try:
+            schema = self._resolved(self._root)
+        except _Untyped as reason:
+            raise NoColumns(
+                f"the schema gives no columns, because {reason}; give output.column a name"
+            ) from None
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        kinds = _type_names(schema) if isinstance(schema, dict) else []
+        if not isinstance(properties, dict) or not properties or kinds not in ([], ["object"]):
+            raise NoColumns("the schema names no properties to make columns of; give output.column a name")
+        _check_names(properties)
+        if (why := _further(schema)) is not None:
+            self.notes.append(
+                Note(
+                    "",
+                    f"{why}; the properties that it names are columns, all others are only in generated_text",
+                )
+            )
+        with self._inside(schema):
+            return Struct({name: self.kind(one, name) for name, one in properties.items()})
+
+    def kind(self, schema: Any, place: str) -> Kind:
+        """The kind of column for one schema."""
+        try:
+            found = self._resolved(schema)
+            self._columns += 1
+            if self._columns > MAX_COLUMNS:
+                raise _Untyped(f"there are more than {MAX_COLUMNS} columns before it")
+            with self._inside(found):
+                return self._typed(found, place)
+        except _Untyped as reason:
+            self.notes.append(Note(place, str(reason)))
+            return json_text()
+
+    def _resolved(self, schema: Any) -> Any:
+        """The schema that a chain of references ends at."""
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return schema
+            if set(schema) - _SILENT - {"$ref"}:
+                raise _Untyped("other keywords stand beside its $ref")
+            try:
+                schema = self._references.resolved(schema["$ref"])
+            except UnknownReference as error:
+                raise _Untyped(str(error)) from None
+        raise _Untyped("its references form a chain without end")
+
+    @contextmanager
+    def _inside(self, schema: Any) -> Iterator[None]:
+        if id(schema) in self._open:
+            raise _Untyped("it contains itself")
+        if len(self._open) >= MAX_DEPTH:
+            raise _Untyped(f"it is nested more than {MAX_DEPTH} deep")
+        self._open.append(id(schema))
+        try:
+            yield
+        finally:
+            self._open.pop()
+
+    def _typed(self, schema: Any, place: str) -> Kind:
+        if not isinstance(schema, dict):
+            raise _Untyped("the schema does not say which type it has")
+        for combined in ("allOf", "not", "if", "dependentSchemas"):
+            if combined in schema:
+                return self._of_one(schema, combined, place)
+        for choice in ("anyOf", "oneOf"):
+            if choice in schema:
+                return self._alternatives(schema, choice, place)
+        if "enum" in schema:
+            return _of_values(schema["enum"])
+        if "const" in schema:
+            return _of_values([schema["const"]])
+        return self._of_type(schema, place)
+
+    def _of_one(self, schema: dict[str, Any], keyword: str, place: str) -> Kind:
+        """allOf of one schema is that schema."""
+        parts = schema.get("allOf")
+        if keyword == "allOf" and isinstance(parts, list) and len(parts) == 1 and _alone(schema, "allOf"):
+            return self.kind(parts[0], place)
+        raise _Untyped(f"{keyword} combines schemas")
+
+    def _alternatives(self, schema: dict[str, Any], keyword: str, place: str) -> Kind:
+        """One type, or null."""
+        if not _alone(schema, keyword):
+            raise _Untyped(f"other keywords stand beside its {keyword}")
+        branches = [self._resolved(one) for one in schema[keyword]]
+        kept = [one for one in branches if not (isinstance(one, dict) and _type_names(one) == ["null"])]
+        if len(kept) == 1:
+            return self.kind(kept[0], place)
+        if not kept:
+            return null()
+        raise _Untyped(f"its {keyword} has {len(kept)} alternatives")
+
+    def _of_type(self, schema: dict[str, Any], place: str) -> Kind:
+        names = _type_names(schema)
+        kept = [name for name in names if name != "null"] or names
+        if sorted(kept) == ["integer", "number"]:
+            kept = ["number"]
+        if len(kept) != 1:
+            raise _Untyped("it has several types" if kept else "the schema does not say which type it has")
+        if kept[0] == "object":
+            return self._object(schema, place)
+        if kept[0] == "array":
+            return self._array(schema, place)
+        if kept[0] == "string":
+            return _FORMATS.get(str(schema.get("format")), text)()
+        return _PLAIN[kept[0]]()
+
+    def _object(self, schema: dict[str, Any], place: str) -> Kind:
+        properties = schema.get("properties")
+        if not properties:
+            raise _Untyped("its properties are not named")
+        if (why := _further(schema)) is not None:
+            raise _Untyped(why)
+        try:
+            _check_names(properties)
+        except NoColumns as error:
+            raise _Untyped(str(error)) from None
+        return Struct({name: self.kind(one, f"{place}.{name}") for name, one in properties.items()})
+
+    def _array(self, schema: dict[str, Any], place: str) -> Kind:
+        if "prefixItems" in schema:
+            raise _Untyped("its first items have types of their own")
+        if not isinstance(schema.get("items"), dict):
+            raise _Untyped("the schema does not say which type its items have")
+        return ListOf(self.kind(schema["items"], f"{place}[]"))
+
+
+class _Untyped(Exception):
+    """Why a schema has no type of Arrow, as the end of "because …"."""
+
+
+def _type_names(schema: dict[str, Any]) -> list[str]:
+    found = schema.get("type", [])
+    return [found] if isinstance(found, str) else list(found)
+
+
+def _alone(schema: dict[str, Any], keyword: str) -> bool:
+    return not set(schema) - _SILENT - {keyword, "type"}
+
+
+def _further(schema: dict[str, Any]) -> str | None:
+    """Why an object may have properties that the schema does not name; None where it has none."""
+    if schema.get("additionalProperties", False) is not False:
+        return "additionalProperties allows more properties than the schema names"
+    return (
+        "patternProperties allows more properties than the schema names"
+        if schema.get("patternProperties")
+        else None
+    )
+
+
+def _check_names(names: Mapping[str, Any]) -> None:
+    """Raises NoColumns for names that are none in SQL, where case does not count."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if not name:
+            raise NoColumns("one of its properties has an empty name")
+        if (other := seen.setdefault(name.casefold(), name)) != name:
+            raise NoColumns(f"its properties {other!r} and {name!r} differ in case only")
+
+
+def _of_values(values: Sequence[Any]) -> Kind:
+    """The kind of what is one of `values`."""
+    kept = [one for one in values if one is not None]
+    if not kept:
+        return null()
+    if all(isinstance(one, str) for one in kept):
+        return Enumeration(kept)
+    for kind, python in ((boolean, bool), (integer, int), (number, (int, float))):
+        if all(isinstance(one, python) and (kind is boolean or not isinstance(one, bool)) for one in kept):
+            return kind()
+    raise _Untyped("its values have several types")

@@ -1,0 +1,592 @@
+"""The ingest half of a job: input files in, a complete index out, in bounded memory.
+
+    reader ─▶ chunks ─▶ render workers (rows, templates, tokenizer) ─▶ token store, index ─▶ marker
+
+This process cuts files into chunks and writes what comes back. All that is done for each row is done in the workers.
+
+A complete index of the same identity is used again; anything less is thrown away and made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.filesystem.durable import FileOps, sha256_of, storage
+from batchinfer.input.chunk import InputChunk
+from batchinfer.input.input_file import InputFile
+from batchinfer.input.job_input import input_files, open_input
+from batchinfer.input.openai import CHAT_URL, TEXT_URL, VECTOR_URL, openai_defaults
+from batchinfer.input.prompts.builder import Mode, PromptPlan
+from batchinfer.input.prompts.columns import Columns, choose_prompts
+from batchinfer.input.prompts.keys import CONSTRAINT_RULES
+from batchinfer.input.prompts.prepare import Limits
+from batchinfer.input.prompts.render_pool import Happened, RenderPool
+from batchinfer.input.prompts.render_worker import RenderSpec
+from batchinfer.input.reader import Reader
+from batchinfer.input.sql import materialise
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
+from batchinfer.machine.cpus import usable_cpus
+from batchinfer.store.index.content_free_row import check_rendered, content_free_row
+from batchinfer.store.index.duplicates import EqualRows
+from batchinfer.store.index.index import AnswerSchema, BestOf, Index, Layout, Stretches, index_schema
+from batchinfer.store.index.ingest_options import IngestOptions
+from batchinfer.store.index.keeping import Keeping, KeptIndex, RowsToKeep, kept_index
+from batchinfer.store.index.passthrough import JsonSpool, TypedColumns
+from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows
+from batchinfer.store.index.writer import IndexWriter, RowPlace, RowsSoFar
+
+if TYPE_CHECKING:
+    from batchinfer.job import Job
+
+INGEST_FORMAT = 9  # raise it when equal input would give another index
+
+
+@dataclass(frozen=True, slots=True)
+class IngestProgress:
+    """How far ingest got; bytes are those of the input files as they lie on disk."""
+
+    rows: int
+    bytes_read: int
+    bytes_total: int
+    keys: bytes = b""  # of the rows that came last, 32 bytes each; error rows and known ones have none
+
+
+def ingest(
+    job: Job,
+    tokenizer: Tokenizer,
+    options: IngestOptions,
+    scratch: Path,
+    progress: Callable[[IngestProgress], None] | None = None,
+    ops: FileOps | None = None,
+    happened: Happened | None = None,
+    keeping: Keeping | None = None,
+) -> Index:
+    """The complete index of the job's input, in `scratch/<its id>/`. `tokenizer` is the model's; `happened` is told
+    what each worker did, by `time.perf_counter`. `keeping`: what the job's last run kept is reused, and what this one
+    prepares is kept for the next.
+
+    Raises InputMissing (66), InputCorrupt (65), JobFileError (78: columns that no row has, a failing query),
+    StorageError (74). A bad row raises nothing: it is an error row of the index.
+    """
+    found = index_or_ingestion(job, tokenizer, options, scratch, ops, happened, keeping)
+    if isinstance(found, Index):
+        return found
+    with closing(found.steps()) as steps:
+        for at in steps:
+            if progress is not None:
+                progress(at)
+    return found.finish()
+
+
+def index_or_ingestion(
+    job: Job,
+    tokenizer: Tokenizer,
+    options: IngestOptions,
+    scratch: Path,
+    ops: FileOps | None = None,
+    happened: Happened | None = None,
+    keeping: Keeping | None = None,
+) -> Index | Ingestion:
+    """Return the complete index of the job's input, if `scratch` has it, else what makes it; see `ingest`."""
+    files = job_files(job, scratch)
+    identity = _identity(job, options, tokenizer, files)
+    folder = scratch / identity[:16]
+    found = Index.find(folder, identity)
+    # answers of rows without tokens may be gone by now
+    if found is not None and not found.known_rows:
+        return found
+    return Ingestion(job, options, tokenizer, files, identity, folder, ops or FileOps(), happened, keeping)
+
+
+def job_files(job: Job, scratch: Path) -> list[InputFile]:
+    """The job's input files, or the one in `scratch` with the rows of its query.
+
+    A query runs anew at every start: an interrupted job must not publish yesterday's rows as today's.
+    """
+    if job.input.sql is None:
+        return input_files(job)
+    memory = None if job.input.sql_memory == "auto" else job.input.sql_memory
+    queried = materialise(job.input.sql, job.source, scratch / "query" / "rows.parquet", memory)
+    return [
+        replace(queried, mtime_ns=0, ctime_ns=0, inode=0)
+    ]  # when the query ran says nothing about its rows
+
+
+def over_files(job: Job, files: Sequence[InputFile]) -> Job:
+    """The job over these files of its own, `job_files` or a copy of them: then its query does not run again."""
+    if job.input.sql is None:
+        return job
+    source = job.input.model_copy(update={"sql": None, "path": files[0].path, "format": "parquet"})
+    return job.model_copy(update={"input": source})
+
+
+def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Sequence[InputFile]) -> str:
+    """sha256 over all that shapes the index. The rows of a query count by their content."""
+    inputs = [f.to_json() | ({"sha256": sha256_of(Path(f.path))} if job.input.sql else {}) for f in files]
+    value = _settings(job, options, tokenizer) | {"inputs": inputs}
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[str, Any]:
+    """All that shapes the index but the input."""
+    value: dict[str, Any] = {
+        "format": [INGEST_FORMAT, CONSTRAINT_RULES],
+        "job": json.loads(job.identity_json()),
+        "context": options.context.hex(),
+        "limits": [options.max_model_len, options.vocab_size],
+        "tokenizer": tokenizer.fingerprint,
+        "now": options.now.date().isoformat() if tokenizer.tells_the_day else None,
+    }
+    if options.reasoning is not None:
+        value["reasoning"] = options.reasoning.to_json()
+    if options.tool_calls is not None:
+        value["tool_calls"] = options.tool_calls.to_json()
+    if options.embedding is not None:
+        value["embedding"] = options.embedding.to_json()
+    if options.scoring is not None:
+        value["scoring"] = options.scoring.to_json()
+    if options.pairs is not None:
+        value["pairs"] = options.pairs.to_json()
+    if options.adapters:
+        value["adapters"] = dict(options.adapters)
+    return value
+
+
+class Ingestion:
+    """The making of an index: `steps` reads the input, then `finish` completes the index. Between two steps `cut` gives
+    the rows so far, which can be planned while the rest is read. No two of the three at once; any thread may go on with
+    what another has begun."""
+
+    def __init__(
+        self,
+        job: Job,
+        options: IngestOptions,
+        tokenizer: Tokenizer,
+        files: Sequence[InputFile],
+        identity: str,
+        folder: Path,
+        ops: FileOps,
+        happened: Happened | None,
+        keeping: Keeping | None,
+    ) -> None:
+        self._job, self._happened = job, happened
+        self._keeping = keeping
+        self._options = options
+        self._tokenizer = tokenizer
+        self._files = files
+        self._identity = identity
+        self._layout = Layout(folder)
+        self._ops = ops
+        self._reader: Reader | None = None
+        self._writer: IndexWriter | None = None  # once there is a row
+        self._kept: KeptIndex | None = None  # once rows are read
+        self._taken = NOTHING_TAKEN  # the first rows
+        self._refused = 0  # rows that became error rows because of the rows before them
+        self._equal = EqualRows(
+            self._spill,
+            options.context,
+            ops,
+            unique_ids=job.input.unique_ids,
+            attempts=job.attempts,
+            samples=job.has_samples,
+            threads=max(2, usable_cpus()),
+        )
+
+    @property
+    def folder(self) -> Path:
+        return self._layout.folder
+
+    @property
+    def job(self) -> Job:
+        return self._job
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the rows that were read are not read again, whatever comes after them: only then there may be a
+        `cut`."""
+        # The prompt without content comes last, and all labels are made of its answer
+        whole = self._job.classify.content_free is None
+        return whole and not (self._taken.carried and self._is_untyped)
+
+    @property
+    def _is_untyped(self) -> bool:
+        """Whether the types of carried columns follow from all rows: those of rows that were taken over may not fit."""
+        return self._reader is not None and self._reader.schema() is None
+
+    @property
+    def taken(self) -> TakenRows:
+        """Return the first rows, which were taken over whole."""
+        return self._taken
+
+    def steps(self) -> Generator[IngestProgress, None, None]:
+        """Read the input, a chunk a step. Close it to give up. Raises as `ingest` does."""
+        self._start_over()
+        files = self._inputs()
+        if not (yield from self._read(files, take=self._may_take)):
+            yield from self._read(files, take=False)
+
+    def _read(self, files: Sequence[InputFile], *, take: bool) -> Generator[IngestProgress, None, bool]:
+        """Read the input. `take`: stretches may be taken over whole. Return False if the columns that their rows carry
+        have other types now: then the input must be read again without."""
+        self._make_folders()
+        reader = self._reader = self._opened(files)
+        schema = reader.schema()
+        mode, columns = choose_prompts(self._job, self._tokenizer, schema, reader.shape)
+        spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
+        with self._kept_index(spec, reader, schema, take=take) as kept:
+            self._kept = kept
+            self._taken = NOTHING_TAKEN if kept is None else kept.taken
+            carried = self._carried(schema)
+            try:
+                yield from self._write(reader, spec, columns, carried, kept)
+                if carried is not None and not carried.fits:
+                    return False
+                if kept is not None:
+                    kept.finish(reader)
+                if reader.complete:
+                    columns.check_all_seen(self._rows.error_rows)
+                if carried is not None:
+                    carried.finish(self._layout.passthrough)
+            finally:
+                if carried is not None:
+                    carried.close()
+        return True
+
+    @property
+    def _rows(self) -> IndexWriter:
+        assert self._writer is not None, "no step was taken yet"
+        return self._writer
+
+    def cut(self) -> RowsSoFar:
+        """Return the rows so far, which are still to be settled (`settle`). Raises StorageError."""
+        return self._rows.cut()
+
+    def settle(self, rows: RowsSoFar) -> RowsSoFar:
+        """Settle the rows of a cut: an id of theirs may be repeated, and equal ones are numbered. In the order of the
+        cuts, and in any thread: the input may be read meanwhile. Raises StorageError, OutOfMemory."""
+        self._refused += self._equal.settle(rows.parts, rows.tokens)
+        return replace(rows, error_rows=rows.error_rows + self._refused)
+
+    def _opened(self, files: Sequence[InputFile]) -> Reader:
+        options, known = self._options, self._options.checked
+        how = options.sample, options.strata, options.chunk
+        return (known and known.again(files, *how)) or open_input(self._job, files, *how)
+
+    def _start_over(self) -> None:
+        with storage(self._layout.folder, "prepare"):
+            if self._layout.folder.exists():
+                self._ops.remove_tree(self._layout.folder)
+            self._ops.mkdir(self._layout.folder)
+
+    def _make_folders(self) -> None:
+        """Make empty folders for what is read."""
+        carried = [self._layout.passthrough, self._spool] if self._job.carried else []
+        carried += [self._layout.content_free] if self._job.classify.content_free is not None else []
+        with storage(self._layout.folder, "prepare"):
+            for folder in (self._layout.index, self._layout.tokens.parent, *carried):
+                if folder.exists():
+                    self._ops.remove_tree(folder)
+                self._ops.mkdir(folder)
+
+    @property
+    def _spill(self) -> Path:
+        return self._layout.folder / "spill"
+
+    @property
+    def _spool(self) -> Path:
+        return self._layout.folder / "spool"
+
+    def _inputs(self) -> Sequence[InputFile]:
+        if not self._job.input.sql:
+            return self._files
+        kept = self._layout.folder / "sql.parquet"
+        with storage(kept, "keep the rows of the query"):
+            self._ops.rename(Path(self._files[0].path), kept)
+        return [InputFile.of(str(kept), self._files[0].name, self._files[0].format, kept.stat())]
+
+    def _carried(self, schema: pa.Schema | None) -> JsonSpool | TypedColumns | None:
+        names = self._job.carried
+        if not names:
+            return None
+        if schema is None:
+            return JsonSpool(names, self._spool, self._ops, self._taken)
+        typed = pa.schema([(name, schema.field(name).type) for name in names])
+        return TypedColumns(typed, self._layout.passthrough, self._ops, self._taken)
+
+    def _write(
+        self,
+        reader: Reader,
+        spec: RenderSpec,
+        columns: Columns,
+        carried: JsonSpool | TypedColumns | None,
+        kept: KeptIndex | None,
+    ) -> Generator[IngestProgress, None, None]:
+        """Write what workers make of the rows."""
+        job, taken = self._job, self._taken
+        how = self._options.max_model_len, self._index_columns(spec), self._ops, job.attempts, taken
+        writer = self._writer = IndexWriter(self._layout, *how)
+        self._equal.begins_behind(len(taken.parts))
+        for facts in taken.facts:
+            columns.add(facts.names, facts.found, facts.read)
+        workers = self._options.workers or usable_cpus()
+        wanted = _Wanted(_chunks(reader, columns.read, kept, carried), job.input.limit)
+        pool: RenderPool[InputChunk] = RenderPool(spec, workers, self._happened)
+        with writer, pool:
+            for chunk, rows in pool.map(wanted.chunks()):
+                if kept is not None and kept.turns():
+                    writer.end_part()
+                    if carried is not None:
+                        carried.end_part()
+                columns.add(rows.facts.names, rows.facts.found, rows.facts.read_rows)
+                times = rows.prompts.answers(job.samples)
+                if carried is not None:
+                    carried.append(writer.rows, chunk, rows.facts, times)
+                writer.append(wanted.place(chunk, len(rows)), rows, times)
+                if kept is not None:
+                    kept.append(rows)
+                keys = rows.prompts.keys_of_new_work()
+                yield IngestProgress(writer.rows, chunk.bytes_read, reader.bytes_total, keys)
+            row = content_free_row(job, columns.prompt)
+            for _, rows in pool.map([] if row is None else [(row, row, 1)]):
+                check_rendered(job, rows)
+                writer.beside(self._layout.content_free, rows)
+                at = reader.bytes_total
+                yield IngestProgress(writer.rows, at, at, rows.prompts.keys_of_new_work())
+            writer.commit()
+
+    def _index_columns(self, spec: RenderSpec) -> pa.Schema:
+        reasons, tools = self._options.reasoning is not None, self._options.tool_calls is not None
+        labels = self._options.scoring is not None and self._options.scoring.own_labels
+        several = self._job.has_samples
+        vectors = spec.fields.endpoints and self._options.embedding is not None
+        return index_schema(
+            spec.fields.endpoints, self._job.attempts, reasons, tools, labels, several, vectors
+        )
+
+    def _kept_index(
+        self, spec: RenderSpec, reader: Reader, schema: pa.Schema | None, *, take: bool
+    ) -> AbstractContextManager[KeptIndex | None]:
+        """Open what the last run kept, if that is asked for. A job with a limit, a query or several answers a row keeps
+        nothing."""
+        job = self._job
+        if self._keeping is None or job.input.limit is not None or job.input.sql or job.samples > 1:
+            return nullcontext()
+        settings = _settings(job, self._options, self._tokenizer)
+        # which rows there are says nothing of what becomes of one
+        for name in ("path", "sql", "limit", "unique_ids"):
+            settings["job"]["input"].pop(name, None)
+        material = json.dumps(settings, sort_keys=True)
+        shape = f"{job.input.unique_ids} {self._index_columns(spec)} {schema}"
+        taking = self._layout.index, self._layout.passthrough
+        asked = RowsToKeep(spec, material, shape, reader.files, taking if take else None)
+        return kept_index(self._keeping, asked, self._ops)
+
+    @property
+    def _may_take(self) -> bool:
+        """Whether leading rows may be taken over whole: those of which each has one answer, at its first attempt, and
+        which no other row calibrates."""
+        job = self._job
+        return job.attempts == 1 and not job.has_samples and job.classify.content_free is None
+
+    def _worker_spec(
+        self, columns: Columns, mode: Mode, schema: pa.Schema | None, values_are_text: bool
+    ) -> RenderSpec:
+        prompt, options = self._job.prompt, self._options
+        plan = self._prompt_plan(columns, mode, values_are_text)
+        truncate = prompt.truncate if prompt else "error"
+        own = self._job.model.max_model_len is not None
+        limits = Limits(
+            options.max_model_len,
+            options.vocab_size,
+            truncate,
+            options.context,
+            own,
+            options.room,
+            may_cut=self._job.task != "rerank" or options.pairs is not None,
+        )
+        model, definition = self._job.model.path, self._tokenizer.definition
+        as_text = self._job.carried if schema is None or values_are_text else ()
+        fields = columns.fields(as_text, endpoints=mode == "openai", declared=schema is not None)
+        source = str(self._job.source)
+        return RenderSpec(model, definition, plan, limits, fields, source, options.row_timeout_s)
+
+    def _prompt_plan(self, columns: Columns, mode: Mode, values_are_text: bool) -> PromptPlan:
+        prompt, options = self._job.prompting, self._options
+        embedding = options.embedding
+        return PromptPlan(
+            mode=mode,
+            params=self._params(),
+            scoring=options.scoring,
+            continuation=self._job.score.continuation,
+            labels=self._job.classify.choices_from_column,
+            pairs=options.pairs,
+            document=self._job.rerank.document or "",
+            before="" if embedding is None else embedding.prompt,
+            vectors=options.vectors,
+            no_vectors=options.no_vectors,
+            system=prompt.system,
+            user=prompt.user,
+            column=columns.prompt,
+            overrides=columns.overrides,
+            values_are_text=values_are_text,
+            by_url=self._by_url(),
+            one_schema=self._job.output.json_schema is not None,
+            now=options.now,
+            fits=self._job.sampling.fits,
+            chat=prompt.chat,
+            chat_template=self._job.chat_template,
+            arguments=prompt.arguments | prompt.given_tools,
+            argument_columns=prompt.template_arguments_from_columns,
+            tools_column=prompt.tools_from_column,
+            ladder=self._job.on_invalid,
+            reasoning=options.reasoning,
+            tool_calls=options.tool_calls,
+            samples=self._job.samples,
+            samples_column=self._job.sampling.samples_column,
+            asked_call=prompt.asked_call,
+            adapters=options.adapters,
+            adapter_column=self._job.model.adapter_from_column,
+        )
+
+    def _params(self) -> SamplingParams:
+        """Return the parameters of a row that sets none itself."""
+        return self._adapted(self._params_of_task())
+
+    def _adapted(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with the adapter that the job has for all rows that name none."""
+        name = self._job.model.adapter
+        return params if name is None else replace(params, adapter=self._options.adapters[name])
+
+    def _params_of_task(self) -> SamplingParams:
+        if self._options.scoring is not None:
+            return SamplingParams.scores()
+        if self._options.pairs is not None:
+            return SamplingParams.logits(self._options.pairs.pooling)
+        if self._job.task == "embed" and self._options.embedding is not None:
+            return SamplingParams.vector(self._options.embedding.pooling)
+        return self._job.params()
+
+    def _by_url(self) -> dict[str, SamplingParams]:
+        """Return the parameters of requests by their urls: of those that the job answers."""
+        embedding, found = self._options.embedding, dict[str, SamplingParams]()
+        if self._job.task == "generate":
+            given, length = self._job.given_params(), self._options.max_model_len
+            found |= {url: openai_defaults(url, given, length) for url in (CHAT_URL, TEXT_URL)}
+        if embedding is not None:
+            found[VECTOR_URL] = SamplingParams.vector(embedding.pooling)
+        return {url: self._adapted(params) for url, params in found.items()}
+
+    def finish(self) -> Index:
+        """Complete the index of an input that was read to its end. Raises StorageError, OutOfMemory."""
+        writer, reader, output = self._rows, self._reader, self._job.output
+        assert reader is not None, "no step was taken yet"
+        errors = self.settle(writer.all_rows()).error_rows
+        for rest in (self._spill, self._spool):
+            if rest.exists():
+                shutil.rmtree(rest)
+        job, options, sampling = self._job, self._options, self._job.sampling
+        calls, unread_calls = options.calls(job, writer.has_tools)
+        index = Index(
+            folder=self._layout.folder,
+            identity=self._identity,
+            rows=writer.rows,
+            error_rows=errors,
+            total_tokens=writer.total_tokens,
+            inputs=reader.files,
+            sha256=dict(reader.sha256),
+            logprobs=(writer.logprobs or 0) if sampling.asks_logprobs else writer.logprobs,
+            answers=None if output.json_schema is None else AnswerSchema(output.json_schema, output.column),
+            output=options.output,
+            unread_arguments=writer.unread.rows,
+            attempts=job.attempts,
+            reasoning=options.reasoning,
+            tool_calls=calls,
+            unread_calls=unread_calls,
+            known_rows=writer.known_rows,
+            embedding=options.embedding if job.task == "embed" or writer.has_vectors else None,
+            scoring=options.scoring,
+            samples=job.has_samples and (writer.most_samples > 1 or sampling.asks_samples),
+            expected=job.input.expected,
+            pairs=options.pairs,
+            best=self._best(),
+            confidence=sampling.choice if output.confidence else None,
+            prompt_logprobs=writer.prompt_logprobs or sampling.asks_prompt_logprobs,
+            own_dimensions=writer.own_dimensions,
+            taken=self._taken,
+            stretches=self._stretches,
+        )
+        index.write_marker(self._ops)
+        return index
+
+    @property
+    def _stretches(self) -> Stretches | None:
+        """Return what the next run can take over whole, once the rows are published."""
+        kept = self._kept
+        if kept is None or not self._may_take or self._equal.numbered:
+            return None
+        return Stretches(kept.asked.whole_identity, kept.stretches)
+
+    def _best(self) -> BestOf | None:
+        job, lists = self._job, not self._job.output.explode
+        return BestOf(job.published_samples, job.samples, lists) if lists or job.sampling.chooses else None
+
+
+def _chunks(
+    reader: Reader,
+    names: Sequence[str] | None,
+    kept: KeptIndex | None,
+    carried: JsonSpool | TypedColumns | None,
+) -> Iterator[InputChunk]:
+    """Return the chunks of the input, of which those that are known are not read. `names`: of the columns to decode."""
+    if kept is None:
+        return reader.chunks(names)
+    typed = isinstance(carried, TypedColumns) and not reader.values_are_text
+    return kept.chunks(reader, names, typed)
+
+
+class _Wanted:
+    """The chunks of the rows that a job wants, and how many rows they had."""
+
+    def __init__(self, chunks: Iterator[InputChunk], limit: int | None) -> None:
+        self._chunks, self._limit = chunks, limit
+        self._file, self._rows_of_file = "", 0
+        self.rows = 0
+
+    def chunks(self) -> Iterator[tuple[InputChunk, InputChunk, int] | None]:
+        """Yield each chunk (which is its own tag), and how many of its rows are wanted.
+
+        How many rows a chunk has is known once it was read. Where it may reach the limit, None comes before it: it is
+        asked for only when the rows of all before it are counted, so that no row beyond the limit is ever read.
+        """
+        reserved = 0
+        for chunk in self._chunks:
+            most = chunk.most_rows
+            if self._limit is not None and reserved + most > self._limit:
+                yield None
+                reserved, most = self.rows, min(most, self._limit - self.rows)
+            yield chunk, chunk, most
+            reserved += most
+            if reserved == self._limit:
+                yield None
+                reserved = self.rows
+            if reserved == self._limit:
+                return
+
+    def place(self, chunk: InputChunk, rows: int) -> RowPlace:
+        """Count the rows of the next chunk; where they stand."""
+        if chunk.file != self._file:
+            self._file, self._rows_of_file = chunk.file, 0
+        first = self._rows_of_file if chunk.first_row is None else chunk.first_row
+        self._rows_of_file += rows
+        self.rows += rows
+        return RowPlace(chunk.file, first)

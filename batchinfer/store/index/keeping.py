@@ -1,0 +1,376 @@
+"""Ingest keeps what it prepared for the next run, and reuses what the last run kept.
+
+Two kinds of things are found again besides stretches that are taken over whole: a file that did not change, by what
+identifies it, and a chunk of a changed file, by the digest of its bytes and its place. Tokens are not kept: a chunk is
+prepared again if the store lacks the answer of one of its rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from batchinfer.core.errors import StorageError
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.version import __version__
+from batchinfer.filesystem.digests import SETTLED_S
+from batchinfer.filesystem.durable import FileOps
+from batchinfer.input.chunk import InputChunk
+from batchinfer.input.input_file import InputFile
+from batchinfer.input.prompts.prepared.rows import Prepared, PreparedRows
+from batchinfer.input.prompts.render_pool import ReadyChunk
+from batchinfer.input.prompts.render_reply import BadReply, packed, unpacked
+from batchinfer.input.prompts.render_worker import RenderSpec
+from batchinfer.input.reader import Reader
+from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows, taken_over
+from batchinfer.store.kept.chunks import KeptChunk, KeptWriter, chunk_digest, kept_chunks
+from batchinfer.store.kept.facts import StretchFacts
+from batchinfer.store.kept.files import (
+    CHUNKS,
+    FACTS,
+    REPLIES,
+    KeptFile,
+    KeptMarker,
+    KeptStretch,
+    opened,
+    put_in_place,
+    read_marker,
+    whole_file,
+)
+from batchinfer.store.kept.stretches import StretchCuts, unchanged_stretches, worth_taking
+from batchinfer.store.kept.whole import WholeStretch
+
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+def _none_whole(_: str, __: Sequence[str]) -> Sequence[WholeStretch]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Where a job's kept index is, and how a run uses it.
+
+    Args:
+        kept: The folder.
+        answered: Returns True if the store has the answers of all these rows.
+        notice: Gets the reason if what was kept is not used.
+        fresh: Read all input files, and trust no digest that was computed before.
+        whole: Returns, for rows of these settings, which of these stretches can be taken over whole: the first ones.
+    """
+
+    kept: Path
+    answered: Callable[[Prepared], bool]
+    notice: Callable[[str], None]
+    fresh: bool = False
+    whole: Callable[[str, Sequence[str]], Sequence[WholeStretch]] = _none_whole
+
+
+@dataclass(frozen=True, slots=True)
+class RowsToKeep:
+    """The rows that are kept: what decides what becomes of a row (`spec`, `material`), what more decides what the index
+    says of it (`shape`), and their files. `taking`: the folders of an index that may take over stretches as its first
+    parts; None: it takes none."""
+
+    spec: RenderSpec
+    material: str
+    shape: str
+    files: Sequence[InputFile]
+    taking: tuple[Path, Path] | None
+
+    @property
+    def identity(self) -> str:
+        """Return what prepared rows follow from."""
+        fields = self.spec.fields
+        watched = None if fields.watched is None else sorted(fields.watched)
+        versions = [__version__, *map(version, ("tokenizers", "jinja2"))]
+        plan = self.spec.plan
+        value = (
+            versions,
+            self.material,
+            plan.mode,
+            plan.values_are_text,
+            replace(fields, watched=None),
+            watched,
+        )
+        return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()
+
+    @property
+    def whole_identity(self) -> str:
+        """Return what whole stretches follow from."""
+        return hashlib.sha256(f"{self.identity} {self.shape}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
+@contextmanager
+def kept_index(keeping: Keeping, asked: RowsToKeep, ops: FileOps) -> Iterator[KeptIndex]:
+    """Open what the last run kept, if it is of the same settings, and begin to write what is kept of this run. If it
+    cannot be read, a notice says so. Raises StorageError."""
+    with ExitStack() as stack:
+        last, taken, stretches = None, NOTHING_TAKEN, tuple[KeptStretch, ...]()
+        try:
+            marker = read_marker(keeping.kept)
+            if marker is not None and marker.identity == asked.identity:
+                opening = (opened(keeping.kept, one, fresh=keeping.fresh) for one in marker.stretches)
+                files = [stack.enter_context(one) for one in opening]
+                first = _taken(keeping, asked, marker, files, ops)
+                number = len(first.stretches)
+                last = _Last(keeping, asked.spec, [*zip(marker.stretches, files, strict=True)][number:])
+                taken, stretches = first, marker.stretches[:number]
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            keeping.notice(f"what the last run kept of its rows cannot be used, all are read again: {error}")
+        index = KeptIndex(keeping.kept, asked, last, taken, stretches, ops)
+        stack.callback(index.close)
+        yield index
+
+
+def _taken(
+    keeping: Keeping, asked: RowsToKeep, marker: KeptMarker, files: Sequence[Mapping[str, int]], ops: FileOps
+) -> TakenRows:
+    """Take over the stretches, from the first one on, whose files did not change and whose rows are answered."""
+    if keeping.fresh or asked.taking is None:
+        return NOTHING_TAKEN
+    facts = [StretchFacts.from_json(whole_file(one[FACTS])) for one in files]
+    known = keeping.whole(asked.whole_identity, marker.folders)
+    known = known[: unchanged_stretches(marker.stretches, facts, asked.files)]
+    sizes = [sum(file.file.size for file in one.files) for one in marker.stretches[: len(known)]]
+    rest = sum(file.size for file in asked.files) - sum(sizes)
+    chosen = [*zip(known, facts, strict=False)][: worth_taking(sizes, rest)]
+    return taken_over(keeping.kept, chosen, *asked.taking, ops, keeping.notice)
+
+
+class _Last:
+    """The chunks that the last run kept, apart from those of stretches that are taken over, and their files."""
+
+    def __init__(
+        self,
+        keeping: Keeping,
+        spec: RenderSpec,
+        stretches: Sequence[tuple[KeptStretch, Mapping[str, int]]],
+    ) -> None:
+        self._answered, self._spec = keeping.answered, spec
+        self._by_digest: dict[str, KeptChunk] = {}
+        self._of: dict[str, tuple[KeptFile, Sequence[KeptChunk]]] = {}
+        for stretch, own in stretches:
+            chunks = kept_chunks(whole_file(own[CHUNKS]), own[REPLIES])
+            self._by_digest |= {one.digest: one for one in chunks if one.digest}
+            for one in () if keeping.fresh else stretch.files:
+                self._of[one.file.path] = one, chunks[one.first_chunk : one.first_chunk + one.chunks]
+
+    def rows(self, chunk: KeptChunk) -> PreparedRows:
+        """Return the rows of a chunk. Raises StorageError."""
+        spec = self._spec
+        limits = spec.limits.vocab_size, len(spec.plan.ladder)
+        try:
+            return unpacked(chunk.read(), spec.fields, *limits, known=True)
+        except BadReply as error:
+            raise StorageError(
+                f"what the last run kept has changed within seconds: {error}; run again"
+            ) from error
+
+    def find(self, digest: str) -> KeptChunk | None:
+        """Return the chunk with this digest, if it can be used again."""
+        found = self._by_digest.get(digest)
+        return found if found is not None and self._is_answered(found) else None
+
+    def unchanged(self, file: InputFile) -> tuple[str, Sequence[KeptChunk]] | None:
+        """Return the sha256 and the chunks of a file that did not change; None if it must be read."""
+        known, chunks = self._of.get(file.path, (None, ()))
+        if known is None or known.file != file or not file.inode:
+            return None
+        return (known.sha256, chunks) if all(map(self._is_answered, chunks)) else None
+
+    def _is_answered(self, chunk: KeptChunk) -> bool:
+        return bool(chunk.digest) and self._answered(self.rows(chunk).prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A stretch that was written, and which of the files that were read are its."""
+
+    stretch: KeptStretch
+    facts: StretchFacts
+    files: range
+    first_chunk: int
+
+
+class KeptIndex:
+    """Joins what the last run kept to what this run keeps, one stretch after another. `taken` is what was taken over
+    whole."""
+
+    def __init__(
+        self,
+        kept: Path,
+        asked: RowsToKeep,
+        last: _Last | None,
+        taken: TakenRows,
+        stretches: tuple[KeptStretch, ...],
+        ops: FileOps,
+    ) -> None:
+        """stretches: those that were taken over."""
+        self.asked, self.taken = asked, taken
+        self._kept, self._last, self._ops = kept, last, ops
+        self._stretches_taken = stretches
+        self._began = time.time()
+        # Of chunks that were given out: their digests, and their rows if they were kept
+        self._given: deque[tuple[str, KeptChunk | None]] = deque()
+        self._files: list[tuple[InputFile, int]] = []  # and their first chunks
+        self._count = self._appended = 0  # chunks
+        self._cuts = StretchCuts(sum(file.size for file in asked.files))
+        self._writer: KeptWriter | None = None  # of the stretch that is being written, once it has a row
+        self._facts = StretchFacts()
+        self._first_chunk = self._first_file = 0  # of that stretch
+        self._written: list[_Written] = []
+        # The chunks and files with which other stretches begin
+        self._begins: deque[tuple[int, int]] = deque()
+
+    def close(self) -> None:
+        """Give up what was not finished."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def chunks(self, reader: Reader, columns: Sequence[str] | None, typed: bool) -> Iterator[InputChunk]:
+        """Yield the chunks of all files but those that were taken over. `typed`: columns are carried that only the file
+        has, with their types."""
+        reader.complete, reader_sha256 = True, reader.sha256
+        taken = [one for stretch in self._stretches_taken for one in stretch.files]
+        reader_sha256.update({one.file.path: one.sha256 for one in taken})
+        before = sum(one.file.size for one in taken)
+        for file in reader.files[len(taken) :]:
+            if self._cuts.before(file.size):
+                self._begins.append((self._count, len(self._files)))
+            self._files.append((file, self._count))
+            known = None if self._last is None or typed else self._last.unchanged(file)
+            if known is not None:
+                reader_sha256[file.path], chunks = known
+                yield from self._replayed(file, before, chunks)
+            else:
+                one = replace(reader, files=(file,))
+                for chunk in one.chunks(columns):
+                    yield self._looked_up(replace(chunk, bytes_read=before + chunk.bytes_read))
+                reader.complete = reader.complete and one.complete
+            before += file.size
+
+    def _replayed(self, file: InputFile, before: int, chunks: Sequence[KeptChunk]) -> Iterator[InputChunk]:
+        rows, done = sum(chunk.rows for chunk in chunks), 0
+        for chunk in chunks:
+            done += chunk.rows
+            yield self._ready(chunk, file.name, before + file.size * done // max(1, rows))
+
+    def _looked_up(self, chunk: InputChunk) -> InputChunk:
+        digest = chunk_digest(chunk)
+        known = None if self._last is None else self._last.find(digest)
+        if known is not None:
+            ready = self._ready(known, chunk.file, chunk.bytes_read)
+            return replace(ready, first_row=chunk.first_row, table=chunk.table)
+        self._give(digest, None)
+        return chunk
+
+    def _ready(self, known: KeptChunk, file: str, bytes_read: int) -> ReadyChunk:
+        assert self._last is not None, "nothing was kept"
+        rows = self._last.rows(known)
+        self._give(known.digest, known)
+        return ReadyChunk(file=file, bytes_read=bytes_read, most_rows=known.rows, prepared=rows)
+
+    def _give(self, digest: str, known: KeptChunk | None) -> None:
+        self._given.append((digest, known))
+        self._count += 1
+
+    def turns(self) -> bool:
+        """Whether the next rows are the first of another stretch; the one before is finished. Raises StorageError."""
+        if not self._begins or self._begins[0][0] > self._appended:
+            return False
+        chunk, file = self._begins.popleft()
+        self._finish_stretch(file)
+        self._first_chunk = chunk
+        return True
+
+    def _finish_stretch(self, end: int) -> None:
+        """Finish the stretch that is being written, whose files are those before the number `end`."""
+        files = range(self._first_file, end)
+        self._first_file = end
+        if self._writer is not None:
+            self._facts.files = len(files)
+            digests = self._writer.finish(self._facts)
+            stretch = KeptStretch(self._writer.folder, digests, ())
+            self._written.append(_Written(stretch, self._facts, files, self._first_chunk))
+        self._writer, self._facts = None, StretchFacts()
+
+    def append(self, rows: PreparedRows) -> None:
+        """Keep the rows of the next chunk that was given out. Raises StorageError."""
+        if self._writer is None:
+            self._writer = KeptWriter(self._kept, self._ops)
+        digest, known = self._given.popleft()
+        self._appended += 1
+        params = [SamplingParams.from_json(text) for text in rows.prompts.params]
+        self._note_facts(rows, params)
+        if any(error.error_class == "resource" for error in rows.prompts.errors.values()):
+            digest, self._facts.plain = "", False  # another time the machine may allow it
+        if known is None and not _can_be_replayed(rows.prompts, params):
+            digest = ""
+        reply = known.read() if known is not None else _without_tokens(rows) if digest else b""
+        self._writer.append(digest, len(rows), reply)
+
+    def _note_facts(self, rows: PreparedRows, params: Sequence[SamplingParams]) -> None:
+        """Add what is known of these rows together to what is known of the stretch."""
+        facts, prompts = self._facts, rows.prompts
+        facts.rows += len(rows)
+        facts.read += rows.facts.read_rows
+        facts.tokens += int(prompts.counts.sum(dtype=np.int64))
+        facts.note_columns(rows.facts.names, rows.facts.found, rows.facts.kinds)
+        asked = [one.logprobs for one in params if one.logprobs is not None]
+        facts.logprobs = max(*asked, facts.logprobs or 0) if asked else facts.logprobs
+        facts.prompt_logprobs |= any(one.prompt_logprobs is not None for one in params)
+        facts.tools |= bool(prompts.own_texts.texts)
+        facts.plain &= not prompts.unread
+
+    def finish(self, reader: Reader) -> None:
+        """Put what was kept of this run in the place of what the last one kept. Raises StorageError."""
+        self._finish_stretch(len(self._files))
+        firsts = [*(first for _, first in self._files), self._count]
+        for number, one in enumerate(self._written):
+            files = [
+                KeptFile(
+                    file, reader.sha256[file.path], firsts[at] - one.first_chunk, firsts[at + 1] - firsts[at]
+                )
+                for at in one.files
+                if (file := self._files[at][0]).path in reader.sha256 and self._shows_changes(file)
+            ]
+            self._written[number] = replace(one, stretch=replace(one.stretch, files=tuple(files)))
+        stretches = (*self._stretches_taken, *(one.stretch for one in self._written))
+        put_in_place(self._kept, KeptMarker(self.asked.identity, stretches), self._ops)
+
+    @property
+    def stretches(self) -> tuple[tuple[str, int], ...]:
+        """Return the stretches that were written and can be taken over whole the next time, as far as they follow those
+        that were taken over now; and how many rows each has."""
+        found = []
+        for one in self._written:
+            if not one.facts.plain or len(one.stretch.files) < one.facts.files:
+                break
+            found.append((one.stretch.folder, one.facts.rows))
+        return tuple(found)
+
+    def _shows_changes(self, file: InputFile) -> bool:
+        """Whether a change of the file since it was listed shows in its times, which have ticks."""
+        return self._began - max(file.mtime_ns, file.ctime_ns) / 1e9 >= SETTLED_S
+
+
+def _can_be_replayed(prompts: Prepared, params: Sequence[SamplingParams]) -> bool:
+    """Return True if no row ever needs its tokens once it is answered. Those of equal sampled rows are needed to tell
+    their answers apart, and those of rows with several answers, too."""
+    used = np.unique(prompts.params_of[prompts.counts > 0]).tolist()
+    greedy = all(params[number].greedy for number in used)
+    return greedy and prompts.samples is None and not len(prompts.further)
+
+
+def _without_tokens(rows: PreparedRows) -> bytes:
+    """Return what is kept of a chunk that was prepared."""
+    return packed(replace(rows, prompts=replace(rows.prompts, tokens=_NO_TOKENS)))

@@ -1,0 +1,196 @@
+"""Input columns that are carried into the results with their types.
+
+Parquet and SQL declare types; a dictionary of texts stays one. JSON declares none: its values are first spooled
+as JSON text, and once every row has been seen each column gets the narrowest type that holds all of its values
+exactly:
+
+    bool < int64 < float64 < string (also where every value is null)
+
+Texts stay as they are. Lists, objects, whole numbers beyond 64 bits and columns of mixed types become strings
+of JSON text; in a mixed column the texts still stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from batchinfer.filesystem.durable import FileOps
+from batchinfer.filesystem.part_writer import PartWriter
+from batchinfer.filesystem.rebatch import parquet_batches, repeated
+from batchinfer.input.chunk import InputChunk
+from batchinfer.input.prompts.row_facts import RowFacts
+from batchinfer.input.typed_rows import blanked
+from batchinfer.store.index.even_batches import EvenBatches
+from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows
+
+Times = NDArray[np.int64]
+_TYPES = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
+
+
+class Kinds:
+    """Records the kinds of values of each column: at most six words a column, whatever the number of rows."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self._seen: dict[str, set[str]] = {name: set() for name in columns}
+
+    def add(self, name: str, kinds: set[str]) -> None:
+        self._seen[name] |= kinds
+
+    def type_of(self, name: str) -> pa.DataType:
+        """The column's type after all rows."""
+        kinds = self._seen[name] - {"null"}
+        if not kinds:
+            return pa.string()
+        if kinds <= {"int", "large int"}:
+            return pa.int64()
+        if "float" in kinds and kinds <= {"int", "float"}:
+            return pa.float64()
+        only = next(iter(kinds))
+        return _TYPES.get(only, pa.string()) if len(kinds) == 1 else pa.string()
+
+
+class JsonSpool:
+    """Passthrough columns of JSONL rows, kept as JSON text until their types are known."""
+
+    def __init__(
+        self, columns: Sequence[str], folder: Path, ops: FileOps, taken: TakenRows = NOTHING_TAKEN
+    ) -> None:
+        """taken: the first rows, whose columns are there already."""
+        self._taken = taken
+        self._columns = tuple(columns)
+        self._ops = ops
+        self._kinds = Kinds(columns)
+        for facts in taken.facts:
+            for name, kinds in zip(columns, facts.kinds, strict=True):
+                self._kinds.add(name, kinds)
+        fields = [("row_id", pa.int64()), *((name, pa.string()) for name in columns)]
+        self._schema = pa.schema(fields)
+        self._writer = PartWriter(folder, self._schema, ops)
+        self._even = EvenBatches(self._writer, self._schema)
+
+    def append(self, first_id: int, chunk: InputChunk, facts: RowFacts, times: Times) -> None:
+        """Keep the columns of a chunk; an error row has nulls. `times`: how many rows of the result each row is."""
+        for name, kinds in zip(self._columns, facts.kinds, strict=True):
+            self._kinds.add(name, kinds)
+        ids = _row_ids(first_id, int(times.sum()))
+        carried = (repeated(one, times) for one in facts.carried)
+        self._even.append(pa.record_batch([ids, *carried], self._schema))
+
+    def end_part(self) -> None:
+        """Let the next rows begin another part. Raises StorageError."""
+        self._even.commit()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the columns of the rows that were taken over have the types of all rows."""
+        there = self._taken.carried
+        return not there or pq.read_schema(there[0]).remove_metadata().equals(self._full)
+
+    @property
+    def _full(self) -> pa.Schema:
+        typed = [(name, self._kinds.type_of(name)) for name in self._columns]
+        return pa.schema([("row_id", pa.int64()), *typed])
+
+    def finish(self, target: Path) -> None:
+        """Write the typed parts to `target`, one for each that was spooled. Raises StorageError."""
+        with self._writer:
+            spooled = self._even.commit()
+        full = self._full
+        with PartWriter(target, full, self._ops, before=self._taken.carried) as writer:
+            for part in spooled:
+                for batch in parquet_batches([part], 1024):
+                    writer.append(_typed(batch, full))
+                writer.commit()
+
+    def close(self) -> None:
+        """Give up what was not finished."""
+        self._writer.__exit__()
+
+
+def _typed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    arrays = [batch.column(0)]
+    for field in list(schema)[1:]:
+        arrays.append(_converted(batch.column(field.name), field.type))
+    return pa.record_batch(arrays, schema)
+
+
+def _converted(texts: pa.StringArray, kind: pa.DataType) -> pa.Array:
+    """JSON texts as values of this type, which holds all of them: numbers are read alike by JSON and by Arrow."""
+    return _plain_texts(texts) if pa.types.is_string(kind) else pc.cast(texts, kind)
+
+
+def _plain_texts(texts: pa.StringArray) -> pa.StringArray:
+    """The texts without their quotes; other values stay JSON."""
+    quoted = pc.starts_with(texts, '"')
+    if pc.any(pc.and_(quoted, pc.match_substring(texts, "\\"))).as_py():
+        return pa.array([_plain_text(text) for text in texts.to_pylist()], pa.string())
+    return pc.if_else(quoted, pc.utf8_slice_codeunits(texts, 1, -1), texts)
+
+
+def _plain_text(text: str | None) -> str | None:
+    if text is not None and text.startswith('"'):
+        return str(json.loads(text))
+    return text
+
+
+def _as(kind: pa.DataType, values: pa.Array) -> pa.Array:
+    """The reader unpacks dictionaries; a column that had one gets one of what is in these rows."""
+    return values.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else values
+
+
+class TypedColumns:
+    """Passthrough columns that have types already: written as they are, those of CSV as the texts that were read."""
+
+    def __init__(
+        self, schema: pa.Schema, target: Path, ops: FileOps, taken: TakenRows = NOTHING_TAKEN
+    ) -> None:
+        """taken: the first rows, whose columns are in `target` already."""
+        self._schema = schema
+        self._full = pa.schema([("row_id", pa.int64()), *schema])
+        self._writer = PartWriter(target, self._full, ops, before=taken.carried)
+        self._even = EvenBatches(self._writer, self._full)
+
+    def append(self, first_id: int, chunk: InputChunk, facts: RowFacts, times: Times) -> None:
+        """Write the columns of a chunk; rows that could not be read have nulls. `times`: how many rows of the result
+        each row is."""
+        ids = _row_ids(first_id, int(times.sum()))
+        if chunk.table is None:
+            carried = (repeated(one, times) for one in facts.carried)
+            self._even.append(pa.record_batch([ids, *carried], self._full))
+            return
+        table = chunk.table.slice(0, len(facts.ids))
+        table = blanked(table, set(facts.unread)) if facts.unread else table
+        own = (_as(field.type, table.column(field.name)) for field in self._schema)
+        arrays = [ids, *(repeated(one, times) for one in own)]
+        self._writer.append(pa.record_batch(arrays, self._full))
+
+    def end_part(self) -> None:
+        """Let the next rows begin another part. Raises StorageError."""
+        self._even.commit()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the columns of the rows that were taken over have the types of all rows: the files say these."""
+        return True
+
+    def finish(self, _: Path) -> None:
+        """Finish the parts. Raises StorageError."""
+        with self._writer:
+            self._even.commit()
+
+    def close(self) -> None:
+        """Give up what was not finished."""
+        self._writer.__exit__()
+
+
+def _row_ids(first: int, count: int) -> pa.Array:
+    ids = pa.py_buffer(np.arange(first, first + count, dtype=np.int64))
+    return pa.Array.from_buffers(pa.int64(), count, [None, ids])

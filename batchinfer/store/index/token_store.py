@@ -1,0 +1,82 @@
+"""All prompts of a job end to end in one flat file of little-endian int32."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from batchinfer.core.errors import StorageError
+from batchinfer.core.request import TokenIds
+from batchinfer.filesystem.durable import DurableFile, FileOps
+
+TOKEN_BYTES = 4
+
+
+class TokenStore:
+    """Reads prompts by offset and count. The file is read, not mapped: pages of a mapped file would count as memory of
+    this process, and a disk that fails would kill it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise StorageError(_unreadable(path, error)) from None
+        weakref.finalize(self, os.close, self._file)
+        self._tokens = os.fstat(self._file).st_size // TOKEN_BYTES
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def read(self, offset: int, count: int) -> TokenIds:
+        """`count` token ids from `offset`, both in tokens. Raises IndexError beyond the store, StorageError."""
+        if offset < 0 or count < 0 or offset + count > self._tokens:
+            raise IndexError(f"tokens {offset}..{offset + count} of a store of {self._tokens}")
+        tokens = np.empty(count, "<i4")
+        try:
+            read = os.preadv(self._file, [tokens.data], offset * TOKEN_BYTES)
+        except OSError as error:
+            raise StorageError(_unreadable(self.path, error)) from None
+        if read < count * TOKEN_BYTES:
+            raise StorageError(_unreadable(self.path, "it became shorter"))
+        return tokens
+
+
+def _unreadable(path: Path, why: object) -> str:
+    return f"{path}: the token store cannot be read: {why}; remove its folder"
+
+
+class TokenWriter:
+    """Appends prompts; the file takes its name in `commit()`."""
+
+    def __init__(self, path: Path, ops: FileOps) -> None:
+        self._file = DurableFile(path, ops)
+        self.tokens = 0
+
+    def append(self, tokens: TokenIds) -> int:
+        """Write one chunk's prompts end to end; the offset of the first token."""
+        offset = self.tokens
+        if len(tokens):
+            self._file.write(np.ascontiguousarray(tokens, "<i4").data.cast("B"))
+        self.tokens += len(tokens)
+        return offset
+
+    def written(self) -> Path:
+        """Return the file in which all prompts so far can be read: its name is not its final one. Raises
+        StorageError."""
+        self._file.drain()
+        return self._file.temporary
+
+    def commit(self) -> None:
+        """Make the file complete and durable. Raises StorageError."""
+        self._file.commit()
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        self._file.close()

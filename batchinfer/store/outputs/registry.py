@@ -1,0 +1,46 @@
+"""The registry of the kinds of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from batchinfer.job import Job
+from batchinfer.store.outputs.kind import OutputKind
+from batchinfer.store.outputs.labels import LabelsKind
+from batchinfer.store.outputs.pair_scores import PairScoresKind
+from batchinfer.store.outputs.relevance import RelevanceKind
+from batchinfer.store.outputs.scores import ScoresKind
+from batchinfer.store.outputs.texts_and_vectors import TextsAndVectorsKind
+from batchinfer.store.outputs.vectors import VectorsKind
+
+_PAIRS = PairScoresKind()
+_ALL: tuple[OutputKind, ...] = (
+    TextsAndVectorsKind(),
+    VectorsKind(),
+    ScoresKind(),
+    LabelsKind(),
+    RelevanceKind(),
+    _PAIRS,
+)
+KINDS = {kind.name: kind for kind in _ALL}
+_OF_TASKS = {"embed": "vectors", "score": "scores", "classify": "labels", "rerank": "relevance"}
+USUAL = "tokens"  # the kind of parts, indexes and identities that name none
+
+
+def kind_of(job: Job) -> OutputKind:
+    """Return the kind of a job's answers."""
+    if job.task == "rerank" and job.rerank.document is not None:
+        return _PAIRS
+    return KINDS[_OF_TASKS.get(job.task, USUAL)]
+
+
+def answer_column(names: Iterable[str]) -> str | None:
+    """Return the column of a result with these columns, in order, that people read as the answer: those of its kind
+    stand before columns of the input, which may have the name of another kind's."""
+    answers = {kind.answer for kind in KINDS.values()}
+    return next((name for name in names if name in answers), None)
+
+
+def probability_column(answer: str) -> str | None:
+    """Return the column that says how probable the answers in the column `answer` are; None: there is none."""
+    return next((kind.probability for kind in KINDS.values() if kind.answer == answer), None)

@@ -1,0 +1,37 @@
+"""Answers that say how relevant a document is: what is stored are the scores of the two labels, as of any labels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from batchinfer.store.columns.logprob_column import Detokenizer
+from batchinfer.store.outputs.frame import Frame, framed
+from batchinfer.store.outputs.kind import AskedOutputs
+from batchinfer.store.outputs.labels import LabelsKind, answered_probabilities
+from batchinfer.store.outputs.scores import SCORE_FIGURES, context_counts
+
+
+class RelevanceKind(LabelsKind):
+    """The kind of answers that are the probability of the first of two labels. See OutputKind for the methods."""
+
+    name, version, answer = "relevance", 0, "score"
+    probability = None
+    figures = SCORE_FIGURES
+
+    def schema(self, asked: AskedOutputs) -> pa.Schema:
+        """Return the columns of a result: the probability of yes between yes and no."""
+        return framed(pa.field("score", pa.float64()), pa.field("prompt_tokens", pa.int32()))
+
+    def table(
+        self, asked: AskedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
+    ) -> pa.Table:
+        frame = Frame(rows, matched)
+        answered = frame.answered.to_numpy(zero_copy_only=False)
+        _, found = answered_probabilities(asked, rows, matched, answered)
+        score = np.zeros(len(answered))
+        score[answered] = [one[0] for one in found]
+        return frame.around(
+            score=pa.array(score, mask=~answered),
+            prompt_tokens=frame.when_answered(context_counts(rows, matched)),
+        )

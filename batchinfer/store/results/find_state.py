@@ -1,0 +1,52 @@
+"""From a result folder to the state of its job, without the job file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from batchinfer.core.errors import DamagedResult
+from batchinfer.filesystem.state import STATE_PREFIX, StateFolder
+from batchinfer.job.results_root import folder_name, results_root, root_of_trial
+from batchinfer.job.variables import HOLE
+from batchinfer.store.results.manifest import read_manifest
+
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+
+
+def find_state(results: Path) -> StateFolder:
+    """The state that this result belongs to: one in which it has a part of its own, else the state of its job.
+
+    Its store is that of the job's last run.
+    """
+    results = results.absolute()
+    places = [StateFolder(results, root=root) for root in _roots(results)]
+    mine = (state for state in places if state.path.is_dir())
+    jobs = (state for state in places if state.job.is_dir())
+    return (next(mine, None) or next(jobs, None) or StateFolder(results)).of_last_run()
+
+
+def _roots(results: Path) -> Iterator[Path]:
+    """Where the root of this result may be, likeliest first."""
+    yield results
+    if (root := root_of_trial(results)) is not None:
+        yield root
+    for date in dict.fromkeys(_DATE.findall(str(results))):
+        yield results_root(str(results).replace(date, HOLE), results.parent, "")
+    if results.parent.is_dir():  # an output.path that is nothing but its date has the job's name for its root
+        for state in sorted(results.parent.glob(f"{STATE_PREFIX}*/results")):
+            root = results.with_name(state.parent.name.removeprefix(STATE_PREFIX))
+            if StateFolder(results, root=root).path.is_dir():
+                yield root
+    if (job := _job_of(results)) is not None:
+        yield results.with_name(folder_name(job))
+
+
+def _job_of(results: Path) -> str | None:
+    """The name of the job whose result this is, where its manifest can be read."""
+    try:
+        manifest = read_manifest(results)
+    except DamagedResult:  # who reads the result says so; its state may be found by its name all the same
+        return None
+    return None if manifest is None else manifest.job

@@ -1,0 +1,56 @@
+"""The command that published a result, kept in its state: it publishes the result again if that is damaged."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict, dataclass
+
+from batchinfer.filesystem.durable import write_json
+from batchinfer.filesystem.remembered import read_json
+from batchinfer.filesystem.state import StateFolder
+from batchinfer.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBy:
+    """A `batchinfer run` of a job file: what was laid over it (`--set`), its day, and how many rows of a trial."""
+
+    job_file: str
+    overrides: tuple[tuple[str, str], ...]
+    date: str | None
+    limit: int | None
+
+    @classmethod
+    def of(cls, job: Job, limit: int | None) -> MadeBy:
+        """`limit` is that of a trial."""
+        return cls(str(job.source), job.overrides, job.date, limit)
+
+    @property
+    def command(self) -> str:
+        """Return the command as it is typed."""
+        sets = [word for key, value in self.overrides for word in ("--set", f"{key}={value}")]
+        date = [] if self.date is None else ["--date", self.date]
+        limit = [] if self.limit is None else ["--limit", str(self.limit)]
+        return shlex.join(["batchinfer", "run", self.job_file, *sets, *date, *limit])
+
+
+def read_made_by(state: StateFolder) -> MadeBy | None:
+    """None where no run has noted it, or the note cannot be read."""
+    match read_json(state.made_by):
+        case {"job_file": str(file), "overrides": list(pairs), "date": str() | None as date, "limit": limit}:
+            known = isinstance(limit, int | None) and all(_is_pair(pair) for pair in pairs)
+            overrides = tuple((key, value) for key, value in pairs) if known else ()
+            return MadeBy(file, overrides, date, limit) if known else None
+    return None
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
+
+
+def note_made_by(state: StateFolder, made_by: MadeBy) -> None:
+    """The caller holds the result's lock. Raises StorageError."""
+    if read_made_by(state) != made_by:
+        write_json(
+            state.made_by, asdict(made_by) | {"overrides": [list(o) for o in made_by.overrides]}, state.ops
+        )

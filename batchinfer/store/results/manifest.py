@@ -1,0 +1,274 @@
+"""The manifest of a published result: whose it is, what it holds, and the digest of every file.
+
+It holds no times, hosts or attempts: equal rows give an equal manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from batchinfer.core.errors import DamagedResult, OutputConflict
+from batchinfer.filesystem.durable import json_text, storage
+
+MANIFEST_FORMAT = 1
+MANIFEST_NAME = "_manifest.json"  # pyarrow, pandas and Spark skip names that begin so
+# what a desktop leaves behind in any folder that is looked at
+_LITTER = frozenset({".DS_Store", "Thumbs.db", "desktop.ini"})
+_DATA_NAME = re.compile(r"part-([0-9a-f]{16})-\d{5,}\.parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishSpec:
+    """The identity of a result. Two equal specs over equal completions publish equal bytes."""
+
+    job: str  # the job's name
+    identity: str  # sha256 of everything in the job and the checkpoint that shapes rows
+    inputs: tuple[Mapping[str, Any], ...]  # per input file what identifies it, e.g. path, bytes, sha256
+    numerics: int
+    rows_per_file: int = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class ResultFile:
+    """One Parquet file of a result."""
+
+    name: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The contents of _manifest.json."""
+
+    job: str
+    identity: str
+    inputs: tuple[Mapping[str, Any], ...]
+    numerics: int
+    generation: str  # 16 hex digits, derived from all the rest; stands in every file name
+    rows: int
+    ok: int
+    errors: int
+    retryable: int  # of the errors
+    endpoints: tuple[str, ...]  # of an OpenAI batch input: the different ones, sorted
+    files: tuple[ResultFile, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": MANIFEST_FORMAT, **asdict(self)}
+
+
+def generation_of(spec: PublishSpec, files: Sequence[ResultFile]) -> str:
+    """16 hex digits that are a function of the spec and the contents of the files, not of their names."""
+    contents = [[file.rows, file.bytes, file.sha256] for file in files]
+    inputs = [dict(item) for item in spec.inputs]
+    material = [MANIFEST_FORMAT, spec.job, spec.identity, inputs, spec.numerics, contents]
+    return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def file_name(generation: str, number: int) -> str:
+    """Return the name of the result file with this number, from 0."""
+    return f"part-{generation}-{number:05d}.parquet"
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a result folder, or None where nothing is published.
+
+    Raises DamagedResult for a manifest that is not as it was written, or is gone while its files are there;
+    OutputConflict for one of a newer format.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        if _generations(folder):
+            raise damaged(path, "it is missing, and files of a result are there")
+        return None
+    with storage(path, "read"):
+        text = path.read_bytes()
+    try:
+        raw = json.loads(text)
+        version = int(raw.pop("format"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(path, f"it is not a manifest of batchinfer ({error})") from error
+    try:
+        manifest = _from_json(raw)
+        problem = _problem(manifest)
+        whole = problem is None and text == json_text(manifest.to_json() | {"format": version})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        manifest, problem, whole = None, str(error), False
+    if version > MANIFEST_FORMAT and not whole:  # else only this one digit is another
+        raise OutputConflict(
+            f"{path}: manifest format {version}, this version knows up to {MANIFEST_FORMAT}; "
+            "use the batchinfer that wrote it, or another output.path"
+        )
+    if manifest is None or not whole or version != MANIFEST_FORMAT:
+        why = (
+            "it has changed since it was written"
+            if problem is None
+            else f"it is not a manifest of batchinfer ({problem})"
+        )
+        job = raw.get("job")
+        raise damaged(path, why, job if isinstance(job, str) else None)
+    return manifest
+
+
+def _from_json(raw: dict[str, Any]) -> Manifest:
+    unknown = sorted(set(raw) - {field.name for field in fields(Manifest)})
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r}")
+    files = tuple(ResultFile(**file) for file in raw["files"])
+    inputs, endpoints = tuple(raw["inputs"]), tuple(raw["endpoints"])
+    return Manifest(**raw | {"inputs": inputs, "endpoints": endpoints, "files": files})
+
+
+def _problem(manifest: Manifest) -> str | None:
+    """Return a contradiction within a manifest; None if there is none."""
+    spec = PublishSpec(manifest.job, manifest.identity, manifest.inputs, manifest.numerics)
+    if manifest.generation != generation_of(spec, manifest.files):
+        return "its generation does not match its contents"
+    names = [file_name(manifest.generation, number) for number in range(len(manifest.files))]
+    if names != [file.name for file in manifest.files]:
+        return "the names of its files do not match its generation"
+    counts = (manifest.rows, manifest.ok, manifest.errors, manifest.retryable)
+    if any(type(count) is not int or count < 0 for count in counts):
+        return "its counts are not all counts"
+    rows = sum(file.rows for file in manifest.files)
+    right = manifest.rows == rows == manifest.ok + manifest.errors and manifest.retryable <= manifest.errors
+    return None if right else "its counts contradict each other"
+
+
+def damaged(path: Path, problem: str, job: str | None = None) -> DamagedResult:
+    """The error for a file of a result, with the next step."""
+    return DamagedResult(
+        f"{path}: {problem}; run its job again, which publishes the result again from the stored answers; "
+        f"`batchinfer verify {path.parent} --repair` does that",
+        str(path),
+        problem,
+        job,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Older:
+    """The result that a new one replaces."""
+
+    generation: str
+
+
+def check_destination(folder: Path, job: str, replace: bool = False, *, ours: bool = False) -> Older | None:
+    """Whether a job may publish into `folder`; the older result there, if any. What would fail only after all is
+    computed is refused here.
+
+    `ours`: this job has published there, so that files of a result without a manifest that says whose they are may be
+    replaced. Raises OutputConflict for a file, a folder with anything in it that we did not write (`replace` or not),
+    and for the result of another job unless `replace`.
+    """
+    for parent in folder.parents:
+        if parent.exists() and not parent.is_dir():
+            raise OutputConflict(f"{parent}: is a file; output.path ({folder}) needs a folder there")
+    if folder.is_symlink():
+        raise OutputConflict(
+            f"{folder}: is a symbolic link, and a result is put in its place by renaming folders; name the folder "
+            f"itself: output.path: {os.path.realpath(folder)}"
+        )
+    if os.path.ismount(folder):
+        raise OutputConflict(
+            f"{folder}: is where a disk is mounted, and a result is put in its place by renaming folders; name a "
+            f"folder on that disk: output.path: {folder / 'results'}"
+        )
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        raise OutputConflict(f"{folder}: is a file; output.path must name a folder")
+    try:
+        manifest = read_manifest(folder)
+    except DamagedResult as error:
+        return _damaged_older(folder, job, replace, ours, error)
+    if manifest is None:
+        _refuse_strangers(folder, set())
+        return None
+    lost = any(_size(folder / file.name) != file.bytes for file in manifest.files)
+    others = _data_names(folder) if lost and ours else ()  # an older manifest may lie over a newer result
+    _refuse_strangers(folder, {MANIFEST_NAME, *(file.name for file in manifest.files), *others})
+    if manifest.job != job and not replace:
+        raise _of_another(folder, manifest.job, job)
+    return Older(manifest.generation)
+
+
+def _of_another(folder: Path, theirs: str, job: str) -> OutputConflict:
+    return OutputConflict(
+        f"{folder}: holds the result of job {theirs!r}, not of {job!r}; "
+        "choose another output.path, or replace it with --replace"
+    )
+
+
+def _damaged_older(folder: Path, job: str, replace: bool, ours: bool, error: DamagedResult) -> Older:
+    """A result whose manifest cannot be trusted: replaced only by the job that put it there, or where it names another
+    job and `replace` is asked for."""
+    generations = _generations(folder)
+    _refuse_strangers(folder, {MANIFEST_NAME, *_data_names(folder)})
+    others = error.job is not None and error.job != job and not ours
+    if others and not replace:
+        raise _of_another(folder, str(error.job), job)
+    if not (ours or others) or len(generations) > 1:
+        raise OutputConflict(
+            f"{error.place}: {error.problem}; nothing else says that this job published it, so it is not "
+            "replaced: move the folder away, or choose another output.path"
+        )
+    return Older(next(iter(generations), "damaged"))
+
+
+def _refuse_strangers(folder: Path, known: set[str]) -> None:
+    strange = sorted(set(_names(folder)) - known - _LITTER)
+    if strange:
+        raise OutputConflict(
+            f"{folder}: holds {strange[0]!r}, which batchinfer did not write; a folder with other files is "
+            "never replaced: move them away, or choose another output.path"
+        )
+
+
+def is_published(folder: Path, spec: PublishSpec) -> bool:
+    """Whether `folder` holds this very result, by manifest and file sizes; `published` looks at every digest."""
+    try:
+        manifest = read_manifest(folder)
+    except DamagedResult:
+        return False
+    if manifest is None:
+        return False
+    cut = [
+        min(spec.rows_per_file, manifest.rows - start) for start in _starts(manifest.rows, spec.rows_per_file)
+    ]
+    ours = (spec.job, spec.identity, tuple(spec.inputs), spec.numerics)
+    theirs = (manifest.job, manifest.identity, manifest.inputs, manifest.numerics)
+    if ours != theirs or cut != [file.rows for file in manifest.files]:
+        return False
+    return all(_size(folder / file.name) == file.bytes for file in manifest.files)
+
+
+def _starts(rows: int, rows_per_file: int) -> range:
+    """The first row of each file; one file even without rows."""
+    return range(0, max(rows, 1), rows_per_file)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _generations(folder: Path) -> set[str]:
+    """Return the generations of the files in the folder that are named like files of results."""
+    return {name.split("-")[1] for name in _data_names(folder)}
+
+
+def _data_names(folder: Path) -> list[str]:
+    return [name for name in _names(folder) if _DATA_NAME.fullmatch(name)] if folder.is_dir() else []
+
+
+def _names(folder: Path) -> list[str]:
+    with storage(folder, "list"):
+        return [entry.name for entry in folder.iterdir()]

@@ -1,0 +1,167 @@
+"""`--to-openai FILE`: a published result as the output file of an OpenAI batch.
+
+One line per input row, in input order, with a choice for each of its answers. What a row asked of whom (`url`,
+`model`) stands in the input alone, which is read again together with the result. Ids are derived from the row, and
+`created` is 0 unless a time is given: equal results give equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from batchinfer.core.errors import InputCorrupt, UsageError
+from batchinfer.core.request import RowError
+from batchinfer.filesystem.rebatch import parquet_batches
+from batchinfer.input.openai import CHAT_URL, ECHO, VECTOR_URL
+from batchinfer.input.reader import Reader
+from batchinfer.input.rows import Values
+from batchinfer.store.index.index import SAMPLE
+from batchinfer.store.outputs.kind import OutputKind, TokenBytes
+from batchinfer.store.outputs.openai_logprobs import with_prompt
+from batchinfer.store.results.output_file import OutputFile
+from batchinfer.store.results.published import published
+
+LINE_BYTES = 400  # no answer's line is shorter: what must be free at least for the rows of a job
+_COLUMNS = ("row_id", "custom_id", "status", "error_code", "error_message")
+_BATCH_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The part of a row of the input that its line needs; None for what is missing or could not be read."""
+
+    url: str | None
+    model: str | None
+    encoding: str | None = None  # of a vector
+    echoed: str | Sequence[int] | None = None  # the prompt that stands before the text of its answer
+
+
+def asked(reader: Reader, limit: int | None = None) -> Iterator[Asked]:
+    """Yield what every row of the input asks for, in order. Raises InputCorrupt when a file has changed."""
+    for batch in reader.batches(limit=limit):
+        yield from (_asked(row) for row in batch.rows)
+
+
+def _asked(row: Values | RowError) -> Asked:
+    values: Values = {} if isinstance(row, RowError) else row
+    body = values.get("body")
+    named = body if isinstance(body, dict) else {}
+    model, encoding = (_text(named.get(key)) for key in ("model", "encoding_format"))
+    # what is wrong with them was found when the row was read, and made it an error row
+    echoed = named.get("prompt") if named.get(ECHO) is True else None
+    return Asked(_text(values.get("url")), model, encoding, echoed)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def write_openai(
+    result: Path,
+    out: OutputFile,
+    rows: Iterable[Asked],
+    tokens: TokenBytes,
+    kind: OutputKind,
+    *,
+    model: str,
+    created: int = 0,
+) -> int:
+    """Write the batch output file `out` durably; the number of lines.
+
+    `rows` has an entry for each row of the input, in order; `tokens` tells the bytes of tokens, `kind` what answers
+    are. `model` is what an answer names whose request named none; `created` is Unix time. Raises UsageError when
+    nothing is published, InputCorrupt when the input has changed, OutputConflict, StorageError.
+    """
+    found = published(result)
+    if found is None:
+        raise UsageError(f"{result}: no published result there")
+    origin = Origin(found.manifest.job, model, created, tokens, kind)
+    lines = 0
+    with out.writing() as file:
+        for text in _lines(found.files, iter(rows), origin):
+            file.write(text.encode())
+            lines += 1
+    return lines
+
+
+def _lines(files: Sequence[Path], rows: Iterator[Asked], origin: Origin) -> Iterator[str]:
+    """Raises InputCorrupt when there are fewer `rows` than the result has."""
+    names = [name for file in files[:1] for name in pq.read_schema(file).names]
+    own, size = origin.kind.openai_columns(names)
+    own = [*own, *(name for name in (SAMPLE.name,) if name in names)]
+    batches = parquet_batches(files, size or _BATCH_ROWS, [*_COLUMNS, *own])
+    found = (row for batch in batches for row in batch.to_pylist())
+    for _, answers in groupby(found, itemgetter("row_id")):
+        request = next(rows, None)
+        if request is None:
+            raise InputCorrupt("the input has lost rows since it was read; run the job again")
+        yield json.dumps(batch_line([*answers], request, origin), ensure_ascii=False) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The values that all lines of a file share."""
+
+    job: str
+    model: str
+    created: int
+    tokens: TokenBytes
+    kind: OutputKind
+
+
+def batch_line(rows: Sequence[dict[str, Any]], request: Asked, origin: Origin) -> dict[str, Any]:
+    """One line, of the rows that answer a request: `response` for answers, `error` for the first error row, null where
+    there is none."""
+    first = rows[0]
+    seed = f"{origin.job}\0{first['row_id']}\0{first['custom_id']}"
+    answers = [row for row in rows if row["status"] != "error"]
+    response: dict[str, Any] | None = None
+    # A request for vectors has one of each of its inputs, or none
+    if len(answers) == len(rows) or (answers and request.url != VECTOR_URL):
+        body = _body(answers, request, origin, seed)
+        response = {"status_code": 200, "request_id": _id("req_", seed), "body": body}
+    what = "input" if request.url == VECTOR_URL else "choice"
+    error = next((_error(row, len(rows), what) for row in rows if row["status"] == "error"), None)
+    line = {"id": _id("batch_req_", seed), "custom_id": first["custom_id"]}
+    return {**line, "response": response, "error": error}
+
+
+def _error(row: dict[str, Any], rows: int, what: str) -> dict[str, Any]:
+    which = f"{what} {row[SAMPLE.name]} of {rows}: " if rows > 1 else ""
+    return {"code": row["error_code"], "message": f"{which}{row['error_message']}"}
+
+
+def _body(answers: Sequence[dict[str, Any]], request: Asked, origin: Origin, seed: str) -> dict[str, Any]:
+    chat = request.url == CHAT_URL
+    if request.echoed is not None and not chat:
+        said = _echo(request.echoed, origin.tokens)
+        answers = [
+            with_prompt(row) | {"generated_text": said + (row["generated_text"] or "")} for row in answers
+        ]
+    found = origin.kind.openai_body(answers, chat, origin.tokens, request.encoding)
+    if request.url == VECTOR_URL:
+        return found | {"model": request.model or origin.model}
+    named = {
+        "id": _id("chatcmpl-" if chat else "cmpl-", seed),
+        "object": found["object"],
+        "created": origin.created,
+        "model": request.model or origin.model,
+    }
+    return named | found
+
+
+def _echo(prompt: str | Sequence[int], tokens: TokenBytes) -> str:
+    return prompt if isinstance(prompt, str) else tokens.text_of(prompt)
+
+
+def _id(prefix: str, seed: str) -> str:
+    return prefix + hashlib.sha256((prefix + seed).encode()).hexdigest()[:24]

@@ -1,0 +1,54 @@
+"""Remembers the inputs of a published result: while none of them has changed, a rerun has nothing to do.
+
+Only ever a shortcut: a file that is missing or damaged costs time, never correctness.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from batchinfer.filesystem.durable import FileOps, write_json
+from batchinfer.filesystem.remembered import read_json
+from batchinfer.input.input_file import InputFile
+from batchinfer.store.index.index import Index
+
+
+def identities(index: Index) -> list[dict[str, Any]]:
+    """Return the identity of the inputs: their content, not times, so that a file written again with equal rows is the
+    same."""
+    return [_identity(file, index.sha256.get(file.path)) for file in index.inputs]
+
+
+def _identity(file: InputFile, digest: str | None) -> dict[str, Any]:
+    state = {"mtime_ns": file.mtime_ns, "ctime_ns": file.ctime_ns, "inode": file.inode}
+    return {
+        "name": file.name,
+        "bytes": file.size,
+        **({"sha256": digest} if digest else state),
+    }  # a limit, no digest
+
+
+def published_inputs(path: Path, files: Sequence[InputFile]) -> list[dict[str, Any]] | None:
+    """Return the identity of these files at the last publish, if size, times and inode of none have changed since."""
+    value = read_json(path)
+    if not isinstance(value, list):
+        return None
+    known = {_same(entry.get("file")): entry.get("identity") for entry in value if isinstance(entry, dict)}
+    found = [known.get(_same(file.to_json())) for file in files]
+    return None if None in found or len(found) != len(value) else [dict(f) for f in found if f is not None]
+
+
+def remember_inputs(
+    path: Path, files: Sequence[InputFile], identities: Sequence[dict[str, Any]], ops: FileOps | None = None
+) -> None:
+    """Raises StorageError."""
+    pairs = zip(files, identities, strict=True)
+    write_json(path, [{"file": file.to_json(), "identity": entry} for file, entry in pairs], ops or FileOps())
+
+
+def _same(value: object) -> str:
+    """Equal text for equal values."""
+    return json.dumps(value, sort_keys=True)

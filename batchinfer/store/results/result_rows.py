@@ -1,0 +1,156 @@
+"""Result rows: one for every answer to an input row, in input order, in a schema that is fixed before the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from batchinfer.core.errors import BatchInferError
+from batchinfer.filesystem.duck import working_memory
+from batchinfer.store.accuracy.expected import marked
+from batchinfer.store.answers.parts import COMPLETION_SCHEMA
+from batchinfer.store.columns.logprob_column import Detokenizer
+from batchinfer.store.index.index import INPUT_ROW, SAMPLE
+from batchinfer.store.outputs.answer_lists import in_lists, listed_fields
+from batchinfer.store.outputs.best_samples import best_samples
+from batchinfer.store.outputs.registry import KINDS
+from batchinfer.store.results.index_rows import IndexRows, IndexView
+from batchinfer.store.results.join import Join
+from batchinfer.store.results.sorted_answers import SortedAnswers
+
+# Rows decoded, joined and held at a time, and the row group of a result file. 1,024, 4,096 and 16,384 published
+# 100,000 rows of 40 tokens equally fast within the noise (26 to 64 thousand rows a second on two busy cores), with
+# files of 5.5, 5.3 and 5.3 MB: small enough for long rows, large enough for the compression.
+BATCH_ROWS = 4096
+_ROW_ID = pa.field("row_id", pa.int64())
+ATTEMPT = pa.field("attempt", pa.int32())
+
+
+def result_schema(index: IndexView) -> pa.Schema:
+    """The schema of a result. Raises ValueError when a passthrough column has the name of one of ours."""
+    ours = [*KINDS[index.output].schema(index), *([ATTEMPT] if index.attempts > 1 else [])]
+    ours += [SAMPLE] if index.samples else []
+    clash = sorted(set(index.passthrough_schema.names) & {field.name for field in ours})
+    if clash:
+        raise ValueError(f"output.columns: {', '.join(clash)}: the result has a column of this name already")
+    ours = listed_fields(ours) if index.best is not None and index.best.lists else ours
+    found = pa.schema([*ours, *index.passthrough_schema])  # without metadata: it may name tools and hosts
+    return found if index.expected is None else marked(found, index.expected, index.answers is not None)
+
+
+class ResultRows:
+    """The rows of a result by spans, each from a row to another. Several threads may make them, each other spans.
+
+    A row whose key has no completion is left out with `partial`; without, there is none.
+    """
+
+    def __init__(
+        self,
+        index: IndexView,
+        answers: SortedAnswers,
+        spans: Sequence[tuple[int, int]],
+        detokenizer: Detokenizer,
+        partial: bool,
+        attempts: NDArray[np.uint8] | None = None,
+    ) -> None:
+        self._attempts = attempts  # by row
+        self._index, self._answers, self._spans = index, answers, spans
+        self._detokenizer, self._partial = detokenizer, partial
+        self._kind, self._schema = KINDS[index.output], result_schema(index)
+        self._batch_rows = batch_rows(index)
+        self._rows = IndexRows(index)
+        counts = (len(range(*span, self._batch_rows)) for span in spans)
+        self._first = list(accumulate(counts, initial=0))  # batch of each span
+
+    def tables(self, span: int) -> Iterator[pa.Table]:
+        """Yield the rows of a span in tables of at most `batch_rows`, in `result_schema`."""
+        first = self._spans[span][0]
+        for batch, (rows, values) in enumerate(self._read(*self._spans[span]), self._first[span]):
+            _check_order(rows.column("row_id").to_numpy(), first)
+            matched = _matching(first, rows.num_rows, self._answers.of(batch))
+            table = self._kind.table(self._index, rows, matched, self._detokenizer)
+            if self._index.attempts > 1:
+                table = table.append_column(ATTEMPT, self._numbers(first, matched))
+            if self._index.samples:
+                table = table.set_column(0, "row_id", rows.column(INPUT_ROW.name))
+                table = table.append_column(SAMPLE, rows.column(SAMPLE.name))
+            first += rows.num_rows
+            for field in self._index.passthrough_schema:
+                table = table.append_column(field, values.column(field.name))
+            table = table.filter(pa.array(self._published(table, rows, matched)))
+            best = self._index.best
+            if best is not None and best.lists:
+                table = in_lists(table, best.published, self._index.passthrough_schema.names)
+            yield table.cast(self._schema)
+
+    def _published(self, table: pa.Table, rows: pa.Table, matched: pa.Table) -> NDArray[np.bool_]:
+        """Mark the rows of a table that belong to the result."""
+        marks = np.ones(len(table), np.bool_)
+        best = self._index.best
+        if self._partial:
+            finished = pc.or_(pc.is_null(rows.column("key")), pc.is_valid(matched.column("row_id")))
+            marks = finished.to_numpy(zero_copy_only=False)
+        if best is not None:  # among all answers to a row
+            marks = np.repeat(marks.reshape(-1, best.computed).all(axis=1), best.computed)
+            marks &= best.published == best.computed or best_samples(best, table, matched)
+        return marks
+
+    def _read(self, start: int, stop: int) -> Iterator[tuple[pa.Table, pa.Table]]:
+        return self._rows.tables(start, stop, [self._batch_rows])
+
+    def _numbers(self, first: int, matched: pa.Table) -> pa.Array:
+        """Return the number of the attempt that each row's completion is of; null where it has none."""
+        numbers = np.ones(matched.num_rows, np.int32)
+        if self._attempts is not None:
+            numbers[:] = self._attempts[first : first + len(numbers)]
+        made = matched.column("row_id").is_valid().to_numpy(zero_copy_only=False)
+        return pa.array(numbers, ATTEMPT.type, mask=~made)
+
+
+@contextmanager
+def result_rows(
+    index: IndexView,
+    join: Join,
+    detokenizer: Detokenizer,
+    spill: Path,
+    spans: Sequence[tuple[int, int]],
+    *,
+    partial: bool = False,
+) -> Iterator[ResultRows]:
+    """Read the answers of the spans' rows; the rows can be made within the block. The folder `spill` has what is too
+    large for memory. Raises StorageError, and BatchInferError where completions are missing that are not `partial`."""
+    if not partial:
+        join.refuse_missing()
+    size = batch_rows(index)
+    starts = np.concatenate([np.arange(start, stop, size, dtype=np.int64) for start, stop in spans])
+    schema = pa.schema([_ROW_ID, *COMPLETION_SCHEMA, *KINDS[index.output].read(index)])
+    wanted = schema.remove(schema.get_field_index("key"))
+    with SortedAnswers(join.within(spans), wanted, starts, size, spill, working_memory() // 2) as answers:
+        yield ResultRows(index, answers, spans, detokenizer, partial, join.attempts)
+
+
+def batch_rows(index: IndexView) -> int:
+    """Return how many rows are made at a time: with all answers to a row, where some of them are chosen."""
+    rows = KINDS[index.output].batch_rows(index) or BATCH_ROWS
+    if index.best is None:
+        return rows
+    return max(1, rows // index.best.computed) * index.best.computed
+
+
+def _check_order(row_ids: NDArray[np.int64], first: int) -> None:
+    if row_ids[0] != first or row_ids[-1] != first + len(row_ids) - 1:
+        raise BatchInferError("the parts of the index do not hold its rows in order")
+
+
+def _matching(first: int, rows: int, answers: pa.Table) -> pa.Table:
+    """Return a table of that many rows from row `first` on: each row's completion, or nulls."""
+    places = np.full(rows, -1, np.int64)
+    places[answers.column("row_id").to_numpy() - first] = np.arange(answers.num_rows)
+    return answers.take(pa.array(places, mask=places < 0)).combine_chunks()

@@ -1,0 +1,132 @@
+"""The fingerprint of each file of a result: of all that its bytes follow from, before any row of it is made.
+
+These are the rows of the index as results are made of them, the values of carried columns, which stored answer each row
+has (a part of a store has its name once and for all, and is never changed), and what makes files of rows. Equal
+fingerprints give equal bytes. The reverse is not promised: stored answers that moved to another part give another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from batchinfer.core.version import __version__
+from batchinfer.store.outputs.best_samples import indexed_rows
+from batchinfer.store.outputs.registry import KINDS
+from batchinfer.store.results.attempts import PART_SHIFT, Numbers
+from batchinfer.store.results.index_rows import IndexRows, IndexView
+from batchinfer.store.results.join import ROW_IN_PART, Join
+from batchinfer.store.results.manifest import PublishSpec
+from batchinfer.store.results.result_files import spans_of
+from batchinfer.store.results.result_rows import BATCH_ROWS, result_schema
+
+WRITER_FORMAT = 1  # raise it when equal rows would give other bytes
+_NONE = -1  # the row has no stored answer
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """The fingerprints (hex) of the files of a result, in their order; a digest of what `maker` makes files of rows,
+    and the stretches that the first rows are of, each with its rows."""
+
+    files: tuple[str, ...]
+    maker: str
+    stretches: tuple[tuple[str, int], ...] = ()
+
+
+NO_FINGERPRINTS = Fingerprints((), "")
+
+
+def fingerprints(
+    index: IndexView, join: Join, spec: PublishSpec, threads: int, last: Fingerprints = NO_FINGERPRINTS
+) -> Fingerprints:
+    """Return those of a result. `last`: those of the result before, of which files are the same whose rows were taken
+    over. Beside what `join` has, each row takes 8 bytes. Raises InputCorrupt for an index that is damaged."""
+    made = _Fingerprints(index, join, spec)
+    per_file = indexed_rows(index.best, spec.rows_per_file)
+    taken = tuple((one.stretch.folder, one.stretch.rows) for one in index.taken.stretches)
+    same = last.maker == made.maker and join.as_taken and last.stretches[: len(taken)] == taken
+    known = last.files[: index.taken.rows // per_file] if same else ()
+    spans = spans_of(index.rows, per_file, threads, range(len(known)))
+    with ThreadPoolExecutor(threads, "fingerprint") as pool:
+        files = [*known, *(one for found in pool.map(made.of_span, spans) for one in found)]
+    new = () if index.stretches is None else index.stretches.rows
+    return Fingerprints(tuple(files), made.maker, (*taken, *new))
+
+
+class _Fingerprints:
+    """Makes those of some files at a time, in any thread."""
+
+    def __init__(self, index: IndexView, join: Join, spec: PublishSpec) -> None:
+        self._rows, self._join = IndexRows(index), join
+        self._per_file = indexed_rows(index.best, spec.rows_per_file)
+        self._places: Numbers = np.full(index.rows, _NONE, np.int64)
+        self._places[join.rows] = join.positions
+        self._head = _maker(index, spec)
+        self.maker = hashlib.sha256(self._head).hexdigest()
+        full, rest = divmod(self._per_file, BATCH_ROWS)
+        self._sizes = [BATCH_ROWS] * full + [rest] * (rest > 0)
+
+    def of_span(self, span: tuple[int, int]) -> list[str]:
+        """Return those of the files of a span."""
+        start, stop = span
+        firsts = range(start, max(stop, start + 1), self._per_file)
+        tables = self._rows.tables(start, stop, self._sizes)
+        return [self._of_file(first, min(first + self._per_file, stop), tables) for first in firsts]
+
+    def _of_file(self, first: int, stop: int, tables: Iterator[tuple[pa.Table, pa.Table]]) -> str:
+        """Return that of a file, whose rows come next."""
+        digest = hashlib.sha256(self._head)
+        digest.update(f"{first} {stop}\n".encode())
+        self._add_answers(digest, first, stop)
+        at = first
+        while at < stop:
+            rows, values = next(tables)
+            for table in (rows,) if values is rows else (rows, values):
+                digest.update(_bytes_of(table))
+            at += rows.num_rows
+        return digest.hexdigest()
+
+    def _add_answers(self, digest: Any, first: int, stop: int) -> None:
+        places, attempts = self._places[first:stop], self._join.attempts
+        numbers, which = np.unique(places >> PART_SHIFT, return_inverse=True)
+        names = [None if number < 0 else self._join.parts[number].name for number in numbers.tolist()]
+        digest.update(json.dumps([names, attempts is None]).encode() + b"\n")
+        digest.update(which.astype("<i4").tobytes())
+        digest.update((places & ROW_IN_PART).astype("<i8").tobytes())
+        if attempts is not None:
+            digest.update(attempts[first:stop].tobytes())
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _maker(index: IndexView, spec: PublishSpec) -> bytes:
+    """Return what makes files of rows. `spec.identity` stands for all of the job and the checkpoint."""
+    kind, programs = KINDS[index.output], [version(name) for name in ("pyarrow", "tokenizers")]
+    rows = [index.attempts, index.samples, index.logprobs, spec.rows_per_file]
+    rows += [] if index.best is None else [*index.best[: 3 if index.best.lists else 2]]
+    prior = () if index.scoring is None else index.scoring.prior
+    shape: Sequence[object] = [kind.name, kind.version, *rows, *prior]
+    material = [WRITER_FORMAT, __version__, programs, spec.identity, spec.numerics, shape]
+    schema: bytes = result_schema(index).serialize().to_pybytes()
+    return json.dumps(material).encode() + schema
+
+
+def _bytes_of(table: pa.Table) -> pa.Buffer:
+    """Return bytes that say all of a table. Of a dictionary only the values of these rows count: it may have others."""
+    types = [(field.name, _plain(field.type)) for field in table.schema]
+    table = table.cast(pa.schema(types))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as out:
+        out.write_table(table)
+    return sink.getvalue()

@@ -1,0 +1,24 @@
+"""Counts the tokens that a run did not have to compute, because rows shared the answer of an equal row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from batchinfer.filesystem.duck import connection, parquet
+
+
+def saved_tokens(index_parts: Sequence[Path], parts: Sequence[Path], spill: Path) -> tuple[int, int]:
+    """Return the tokens of prompts and of answers that were not run, because rows of the index share the answers in
+    these parts of the store. Raises StorageError, OutOfMemory."""
+    if not parts or not index_parts:
+        return 0, 0
+    shared = (
+        "SELECT key, count(*) - 1 AS others, any_value(token_count) AS prompt "
+        f"FROM {parquet(index_parts)} WHERE key IS NOT NULL GROUP BY key HAVING count(*) > 1"
+    )
+    answers = f"SELECT key, len(token_ids) AS answer FROM {parquet(parts)} WHERE error_code IS NULL"
+    with connection(spill) as database:
+        query = f"SELECT coalesce(sum(others * prompt), 0), coalesce(sum(others * answer), 0) FROM ({shared})"
+        ((prompts, texts),) = database.execute(f"{query} JOIN ({answers}) USING (key)").fetchall()
+    return int(prompts), int(texts)

@@ -1,0 +1,66 @@
+"""`batchinfer verify`: read everything that was written, page checksums and digests included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.core.errors import DamagedResult
+from batchinfer.store.answers.completion_store import read_records
+from batchinfer.store.results.manifest import MANIFEST_NAME, Manifest, read_manifest
+from batchinfer.store.results.published import Problem, file_problems
+
+
+def verify_result(folder: Path) -> list[Problem]:
+    """Check a published result against its manifest; empty when all is well. What is remembered of its files' digests
+    is what was found now.
+
+    Raises OutputConflict for a manifest of a newer format, StorageError when the disk fails.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except DamagedResult as error:
+        return [Problem(folder / MANIFEST_NAME, error.problem)]
+    if manifest is None:
+        return [Problem(folder, f"no {MANIFEST_NAME}: not a published result")]
+    problems = list(file_problems(folder, manifest, fresh=True))
+    unreadable = [
+        problem
+        for file in manifest.files
+        if (path := folder / file.name).is_file()
+        for problem in _check_pages(path, file.rows)
+    ]
+    return [*_unlisted(folder, manifest), *problems, *unreadable]
+
+
+def verify_store(path: Path) -> list[Problem]:
+    """Check every committed part of a completion store, without its lock and without changing it."""
+    records, discarded = read_records(path, verify=True)
+    found = [Problem(part.path, part.reason) for part in discarded]
+    return found + [
+        problem for part, record in records.items() for problem in _check_pages(part, record.rows)
+    ]
+
+
+def _unlisted(folder: Path, manifest: Manifest) -> Iterator[Problem]:
+    listed = {file.name for file in manifest.files}
+    for path in sorted(folder.glob("*.parquet")):
+        if path.name not in listed:
+            yield Problem(path, "not part of the result, but read with it by *.parquet: move it away")
+
+
+def _check_pages(path: Path, rows: int) -> Iterator[Problem]:
+    """Decode every page with its checksum verified and count the rows."""
+    found = 0
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                found += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        yield Problem(path, f"damaged: {error}")
+        return
+    if found != rows:
+        yield Problem(path, f"{found} rows, {rows} were written")

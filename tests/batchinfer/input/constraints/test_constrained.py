@@ -1,0 +1,199 @@
+"""Constraints by llguidance with tokenizers of each kind: what is decoded follows them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from batchinfer.core.request import ConstraintFailed, RowError
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.input.constraints.constrained import GrammarConstraint, GrammarConstraints
+from batchinfer.input.constraints.grammar_tokenizer import grammar_problem
+from batchinfer.input.prompts.prepare import CheckedConstraints
+from tests.batchinfer.input.tokenizer.made_tokenizers import KINDS, UNREADABLE, byte_level, llama
+
+MOST = 200
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a_name": {"enum": ["yes no", " yes", "no"]},
+        "n": {"type": "integer", "minimum": -20, "maximum": 300},
+        "s": {"type": "string", "maxLength": 4, "pattern": "^[a-c ]*$"},
+    },
+    "required": ["a_name", "n", "s"],
+    "additionalProperties": False,
+}
+DECOMPOSED = "e\u0301tat"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was generated, and whether it is whole."""
+
+    ids: list[int]
+    text: str
+    whole: bool
+    failure: RowError | None = None
+
+
+def answer(
+    tokenizer: Tokenizer, eos: tuple[int, ...], params: SamplingParams, seed: int, vocab: int = 400
+) -> Answer:
+    """Of a model that knows so many tokens and takes any that is allowed."""
+    known = tokenizer.get_vocab_size(with_added_tokens=True)
+    constraints = GrammarConstraints(tokenizer.to_str(), [one for one in eos if one < known], vocab, 1)
+    rng, bits, ids = np.random.default_rng(seed), np.zeros((1, -(-vocab // 32)), np.int32), []
+    constraint = constraints.start(params)
+    failure = None
+    try:
+        while not constraint.ended and len(ids) < MOST:
+            for token in (*constraint.jump_forward(), None):
+                if constraint.ended:
+                    break
+                token = sampled(constraints, constraint, bits, rng) if token is None else token
+                if token is None:
+                    failure = constraint.failure
+                    break
+                constraint.take(token)
+                ids.append(token)
+            if failure:
+                break
+    except ConstraintFailed as failed:
+        failure = failed.error
+    assert all(token < vocab for token in ids)
+    return Answer(ids, tokenizer.decode(ids, skip_special_tokens=True), constraint.ended, failure)
+
+
+def sampled(
+    constraints: GrammarConstraints, constraint: GrammarConstraint, bits: Any, rng: np.random.Generator
+) -> int | None:
+    bits[:] = -1
+    constraints.fill([constraint], bits)
+    allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    return int(rng.choice(allowed)) if len(allowed) else None
+
+
+def valid(text: str) -> bool:
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return json.dumps(json.loads(text)) == text
+
+
+CONSTRAINTS: dict[str, tuple[SamplingParams, Callable[[str], Any]]] = {
+    "schema": (SamplingParams(json_schema=json.dumps(SCHEMA)), valid),
+    "regex": (SamplingParams(regex=" ?[a-c]{2,4} (yes|no)"), re.compile(" ?[a-c]{2,4} (yes|no)").fullmatch),
+    "choice": (SamplingParams(choice=("yes", "no yes", " no")), {"yes", "no yes", " no"}.__contains__),
+    "forced": (SamplingParams(choice=("state and no more",)), "state and no more".__eq__),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_decoded_follows_the_constraint(kind: str, name: str) -> None:
+    make, eos = KINDS[kind]
+    tokenizer, (params, check) = make(), CONSTRAINTS[name]
+    for seed in range(3):
+        found = answer(tokenizer, eos, params, seed)
+        assert found.failure is None
+        assert found.whole
+        assert check(found.text), found.text
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_allowed_one_by_one_as_by_the_mask(kind: str, name: str) -> None:
+    """When what was forced is taken; where the mask is narrower than the grammar no token is known to be allowed."""
+    make, eos = KINDS[kind]
+    tokenizer, rng, vocab = make(), np.random.default_rng(3), 400
+    ends = [one for one in eos if one < tokenizer.get_vocab_size(with_added_tokens=True)]
+    constraints = GrammarConstraints(tokenizer.to_str(), ends, vocab, 1)
+    bits, known = np.zeros((1, -(-vocab // 32)), np.int32), 0
+    for _ in range(3):
+        state = constraints.start(CONSTRAINTS[name][0])
+        while True:
+            for token in state.jump_forward():
+                state.take(token)
+            if state.ended:
+                break
+            constraints.fill([state], bits)
+            allowed = {*np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()}
+            found = {token for token in range(vocab + 40) if state.allows(token)}
+            assert found in (allowed, set())
+            known += bool(found)
+            state.take(int(rng.choice(sorted(allowed))))
+    assert known or name == "forced" or not ends or "Llama" in kind or "Metaspace" in kind, (
+        "it is known nowhere"
+    )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "Metaspace" not in kind])
+def test_text_that_a_normalizer_would_change_is_written_as_it_is(kind: str) -> None:
+    """It has to come: as tokens of the same text in another form, which may not."""
+    make, eos = KINDS[kind]
+    found = answer(make(), eos, SamplingParams(choice=(DECOMPOSED,)), 0)
+    assert (found.text, found.failure) == (DECOMPOSED, None)
+
+
+@pytest.mark.parametrize("kind", ["bytes, no end", "Llama, no end", "bytes, no specials"])
+def test_without_an_end_no_token_of_text_stands_for_it(kind: str) -> None:
+    """llguidance takes token 0 for it otherwise: text could not have it, and it would end answers."""
+    tokenizer = KINDS[kind][0]()
+    open_ended = answer(tokenizer, (), SamplingParams(regex="[a-c!]*"), 1)
+    assert (open_ended.whole, len(open_ended.ids)) == (False, MOST)
+    assert {*open_ended.text} == {*"abc!"}
+    assert answer(tokenizer, (), SamplingParams(regex="a!+b"), 1).text.startswith("a!")
+
+
+def test_each_of_several_ends_ends_an_answer() -> None:
+    tokenizer, ends = byte_level(), (259, 260, 261)
+    found = [answer(tokenizer, ends, SamplingParams(regex="[ab]*"), seed).ids[-1] for seed in range(30)]
+    assert {*found} == {*ends}
+
+
+@pytest.mark.parametrize("beyond", [[], [262], [10**9]])
+def test_what_ends_an_answer_may_lie_beyond_the_vocabulary(beyond: list[int]) -> None:
+    """As in checkpoints whose generation_config.json names tokens that the tokenizer lacks."""
+    found = [answer(byte_level(), (260, *beyond), SamplingParams(regex="x*"), seed) for seed in range(8)]
+    assert {one.ids[-1] for one in found} == {260}
+
+
+def test_a_model_with_fewer_tokens_than_its_tokenizer_gets_none_that_it_lacks() -> None:
+    """Neither by a mask nor because it has to come."""
+    whole = answer(byte_level(), (260,), SamplingParams(choice=("yes yes",)), 0, vocab=262)
+    assert whole.ids == [257, 258], "its longest tokens"
+    for seed in range(4):
+        free = answer(byte_level(), (260,), SamplingParams(regex="(yes|no){2}[a-z]{3}"), seed, vocab=230)
+        if free.failure is None:
+            assert re.fullmatch("(yes|no){2}[a-z]{3}", free.text)
+        else:
+            assert "no token of the model" in free.failure.message
+
+
+def test_an_answer_that_has_to_begin_with_a_space_that_is_left_out_is_an_error() -> None:
+    found = answer(llama(), (2,), SamplingParams(choice=(" yes", " no")), 0)
+    assert found.failure is not None
+    assert "begin with a space" in found.failure.message
+    kept = answer(KINDS["Gemma"][0](), (2,), SamplingParams(choice=(" yes", " no")), 0)
+    assert kept.text in (" yes", " no")
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_tokenizer_that_cannot_be_read_is_refused(kind: str) -> None:
+    definition = UNREADABLE[kind]().to_str()
+    assert grammar_problem(definition) is not None
+    checked = CheckedConstraints(SamplingParams(), definition)
+    checked.check(SamplingParams())
+    with pytest.raises(Exception, match="the tokenizer"):
+        checked.check(SamplingParams(regex="a"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_others_are_not_refused(kind: str) -> None:
+    assert grammar_problem(KINDS[kind][0]().to_str()) is None

@@ -1,0 +1,43 @@
+"""Answers under random schemas, older keywords among them: all that a grammar allows are valid, or it is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from batchinfer.store.columns.answer_check import parsed_answer
+from batchinfer.store.columns.schema_columns import schema_columns
+from tests.batchinfer.input.constraints.random_schemas import Counts, SchemaMaker, compiled, drawn, try_schema
+
+
+def tried(seeds: Iterable[int]) -> Counts:
+    counts = Counts()
+    for seed in seeds:
+        try_schema(SchemaMaker(seed).document(), seed, counts)
+    return counts
+
+
+def test_answers_under_random_schemas_are_valid() -> None:
+    counts = tried(range(120))
+    assert counts.wrong == []
+    assert counts.schemas - sum(counts.refused.values()) > 40
+    assert counts.texts > 300
+
+
+@pytest.mark.slow
+def test_answers_under_many_random_schemas_are_valid() -> None:
+    counts = tried(range(10_000, 30_000))
+    print(counts.schemas, sum(counts.refused.values()), counts.texts, counts.twice, len(counts.rejected))
+    assert counts.wrong == []
+
+
+@pytest.mark.parametrize("form", ["date", "date-time", "time", "uuid"])
+def test_what_a_grammar_writes_its_column_holds(form: str) -> None:
+    schema = {"type": "object", "properties": {"v": {"type": "string", "format": form}}, "required": ["v"]}
+    grammar, columns, rng = compiled(schema), schema_columns(schema), random.Random(form)
+    texts = [text for _ in range(100) if (text := drawn(grammar, rng)) is not None]
+    assert len(texts) > 90
+    for text in texts:
+        columns.check(parsed_answer(text))

@@ -1,0 +1,24 @@
+"""What is remembered of the bounds of rows' constraints."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.input.prompts.fits import Fits
+from batchinfer.input.prompts.prepare import CheckedConstraints
+from tests.batchinfer.input.tokenizer.made_tokenizers import byte_level
+
+
+def test_constraints_themselves_are_not_remembered() -> None:
+    """Each may take a megabyte, and a thousand are remembered."""
+    fits, checked = Fits(), CheckedConstraints(SamplingParams(), byte_level().to_str())
+    checked.check(SamplingParams(regex="a"))
+    tracemalloc.start()
+    for number in range(12):
+        params = SamplingParams(regex=f"{number}" + "x" * 20_000)
+        assert fits.fitted(params).max_tokens == len(params.regex or "") + 1
+        checked.check(params)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 100_000

@@ -1,0 +1,43 @@
+"""Tokens of texts that answers do not get: those that a tokenizer gives the text, by itself and behind a space."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.input.prompts.parameters.named_tokens import NamedTokens
+from batchinfer.input.rows import RowProblem
+from tests.batchinfer.store.index.ingest_kit import byte_bpe
+
+BPE = byte_bpe()
+
+
+def found(*words: str, vocab: int = 1 << 20, rust: Any = BPE) -> set[tuple[int, ...]]:
+    tokenizer: Any = SimpleNamespace(rust=rust)
+    return set(NamedTokens(tokenizer, vocab).named(SamplingParams(bad_words=words)).bad_tokens)
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(BPE.encode(text, add_special_tokens=False).ids)
+
+
+def test_a_word_is_barred_by_itself_and_behind_a_space() -> None:
+    assert found("the") == {ids("the"), ids(" the")}
+    assert len(ids(" the")) == 1, "one token, which the word by itself is no beginning of"
+    assert found(" the", "\n", "the") == {ids("the"), ids(" the"), ids("\n")}
+
+
+def test_parameters_without_texts_are_the_same_object() -> None:
+    named, params = NamedTokens(SimpleNamespace(rust=None), 9), SamplingParams(allowed_token_ids=(8,))  # type: ignore[arg-type]
+    assert named.named(params) is params
+
+
+def test_texts_whose_tokens_the_model_lacks_are_refused() -> None:
+    with pytest.raises(RowProblem, match=r"bad_words: token id .* the model knows ids below 3"):
+        found("the", vocab=3)
+    nothing = SimpleNamespace(encode=lambda *_, **__: SimpleNamespace(ids=[]))
+    with pytest.raises(RowProblem, match="bad_words: a text has no tokens"):
+        found("the", rust=nothing)

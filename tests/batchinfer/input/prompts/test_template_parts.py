@@ -1,0 +1,80 @@
+"""A template comes apart where its lines can change places, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.input.prompts.template_parts import in_order, template_parts
+
+LONG = "Say in one sentence of at most twenty words what this is about, in English."
+
+
+def cut(source: str) -> list[str] | None:
+    parts = template_parts(source)
+    return None if parts is None else [part.source for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("Greet {{ text }}", ["Greet {{ text }}"]),
+        ("{{ text }}\n\nAnswer briefly.\nIn English.", ["{{ text }}", "Answer briefly.\nIn English."]),
+        ("Title:\n{{ t }}\nText: {{ b }}", ["Title:\n{{ t }}", "Text: {{ b }}"]),
+        ("<doc>\n{{ d }}\n</doc>\nJudge it.", ["<doc>\n{{ d }}\n</doc>", "Judge it."]),
+        (
+            "{% for x in xs %}\n- {{ x }}\n{% endfor %}\nSum it up.",
+            ["{% for x in xs %}\n- {{ x }}\n{% endfor %}", "Sum it up."],
+        ),
+        (
+            "{% if a %}\n\n{{ a }}\n{% else %}\nnothing\n{% endif %}\n{{ b }}",
+            ["{% if a %}\n\n{{ a }}\n{% else %}\nnothing\n{% endif %}", "{{ b }}"],
+        ),
+        ("{{ a\n}} and\n{{ b }}", ["{{ a\n}} and", "{{ b }}"]),
+        ("{{ a }}\nAnswer:", ["{{ a }}", "Answer:"]),
+        (f"Text: {{{{ a }}}}. {LONG}", ["Text: {{ a }}.", LONG]),
+        (f"{{{{ a }}}} and {{{{ b }}}} {LONG}\n{{{{ c }}}}", ["{{ a }} and {{ b }}", LONG, "{{ c }}"]),
+        (f"{{{{ a }}}} {LONG} {{{{ b }}}}", [f"{{{{ a }}}} {LONG} {{{{ b }}}}"]),
+        ("{{ a }} and so on", ["{{ a }} and so on"]),
+    ],
+)
+def test_parts(source: str, parts: list[str]) -> None:
+    assert cut(source) == parts
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set a = 1 %}\n{{ a }}",
+        "{{- a }}\nb",
+        "{% macro m() %}\n{% endmacro %}",
+        "{{ a",
+        "{%+ if a %}\n{% endif %}",
+    ],
+)
+def test_what_cannot_be_moved_is_left_alone(source: str) -> None:
+    assert template_parts(source) is None
+
+
+def test_columns_lines_and_what_waits() -> None:
+    parts = template_parts("Be kind.\n\n{{ a }} of {{ b }}\nAnswer:")
+    assert parts is not None
+    assert [(part.columns, part.first_line, part.last_line, part.waits) for part in parts] == [
+        ((), 1, 1, False),
+        (("a", "b"), 3, 3, False),
+        ((), 4, 4, True),
+    ]
+
+
+@given(st.lists(st.sampled_from(["{{ a }}", "Some words.", "Label:", "B: {{ b }}"]), min_size=1, max_size=9))
+def test_the_parts_in_order_are_the_template(lines: list[str]) -> None:
+    source = "\n".join(lines)
+    parts = template_parts(source)
+    assert parts is not None
+    assert in_order(parts, source) == source
+    starts = [part.first_line for part in parts]
+    assert all(
+        source.split("\n")[start - 1] == part.source.split("\n")[0]
+        for start, part in zip(starts, parts, strict=True)
+    )

@@ -1,0 +1,165 @@
+"""Arrow IPC files and streams: what is accepted, what costs one row, what stops the job."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import feather
+
+from batchinfer.core.errors import BatchInferError, InputCorrupt, OutOfMemory
+from batchinfer.core.request import RowError
+from batchinfer.input.files import list_inputs
+from batchinfer.input.formats import arrow
+from batchinfer.input.reader import Reader
+from tests.batchinfer.store.index.ingest_kit import carried, checkpoint, make_job, rows_of, run
+
+ROWS = [{"id": i, "text": f"word {i}", "tags": ["a", "b"][: i % 3]} for i in range(2000)]
+TABLE = pa.Table.from_pylist(ROWS)
+
+
+def as_file(path: Path, table: pa.Table, compression: str | None = None, rows: int | None = None) -> Path:
+    with pa.ipc.new_file(
+        path, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)
+    ) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return path
+
+
+def as_stream(path: Path, table: pa.Table, compression: str | None = None, rows: int | None = None) -> Path:
+    with pa.ipc.new_stream(
+        path, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)
+    ) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return path
+
+
+def read(path: Path, columns: list[str] | None = None) -> list[Any]:
+    reader = Reader.open(list_inputs(str(path), path.parent))
+    rows = [row for batch in reader.batches(columns) for row in batch.rows]
+    assert reader.sha256.keys() == {str(path)}
+    return [row.code if isinstance(row, RowError) else row for row in rows]
+
+
+def rows_or_message(path: Path) -> list[Any] | str:
+    try:
+        return read(path)
+    except BatchInferError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+@pytest.mark.parametrize("write", [as_file, as_stream])
+def test_rows_in_order(tmp_path: Path, write: Callable[..., Path], compression: str | None) -> None:
+    path = write(tmp_path / "x.arrow", TABLE, compression, 700)
+    assert read(path) == ROWS
+    assert read(path, ["text"]) == [{"text": row["text"]} for row in ROWS]
+
+
+def test_other_names_and_none(tmp_path: Path) -> None:
+    """The layout is told by the content, whatever the name."""
+    feather.write_feather(TABLE, tmp_path / "x.feather")
+    assert read(tmp_path / "x.feather") == ROWS
+    for name in ("x.ipc", "x.arrows", "nothing-known"):
+        assert read(as_file(tmp_path / name, TABLE)) == ROWS
+        assert read(as_stream(tmp_path / name, TABLE)) == ROWS
+    assert read(as_file(tmp_path / "none.arrow", TABLE.slice(0, 0))) == []
+
+
+def test_types_of_all_kinds(tmp_path: Path) -> None:
+    table = pa.table({
+        "word": pa.array(["x", None, "y"]).dictionary_encode(),
+        "number": pa.array([7, 8, 7]).dictionary_encode(),
+        "view": pa.array(["a" * 40, None, "ü"], pa.string_view()),
+        "large": pa.array(["a", "b", None], pa.large_string()),
+        "when": pa.array([0, 1, None], pa.timestamp("ns")),
+        "nested": pa.array([{"a": [1]}, None, {"a": None}]),
+    })  # fmt: skip
+    path = as_file(tmp_path / "x.arrow", table)
+    rows = read(path)
+    assert [row["view"] for row in rows] == ["a" * 40, None, "ü"]
+    assert [(row["word"], row["number"]) for row in rows] == [("x", 7), (None, 8), ("y", 7)]
+    checkpoint(tmp_path / "model")
+    job = make_job(tmp_path, prompt={"user": "{{ row }}"}, columns=tuple(table.column_names), path=str(path))
+    kept = carried(run(job))
+    assert kept["view"].to_pylist() == ["a" * 40, None, "ü"]
+    assert kept["nested"].to_pylist() == table["nested"].to_pylist()
+
+
+def bad_text(kind: pa.DataType) -> pa.Array:
+    values = pa.array([b"fine", b"\xff", b"fine too"], pa.binary())
+    return pa.StringArray.from_buffers(3, *values.buffers()[1:]) if kind == pa.string() else values.view(kind)
+
+
+def test_a_row_that_is_not_utf8_costs_itself(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "model")
+    table = pa.table({"id": [1, 2, 3], "text": bad_text(pa.string())})
+    path = as_file(tmp_path / "x.arrow", table)
+    index = run(make_job(tmp_path, prompt={"user": "{{ text }}"}, columns=("id", "text"), path=str(path)))
+    assert [row["error_code"] for row in rows_of(index)] == [None, "bad_utf8", None]
+    assert carried(index)["text"].to_pylist() == ["fine", None, "fine too"]
+
+
+@pytest.mark.parametrize("write", [as_file, as_stream])
+def test_cut_short(tmp_path: Path, write: Callable[..., Path]) -> None:
+    data = write(tmp_path / "x.arrow", TABLE, None, 700).read_bytes()
+    path = tmp_path / "cut.arrow"
+    for keep in (5, 40, len(data) // 2, len(data) - 30):
+        path.write_bytes(data[:keep])
+        if write is as_stream and keep == len(data) - 30:
+            continue  # within the last batch's padding nothing may be missing
+        with pytest.raises(InputCorrupt, match=r"cut.arrow"):
+            read(path)
+
+
+def test_not_arrow(tmp_path: Path) -> None:
+    (tmp_path / "x.arrow").write_bytes(b"id,text\n1,a\n")
+    with pytest.raises(InputCorrupt, match=r"x.arrow: not an Arrow file or stream"):
+        read(tmp_path / "x.arrow")
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_damage_is_rows_or_refused(tmp_path: Path, compression: str | None) -> None:
+    """Whatever byte is changed: no crash, no row out of nowhere."""
+    source = random.Random(5)
+    good = as_file(tmp_path / "x.arrow", TABLE.slice(0, 50), compression).read_bytes()
+    path = tmp_path / "bad.arrow"
+    for _ in range(200):
+        data = bytearray(good)
+        at = source.randrange(len(data))
+        data[at] ^= 1 << source.randrange(8)
+        path.write_bytes(data)
+        found = rows_or_message(path)
+        assert "bad.arrow" in found if isinstance(found, str) else len(found) <= 50, at
+
+
+def test_a_bomb(tmp_path: Path) -> None:
+    table = pa.table({"text": ["a" * 300_000_000]})
+    path = as_file(tmp_path / "x.arrow", table, "zstd")
+    assert path.stat().st_size < 200_000
+    with pytest.raises(InputCorrupt, match="decompression bomb"):
+        read(path)
+
+
+@pytest.mark.parametrize("compression", [None, "lz4"])
+def test_a_batch_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
+) -> None:
+    path = as_file(tmp_path / "x.arrow", TABLE, compression)
+    monkeypatch.setattr(arrow, "available_memory", lambda: 20_000)
+    with pytest.raises(OutOfMemory, match=r"record batch 0 takes .* max_chunksize=10000"):
+        read(path)
+    small = as_file(tmp_path / "small.arrow", TABLE, compression, 100)
+    assert read(small) == ROWS
+
+
+def test_a_type_that_cannot_be_read(tmp_path: Path) -> None:
+    views = pa.ListViewArray.from_arrays([0, 1], [1, 1], pa.array([1, 2]))
+    path = as_file(tmp_path / "x.arrow", pa.table({"odd": views, "text": ["a", "b"]}))
+    assert read(path, ["text"]) == [{"text": "a"}, {"text": "b"}]
+    with pytest.raises(InputCorrupt, match=r"column 'odd' has the type list_view"):
+        read(path)

@@ -1,0 +1,146 @@
+"""Records of CSV against Python's own csv module, and what the worst files cost."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from batchinfer.input.formats import csv_records
+from batchinfer.input.formats.csv_dialect import CsvDialect, detected_delimiter
+from tests.batchinfer.input.csv_oracle import cuts, drawn, expected, found
+from tests.examples import everything
+
+PLAIN = CsvDialect(",", '"')
+CAP = 16 << 20
+CHUNK = 1 << 18
+
+
+def chunked(data: bytes) -> Iterator[bytes]:
+    return (data[at : at + CHUNK] for at in range(0, len(data), CHUNK))
+
+
+def compared(seeds: range) -> Counter[str]:
+    """Each drawn file, cut into chunks in every way, against the oracle; how often each kind of row came."""
+    kinds: Counter[str] = Counter()
+    for seed in seeds:
+        source = random.Random(seed)
+        data, dialect, cap = drawn(source)
+        wanted = expected(data, dialect, cap)
+        kinds.update(row if isinstance(row, str) else "good" for _, row in wanted)
+        for chunks in cuts(data, source):
+            assert found(iter(chunks), dialect, cap) == wanted, (seed, data, dialect, cap, chunks)
+    return kinds
+
+
+def test_as_pythons_own_csv() -> None:
+    assert compared(range(300)).keys() == {"good", "bad_csv", "line_too_long"}
+
+
+@pytest.mark.slow
+def test_as_pythons_own_csv_for_long() -> None:
+    compared(range(10_000, 30_000))
+
+
+WORST = {
+    "every line opens a quote that nothing closes": b'x,"a\n',
+    "each closes one and opens the next": b'x",",\n',
+    "quoted fields that go on": b'y,"a"b,"\n',
+    "one record of many lines": b"x\n",
+    "doubled quotes": b'""\n',
+    "no content": b"\n",
+    "carriage returns": b"\r\r\n",
+}
+
+
+def steps(data: bytes) -> int:
+    """Python functions entered while the records of a file are read: what grows where lines are read again."""
+    count = 0
+
+    def counted(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    try:
+        found(chunked(data), PLAIN, CAP)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("kind", WORST)
+def test_twice_the_lines_take_twice_the_work(kind: str) -> None:
+    once, twice = (
+        steps(b'a,b\n1,"' * kind.startswith("one") + WORST[kind] * lines) for lines in (2_001, 4_001)
+    )
+    assert twice <= 2.2 * once + 200
+
+
+@pytest.mark.slow
+def test_twice_the_bytes_take_twice_the_time() -> None:
+    """Also of what a call looks through: the time of the work itself, least of three."""
+    for line in (b'x",",\n', b'"' * 63 + b"\n"):
+        took = [min(_seconds(line * count) for _ in range(3)) for count in (4_001, 8_001)]
+        assert took[1] <= 2.6 * took[0] + 0.05, line
+
+
+def _seconds(data: bytes) -> float:
+    start = time.process_time()
+    found(chunked(data), PLAIN, CAP)
+    return time.process_time() - start
+
+
+@pytest.mark.parametrize("kind", WORST)
+def test_a_record_of_the_limit_takes_its_bytes_a_few_times(kind: str) -> None:
+    """A quoted record of up to 512 KiB and a quarter of a million lines."""
+    size = 1 << (19 if everything() else 17)
+    tracemalloc.start()
+    for _ in _records(chunked(b'1,"' + WORST[kind] * (size // len(WORST[kind]))), size):
+        break
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 * size + (4 << 20)
+
+
+def _records(chunks: Iterator[bytes], cap: int) -> Iterator[csv_records.Found]:
+    lines = csv_records.LineBuffer(chunks)
+    return iter(csv_records.CsvRecords(lines, PLAIN, cap, lambda: False))
+
+
+def test_the_cap_is_a_limit_on_what_is_held() -> None:
+    """A gigabyte in quotes: no more is kept than the limit and a few chunks."""
+    mebibyte = b"x\n" * (1 << 19)
+
+    def endless() -> Iterator[bytes]:
+        yield b'1,"'
+        for _ in range(1000):
+            yield mebibyte
+
+    tracemalloc.start()
+    number, record, _ = next(_records(endless(), 1 << 20))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert number == 1
+    assert not isinstance(record, bytes)
+    assert peak < 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("header", "mark"),
+    [
+        (b'"a;b,c";d', ";"),
+        (b'"a;b', ","),
+        (b"a\tb", "\t"),
+        (b"a", ","),
+        (b'"' * 100_001 + b";", ","),
+        (b'"a"";,";b', ";"),
+    ],
+)
+def test_the_delimiter_that_the_header_shows(header: bytes, mark: str) -> None:
+    assert detected_delimiter(header, '"') == mark

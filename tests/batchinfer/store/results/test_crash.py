@@ -1,0 +1,162 @@
+"""Killed or failed at any file operation, the same command gives the bytes of an undisturbed run."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from batchinfer.core.errors import StorageError
+from batchinfer.filesystem.durable import FileOps
+from batchinfer.store.results.verify import verify_result
+from tests.batchinfer.filesystem.failing_ops import FailingOps
+from tests.batchinfer.store.results import crash_clean, crash_job
+from tests.examples import everything
+
+REPOSITORY = Path(__file__).parents[4]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "res").iterdir())}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], dict[str, bytes], int]:
+    """The older result, the newer one, and how many operations the job makes."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    index = crash_job.prepare(folder)
+    older = contents(folder)
+    counting = FailingOps()
+    crash_job.run_job(folder, index, counting)
+    return older, contents(folder), counting.count
+
+
+Undisturbed = tuple[dict[str, bytes], dict[str, bytes], int]
+
+
+def test_the_job_makes_every_kind_of_operation(tmp_path: Path) -> None:
+    index = crash_job.prepare(tmp_path)
+    counting = FailingOps()
+    crash_job.run_job(tmp_path, index, counting)
+    made = {entry.split()[0] for entry in counting.log}
+    assert {"open", "write", "fsync", "close", "rename", "exchange", "mkdir", "touch", "fsync_folder"} <= made
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_failure_at_some_operations(tmp_path: Path, undisturbed: Undisturbed, code: int) -> None:
+    _fail_each(tmp_path, undisturbed, code, range(code % 37, undisturbed[2], 37))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EACCES])
+def test_a_failure_at_every_operation(tmp_path: Path, undisturbed: Undisturbed, code: int) -> None:
+    _fail_each(tmp_path, undisturbed, code, range(undisturbed[2]))
+
+
+def _fail_each(root: Path, undisturbed: Undisturbed, code: int, numbers: range) -> None:
+    older, newer, _ = undisturbed
+    for number in numbers:
+        folder = root / str(number)
+        index = crash_job.prepare(folder)
+        ops = FailingOps(number, code)
+        with suppress(StorageError):  # any other exception fails; an exchange that cannot be made is a rename
+            crash_job.run_job(folder, index, ops)
+        assert contents(folder) in (older, newer), (
+            f"operation {number}, {ops.log[number]}: neither old nor new"
+        )
+        crash_job.run_job(folder, index, FileOps())
+        assert contents(folder) == newer, f"operation {number}, {ops.log[number]}"
+        assert verify_result(folder / "res") == []
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_kill_at_some_operations(tmp_path: Path, undisturbed: Undisturbed, threads: int) -> None:
+    _kill_each(tmp_path, undisturbed, step=30 + threads, threads=threads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 3])
+def test_kill_at_every_operation(tmp_path: Path, undisturbed: Undisturbed, threads: int) -> None:
+    _kill_each(tmp_path, undisturbed, step=1, threads=threads)
+
+
+def _kill_each(root: Path, undisturbed: Undisturbed, step: int, threads: int) -> None:
+    numbers = range(0, undisturbed[2], step)
+    _killed_by("crash_job", root, numbers, threads)
+    for number in numbers:
+        assert contents(root / str(number)) == undisturbed[1], f"operation {number}"
+
+
+def _killed_by(script: str, root: Path, numbers: range, threads: int | None = None) -> None:
+    module = f"tests.batchinfer.store.results.{script}"
+    command = [sys.executable, "-m", module, str(root), str(numbers.stop), str(numbers.step)]
+    command += [] if threads is None else [str(threads)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{number} killed" for number in numbers]
+
+
+# --- cleaning the store
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """How many operations cleaning makes. It drops, rewrites and joins."""
+    folder = tmp_path_factory.mktemp("cleaned")
+    crash_clean.prepare(folder)
+    before = len(list(folder.glob("part-*.json")))
+    counting = FailingOps()
+    crash_clean.clean(folder, counting)
+    crash_clean.check(folder)
+    assert (before, len(list(folder.glob("part-*.json")))) == (8, 2)
+    assert not {*crash_clean.DROPPED} & {*crash_clean.keys(folder)}
+    assert {"open", "write", "fsync", "rename", "unlink", "fsync_folder"} <= {
+        e.split()[0] for e in counting.log
+    }
+    return counting.count
+
+
+@pytest.mark.parametrize(
+    ("code", "start"),
+    [
+        (errno.ENOSPC, 0),
+        pytest.param(errno.EIO, 1, marks=pytest.mark.slow),
+        pytest.param(errno.ENOSPC, 1, marks=pytest.mark.slow),
+        pytest.param(errno.EIO, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_failure_at_any_operation_of_cleaning_loses_and_doubles_no_answer(
+    tmp_path: Path, operations: int, code: int, start: int
+) -> None:
+    """Every second operation with each error, so that all operations fail where everything is tested."""
+    for number in range(start, operations, 2 if everything() else 10):
+        folder = tmp_path / str(number)
+        crash_clean.prepare(folder)
+        with suppress(StorageError):
+            crash_clean.clean(folder, FailingOps(number, code))
+        crash_clean.check(folder)
+        crash_clean.clean(folder, FileOps())
+        crash_clean.check(folder)
+        assert not {*crash_clean.DROPPED} & {*crash_clean.keys(folder)}, f"operation {number}"
+
+
+def test_a_kill_at_some_operations_of_cleaning(tmp_path: Path, operations: int) -> None:
+    _kill_while_cleaning(tmp_path, range(0, operations, 29))
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_operation_of_cleaning(tmp_path: Path, operations: int) -> None:
+    _kill_while_cleaning(tmp_path, range(operations))
+
+
+def _kill_while_cleaning(root: Path, numbers: range) -> None:
+    _killed_by("crash_clean", root, numbers)
+    for number in numbers:
+        crash_clean.check(root / str(number))
+        assert not {*crash_clean.DROPPED} & {*crash_clean.keys(root / str(number))}, f"operation {number}"

@@ -1,0 +1,142 @@
+"""`--to-openai`: the lines that OpenAI's batch API would have written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.core.errors import InputCorrupt, UsageError
+from batchinfer.filesystem.state import StateFolder
+from batchinfer.input.files import list_inputs
+from batchinfer.input.reader import Reader
+from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.outputs.registry import KINDS, USUAL
+from batchinfer.store.results.join import joined
+from batchinfer.store.results.manifest import PublishSpec
+from batchinfer.store.results.openai import LINE_BYTES, Asked, asked, write_openai
+from batchinfer.store.results.output_file import OutputFile, Protected
+from batchinfer.store.results.publisher import publish
+from tests.batchinfer.store.small_index import answer, bad_row, decode, good_row, keys_in, write_index
+
+CHAT = Asked("/v1/chat/completions", "gpt-4o-mini")
+COMPLETIONS = Asked("/v1/completions", None)
+UNREADABLE = Asked(None, None)
+
+
+def published(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    index = write_index(folder / "x", rows)
+    state = StateFolder(folder / "res")
+    with state.lock(), CompletionStore(state.completions) as store:
+        store.append(answer(key, 3) for key in keys_in(rows))
+        store.commit()
+        join = joined(index.index_parts, store.parts(), folder / "join")
+        publish(index, join, PublishSpec("job", "1" * 64, (), 1), decode, state)
+    return state.results
+
+
+def out_file(path: Path) -> OutputFile:
+    return OutputFile(path, "--to-openai", Protected((), (), (), ()), StateFolder(path.parent / "res"))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_lines_have_the_shape_of_the_batch_api(tmp_path: Path) -> None:
+    """Keys and fixed values as in the examples of OpenAI's API reference: batch output, chat and text completion."""
+    result = published(tmp_path, [good_row(0, [1, 2]), bad_row(1), good_row(2, [3])])
+    out = tmp_path / "out.jsonl"
+    assert (
+        write_openai(
+            result, out_file(out), [CHAT, UNREADABLE, COMPLETIONS], decode, KINDS[USUAL], model="tiny"
+        )
+        == 3
+    )
+    chat, bad, text = lines(out)
+    for line in (chat, bad, text):
+        assert line.keys() == {"id", "custom_id", "response", "error"}
+        assert line["id"].startswith("batch_req_")
+    for line in (chat, text):
+        assert line["response"].keys() == {"status_code", "request_id", "body"}
+        assert (line["response"]["status_code"], line["error"]) == (200, None)
+        assert line["response"]["request_id"].startswith("req_")
+    assert chat["response"]["body"] == {
+        "id": chat["response"]["body"]["id"],
+        "object": "chat.completion",
+        "created": 0,
+        "model": "gpt-4o-mini",
+        "choices": [
+            {
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": chat["response"]["body"]["choices"][0]["message"]["content"],
+                    "refusal": None,
+                },
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5},
+        "system_fingerprint": None,
+    }
+    assert chat["response"]["body"]["id"].startswith("chatcmpl-")
+    body = text["response"]["body"]
+    assert (body["object"], body["model"]) == ("text_completion", "tiny")
+    assert body["id"].startswith("cmpl-")
+    assert body["choices"][0].keys() == {"index", "text", "logprobs", "finish_reason"}
+    assert (bad["custom_id"], bad["response"]) == (None, None)
+    assert bad["error"] == {"code": "bad_json", "message": "not JSON"}
+    assert [chat["custom_id"], text["custom_id"]] == ["id-0", "id-2"]
+
+
+def test_no_line_of_an_answer_is_shorter_than_what_is_asked_of_the_disk(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    write_openai(
+        published(tmp_path, [good_row(0, [1])]), out_file(out), [COMPLETIONS], decode, KINDS[USUAL], model="m"
+    )
+    assert len(out.read_bytes()) - len(lines(out)[0]["response"]["body"]["choices"][0]["text"]) >= LINE_BYTES
+
+
+def test_equal_results_give_equal_bytes_unless_a_time_is_asked_for(tmp_path: Path) -> None:
+    result = published(tmp_path, [good_row(0, [1, 2]), good_row(1, [3])])
+    for name, created in (("a", 0), ("b", 0), ("c", 1711475054)):
+        write_openai(
+            result,
+            out_file(tmp_path / name),
+            [CHAT, CHAT],
+            decode,
+            KINDS[USUAL],
+            model="tiny",
+            created=created,
+        )
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert [line["response"]["body"]["created"] for line in lines(tmp_path / "c")] == [1711475054] * 2
+
+
+def test_what_was_asked_is_read_from_the_input(tmp_path: Path) -> None:
+    rows: list[Any] = [
+        {"custom_id": "a", "url": "/v1/chat/completions", "body": {"model": "m"}},
+        {"custom_id": "b", "url": 3, "body": "no"},
+    ]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{no json\n")
+    reader = Reader.open(list_inputs(str(path), tmp_path, "openai"))
+    wanted = [Asked("/v1/chat/completions", "m"), UNREADABLE, UNREADABLE]
+    assert list(asked(reader)) == wanted
+    assert list(asked(reader, limit=1)) == wanted[:1]
+
+
+def test_a_file_that_cannot_be_completed_does_not_appear(tmp_path: Path) -> None:
+    result = published(tmp_path, [good_row(0, [1]), good_row(1, [2])])
+    with pytest.raises(InputCorrupt, match="lost rows"):
+        write_openai(result, out_file(tmp_path / "out.jsonl"), [CHAT], decode, KINDS[USUAL], model="tiny")
+    with pytest.raises(UsageError, match="no published result"):
+        write_openai(
+            tmp_path / "nowhere", out_file(tmp_path / "out.jsonl"), [CHAT], decode, KINDS[USUAL], model="tiny"
+        )
+    assert not (tmp_path / "out.jsonl").exists()
+    assert not list(tmp_path.glob(".batchinfer-*.tmp"))

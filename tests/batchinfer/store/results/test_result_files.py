@@ -1,0 +1,214 @@
+"""The files of a result are written by several threads: no byte says so, and what fails in one fails the whole."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from batchinfer.core.errors import StorageError
+from batchinfer.core.request import Completion
+from batchinfer.filesystem.durable import FileOps
+from batchinfer.filesystem.state import StateFolder
+from batchinfer.store.answers import completion_store
+from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.results import result_files, result_rows, sorted_answers
+from batchinfer.store.results.join import joined
+from batchinfer.store.results.manifest import PublishSpec, read_manifest
+from batchinfer.store.results.publisher import publish
+from tests.batchinfer.store.small_index import (
+    SmallIndex,
+    answer,
+    bad_row,
+    decode,
+    failure,
+    good_row,
+    key_of,
+    write_index,
+)
+from tests.examples import everything, examples
+
+Commits = Sequence[Sequence[Completion]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`work` has a number for each row, the same for equal rows; None: the row is bad. `commits` are what the store
+    got, one part each."""
+
+    work: list[int | None]
+    commits: list[list[Completion]]
+    rows_per_part: int
+    rows_per_file: int
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [bad_row(i) if one is None else good_row(i, [one]) for i, one in enumerate(self.work)]
+
+    def expected(self) -> list[tuple[str, str | None, str | None]]:
+        """Status, text and error of each row: of all completions of its key the first of the best kind counts."""
+        found: dict[bytes, Completion] = {}
+        for one in (one for commit in self.commits for one in commit):
+            if one.key not in found or _rank(one) < _rank(found[one.key]):
+                found[one.key] = one
+        return [_shown(None if one is None else found[key_of([one], 8)]) for one in self.work]
+
+
+def _rank(one: Completion) -> int:
+    return 0 if one.error is None else 1 + one.error.retryable
+
+
+def _shown(one: Completion | None) -> tuple[str, str | None, str | None]:
+    if one is None:
+        return "error", None, "bad_json"
+    if one.error is not None:
+        return "error", None, one.error.code
+    return "ok", " ".join(map(str, one.tokens.token_ids.tolist())), None
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    work = draw(st.lists(st.none() | st.integers(0, 12), max_size=40))
+    keys = [key_of([number], 8) for number in sorted({one for one in work if one is not None})]
+    kinds = st.one_of(
+        st.integers(0, 30).map(lambda length: lambda key: answer(key, length)),
+        st.booleans().map(lambda again: lambda key: failure(key, again)),
+    )
+    others = [key_of([number], 8) for number in range(100, 103)]
+    stored = [*keys, *draw(st.lists(st.sampled_from([*keys, *others]), max_size=12))]
+    completions = [draw(kinds)(key) for key in draw(st.permutations(stored))]
+    cuts = sorted(draw(st.lists(st.integers(0, len(completions)), max_size=4)))
+    parts = [completions[a:b] for a, b in zip([0, *cuts], [*cuts, len(completions)], strict=True)]
+    return Case(work, parts, draw(st.integers(1, 15)), draw(st.integers(1, 15)))
+
+
+def published(
+    folder: Path, case: Case, threads: int, ops: FileOps | None = None
+) -> tuple[SmallIndex, dict[str, bytes]]:
+    index = write_index(folder / "x", case.rows, rows_per_part=case.rows_per_part)
+    state = StateFolder(folder / "res", ops=ops)
+    with state.lock(), CompletionStore(folder / "c") as store:
+        for commit in case.commits:
+            store.append(commit)
+            store.commit()
+        join = joined(index.index_parts, store.parts(), folder / "join")
+        spec = PublishSpec("job", "1" * 64, (), 1, case.rows_per_file)
+        publish(index, join, spec, decode, state, threads=threads)
+    return index, {path.name: path.read_bytes() for path in sorted((folder / "res").iterdir())}
+
+
+# All answers in one part of several row groups, more than are read at a time, some of them several times
+ONE_PART = Case(
+    [*range(12), None, *range(11, -1, -2)],
+    [[answer(key_of([n], 8), n + 1) for n in (5, 100, 3, 11, 0, 8, 101, 1, 9, 4, 10, 2, 6, 7)]],
+    5,
+    6,
+)
+
+
+@settings(max_examples=examples(3, 12), deadline=None)
+@example(ONE_PART)
+@given(cases())
+def test_the_bytes_are_those_of_one_thread(case: Case) -> None:
+    """For any rows and store, also where answers lie in many runs on the disk."""
+    with TemporaryDirectory() as made, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(result_rows, "BATCH_ROWS", 7)
+        patch.setattr(result_files, "BATCH_ROWS", 7)
+        patch.setattr(completion_store, "GROUP_ROWS", 3)
+        folder = Path(made)
+        _, one = published(folder / "1", case, 1)
+        manifest = read_manifest(folder / "1/res")
+        assert manifest is not None
+        rows = [
+            (row["status"], row["generated_text"], row["error_code"])
+            for file in manifest.files
+            for row in pq.read_table(folder / "1/res" / file.name).to_pylist()
+        ]
+        assert rows == case.expected()
+        patch.setattr(result_files, "SPAN_ROWS", 1)
+        patch.setattr(sorted_answers, "RUN_BYTES", 300)
+        for threads, memory in ((2, 1 << 20), (7, 0)):
+            patch.setattr(result_rows, "working_memory", lambda memory=memory: memory)
+            assert published(folder / str(threads), case, threads)[1] == one
+            assert not list(folder.rglob("*.arrow")), "what was spilled is removed"
+
+
+class FailsIn(FileOps):
+    """The operation with this number fails, of those of one file by itself: it does not matter what other threads do
+    meanwhile."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self._name, self._left, self.failed = name, number, ""
+        self._fds: dict[int, str] = {}
+
+    def _step(self, name: str | None, what: str) -> None:
+        if name != self._name:
+            return
+        self._left -= 1
+        if self._left == -1:
+            self.failed = what
+            raise OSError(errno.EIO, "broken")
+
+    def open(self, path: Path) -> int:
+        self._step(path.name, "open")
+        fd = super().open(path)
+        self._fds[fd] = path.name
+        return fd
+
+    def write(self, fd: int, data: memoryview) -> int:
+        self._step(self._fds.get(fd), "write")
+        return super().write(fd, data)
+
+    def fsync(self, fd: int) -> None:
+        self._step(self._fds.get(fd), "fsync")
+        super().fsync(fd)
+
+    def close(self, fd: int) -> None:
+        name = self._fds.pop(fd, None)
+        super().close(fd)
+        self._step(name, "close")
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._step(source.name, "rename")
+        super().rename(source, target)
+
+
+def test_a_disk_that_fails_in_any_operation_of_any_file_fails_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_files, "SPAN_ROWS", 1)
+    keys = [key_of([number], 8) for number in range(12)]
+    case = Case(list(range(12)), [[answer(key) for key in keys]], 5, 3)
+    _, whole = published(tmp_path / "whole", case, 1)
+    failed = []
+    for file in (0, 2) if everything() else (2,):
+        for number in range(8):
+            folder = tmp_path / f"{file}-{number}"
+            ops = FailsIn(f"{file:05d}.parquet.tmp", number)
+            with suppress(StorageError):
+                published(folder, case, 3, ops)
+            assert (folder / "res").exists() == (not ops.failed), f"{ops.failed} of file {file}"
+            assert not [one for one in threading.enumerate() if one.name.startswith("result file")]
+            failed.append(ops.failed)
+            assert published_again(folder, case) == whole
+    assert set(failed) == {"open", "write", "fsync", "close", "rename", ""}
+
+
+def published_again(folder: Path, case: Case) -> dict[str, bytes]:
+    """The same command after the failure, with the answers that are stored."""
+    index = SmallIndex(folder / "x", len(case.work))
+    state = StateFolder(folder / "res")
+    with state.lock(), CompletionStore(folder / "c") as store:
+        join = joined(index.index_parts, store.parts(), folder / "join")
+        publish(index, join, PublishSpec("job", "1" * 64, (), 1, case.rows_per_file), decode, state)
+    return {path.name: path.read_bytes() for path in sorted((folder / "res").iterdir())}
