@@ -1,7 +1,7 @@
 """The rooms: what each may import, and how the house is laid out. Read from the source, whatever is there.
 
-Data flows one way; nothing upstream imports anything downstream. `ROOMS` says it for rooms, `SUB_ROOMS_OF_DATA` for the
-rooms of data, and the rest of this file what no order can say.
+Data flows one way: nothing upstream imports anything downstream. `ROOMS` has the order of the rooms, `SUB_ROOMS` that
+of the sub-rooms of input and store. The rest of this file holds rules that no order can express.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,14 +26,16 @@ FILES = ("pyarrow", "duckdb")
 
 # The rooms of batchinfer/, from the ground up, each with the rooms that it may import. The package itself and
 # __main__ are the doors: they may import every room, and none imports them.
-LOWER = ("core", "machine", "job", "models", "report", "data", "engine")
+LOWER = ("core", "machine", "job", "filesystem", "models", "report", "input", "store", "engine")
 ROOMS: Mapping[str, tuple[str, ...]] = {
     "core": (),
     "machine": ("core",),
     "job": ("core",),
-    "models": ("core", "machine"),
+    "filesystem": ("core", "machine", "job"),
+    "models": ("core", "machine", "filesystem"),
     "report": ("core", "machine"),
-    "data": ("core", "machine", "job"),
+    "input": ("core", "machine", "job", "filesystem"),
+    "store": ("core", "machine", "job", "filesystem", "input"),
     "engine": ("core", "machine", "models"),
     "plan": LOWER,
     "pipeline": (*LOWER, "plan"),
@@ -41,25 +43,15 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "verbs": (*LOWER, "plan", "pipeline", "bench"),
     "cli": (*LOWER, "plan", "pipeline", "bench", "verbs"),
 }
-# From the ground up: each may import those before it. Other rooms have sub-rooms too, which form no circle.
-SUB_ROOMS_OF_DATA = (
-    "storage",
-    "input",
-    "kept",
-    "tokenizer",
-    "tool_calls",
-    "constraints",
-    "prompts",
-    "index",
-    "columns",
-    "outputs",
-    "accuracy",
-    "store",
-    "results",
-)
+# From the ground up: a sub-room imports only those before it. The modules in the root of input belong to its formats.
+# Other rooms have sub-rooms too; they form no circle.
+SUB_ROOMS: Mapping[str, tuple[str, ...]] = {
+    "input": ("formats", "tokenizer", "tool_calls", "constraints", "prompts"),
+    "store": ("kept", "index", "columns", "outputs", "accuracy", "answers", "results"),
+}
 
-MOST_ROOMS = 12
-MOST_FLOORS = 11
+MOST_ROOMS = 14
+MOST_FLOORS = 10
 MOST_IMPORTS = 25  # modules of ours that one file imports
 MOST_MODULES = 20  # in one folder
 DOORS = {"__init__.py", "__main__.py", "py.typed", "__pycache__"}
@@ -84,7 +76,7 @@ RULES = (
         "the parent process stays free of torch",
     ),
     Rule(
-        tuple(f"batchinfer.{room}" for room in ("machine", "data", "report", "plan")),
+        tuple(f"batchinfer.{room}" for room in ("machine", "filesystem", "input", "store", "report", "plan")),
         (*TORCH, "batchinfer_kernels.cpu", "batchinfer_kernels.gpu", "batchinfer.models.ops"),
         "the parent process stays free of torch",
     ),
@@ -118,7 +110,7 @@ RULES = (
     ),
     Rule(
         ("batchinfer.plan.simulation",),
-        (*TEXT, *FILES, "batchinfer.data", "batchinfer.job", "batchinfer.report"),
+        (*TEXT, *FILES, "batchinfer.input", "batchinfer.store", "batchinfer.job", "batchinfer.report"),
         "requests and lengths in, counts out: the engine without a device",
     ),
 )
@@ -197,10 +189,10 @@ def _faults_of_rooms(module: str, name: str) -> Iterator[str]:
         yield "the package is the door, which no room imports"
     elif target != own and target not in ROOMS.get(own, ()):
         yield f"{own}/ may import {list(ROOMS.get(own, ()))}"
-    elif own == target == "data":
-        ours, theirs = sub_room_of_data(module), sub_room_of_data(name)
-        if None not in (ours, theirs) and _height(theirs) > _height(ours):
-            yield f"the rooms of data import downwards only: {' <- '.join(SUB_ROOMS_OF_DATA)}"
+    elif own == target and own in SUB_ROOMS:
+        order = SUB_ROOMS[own]
+        if _height(name, order) > _height(module, order):
+            yield f"the sub-rooms of {own} import in one direction: {' <- '.join(order)}"
 
 
 def room_of(module: str) -> str | None:
@@ -209,13 +201,10 @@ def room_of(module: str) -> str | None:
     return parts[1] if parts[0] == "batchinfer" and len(parts) > 1 and parts[1] in ROOMS else None
 
 
-def sub_room_of_data(module: str) -> str | None:
-    parts = module.split(".")
-    return parts[2] if len(parts) > 2 else None
-
-
-def _height(sub_room: str | None) -> int:
-    return SUB_ROOMS_OF_DATA.index(sub_room) if sub_room in SUB_ROOMS_OF_DATA else -1
+def _height(module: str, order: Sequence[str]) -> int:
+    """Return how far up a module's sub-room is; modules in the root of a room are at the bottom."""
+    part = ".".join(module.split(".")[2:3])
+    return order.index(part) if part in order else 0
 
 
 def voice_faults(source: str, module: str) -> list[str]:
@@ -342,9 +331,8 @@ def test_every_entry_is_a_room() -> None:
     entries = {path.name for path in (ROOT / "batchinfer").iterdir() if holds_sources(path)} - DOORS
     assert entries == set(ROOMS)
     assert len(entries) <= MOST_ROOMS
-    assert {p.name for p in (ROOT / "batchinfer/data").iterdir() if p.is_dir()} - DOORS == set(
-        SUB_ROOMS_OF_DATA
-    )
+    for room, order in SUB_ROOMS.items():
+        assert {p.name for p in (ROOT / "batchinfer" / room).iterdir() if p.is_dir()} - DOORS == set(order)
     held = Counter(path.parent for _, path, package in modules() if not package)
     wide = {str(folder.relative_to(ROOT)): n for folder, n in held.items() if n > MOST_MODULES}
     assert {name: n for name, n in wide.items() if not name.startswith("kernels")} == {}
@@ -385,7 +373,18 @@ def test_the_walk_finds_both_packages() -> None:
 
 PARENT_ROOMS = tuple(
     f"batchinfer.{room}"
-    for room in ("core", "machine", "job", "report", "data", "plan.order", "plan.simulation", "cli")
+    for room in (
+        "core",
+        "machine",
+        "job",
+        "filesystem",
+        "report",
+        "input",
+        "store",
+        "plan.order",
+        "plan.simulation",
+        "cli",
+    )
 )
 
 
@@ -409,8 +408,8 @@ def test_importing_the_parent_process_brings_no_torch() -> None:
         ("batchinfer.plan.simulation.simulator", "from batchinfer.models.ops.choose import choose_ops"),
         ("batchinfer.plan.order.planner", "def f():\n    from torch import Tensor"),
         ("batchinfer.input.reader", "from batchinfer.engine import core"),
-        ("batchinfer.input.reader", "from ...engine.core import Engine"),
-        ("batchinfer.input.reader", "from ... import engine"),
+        ("batchinfer.input.formats.jsonl", "from ...engine.core import Engine"),
+        ("batchinfer.input.formats.jsonl", "from ... import engine"),
         ("batchinfer.input.reader", "import torch.nn.functional as F"),
         ("batchinfer.report.tables.meter", "from batchinfer.engine import core"),
         ("batchinfer.report.tables.meter", "from batchinfer.job import Job"),
@@ -422,7 +421,7 @@ def test_importing_the_parent_process_brings_no_torch() -> None:
         ("batchinfer.pipeline.run", "import ray"),
         ("batchinfer.pipeline.run", "import batchinfer.cli"),
         ("batchinfer.engine.loop.engine", "import tokenizers"),
-        ("batchinfer.engine.loop.engine", "from batchinfer.data import reader"),
+        ("batchinfer.engine.loop.engine", "from batchinfer.input import reader"),
         ("batchinfer.engine.loop.engine", "from batchinfer.report.tables import meter"),
         ("batchinfer.engine.schedule.scheduler", "import torch"),
         ("batchinfer.engine.kv.kv_cache", "from batchinfer.models.ops.interface import Ops"),
@@ -466,8 +465,8 @@ def test_what_is_allowed_is_not_a_violation(module: str, source: str) -> None:
 
 
 def test_a_relative_import_in_a_package_is_resolved() -> None:
-    assert import_faults("from .storage import durable", "batchinfer.data", package=True) == []
-    assert import_faults("from ..engine import core", "batchinfer.data", package=True)
+    assert import_faults("from .answers import parts", "batchinfer.store", package=True) == []
+    assert import_faults("from ..engine import core", "batchinfer.store", package=True)
 
 
 @pytest.mark.parametrize(
