@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-import itertools
 import os
-import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from batchinfer.core.errors import InputCorrupt, InputMissing, StorageError
-from batchinfer.core.text import nearest
+from batchinfer.filesystem.location import Location
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.registry import format_of, known_suffixes, named_by, packed_formats
 from batchinfer.job.file import not_utf8
@@ -24,8 +22,8 @@ def list_inputs(patterns: str | Iterable[str], base: Path, named_format: str = "
     Raises InputMissing for a missing file and a glob or folder without files, InputCorrupt for mixed formats.
     """
     entries = [patterns] if isinstance(patterns, str) else list(patterns)
-    paths = dict.fromkeys(path for entry in entries for path in _expand(entry))
-    files = [_describe(path, base, named_format) for path in paths]
+    found = dict.fromkeys(location for entry in entries for location in _expand(Location(entry)))
+    files = [_describe(location, base, named_format) for location in found]
     formats = {f.format for f in files}
     if len(formats) > 1:
         odd = next(f for f in files if f.format != files[0].format)
@@ -36,41 +34,29 @@ def list_inputs(patterns: str | Iterable[str], base: Path, named_format: str = "
     return files
 
 
-def _expand(entry: str) -> list[str]:
-    if os.path.isdir(entry):
-        found = sorted(_walk(entry))
+def _expand(entry: Location) -> list[Location]:
+    if entry.is_folder:
+        found = entry.files_below(lambda name: named_by(name) is not None)
         if not found:
             raise InputMissing(
                 f"{entry}: no input file in this folder; known suffixes are {known_suffixes()} "
                 f"({packed_formats()})"
             )
         return found
-    if os.path.lexists(entry):
+    if entry.exists:
         return [entry]
-    if not glob.has_magic(entry):
+    if not entry.is_pattern:
         raise InputMissing(f"{entry}: there is no such file{_meant(entry)}")
-    found = sorted(p for p in glob.glob(entry, recursive=True) if os.path.isfile(p))
+    found = entry.matching()
     if not found:
-        raise InputMissing(f"{entry}: the pattern matches no file{_meant(_fixed(entry))}")
+        raise InputMissing(f"{entry}: the pattern matches no file{_meant(entry)}")
     return found
 
 
-def _fixed(pattern: str) -> str:
-    """Return the folder of a pattern before its first wildcard."""
-    parts = Path(pattern).parts
-    return str(Path(*itertools.takewhile(lambda part: not glob.has_magic(part), parts)))
-
-
-def _meant(path: str) -> str:
+def _meant(entry: Location) -> str:
     """Return a hint with the file or folder that was probably meant; empty if there is none."""
-    name = ""
-    while not os.path.isdir(path):
-        path, name = os.path.split(path)
-    try:
-        near = nearest(name, sorted(os.listdir(path))) if name else None
-    except OSError:
-        near = None
-    return "" if near is None else f" (did you mean {os.path.join(path, near)}?)"
+    near = entry.nearest()
+    return "" if near is None else f" (did you mean {near}?)"
 
 
 def would_read(patterns: Iterable[str], path: Path) -> bool:
@@ -99,30 +85,18 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
-def _walk(folder: str) -> Iterable[str]:
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (os.path.join(root, n) for n in names if not n.startswith(".") and named_by(n) is not None)
-
-
-def _describe(path: str, base: Path, named_format: str) -> InputFile:
-    if (shown := not_utf8(path)) is not None:
+def _describe(location: Location, base: Path, named_format: str) -> InputFile:
+    if (shown := not_utf8(location.text)) is not None:
         raise InputCorrupt(f"{shown}: the name of the file holds bytes that are not UTF-8; rename it")
     try:
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):  # a pipe can be read only once, and opening it may never end
+        facts = location.facts()
+        if facts is None:  # a pipe can be read only once, and opening it may never end
             raise InputMissing(
-                f"{path}: is not a regular file; write what comes from a pipe or device to a file"
+                f"{location}: is not a regular file; write what comes from a pipe or device to a file"
             )
-        form = format_of(path, named_format)
+        form = format_of(location, named_format)
     except FileNotFoundError:
-        raise InputMissing(f"{path}: there is no such file") from None
+        raise InputMissing(f"{location}: there is no such file") from None
     except OSError as error:
-        raise StorageError(f"{path}: cannot be read: {error.strerror}") from None
-    return InputFile.of(path, _shown_name(path, base), form, found)
-
-
-def _shown_name(path: str, base: Path) -> str:
-    absolute = os.path.abspath(path)
-    relative = os.path.relpath(absolute, base)
-    return absolute if relative.startswith("..") else relative
+        raise StorageError(f"{location}: cannot be read: {error.strerror}") from None
+    return InputFile.of(location, location.relative_to(base), form, facts)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from batchinfer.core.errors import InputCorrupt, InputMissing
 from batchinfer.filesystem.durable import sha256_of
+from batchinfer.filesystem.location import FileFacts, Location
 
 QUERY = "sql"  # the name of the rows of a query, which the job itself made
 
@@ -30,17 +29,23 @@ class InputFile:
     inode: int = 0
 
     @classmethod
-    def of(cls, path: str, name: str, form: str, found: os.stat_result) -> Self:
-        return cls(path, name, form, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+    def of(cls, location: Location, name: str, form: str, facts: FileFacts) -> Self:
+        return cls(location.text, name, form, facts.size, facts.mtime_ns, facts.ctime_ns, facts.inode)
+
+    @property
+    def location(self) -> Location:
+        """Return where the file is."""
+        return Location(self.path)
 
     def now(self) -> InputFile:
         """The file as it is now. Raises InputMissing when it is gone."""
         try:
-            return InputFile.of(self.path, self.name, self.format, os.stat(self.path))
+            facts = self.location.facts()
         except FileNotFoundError:
-            raise InputMissing(
-                f"{self.path}: the file was there when the job began and is gone now"
-            ) from None
+            facts = None
+        if facts is None:
+            raise InputMissing(f"{self.path}: the file was there when the job began and is gone now")
+        return InputFile.of(self.location, self.name, self.format, facts)
 
     def check_unchanged(self, sha256: str | None = None) -> None:
         """Raises InputCorrupt when the file is another than at listing, InputMissing when it is gone.
@@ -48,7 +53,7 @@ class InputFile:
         `sha256` is that of what was read, where all was: a file with that content is the same.
         """
         now = self.now()
-        if now == self or (now.size == self.size and sha256 and sha256_of(Path(self.path)) == sha256):
+        if now == self or (now.size == self.size and sha256 and sha256_of(self.location.local) == sha256):
             return
         same = (
             ", with the same size"

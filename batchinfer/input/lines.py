@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -13,6 +12,7 @@ import pyarrow as pa
 from batchinfer.core.errors import InputCorrupt
 from batchinfer.input.chunk import ChunkSize
 from batchinfer.input.format import CODECS, MAGIC
+from batchinfer.input.input_file import InputFile
 from batchinfer.input.line_buffer import LineBuffer
 from batchinfer.input.text_encoding import UTF8, UTF16, as_utf8
 from batchinfer.input.unpacked import is_bomb, refuse_bomb
@@ -47,21 +47,23 @@ class HashingFile(io.RawIOBase):
         return self._digest.hexdigest()
 
 
-def unpacked_chunks(path: str, raw: BinaryIO, hashing: HashingFile, encoding: str = UTF8) -> Iterator[bytes]:
+def unpacked_chunks(
+    file: InputFile, raw: BinaryIO, hashing: HashingFile, encoding: str = UTF8
+) -> Iterator[bytes]:
     """Decompressed text in UTF-8 without a byte order mark, 256 KiB of the file at a time."""
-    chunks = as_utf8(path, _unpacked(path, raw, hashing, encoding), encoding)
+    chunks = as_utf8(file.path, _unpacked(file, raw, hashing, encoding), encoding)
     head = next(chunks, b"")
     yield head[len(_BOM) :] if head.startswith(_BOM) else head
     yield from chunks
 
 
-def _unpacked(path: str, raw: BinaryIO, hashing: HashingFile, encoding: str) -> Iterator[bytes]:
-    codec = _codec(path, raw.read(4))
+def _unpacked(file: InputFile, raw: BinaryIO, hashing: HashingFile, encoding: str) -> Iterator[bytes]:
+    codec = _codec(file.path, raw.read(4))
     raw.seek(0)
-    reader = hashing.read if codec is None else _Decompressing(path, hashing, codec)
+    reader = hashing.read if codec is None else _Decompressing(file, hashing, codec)
     head = reader(_CHUNK) or b""
     if encoding not in UTF16:
-        _refuse_utf16(path, head)
+        _refuse_utf16(file.path, head)
     yield head
     while chunk := reader(_CHUNK):
         yield chunk
@@ -70,10 +72,9 @@ def _unpacked(path: str, raw: BinaryIO, hashing: HashingFile, encoding: str) -> 
 class _Decompressing:
     """`read` over a compressed stream; damage becomes InputCorrupt with the place. Reads multi-member files."""
 
-    def __init__(self, path: str, hashing: HashingFile, codec: str) -> None:
-        self._path = path
+    def __init__(self, file: InputFile, hashing: HashingFile, codec: str) -> None:
+        self._path, self._packed = file.path, file.size
         self._codec = codec
-        self._packed = os.stat(path).st_size
         self._produced = 0
         self._stream = pa.CompressedInputStream(pa.PythonFile(hashing, mode="r"), codec)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from batchinfer.core.errors import InputCorrupt
+from batchinfer.filesystem.location import Location
 from batchinfer.input.format import CODECS, FORMATS, JSONL, MAGIC, Format
 
 OPENAI = "openai"  # JSON lines that hold requests
@@ -50,31 +49,31 @@ def named_by(name: str) -> Format | None:
     return next((one for one in FORMATS if one.names(name)), None)
 
 
-def format_of(path: str, named: str) -> str:
+def format_of(location: Location, named: str) -> str:
     """The name of a file's format: the job's choice, else by the file's name, else by its content.
 
     Raises InputCorrupt for a file of another format, OSError.
     """
     if named != "auto":
         return JSONL.name if named == OPENAI else named
-    told = named_by(os.path.basename(path))
-    with open(path, "rb") as file:
+    told = named_by(location.name)
+    with location.open() as file:
         head = file.read(_HEAD)
-    _refuse_array(path, head)
+    _refuse_array(location, head)
     if told is not None:
         return told.name
-    return _sniffed(path, head)
+    return _sniffed(location, head)
 
 
-def _refuse_array(path: str, head: bytes) -> None:
-    if path.lower().endswith(".json") and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+def _refuse_array(location: Location, head: bytes) -> None:
+    if location.text.lower().endswith(".json") and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         raise InputCorrupt(
-            f"{path}: holds one JSON array; JSON lines are needed, one object a line: "
-            f"jq -c '.[]' {os.path.basename(path)} > rows.jsonl, or input.sql with read_json('{path}')"
+            f"{location}: holds one JSON array; JSON lines are needed, one object a line: "
+            f"jq -c '.[]' {location.name} > rows.jsonl, or input.sql with read_json('{location}')"
         )
 
 
-def _sniffed(path: str, head: bytes) -> str:
+def _sniffed(location: Location, head: bytes) -> str:
     """Recognise a format by the first bytes; an empty file, or one that begins with an object, is taken for JSON
     lines."""
     for one in FORMATS:
@@ -83,14 +82,14 @@ def _sniffed(path: str, head: bytes) -> str:
     if not head or head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") or head.startswith(tuple(MAGIC)):
         return JSONL.name
     if head[8:12] == b"DUCK":
-        raise _unknown(path, "a DuckDB database", "export the table as Parquet or CSV")
+        raise _unknown(location, "a DuckDB database", "export the table as Parquet or CSV")
     for magic, what, advice in _OTHERS:
         if head.startswith(magic):
-            raise _unknown(path, what, advice)
+            raise _unknown(location, what, advice)
     raise _unknown(
-        path, "of a format that neither its name nor its content tells", "say it with input.format"
+        location, "of a format that neither its name nor its content tells", "say it with input.format"
     )
 
 
-def _unknown(path: str, what: str, advice: str) -> InputCorrupt:
-    return InputCorrupt(f"{path}: is {what}; {advice} (read are {all_formats()})")
+def _unknown(location: Location, what: str, advice: str) -> InputCorrupt:
+    return InputCorrupt(f"{location}: is {what}; {advice} (read are {all_formats()})")

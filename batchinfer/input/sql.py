@@ -55,7 +55,7 @@ def materialise(sql: str, job: Path, target: Path, memory: int | None = None) ->
             connection.execute(f"COPY ({_exact(query, columns)}) TO {_quoted(target)} ({_PARQUET})")
         except duckdb.Error as error:
             raise _failure(error, job, spill, allowed) from None
-    return InputFile.of(str(target), QUERY, "parquet", target.stat())
+    return InputFile(str(target), QUERY, "parquet", 0, 0).now()
 
 
 _PARQUET = "FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 20480"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -62,18 +61,18 @@ class ArrowReader:
                     for part in self._small_parts(batch.select(names)):
                         yield table_rows(self._file.name, part, first, raw.tell())
                         first += part.num_rows
-        self.sha256 = sha256_of(Path(self._file.path))
+        self.sha256 = sha256_of(self._file.location.local)
         before.check_unchanged()
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[BinaryIO, int | None]]:
         """The file at the start of its stream, and how many batches its footer counts; None for a stream."""
         try:
-            with open(self._file.path, "rb") as raw:
+            with self._file.location.open() as raw:
                 expected = None
                 if raw.read(len(_MAGIC)) == _MAGIC:
                     with self._named_damage("not an Arrow file, or cut short"):
-                        expected = pa.ipc.open_file(self._file.path).num_record_batches
+                        expected = pa.ipc.open_file(str(self._file.location.local)).num_record_batches
                 raw.seek(_STREAM_AT if expected is not None else 0)
                 yield raw, expected
         except FileNotFoundError:

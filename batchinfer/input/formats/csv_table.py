@@ -58,9 +58,9 @@ class CsvReader:
     def _opened(self) -> Iterator[_OpenTable | None]:
         """The header's names and the records below it; None for an empty file."""
         try:
-            with open(self._file.path, "rb") as raw:
+            with self._file.location.open() as raw:
                 hashing = HashingFile(raw)
-                chunks = unpacked_chunks(self._file.path, raw, hashing, self._text.encoding)
+                chunks = unpacked_chunks(self._file, raw, hashing, self._text.encoding)
                 head = WholeLines(chunks, self._options.sample_bytes)
                 lines = LineBuffer(iter(head))
                 if _skip_blank(lines, self._text.max_line_bytes + 1):

@@ -37,9 +37,9 @@ class JsonlReader:
     def chunks(self) -> Generator[InputChunk, None, None]:
         """Rows in file order; blank lines are skipped. Raises InputCorrupt when the file is damaged or changes."""
         try:
-            with open(self._file.path, "rb") as raw:
+            with self._file.location.open() as raw:
                 hashing = HashingFile(raw)
-                chunks = unpacked_chunks(self._file.path, raw, hashing, self._text.encoding)
+                chunks = unpacked_chunks(self._file, raw, hashing, self._text.encoding)
                 head = WholeLines(chunks, self._options.sample_bytes)
                 yield from self._cut(LineBuffer(iter(head)), hashing)
                 self.sha256 = "" if head.cut else hashing.hexdigest()

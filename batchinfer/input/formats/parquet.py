@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -68,14 +67,14 @@ class ParquetReader:
                 done = first + part.num_rows
                 yield table_rows(self._file.name, part, first, self._file.size * done // max(rows, 1))
                 first = done
-        self.sha256 = sha256_of(Path(self._file.path))
+        self.sha256 = sha256_of(self._file.location.local)
         before.check_unchanged()
 
     def _open(self, dictionaries: Sequence[str] | None = None) -> pq.ParquetFile:
         try:
             with names_in_utf8(self._file.path):
                 return pq.ParquetFile(
-                    self._file.path,
+                    self._file.location.local,
                     page_checksum_verification=True,
                     read_dictionary=None if dictionaries is None else [*dictionaries],
                     pre_buffer=False,
@@ -88,8 +87,8 @@ class ParquetReader:
             raise InputCorrupt(f"{self._file.path}: the Parquet footer is damaged: {error}") from None
 
     def _doubtful(self, footer: pq.ParquetFile, chunks: Sequence[ColumnChunk]) -> DoubtfulColumns:
-        with ExitStack() as stack, storage(Path(self._file.path), "read"):
-            raw = stack.enter_context(open(self._file.path, "rb"))
+        with ExitStack() as stack, storage(self._file.location.local, "read"):
+            raw = stack.enter_context(self._file.location.open())
             return doubtful_columns(
                 footer, chunks, self._file.size, raw, lambda names: stack.enter_context(self._open(names))
             )
@@ -126,7 +125,7 @@ class ParquetReader:
 
     def _chunks(self, columns: int) -> list[ColumnChunk]:
         try:
-            with open(self._file.path, "rb") as raw:
+            with self._file.location.open() as raw:
                 found = column_chunks(raw)
         except OSError as error:
             raise StorageError(f"{self._file.path}: cannot be read: {error}") from None

@@ -312,7 +312,7 @@ class Ingestion:
         kept = self._layout.folder / "sql.parquet"
         with storage(kept, "keep the rows of the query"):
             self._ops.rename(Path(self._files[0].path), kept)
-        return [InputFile.of(str(kept), self._files[0].name, self._files[0].format, kept.stat())]
+        return [replace(self._files[0], path=str(kept)).now()]
 
     def _carried(self, schema: pa.Schema | None) -> JsonSpool | TypedColumns | None:
         names = self._job.carried
