@@ -1,0 +1,116 @@
+"""Where a file or a folder of the user's data is: today, a path on a local disk.
+
+Readers and writers of user data work on locations. State and scratch files stay on local paths.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from batchinfer.core.text import nearest
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """The properties by which a change of a file shows. Times are Unix times in ns."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Location:
+    """The location of a file or a folder, or a pattern of locations. `text` is what the user wrote and messages show.
+
+    A method raises OSError for what the system refuses, FileNotFoundError among others.
+    """
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __truediv__(self, name: str) -> Location:
+        return Location(os.path.join(self.text, name))
+
+    @property
+    def name(self) -> str:
+        """Return the last part of the location."""
+        return os.path.basename(self.text)
+
+    @property
+    def local(self) -> Path:
+        """Return the path for a library that opens files itself."""
+        return Path(self.text)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether there is a folder."""
+        return os.path.isdir(self.text)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is anything, also a link that leads nowhere."""
+        return os.path.lexists(self.text)
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether the text has wildcards."""
+        return glob.has_magic(self.text)
+
+    def open(self) -> BinaryIO:
+        """Open the file for reading."""
+        return open(self.text, "rb")
+
+    def facts(self) -> FileFacts | None:
+        """Return the facts of the file; None for a pipe, a device or a folder."""
+        found = os.stat(self.text)
+        if not stat.S_ISREG(found.st_mode):
+            return None
+        return FileFacts(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+    def files_below(self, wanted: Callable[[str], bool]) -> list[Location]:
+        """Return the files in the folder and its subfolders whose names are wanted, sorted, without hidden ones."""
+        return sorted(self._walk(wanted))
+
+    def _walk(self, wanted: Callable[[str], bool]) -> Iterator[Location]:
+        for root, folders, names in os.walk(self.text):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            found = (name for name in names if not name.startswith(".") and wanted(name))
+            yield from (Location(os.path.join(root, name)) for name in found)
+
+    def matching(self) -> list[Location]:
+        """Return the files that match the pattern, sorted."""
+        return sorted(Location(path) for path in glob.glob(self.text, recursive=True) if os.path.isfile(path))
+
+    def relative_to(self, base: Path) -> str:
+        """Return the location as seen from a folder, absolute where it is not below the folder."""
+        absolute = os.path.abspath(self.text)
+        relative = os.path.relpath(absolute, base)
+        return absolute if relative.startswith("..") else relative
+
+    def nearest(self) -> Location | None:
+        """Return the file or folder that was probably meant by a location where nothing is, or by a pattern."""
+        path, name = self._fixed if self.is_pattern else self.text, ""
+        while not os.path.isdir(path):
+            path, name = os.path.split(path)
+        try:
+            near = nearest(name, sorted(os.listdir(path))) if name else None
+        except OSError:
+            near = None
+        return None if near is None else Location(os.path.join(path, near))
+
+    @property
+    def _fixed(self) -> str:
+        """Return the folder of a pattern before its first wildcard."""
+        parts = Path(self.text).parts
+        return str(Path(*itertools.takewhile(lambda part: not glob.has_magic(part), parts)))
