@@ -139,13 +139,13 @@ def _silent(_: str) -> None:
 
 def _tell_problems(problems: Sequence[Problem]) -> None:
     for problem in problems:
-        tell(printable(f"{problem.path}: {problem.message}"))
+        tell(printable(f"{problem.file}: {problem.message}"))
 
 
 def _say_verified(results: Path, found: Verified, code: int) -> None:
     from batchinfer.pipeline.repair import next_step
 
-    problems = [{"path": str(problem.path), "message": problem.message} for problem in found.problems]
+    problems = [{"path": str(problem.file), "message": problem.message} for problem in found.problems]
     store = None if found.store is None else str(found.store)
     next_ = {"next": next_step(results)} if problems else {}
     say_json({"exit_code": code, "path": str(results), "problems": problems, "store": store, **next_})

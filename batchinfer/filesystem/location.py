@@ -29,12 +29,18 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Location:
-    """The location of a file or a folder, or a pattern of locations. `text` is what the user wrote and messages show.
+    """The location of a file or a folder, or a pattern of locations. `text` is the text of the job file or
+    the command line; messages show it.
 
-    A method raises OSError for what the system refuses, FileNotFoundError among others.
+    Methods raise OSError; FileNotFoundError is one.
     """
 
     text: str
+
+    @classmethod
+    def at(cls, path: Path) -> Location:
+        """Return the location of a local path."""
+        return cls(str(path))
 
     def __str__(self) -> str:
         return self.text
@@ -67,6 +73,15 @@ class Location:
         """Whether the text has wildcards."""
         return glob.has_magic(self.text)
 
+    @property
+    def is_file(self) -> bool:
+        """Whether there is a regular file."""
+        return os.path.isfile(self.text)
+
+    def names(self) -> list[str]:
+        """Return the names of the files and folders right in the folder."""
+        return os.listdir(self.text)
+
     def open(self) -> BinaryIO:
         """Open the file for reading."""
         return open(self.text, "rb")
@@ -93,7 +108,7 @@ class Location:
         return sorted(Location(path) for path in glob.glob(self.text, recursive=True) if os.path.isfile(path))
 
     def relative_to(self, base: Path) -> str:
-        """Return the location as seen from a folder, absolute where it is not below the folder."""
+        """Return the location as seen from a folder; an absolute one if it is not below that folder."""
         absolute = os.path.abspath(self.text)
         relative = os.path.relpath(absolute, base)
         return absolute if relative.startswith("..") else relative

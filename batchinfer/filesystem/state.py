@@ -47,6 +47,7 @@ from pathlib import Path
 
 from batchinfer.core.errors import Locked, OutputConflict, StorageError
 from batchinfer.filesystem.durable import FileOps, check_free_space, storage, write_json
+from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.remembered import read_strings, write_strings
 from batchinfer.job import Job
 
@@ -96,6 +97,11 @@ class StateFolder:
         self.made_by = self.path / "made_by.json"
         self.progress = self.path / "progress.json"
         self.engine_errors = self.path / "engine_errors.log"
+
+    @property
+    def destination(self) -> Location:
+        """Return the location at which the result is published."""
+        return Location.at(self.results)
 
     @property
     def has_published(self) -> bool:

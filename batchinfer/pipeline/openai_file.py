@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchinfer.core.errors import UsageError
+from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
 from batchinfer.store.results.output_file import OutputFile, Protected
@@ -26,6 +27,8 @@ def openai_file(
             "--to-openai: the prompt section says where prompts come from, so the job's input is no OpenAI batch file, "
             "which the option needs; leave the option out"
         )
-    file = OutputFile(path, "--to-openai", Protected.by(job, state, whole), state, replace=replace)
+    file = OutputFile(
+        Location.at(path), "--to-openai", Protected.by(job, state, whole), state, replace=replace
+    )
     file.check()
     return file

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputMissing
 from batchinfer.filesystem.duck import parquet
+from batchinfer.filesystem.location import Location
 from batchinfer.store.results.published import published
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class RunResult:
     def files(self) -> list[Path]:
         """The Parquet files in the order of the input, each checked. Raises InputMissing where the result is gone,
         StorageError where it is damaged."""
-        found = published(self.results)
+        found = published(Location.at(self.results))
         if found is None:
             raise InputMissing(f"{self.results}: the result is no longer there")
         return list(found.files)

@@ -16,6 +16,7 @@ import duckdb
 from batchinfer.core.errors import InputMissing, Interrupted, OutOfMemory, StorageError, UsageError
 from batchinfer.filesystem.duck import Watched, interruptible, literal, parquet
 from batchinfer.filesystem.durable import FileOps, refuse_existing, write_new
+from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.remembered import read_strings
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.filesystem.temporary import temporary_folder
@@ -51,7 +52,7 @@ class ResultPlace:
     @classmethod
     def of(cls, folder: Path) -> ResultPlace:
         """The place that a result's folder or a report's folder names. Raises InputMissing for any other."""
-        if read_manifest(folder) is not None:
+        if read_manifest(Location.at(folder)) is not None:
             report = report_folder(find_state(folder).root)
             return cls(folder, report if tables(report, RUN) else None)
         if tables(folder, RUN):
@@ -71,7 +72,7 @@ def _reported(report: Path) -> Path | None:
     """Return the result of a report, if it lies next to it."""
     folder = report.absolute()
     results = folder.with_name(folder.name.removesuffix("-report"))
-    return results if results != folder and read_manifest(results) is not None else None
+    return results if results != folder and read_manifest(Location.at(results)) is not None else None
 
 
 def no_result(folder: Path) -> str:
@@ -171,7 +172,7 @@ def add_views(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list
 
 
 def _results(connection: duckdb.DuckDBPyConnection, results: Path | None) -> list[str]:
-    found = None if results is None else published(results)
+    found = None if results is None else published(Location.at(results))
     return [] if found is None else _add_results(connection, found.files)
 
 

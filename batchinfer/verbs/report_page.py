@@ -10,6 +10,7 @@ from typing import Any
 from batchinfer.core.errors import InputMissing, OutputConflict, StorageError
 from batchinfer.filesystem.duck import naming_errors
 from batchinfer.filesystem.durable import FileOps, replace_bytes, storage
+from batchinfer.filesystem.location import Location
 from batchinfer.report.page.document import MARK, page
 from batchinfer.report.page.reported import ReportedRun, find_run, is_in_place
 from batchinfer.report.tables.columns.declared import RUN
@@ -64,7 +65,7 @@ def write_page(folder: Path, output: Path | None = None, run_id: str | None = No
 
 def _place(folder: Path) -> tuple[ResultPlace, Path]:
     """A result, published or not, and its report. Raises InputMissing."""
-    if not tables(folder, RUN) and read_manifest(folder) is None:
+    if not tables(folder, RUN) and read_manifest(Location.at(folder)) is None:
         report = report_folder(find_state(folder).root)
         if tables(report, RUN):
             return ResultPlace(folder, report), report

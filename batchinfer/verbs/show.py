@@ -13,6 +13,7 @@ from batchinfer.core.errors import InputMissing, StorageError
 from batchinfer.core.text import printable
 from batchinfer.core.wording import count, counted
 from batchinfer.filesystem.duck import parquet
+from batchinfer.filesystem.location import Location
 from batchinfer.store.outputs.registry import answer_column, probability_column
 from batchinfer.store.results.manifest import read_manifest
 from batchinfer.verbs.answer import BATCH_ROWS, columns_of, shown
@@ -105,7 +106,7 @@ class ShownRows:
 
 def example_lines(results: Path, width: int) -> list[str]:
     """Return the answers to the first rows of a published result, one line each."""
-    manifest = read_manifest(results)
+    manifest = read_manifest(Location.at(results))
     if manifest is None or not manifest.files:
         return []
     files = [results / file.name for file in manifest.files]

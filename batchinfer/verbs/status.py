@@ -153,7 +153,7 @@ def _unrecorded(state: StateFolder) -> RunStatus:
     """Before the first run recorded anything, or long after the last."""
     if state.path.is_dir() and state.is_running(state.path):
         return RunStatus("running", str(state.results), phase=STARTING)
-    manifest = read_manifest(state.results)
+    manifest = read_manifest(state.destination)
     if manifest is None:
         raise InputMissing(f"{state.results}: no run of this job has begun yet; `batchinfer run` starts one")
     return RunStatus("finished", str(state.results), manifest.job, rows=manifest.rows, rows_total=manifest.rows,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchinfer.filesystem.location import Location
 from batchinfer.store.results.find_state import find_state
 from batchinfer.store.results.published import Problem
 from batchinfer.store.results.verify import verify_result, verify_store
@@ -21,7 +22,7 @@ class Verified:
 
 def verify_results(results: Path) -> Verified:
     """Read a result and its stored answers completely."""
-    state, problems = find_state(results), verify_result(results)
+    state, problems = find_state(results), verify_result(Location.at(results))
     if state.completions.is_dir():
         return Verified([*problems, *verify_store(state.completions)], state.completions)
     why = f"the stored answers were not checked: there is no folder {state.completions}"

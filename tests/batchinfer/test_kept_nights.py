@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from batchinfer.core.errors import StorageError, TooFewRows
+from batchinfer.filesystem.location import Location
 from batchinfer.input.chunk import ChunkSize
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.reader import Reader
@@ -68,7 +69,7 @@ def published(folder: Path) -> dict[str, bytes]:
 def check(path: Path) -> None:
     """Hold what was published against a run without state."""
     found = published(path.parent)
-    assert verify_result(path.parent / "out/res") == []
+    assert verify_result(Location.at(path.parent / "out/res")) == []
     shutil.move(path.parent / "out", path.parent / "aside")
     run(path)
     fresh = published(path.parent)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from batchinfer.core.errors import JobFileError, UsageError
 from batchinfer.core.request import Completion, Output, Request, RowError
+from batchinfer.filesystem.location import Location
 from batchinfer.store.answers.cleaning import Keep, clean_store
 from batchinfer.store.answers.completion_store import read_records
 from batchinfer.store.answers.parts import COMPLETION_SCHEMA
@@ -129,7 +130,7 @@ def test_a_whole_job_resumes_and_publishes(tmp_path: Path, model: Path) -> None:
     assert run(path).exit_code == 0
     assert [row["ratio"] for row in table(path)][:20] == [row["ratio"] for row in first]
     assert [row["age"] for row in table(path)] == list(range(30))
-    assert not verify_result(tmp_path / "out/res")
+    assert not verify_result(Location.at(tmp_path / "out/res"))
 
 
 @pytest.mark.usefixtures("ratios")

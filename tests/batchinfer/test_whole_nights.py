@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from batchinfer.core.errors import StorageError
 from batchinfer.filesystem import state
+from batchinfer.filesystem.location import Location
 from batchinfer.pipeline import run as run_stages
 from batchinfer.store.index import keeping
 from batchinfer.store.index.keeping import KeptIndex
@@ -84,7 +85,7 @@ class Nights:
         """Run, and hold what was published against a run without state."""
         report = self.run().row
         found = self.published()
-        assert verify_result(self.folder / "out/res") == []
+        assert verify_result(Location.at(self.folder / "out/res")) == []
         shutil.move(self.folder / "out", self.folder / "aside")
         alone = self.run().row
         fresh = self.published()

@@ -45,7 +45,7 @@ def last_answers(run: OpenRun, to_come: int | None = None) -> list[TokenIds]:
 
 
 def _last_result(run: OpenRun) -> LastResult | None:
-    found = intact(run.state.results)
+    found = intact(run.state.destination)
     return None if found is None else LastResult.of(found.files)
 
 

@@ -61,7 +61,7 @@ def publish_result(
     Raises what `publish` raises."""
     run.progress.phase("publishing", published_rows(index.best, index.rows))
     index.inputs_unchanged()
-    older, inputs = intact(run.state.results), identities(index)
+    older, inputs = intact(run.state.destination), identities(index)
     note_use(run.state, run.job.cache.keep, join, store)
     manifest = publish(
         index,
@@ -123,7 +123,7 @@ def write_openai_file(run: OpenRun, files: Sequence[InputFile]) -> None:
     try:
         name, tokens = short_name(run.job.model.path), run.setup.tokenizer.single
         kind = run.setup.output
-        write_openai(run.state.results, run.openai, rows, tokens, kind, model=name, created=created)
+        write_openai(run.state.destination, run.openai, rows, tokens, kind, model=name, created=created)
     except (StorageError, OutputConflict, InputCorrupt) as error:
         raise type(error)(
             f"{error}. The results are published in {run.state.results}; only the file of --to-openai is "

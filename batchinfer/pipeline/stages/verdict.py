@@ -77,7 +77,7 @@ def judged(run: OpenRun, manifest: Manifest, status: str) -> Outcome:
     `status` says whether this run published it.
     """
     note_made_by(run.state, MadeBy.of(run.job, run.options.limit))
-    found = published(run.state.results) if manifest.errors else None
+    found = published(run.state.destination) if manifest.errors else None
     errors = summarise_errors(() if found is None else found.files)
     run.report.note(
         rows=manifest.rows, rows_ok=manifest.ok, rows_error=manifest.errors, error_codes=dict(errors.codes)

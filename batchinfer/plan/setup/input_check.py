@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from batchinfer.core.errors import ErrorBudgetExceeded, TooFewRows
 from batchinfer.core.request import RowError
 from batchinfer.core.wording import counted
+from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.filesystem.temporary import temporary_folder
 from batchinfer.input.job_input import input_files, open_input
@@ -135,7 +136,7 @@ def check_enough_rows(job: Job, rows: int) -> None:
     check_any_rows(job, rows)
     asked = job.input.min_rows
     if isinstance(asked, float):
-        published = published_input_rows(job.output.path)
+        published = published_input_rows(Location.at(job.output.path))
         if published is None:
             return
         # The share counts as it is written: 100 * 0.29 is less than 29 in floats

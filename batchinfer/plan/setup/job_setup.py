@@ -164,7 +164,7 @@ def check_setup(
     tokenizer = Tokenizer.load(job.model.path, given_template(job))
     check_templates(job)
     check_chat_template(job, tokenizer)
-    check_destination(state.results, job.name, replace, ours=state.has_published)
+    check_destination(state.destination, job.name, replace, ours=state.has_published)
     check_report_folder(report_folder(job.results_root))
     state.check_writable()
     state.refuse_newer()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from batchinfer.core.errors import DamagedResult
+from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import STATE_PREFIX, StateFolder
 from batchinfer.job.results_root import folder_name, results_root, root_of_trial
 from batchinfer.job.variables import HOLE
@@ -46,7 +47,7 @@ def _roots(results: Path) -> Iterator[Path]:
 def _job_of(results: Path) -> str | None:
     """The name of the job whose result this is, where its manifest can be read."""
     try:
-        manifest = read_manifest(results)
+        manifest = read_manifest(Location.at(results))
     except DamagedResult:  # who reads the result says so; its state may be found by its name all the same
         return None
     return None if manifest is None else manifest.job

@@ -11,11 +11,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import DamagedResult, OutputConflict
 from batchinfer.filesystem.durable import json_text, storage
+from batchinfer.filesystem.location import Location
 
 MANIFEST_FORMAT = 1
 MANIFEST_NAME = "_manifest.json"  # pyarrow, pandas and Spark skip names that begin so
@@ -78,19 +78,19 @@ def file_name(generation: str, number: int) -> str:
     return f"part-{generation}-{number:05d}.parquet"
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: Location) -> Manifest | None:
     """The manifest of a result folder, or None where nothing is published.
 
     Raises DamagedResult for a manifest that is not as it was written, or is gone while its files are there;
     OutputConflict for one of a newer format.
     """
     path = folder / MANIFEST_NAME
-    if not path.is_file():
+    if not path.is_file:
         if _generations(folder):
             raise damaged(path, "it is missing, and files of a result are there")
         return None
-    with storage(path, "read"):
-        text = path.read_bytes()
+    with storage(path.local, "read"), path.open() as file:
+        text = file.read()
     try:
         raw = json.loads(text)
         version = int(raw.pop("format"))
@@ -143,11 +143,11 @@ def _problem(manifest: Manifest) -> str | None:
     return None if right else "its counts contradict each other"
 
 
-def damaged(path: Path, problem: str, job: str | None = None) -> DamagedResult:
+def damaged(path: Location, problem: str, job: str | None = None) -> DamagedResult:
     """The error for a file of a result, with the next step."""
     return DamagedResult(
         f"{path}: {problem}; run its job again, which publishes the result again from the stored answers; "
-        f"`batchinfer verify {path.parent} --repair` does that",
+        f"`batchinfer verify {path.local.parent} --repair` does that",
         str(path),
         problem,
         job,
@@ -161,7 +161,9 @@ class Older:
     generation: str
 
 
-def check_destination(folder: Path, job: str, replace: bool = False, *, ours: bool = False) -> Older | None:
+def check_destination(
+    folder: Location, job: str, replace: bool = False, *, ours: bool = False
+) -> Older | None:
     """Whether a job may publish into `folder`; the older result there, if any. What would fail only after all is
     computed is refused here.
 
@@ -169,22 +171,23 @@ def check_destination(folder: Path, job: str, replace: bool = False, *, ours: bo
     replaced. Raises OutputConflict for a file, a folder with anything in it that we did not write (`replace` or not),
     and for the result of another job unless `replace`.
     """
-    for parent in folder.parents:
+    local = folder.local
+    for parent in local.parents:
         if parent.exists() and not parent.is_dir():
             raise OutputConflict(f"{parent}: is a file; output.path ({folder}) needs a folder there")
-    if folder.is_symlink():
+    if local.is_symlink():
         raise OutputConflict(
             f"{folder}: is a symbolic link, and a result is put in its place by renaming folders; name the folder "
-            f"itself: output.path: {os.path.realpath(folder)}"
+            f"itself: output.path: {os.path.realpath(local)}"
         )
-    if os.path.ismount(folder):
+    if os.path.ismount(local):
         raise OutputConflict(
             f"{folder}: is where a disk is mounted, and a result is put in its place by renaming folders; name a "
             f"folder on that disk: output.path: {folder / 'results'}"
         )
-    if not folder.exists():
+    if not folder.exists:
         return None
-    if not folder.is_dir():
+    if not folder.is_folder:
         raise OutputConflict(f"{folder}: is a file; output.path must name a folder")
     try:
         manifest = read_manifest(folder)
@@ -201,14 +204,14 @@ def check_destination(folder: Path, job: str, replace: bool = False, *, ours: bo
     return Older(manifest.generation)
 
 
-def _of_another(folder: Path, theirs: str, job: str) -> OutputConflict:
+def _of_another(folder: Location, theirs: str, job: str) -> OutputConflict:
     return OutputConflict(
         f"{folder}: holds the result of job {theirs!r}, not of {job!r}; "
         "choose another output.path, or replace it with --replace"
     )
 
 
-def _damaged_older(folder: Path, job: str, replace: bool, ours: bool, error: DamagedResult) -> Older:
+def _damaged_older(folder: Location, job: str, replace: bool, ours: bool, error: DamagedResult) -> Older:
     """A result whose manifest cannot be trusted: replaced only by the job that put it there, or where it names another
     job and `replace` is asked for."""
     generations = _generations(folder)
@@ -224,7 +227,7 @@ def _damaged_older(folder: Path, job: str, replace: bool, ours: bool, error: Dam
     return Older(next(iter(generations), "damaged"))
 
 
-def _refuse_strangers(folder: Path, known: set[str]) -> None:
+def _refuse_strangers(folder: Location, known: set[str]) -> None:
     strange = sorted(set(_names(folder)) - known - _LITTER)
     if strange:
         raise OutputConflict(
@@ -233,7 +236,7 @@ def _refuse_strangers(folder: Path, known: set[str]) -> None:
         )
 
 
-def is_published(folder: Path, spec: PublishSpec) -> bool:
+def is_published(folder: Location, spec: PublishSpec) -> bool:
     """Whether `folder` holds this very result, by manifest and file sizes; `published` looks at every digest."""
     try:
         manifest = read_manifest(folder)
@@ -256,19 +259,20 @@ def _starts(rows: int, rows_per_file: int) -> range:
     return range(0, max(rows, 1), rows_per_file)
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1
+def _size(file: Location) -> int:
+    facts = file.facts() if file.exists else None
+    return -1 if facts is None else facts.size
 
 
-def _generations(folder: Path) -> set[str]:
+def _generations(folder: Location) -> set[str]:
     """Return the generations of the files in the folder that are named like files of results."""
     return {name.split("-")[1] for name in _data_names(folder)}
 
 
-def _data_names(folder: Path) -> list[str]:
-    return [name for name in _names(folder) if _DATA_NAME.fullmatch(name)] if folder.is_dir() else []
+def _data_names(folder: Location) -> list[str]:
+    return [name for name in _names(folder) if _DATA_NAME.fullmatch(name)] if folder.is_folder else []
 
 
-def _names(folder: Path) -> list[str]:
-    with storage(folder, "list"):
-        return [entry.name for entry in folder.iterdir()]
+def _names(folder: Location) -> list[str]:
+    with storage(folder.local, "list"):
+        return folder.names()

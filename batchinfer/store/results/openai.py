@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputCorrupt, UsageError
 from batchinfer.core.request import RowError
+from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.rebatch import parquet_batches
 from batchinfer.input.openai import CHAT_URL, ECHO, VECTOR_URL
 from batchinfer.input.reader import Reader
@@ -66,7 +67,7 @@ def _text(value: object) -> str | None:
 
 
 def write_openai(
-    result: Path,
+    result: Location,
     out: OutputFile,
     rows: Iterable[Asked],
     tokens: TokenBytes,

@@ -26,6 +26,7 @@ from batchinfer.filesystem.durable import (
     storage,
     write_json,
 )
+from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.remembered import read_json
 from batchinfer.filesystem.state import STATE_PREFIX, StateFolder
 from batchinfer.input.files import list_inputs, would_read
@@ -117,9 +118,15 @@ class OutputFile:
     """
 
     def __init__(
-        self, path: Path, option: str, protected: Protected, state: StateFolder, *, replace: bool = False
+        self,
+        location: Location,
+        option: str,
+        protected: Protected,
+        state: StateFolder,
+        *,
+        replace: bool = False,
     ) -> None:
-        self.path = Path(os.path.realpath(path))
+        self.path = Path(os.path.realpath(location.local))
         self._option, self._protected, self._state, self._replace = option, protected, state, replace
         self._ops = state.ops
         self._temporary = self._temporary_of(state.path)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from batchinfer.core.errors import DamagedResult
 from batchinfer.filesystem.digests import FileDigests, file_digests
 from batchinfer.filesystem.durable import storage
+from batchinfer.filesystem.location import Location
 from batchinfer.store.results.manifest import Manifest, ResultFile, damaged, read_manifest
 
 
@@ -26,11 +27,11 @@ class Published:
 class Problem:
     """One thing that is not as it was written."""
 
-    path: Path
+    file: Location
     message: str
 
 
-def published(folder: Path, *, fresh: bool = False) -> Published | None:
+def published(folder: Location, *, fresh: bool = False) -> Published | None:
     """The result in a folder, None where nothing is published. A digest is computed once for each state of its file;
     `fresh`: all of them now.
 
@@ -40,12 +41,12 @@ def published(folder: Path, *, fresh: bool = False) -> Published | None:
     if manifest is None:
         return None
     for problem in file_problems(folder, manifest, fresh=fresh):
-        raise damaged(problem.path, problem.message)
-    return Published(manifest, tuple(folder / file.name for file in manifest.files))
+        raise damaged(problem.file, problem.message)
+    return Published(manifest, tuple((folder / file.name).local for file in manifest.files))
 
 
 def published_or_told(
-    folder: Path, notice: Callable[[str], None], *, fresh: bool = False
+    folder: Location, notice: Callable[[str], None], *, fresh: bool = False
 ) -> Published | None:
     """The result in a folder; of a damaged one, which its job publishes again, `notice` hears."""
     try:
@@ -55,7 +56,7 @@ def published_or_told(
         return None
 
 
-def intact(folder: Path) -> Published | None:
+def intact(folder: Location) -> Published | None:
     """The result in a folder; None also where it is damaged. Raises OutputConflict, StorageError."""
     try:
         return published(folder)
@@ -63,7 +64,7 @@ def intact(folder: Path) -> Published | None:
         return None
 
 
-def published_input_rows(folder: Path) -> int | None:
+def published_input_rows(folder: Location) -> int | None:
     """Return the number of input rows of the result in a folder. A row with several answers counts once.
 
     None: nothing is published there, or the result is damaged. Raises OutputConflict, StorageError.
@@ -76,11 +77,11 @@ def published_input_rows(folder: Path) -> int | None:
     return int(last[-1].as_py()) + 1
 
 
-def file_problems(folder: Path, manifest: Manifest, *, fresh: bool = False) -> Iterator[Problem]:
+def file_problems(folder: Location, manifest: Manifest, *, fresh: bool = False) -> Iterator[Problem]:
     """The files of a result that are not as the manifest says, each with what is wrong."""
-    with file_digests(folder, fresh=fresh) as digests:
+    with file_digests(folder.local, fresh=fresh) as digests:
         for file in manifest.files:
-            problem = _file_problem(folder / file.name, file, digests)
+            problem = _file_problem((folder / file.name).local, file, digests)
             if problem is not None:
                 yield Problem(folder / file.name, problem)
 

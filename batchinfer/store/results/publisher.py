@@ -56,14 +56,14 @@ def publish(
     remember: bool = True,
     on_rows: Callable[[int], None] | None = None,
 ) -> Manifest:
-    """Publish the result of a job to `state.results`; the caller holds the state's lock.
+    """Publish the result of a job to `state.destination`; the caller holds the state's lock.
 
     `join` has a completion for every key of the index. `replace` allows taking the place of another job's result.
     `threads` write files at once; None: as many as there are cores. Files that the job's last result has, too, are
     copied; `remember` makes this one the last. `on_rows` hears how many rows were staged. Raises OutputConflict (73),
     StorageError (74), BatchInferError when rows are missing.
     """
-    older = check_destination(state.results, spec.job, replace, ours=state.has_published)
+    older = check_destination(state.destination, spec.job, replace, ours=state.has_published)
     join.refuse_missing()
     stage = _fresh(state)
     threads = threads or min(usable_cpus(), MOST_THREADS)
@@ -78,7 +78,7 @@ def publish(
     if written != wanted:
         raise BatchInferError(f"the join gave {written} rows for an input of {wanted}: nothing published")
     manifest = _finish(stage, files, spec, _endpoints(index), state.ops)
-    if older and older.generation == manifest.generation and intact(state.results):
+    if older and older.generation == manifest.generation and intact(state.destination):
         _remove(stage, state.ops)
     else:
         _put_in_place(stage, older, state)

@@ -9,12 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.core.errors import DamagedResult
+from batchinfer.filesystem.location import Location
 from batchinfer.store.answers.completion_store import read_records
 from batchinfer.store.results.manifest import MANIFEST_NAME, Manifest, read_manifest
 from batchinfer.store.results.published import Problem, file_problems
 
 
-def verify_result(folder: Path) -> list[Problem]:
+def verify_result(folder: Location) -> list[Problem]:
     """Check a published result against its manifest; empty when all is well. What is remembered of its files' digests
     is what was found now.
 
@@ -30,8 +31,8 @@ def verify_result(folder: Path) -> list[Problem]:
     unreadable = [
         problem
         for file in manifest.files
-        if (path := folder / file.name).is_file()
-        for problem in _check_pages(path, file.rows)
+        if (path := folder / file.name).is_file
+        for problem in _check_pages(path.local, file.rows)
     ]
     return [*_unlisted(folder, manifest), *problems, *unreadable]
 
@@ -39,28 +40,30 @@ def verify_result(folder: Path) -> list[Problem]:
 def verify_store(path: Path) -> list[Problem]:
     """Check every committed part of a completion store, without its lock and without changing it."""
     records, discarded = read_records(path, verify=True)
-    found = [Problem(part.path, part.reason) for part in discarded]
+    found = [Problem(Location(str(part.path)), part.reason) for part in discarded]
     return found + [
         problem for part, record in records.items() for problem in _check_pages(part, record.rows)
     ]
 
 
-def _unlisted(folder: Path, manifest: Manifest) -> Iterator[Problem]:
+def _unlisted(folder: Location, manifest: Manifest) -> Iterator[Problem]:
     listed = {file.name for file in manifest.files}
-    for path in sorted(folder.glob("*.parquet")):
-        if path.name not in listed:
-            yield Problem(path, "not part of the result, but read with it by *.parquet: move it away")
+    for name in sorted(folder.names()):
+        if name.endswith(".parquet") and name not in listed:
+            yield Problem(
+                folder / name, "not part of the result, but read with it by *.parquet: move it away"
+            )
 
 
 def _check_pages(path: Path, rows: int) -> Iterator[Problem]:
     """Decode every page with its checksum verified and count the rows."""
-    found = 0
+    found, place = 0, Location(str(path))
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             for batch in file.iter_batches(batch_size=1024):
                 found += batch.num_rows
     except (pa.ArrowException, OSError) as error:
-        yield Problem(path, f"damaged: {error}")
+        yield Problem(place, f"damaged: {error}")
         return
     if found != rows:
-        yield Problem(path, f"{found} rows, {rows} were written")
+        yield Problem(place, f"{found} rows, {rows} were written")

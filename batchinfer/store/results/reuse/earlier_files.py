@@ -23,6 +23,7 @@ from pathlib import Path
 
 from batchinfer.core.errors import DamagedResult, OutputConflict, StorageError
 from batchinfer.filesystem.durable import Digest, DurableFile, FileOps, write_json
+from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.remembered import read_json
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.store.results.manifest import read_manifest
@@ -41,7 +42,7 @@ class EarlierFiles:
         results, self._known, self.fingerprints = _read(state)
         self._published: dict[str, Path] = {}
         with suppress(DamagedResult, OutputConflict, StorageError):  # then all files are made
-            manifest = None if results is None else read_manifest(results)
+            manifest = None if results is None else read_manifest(Location.at(results))
             if results is not None and manifest is not None:
                 self._published = {file.sha256: results / file.name for file in manifest.files}
 

@@ -106,7 +106,7 @@ def test_a_truncated_part_is_discarded_and_a_flipped_bit_is_found_by_verify(tmp_
     data = bytearray(first.read_bytes())
     data[len(data) // 2] ^= 1
     first.write_bytes(data)
-    assert {problem.path for problem in verify_store(tmp_path)} == {first, second}
+    assert {problem.file.local for problem in verify_store(tmp_path)} == {first, second}
     with CompletionStore(tmp_path) as store:
         assert len(store) == 2
     with CompletionStore(tmp_path, verify=True) as store:

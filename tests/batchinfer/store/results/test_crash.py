@@ -12,6 +12,7 @@ import pytest
 
 from batchinfer.core.errors import StorageError
 from batchinfer.filesystem.durable import FileOps
+from batchinfer.filesystem.location import Location
 from batchinfer.store.results.verify import verify_result
 from tests.batchinfer.filesystem.failing_ops import FailingOps
 from tests.batchinfer.store.results import crash_clean, crash_job
@@ -71,7 +72,7 @@ def _fail_each(root: Path, undisturbed: Undisturbed, code: int, numbers: range) 
         )
         crash_job.run_job(folder, index, FileOps())
         assert contents(folder) == newer, f"operation {number}, {ops.log[number]}"
-        assert verify_result(folder / "res") == []
+        assert verify_result(Location.at(folder / "res")) == []
 
 
 @pytest.mark.sample(1)

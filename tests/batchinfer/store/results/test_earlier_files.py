@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.results import publisher, result_files, result_rows
@@ -133,7 +134,7 @@ def compare(found: list[Night], how: str | None, which: int) -> None:
                 spoil(files[which], how)
             got = publish_night(root, night, root / "res", number)
             assert got == publish_night(root, night, root / f"fresh-{number}/res", number)
-            assert verify_result(root / "res") == []
+            assert verify_result(Location.at(root / "res")) == []
 
 
 @pytest.fixture
@@ -172,7 +173,7 @@ def test_files_without_a_change_are_copied(
 ) -> None:
     first = publish_night(tmp_path, BASE, tmp_path / "res", 0)
     assert copied == []
-    manifest = read_manifest(tmp_path / "res")
+    manifest = read_manifest(Location.at(tmp_path / "res"))
     assert manifest is not None
     assert (manifest.rows, manifest.errors, manifest.retryable) == (14, 1, 1)
     second = publish_night(tmp_path, night, tmp_path / "res", 1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from batchinfer.core.errors import InputCorrupt, UsageError
+from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.input.files import list_inputs
 from batchinfer.input.reader import Reader
@@ -26,7 +27,7 @@ COMPLETIONS = Asked("/v1/completions", None)
 UNREADABLE = Asked(None, None)
 
 
-def published(folder: Path, rows: list[dict[str, Any]]) -> Path:
+def published(folder: Path, rows: list[dict[str, Any]]) -> Location:
     index = write_index(folder / "x", rows)
     state = StateFolder(folder / "res")
     with state.lock(), CompletionStore(state.completions) as store:
@@ -34,11 +35,13 @@ def published(folder: Path, rows: list[dict[str, Any]]) -> Path:
         store.commit()
         join = joined(index.index_parts, store.parts(), folder / "join")
         publish(index, join, PublishSpec("job", "1" * 64, (), 1), decode, state)
-    return state.results
+    return Location.at(state.results)
 
 
 def out_file(path: Path) -> OutputFile:
-    return OutputFile(path, "--to-openai", Protected((), (), (), ()), StateFolder(path.parent / "res"))
+    return OutputFile(
+        Location.at(path), "--to-openai", Protected((), (), (), ()), StateFolder(path.parent / "res")
+    )
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -136,7 +139,12 @@ def test_a_file_that_cannot_be_completed_does_not_appear(tmp_path: Path) -> None
         write_openai(result, out_file(tmp_path / "out.jsonl"), [CHAT], decode, KINDS[USUAL], model="tiny")
     with pytest.raises(UsageError, match="no published result"):
         write_openai(
-            tmp_path / "nowhere", out_file(tmp_path / "out.jsonl"), [CHAT], decode, KINDS[USUAL], model="tiny"
+            Location.at(tmp_path / "nowhere"),
+            out_file(tmp_path / "out.jsonl"),
+            [CHAT],
+            decode,
+            KINDS[USUAL],
+            model="tiny",
         )
     assert not (tmp_path / "out.jsonl").exists()
     assert not list(tmp_path.glob(".batchinfer-*.tmp"))

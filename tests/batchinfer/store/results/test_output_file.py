@@ -12,6 +12,7 @@ import pytest
 
 from batchinfer.core.errors import OutputConflict, StorageError
 from batchinfer.filesystem.durable import DurableFile, FileOps, write_new
+from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.input.files import list_inputs, would_read
 from batchinfer.store.results.output_file import OutputFile, Protected
@@ -53,7 +54,7 @@ def protected(place: Path) -> Protected:
 
 def out(place: Path, name: str, *, replace: bool = False, ops: FileOps | None = None) -> OutputFile:
     state = StateFolder(place / "out/res", ops=ops)
-    return OutputFile(place / name, "--to-openai", protected(place), state, replace=replace)
+    return OutputFile(Location.at(place / name), "--to-openai", protected(place), state, replace=replace)
 
 
 def write(file: OutputFile, text: str) -> None:
@@ -142,7 +143,7 @@ class StopsAfter(FileOps):
 
 def of_night(place: Path, night: str, name: str) -> OutputFile:
     state = StateFolder(place / "out/res" / night, root=place / "out/res")
-    return OutputFile(place / name, "--to-openai", protected(place), state)
+    return OutputFile(Location.at(place / name), "--to-openai", protected(place), state)
 
 
 def test_two_results_of_a_job_write_the_same_file_whole(place: Path) -> None:

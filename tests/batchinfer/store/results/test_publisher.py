@@ -19,6 +19,7 @@ import pytest
 from batchinfer.core.errors import BatchInferError, OutputConflict, StorageError
 from batchinfer.core.request import Completion, Tokens
 from batchinfer.filesystem.durable import ExchangeUnsupported, FileOps
+from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.outputs.tokens import RESULT_SCHEMA
@@ -55,7 +56,7 @@ def published(
 
 
 def rows_in(folder: Path) -> list[dict[str, Any]]:
-    files = read_manifest(folder).files  # type: ignore[union-attr]
+    files = read_manifest(Location.at(folder)).files  # type: ignore[union-attr]
     return [row for file in files for row in pq.read_table(folder / file.name).to_pylist()]
 
 
@@ -75,7 +76,7 @@ def test_every_input_row_gives_one_row_in_order(tmp_path: Path) -> None:
         assert row["generated_text"] == " ".join(map(str, tokens))
         assert (row["completion_tokens"], row["prompt_tokens"]) == (len(tokens), 3)
         assert (row["status"], row["finish_reason"], row["retryable"]) == ("ok", "stop", None)
-    assert verify_result(tmp_path / "res") == []
+    assert verify_result(Location.at(tmp_path / "res")) == []
 
 
 def test_the_schema_is_the_documented_one_even_without_rows(tmp_path: Path) -> None:
@@ -197,12 +198,12 @@ def test_a_rerun_finds_its_result_published(tmp_path: Path) -> None:
     rows = mixed_rows(20)
     manifest = published(tmp_path, write_index(tmp_path / "x", rows), [answer(key) for key in keys_in(rows)])
     result = tmp_path / "res"
-    assert is_published(result, SPEC)
-    assert not is_published(result, PublishSpec("job", "2" * 64, SPEC.inputs, 1, 10))
-    assert not is_published(result, PublishSpec("job", "1" * 64, SPEC.inputs, 1, 11))
-    assert not is_published(tmp_path / "elsewhere", SPEC)
+    assert is_published(Location.at(result), SPEC)
+    assert not is_published(Location.at(result), PublishSpec("job", "2" * 64, SPEC.inputs, 1, 10))
+    assert not is_published(Location.at(result), PublishSpec("job", "1" * 64, SPEC.inputs, 1, 11))
+    assert not is_published(Location.at(tmp_path / "elsewhere"), SPEC)
     (result / manifest.files[0].name).unlink()
-    assert not is_published(result, SPEC)
+    assert not is_published(Location.at(result), SPEC)
 
 
 def test_the_older_result_is_kept_aside(tmp_path: Path) -> None:
@@ -212,8 +213,8 @@ def test_the_older_result_is_kept_aside(tmp_path: Path) -> None:
     rows = mixed_rows(8)
     new = published(tmp_path, write_index(tmp_path / "y", rows), [answer(key) for key in keys_in(rows)])
     assert new.generation != old.generation
-    assert read_manifest(tmp_path / "res") == new
-    assert read_manifest(StateFolder(tmp_path / "res").generations / old.generation) == old
+    assert read_manifest(Location.at(tmp_path / "res")) == new
+    assert read_manifest(Location.at(StateFolder(tmp_path / "res").generations / old.generation)) == old
 
 
 class NoExchange(FileOps):
@@ -224,8 +225,8 @@ class NoExchange(FileOps):
 def test_without_an_exchange_the_older_result_is_moved_away_first(tmp_path: Path) -> None:
     old = published(tmp_path, write_index(tmp_path / "x", [bad_row(0)]), [])
     new = published(tmp_path, write_index(tmp_path / "y", [bad_row(0), bad_row(1)]), [], ops=NoExchange())
-    assert read_manifest(tmp_path / "res") == new
-    assert read_manifest(StateFolder(tmp_path / "res").generations / old.generation) == old
+    assert read_manifest(Location.at(tmp_path / "res")) == new
+    assert read_manifest(Location.at(StateFolder(tmp_path / "res").generations / old.generation)) == old
 
 
 def test_an_empty_folder_may_be_taken(tmp_path: Path) -> None:
@@ -277,7 +278,10 @@ def test_verify_names_what_is_damaged(tmp_path: Path) -> None:
     paths[0].write_bytes(data)
     paths[1].unlink()
     (result / "stray.parquet").write_bytes(paths[2].read_bytes())
-    assert {problem.path for problem in verify_result(result)} == {*paths[:2], result / "stray.parquet"}
+    assert {problem.file.local for problem in verify_result(Location.at(result))} == {
+        *paths[:2],
+        result / "stray.parquet",
+    }
 
 
 def test_errors_are_counted_per_row(tmp_path: Path) -> None:

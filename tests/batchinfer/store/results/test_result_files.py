@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from batchinfer.core.errors import StorageError
 from batchinfer.core.request import Completion
 from batchinfer.filesystem.durable import FileOps
+from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.store.answers import completion_store
 from batchinfer.store.answers.completion_store import CompletionStore
@@ -127,7 +128,7 @@ def test_the_bytes_are_those_of_one_thread(case: Case) -> None:
         patch.setattr(completion_store, "GROUP_ROWS", 3)
         folder = Path(made)
         _, one = published(folder / "1", case, 1)
-        manifest = read_manifest(folder / "1/res")
+        manifest = read_manifest(Location.at(folder / "1/res"))
         assert manifest is not None
         rows = [
             (row["status"], row["generated_text"], row["error_code"])
