@@ -1,1 +1,3 @@
-"""Where bytes are: locations of user data, durable writes, the state folder, digests of files, DuckDB with limits."""
+"""This room reads and writes files: locations of user data, durable writes, the state folder, digests, DuckDB with
+limits.
+"""

@@ -1,4 +1,4 @@
-"""Where a file or a folder of the user's data is: today, a path on a local disk.
+"""A location says where a file or a folder of user data is: today, a path on a local disk.
 
 Readers and writers of user data work on locations. State and scratch files stay on local paths.
 """
