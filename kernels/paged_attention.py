@@ -4,6 +4,7 @@ or that of encoders, whose tokens see later ones, too."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import ParamSpec
 
@@ -17,6 +18,23 @@ _Given = ParamSpec("_Given")
 # The largest code that a cached value may have, by the cache's dtype
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 CODES: dict[CacheDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreRules:
+    """How a layer's queries and keys make scores.
+
+    With a `soft_cap` scaled scores s become soft_cap × tanh(s / soft_cap) (Gemma 2). `window`: a query sees at most so
+    many keys, its own included. `sinks`: (q_heads,), a score without a value that takes part in each softmax (gpt-oss).
+    `bias`: (q_heads, 2 x positions) float32, added to scaled scores: of a key d positions after a query at positions
+    + d (MPNet).
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
 
 
 def check_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor) -> None:
@@ -73,36 +91,31 @@ def paged_attention_lse_reference(
     block_tables: Tensor,
     query_lens: list[int],
     context_lens: list[int],
-    scale: float,
-    window: int | None = None,
+    rules: ScoreRules,
     *,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     causal: bool = True,
-    bias: Tensor | None = None,
     tree: TreeMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention in float32, one sequence after the other: slow, and what every other implementation must equal.
 
     q: (T, q_heads, D), the sequences' query chunks one after the other; caches: (blocks, kv_heads, block_size, D);
     block_tables: (sequences, max blocks) int32; context_lens: cached tokens of each sequence, this chunk's
-    included, so that its queries stand at positions context - query … context - 1. `window`: a query sees at most
-    so many keys, its own included; blocks that the window of a chunk's first query has left are not read. Returns
+    included, so that its queries stand at positions context - query … context - 1. Blocks
+    that the window of a chunk's first query has left are not read. Returns
     (T, q_heads, D) in q's dtype, zeros for a query that sees no key; and (T, q_heads) float32, the natural logarithm of
     each softmax's sum, a sink's part included, -inf for a query that sees no key.
 
-    `soft_cap`: scaled scores s become soft_cap × tanh(s / soft_cap) (Gemma 2). `sinks`: (q_heads,), a score without
-    a value that takes part in each softmax (gpt-oss). A cache of float8_e4m3fn or int8 holds k / k_scale and
-    v / v_scale, rounded, with a scale for each head of a token: (blocks, kv_heads, block_size) float32.
+    A cache of float8_e4m3fn or int8 holds k / k_scale and v / v_scale, rounded, with a scale for each head of a token:
+    (blocks, kv_heads, block_size) float32.
 
     Not `causal`, a query sees later keys, too, and with a window those of which it is less than that many positions
-    apart. `bias`: (q_heads, 2 x positions), added to scaled scores: of a key d positions after a query at positions + d
-    (MPNet). `tree`: which keys queries see, in the place of those up to their own; there is no window then.
+    apart. `tree`: which keys queries see, in the place of those up to their own; there is no window then.
     """
     check_paged_attention(q, k_cache, v_cache, block_tables)
-    check_attention_extras(q, k_cache, sinks, k_scale, v_scale)
+    window, soft_cap = rules.window, rules.soft_cap
+    check_attention_extras(q, k_cache, rules.sinks, k_scale, v_scale)
     if tree is not None and (window is not None or not causal):
         raise ValueError("trees have no windows, and see nothing behind them")
     out, start = torch.empty_like(q), 0
@@ -116,9 +129,9 @@ def paged_attention_lse_reference(
         if window is not None:
             left = max(0, context - queries - window + 1)
             k[:, :left], v[:, :left] = 0, 0  # 0 × NaN is NaN
-        scores = torch.einsum("qhd,hkd->hqk", q[rows].float(), k) * scale
-        if bias is not None:
-            scores = scores + bias_of(bias, *_places(queries, context))
+        scores = torch.einsum("qhd,hkd->hqk", q[rows].float(), k) * rules.scale
+        if rules.bias is not None:
+            scores = scores + bias_of(rules.bias, *_places(queries, context))
         if soft_cap is not None:
             scores = soft_cap * (scores / soft_cap).tanh()
         if tree is None:
@@ -126,7 +139,7 @@ def paged_attention_lse_reference(
         else:
             hidden = ~torch.from_numpy(tree.seen(start - queries, start, context))
         scores = scores.masked_fill(hidden.to(q.device), float("-inf"))
-        weights, sums = _softmax(scores, sinks)
+        weights, sums = _softmax(scores, rules.sinks)
         out[rows], lse[rows] = torch.einsum("hqk,hkd->qhd", weights, v).to(q.dtype), sums.T
     return out, lse
 

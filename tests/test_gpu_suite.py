@@ -24,7 +24,7 @@ from batchinfer.bench.suite.run import Suite
 from batchinfer.bench.suite.section import BenchModel, BenchSection, Part, Result, WrongResult
 from batchinfer_kernels.cost import Cost
 from batchinfer_kernels.gpu.attention_launch import KVTiles
-from batchinfer_kernels.paged_attention import paged_attention_reference
+from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
 from tests.batchinfer.models.ops.prompts import flash_attention_stand_in
 from tests.gpu_suite import (
     ENTRIES,
@@ -324,7 +324,9 @@ class FakeWrapper:
         for row, (start, count) in enumerate(zip(self.starts.tolist(), counts.tolist(), strict=False)):
             table[row, :count] = self.pages[start : start + count]
         contexts = ((counts - 1) * self.block + self.last).tolist()
-        return paged_attention_reference(q, *cache, table, self.queries, contexts, q.shape[2] ** -0.5)
+        return paged_attention_reference(
+            q, *cache, table, self.queries, contexts, ScoreRules(q.shape[2] ** -0.5)
+        )
 
     def _plan(
         self, starts: torch.Tensor, pages: torch.Tensor, last: torch.Tensor, sizes: tuple[int, ...]
@@ -381,7 +383,7 @@ def test_flashinfer_is_given_the_same_work(paged, queries):
     q = paged.queries(3 * queries)
     calls = flashinfer.decode(paged, q) if queries == 1 else flashinfer.prefill(paged, q, queries)
     wanted = paged_attention_reference(
-        q, paged.k, paged.v, paged.table, [queries] * 3, list(paged.contexts), paged.heads.scale
+        q, paged.k, paged.v, paged.table, [queries] * 3, list(paged.contexts), ScoreRules(paged.heads.scale)
     )
     torch.testing.assert_close(calls["FlashInfer"](), wanted)
 
@@ -390,7 +392,13 @@ def test_flashinfer_s_cascade_is_given_the_same_work(paged):
     sharing = Paged.random([17, 32, 40], paged.heads, torch.float32, torch.device("cpu"), shared_keys=16)
     q = sharing.queries(3)
     wanted = paged_attention_reference(
-        q, sharing.k, sharing.v, sharing.table, [1] * 3, list(sharing.contexts), sharing.heads.scale
+        q,
+        sharing.k,
+        sharing.v,
+        sharing.table,
+        [1] * 3,
+        list(sharing.contexts),
+        ScoreRules(sharing.heads.scale),
     )
     torch.testing.assert_close(flashinfer.cascade(sharing, q, 16)["FlashInfer's cascade"](), wanted)
 
@@ -403,7 +411,7 @@ def test_flash_attention_is_given_the_same_work(monkeypatch):
     paged = Paged.random([17, 32, 40], Heads(4, 2, 16, 8), torch.float16, torch.device("cpu"))
     q = paged.queries(15)
     wanted = paged_attention_reference(
-        q, paged.k, paged.v, paged.table, [5] * 3, list(paged.contexts), paged.heads.scale
+        q, paged.k, paged.v, paged.table, [5] * 3, list(paged.contexts), ScoreRules(paged.heads.scale)
     )
     (call,) = flash_attention.prefill(paged, q, 5).values()
     torch.testing.assert_close(call(), wanted, atol=4e-3, rtol=4e-3)

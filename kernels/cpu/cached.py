@@ -25,7 +25,7 @@ from batchinfer_kernels.cpu.structures import (
     scoring,
 )
 from batchinfer_kernels.draft_tree import check_moves
-from batchinfer_kernels.paged_attention import check_attention_extras, check_bias, check_scales
+from batchinfer_kernels.paged_attention import ScoreRules, check_attention_extras, check_bias, check_scales
 from batchinfer_kernels.rope_store import check_pairs, check_rotary
 
 SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
@@ -226,18 +226,14 @@ class CachedOperators:
         block_size: int,
         block_tables: Tensor,
         items: Items,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
+        rules: ScoreRules,
         *,
         scales: Scales | None = None,
-        bias: Tensor | None = None,
     ) -> Tensor:
         """Attend as batchinfer_kernels.paged_attention says; sinks and bias are float32. `items` were planned for these
         tables with `pages(block_size)`, or are `whole_items`: then tokens see later ones, too. The caches are (blocks,
         *cache_shape), the scales of codes (blocks, *cache_shape[:2])."""
-        tokens, q_heads, dim = q.shape
+        (tokens, q_heads, dim), sinks, bias = q.shape, rules.sinks, rules.bias
         kv_heads = k_cache.shape[1]
         cache = self._cache((k_cache, v_cache), scales, kv_heads, block_size, q)
         if q_heads % kv_heads or block_tables.dim() != 2:
@@ -249,7 +245,7 @@ class CachedOperators:
             raise ValueError(f"sinks are {sinks.dtype}, not float32")
         self._checked("paged_attention", q, block_tables, *([] if sinks is None else [sinks]))
         out, width = torch.empty_like(q), k_cache.shape[3]
-        added = None if bias is None else self._added(bias, q_heads, scale)
+        added = None if bias is None else self._added(bias, q_heads, rules.scale)
         state = self.attention_state(items, tokens, q_heads, width)
         plan = items.structure(block_tables, q_heads // kv_heads)
         attention = Attention(
@@ -264,12 +260,12 @@ class CachedOperators:
             dim_pad=width,
             block_size=block_size,
             block_pad=k_cache.shape[2],
-            window=window or 0,
+            window=rules.window or 0,
             sinks=address(sinks),
             bias=address(added),
             bias_width=0 if added is None else added.shape[1],
             bias_reach=0 if bias is None else bias.shape[1] // 2,
-            **scoring(scale, soft_cap),
+            **scoring(rules.scale, rules.soft_cap),
         )
         self._function_of("paged_attention", q.dtype, scales is not None)(attention)
         return out

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.latent_attention import check_latent_attention
+from batchinfer_kernels.paged_attention import ScoreRules
 
 # The (query, key) pairs a head that a group may hold at most, padding included: 4 Mi scores are 16 MiB in float32,
 # which stays near the cache of a large CPU while amortising the ~10 us that an operator call costs.
@@ -154,17 +155,13 @@ def grouped_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     groups: list[AttentionGroup],
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
+    rules: ScoreRules,
 ) -> Tensor:
     """Paged attention over prepared groups; shapes as batchinfer_kernels.paged_attention."""
     out = torch.empty_like(q)
     for group in groups:
         k, v = _gather(k_cache, group), _gather(v_cache, group)
-        made = _attend(q.index_select(0, group.queries), k, v, group, scale, window, soft_cap, sinks, bias)
+        made = _attend(q.index_select(0, group.queries), k, v, group, rules)
         _put(made, group, out)
     return out
 
@@ -177,7 +174,7 @@ def grouped_latent_attention(
     out = q.new_empty(*q.shape[:2], rank)
     for group in groups:
         k = _gather(cache, group)
-        made = _attend(q.index_select(0, group.queries), k, k[..., :rank], group, scale, None, None, None)
+        made = _attend(q.index_select(0, group.queries), k, k[..., :rank], group, ScoreRules(scale))
         _put(made, group, out)
     return out
 
@@ -195,27 +192,23 @@ def _attend(
     k: Tensor,
     v: Tensor,
     group: AttentionGroup,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None = None,
+    rules: ScoreRules,
 ) -> Tensor:
     """K and V are gathered, (G, kv_heads, keys, D). The heads that share a KV head become rows of one query matrix, so
     that K and V are read once for all."""
     (members, queries, _), (_, heads, dim) = group.shape, q.shape
-    kv_heads = k.shape[1]
+    kv_heads, sinks = k.shape[1], rules.sinks
     share = heads // kv_heads
     rows = q.view(members, queries, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
     rows = rows.reshape(members, kv_heads, share * queries, dim)
-    mask = group.masks[window].expand(members, 1, queries, -1).repeat(1, 1, share, 1)
-    if bias is not None:
-        mask = _biased(bias, group, mask, (kv_heads, share)).to(q.dtype)
-    if soft_cap is None and sinks is None:
-        result = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+    mask = group.masks[rules.window].expand(members, 1, queries, -1).repeat(1, 1, share, 1)
+    if rules.bias is not None:
+        mask = _biased(rules.bias, group, mask, (kv_heads, share)).to(q.dtype)
+    if rules.soft_cap is None and sinks is None:
+        result = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=rules.scale)
     else:
         each = None if sinks is None else sinks.view(kv_heads, share, 1).expand(-1, -1, queries).flatten(1)
-        result = _weighed(rows, k, v, mask, scale, soft_cap, each)
+        result = _weighed(rows, k, v, mask, rules.scale, rules.soft_cap, each)
     result = result.view(members, kv_heads, share, queries, -1).permute(0, 3, 1, 2, 4)
     return result.reshape(members * queries, heads, -1)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from batchinfer_kernels.gpu.checks import check_contiguous
 from batchinfer_kernels.gpu.sizes import next_power_of_2
 from batchinfer_kernels.gpu.target import architecture, processors
-from batchinfer_kernels.paged_attention import check_attention_extras, check_paged_attention
+from batchinfer_kernels.paged_attention import ScoreRules, check_attention_extras, check_paged_attention
 
 Work = Literal["prefill", "decode", "coded decode", "drafts", "prefix", "deterministic"]
 FEWEST_ROWS = 16  # that a tensor core multiplies
@@ -214,9 +214,7 @@ def kernel_arguments(
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    rules: ScoreRules,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     work: Work,
@@ -227,6 +225,7 @@ def kernel_arguments(
     computed once. `queries`: the most that a sequence has in decode attention; `trees`: some are in
     trees of drafts. Raises ValueError for a scale that is
     not greater than 0: the largest score has to stay the largest when it is scaled."""
+    scale, window, soft_cap = rules.scale, rules.window, rules.soft_cap
     if not scale > 0:
         raise ValueError(f"scores are multiplied by {scale}, which is not greater than 0")
     arch, codes = architecture(), _codes(k_cache.dtype, architecture())

@@ -38,6 +38,7 @@ from batchinfer_kernels.gpu.attention_launch import (
 from batchinfer_kernels.gpu.attention_parts import Own, Parts, merge_parts
 from batchinfer_kernels.gpu.attention_splits import Splits
 from batchinfer_kernels.gpu.prefix_attention import Prefixes, attend_prefixes
+from batchinfer_kernels.paged_attention import ScoreRules
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -171,11 +172,8 @@ def decode_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     splits: Splits,
-    scale: float,
-    window: int | None = None,
+    rules: ScoreRules,
     *,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     rows: Tensor | None = None,
@@ -204,25 +202,25 @@ def decode_attention(
     `deterministic`: a row's bits depend on its own keys alone, with splits that are. `out`: like q; `lse`: (T, q_heads)
     float32; written if given.
     """
-    check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
+    check_attention(q, k_cache, v_cache, block_tables, rules.sinks, k_scale, v_scale)
     fast: Work = "decode" if k_cache.dtype == q.dtype else "coded decode"
     starts, places = (None, None) if prefixes is None else (prefixes.starts, prefixes.places)
     own = Own(context_lens, splits, rows, starts, places, chunks, nearby)
-    own.check(q, block_tables, window)
+    own.check(q, block_tables, rules.window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     count = len(splits.keys)
     if count == 0:
         return out
     shared = 0 if prefixes is None else prefixes.parts
     parts = Parts.of(q, shared, splits.parts) if shared or not splits.whole else None
-    common = (q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, v_scale)
+    common = (q, k_cache, v_cache, block_tables, rules, k_scale, v_scale)
     if prefixes is not None and parts is not None:
         attend_prefixes(prefixes, own, parts, *common, deterministic)
     work: Work = "deterministic" if deterministic else fast
     arguments = kernel_arguments(*common, work, splits.queries, nearby is not None)
-    attend_own(own, arguments, parts, out, lse, sinks)
+    attend_own(own, arguments, parts, out, lse, rules.sinks)
     if parts is not None:
-        merge_parts(own, parts, q.shape[1] // k_cache.shape[1], out, lse, sinks)
+        merge_parts(own, parts, q.shape[1] // k_cache.shape[1], out, lse, rules.sinks)
     return out
 
 

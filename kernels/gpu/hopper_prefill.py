@@ -39,6 +39,7 @@ from batchinfer_kernels.gpu.hopper_tiles import (
     TILE,
     why_not,
 )
+from batchinfer_kernels.paged_attention import ScoreRules
 
 DTYPES = (torch.bfloat16, torch.float16)
 VARYING = ["stride_table"]
@@ -396,19 +397,17 @@ def hopper_prefill(
     v_cache: Tensor,
     block_tables: Tensor,
     items: Tensor,
-    scale: float,
-    window: int | None = None,
+    rules: ScoreRules,
     *,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     out: Tensor,
 ) -> None:
     """Write to `out` what `prefill_attention` does, with items of up to `hopper_tokens`. Raises ValueError for what it
     does not cover, as `why_not` says."""
-    check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
+    check_attention(q, k_cache, v_cache, block_tables, rules.sinks, k_scale, v_scale)
     kv_heads, size, dim = k_cache.shape[1:]
+    scale, window, soft_cap = rules.scale, rules.window, rules.soft_cap
     reason = why_not(dim, size, window, k_cache.element_size())
     if reason is not None or q.dtype not in DTYPES:
         raise ValueError(reason or f"q is {q.dtype}")
@@ -420,7 +419,7 @@ def hopper_prefill(
             k_desc=_pages(k_cache),
             v_desc=_pages(v_cache),
             tables_ptr=block_tables,
-            sinks_ptr=sinks,
+            sinks_ptr=rules.sinks,
             k_scale_ptr=k_scale,
             v_scale_ptr=v_scale,
             stride_scale=0 if k_scale is None else k_scale.stride(0),

@@ -11,6 +11,7 @@ from torch import Tensor
 from batchinfer_kernels.gpu.attention_plan import LaunchPlan
 from batchinfer_kernels.gpu.decode_attention import decode_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
+from batchinfer_kernels.paged_attention import ScoreRules
 
 
 def paged_attention(
@@ -19,14 +20,10 @@ def paged_attention(
     v_cache: Tensor,
     block_tables: Tensor,
     plan: LaunchPlan,
-    scale: float,
-    window: int | None = None,
+    rules: ScoreRules,
     *,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    bias: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -36,7 +33,7 @@ def paged_attention(
     blocks) int32.
     Where the plan has no chunks it can be captured into a graph; give plan_attention a Room, keep the plan and the
     block tables where they are, and before each replay `refill` the one and copy into the other.
-    `bias` of an encoder changes nothing for a prompt of one token, which sees itself alone.
+    A bias of an encoder changes nothing for a prompt of one token, which sees itself alone.
     `out`: like q; `lse`: (T, q_heads) float32; written if given. Raises ValueError for what the kernels do not cover.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -46,16 +43,12 @@ def paged_attention(
             *places,
             [],
             [],
-            scale,
-            window,
-            soft_cap=soft_cap,
-            sinks=sinks,
+            rules,
             k_scale=k_scale,
             v_scale=v_scale,
             items=plan.items,
             deterministic=plan.deterministic,
             causal=plan.causal,
-            bias=bias,
             nearby=plan.nearby,
             out=out,
             lse=lse,
@@ -64,11 +57,8 @@ def paged_attention(
         decode_attention(
             *places,
             plan.contexts,
-            plan.splits_of(window),
-            scale,
-            window,
-            soft_cap=soft_cap,
-            sinks=sinks,
+            plan.splits_of(rules.window),
+            rules,
             k_scale=k_scale,
             v_scale=v_scale,
             rows=plan.rows,

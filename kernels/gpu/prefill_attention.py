@@ -35,6 +35,7 @@ from batchinfer_kernels.gpu.attention_launch import (
     kernel_arguments,
     moved,
 )
+from batchinfer_kernels.paged_attention import ScoreRules
 
 # With tiles in flight sm_90 would wait for each product where scores have something added
 _BIASED = {"num_stages": 1}
@@ -188,18 +189,14 @@ def prefill_attention(
     block_tables: Tensor,
     query_lens: Sequence[int],
     context_lens: Sequence[int],
-    scale: float,
-    window: int | None = None,
+    rules: ScoreRules,
     *,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     items: Tensor | None = None,
     deterministic: bool = False,
     segment: int = SEGMENT,
     causal: bool = True,
-    bias: Tensor | None = None,
     nearby: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -215,14 +212,14 @@ def prefill_attention(
 
     `out`: like q; `lse`: (T, q_heads) float32; written if given.
     """
-    check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
+    check_attention(q, k_cache, v_cache, block_tables, rules.sinks, k_scale, v_scale)
     work: Work = "deterministic" if deterministic else "prefill"
     tiles = choose_tiles(work, q.dtype, q.shape[2], k_scale is not None)
     if segment % tiles.keys:
         raise ValueError(f"a segment of {segment} keys is not made of tiles of {tiles.keys}")
     if nearby is not None:
-        check_nearby(nearby, len(q), window, causal)
-    kv_heads = k_cache.shape[1]
+        check_nearby(nearby, len(q), rules.window, causal)
+    kv_heads, bias = k_cache.shape[1], rules.bias
     tokens = tiles.rows // (q.shape[1] // kv_heads)
     if items is None:
         items = moved(prefill_items(query_lens, context_lens, tokens, causal=causal), q.device)
@@ -230,7 +227,7 @@ def prefill_attention(
     if len(items):
         _prefill_attention_kernel[(len(items), kv_heads)](
             items_ptr=items,
-            sinks_ptr=sinks,
+            sinks_ptr=rules.sinks,
             bias_ptr=bias,
             bias_stride=0 if bias is None else bias.stride(0),
             nearby_ptr=nearby,
@@ -241,9 +238,7 @@ def prefill_attention(
             out_stride_head=out.stride(1),
             lse_stride_token=q.shape[1],
             segment=segment,
-            **kernel_arguments(
-                q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, v_scale, work
-            )
+            **kernel_arguments(q, k_cache, v_cache, block_tables, rules, k_scale, v_scale, work)
             | ({} if bias is None else _BIASED),
         )
     return out

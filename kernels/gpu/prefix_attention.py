@@ -25,6 +25,7 @@ from batchinfer_kernels.gpu.attention_core import (
 from batchinfer_kernels.gpu.attention_launch import VARYING, Work, choose_tiles, kernel_arguments
 from batchinfer_kernels.gpu.attention_parts import Own, Parts
 from batchinfer_kernels.gpu.step_arrays import StepArray
+from batchinfer_kernels.paged_attention import ScoreRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +129,7 @@ def attend_prefixes(
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    rules: ScoreRules,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     deterministic: bool,
@@ -155,7 +154,5 @@ def attend_prefixes(
         parts_ptr=parts.values,
         part_lses_ptr=parts.lses,
         heads=q.shape[1],
-        **kernel_arguments(
-            q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, v_scale, work
-        ),
+        **kernel_arguments(q, k_cache, v_cache, block_tables, rules, k_scale, v_scale, work),
     )

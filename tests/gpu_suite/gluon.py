@@ -12,6 +12,7 @@ from batchinfer.models.ops.prompts.gluon import GluonPrefill
 from batchinfer_kernels.gpu.attention_launch import moved
 from batchinfer_kernels.gpu.hopper_tiles import hopper_tokens
 from batchinfer_kernels.gpu.prefill_attention import prefill_items
+from batchinfer_kernels.paged_attention import ScoreRules
 from tests.gpu_suite.paged import Paged
 
 
@@ -25,7 +26,7 @@ def prefill(paged: Paged, q: Tensor, queries: int) -> dict[str, Call]:
     items = moved(prefill_items(lens, paged.contexts, hopper_tokens(heads.q // heads.kv)), q.device)
 
     def call() -> Tensor:
-        kernel.hopper_prefill(q, paged.k, paged.v, paged.table, items, heads.scale, out=out)
+        kernel.hopper_prefill(q, paged.k, paged.v, paged.table, items, ScoreRules(heads.scale), out=out)
         return out
 
     return {GluonPrefill.name: call}

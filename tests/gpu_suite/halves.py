@@ -17,6 +17,7 @@ from batchinfer.bench.suite.section import BenchSection
 from batchinfer_kernels.gpu.gated_activation import gated_activation
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.rms_norm import rms_norm
+from batchinfer_kernels.paged_attention import ScoreRules
 from tests.gpu_suite.paged import Heads
 from tests.gpu_suite.step import DTYPE, AttentionStep, planned
 
@@ -138,7 +139,8 @@ class DecodeRows:
         """Run a layer's attention."""
         paged, q = self.step.paged, self.qkv.view(self._heads)[:, : self.step.paged.heads.q]
         paged_attention(
-            *(q, paged.k, paged.v, paged.table, self.step.plan, paged.heads.scale), out=self.attended
+            *(q, paged.k, paged.v, paged.table, self.step.plan, ScoreRules(paged.heads.scale)),
+            out=self.attended,
         )
 
     def leave(self, weights: LayerWeights) -> None:

@@ -20,7 +20,7 @@ from batchinfer_kernels.gpu.attention_plan import (
     plan_attention,
 )
 from batchinfer_kernels.gpu.paged_attention import paged_attention
-from batchinfer_kernels.paged_attention import paged_attention_reference
+from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
 from tests.gpu_suite import needles
 from tests.gpu_suite.paged import Heads, Paged
 
@@ -76,7 +76,7 @@ class AttentionStep:
             paged_attention,
             *(self.q, paged.k, paged.v, paged.table),
             self.plan if plan is None else plan,
-            paged.heads.scale,
+            ScoreRules(paged.heads.scale),
             k_scale=paged.scale,
             v_scale=paged.scale,
             out=torch.empty_like(self.q),
@@ -89,7 +89,7 @@ class AttentionStep:
             *(self.q, paged.k, paged.v, paged.table),
             [self.queries] * len(paged.contexts),
             list(paged.contexts),
-            paged.heads.scale,
+            ScoreRules(paged.heads.scale),
             k_scale=paged.scale,
             v_scale=paged.scale,
         )

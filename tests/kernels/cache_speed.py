@@ -15,6 +15,7 @@ import torch
 
 from batchinfer_kernels.cpu.attention_plan import attention_items
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.paged_attention import ScoreRules
 
 BLOCK, ROUNDS = 16, 11
 OUT_OF_CACHE = 150e6  # bytes of values: with several layers of few, so that none is still in the L3 cache
@@ -72,9 +73,9 @@ def layers(
         scales = (torch.rand(laid[:3]) * 0.02, torch.rand(laid[:3]) * 0.02)
         found.append(
             (
-                lambda k=k, v=v: compiled.paged_attention(q, k, v, *step, 0.125),
+                lambda k=k, v=v: compiled.paged_attention(q, k, v, *step, ScoreRules(0.125)),
                 lambda k=coded_k, v=coded_v, s=scales: compiled.paged_attention(
-                    q, k, v, *step, 0.125, scales=s
+                    q, k, v, *step, ScoreRules(0.125), scales=s
                 ),
             )
         )

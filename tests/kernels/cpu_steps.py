@@ -14,12 +14,17 @@ from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.paged_attention import AttentionGroup, SequenceShape, build_group, group_sequences
 from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.latent_attention import latent_attention_reference
-from batchinfer_kernels.paged_attention import paged_attention_reference
+from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
 from batchinfer_kernels.rope_store import coded_reference
 from tests.kernels.cpu_cache import codes_laid_out, laid_out
 from tests.kernels.cpu_kit import threads_of
 
 Chunks = list[tuple[int, int]]  # queries, and the context that they end
+
+
+def rules_of(scale: float, window: int | None, named: dict[str, Any]) -> ScoreRules:
+    """Take the rules of scores out of named arguments."""
+    return ScoreRules(scale, window, *(named.pop(name, None) for name in ("soft_cap", "sinks", "bias")))
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,14 @@ class Step:
         else:
             k, v, scales = codes_laid_out(compiled, self.k, self.v, self.scales, self.q.element_size())
         return compiled.paged_attention(
-            self.q, k, v, size, self.table, items, 0.3, window, scales=scales, **rules
+            self.q, k, v, size, self.table, items, rules_of(0.3, window, rules), scales=scales
         )
 
-    def reference(self, window=None, **rules) -> Tensor:
+    def reference(self, window=None, **more) -> Tensor:
         k_scale, v_scale = self.scales or (None, None)
         caches = (self.k, self.v, self.table, self.queries, self.contexts)
         return paged_attention_reference(
-            self.q, *caches, 0.3, window, k_scale=k_scale, v_scale=v_scale, **rules
+            self.q, *caches, rules_of(0.3, window, more), k_scale=k_scale, v_scale=v_scale, **more
         )
 
     def leave_behind(self, window: int | None) -> None:

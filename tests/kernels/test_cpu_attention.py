@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.paged_attention import grouped_attention
+from batchinfer_kernels.paged_attention import ScoreRules
 from batchinfer_kernels.rope_store import coded_reference
 from tests.examples import examples
 from tests.kernels.cpu_cache import codes_laid_out, plain
@@ -58,7 +59,7 @@ def test_whole_texts_whose_tokens_see_later_ones(
     assert torch.equal(alone.attend(operators(way, codes), window, **rules), got[-lengths[-1] :])
     if not codes:
         groups = step.groups(window, causal=False)
-        grouped = grouped_attention(step.q, step.k, step.v, groups, 0.3, window, bias=bias)
+        grouped = grouped_attention(step.q, step.k, step.v, groups, ScoreRules(0.3, window, bias=bias))
         torch.testing.assert_close(grouped, wanted, **TOLERANCE[dtype])
 
 
@@ -272,7 +273,7 @@ def test_parts_are_copied_with_their_scales(shape, dtype):
 
 def attend_one(compiled: CompiledOperators, q, k, v, block_size=4, **options):
     items, table = attention_items([1], [1], 1), torch.zeros(1, 1, dtype=torch.int32)
-    return compiled.paged_attention(q, k, v, block_size, table, items, 1.0, **options)
+    return compiled.paged_attention(q, k, v, block_size, table, items, ScoreRules(1.0), **options)
 
 
 def test_caches_that_do_not_fit_are_refused():

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 import batchinfer_kernels.cpu.paged_attention as paged
 from batchinfer_kernels.cpu.paged_attention import SequenceShape, group_sequences, grouped_attention
-from batchinfer_kernels.paged_attention import paged_attention_reference
+from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
 from tests.examples import examples
 from tests.kernels.cpu_kit import TOLERANCE
 from tests.kernels.cpu_steps import Step, poisoned_step
 
 
 def grouped(step: Step, window: int | None) -> torch.Tensor:
-    return grouped_attention(step.q, step.k, step.v, step.groups(window), 0.3, window)
+    return grouped_attention(step.q, step.k, step.v, step.groups(window), ScoreRules(0.3, window))
 
 
 @given(
@@ -58,4 +58,6 @@ def test_a_long_chunk_is_cut_and_gives_the_same(monkeypatch, window):
 def test_reference_refuses_heads_that_do_not_divide():
     q, cache = torch.zeros(1, 3, 8), torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match="does not fit"):
-        paged_attention_reference(q, cache, cache, torch.zeros(1, 1, dtype=torch.int32), [1], [1], 1.0)
+        paged_attention_reference(
+            q, cache, cache, torch.zeros(1, 1, dtype=torch.int32), [1], [1], ScoreRules(1.0)
+        )

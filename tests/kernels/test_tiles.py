@@ -291,6 +291,7 @@ OPERATORS = """
 import sys, torch
 from batchinfer_kernels.cpu.attention_plan import attention_items
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.paged_attention import ScoreRules
 from batchinfer_kernels.quantized_linear import quantize_weight
 from tests.kernels.guarded_tensor import at_the_end
 
@@ -311,7 +312,7 @@ for size in (4, 16, 40):
     for dim in (20, 64, 80):
         shape = (1, *compiled.cache_shape(1, size, dim))
         q, k, v = (at_the_end(torch.randn(s).bfloat16()) for s in ((size, 3, dim), shape, shape))
-        assert compiled.paged_attention(q, k, v, size, table, items, 0.3).isfinite().all()
+        assert compiled.paged_attention(q, k, v, size, table, items, ScoreRules(0.3)).isfinite().all()
     for rank, turned in ((512, 64), (32, 32), (20, 8), (33, 2)):
         cache = at_the_end(torch.randn(1, 1, size, rank + turned).bfloat16())
         q = at_the_end(torch.randn(size, 3, rank + turned).bfloat16())

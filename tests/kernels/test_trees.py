@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.paged_attention import grouped_attention
 from batchinfer_kernels.draft_tree import MOST_NODES, move_slots_reference
-from batchinfer_kernels.paged_attention import paged_attention_reference
+from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
 from tests.examples import examples
 from tests.kernels.cpu_cache import codes_laid_out, laid_out, plain
 from tests.kernels.cpu_kit import DTYPES, TOLERANCE, operators
@@ -51,7 +51,9 @@ def test_each_path_is_a_text_of_its_own(seed, group, block_size, soft_cap, sunk,
             )
             query = step.q[end - len(parents) + node][None]
             table = torch.zeros(1, 1, dtype=torch.int32)
-            wanted = paged_attention_reference(query, k, v, table, [1], [len(places)], 0.3, **rules)
+            wanted = paged_attention_reference(
+                query, k, v, table, [1], [len(places)], ScoreRules(0.3, **rules)
+            )
             torch.testing.assert_close(got[end - len(parents) + node], wanted[0])
 
 
@@ -80,7 +82,7 @@ def test_compiled_and_grouped_trees_equal_the_reference(
     )
     if not codes:
         groups = step.groups(tree=tree)
-        grouped = grouped_attention(step.q, step.k, step.v, groups, 0.3, None, **rules)
+        grouped = grouped_attention(step.q, step.k, step.v, groups, ScoreRules(0.3, **rules))
         torch.testing.assert_close(grouped, wanted, **TOLERANCE[dtype])
 
 

@@ -8,17 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights
-from batchinfer.models.ops.attention import (
-    AttentionInputs,
-    AttentionPlan,
-    HeadTurn,
-    LayerCache,
-    RopeTable,
-    ScoreRules,
-)
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, HeadTurn, LayerCache, RopeTable
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import LatentHeads, LayerParts
 from batchinfer.models.spec.spec import AttentionSpec, LatentAttentionSpec, LayerSpec
+from batchinfer_kernels.paged_attention import ScoreRules
 
 
 class AttentionHalf(ABC):

@@ -12,9 +12,10 @@ from torch import Tensor
 from batchinfer.models.decoder.feed_forward import ExpertLoads
 from batchinfer.models.foreign.interface import Given, attach
 from batchinfer.models.foreign.spec import ForeignSpec
-from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache, ScoreRules
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import finite_argmax
+from batchinfer_kernels.paged_attention import ScoreRules
 
 
 @dataclass(slots=True)

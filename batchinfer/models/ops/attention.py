@@ -93,19 +93,6 @@ class HeadTurn:
     offset: float = 0.0  # is added to the weights
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoreRules:
-    """How a layer's queries and keys make scores; see AttentionSpec and batchinfer_kernels.paged_attention."""
-
-    scale: float
-    window: int | None = None
-    soft_cap: float | None = None
-    sinks: Tensor | None = None  # (q_heads,): a score of each head without a value
-    bias: Tensor | None = (
-        None  # (q_heads, 2 x positions) float32: what scores get by the distance of their keys
-    )
-
-
 # The sliding windows of layers; None: a layer sees all keys
 Windows: TypeAlias = frozenset[int | None]
 

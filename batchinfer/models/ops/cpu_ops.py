@@ -8,14 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from batchinfer.models.ops.attention import (
-    AttentionInputs,
-    AttentionPlan,
-    HeadTurn,
-    LayerCache,
-    ScoreRules,
-    Windows,
-)
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, HeadTurn, LayerCache, Windows
 from batchinfer.models.ops.cpu_layer import CompiledLayer, ItemPlan
 from batchinfer.models.ops.cpu_linear import (
     CompiledAdapters,
@@ -50,6 +43,7 @@ from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
 from batchinfer_kernels.cpu.packed import Kind, PackedWeight
 from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.paged_attention import ScoreRules
 
 # Heads that read a tile of latents together: with them it is worth its way from the L2 cache
 MOST_SLICE = 16
@@ -264,12 +258,8 @@ class CpuOps(TorchOps):
             cache.block_size,
             plan.inputs.block_tables,
             plan.items,
-            rules.scale,
-            rules.window,
-            rules.soft_cap,
-            rules.sinks,
+            rules,
             scales=cache.scales,
-            bias=rules.bias,
         )
         return placed(attended, out)
 

@@ -16,7 +16,6 @@ from batchinfer.models.ops.attention import (
     HeadTurn,
     LayerCache,
     RopeTable,
-    ScoreRules,
     Windows,
 )
 from batchinfer.models.ops.layers import (
@@ -52,7 +51,7 @@ from batchinfer_kernels.latent_attention import latent_store_reference
 from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from batchinfer_kernels.mask import bars, mask_reference
-from batchinfer_kernels.paged_attention import CODES
+from batchinfer_kernels.paged_attention import CODES, ScoreRules
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.routing import Routing

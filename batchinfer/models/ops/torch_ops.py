@@ -9,14 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.models.ops.attention import (
-    AttentionInputs,
-    AttentionPlan,
-    HeadTurn,
-    LayerCache,
-    ScoreRules,
-    Windows,
-)
+from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, HeadTurn, LayerCache, Windows
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import (
     AdapterRoom,
@@ -43,6 +36,7 @@ from batchinfer_kernels.cpu.paged_attention import (
 from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
 from batchinfer_kernels.gated_activation import Activation, gated_activation_reference
 from batchinfer_kernels.low_rank import AdaptedRows, low_rank_reference
+from batchinfer_kernels.paged_attention import ScoreRules
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_reference, rope_store_reference
 
@@ -240,8 +234,7 @@ class TorchOps(Ops):
     ) -> Tensor:
         if not isinstance(plan, GroupedPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        keys, r = (cache.k, cache.v, plan.groups), rules
-        found = grouped_attention(q, *keys, r.scale, r.window, r.soft_cap, r.sinks, r.bias)
+        found = grouped_attention(q, cache.k, cache.v, plan.groups, rules)
         return placed(found, out)
 
     def absorbed_attention(

@@ -15,7 +15,6 @@ from batchinfer.models.ops.attention import (
     FixedPlan,
     HeadTurn,
     LayerCache,
-    ScoreRules,
     Windows,
 )
 from batchinfer.models.ops.contests import LibraryChoice
@@ -79,6 +78,7 @@ from batchinfer_kernels.gpu.rms_norm import rms_norm
 from batchinfer_kernels.gpu.rope_store import rope as rotate
 from batchinfer_kernels.gpu.rope_store import rope_store
 from batchinfer_kernels.gpu.sample import sample
+from batchinfer_kernels.paged_attention import ScoreRules
 from batchinfer_kernels.penalties import Penalties
 from batchinfer_kernels.prefix_groups import Ints
 from batchinfer_kernels.routing import Routing
@@ -373,14 +373,10 @@ class TritonOps(Ops):
             cache.v,
             plan.tables,
             todo,
-            rules.scale,
-            rules.window,
-            soft_cap=rules.soft_cap,
-            sinks=rules.sinks,
+            rules,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
             out=out,
-            bias=rules.bias,
         )
 
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:

@@ -17,8 +17,8 @@ from batchinfer_kernels.gpu.attention_splits import Splits, Splitter
 from batchinfer_kernels.gpu.decode_attention import decode_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
-from batchinfer_kernels.paged_attention import paged_attention_lse_reference
-from tests.kernels.cpu_steps import Step, poisoned_step
+from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_lse_reference
+from tests.kernels.cpu_steps import Step, poisoned_step, rules_of
 from tests.kernels.trees import mask_of, random_parents
 
 SCALE = 0.2
@@ -59,8 +59,10 @@ class Case(Step):
         lse[:] = float("-inf") if sinks is None else sinks
         queries = [n if context else 0 for n, context in self.chunks]
         q, *caches = self.tensors
+        rules = rules_of(SCALE, window, {"sinks": sinks, **extras})
+        more = {name: extras[name] for name in ("causal", "tree") if name in extras}
         out[real], lse[real] = paged_attention_lse_reference(
-            q[real], *caches, queries, self.contexts, SCALE, window, sinks=sinks, **self.scaling, **extras
+            q[real], *caches, queries, self.contexts, rules, **self.scaling, **more
         )
         return out, lse
 
@@ -111,7 +113,7 @@ def splits_of(contexts, case: Case, window=None, segment=None, deterministic=Fal
 
 def prefill(case: Case, window=None, **extras) -> tuple[Tensor, Tensor]:
     named = {**case.outputs(), **case.scaling, **extras}
-    prefill_attention(*case.tensors, case.queries, case.contexts, SCALE, window, **named)
+    prefill_attention(*case.tensors, case.queries, case.contexts, rules_of(SCALE, window, named), **named)
     return named["out"], named["lse"]
 
 
@@ -121,7 +123,8 @@ def decode(
     """`longest`: the bound of contexts in a graph; `planned`: the contexts before they grew."""
     splits = splits_of(planned or case.contexts, case, window, segment, deterministic, longest)
     named = {**case.outputs(), **case.scaling, **extras}
-    decode_attention(*case.tensors, case.lengths, splits, SCALE, window, deterministic=deterministic, **named)
+    rules = rules_of(SCALE, window, named)
+    decode_attention(*case.tensors, case.lengths, splits, rules, deterministic=deterministic, **named)
     return named["out"], named["lse"]
 
 
@@ -132,7 +135,7 @@ def attend_sharing(
     outputs, shared = case.outputs(), [SharedPrefix(*p) for p in prefixes]
     shape = replace(case.shape, deterministic=deterministic)
     plan = plan_attention(case.queries, case.contexts, shape, case.q.device, shared, None, [window], tree)
-    paged_attention(*case.tensors, plan, SCALE, window, **outputs, **case.scaling, **extras)
+    paged_attention(*case.tensors, plan, rules_of(SCALE, window, extras), **outputs, **case.scaling, **extras)
     return outputs["out"], outputs["lse"]
 
 
@@ -146,7 +149,7 @@ def attend_few(
         Room(longest, sharing=None, queries=queries),
     )
     plan = plan_attention(case.queries, case.contexts, shape, case.q.device, shared, room, [window], tree)
-    paged_attention(*case.tensors, plan, SCALE, window, **outputs, **case.scaling, **extras)
+    paged_attention(*case.tensors, plan, rules_of(SCALE, window, extras), **outputs, **case.scaling, **extras)
     return outputs["out"], outputs["lse"]
 
 
@@ -197,7 +200,7 @@ def launch_prefix(dtype, dim, group, block_size, window, soft_cap, codes, determ
     shape = replace(case.shape, deterministic=deterministic)
     prefixes = [SharedPrefix([0, 1], 1024)]
     plan = plan_attention(case.queries, case.contexts, shape, "cpu", prefixes, windows=[window])
-    paged_attention(*case.tensors, plan, SCALE, window, **extras, **case.scaling)
+    paged_attention(*case.tensors, plan, ScoreRules(SCALE, window, **extras), **case.scaling)
 
 
 def launch_tree(dtype, dim, group, block_size, soft_cap, codes, deterministic) -> None:
@@ -205,7 +208,7 @@ def launch_tree(dtype, dim, group, block_size, soft_cap, codes, deterministic) -
     case, extras = compiled_case(((100, 300), (8, 300)), dtype, dim, group, block_size, soft_cap, codes)
     shape, tree = replace(case.shape, deterministic=deterministic), tree_of(case, 0, 7)
     plan = plan_attention(case.queries, case.contexts, shape, "cpu", tree=tree)
-    paged_attention(*case.tensors, plan, SCALE, **extras, **case.scaling)
+    paged_attention(*case.tensors, plan, ScoreRules(SCALE, **extras), **case.scaling)
 
 
 def launch_few(
@@ -218,7 +221,7 @@ def launch_few(
     for shorter in (3000, 300):  # of rows that are as long as one another none is split
         tree = tree_of(case, queries - 1, queries - 1) if branching else None
         plan = plan_attention(case.queries, [3000, shorter], shape, "cpu", (), room, [window], tree)
-        paged_attention(*case.tensors, plan, SCALE, window, **extras, **case.scaling)
+        paged_attention(*case.tensors, plan, ScoreRules(SCALE, window, **extras), **case.scaling)
 
 
 def compiled_case(chunks, dtype, dim, group, block_size, soft_cap, codes) -> tuple[Case, dict[str, Any]]:

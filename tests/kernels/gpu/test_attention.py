@@ -17,7 +17,7 @@ from batchinfer_kernels.gpu.decode_attention import decode_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention, prefill_items, prefill_tokens
 from batchinfer_kernels.gpu.prefix_attention import attend_prefixes
-from batchinfer_kernels.paged_attention import paged_attention_lse_reference
+from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_lse_reference
 from tests.examples import first_of
 from tests.kernels.gpu.attention_cases import (
     DTYPES,
@@ -189,7 +189,7 @@ def test_only_the_rows_of_given_items_are_written(device) -> None:
     most = prefill_tokens(torch.float32, 64, 2)
     items = torch.from_numpy(prefill_items([3, 0, 4], [17, 9, 4], most, np.array([0, 3, 5]))).to(device)
     out, wanted = case.outputs()["out"], case.reference()[0]
-    prefill_attention(*case.tensors, [], [], SCALE, items=items, out=out)
+    prefill_attention(*case.tensors, [], [], ScoreRules(SCALE), items=items, out=out)
     assert out[3:5].isnan().all()
     assert_near(out[[0, 1, 2, 5, 6, 7, 8]], wanted[[0, 1, 2, 5, 6, 7, 8]], torch.float32)
 
@@ -206,7 +206,7 @@ def test_what_prefill_does_not_cover_is_refused(device) -> None:
         prefill(case, segment=31)
     for scale in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="not greater than 0"):
-            prefill_attention(*case.tensors, case.queries, case.contexts, scale)
+            prefill_attention(*case.tensors, case.queries, case.contexts, ScoreRules(scale))
 
 
 # ---- decode alone
@@ -235,7 +235,7 @@ def test_rows_choose_queries_and_sequences(device) -> None:
     rows = torch.tensor([[3, 1], [6, 3]], dtype=torch.int32, device=device)
     for segment in (64, 256):
         outputs, splits = case.outputs(), splits_of((100, 30), case, segment=segment)
-        decode_attention(*case.tensors, case.lengths, splits, SCALE, rows=rows, **outputs)
+        decode_attention(*case.tensors, case.lengths, splits, ScoreRules(SCALE), rows=rows, **outputs)
         for got, wanted in zip(outputs.values(), case.reference(), strict=True):
             assert_near(got[[3, 6]], wanted[[3, 6]], torch.float32)
             assert got[[0, 1, 2, 4, 5]].isnan().all()
@@ -244,7 +244,9 @@ def test_rows_choose_queries_and_sequences(device) -> None:
 def test_nothing_to_do(device) -> None:
     case = paged_case(((0, 4), (0, 0)), device=device)
     assert prefill(case)[0].shape == (0, 4, 64)
-    assert decode_attention(*case.tensors, case.lengths[:0], splits_of((), case), SCALE).shape == (0, 4, 64)
+    assert decode_attention(
+        *case.tensors, case.lengths[:0], splits_of((), case), ScoreRules(SCALE)
+    ).shape == (0, 4, 64)
 
 
 def test_what_does_not_fit_decode_is_refused(device) -> None:
@@ -252,15 +254,15 @@ def test_what_does_not_fit_decode_is_refused(device) -> None:
     lengths, splits = case.lengths, splits_of(case.contexts, case)
     for wrong in (lengths.long(), lengths[:1]):
         with pytest.raises(ValueError, match="lengths are"):
-            decode_attention(*case.tensors, wrong, splits, SCALE)
+            decode_attention(*case.tensors, wrong, splits, ScoreRules(SCALE))
     with pytest.raises(ValueError, match="rows are"):
-        decode_attention(*case.tensors, lengths, splits, SCALE, rows=lengths[:, None])
+        decode_attention(*case.tensors, lengths, splits, ScoreRules(SCALE), rows=lengths[:, None])
     with pytest.raises(ValueError, match="window of None, for 2 with 7"):
-        decode_attention(*case.tensors, lengths, splits, SCALE, 7)
+        decode_attention(*case.tensors, lengths, splits, ScoreRules(SCALE, 7))
     with pytest.raises(ValueError, match="1 rows"):
-        decode_attention(*case.tensors, lengths, splits_of((9,), case), SCALE)
+        decode_attention(*case.tensors, lengths, splits_of((9,), case), ScoreRules(SCALE))
     with pytest.raises(ValueError, match="1 block tables"):
-        decode_attention(*replace(case, table=case.table[:1]).tensors, lengths, splits, SCALE)
+        decode_attention(*replace(case, table=case.table[:1]).tensors, lengths, splits, ScoreRules(SCALE))
 
 
 # ---- shared prefixes alone
@@ -295,12 +297,12 @@ def test_shared_parts_by_themselves(device) -> None:
     parts = Parts.of(case.q, plan.prefixes.parts, 2)
     for tensor in (parts.values, parts.lses):
         tensor.fill_(float("nan"))
-    attend_prefixes(plan.prefixes, own, parts, *case.tensors, SCALE, None, None, None, None, False)
+    attend_prefixes(plan.prefixes, own, parts, *case.tensors, ScoreRules(SCALE), None, None, False)
     values, lses, counts = parts.values, parts.lses, plan.prefixes.places.diff()
     assert counts.tolist() == [1, 2, 2, 3, 3, 1, 1, 0, 1], "no row has room for others' levels"
     first = torch.tensor([0, 1, 2, 3, 4, 5, 6, 8])
     wanted, lse = paged_attention_lse_reference(
-        case.q[first], case.k, case.v, case.table[first], [1] * 8, [128] * 8, SCALE
+        case.q[first], case.k, case.v, case.table[first], [1] * 8, [128] * 8, ScoreRules(SCALE)
     )
     places = plan.prefixes.places[first].long()
     assert_near(values[places], wanted, torch.float32)
@@ -323,4 +325,4 @@ def test_a_room_pads_and_a_plan_is_refilled(device) -> None:
     shared = [SharedPrefix(*p) for p in prefixes]
     for others in (shared, [], shared):
         plan = plan.refilled(plan_attention([1] * 9, second.contexts, first.shape, device, others, room))
-        assert_near(paged_attention(*second.tensors, plan, SCALE), wanted, torch.float32)
+        assert_near(paged_attention(*second.tensors, plan, ScoreRules(SCALE)), wanted, torch.float32)

@@ -14,6 +14,8 @@ from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room, SharedPr
 from batchinfer_kernels.gpu.decode_attention import decode_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
+from batchinfer_kernels.paged_attention import ScoreRules
+from tests.kernels.cpu_steps import rules_of
 from tests.kernels.gpu.attention_cases import Case, assert_near, paged_case, sharing, splits_of
 
 BLOCK = 16
@@ -38,7 +40,9 @@ def step(case: Case, chunks, rows, q, shared=(), window=None, room=None, **extra
     lens = ([n for n, _ in chunks], [c for _, c in chunks])
     plan = plan_attention(*lens, shape, q.device, shared, room, [window])
     table = case.table[rows].contiguous()
-    return paged_attention(q, case.k, case.v, table, plan, 0.2, window, **case.scaling, **extras)
+    return paged_attention(
+        q, case.k, case.v, table, plan, rules_of(0.2, window, extras), **case.scaling, **extras
+    )
 
 
 def whole(case: Case, row: int, window=None, **extras) -> Tensor:
@@ -117,7 +121,8 @@ def test_room_for_longer_contexts_changes_nothing(device) -> None:
     found, short, graph = (
         decode_attention(
             case.q[:n], case.k, case.v, case.table[:n], lengths[:n],
-            splits_of(case.contexts[:n], case, deterministic=True, longest=longest), 0.2, deterministic=True,
+            splits_of(case.contexts[:n], case, deterministic=True, longest=longest), ScoreRules(0.2),
+            deterministic=True,
         )
         for n, longest in ((3, None), (2, None), (3, 1000))
     )  # fmt: skip
@@ -128,9 +133,9 @@ def test_room_for_longer_contexts_changes_nothing(device) -> None:
 def test_the_default_mode_is_not_row_invariant(device) -> None:
     """Else this file would test nothing, and its price would be paid for nothing."""
     case = paged_case([(290, 290)], device=device)
-    prompt = prefill_attention(*case.tensors, [290], [290], 0.2)
+    prompt = prefill_attention(*case.tensors, [290], [290], ScoreRules(0.2))
     lengths = torch.tensor([290], dtype=torch.int32, device=device)
     splits = splits_of([290], case, segment=64)
-    last = decode_attention(case.q[-1:], case.k, case.v, case.table, lengths, splits, 0.2)
+    last = decode_attention(case.q[-1:], case.k, case.v, case.table, lengths, splits, ScoreRules(0.2))
     assert_near(last[0], prompt[-1], torch.float32)
     assert not torch.equal(last[0], prompt[-1])

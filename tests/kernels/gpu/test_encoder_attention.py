@@ -11,6 +11,7 @@ from batchinfer_kernels.gpu.attention_launch import choose_tiles
 from batchinfer_kernels.gpu.attention_plan import plan_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
+from batchinfer_kernels.paged_attention import ScoreRules
 from tests.kernels.gpu.attention_cases import DTYPES, SCALE, assert_near, paged_case
 
 # Prompts of one token, around a block's and a tile's end, and of several tiles of queries
@@ -28,7 +29,7 @@ def attended(case, window=None, bias=None, deterministic=False):
     lengths = [n for n, _ in case.chunks]
     plan = plan_attention(lengths, lengths, shape, case.q.device, windows=(window,))
     out = case.outputs()
-    paged_attention(*case.tensors, plan, SCALE, window, bias=bias, **case.scaling, **out)
+    paged_attention(*case.tensors, plan, ScoreRules(SCALE, window, bias=bias), **case.scaling, **out)
     return out["out"], out["lse"]
 
 
@@ -76,5 +77,5 @@ def test_segments_fold_to_the_same(device, window) -> None:
     case = prompts((130, 64, 3), device=device)
     out, lengths = case.outputs(), [n for n, _ in case.chunks]
     step = {"causal": False, "deterministic": True, "segment": 32}
-    prefill_attention(*case.tensors, lengths, lengths, SCALE, window, **step, **out)
+    prefill_attention(*case.tensors, lengths, lengths, ScoreRules(SCALE, window), **step, **out)
     assert_near(out["out"], case.reference(window, causal=False)[0], torch.float32)

@@ -19,6 +19,7 @@ from batchinfer_kernels.gpu.hopper_tiles import (
     hopper_tokens,
 )
 from batchinfer_kernels.gpu.prefill_attention import prefill_items
+from batchinfer_kernels.paged_attention import ScoreRules
 from tests.examples import first_of
 from tests.kernels.gpu.aot import STACK_LIMIT, Compiled, compile_launch
 from tests.kernels.gpu.attention_cases import compiled_case
@@ -49,8 +50,8 @@ def launch(
 ) -> None:
     case, rules = compiled_case(((100, 300),), dtype, dim, group, size, soft_cap, codes)
     items = torch.from_numpy(prefill_items(case.queries, case.contexts, hopper_tokens(group)))
-    more = rules | case.scaling
-    hopper_prefill(*case.tensors, items, 0.2, window, out=torch.empty_like(case.q), **more)
+    scores, out = ScoreRules(0.2, window, **rules), torch.empty_like(case.q)
+    hopper_prefill(*case.tensors, items, scores, out=out, **case.scaling)
 
 
 def loops(sass: str) -> list[str]:

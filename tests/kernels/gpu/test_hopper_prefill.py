@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from batchinfer_kernels.gpu import hopper_prefill
 from batchinfer_kernels.gpu.hopper_tiles import hopper_tokens, why_not
 from batchinfer_kernels.gpu.prefill_attention import prefill_items
+from batchinfer_kernels.paged_attention import ScoreRules
 from tests.examples import examples
 from tests.kernels.gpu.attention_cases import SCALE, Case, assert_near, paged_case
 from tests.kernels.gpu.conftest import DEVICE
@@ -53,7 +54,7 @@ def attend(
         if seed is not None:
             patch.setattr(module, KERNEL, Launcher(module, KERNEL, seed))
         places = (*case.tensors, items.to(case.q.device))
-        module.hopper_prefill(*places, SCALE, window, out=out, **rules, **case.scaling)
+        module.hopper_prefill(*places, ScoreRules(SCALE, window, **rules), out=out, **case.scaling)
     return out
 
 

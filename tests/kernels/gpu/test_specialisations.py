@@ -14,6 +14,7 @@ from batchinfer_kernels.gpu.latent_attention import latent_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.penalties import penalise
 from batchinfer_kernels.gpu.sort_by_expert import sort_by_expert
+from batchinfer_kernels.paged_attention import ScoreRules
 from batchinfer_kernels.penalties import Penalties
 from tests.kernels.gpu.matmul_cases import way
 from tests.kernels.gpu.specialisations import recorded
@@ -29,7 +30,7 @@ def attend(query_lens, contexts, shared=()) -> None:
     cache = torch.zeros(4, KV_HEADS, BLOCK, DIM)
     tables = torch.zeros(len(contexts), -(-max(contexts) // BLOCK), dtype=torch.int32)
     plan = plan_attention(query_lens, contexts, SHAPE, "cpu", shared)
-    paged_attention(torch.zeros(sum(query_lens), HEADS, DIM), cache, cache, tables, plan, 0.1)
+    paged_attention(torch.zeros(sum(query_lens), HEADS, DIM), cache, cache, tables, plan, ScoreRules(0.1))
 
 
 def kernels(found) -> list[str]:
@@ -105,7 +106,7 @@ def test_a_number_that_is_not_said_to_vary_is_told_apart() -> None:
     cache, tables = torch.zeros(1, 1, BLOCK, 64), torch.zeros(2, 1, dtype=torch.int32)
     with recorded(runs=False) as found:
         for stride in (64, 72):
-            paged_attention(torch.zeros(2, stride)[:, None, :64], cache, cache, tables, plan, 0.1)
+            paged_attention(torch.zeros(2, stride)[:, None, :64], cache, cache, tables, plan, ScoreRules(0.1))
     assert kernels(found) == ["_decode_attention_kernel"] * 2
 
 

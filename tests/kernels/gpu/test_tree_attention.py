@@ -15,6 +15,7 @@ from batchinfer_kernels.gpu import decode_attention
 from batchinfer_kernels.gpu.attention_plan import Room, plan_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
+from batchinfer_kernels.paged_attention import ScoreRules
 from tests.examples import first_of
 from tests.kernels.gpu.attention_cases import (
     SCALE,
@@ -139,7 +140,7 @@ def test_a_graph_of_trees_is_refilled(device: str) -> None:
     lens = (other.queries, other.contexts)
     later = plan.refilled(plan_attention(*lens, case.shape, device, (), room, tree=trees))
     wanted = other.reference(tree=trees)[0]
-    assert_near(paged_attention(*other.tensors, later, SCALE), wanted, torch.float32)
+    assert_near(paged_attention(*other.tensors, later, ScoreRules(SCALE)), wanted, torch.float32)
     with pytest.raises(ValueError, match="does not run"):
         plan.refilled(plan_attention(*lens, case.shape, device, (), room))
 
@@ -149,9 +150,9 @@ def test_what_trees_do_not_have_is_refused(device: str) -> None:
     nearby = torch.from_numpy(tree.nearby).to(device)
     for wrong in (nearby.long(), nearby[1:]):
         with pytest.raises(ValueError, match="nearby is"):
-            prefill_attention(*case.tensors, case.queries, case.contexts, SCALE, nearby=wrong)
+            prefill_attention(*case.tensors, case.queries, case.contexts, ScoreRules(SCALE), nearby=wrong)
     with pytest.raises(ValueError, match="no windows"):
-        prefill_attention(*case.tensors, case.queries, case.contexts, SCALE, 40, nearby=nearby)
+        prefill_attention(*case.tensors, case.queries, case.contexts, ScoreRules(SCALE, 40), nearby=nearby)
     case, tree = case_of("few", device=device)
     with pytest.raises(ValueError, match="no windows"):
         attend_few(case, tree=tree, window=40)

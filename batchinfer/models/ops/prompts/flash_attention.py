@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.models.ops.attention import AttentionInputs, LayerCache, ScoreRules
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache
 from batchinfer.models.ops.prompts.prefill import (
     Longs,
     PromptPrefill,
@@ -26,6 +26,7 @@ from batchinfer.models.ops.prompts.prefill import (
     uploaded,
 )
 from batchinfer.models.spec.spec import AttentionRules
+from batchinfer_kernels.paged_attention import ScoreRules
 
 if TYPE_CHECKING:
     from batchinfer_kernels.gpu.attention_plan import AttentionShape

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.models.ops.attention import AttentionInputs, LayerCache, ScoreRules
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache
 from batchinfer.models.ops.prompts.prefill import PromptPrefill, capability, is_aligned, uploaded
 from batchinfer.models.spec.spec import AttentionRules
+from batchinfer_kernels.paged_attention import ScoreRules
 
 if TYPE_CHECKING:
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
@@ -97,9 +98,7 @@ class GluonPrefill(PromptPrefill[PromptItems]):
     def run(self, pages: PromptItems, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
         try:
             self._attend(
-                *(q, cache.k, cache.v, pages.tables, pages.items, rules.scale, rules.window),
-                soft_cap=rules.soft_cap,
-                sinks=rules.sinks,
+                *(q, cache.k, cache.v, pages.tables, pages.items, rules),
                 k_scale=cache.k_scale,
                 v_scale=cache.v_scale,
                 out=out,

@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer.models.ops.attention import AttentionInputs, LayerCache, ScoreRules
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache
 from batchinfer.models.spec.spec import AttentionRules
+from batchinfer_kernels.paged_attention import ScoreRules
 from batchinfer_kernels.step_tables import StepTables
 
 if TYPE_CHECKING:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from batchinfer.models.ops.attention import AttentionInputs, LayerCache, ScoreRules
+from batchinfer.models.ops.attention import AttentionInputs, LayerCache
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.prompts.prefill import AnyPrefill
 from batchinfer.models.spec.spec import AttentionRules, CacheSpec
 from batchinfer_kernels.arithmetic import CacheDtype
+from batchinfer_kernels.paged_attention import ScoreRules
 from batchinfer_kernels.step_tables import StepTables
 
 if TYPE_CHECKING:

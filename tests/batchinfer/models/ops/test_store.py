@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer.models.ops.attention import AttentionInputs, ScoreRules
+from batchinfer.models.ops.attention import AttentionInputs
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec.spec import CacheSpec
-from batchinfer_kernels.paged_attention import paged_attention_reference
+from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
 
 BLOCK = 8
 
@@ -45,7 +45,7 @@ def test_attention_reads_what_was_stored(
     plain = [torch.zeros(4, kv_heads, BLOCK, dim, dtype=dtype) for _ in range(2)]
     for part, values in zip(plain, (k, v), strict=True):
         part[inputs.slots // BLOCK, :, inputs.slots % BLOCK] = values
-    wanted = paged_attention_reference(q, *plain, tables, lengths, lengths, 0.3)
+    wanted = paged_attention_reference(q, *plain, tables, lengths, lengths, ScoreRules(0.3))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
     out, plan = torch.empty_like(found), ops.plan_attention(inputs, BLOCK, frozenset({None}))

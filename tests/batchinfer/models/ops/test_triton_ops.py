@@ -17,7 +17,7 @@ import triton
 
 from batchinfer.core.errors import Unavailable
 from batchinfer.models.ops import choose
-from batchinfer.models.ops.attention import AttentionInputs, ScoreRules
+from batchinfer.models.ops.attention import AttentionInputs
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.layers import CodedWeight, Linear
 from batchinfer.models.ops.torch_ops import TorchOps
@@ -27,6 +27,7 @@ from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.gpu import attention_plan, fp8_matmul, target
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
+from batchinfer_kernels.paged_attention import ScoreRules
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.sample import NO_TOKEN
 from batchinfer_kernels.step_tables import StepTables

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.paged_attention import paged_attention_reference
+from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
 
 
 class PagedPrefill:
@@ -81,7 +81,7 @@ class PagedPrefill:
         assert out.is_contiguous()
         self.runs += 1
         tables = self.tables.to(k.device)
-        result = paged_attention_reference(q, k, v, tables, self.queries, self.keys, self.scale)
+        result = paged_attention_reference(q, k, v, tables, self.queries, self.keys, ScoreRules(self.scale))
         return out.copy_(result + self.offset)
 
 

@@ -18,14 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.models.ops.attention import LayerCache, ScoreRules
+from batchinfer.models.ops.attention import LayerCache
 from batchinfer.models.ops.prompts import flash_attention
 from batchinfer.models.ops.prompts.flash_attention import FlashAttentionPrefill, PromptTables
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
-from batchinfer_kernels.paged_attention import paged_attention_reference
+from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
 from tests.batchinfer.models.ops.prompts.flash_attention_stand_in import Forward, stand_in
 from tests.batchinfer.models.ops.prompts.steps import BLOCK, DEVICE, DIM, SHAPE, filled, step
 
@@ -73,7 +73,9 @@ def test_a_step_s_results_are_those_of_the_reference(forward, shape, rule, lens,
     q, cache = filled(ops, inputs, shape)
     plan = ops.plan_attention(inputs, BLOCK, frozenset([more.get("window")]))
     assert plan.singles.items is None, "prompts are read once"
-    wanted = paged_attention_reference(q, cache.k, cache.v, inputs.block_tables, lens, contexts, 0.2, **more)
+    wanted = paged_attention_reference(
+        q, cache.k, cache.v, inputs.block_tables, lens, contexts, ScoreRules(0.2, **more)
+    )
     for out in (None, torch.full_like(q, torch.nan)):
         got = ops.attention(q, cache, plan, ScoreRules(0.2, **more), out)
         assert out is None or got is out
@@ -114,7 +116,9 @@ def test_what_lies_behind_the_end_and_before_the_window_spoils_nothing(forward, 
     ops, lens, contexts = with_library(), [5, 1, 7], [29, 12, 23]
     inputs = step(lens, contexts)
     q, cache = filled(ops, inputs)
-    wanted = paged_attention_reference(q, cache.k, cache.v, inputs.block_tables, lens, contexts, 0.2, window)
+    wanted = paged_attention_reference(
+        q, cache.k, cache.v, inputs.block_tables, lens, contexts, ScoreRules(0.2, window)
+    )
     used = torch.zeros(cache.k.shape[0], BLOCK, dtype=torch.bool)
     for row, (n, context) in enumerate(zip(lens, contexts, strict=True)):
         first = 0 if window is None else max(0, context - n - window + 1) // BLOCK * BLOCK
@@ -136,7 +140,7 @@ def test_layers_of_one_plan_may_have_windows_and_none(forward):
     plan = ops.plan_attention(inputs, BLOCK, frozenset([None, 6, 11]))
     for window in (None, 6, 11):
         wanted = paged_attention_reference(
-            q, cache.k, cache.v, inputs.block_tables, lens, contexts, 0.2, window
+            q, cache.k, cache.v, inputs.block_tables, lens, contexts, ScoreRules(0.2, window)
         )
         got = ops.attention(q, cache, plan, ScoreRules(0.2, window))
         torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)

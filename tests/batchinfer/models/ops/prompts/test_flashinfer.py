@@ -15,11 +15,11 @@ if importlib.util.find_spec("triton") is None:
 
 import torch
 
-from batchinfer.models.ops.attention import AttentionInputs, ScoreRules
+from batchinfer.models.ops.attention import AttentionInputs
 from batchinfer.models.ops.prompts.flashinfer import FlashInferPrefill, PromptPages
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer.models.spec.spec import CacheSpec
-from batchinfer_kernels.paged_attention import paged_attention_reference
+from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
 from tests.batchinfer.models.ops.prompts.flashinfer_stand_in import stand_in
 from tests.batchinfer.models.ops.prompts.steps import BLOCK, DEVICE, DIM, SHAPE, filled, step
 
@@ -50,7 +50,9 @@ def test_a_step_s_results_are_those_of_the_reference(package, lens, contexts):
     q, cache = filled(ops, inputs)
     plan = ops.plan_attention(inputs, BLOCK, frozenset([None]))
     for scale in (0.125, 0.3):
-        wanted = paged_attention_reference(q, cache.k, cache.v, inputs.block_tables, lens, contexts, scale)
+        wanted = paged_attention_reference(
+            q, cache.k, cache.v, inputs.block_tables, lens, contexts, ScoreRules(scale)
+        )
         for out in (None, torch.full_like(q, torch.nan)):
             got = ops.attention(q, cache, plan, ScoreRules(scale), out)
             assert out is None or got is out

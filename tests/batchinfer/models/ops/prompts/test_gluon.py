@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
 import torch
 from triton.compiler.errors import CompilationError
 
-from batchinfer.models.ops.attention import LayerCache, ScoreRules
+from batchinfer.models.ops.attention import LayerCache
 from batchinfer.models.ops.prompts import gluon
 from batchinfer.models.ops.prompts.contest import prefill_contest
 from batchinfer.models.ops.prompts.gluon import GluonPrefill
@@ -27,7 +27,7 @@ from batchinfer.models.spec.spec import AttentionRules, CacheSpec
 from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.gpu import hopper_prefill
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
-from batchinfer_kernels.paged_attention import paged_attention_reference
+from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
 from tests.batchinfer.models.ops.prompts.steps import BLOCK, DEVICE, SHAPE, filled, step
 from tests.kernels.gpu.gluon_stand_in import Launcher
 
@@ -79,8 +79,8 @@ def test_a_step_s_results_are_those_of_the_reference(kernel, rules, lens, contex
     plan = ops.plan_attention(inputs, BLOCK, frozenset([rules.window]))
     assert plan.singles.items is None, "prompts are read once"
     wanted = paged_attention_reference(
-        q, cache.k, cache.v, inputs.block_tables, lens, contexts, 0.2, rules.window,
-        soft_cap=rules.soft_cap, sinks=sinks,
+        q, cache.k, cache.v, inputs.block_tables, lens, contexts,
+        ScoreRules(0.2, rules.window, rules.soft_cap, sinks),
     )  # fmt: skip
     got = ops.attention(q, cache, plan, ScoreRules(0.2, rules.window, rules.soft_cap, sinks))
     torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)
