@@ -92,7 +92,7 @@ def test_a_model_of_ranks_answers_where_it_fits_one_gpu(
         orders.append(order)
         return CalibrationOutcome(None)
 
-    monkeypatch.setattr(calibration, "calibrate_apart", calibrated)
+    monkeypatch.setattr(calibration, "calibrate_in_child", calibrated)
     listener = Listener(Progress(None, job="test", quiet=True), told.append)
     assert calibration.write_calibrated(job, setup, tmp_path / "int4", listener)
     assert [order.answer_tokens > 0 for order in orders] == [not short]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import JobFileError, Mistake
-from batchinfer.machine.asked_apart import Died, asked_apart
+from batchinfer.machine.ask_child import Died, ask_child
 
 _FAILURES = (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError)
 CONVERTER = "batchinfer.input.tokenizer.slow_tokenizer:convert"
@@ -22,7 +22,7 @@ def converted(folder: Path) -> str:
     """The text of a tokenizer.json for the tokenizer in `folder`. Raises JobFileError."""
     try:
         what = "the process that converts the tokenizer"
-        text, problem = asked_apart(what, CONVERTER, str(folder), within_s=WITHIN_S)
+        text, problem = ask_child(what, CONVERTER, str(folder), within_s=WITHIN_S)
     except Died as died:
         text, problem = None, f"the process that converts it {died}"
     if text is None:

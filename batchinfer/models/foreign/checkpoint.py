@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchinfer.machine.asked_apart import Died, asked_apart
+from batchinfer.machine.ask_child import Died, ask_child
 from batchinfer.models.checkpoint.checkpoint import config_folder
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.files.config_fields import load_if_there, shown, stated_config, wrong_checkpoint
@@ -29,11 +29,11 @@ WHOLE_DTYPES = ("BOOL", "U8", "I8", "I16", "I32", "I64")
 
 
 def describe_in_child(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
-    """Describe a model as `probe.describe` does, in another process. Raises CannotRun, and what `asked_apart`
+    """Describe a model as `probe.describe` does, in another process. Raises CannotRun, and what `ask_child`
     raises."""
     what = "the process that looks at the model"
     try:
-        found = asked_apart(what, PROBE, raw, generation, within_s=WITHIN_S)
+        found = ask_child(what, PROBE, raw, generation, within_s=WITHIN_S)
     except Died as died:
         raise CannotRun("two processes that looked at it ended", str(died)) from died
     if isinstance(found, tuple):

@@ -20,7 +20,7 @@ from batchinfer.models.calibration.loss import LEAST_TOKENS, CalibrationOutcome,
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.spec import INT4_GROUP
-from batchinfer.pipeline.calibration.process import calibrate_apart
+from batchinfer.pipeline.calibration.process import calibrate_in_child
 from batchinfer.pipeline.calibration.prompts import calibration_prompts
 from batchinfer.plan.forecast.calibration import CalibrationSample, calibration_forecast
 from batchinfer.plan.setup.job_setup import Setup
@@ -92,7 +92,7 @@ def write_calibrated(job: Job, setup: Setup, folder: Path, told: Listener, group
         f"calibrating int4 weights, once, on {counted(len(prompts), 'row')} with {tokens:,} tokens{takes}"
     )
     began = time.monotonic()
-    found = calibrate_apart(
+    found = calibrate_in_child(
         CalibrationOrder(load, prompts, answers, folder, group, bool(job.model.adapters)),
         layers_told(told.progress),
         told.progress.tick,

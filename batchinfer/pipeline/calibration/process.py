@@ -35,7 +35,7 @@ def serve(order: CalibrationOrder, connection: Connection[Any, Any]) -> None:
         raise SystemExit(1) from None
 
 
-def calibrate_apart(
+def calibrate_in_child(
     order: CalibrationOrder, told: Callable[[int, int], None], waiting: Callable[[], None]
 ) -> CalibrationOutcome:
     """Write the checkpoint that is ordered, and return what that has come to. `told` gets how many layers are done, and

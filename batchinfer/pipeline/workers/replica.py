@@ -39,7 +39,7 @@ class Death:
 
     in_work: list[Request]
     waiting: list[Request]  # behind those in work
-    apart: RowGroup | None  # those in work are of it, and ran with no others
+    isolated: RowGroup | None  # those in work are of it, and ran with no others
     fresh: bool  # the process had finished nothing
     loaded: bool  # it had come to work
     restarts: int  # processes of the same engine that died before
@@ -67,7 +67,7 @@ class Replica:
         self._engine = number  # how many were started in the run before the present process
         self.unfinished: dict[bytes, Request] = {}  # in the order in which they were submitted
         self.restarts = 0
-        self.apart: RowGroup | None = None  # what it runs with no other rows
+        self.isolated: RowGroup | None = None  # what it runs with no other rows
         self.answered: Request | None = None  # the last row that it answered without an error
         self.accused: list[Request] = []  # died by themselves, and it has finished nothing since
         self.fruitless = 0  # deaths in a row between which it got next to nothing done
@@ -120,7 +120,9 @@ class Replica:
                 if completion.error is None:
                     self.answered = request
             self._finished += len(done.completions)
-            if self.apart is not None and self.apart.is_proof:  # its steps count, its answer is nobody's
+            if (
+                self.isolated is not None and self.isolated.is_proof
+            ):  # its steps count, its answer is nobody's
                 done.completions, done.requests = [], []
             self._longest_step_s = max([self._longest_step_s, *(step.duration_s for step in done.steps)])
             if done.steps:
@@ -152,9 +154,9 @@ class Replica:
             return LOADING_SILENT_S if self.worker.beats else STARTING_S
         return SILENT_S
 
-    def run_apart(self, group: RowGroup) -> None:
+    def run_isolated(self, group: RowGroup) -> None:
         """Hand out rows that are to run with no others; nothing else is unfinished."""
-        self.apart = group
+        self.isolated = group
         self.submit(group.requests)
 
     def died(self) -> Death:
@@ -163,19 +165,19 @@ class Replica:
         It admits requests in order, so those in work are among the first of these.
         """
         requests, running = list(self.unfinished.values()), self._most_running()
-        in_work, apart, fresh = requests[:running], self.apart, not self._finished
-        little = fresh if apart is not None else self._finished < max(1, len(in_work))
+        in_work, isolated, fresh = requests[:running], self.isolated, not self._finished
+        little = fresh if isolated is not None else self._finished < max(1, len(in_work))
         self.fruitless = self.fruitless + 1 if little else 0
-        self.unfinished, self.apart = {}, None
+        self.unfinished, self.isolated = {}, None
         self.load = self._running = self._waiting = self._finished = 0
         return Death(
-            in_work, requests[running:], apart, fresh, self.info is not None, self.restarts, self.fruitless
+            in_work, requests[running:], isolated, fresh, self.info is not None, self.restarts, self.fruitless
         )
 
     def _most_running(self) -> int:
         if self.info is None:
             return 0
-        return self.info.max_num_seqs if self.apart is None else len(self.unfinished)
+        return self.info.max_num_seqs if self.isolated is None else len(self.unfinished)
 
     @property
     def activities(self) -> list[WorkerActivity]:

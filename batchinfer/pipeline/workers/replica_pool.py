@@ -30,7 +30,7 @@ from batchinfer.report.tables.ranks import EngineRank
 WAITING_LEFT = 2
 # Deaths without a row that is found to be at fault, while rows under suspicion are run: halving 1,024 rows costs twelve
 # at most. What dies as often as this does so for another reason.
-MOST_APART = 24
+MOST_ISOLATED = 24
 
 
 class ReplicaPool:
@@ -71,7 +71,7 @@ class ReplicaPool:
         self._name_rows, self._backlog, self._suspects = name_rows, Backlog(), Suspects()
         self._left = rows  # that no engine has been given
         self._finishing = False
-        self._deaths_apart = 0  # of engines that ran rows under suspicion, since a row was found to kill
+        self._isolated_deaths = 0  # of engines that ran rows under suspicion, since a row was found to kill
         self._ready_at: tuple[float, float] | None = None  # seconds: of the clock, and of this process's work
         self.restarts = 0
         self._agreement = Agreement()
@@ -240,15 +240,15 @@ class ReplicaPool:
         while self._divisible and (replica := self._next()) is not None:
             self._give(replica, self._backlog.take(self._piece, len(self._live)))
         if not self._left:
-            self._run_apart()
+            self._run_isolated()
 
-    def _run_apart(self) -> None:
+    def _run_isolated(self) -> None:
         """Give engines without work, once nothing of the plan is left, rows that were in work when one died."""
         for replica in self._live:
             if replica.is_ready and not replica.unfinished and self._suspects:
                 group = self._group_for(replica)
                 if group is not None:
-                    replica.run_apart(group)
+                    replica.run_isolated(group)
 
     def _group_for(self, replica: Replica) -> RowGroup | None:
         """Return the rows that it is to run by itself; if it is doubted, first a row that was answered, so that it is
@@ -267,7 +267,7 @@ class ReplicaPool:
 
     def _next(self) -> Replica | None:
         """Return the engine with the least to do, if it may have more."""
-        free = [replica for replica in self._live if replica.is_ready and replica.apart is None]
+        free = [replica for replica in self._live if replica.is_ready and replica.isolated is None]
         able = [replica for replica in free if len(replica.unfinished) < self._most(replica)]
         return min(able, key=lambda replica: replica.load, default=None)
 
@@ -315,9 +315,9 @@ class ReplicaPool:
         except BatchInferError as error:
             self._after(replica, error)
             return []
-        if replica.apart is not None and not replica.unfinished:
-            self._suspects.finished(replica.apart)
-            replica.apart = None
+        if replica.isolated is not None and not replica.unfinished:
+            self._suspects.finished(replica.isolated)
+            replica.isolated = None
         return heard
 
     def _verdicts(self) -> list[WorkDone]:
@@ -329,7 +329,7 @@ class ReplicaPool:
                 named = self._name_rows([request.key for request in replica.accused])
                 self._notice(f"error row ({CODE}): {named}; an engine that computed nothing else died")
                 found.append(replica.convict())
-                self._deaths_apart = 0
+                self._isolated_deaths = 0
         return found
 
     # Deaths
@@ -347,7 +347,7 @@ class ReplicaPool:
             replica.close()  # what it still had to say was of no use to anybody
             return
         death = replica.died()
-        self._deaths_apart += death.apart is not None
+        self._isolated_deaths += death.isolated is not None
         vacant = crash is not None and self._may_wait(replica)
         again = crash is not None and not vacant and self._may_restart(replica)
         if crash is not None and not (again or vacant or others):
@@ -379,24 +379,24 @@ class ReplicaPool:
         again = [request for request in death.in_work if request.key in self._silent]
         first = [request for request in death.in_work if request.key not in self._silent]
         self._silent.update(request.key for request in first)
-        if death.apart is None:
+        if death.isolated is None:
             rest = replace(death, in_work=again, waiting=[*first, *death.waiting])
             self._take_back(replica, rest, blamed=True)
-        elif again or death.apart.is_proof:
+        elif again or death.isolated.is_proof:
             self._take_back(replica, death, blamed=True)
         else:
             self._suspects.add(first)
 
     def _take_back(self, replica: Replica, death: Death, blamed: bool) -> None:
         """Take back its rows: waiting rows are the first to be handed out again, rows in work are `blamed`."""
-        if death.apart is not None and death.apart.is_proof:
+        if death.isolated is not None and death.isolated.is_proof:
             return
         waiting = death.waiting if blamed else [*death.in_work, *death.waiting]
         self._left += len(waiting)
         self._backlog.put_back(waiting)
-        if blamed and death.apart is None:
+        if blamed and death.isolated is None:
             self._suspects.add(death.in_work)
-        elif blamed and death.apart is not None:
+        elif blamed and death.isolated is not None:
             if len(death.in_work) == 1 and self._is_certain(death):
                 replica.accused += death.in_work
             else:
@@ -405,7 +405,7 @@ class ReplicaPool:
     def _is_certain(self, death: Death) -> bool:
         """Whether one row that ran by itself killed an engine: neither what its process had run before, nor an engine
         that dies of anything, as long as there is another one to show that."""
-        again = death.apart is not None and death.apart.died_in is not None
+        again = death.isolated is not None and death.isolated.died_in is not None
         return again or (death.fresh and len(self._live) == 1)
 
     def _go_on(self, replica: Replica, what: str, again: bool) -> None:
@@ -433,7 +433,7 @@ class ReplicaPool:
         """Whether any process may still be started in the place of one that died."""
         if self._interrupts.pending is not None or self._finishing:
             return False
-        return self._deaths_apart < MOST_APART
+        return self._isolated_deaths < MOST_ISOLATED
 
     # Lost nodes
 
@@ -461,9 +461,9 @@ class ReplicaPool:
 
     def _named(self, death: Death) -> str:
         """Say in words which rows were in work."""
-        if death.apart is not None and death.apart.is_proof:
+        if death.isolated is not None and death.isolated.is_proof:
             return "it was computing one row alone, which had been answered before"
-        how = "it was computing only" if death.apart else "it was computing"
+        how = "it was computing only" if death.isolated else "it was computing"
         return f"{how} {self._name_rows([request.key for request in death.in_work])}"
 
     def _told(self, death: Death) -> str:

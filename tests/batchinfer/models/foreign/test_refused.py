@@ -278,7 +278,7 @@ class TestApart:
             serve(*asked, theirs)
             return ours.recv()
 
-        monkeypatch.setattr(checkpoints, "asked_apart", sent)
+        monkeypatch.setattr(checkpoints, "ask_child", sent)
         with pytest.raises(CannotRun, match="not every layer calls attention once"):
             describe_in_child(stated("diffllama"), {})
 

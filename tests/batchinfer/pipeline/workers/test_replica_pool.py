@@ -35,7 +35,7 @@ from batchinfer.pipeline.workers.messages import (
     WorkDone,
     WorkerSpec,
 )
-from batchinfer.pipeline.workers.replica_pool import MOST_APART, ReplicaPool
+from batchinfer.pipeline.workers.replica_pool import MOST_ISOLATED, ReplicaPool
 from batchinfer.pipeline.workers.transport import Link
 from batchinfer.plan.order.plan import PlanBatch
 from tests.batchinfer.plan.order.test_backlog import rows
@@ -620,7 +620,7 @@ def test_an_engine_that_dies_after_each_row_is_given_up_in_time(monkeypatch: pyt
     engines = Engines(other=Fate(dies_after=1))
     ended = run_of(engines, 1, rows(*[(1, 0, 10)] * 64))
     assert ended.failed is not None
-    assert (len(engines.workers), len(ended.sink.errors)) == (1 + MOST_APART, 0)
+    assert (len(engines.workers), len(ended.sink.errors)) == (1 + MOST_ISOLATED, 0)
 
 
 def test_what_a_broken_engine_accuses_others_run() -> None:

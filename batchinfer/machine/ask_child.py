@@ -19,7 +19,7 @@ class Died(Exception):
         super().__init__("closed its connection" if ended is None else str(ended))
 
 
-def asked_apart(what: str, target: str, *arguments: object, within_s: float) -> Any:
+def ask_child(what: str, target: str, *arguments: object, within_s: float) -> Any:
     """Return what `target`, as in `Child`, sends. `what` names the process for people.
 
     Raises Died, Unavailable and OutOfMemory: the latter two say nothing of what was asked.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.core.errors import OutOfMemory, Unavailable
-from batchinfer.machine.asked_apart import Died, asked_apart
+from batchinfer.machine.ask_child import Died, ask_child
 
 TASKS = "tests.batchinfer.child_tasks"
 
@@ -21,20 +21,20 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_kill_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENDED_MOST", "1")
-    assert asked_apart("it", f"{TASKS}:answer_once_others_ended", within_s=60) == "answered"
+    assert ask_child("it", f"{TASKS}:answer_once_others_ended", within_s=60) == "answered"
 
 
 def test_two_kills_are_a_lack_of_memory_and_accuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENDED_MOST", "2")
     with pytest.raises(OutOfMemory, match=r"it was killed \(signal 9, SIGKILL\), most likely"):
-        asked_apart("it", f"{TASKS}:answer_once_others_ended", within_s=60)
+        ask_child("it", f"{TASKS}:answer_once_others_ended", within_s=60)
 
 
 def test_two_crashes_are_the_fault_of_what_was_asked() -> None:
     with pytest.raises(Died, match="exit status 3"):
-        asked_apart("it", f"{TASKS}:end", "3", within_s=60)
+        ask_child("it", f"{TASKS}:end", "3", within_s=60)
 
 
 def test_silence_accuses_nothing() -> None:
     with pytest.raises(Unavailable, match=r"it has not answered for 0 s; run the same command again"):
-        asked_apart("it", f"{TASKS}:sleep", within_s=0.3)
+        ask_child("it", f"{TASKS}:sleep", within_s=0.3)
