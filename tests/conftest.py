@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
 import sys
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 
 # Before torch and OpenMP are imported anywhere: two test processes run beside each other, and threads of tiny
@@ -29,6 +31,9 @@ gc.disable()
 # each would compile them anew: a fifth of its time.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Before anything of ours imports it: each job asks for a dozen versions, and each answer is parsed again.
+importlib.metadata.version = cache(importlib.metadata.version)
 
 # An example that takes long says that the machine is busy: no property is a matter of milliseconds.
 settings.register_profile(

@@ -6,6 +6,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import cache
 from typing import Annotated
 
 import typer
@@ -72,7 +74,7 @@ def _guarded(arguments: list[str]) -> int:
     interrupts = Interrupts("interrupted")
     try:
         with interrupts.installed(), interrupts.retold():
-            result = app(arguments, standalone_mode=False)
+            result = _command()(arguments, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except typer.Exit as leave:
         return leave.exit_code
@@ -80,6 +82,12 @@ def _guarded(arguments: list[str]) -> int:
         return explain(error, as_json)
     except KeyboardInterrupt:
         return explain(Interrupted(signal.SIGINT, "interrupted"), as_json)
+
+
+@cache
+def _command() -> Callable[..., object]:
+    """Return the command line. To build it takes longer than many a verb."""
+    return typer.main.get_command(app)
 
 
 def _no_colours(wanted: bool) -> None:

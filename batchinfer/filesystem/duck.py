@@ -46,7 +46,7 @@ def connection(
     have memory to work in. `watched` is that of a user's query which this work is a part of.
     """
     memory = working_memory()
-    settings: dict[str, str | bool | int | float | list[str]] = {
+    settings = {
         "memory_limit": memory_limit or f"{memory}B",
         "threads": str(min(threads, max(2, memory // _OF_THREAD))),
         "temp_directory": str(spill),
@@ -57,8 +57,12 @@ def connection(
     _check_path(spill)
     with storage(spill.parent, "create"):
         spill.parent.mkdir(parents=True, exist_ok=True)  # DuckDB makes and removes the last one itself
-    with naming_errors(spill), duckdb.connect(config=settings) as database, watched(database):
+    with naming_errors(spill), _opened(settings) as database, watched(database):
         yield database
+
+
+def _opened(settings: dict[str, str]) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
+    return duckdb.connect(config={**settings})
 
 
 @contextmanager

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from batchinfer.filesystem import duck
 from batchinfer.machine import spawning
 from tests.checkpoints import make_model_folder
 from tests.examples import everything
+from tests.kept_databases import KeptDatabases
 from tests.warm_children import WarmChildren, unflushed
 from tests.warm_commands import WarmCommand
 
@@ -64,6 +66,15 @@ def no_waiting_for_disks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not everything():
             patch.setattr(os, "fsync", unflushed)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kept_databases() -> Iterator[None]:
+    """An in-memory database takes 10 ms to make, and a job has six."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not everything():
+            patch.setattr(duck, "_opened", KeptDatabases().opened)
         yield
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from batchinfer import cli
 from batchinfer.pipeline import options
+from batchinfer.pipeline.workers import standby
 from tests.memory_transport import FakeTransport
 
 FAKE = "tests.fake_engine:build"
@@ -125,6 +126,9 @@ def command(
     monkeypatch.setattr(
         options, "RunOptions", partial(options.RunOptions, engine=engine, transport=FakeTransport())
     )
+    monkeypatch.setattr(
+        standby, "usable_cpus", lambda: 1
+    )  # no process stands by for an engine that takes none
 
     def run(*arguments: object) -> Ended:
         capsys.readouterr()

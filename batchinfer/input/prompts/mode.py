@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from batchinfer.core.errors import JobFileError, Mistake
@@ -17,7 +18,7 @@ from batchinfer.input.prompts.arguments.told import (
 )
 from batchinfer.input.prompts.builder import Mode
 from batchinfer.input.prompts.chat_template import chat_environment, row_environment
-from batchinfer.input.prompts.template_check import template_fault
+from batchinfer.input.prompts.template_check import TemplateFault, template_fault
 from batchinfer.input.reader import Shape
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.input.tokenizer.tokenizer_source import TemplateSource
@@ -79,7 +80,7 @@ def _asking(job: Job) -> str | None:
 
 
 def _check_compiles(job: Job, tokenizer: Tokenizer, template: TemplateSource) -> None:
-    fault = template_fault(chat_environment(_ANY_TIME), template.text)
+    fault = _chat_fault(template.text)
     if fault is None:
         return
     message = f"{template.file}: {fault.text('the chat template')}"
@@ -87,6 +88,11 @@ def _check_compiles(job: Job, tokenizer: Tokenizer, template: TemplateSource) ->
         raise _mistake(job, "prompt.chat_template", message)
     hint = "correct it, give another one in prompt.chat_template, or use prompt.text"
     raise JobFileError(str(tokenizer.folder), [Mistake("model.path", message, hint=hint)])
+
+
+@lru_cache(maxsize=8)  # several stages of a run check the same template
+def _chat_fault(template: str) -> TemplateFault | None:
+    return template_fault(chat_environment(_ANY_TIME), template)
 
 
 def _refuse_arguments(job: Job, message: str) -> None:

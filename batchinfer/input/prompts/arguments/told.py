@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from batchinfer.core.plain_json import NotPlain, TooLarge, plain_json
@@ -39,8 +40,9 @@ def reads_tools(source: str) -> bool:
     return TOOLS in _names_read(source)
 
 
-def _names_read(source: str) -> set[str]:
-    return names_read(chat_environment(datetime(2000, 1, 1, tzinfo=UTC)).parse(source))
+@lru_cache(maxsize=8)  # several stages of a run check the same template
+def _names_read(source: str) -> frozenset[str]:
+    return frozenset(names_read(chat_environment(datetime(2000, 1, 1, tzinfo=UTC)).parse(source)))
 
 
 class Told(NamedTuple):
