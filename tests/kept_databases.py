@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import duckdb
 
 from batchinfer.filesystem.duck import literal
 
 CHANGED = ("memory_limit", "threads", "temp_directory")  # settings that a database which runs can take
+ALWAYS = {
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "python_enable_replacements": False,
+}
 NAME = "used"
 
 
 class KeptDatabases:
-    """Opens databases for `batchinfer.filesystem.duck`, each of which one user has at a time."""
+    """Opens databases for the package, each of which one user has at a time."""
 
     def __init__(self) -> None:
         self._free: list[duckdb.DuckDBPyConnection] = []
 
     @contextmanager
-    def opened(self, settings: dict[str, str]) -> Iterator[duckdb.DuckDBPyConnection]:
+    def opened(self, settings: Mapping[str, Any]) -> Iterator[duckdb.DuckDBPyConnection]:
         """Give an empty database with these settings; it is kept unless it fails or spills."""
-        kept = self._free.pop() if self._free else duckdb.connect(config={**settings})
-        changes = "".join(f"SET {name} = {literal(settings[name])}; " for name in CHANGED)
-        kept.execute(f"{changes}ATTACH ':memory:' AS {NAME}")
+        kept = self._free.pop() if self._free else duckdb.connect(config={**ALWAYS, **settings})
+        changes = [
+            f"SET {name} = {literal(settings[name])}" if name in settings else f"RESET {name}"
+            for name in CHANGED
+        ]
+        kept.execute("; ".join([*changes, f"ATTACH ':memory:' AS {NAME}"]))
         with kept.cursor() as cursor:
             cursor.execute(f"USE {NAME}")
             yield cursor
-        if Path(settings["temp_directory"]).exists():
+        if (spill := settings["temp_directory"]) and Path(spill).exists():
             kept.close()
             return
         kept.execute(f"DETACH {NAME}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import pytest
 
 from batchinfer.filesystem import duck
 from batchinfer.machine import spawning
+from batchinfer.report.tables import meter
 from tests.checkpoints import make_model_folder
 from tests.examples import everything
 from tests.kept_databases import KeptDatabases
@@ -71,10 +73,12 @@ def no_waiting_for_disks() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def kept_databases() -> Iterator[None]:
-    """An in-memory database takes 10 ms to make, and a job has six."""
+    """An in-memory database takes 10 ms to make, and a job has seven."""
     with pytest.MonkeyPatch.context() as patch:
         if not everything():
-            patch.setattr(duck, "_opened", KeptDatabases().opened)
+            kept = KeptDatabases()
+            patch.setattr(duck, "_opened", kept.opened)
+            patch.setattr(meter, "opened", partial(kept.opened, {"threads": 2, "temp_directory": ""}))
         yield
 
 
