@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from batchinfer.filesystem import duck
-from batchinfer.machine import spawning
+from batchinfer.machine import garbage, spawning
 from batchinfer.report.tables import meter
 from tests.checkpoints import make_model_folder
 from tests.examples import everything
@@ -79,6 +81,17 @@ def kept_databases() -> Iterator[None]:
             kept = KeptDatabases()
             patch.setattr(duck, "_opened", kept.opened)
             patch.setattr(meter, "opened", partial(kept.opened, {"threads": 2, "temp_directory": ""}))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def frozen_garbage() -> Iterator[None]:
+    """What was imported stays out of the garbage collector's sight, which it would come back into after each engine
+    that runs in this process, for all tests that follow."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not everything():
+            nothing = {name: lambda: None for name in ("collect", "freeze", "unfreeze")}
+            patch.setattr(garbage, "gc", SimpleNamespace(**(vars(gc) | nothing)))
         yield
 
 

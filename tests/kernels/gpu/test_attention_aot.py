@@ -51,7 +51,7 @@ def assert_multiplies(kernel: Compiled, *instructions: str) -> None:
     assert any(re.search(i, kernel.ptx) for i in instructions), kernel.summary()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("target", TARGETS)
 def test_prefill(target: str) -> None:
     (kernel,) = compiled("prefill", target, "bfloat16", 128, 4, 16, *PLAIN, False)
@@ -94,7 +94,7 @@ def test_keys_are_fetched_ahead() -> None:
     assert len(re.findall(r"\bLDGSTS\.E\.(?:\w+\.)*128", kernel.sass)) >= 32
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("work", "dim", "codes"),
     [
@@ -119,7 +119,7 @@ def test_codes_are_widened_after_wide_loads(target: str) -> None:
     assert_multiplies(kernel, PRODUCTS[target])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("target", first_of(("sm_90", "sm_80", "sm_100"), 2))
 @pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
 def test_decode_makes_float16_of_two_codes_at_once(codes: str, target: str) -> None:
@@ -146,7 +146,7 @@ def test_decode_makes_float16_of_two_codes_at_once(codes: str, target: str) -> N
                 for codes in (None, "int8")
             ),
         ],
-        2,
+        1,
     ),
 )
 def test_several_queries_a_sequence(target: str, queries: int, group: int, codes: str | None) -> None:
@@ -172,7 +172,7 @@ def test_several_queries_a_sequence(target: str, queries: int, group: int, codes
                 for deterministic in (False, True)
             ),
         ],
-        2,
+        1,
     ),
 )
 def test_trees_of_drafts(

@@ -100,7 +100,7 @@ def launch_decompressed(dtype: str, plain: int, turned: int, value: int) -> None
             *((target, "bfloat16", (72, 16, 96)) for target in TARGETS),
             ("sm_100", "bfloat16", (128, 64, 128)),
         ],
-        2,
+        1,
     ),
 )
 def test_compiles(target: str, dtype: str, sizes: tuple[int, int, int]) -> None:

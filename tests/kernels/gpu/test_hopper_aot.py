@@ -59,7 +59,7 @@ def loops(sass: str) -> list[str]:
     return re.findall(r"DEPBAR\.LE gsb0, 0x1\b(.*?)DEPBAR\.LE gsb0, 0x0\b", sass, re.DOTALL)
 
 
-@pytest.mark.parametrize(("dtype", "dim", "group", "size", "window", "soft_cap", "codes"), first_of(CASES, 2))
+@pytest.mark.parametrize(("dtype", "dim", "group", "size", "window", "soft_cap", "codes"), first_of(CASES, 1))
 def test_products_copies_and_softmax_go_on_together(dtype, dim, group, size, window, soft_cap, codes) -> None:
     (kernel,) = compile_launch(HERE, (dtype, dim, group, size, window, soft_cap, codes), "sm_90")
     kernel.check(stack=STACK_LIMIT if codes is None else PUT_ASIDE)

@@ -183,7 +183,7 @@ def launch_experts(
             grouped_mxfp4_matmul(x, weights, starts, bias, from_rows=from_rows, **options)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("target", "rows", "deterministic", "dtype", "int4"),
     [
@@ -247,7 +247,7 @@ def launch_linear(rows: int) -> None:
         mxfp4_matmul(torch.zeros(rows, 512, dtype=torch.bfloat16), weight, activation="silu")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("target", NVIDIA)
 @pytest.mark.parametrize("rows", [16, 256])
 def test_linear_layers_compile_without_spills(target: str, rows: int) -> None:

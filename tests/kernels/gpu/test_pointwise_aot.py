@@ -171,7 +171,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("name", "target", "kind"),
     [
