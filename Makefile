@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup quickstart test test-all test-gpu gpu-suite check fix bench clean
+.PHONY: setup quickstart test test-all test-room test-gpu gpu-suite check fix bench clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -27,9 +27,20 @@ ON_TWO := -n 2 --dist worksteal
 test: $(READY)
 	BATCHINFER_TEST_DURATIONS=build/test-durations.json $(BIN)/python -m pytest $(ON_TWO) -m "not slow"
 
-# The operators also run as on Arm CPUs where Debian's gcc-aarch64-linux-gnu and qemu-user are installed.
+# The operators also run as on Arm CPUs where Debian's gcc-aarch64-linux-gnu and qemu-user are installed. PART=2/8: the
+# second of eight parts of about the same length.
+PART ?=
+
 test-all: $(READY)
-	BATCHINFER_TEST_EVERYTHING=1 $(BIN)/python -m pytest $(ON_TWO)
+	BATCHINFER_TEST_EVERYTHING=1 BATCHINFER_TEST_PART=$(PART) $(BIN)/python -m pytest $(ON_TWO)
+
+# The tests of a room, and of the whole jobs that import it: make test-room ROOM=engine
+OF_ROOM = $(wildcard tests/batchinfer/$(ROOM)/ tests/$(ROOM)/)
+
+test-room: $(READY)
+	@test -n "$(and $(ROOM),$(OF_ROOM))" || { echo "There is no room '$(ROOM)'; write ROOM=engine"; exit 2; }
+	$(BIN)/python -m pytest $(ON_TWO) -m "not slow" $(OF_ROOM) \
+		$(shell grep -lE "batchinfer[._]$(ROOM)\b" tests/batchinfer/test_*.py)
 
 # On a GPU: with the Python whose torch finds one, so that a machine that has torch needs no virtual environment, else
 # with ours. .typing has the folder kernels/ under its import name, as an installation would.

@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 from tests.cpu_seconds import NAME, RECORD, cpu_s, lines, record
 from tests.examples import SEED, everything, examples, sampled, seed
 from tests.kernels.gpu import interpreter
+from tests.parts import leave_part
 
 # Collecting tests makes a million objects that all stay: looking for garbage among them takes a sixth of that time.
 gc.disable()
@@ -59,8 +60,9 @@ LONG = (
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones come first, and sweeps are thinned."""
+    """The long ones come first, other parts are left out, and sweeps are thinned."""
     items.sort(key=lambda item: item.path.name not in LONG)
+    leave_part(items)
     sampled(items)
 
 

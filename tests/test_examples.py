@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from tests.examples import spread
+from tests.parts import divided
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,3 +70,12 @@ def test_every_case_is_in_the_sample_or_slow(tmp_path: Path) -> None:
     assert len([case for case in few if case.startswith("test_it")]) == 3
     assert all(case.endswith("-0]") for case in few if case.startswith("test_it"))
     assert len([case for case in few if case.startswith("test_whole")]) == 5
+
+
+def test_parts_have_every_file_once_and_are_of_one_length() -> None:
+    lengths = {f"test_{name}.py": 7 * at % 23 + 1 for at, name in enumerate("abcdefghijklmnopqrstuvwxyz")}
+    parts = divided(lengths, 4)
+    assert sorted(file for part in parts for file in part) == sorted(lengths)
+    sizes = [sum(lengths[file] for file in part) for part in parts]
+    assert max(sizes) - min(sizes) <= 3
+    assert divided(dict(reversed(lengths.items())), 4) == parts
