@@ -192,7 +192,7 @@ def test_ranks_on_a_cpu_share_what_the_cache_may_take(tmp_path: Path, model: Pat
 
 @pytest.mark.usefixtures("known_peaks")
 @two_cores
-def test_tensor_ranks_of_a_cpu_send_each_other_sums(tmp_path: Path, model: Path) -> None:
+def test_tensor_ranks_of_a_cpu_send_each_other_sums(tmp_path: Path, model: Path, whole_plan: None) -> None:
     path = write_job(tmp_path, model, people(60), sampling={"max_tokens": 9, "ignore_eos": True})
     alone, divided = planned(path), planned(path, ("engine.tensor_parallel_size", "2"))
     assert (divided.forecast.waits, divided.forecast.run.steps) == (None, alone.forecast.run.steps)
