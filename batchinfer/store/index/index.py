@@ -10,11 +10,11 @@ index.json                  the marker, written last
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,6 +36,7 @@ UNREAD_CALLS = (
     "name the style in prompt.tool_calls, or set it to none"
 )
 MARKER = "index.json"
+Made = TypeVar("Made")
 ENDPOINT = pa.field("endpoint", pa.string())  # of OpenAI requests: an index of other input has no such column
 # How a prompt ends, of UNSAID, OPEN and CLOSED: an index of a checkpoint without reasoning has no such column
 OPENING = pa.field("reasoning_opening", pa.int8())
@@ -160,9 +161,7 @@ class Stretches(NamedTuple):
     rows: tuple[tuple[str, int], ...]
 
 
-def _stretches(value: Sequence[Any] | None) -> Stretches | None:
-    if value is None:
-        return None
+def _stretches(value: Sequence[Any]) -> Stretches:
     identity, *rows = value
     return Stretches(str(identity), tuple((str(folder), int(count)) for folder, count in rows))
 
@@ -228,39 +227,35 @@ class Index:
             raise StorageError(
                 f"{folder}: index format {value['format']}, this version knows up to {INDEX_FORMAT}; remove the folder"
             )
-        inputs = tuple(
-            InputFile(**{n: one for n, one in e.items() if n != "sha256"}) for e in value["inputs"]
-        )
-        digests = {entry["path"]: entry["sha256"] for entry in value["inputs"] if entry["sha256"]}
-        counts = (value["rows"], value["error_rows"], value["total_tokens"])
-        asked = (value.get("logprobs"), _answers(value), value.get("output", "tokens"))
-        unread: dict[str, int] = value.get("unread_arguments", {})
-        more = unread, int(value.get("attempts", 1)), _reasoning(value)
-        calls, known = (
-            (_tool_calls(value), bool(value.get("unread_calls", False))),
-            value.get("known_rows", 0),
-        )
-        identity, made, scored = value["identity"], _embedding(value), value.get("scoring")
+        inputs = [{**entry} for entry in value["inputs"]]
+        digests = {entry["path"]: entry.pop("sha256") for entry in inputs}
         return cls(
-            folder,
-            identity,
-            *counts,
-            inputs,
-            digests,
-            *asked,
-            *more,
-            *calls,
-            known_rows=int(known),
-            stretches=_stretches(value.get("stretches")),
-            embedding=made,
-            scoring=None if scored is None else Scoring.from_json(scored),
+            folder=folder,
+            identity=value["identity"],
+            rows=value["rows"],
+            error_rows=value["error_rows"],
+            total_tokens=value["total_tokens"],
+            inputs=tuple(InputFile(**entry) for entry in inputs),
+            sha256={path: digest for path, digest in digests.items() if digest},
+            logprobs=value.get("logprobs"),
+            answers=_made(lambda one: AnswerSchema(**one), value.get("answers")),
+            output=value.get("output", "tokens"),
+            unread_arguments=value.get("unread_arguments", {}),
+            attempts=int(value.get("attempts", 1)),
+            reasoning=_made(Reasoning.from_json, value.get("reasoning")),
+            tool_calls=_made(CallStyle.from_json, value.get("tool_calls")),
+            unread_calls=bool(value.get("unread_calls", False)),
+            known_rows=int(value.get("known_rows", 0)),
+            embedding=_made(Embedding.from_json, value.get("embedding")),
+            scoring=_made(Scoring.from_json, value.get("scoring")),
             samples=bool(value.get("several_samples", False)),
             expected=value.get("expected"),
-            pairs=None if (paired := value.get("pairs")) is None else PairScoring.from_json(paired),
-            best=None if (best := value.get("best")) is None else BestOf(*best),
-            confidence=None if (listed := value.get("confidence")) is None else tuple(listed),
+            pairs=_made(PairScoring.from_json, value.get("pairs")),
+            best=_made(lambda one: BestOf(*one), value.get("best")),
+            confidence=_made(tuple, value.get("confidence")),
             prompt_logprobs=bool(value.get("prompt_logprobs", False)),
             own_dimensions=bool(value.get("own_dimensions", False)),
+            stretches=_made(_stretches, value.get("stretches")),
         )
 
     @classmethod
@@ -382,21 +377,6 @@ class Index:
             file.check_unchanged(self.sha256.get(file.path))
 
 
-def _answers(value: dict[str, Any]) -> AnswerSchema | None:
-    found = value.get("answers")
-    return None if found is None else AnswerSchema(**found)
-
-
-def _tool_calls(value: dict[str, Any]) -> CallStyle | None:
-    found = value.get("tool_calls")
-    return None if found is None else CallStyle.from_json(found)
-
-
-def _reasoning(value: dict[str, Any]) -> Reasoning | None:
-    found = value.get("reasoning")
-    return None if found is None else Reasoning.from_json(found)
-
-
-def _embedding(value: dict[str, Any]) -> Embedding | None:
-    found = value.get("embedding")
-    return None if found is None else Embedding.from_json(found)
+def _made(make: Callable[[Any], Made], value: Any) -> Made | None:
+    """Return what is made of a value, or None if there is none."""
+    return None if value is None else make(value)

@@ -216,12 +216,9 @@ class Ingestion:
         `cut`."""
         # The prompt without content comes last, and all labels are made of its answer
         whole = self._job.classify.content_free is None
-        return whole and not (self._taken.carried and self._is_untyped)
-
-    @property
-    def _is_untyped(self) -> bool:
-        """Whether the types of carried columns follow from all rows: those of rows that were taken over may not fit."""
-        return self._reader is not None and self._reader.schema() is None
+        # The types of carried columns may follow from all rows: those of rows that were taken over may not fit
+        typed = self._reader is not None and self._reader.schema() is not None
+        return whole and (typed or not self._taken.carried)
 
     @property
     def taken(self) -> TakenRows:

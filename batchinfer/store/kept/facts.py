@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 MOST_NAMES = 200  # of columns that are remembered
@@ -41,20 +41,8 @@ class StretchFacts:
             all_of_them |= some
 
     def to_json(self) -> bytes:
-        value = {
-            "files": self.files,
-            "rows": self.rows,
-            "read": self.read,
-            "tokens": self.tokens,
-            "names": [*self.names],
-            "found": sorted(self.found),
-            "kinds": [sorted(kinds) for kinds in self.kinds],
-            "logprobs": self.logprobs,
-            "prompt_logprobs": self.prompt_logprobs,
-            "tools": self.tools,
-            "plain": self.plain,
-        }
-        return json.dumps(value).encode()
+        lists = {"names": [*self.names], "found": sorted(self.found), "kinds": [*map(sorted, self.kinds)]}
+        return json.dumps(asdict(self) | lists).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
