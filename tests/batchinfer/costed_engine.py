@@ -20,10 +20,10 @@ COSTED = "tests.batchinfer.costed_engine:build"
 
 def build(config: LoadConfig, *beside: Any, **named: Any) -> LoadedWeights:
     """Load as batchinfer.engine.load.build.load_weights does, with what it gets `beside` the configuration."""
-    from batchinfer.engine.drafts import drafter, medusa, proposal_times, step_times
+    from batchinfer.engine.drafts import medusa, patience, proposal_times, step_times
     from batchinfer.engine.load.build import load_weights
 
-    drafter.SHARE = 1e9
+    patience.SHARE = 1e9
     step_times.DraftedStepTimes.measured = _unmeasured  # type: ignore[assignment,method-assign]
     proposal_times.ProposalTimes.measured = _unmeasured  # type: ignore[assignment,method-assign]
     medusa.HeadsBeside.measured = _unmeasured  # type: ignore[assignment,method-assign]
