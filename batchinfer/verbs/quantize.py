@@ -10,7 +10,7 @@ from batchinfer.filesystem.durable import TEMPORARY, FileOps, refuse_existing, s
 from batchinfer.filesystem.state import StateFolder, state_of
 from batchinfer.job import Job
 from batchinfer.machine.facts import this_machine
-from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.calibration.work import Loss
 from batchinfer.pipeline.calibration.calibration import Listener, calibrated_setup, write_calibrated
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import Setup, check_setup

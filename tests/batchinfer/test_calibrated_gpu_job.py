@@ -13,7 +13,7 @@ from batchinfer.engine.config import CalibrationOrder
 from batchinfer.filesystem.state import state_of
 from batchinfer.job import load_job
 from batchinfer.machine.facts import this_machine
-from batchinfer.models.calibration.loss import CalibrationOutcome
+from batchinfer.models.calibration.work import CalibrationOutcome
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.pipeline.calibration import calibration

@@ -23,9 +23,9 @@ from transformers import AutoTokenizer
 
 from batchinfer.models import sources
 from batchinfer.models.calibration import search
-from batchinfer.models.calibration.loss import Loss
 from batchinfer.models.calibration.sample import SampleRows
 from batchinfer.models.calibration.search import Search
+from batchinfer.models.calibration.work import Loss
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.ops.attention import AttentionInputs, HeadTurn, LayerCache
 from batchinfer.models.ops.layers import Head, Linear, Weight, values_of

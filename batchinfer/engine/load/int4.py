@@ -15,10 +15,9 @@ from batchinfer.engine.config import CalibrationOrder, EngineConfig
 from batchinfer.engine.load.build import load_model
 from batchinfer.engine.load.settling import settled
 from batchinfer.models.calibration.folder import CalibratedFolder, sync
-from batchinfer.models.calibration.loss import CalibrationOutcome
 from batchinfer.models.calibration.sample import SampleRows
 from batchinfer.models.calibration.search import Search
-from batchinfer.models.calibration.work import HELD_OUT_OF, STEP_TOKENS
+from batchinfer.models.calibration.work import HELD_OUT_OF, STEP_TOKENS, CalibrationOutcome
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.sources import checkpoint_source

@@ -12,9 +12,8 @@ import numpy as np
 
 from batchinfer.engine.schedule.draft_tree import node_bits
 from batchinfer.engine.schedule.partial_blocks import Copy
-from batchinfer.engine.schedule.places import places_of
 from batchinfer.engine.schedule.pooled_states import with_states
-from batchinfer.engine.schedule.sampling_writer import SamplingWriter, awaited_from
+from batchinfer.engine.schedule.sampling_writer import SamplingWriter, awaited_from, places_of
 from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
 from batchinfer.engine.schedule.scored_rows import scored_rows, with_prompts
 from batchinfer.engine.schedule.sequence import Sequence

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.calibration.channels import scale_channels
-from batchinfer.models.calibration.loss import LEAST_TOKENS
+from batchinfer.models.calibration.work import LEAST_TOKENS
 from batchinfer.models.ops.layers import Experts
 from batchinfer.models.spec.parameters import BIAS, SCALES
 from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, LayerSpec

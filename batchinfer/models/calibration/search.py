@@ -19,9 +19,8 @@ from batchinfer.models.calibration.layer import (
     WatchedLinear,
     rounded_layer,
 )
-from batchinfer.models.calibration.loss import CalibrationOutcome, Loss
 from batchinfer.models.calibration.sample import LayerRun, SampleRows
-from batchinfer.models.calibration.work import rounds
+from batchinfer.models.calibration.work import CalibrationOutcome, Loss, rounds
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights
 from batchinfer.models.checkpoint.tensor_names import layer_names

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.ops.layers import Experts, ExpertWeights, HeadsLinear
-from batchinfer.models.ops.library_grouped import LibraryGrouped
+from batchinfer.models.ops.library_products import LibraryGrouped
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.experts import choose_experts as choose_experts_reference
 from batchinfer_kernels.gated_activation import Activation

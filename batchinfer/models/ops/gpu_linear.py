@@ -19,7 +19,7 @@ from batchinfer.models.ops.layers import (
     Head,
     Linear,
 )
-from batchinfer.models.ops.library_fp8 import LibraryFp8
+from batchinfer.models.ops.library_products import LibraryFp8
 from batchinfer.models.ops.torch_ops import TorchLinear
 from batchinfer_kernels.block_fp8_matmul import BlockWeight
 from batchinfer_kernels.cost import PANEL_BYTES, Peaks, least_panel_rows, widening_cost

@@ -52,9 +52,7 @@ from batchinfer.models.ops.layers import (
     Weight,
     values_of,
 )
-from batchinfer.models.ops.library_fp8 import LibraryFp8
-from batchinfer.models.ops.library_gated import ChosenGated, LibraryGated
-from batchinfer.models.ops.library_grouped import LibraryGrouped
+from batchinfer.models.ops.library_products import ChosenGated, LibraryFp8, LibraryGated, LibraryGrouped
 from batchinfer.models.ops.prompts.prefill import AnyPrefill
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.advance_rows import StepRows

@@ -16,7 +16,7 @@ from batchinfer.engine.config import CalibrationOrder
 from batchinfer.filesystem.durable import FileOps, check_free_space, storage, write_json
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
-from batchinfer.models.calibration.loss import LEAST_TOKENS, CalibrationOutcome, Loss
+from batchinfer.models.calibration.work import LEAST_TOKENS, CalibrationOutcome, Loss
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.spec import INT4_GROUP

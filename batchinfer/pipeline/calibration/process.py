@@ -9,7 +9,7 @@ from typing import Any
 from batchinfer.core.errors import BatchInferError, OutOfMemory, Unavailable
 from batchinfer.engine.config import CalibrationOrder
 from batchinfer.machine.spawning import Child, receiving
-from batchinfer.models.calibration.loss import CalibrationOutcome
+from batchinfer.models.calibration.work import CalibrationOutcome
 from batchinfer.pipeline.workers.endings import failure
 from batchinfer.pipeline.workers.messages import Failed
 from batchinfer.pipeline.workers.worker_handle import error_of

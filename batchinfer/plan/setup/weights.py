@@ -14,7 +14,7 @@ from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
 from batchinfer.models.adapters.sizes import AdapterSizes, sizes_of
 from batchinfer.models.adapters.stored_adapter import MERGED_WHOLE, StoredAdapter, inspect_adapter
-from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.calibration.work import Loss
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.opening import StoredModel
 from batchinfer.models.spec.spec import AttentionSpec, ExpertsSpec, ModelSpec

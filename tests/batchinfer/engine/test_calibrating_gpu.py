@@ -17,7 +17,7 @@ from torch import Tensor
 
 from batchinfer.engine.config import CalibrationOrder, LoadConfig
 from batchinfer.engine.load.int4 import calibrated
-from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.calibration.work import Loss
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer_kernels.arithmetic import Device
 from tests.batchinfer.engine.interpreted_gpu import stand_in

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.engine.runner.sampled import DeviceTokens
-from batchinfer.engine.schedule.places import places_of
-from batchinfer.engine.schedule.sampling_writer import awaited_from
+from batchinfer.engine.schedule.sampling_writer import awaited_from, places_of
 from batchinfer.engine.tensors.staging import Download, Upload, upload
 from tests.batchinfer.engine.driver import sequence
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from batchinfer.models.calibration.folder import CalibratedFolder
-from batchinfer.models.calibration.loss import Loss
 from batchinfer.models.calibration.search import Search
+from batchinfer.models.calibration.work import Loss
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from tests.batchinfer.engine.interpreted_gpu import ValueOps
 from tests.batchinfer.far_device import FAR, far_away

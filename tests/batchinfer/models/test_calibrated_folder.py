@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from batchinfer.models.adapters.channel_factors import ChannelFactors
 from batchinfer.models.calibration.folder import CalibratedFolder
 from batchinfer.models.calibration.layer import RoundedLayer
-from batchinfer.models.calibration.loss import Loss
 from batchinfer.models.calibration.sample import SampleRows
 from batchinfer.models.calibration.search import Search
+from batchinfer.models.calibration.work import Loss
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer_kernels.int4_feedback import codes_with_feedback

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 import triton
 
 from batchinfer.engine.config import NOTHING
-from batchinfer.models.ops import contests, library_fp8
+from batchinfer.models.ops import contests, library_products
 from batchinfer.models.ops.contests import ProductContest, fastest_operators
 from batchinfer.models.ops.gpu_linear import Fp8Linear
 from batchinfer.models.ops.layers import CodedWeight
-from batchinfer.models.ops.library_fp8 import LibraryFp8
+from batchinfer.models.ops.library_products import LibraryFp8
 from batchinfer.models.ops.prompts.trial import PromptSizes
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.block_fp8_matmul import BlockWeight, block_fp8_matmul_reference, quantize_blocks_fp8
@@ -52,7 +52,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> ScaledMM:
 def install(monkeypatch: pytest.MonkeyPatch, capability: int = 90, offset: float = 0.0) -> ScaledMM:
     found = ScaledMM(capability, offset)
     monkeypatch.setattr(F, "scaled_mm", found)
-    monkeypatch.setattr(library_fp8, "architecture", lambda: str(capability))
+    monkeypatch.setattr(library_products, "architecture", lambda: str(capability))
     return found
 
 
@@ -134,7 +134,7 @@ def test_what_the_library_has_no_product_for(monkeypatch, why) -> None:
     capability, weight, bias, dtype = NOT_FOR_IT[why]()
     install(monkeypatch, capability)
     if capability == 0:
-        monkeypatch.setattr(library_fp8, "architecture", lambda: "gfx942")
+        monkeypatch.setattr(library_products, "architecture", lambda: "gfx942")
     assert LibraryFp8.of(weight, bias, dtype) is None
 
 

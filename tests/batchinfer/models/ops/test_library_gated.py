@@ -20,10 +20,10 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from batchinfer.models.ops import contests, library_gated
+from batchinfer.models.ops import contests, library_products
 from batchinfer.models.ops.contests import fastest_operators
 from batchinfer.models.ops.layers import ActivatedLinear
-from batchinfer.models.ops.library_gated import ChosenGated, LibraryGated
+from batchinfer.models.ops.library_products import ChosenGated, LibraryGated
 from batchinfer.models.ops.prompts.trial import PromptSizes
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.gated_activation import gated_activation_reference
@@ -81,7 +81,7 @@ def quack(monkeypatch: pytest.MonkeyPatch) -> Quack:
     package.__spec__ = ModuleSpec("quack", None)
     monkeypatch.setitem(sys.modules, "quack", package)
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
-    monkeypatch.setattr(library_gated, "architecture", lambda: "90")
+    monkeypatch.setattr(library_products, "architecture", lambda: "90")
     monkeypatch.setattr(contests, "ROWS", (4, 16))
     return interface
 
@@ -175,8 +175,8 @@ def test_what_it_is_not_asked_for(quack: Quack, monkeypatch) -> None:
     assert not isinstance(layer, ActivatedLinear)
     assert ops.library_layers is None
     for capability in ("80", "89", "120", "gfx942", ""):
-        monkeypatch.setattr(library_gated, "architecture", lambda found=capability: found)
+        monkeypatch.setattr(library_products, "architecture", lambda found=capability: found)
         assert LibraryGated.of(whole, None, "silu") is None
-    monkeypatch.setattr(library_gated, "architecture", lambda: "90")
+    monkeypatch.setattr(library_products, "architecture", lambda: "90")
     monkeypatch.setitem(sys.modules, "quack", None)
     assert LibraryGated.of(whole, None, "silu") is None

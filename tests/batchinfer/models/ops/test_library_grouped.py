@@ -15,11 +15,11 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from batchinfer.models.ops import contests, library_grouped
+from batchinfer.models.ops import contests, library_products
 from batchinfer.models.ops.contests import fastest_operators
 from batchinfer.models.ops.gpu_experts import TritonExperts
 from batchinfer.models.ops.layers import ExpertWeights
-from batchinfer.models.ops.library_grouped import LibraryGrouped
+from batchinfer.models.ops.library_products import LibraryGrouped
 from batchinfer.models.ops.prompts.trial import PromptSizes
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.experts import Choice
@@ -79,7 +79,7 @@ class GroupedMM:
 def library(monkeypatch: pytest.MonkeyPatch) -> GroupedMM:
     found = GroupedMM()
     monkeypatch.setattr(F, "grouped_mm", found)
-    monkeypatch.setattr(library_grouped, "architecture", lambda: "90")
+    monkeypatch.setattr(library_products, "architecture", lambda: "90")
     monkeypatch.setattr(contests, "ROWS", (4, 16))
     return found
 
@@ -149,5 +149,5 @@ def test_what_the_library_has_no_product_for(library, monkeypatch) -> None:
     assert LibraryGrouped.of(*weights(inner=36), "silu") is None
     assert LibraryGrouped.of(*weights(dtype=torch.float16), "silu") is None
     for capability in ("80", "89", "120", "gfx942", ""):
-        monkeypatch.setattr(library_grouped, "architecture", lambda found=capability: found)
+        monkeypatch.setattr(library_products, "architecture", lambda found=capability: found)
         assert LibraryGrouped.of(into, back, "silu") is None
