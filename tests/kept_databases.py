@@ -1,4 +1,4 @@
-"""DuckDB databases in memory that tests use again: to make one takes longer than most of what they do with it."""
+"""DuckDB databases in memory that tests share: opening one takes longer than most queries of tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = "used"
 
 
 class KeptDatabases:
-    """Opens databases for the package, each of which one user has at a time."""
+    """Opens databases for the package. Each database has one user at a time."""
 
     def __init__(self) -> None:
         self._free: list[duckdb.DuckDBPyConnection] = []

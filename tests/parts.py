@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 PART = "BATCHINFER_TEST_PART"
-# How many times as long as those of other files the cases of a file take, where that is far from one
+# Files with slow cases: the time of a case, in multiples of a usual case
 LONG = {
     "test_attention_aot.py": 8,
     "test_gpu_suite.py": 20,

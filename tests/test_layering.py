@@ -43,7 +43,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "verbs": (*LOWER, "plan", "pipeline", "bench"),
     "cli": (*LOWER, "plan", "pipeline", "bench", "verbs"),
 }
-# From the ground up: a sub-room imports only those before it. The modules in the root of input belong to its formats.
+# From the ground up: a sub-room imports only sub-rooms before it. Modules in the root of input belong to its formats.
 # Other rooms have sub-rooms too; they form no circle.
 SUB_ROOMS: Mapping[str, tuple[str, ...]] = {
     "input": ("formats", "tokenizer", "tool_calls", "constraints", "prompts"),

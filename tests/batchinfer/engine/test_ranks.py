@@ -1,4 +1,4 @@
-"""The ranks of an engine: how they meet, who has what, and that a step of theirs is one of a single process."""
+"""How the ranks of an engine meet, what each of them has, and that their steps equal the steps of one process."""
 
 from __future__ import annotations
 

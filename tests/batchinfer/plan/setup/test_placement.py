@@ -53,7 +53,7 @@ def test_one_engine_a_gpu(
     assert (setting.placement.replicas, setting.placement.gpus) == (max(1, len(gpus)), gpus)
     specs = worker_specs(job, setting, "a:b")
     assert [spec.place.gpu for spec in specs] == (list(gpus) or [None])
-    assert setting.peaks == GPU.peaks(setting.numerics.dtype)  # of one of them
+    assert setting.peaks == GPU.peaks(setting.numerics.dtype)
     config = setting.engine_config(job, 64)
     assert (config.kv_memory, config.memory) == (None, None)
 
