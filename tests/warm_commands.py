@@ -4,50 +4,126 @@ point."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any
 
 from tests.warm_children import WarmChildren
 
 # What is read when an interpreter starts, or when a library is imported
 READ_EARLY = ("PYTHON", "LANG", "LC_", "LD_", "OMP_", "MKL_", "TORCH", "TRITON", "ARROW", "MALLOC", "COLUMNS")
-
+LOOK_S = 0.002
 
 Ran = subprocess.CompletedProcess[Any]
+warm: WarmChildren | None = None  # while tests have one
 
 
-class WarmCommand(subprocess.Popen[Any]):
-    """A `subprocess.Popen` of `python -m module …`, which sends signals, waits and ends as any other.
+class WarmCommand:
+    """A fork that is `python -m module …`, with what tests use of `subprocess.Popen`.
 
-    It is a new interpreter all the same where what it asks for is read before its first line, and in `make test-all`.
     Its command line, as /proc has it, is that of the process that was forked.
     """
 
-    warm: WarmChildren | None = None  # while tests have one
-
-    def _execute_child(
-        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
-        startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int,
-        c2pwrite: int, errread: int, errwrite: int, restore_signals: Any, gid: Any, gids: Any, uid: Any,
-        umask: Any, start_new_session: bool, process_group: int,
+    def __init__(
+        self, forks: WarmChildren, words: Sequence[str], env: dict[str, str], folder: str,
+        streams: Sequence[Any], text: bool, leads: bool,
     ) -> None:  # fmt: skip
-        if self.warm is None or [*args[:2]] != [sys.executable, "-m"] or pass_fds or _is_read_early(env):
-            super()._execute_child(  # type: ignore[misc]
-                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
-                start_new_session, process_group,
-            )  # fmt: skip
-            return
-        streams = [own if own >= 0 else number for number, own in enumerate((p2cread, c2pwrite, errwrite))]
-        env = dict(os.environ) if env is None else env
-        folder = os.path.realpath(cwd or os.getcwd())
-        self.pid = self.warm.command(
-            [str(word) for word in args[2:]], env, folder, streams, start_new_session
+        """streams: files, descriptors, PIPE, or None for this process's own; leads: it has a session of its own."""
+        self.returncode: int | None = None
+        self._words = words
+        pipes = [os.pipe() if stream == subprocess.PIPE else None for stream in streams]
+        theirs = [
+            pipe[1]
+            if pipe
+            else number
+            if stream is None
+            else stream
+            if isinstance(stream, int)
+            else stream.fileno()
+            for number, (stream, pipe) in enumerate(zip(streams, pipes, strict=True))
+        ]
+        self.pid = forks.command(words, env, folder, theirs, leads)
+        for pipe in filter(None, pipes):
+            os.close(pipe[1])
+        self.stdout, self.stderr = (
+            os.fdopen(pipe[0], "r" if text else "rb") if pipe else None for pipe in pipes[1:]
         )
-        self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+    def __enter__(self) -> WarmCommand:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in filter(None, (self.stdout, self.stderr)):
+            stream.close()
+        self.wait()
+
+    def poll(self) -> int | None:
+        """Return how it ended; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return how it ended. Raises TimeoutExpired."""
+        end = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired([*self._words], timeout or 0.0)
+            time.sleep(LOOK_S)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
+        """Return what it says, once it has ended. Raises TimeoutExpired."""
+        with ThreadPoolExecutor(2) as readers:
+            read = [readers.submit(_rest, stream) for stream in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise
+        out, err = (each.result() for each in read)
+        return out, err
+
+    def send_signal(self, signum: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _rest(stream: IO[Any] | None) -> Any:
+    if stream is None:
+        return None
+    with stream:
+        return stream.read()
+
+
+def start(
+    command: Sequence[str], *, cwd: Any = None, env: dict[str, str] | None = None, stdin: Any = None,
+    stdout: Any = None, stderr: Any = None, text: bool = False, start_new_session: bool = False,
+    preexec_fn: Any = None,
+) -> WarmCommand | subprocess.Popen[Any]:  # fmt: skip
+    """Start a command as `subprocess.Popen` does. It is a new interpreter where what it asks for is read before its
+    first line, and in `make test-all`."""
+    if warm is None or [*command[:2]] != [sys.executable, "-m"] or _is_read_early(env):
+        return subprocess.Popen(
+            command, cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, text=text,
+            start_new_session=start_new_session, preexec_fn=preexec_fn,
+        )  # fmt: skip
+    env = dict(os.environ) if env is None else env
+    folder = os.path.realpath(cwd or os.getcwd())
+    streams = stdin, stdout, stderr
+    return WarmCommand(warm, [*map(str, command[2:])], env, folder, streams, text, start_new_session)
 
 
 def _is_read_early(env: dict[str, str] | None) -> bool:
@@ -69,12 +145,12 @@ def run(
     """Do as `subprocess.run` does."""
     if capture_output:
         how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with WarmCommand(command, **how) as process:
+    with start(command, **how) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         finally:
             process.kill()
-    ran = subprocess.CompletedProcess(command, process.returncode, out, err)
+    ran = subprocess.CompletedProcess(command, process.returncode or 0, out, err)
     if check:
         ran.check_returncode()
     return ran

@@ -16,16 +16,18 @@ import pytest
 from batchinfer.filesystem import duck
 from batchinfer.machine import garbage, spawning
 from batchinfer.report.tables import meter
+from tests import warm_commands
 from tests.checkpoints import make_model_folder
 from tests.examples import everything
 from tests.kept_databases import KeptDatabases
+from tests.render_threads import use_threads
 from tests.warm_children import WarmChildren, unflushed
-from tests.warm_commands import WarmCommand
 
 if TYPE_CHECKING:
     from tests.batchinfer.wrong_jobs import Place
 
 SPAWN = spawning._spawn
+DATA = Path(__file__).parent / "data"
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +61,7 @@ def warm_children() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, WarmChildren() as warm:
         if sys.platform == "linux" and not everything():
             patch.setattr(spawning, "_spawn", warm.spawn)
-            patch.setattr(WarmCommand, "warm", warm)
+            patch.setattr(warm_commands, "warm", warm)
         yield
 
 
@@ -96,8 +98,21 @@ def frozen_garbage() -> Iterator[None]:
 
 
 @pytest.fixture
+def render_processes() -> None:
+    """For tests of what a template may do to the process that renders it."""
+
+
+@pytest.fixture(autouse=True)
+def _render_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that run in this process render their rows here, too, unless a test is about that."""
+    own = {"render_processes", "cold_children"} & {*request.fixturenames}
+    if not own and not everything() and DATA not in request.path.parents:
+        use_threads(monkeypatch)
+
+
+@pytest.fixture
 def cold_children(warm_children: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of how children start and end, and of children that must not find anything imported; commands are new
     interpreters, too."""
     monkeypatch.setattr(spawning, "_spawn", SPAWN)
-    monkeypatch.setattr(WarmCommand, "warm", None)
+    monkeypatch.setattr(warm_commands, "warm", None)

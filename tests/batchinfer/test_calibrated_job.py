@@ -25,11 +25,11 @@ from batchinfer.plan.forecast.job import forecast_job
 from batchinfer.report.progress import Progress
 from batchinfer.verbs.prompts_job import prompts_job
 from batchinfer.verbs.quantize import export_job_model, quantize_job
+from tests import warm_commands
 from tests.batchinfer.int4_jobs import INT4, PLAIN, ROWS, make_divisible
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 from tests.checkpoints import make_tokenizer
 from tests.published_formats import make_published
-from tests.warm_commands import WarmCommand
 
 OTHERS = [{"text": f"gamma {number}"} for number in range(5)]
 SILENT = Listener(Progress(None, job="test", quiet=True), lambda _: None)
@@ -97,7 +97,7 @@ def test_a_calibration_that_was_killed_begins_again(tmp_path: Path) -> None:
     job = write_job(tmp_path, deep, ROWS, **PLAIN)
     command = [sys.executable, "-m", "batchinfer", "run", str(job), "--quiet"]
     command += [part for key, value in INT4 for part in ("--set", f"{key}={value}")]
-    child = WarmCommand(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    child = warm_commands.start(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     making = tmp_path / "out" / ".batchinfer-res" / "int4" / "making"
     end = time.monotonic() + 120
     # A layer is written: the run starts no process at this moment, which could hold its lock a little longer

@@ -24,10 +24,10 @@ from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from batchinfer.store.answers.completion_store import read_records
 from batchinfer.store.results.planned_work import alike, announced
+from tests import warm_commands
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, write_job
 from tests.batchinfer.wrong_jobs import Place, environment
 from tests.patience import PATIENCE_S
-from tests.warm_commands import WarmCommand
 
 NIGHT, OTHER = "2026-01-01", "2026-01-02"
 WAITING = "another run is already computing these rows"
@@ -125,7 +125,7 @@ def test_two_processes_compute_nothing_twice(place: Place) -> None:
     place.rows(*({"id": f"r{n}", "text": "a" * (n + 1)} for n in range(40)))
     command = [sys.executable, "-m", "batchinfer", "run", str(place.folder / "job.yaml"), "--json", "--date"]
     both = [
-        WarmCommand(
+        warm_commands.start(
             [*command, date], env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         for date in (NIGHT, OTHER)

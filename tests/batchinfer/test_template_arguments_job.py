@@ -186,6 +186,7 @@ def test_columns_of_parquet_and_of_csv(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("render_processes")
 def test_rows_with_hostile_arguments_cost_themselves_alone(tmp_path: Path, model: Path) -> None:
     """Large ones, deep ones, and those that make the template print without end."""
     deep: Any = 1

@@ -1035,6 +1035,7 @@ def check_errors(place: Place, bad: list[Bad]) -> None:
         print(row["row_id"], row["error_code"], row["error_message"])
 
 
+@pytest.mark.usefixtures("render_processes")
 def test_bad_rows(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Each costs itself, and nothing else."""
     good = iter(range(1000))

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests import warm_commands
 from tests.batchinfer.wrong_jobs import hears_signals
-from tests.warm_commands import WarmCommand
 
 COLUMNS = 100  # of the terminal: said by itself, as a variable would need an interpreter of its own
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -87,7 +87,7 @@ def on_terminal(
     """`python -m …` in a session of its own whose controlling terminal is ours; it does not survive the block."""
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, COLUMNS))
-    process = WarmCommand(
+    process = warm_commands.start(
         [sys.executable, "-m", "tests.batchinfer.cli.controlling", *arguments],
         cwd=folder, env=env, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
         preexec_fn=hears_signals,

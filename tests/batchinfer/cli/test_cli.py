@@ -21,6 +21,7 @@ import typer
 from batchinfer import cli
 from batchinfer.core import errors
 from batchinfer.pipeline.workers.engine_entry import ENGINE
+from tests import warm_commands
 from tests.batchinfer.wrong_jobs import (
     FAKE,
     NO_ENGINE,
@@ -38,7 +39,6 @@ from tests.batchinfer.wrong_jobs import (
 )
 from tests.examples import everything
 from tests.patience import PATIENCE_S, wait_until
-from tests.warm_commands import WarmCommand
 
 ROOT = Path(__file__).parents[3]
 REFERENCE = ROOT / "docs" / "cli.md"
@@ -60,7 +60,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
 @contextmanager
 def started(place: Place, *arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
     """The command line with the fake engine in a process of its own, which does not survive the block."""
-    process = WarmCommand(
+    process = warm_commands.start(
         [sys.executable, "-m", "tests.fake_cli", *arguments],
         cwd=place.folder, env=environment(**env), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True, preexec_fn=hears_signals,

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from batchinfer.job import load_job
 from batchinfer.models.files.sentence_modules import sentence_modules
 from batchinfer.pipeline.options import RunOptions
+from tests import warm_commands
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, table, write_job
 from tests.batchinfer.verbs.small_pieces import FREE
 from tests.batchinfer.wrong_jobs import hears_signals
@@ -27,7 +28,6 @@ from tests.hub_server import Hub, files_of, serving, sha256
 from tests.lora_adapters import make_adapter
 from tests.patience import PATIENCE_S, wait_until
 from tests.sentence_checkpoints import make_sentence_model, write_dense
-from tests.warm_commands import WarmCommand
 
 ROOT = Path(__file__).parents[3]
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -53,7 +53,9 @@ def command(hub: Hub, cache: Path, *arguments: str, **env: str) -> subprocess.Po
     env = kept | {"HF_HOME": str(cache.parent), "HF_ENDPOINT": hub.url} | env
     line = [sys.executable, "-m", "tests.batchinfer.verbs.small_pieces", "pull", *arguments]
     pipe = subprocess.PIPE
-    return WarmCommand(line, env=env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=hears_signals)
+    return warm_commands.start(
+        line, env=env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=hears_signals
+    )
 
 
 def pull(hub: Hub, cache: Path, *arguments: str, **env: str) -> tuple[int, str, str]:

@@ -1,0 +1,47 @@
+"""Render workers in threads of the process of the tests: most of their jobs have a few harmless rows, and a process for
+these takes longer than they do."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import closing, suppress
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from batchinfer.input.prompts import render_worker
+from batchinfer.machine.spawning import Ended
+from tests.patience import PATIENCE_S
+
+
+class RenderThread:
+    """See batchinfer.machine.spawning.Child. A template that hangs needs a process: nothing ends a thread."""
+
+    def __init__(self, _: str, *arguments: Any, files: object = ()) -> None:
+        self.connection, theirs = Pipe()
+
+        def serve() -> None:
+            with closing(theirs), suppress(BrokenPipeError, ConnectionResetError):
+                render_worker.serve(*arguments, theirs)
+
+        self._thread = threading.Thread(target=serve, daemon=True, name="render")
+        self._thread.start()
+
+    def wait(self, within_s: float) -> Ended | None:
+        self._thread.join(within_s)
+        return None if self._thread.is_alive() else Ended(1)
+
+    def close(self) -> None:
+        self.connection.close()
+        assert self.wait(PATIENCE_S), "a template hangs: this test is to have the fixture render_processes"
+
+
+def use_threads(patch: pytest.MonkeyPatch) -> None:
+    """Have threads take the place of processes, without a process's limits."""
+    quiet = {name: lambda *_: None for name in ("signal", "pthread_sigmask", "setitimer")}
+    patch.setattr(render_worker, "signal", SimpleNamespace(**(vars(signal) | quiet)))
+    patch.setattr(render_worker, "limit_memory", lambda _: None)
+    patch.setattr(render_worker, "Child", RenderThread)
