@@ -41,7 +41,11 @@ MODULES = (
     "batchinfer.pipeline.run",
     "batchinfer.pipeline.workers.worker",
     "batchinfer_kernels.cpu.spinning",
+    "tests.batchinfer.costed_engine",
+    "tests.batchinfer.dying_engine",
+    "tests.batchinfer.dying_rank",
     "tests.fake_engine",
+    "tests.scripted_engine",
 )
 MESSAGE_BYTES = 1 << 20
 ABOVE = 100  # descriptors that no test has

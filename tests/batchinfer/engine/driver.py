@@ -21,7 +21,7 @@ from batchinfer.engine.schedule.output_lengths import OutputLengths
 from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, SchedulerConfig, Step
-from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus
 from batchinfer.engine.schedule.step_plan import StepPlan
 from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphSize
@@ -35,6 +35,37 @@ class Hopeful(OutputLengths):
 
     def longest(self, sequence: Sequence) -> int:
         return len(sequence) + 1
+
+
+class Preempting(Scheduler):
+    """Preempts the youngest sequence before each fourth step, if no step awaits its tokens."""
+
+    _steps = 0
+
+    def schedule(self, drafted: bool = False) -> Step:
+        self._steps += 1
+        youngest = next(reversed(self.running), None)
+        forced = youngest is not None and len(self.running) > 1 and self._steps % 4 == 0
+        if (
+            youngest is not None
+            and forced
+            and youngest.status is SequenceStatus.RUNNING
+            and not youngest.placeholders
+        ):
+            del self.running[youngest]
+            self._preempt(youngest)
+        else:
+            forced = False
+        step = super().schedule(drafted)
+        step.preemptions += forced
+        return step
+
+
+class PreemptingAhead(Preempting):
+    """Preempts, also where steps look ahead: none is launched ahead of one before which a sequence is preempted."""
+
+    def has_room(self) -> bool:
+        return self._steps % 4 != 3 and super().has_room()
 
 
 def sequence(

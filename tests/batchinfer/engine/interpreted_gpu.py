@@ -5,6 +5,8 @@ Only what asks CUDA itself is replaced: the device, its memory, and graphs, whic
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,7 +27,6 @@ from batchinfer.engine.ranks import joining
 from batchinfer.engine.tensors import graph_sizes
 from batchinfer.models import sources
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
-from batchinfer.models.foreign import source as foreign_source
 from batchinfer.models.ops import choose
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
@@ -36,8 +37,8 @@ from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import int4_values, packed_int4, packed_int4_experts
 from tests.batchinfer import costed_engine, dying_rank
+from tests.batchinfer.engine.driver import PreemptingAhead
 from tests.batchinfer.engine.launched_references import launch_references
-from tests.batchinfer.engine.small_engine import PreemptingAhead
 from tests.batchinfer.engine.taped import Taped, TapedGroup
 
 DEVICE = "cpu" if interpreter.is_wanted() else "cuda"
@@ -70,7 +71,10 @@ def stand_in(replace: Replace, compiles: bool = True, quick: bool = False) -> No
     if DEVICE == "cuda":
         return
     replace(settling, "_device", lambda _: torch.device("cpu"))
-    for module in (sources, foreign_source, layer_heads):
+    choosing = [sources, layer_heads]
+    if "transformers" in sys.modules:  # which takes the longest to import, and few engines' processes need
+        choosing.append(importlib.import_module("batchinfer.models.foreign.source"))
+    for module in choosing:
         replace(module, "choose_ops", _as_on_a_gpu)
     replace(cache_fit, "GpuMeter", lambda _: NoMeter())
     replace(cache_fit, "GpuRecorder", Taped)

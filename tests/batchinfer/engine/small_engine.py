@@ -31,8 +31,7 @@ from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.batched_admission import AdmissionCosts
 from batchinfer.engine.schedule.constraints import ConstraintMasks, Constraints
-from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig, Step
-from batchinfer.engine.schedule.sequence import SequenceStatus
+from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.step_plan import PlanWants, SamplingPlan, StepPlan
 from batchinfer.engine.tensors.adapter_places import AdapterPlaces
 from batchinfer.engine.tensors.device_memory import allocate_caches
@@ -44,7 +43,7 @@ from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer_kernels.arithmetic import Quantization
-from tests.batchinfer.engine.driver import Hopeful
+from tests.batchinfer.engine.driver import Hopeful, Preempting
 from tests.batchinfer.models.paged import load_decoder
 from tests.checkpoints import kept_folder, make_checkpoint
 
@@ -286,37 +285,6 @@ def make_runner(
     numbers = {"": 0} | {name: number for number, name in enumerate(adapters, 1)}
     state = StepState(adapters=AdapterPlaces(numbers, decoder.adapter_places, decoder.place_adapter))
     return ModelRunner(decoder, ops, caches, layout, sampler, cost, torch.device(device), state=state)
-
-
-class Preempting(Scheduler):
-    """Preempts the youngest sequence before each fourth step, if no step awaits its tokens."""
-
-    _steps = 0
-
-    def schedule(self, drafted: bool = False) -> Step:
-        self._steps += 1
-        youngest = next(reversed(self.running), None)
-        forced = youngest is not None and len(self.running) > 1 and self._steps % 4 == 0
-        if (
-            youngest is not None
-            and forced
-            and youngest.status is SequenceStatus.RUNNING
-            and not youngest.placeholders
-        ):
-            del self.running[youngest]
-            self._preempt(youngest)
-        else:
-            forced = False
-        step = super().schedule(drafted)
-        step.preemptions += forced
-        return step
-
-
-class PreemptingAhead(Preempting):
-    """Preempts, also where steps look ahead: none is launched ahead of one before which a sequence is preempted."""
-
-    def has_room(self) -> bool:
-        return self._steps % 4 != 3 and super().has_room()
 
 
 def make_engine(

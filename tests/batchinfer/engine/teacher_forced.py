@@ -19,12 +19,11 @@ from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import Scheduler
 from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype, Quantization
-from tests.batchinfer.engine.driver import Hopeful
+from tests.batchinfer.engine.driver import Hopeful, Preempting
 from tests.batchinfer.engine.small_engine import (
     Limits,
     Noted,
     Place,
-    Preempting,
     Ran,
     RecordingSampler,
     drain,

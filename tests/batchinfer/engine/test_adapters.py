@@ -25,11 +25,11 @@ from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.arithmetic import Quantization
+from tests.batchinfer.engine.driver import Preempting
 from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
 from tests.batchinfer.engine.small_engine import (
     TRITON,
     Limits,
-    Preempting,
     Ran,
     checkpoint,
     cpu_ops,

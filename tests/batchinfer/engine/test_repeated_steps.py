@@ -31,13 +31,13 @@ from batchinfer.engine.schedule.step_plan import SamplingPlan, StepPlan
 from batchinfer.models.ops.interface import Ops
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine import steps_at_once
+from tests.batchinfer.engine.driver import PreemptingAhead
 from tests.batchinfer.engine.hashing_model import EOS, SHAPE, HashingOps, hashing_runner, with_graphs
 from tests.batchinfer.engine.random_work import EASY, Work, works
 from tests.batchinfer.engine.small_engine import (
     TRITON,
     AlwaysRepeated,
     Limits,
-    PreemptingAhead,
     Ran,
     at_once,
     drain,
