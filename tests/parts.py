@@ -1,4 +1,4 @@
-"""Tests in parts of about the same length: `make test-all PART=2/8` runs the second of eight."""
+"""Parts of the tests, of about the same duration: `make test-all PART=2/8` runs the second of eight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 PART = "BATCHINFER_TEST_PART"
-# Files with slow cases: the time of a case, in multiples of a usual case
+# Duration of a case relative to the average
 LONG = {
     "test_attention_aot.py": 8,
     "test_gpu_suite.py": 20,
@@ -22,7 +22,7 @@ LONG = {
 
 
 def leave_part(items: list[pytest.Item]) -> None:
-    """Leave only what is in the part that is asked for. Raises UsageError."""
+    """Remove the items of other parts than the requested one. Raises UsageError."""
     asked = os.environ.get(PART)
     if not asked:
         return
@@ -37,7 +37,7 @@ def leave_part(items: list[pytest.Item]) -> None:
 
 
 def divided(lengths: Mapping[str, int], parts: int) -> list[set[str]]:
-    """Divide files: the longest one left goes to the part that is the shortest so far."""
+    """Assign each file, the longest first, to the shortest part so far."""
     made = [set[str]() for _ in range(parts)]
     taken = [0] * parts
     for file in sorted(lengths, key=lambda file: (-lengths[file], file)):

@@ -1,5 +1,4 @@
-"""Render workers in threads of the process of the tests: most of their jobs have a few harmless rows, and a process for
-these takes longer than they do."""
+"""Render workers in threads: most jobs of tests have a few harmless rows, and starting a process takes longer."""
 
 from __future__ import annotations
 
@@ -36,11 +35,11 @@ class RenderThread:
 
     def close(self) -> None:
         self.connection.close()
-        assert self.wait(PATIENCE_S), "a template hangs: this test is to have the fixture render_processes"
+        assert self.wait(PATIENCE_S), "a template hangs: add the fixture render_processes to this test"
 
 
 def use_threads(patch: pytest.MonkeyPatch) -> None:
-    """Have threads take the place of processes, without a process's limits."""
+    """Replace render processes by threads, which have no limits on memory and CPU time."""
     quiet = {name: lambda *_: None for name in ("signal", "pthread_sigmask", "setitimer")}
     patch.setattr(render_worker, "signal", SimpleNamespace(**(vars(signal) | quiet)))
     patch.setattr(render_worker, "limit_memory", lambda _: None)

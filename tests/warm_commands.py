@@ -1,5 +1,4 @@
-"""Commands that tests start, as forks of a process that has imported everything: where a new interpreter is not the
-point."""
+"""Commands as forks of a process that has imported everything, for tests that need no new interpreter."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from typing import IO, Any
 
 from tests.warm_children import WarmChildren
 
-# What is read when an interpreter starts, or when a library is imported
+# Variables that an interpreter reads at its start, or a library at its import
 READ_EARLY = ("PYTHON", "LANG", "LC_", "LD_", "OMP_", "MKL_", "TORCH", "TRITON", "ARROW", "MALLOC", "COLUMNS")
 LOOK_S = 0.002
 
@@ -25,7 +24,7 @@ warm: WarmChildren | None = None  # while tests have one
 class WarmCommand:
     """A fork that is `python -m module …`, with what tests use of `subprocess.Popen`.
 
-    Its command line, as /proc has it, is that of the process that was forked.
+    /proc shows the command line of the process that was forked.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class WarmCommand:
         return code
 
     def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
-        """Return what it says, once it has ended. Raises TimeoutExpired."""
+        """Return its output after its end. Raises TimeoutExpired."""
         with ThreadPoolExecutor(2) as readers:
             read = [readers.submit(_rest, stream) for stream in (self.stdout, self.stderr)]
             try:
@@ -113,8 +112,9 @@ def start(
     stdout: Any = None, stderr: Any = None, text: bool = False, start_new_session: bool = False,
     preexec_fn: Any = None,
 ) -> WarmCommand | subprocess.Popen[Any]:  # fmt: skip
-    """Start a command as `subprocess.Popen` does. It is a new interpreter where what it asks for is read before its
-    first line, and in `make test-all`."""
+    """Start a command as `subprocess.Popen` does: as a fork, if it may be one.
+
+    In `make test-all`, and where its environment differs in a variable that is read early, it is a new interpreter."""
     if warm is None or [*command[:2]] != [sys.executable, "-m"] or _is_read_early(env):
         return subprocess.Popen(
             command, cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, text=text,
@@ -127,7 +127,7 @@ def start(
 
 
 def _is_read_early(env: dict[str, str] | None) -> bool:
-    """Whether a variable differs from ours that a process which runs already would not see."""
+    """Return True if a variable differs from ours that a running process would not read again."""
     if env is None:
         return False
     differs = {name for name in {*env, *os.environ} if env.get(name) != os.environ.get(name)}

@@ -77,7 +77,7 @@ def no_waiting_for_disks() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def kept_databases() -> Iterator[None]:
-    """An in-memory database takes 10 ms to make, and a job has seven."""
+    """Take in-memory databases from a pool."""
     with pytest.MonkeyPatch.context() as patch:
         if not everything():
             kept = KeptDatabases()
@@ -88,8 +88,7 @@ def kept_databases() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def frozen_garbage() -> Iterator[None]:
-    """What was imported stays out of the garbage collector's sight, which it would come back into after each engine
-    that runs in this process, for all tests that follow."""
+    """Keep imported objects frozen: an engine that ends in this process would unfreeze them for all later tests."""
     with pytest.MonkeyPatch.context() as patch:
         if not everything():
             nothing = {name: lambda: None for name in ("collect", "freeze", "unfreeze")}
@@ -99,12 +98,12 @@ def frozen_garbage() -> Iterator[None]:
 
 @pytest.fixture
 def render_processes() -> None:
-    """For tests of what a template may do to the process that renders it."""
+    """For tests whose templates may hang or exhaust memory."""
 
 
 @pytest.fixture(autouse=True)
 def _render_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs that run in this process render their rows here, too, unless a test is about that."""
+    """Render rows in threads of this process, unless the test is about render processes."""
     own = {"render_processes", "cold_children"} & {*request.fixturenames}
     if not own and not everything() and DATA not in request.path.parents:
         use_threads(monkeypatch)

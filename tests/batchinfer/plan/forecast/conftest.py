@@ -1,4 +1,4 @@
-"""A machine for forecasts, and forecasts without what takes half of their time and most tests do not look at."""
+"""A machine for forecasts, and forecasts without the half that most tests ignore."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def known_peaks(monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
 @pytest.fixture
 def whole_plan() -> None:
-    """For tests of the quantisations that a job could have, and of what keeps its rows from sharing work."""
+    """For tests of other quantisations and of lint findings."""
 
 
 @pytest.fixture(autouse=True)
