@@ -47,6 +47,7 @@ MODULES = (
     "tests.fake_engine",
     "tests.scripted_engine",
 )
+WORKER = "batchinfer.pipeline.workers.worker:main"
 MESSAGE_BYTES = 1 << 20
 ABOVE = 100  # descriptors that no test has
 MOST_DESCRIPTORS = 200  # of a child
@@ -178,7 +179,7 @@ def _live(orders: socket.socket, order: dict[str, Any], descriptors: list[int]) 
     """The child's whole life."""
     code = 1
     try:
-        if "words" in order:
+        if "words" in order or order["target"] == WORKER:  # whose other ranks are its children
             _have_children(descriptors)
         _become(orders, order, descriptors)
         if "words" in order:
