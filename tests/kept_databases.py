@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import pytest
 
+from batchinfer.filesystem import duck
 from batchinfer.filesystem.duck import literal
+from batchinfer.report.tables import meter
 
 CHANGED = ("memory_limit", "threads", "temp_directory")  # settings that an open database accepts
 ALWAYS = {
@@ -43,3 +47,10 @@ class KeptDatabases:
             return
         kept.execute(f"DETACH {NAME}")
         self._free.append(kept)
+
+
+def keep(patch: pytest.MonkeyPatch) -> None:
+    """Have the package take its databases from a pool."""
+    kept = KeptDatabases()
+    patch.setattr(duck, "_opened", kept.opened)
+    patch.setattr(meter, "opened", partial(kept.opened, {"threads": 2, "temp_directory": ""}))

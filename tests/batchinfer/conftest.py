@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Iterator
-from functools import partial
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from batchinfer.filesystem import duck
 from batchinfer.machine import garbage, spawning
-from batchinfer.report.tables import meter
 from tests import warm_commands
 from tests.checkpoints import make_model_folder
 from tests.examples import everything
-from tests.kept_databases import KeptDatabases
-from tests.render_threads import use_threads
 from tests.warm_children import WarmChildren, unflushed
 
 if TYPE_CHECKING:
     from tests.batchinfer.wrong_jobs import Place
 
 SPAWN = spawning._spawn
-DATA = Path(__file__).parent / "data"
+DATA = str(Path(__file__).parent / "data")
+
+
+@cache
+def of_jobs(module: str) -> ModuleType | None:
+    """Import a module; None on a machine that has only what the GPU's tests need."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
 
 
 @pytest.fixture(scope="session")
@@ -79,10 +85,8 @@ def no_waiting_for_disks() -> Iterator[None]:
 def kept_databases() -> Iterator[None]:
     """Take in-memory databases from a pool."""
     with pytest.MonkeyPatch.context() as patch:
-        if not everything():
-            kept = KeptDatabases()
-            patch.setattr(duck, "_opened", kept.opened)
-            patch.setattr(meter, "opened", partial(kept.opened, {"threads": 2, "temp_directory": ""}))
+        if not everything() and (databases := of_jobs("tests.kept_databases")) is not None:
+            databases.keep(patch)
         yield
 
 
@@ -105,8 +109,10 @@ def render_processes() -> None:
 def _render_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Render rows in threads of this process, unless the test is about render processes."""
     own = {"render_processes", "cold_children"} & {*request.fixturenames}
-    if not own and not everything() and DATA not in request.path.parents:
-        use_threads(monkeypatch)
+    if own or everything() or str(request.path).startswith(DATA):
+        return
+    if (threads := of_jobs("tests.render_threads")) is not None:
+        threads.use_threads(monkeypatch)
 
 
 @pytest.fixture
