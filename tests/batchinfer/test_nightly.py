@@ -242,7 +242,7 @@ def test_a_store_at_another_place_is_found_from_the_result(
     (part,) = store.glob("part-*.parquet")
     whole = part.read_bytes()
     part.write_bytes(whole[:-1])
-    assert [problem.path for problem in verify_results(result).problems] == [part]
+    assert [problem.file.local for problem in verify_results(result).problems] == [part]
     part.write_bytes(whole)
     aged(store, 31)
     aged(tmp_path / "out/.batchinfer-res", 31)

@@ -18,6 +18,8 @@ from batchinfer.plan.order.sharing import field_order
 from tests.batchinfer.pipeline.test_pipeline import run, write_job
 from tests.batchinfer.plan.forecast.forecasts import planned, text
 
+pytestmark = pytest.mark.usefixtures("whole_plan")
+
 WORDS = [
     "alpha",
     "beta",

@@ -20,6 +20,7 @@ from tests.published_formats import make_published
 
 NAMES: tuple[Quantization, ...] = ("none", "int8", "int4")
 FLOAT32 = ("model.dtype", "float32")
+pytestmark = pytest.mark.usefixtures("whole_plan")
 
 
 @pytest.fixture
