@@ -22,7 +22,7 @@
 #define LOG2_E 1.44269504f
 #define SLACK 8.0f /* powers of two by which a weight of attention may exceed 1 */
 
-/* What a measurement may make of the end of an operator in a layer, which every thread passes: tests/kernels/layer_clock.h. */
+/* What a measurement may make of the end of an operator in a layer, which every thread passes: tests/speed/layer_clock.h. */
 #ifndef DONE
 #define DONE(operator)
 #endif

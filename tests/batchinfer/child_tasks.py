@@ -143,28 +143,6 @@ def render_and_die_in_the_reply(*arguments: Any) -> None:
     serve(*arguments)
 
 
-def render_asleep(*arguments: Any) -> None:
-    """A render worker that sleeps ASLEEP_US for each row where another one works, and repeats what it made of a chunk
-    with as many rows."""
-    from batchinfer.input.prompts import render_worker
-
-    prepare, pack = render_worker.Preparer.prepare, render_worker.packed
-    replies: dict[int, bytes] = {}
-    us = float(os.environ["ASLEEP_US"])
-
-    def asleep(self: Any, chunk: Any, piece: Any) -> int:
-        rows = chunk.data.count(b"\n")
-        if rows not in replies:
-            replies[rows] = pack(prepare(self, chunk, piece))
-        else:
-            time.sleep(1e-6 * us * rows)
-        return rows
-
-    render_worker.Preparer.prepare = asleep  # type: ignore[assignment, method-assign]
-    render_worker.packed = replies.__getitem__  # type: ignore[assignment]
-    render_worker.serve(*arguments)
-
-
 def _starts() -> int:
     """How many there were before this one."""
     with open(os.environ["LIMITED_STARTS"], "a+b") as file:

@@ -24,7 +24,6 @@ from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.schedule.draft_tree import DraftTree, node_bits, node_path, parents_of, pruned
 from batchinfer_kernels.cost import Peaks
-from tests.batchinfer.engine.draft_bounds import LLAMA_135M
 from tests.batchinfer.engine.hashing_model import EOS
 from tests.batchinfer.engine.random_work import EASY, Work, works
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, make_engine, request
@@ -33,6 +32,7 @@ from tests.batchinfer.engine.test_drafts import PEAKS
 from tests.batchinfer.engine.test_heads import state_of
 from tests.batchinfer.engine.test_look_ahead import Way
 from tests.examples import examples
+from tests.speed.draft_bounds import LLAMA_135M
 
 
 @settings(max_examples=examples(12, 300), deadline=None, print_blob=True)

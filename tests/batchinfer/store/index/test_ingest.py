@@ -35,9 +35,9 @@ from tests.batchinfer.store.index.ingest_kit import (
     run,
     write_lines,
 )
-from tests.batchinfer.store.index.ingest_speed import measure
 from tests.batchinfer.wrong_jobs import environment
 from tests.patience import PATIENCE_S
+from tests.speed.ingest import measure
 
 USER = {"user": "{{ text }}"}
 

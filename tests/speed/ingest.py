@@ -1,22 +1,13 @@
-"""Measures ingest: rows a second and by how much the memory of all its processes together grows.
-
-    python tests/batchinfer/store/index/ingest_speed.py --rows 50000 --format jsonl csv parquet --kind user messages
-
-Every line is JSON. CPU times are of the parent and of its workers, start included; `share` is that of the tokenizer
-alone in all of it.
-"""
+"""Ingest: rows a second, and by how much the memory of all its processes together grows."""
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
 import random
-import sys
-import tempfile
-import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from itertools import islice, product
 from pathlib import Path
@@ -27,49 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tokenizers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
-
-from batchinfer.input.prompts import render_worker
 from batchinfer.input.tokenizer.tokenizer import Tokenizer as LoadedTokenizer
 from batchinfer.store.index.ingest import ingest
 from tests.batchinfer.store.index.ingest_kit import SPECIALS, checkpoint, make_job, options
+from tests.speed.harness import Growth, option, section, show, switch
 
-
-class PeakMemory:
-    """Samples the resident memory of this process and its children every 100 ms: what is added to that at the start."""
-
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self._before = _all_resident()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.1):
-            self.peak_bytes = max(self.peak_bytes, _all_resident() - self._before)
-
-    def __enter__(self) -> PeakMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-def _all_resident() -> int:
-    me = psutil.Process()
-    return sum(map(_resident, [me, *me.children(recursive=True)]))
-
-
-def _resident(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_info().rss)
-    except psutil.Error:  # it ended meanwhile
-        return 0
-
-
-WORDS = (
+SAMPLE_S = 0.1
+WORDS = [
     "the",
     "quick",
     "brown",
@@ -84,18 +39,14 @@ WORDS = (
     "count",
     "to",
     "forty-two",
-)
+]
 FIRST_ID = 10_000_000  # all ids have as many digits
 
 
-def texts(rows: int, characters: int, equal: bool = False) -> Iterator[str]:
-    """Texts of words, half to one and a half times as long as asked for unless they are to be `equal` in length; no two
-    of them are alike."""
+def texts(rows: int, characters: int) -> Iterator[str]:
+    """Yield different texts of words, half to one and a half times `characters` long."""
     source = random.Random(0)
     for row in range(rows):
-        if equal:
-            yield f"{row:08x} " + (" ".join(WORDS) + " ") * (characters // 80)
-            continue
         words = max(1, int(characters * source.uniform(0.5, 1.5)) // 6)
         yield " ".join([f"{row:08x}", *source.choices(WORDS, k=words)])
 
@@ -120,9 +71,9 @@ PROMPTS: dict[str, dict[str, Any] | None] = {
 SCHEMA = {"type": "object", "properties": {"answer": {"enum": ["a", "b"]}}, "required": ["answer"]}
 
 
-def write_rows(path: Path, kind: str, rows: int, characters: int, equal: bool = False) -> None:
+def write_rows(path: Path, kind: str, rows: int, characters: int) -> None:
     """A file of the format that its name tells."""
-    lines = enumerate(texts(rows, characters, equal), FIRST_ID)
+    lines = enumerate(texts(rows, characters), FIRST_ID)
     records = (record(kind, row, text) for row, text in lines)
     if path.suffix == ".jsonl":
         with path.open("w") as file:
@@ -186,6 +137,19 @@ def tokenizer_alone(folder: Path, rows: int, characters: int) -> float:
     return start
 
 
+def resident_bytes() -> int:
+    """Return the memory of this process and of all that it started."""
+    me = psutil.Process()
+    return sum(map(_resident, [me, *me.children(recursive=True)]))
+
+
+def _resident(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:  # it has ended
+        return 0
+
+
 def measure(
     folder: Path,
     rows: int,
@@ -194,14 +158,10 @@ def measure(
     kind: str = "template",
     workers: int | None = None,
     carry: bool = True,
-    asleep_us: float = 0.0,
 ) -> dict[str, Any]:
-    """Ingest such a file once; the checkpoint is there. With `asleep_us` workers only sleep, so long for each row."""
+    """Ingest such a file once; the checkpoint is there."""
     path = folder / f"rows.{form}"
-    write_rows(path, kind, rows, characters, equal=asleep_us > 0)
-    if asleep_us:
-        os.environ["ASLEEP_US"] = str(asleep_us)
-        render_worker._ENTRY = "tests.batchinfer.child_tasks:render_asleep"
+    write_rows(path, kind, rows, characters)
     named = (
         {"columns": ("id", "label") if carry else (), "id": "id"}
         if kind != "openai"
@@ -214,7 +174,7 @@ def measure(
         )
     start, before, seen = time.perf_counter(), _cpu(), [(0.0, 0)]
     given = options(workers=workers, max_model_len=32768, vocab_size=1 << 20)
-    with PeakMemory() as memory:
+    with Growth(resident_bytes, SAMPLE_S) as memory:
         index = ingest(
             job, LoadedTokenizer.load(folder / "model"), given, folder / "scratch",
             lambda at: seen.append((time.perf_counter(), at.rows)),
@@ -231,7 +191,7 @@ def measure(
         "parent_us_per_row": round(1e6 * cpu[0] / rows, 1),
         "workers_us_per_row": round(1e6 * cpu[1] / rows, 1),
         "rows_per_cpu_s": round(rows / sum(cpu)),
-        "peak_mib": round(memory.peak_bytes / 2**20),
+        "peak_mib": round(memory.most / 2**20),
     }
 
 
@@ -249,31 +209,27 @@ def _cpu() -> list[float]:
     return [time.thread_time(), found.children_user + found.children_system]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=50_000)
-    parser.add_argument("--characters", type=int, default=300)
-    parser.add_argument("--format", nargs="+", default=["jsonl"], choices=["jsonl", "csv", "parquet"])
-    parser.add_argument("--kind", nargs="+", default=["user"], choices=list(PROMPTS))
-    parser.add_argument("--workers", type=int, nargs="+", default=[1])
-    parser.add_argument(
-        "--vocab", type=int, default=32_000, help="of a tokenizer that is made; 0: a tiny one"
-    )
-    parser.add_argument("--bare", action="store_true", help="carry no columns")
-    parser.add_argument("--asleep-us", type=float, default=0.0, help="workers sleep so long for a row")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        big_checkpoint(folder / "model", given.vocab) if given.vocab else checkpoint(folder / "model")
-        alone = tokenizer_alone(folder, min(given.rows, 50_000), given.characters) / min(given.rows, 50_000)
-        print(json.dumps({"tokenizer_alone_us_per_row": round(1e6 * alone, 1)}))
-        for form, kind, workers in product(given.format, given.kind, given.workers):
-            found = measure(
-                folder, given.rows, given.characters, form, kind, workers, not given.bare, given.asleep_us
-            )
-            share = round(alone * found["rows_per_cpu_s"], 3)
-            print(json.dumps({"format": form, "kind": kind, "workers": workers} | found | {"share": share}))
+@section(
+    "ingest",
+    option("--rows", default=50_000),
+    option("--characters", default=300),
+    option("--format", default=("jsonl",), choices=("jsonl", "csv", "parquet")),
+    option("--kind", default=("user",), choices=PROMPTS),
+    option("--workers", default=(1,)),
+    option("--vocab", default=32_000, help="of a tokenizer that is made; 0: a tiny one"),
+    switch("--bare", "carry no columns"),
+)
+def ingests(given: Namespace, place: Path) -> dict[str, Any]:
+    """Measure ingest: rows a second, CPU time and memory.
 
-
-if __name__ == "__main__":
-    main()
+    CPU times are of the parent and of its workers, start included; `share` is that of the tokenizer alone in all of it.
+    """
+    big_checkpoint(place / "model", given.vocab) if given.vocab else checkpoint(place / "model")
+    count, found = min(given.rows, 50_000), list[dict[str, Any]]()
+    alone = tokenizer_alone(place, count, given.characters) / count
+    for form, kind, workers in product(given.format, given.kind, given.workers):
+        own = measure(place, given.rows, given.characters, form, kind, workers, not given.bare)
+        share = round(alone * own["rows_per_cpu_s"], 3)
+        found.append({"format": form, "kind": kind, "workers": workers, **own, "share": share})
+    show(found)
+    return {"tokenizer_alone_us_per_row": round(1e6 * alone, 1), "ingest": found}

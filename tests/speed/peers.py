@@ -1,27 +1,16 @@
-"""Vectors of an encoder beside sentence-transformers, scores of a decoder beside lm-evaluation-harness, in turns.
-
-    python -m tests.peer_speed encode|score --peer PYTHON [--dtype D] [--rows N] [--rounds N] [--threads N]
-                                [--continuations N]
-
-`PYTHON` is an interpreter that has the peer: sentence-transformers, whose `encode` takes 32 texts of similar length at
-a time, or lm-eval with its `hf` model, 16 rows at a time. Random weights of the sizes of all-MiniLM-L6-v2 and of
-SmolLM-135M, with a tokenizer of bytes. The peer's seconds are those of `encode` or `loglikelihood` alone, after a
-call that is not counted. Ours are those of a whole job but for starting and loading: reading and tokenising rows,
-planning, computing, publishing; and beside them those from the first step to the end of the last. The last line is
-JSON.
-"""
+"""Encoders beside sentence-transformers, and scores of decoders beside lm-evaluation-harness."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import statistics
 import subprocess
-import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
+
+from tests.speed.harness import in_turns, medians, option, rounds, section, show
 
 ENCODE = """
 import json, sys, time, torch
@@ -128,37 +117,35 @@ def theirs(task: str, python: str, folder: Path, texts: Path, dtype: str, thread
     return float(found.stdout.strip().splitlines()[-1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("task", choices=("encode", "score"))
-    parser.add_argument("--peer", required=True, help="an interpreter that has the peer")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--continuations", type=int, default=4, help="of each context that is scored")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        folder, file = Path(place) / "model", Path(place) / "texts.json"
-        make_model(asked.task, folder)
-        texts = texts_of(asked.task, asked.rows, asked.continuations)
-        file.write_text(json.dumps(texts))
-        job, steps, peer = list[float](), list[float](), list[float]()
-        for _ in range(asked.rounds):
-            whole, engine = ours(asked.task, folder, texts, asked.dtype, asked.threads)
-            job.append(whole)
-            steps.append(engine)
-            peer.append(theirs(asked.task, asked.peer, folder, file, asked.dtype, asked.threads))
-            print(f"job {whole:.2f} s, of that steps {engine:.2f} s; peer {peer[-1]:.2f} s", file=sys.stderr)
-    found = {
-        name: round(statistics.median(each), 3)
-        for name, each in (("job_s", job), ("steps_s", steps), ("peer_s", peer))
-    }
-    shares = {"job": found["job_s"] / found["peer_s"], "steps": found["steps_s"] / found["peer_s"]}
-    print(json.dumps({**vars(asked), **found, **{name: round(share, 3) for name, share in shares.items()}}))
+@section(
+    "peers",
+    option("task", choices=("encode", "score")),
+    option("--peer", required=True, help="an interpreter that has the peer"),
+    option("--dtype", default="float32", choices=("float32", "bfloat16")),
+    option("--rows", default=256),
+    option("--continuations", default=4, help="of each context that is scored"),
+    option("--threads", default=2),
+    rounds(3),
+)
+def peers(given: Namespace, place: Path) -> list[dict[str, Any]]:
+    """Time vectors beside sentence-transformers, or scores beside lm-evaluation-harness.
 
+    The peer is sentence-transformers, whose `encode` takes 32 texts of similar length at a time, or lm-eval with its
+    `hf` model, 16 rows at a time. Random weights of the sizes of all-MiniLM-L6-v2 and of SmolLM-135M, with a tokenizer
+    of bytes. The peer's seconds are those of `encode` or `loglikelihood` alone, after a call that is not counted. Ours
+    are those of a whole job but for starting and loading, and those from the first step to the end of the last.
+    """
+    folder, file = place / "model", place / "texts.json"
+    make_model(given.task, folder)
+    texts = texts_of(given.task, given.rows, given.continuations)
+    file.write_text(json.dumps(texts))
 
-if __name__ == "__main__":
-    main()
+    def pair(_: int) -> dict[str, float]:
+        job_s, steps_s = ours(given.task, folder, texts, given.dtype, given.threads)
+        peer_s = theirs(given.task, given.peer, folder, file, given.dtype, given.threads)
+        return {"job_s": job_s, "steps_s": steps_s, "peer_s": peer_s}
+
+    found = medians(in_turns({given.task: pair}, given.rounds)[given.task])
+    shares = {name: round(found[f"{name}_s"] / found["peer_s"], 3) for name in ("job", "steps")}
+    show([found | shares])
+    return [found | shares]

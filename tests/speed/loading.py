@@ -1,36 +1,37 @@
-"""How fast a checkpoint is loaded beside how fast its bytes are read: `dd` and loads in turns, cold and warm.
+"""How fast checkpoints are loaded, and how much memory that takes. Linux only.
 
-    python -m tests.load_speed [--model qwen2.5-0.5b] [--shards 1 4] [--rounds 5] [--folder DIR] [--once KIND]
-
-Writes the model with random weights in bfloat16, in so many files. A load is that of an engine (inspecting the folder,
-reading, packing), in a process that has imported all it needs and chosen its operators. Cold: no page of the files is
-in memory, which is checked with mincore; warm: all are. `peak` is the most memory that the process had beyond what it
-had before, without pages of the files, as a multiple of the files' bytes; the share is dd's seconds ÷ those of the
-load. Before each of them memory is touched and freed, since a virtual machine's host may have taken it back. Linux
-only. The last line is JSON.
+A load is that of an engine (inspecting the folder, reading, packing), in a process that has imported all it needs and
+chosen its operators. Before each load memory is touched and freed.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import mmap
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
+
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.models.spec.model_cost import loaded_bytes
+from tests.speed.harness import ROOT, Growth, command_of, in_turns, medians, option, rounds, section, show
 
 KINDS = ("none", "int8", "int4")
 ON_CPUS = ("stored-int8", "stored-int4", "stored-mxfp4")  # with operators for weights as they are stored
+SIZES = {
+    "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 512, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 4,
+}  # fmt: skip
 SAMPLE_S = 0.005
 WARMING_TRIES = 3
+MB = 1e6
 
 
 def make(model: str, folder: Path, shards: int) -> list[Path]:
@@ -134,7 +135,7 @@ def own_bytes() -> int:
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
 
 
-def load_once(folder: Path, kind: Any) -> None:
+def load_once(folder: str, kind: Any) -> None:
     """Get ready, say so, wait for a line, load, and print the seconds and the most memory."""
     import torch
 
@@ -142,33 +143,23 @@ def load_once(folder: Path, kind: Any) -> None:
     from batchinfer.models.sources import checkpoint_source
 
     arithmetic = Arithmetic(torch.bfloat16, torch.device("cpu"))
-    checkpoint_source(folder, quantization=kind).choose_ops(arithmetic)
+    checkpoint_source(Path(folder), quantization=kind).choose_ops(arithmetic)
     print("ready", flush=True)
     sys.stdin.readline()
-    before, most, done = own_bytes(), [0], Event()
-
-    def watch() -> None:
-        while not done.wait(SAMPLE_S):
-            most[0] = max(most[0], own_bytes())
-
-    watcher = Thread(target=watch)
-    watcher.start()
-    with torch.inference_mode():
+    with Growth(own_bytes, SAMPLE_S) as grown, torch.inference_mode():
         began = time.perf_counter()
-        source = checkpoint_source(folder, quantization=kind)
+        source = checkpoint_source(Path(folder), quantization=kind)
         ops = source.choose_ops(arithmetic)
         loaded = source.load(ops, arithmetic)
         took = time.perf_counter() - began
-    done.set()
-    watcher.join()
-    print(json.dumps([took, most[0] - before]))
+    print(json.dumps([took, grown.most]))
     del loaded
 
 
 def load(folder: Path, kind: str, files: Sequence[Path], cold: bool) -> tuple[float, int]:
     """Return the seconds of a load in a process of its own, and the most memory that it took."""
-    order = [sys.executable, "-m", "tests.load_speed", "--once", kind, "--folder", str(folder)]
-    with subprocess.Popen(order, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    order = command_of(load_once, folder, kind)
+    with subprocess.Popen(order, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdout.readline()
@@ -179,53 +170,80 @@ def load(folder: Path, kind: str, files: Sequence[Path], cold: bool) -> tuple[fl
     return took, most
 
 
-def measured(model: str, root: Path, shards: int, rounds: int) -> list[dict[str, Any]]:
-    """Return the seconds of dd and of each load, medians of the rounds, in which they take turns."""
-    folder = root / f"{model}-{shards}"
-    files = make(model, folder, shards)
-    size, found = sum(path.stat().st_size for path in files), list[dict[str, Any]]()
-    for cold in (True, False):
-        by_dd, times = list[float](), {kind: list[tuple[float, int]]() for kind in KINDS}
-        for _ in range(rounds):
-            for kind in KINDS:
-                prepare(files, cold)
-                by_dd.append(read_by_dd(files))
-                times[kind].append(load(folder, kind, files, cold))
-        dd = statistics.median(by_dd)
-        for kind, each in times.items():
-            took = statistics.median(seconds for seconds, _ in each)
-            found.append({
-                "shards": shards, "cold": cold, "kind": kind, "bytes": size,
-                "dd_s": round(dd, 3), "dd_least_s": round(min(by_dd), 3), "dd_most_s": round(max(by_dd), 3),
-                "load_s": round(took, 3), "load_least_s": round(min(each)[0], 3),
-                "load_most_s": round(max(each)[0], 3), "share": round(dd / took, 3),
-                "peak": round(max(most for _, most in each) / size, 3),
-            })  # fmt: skip
-            print(found[-1], file=sys.stderr)
-    return found
+@section(
+    "load",
+    option("--model", default="qwen2.5-0.5b"),
+    option("--shards", default=(1, 4), help="the numbers of files"),
+    rounds(5),
+    option("--folder", type=Path, help="keeps the checkpoints"),
+)
+def loads(given: Namespace, place: Path) -> list[dict[str, Any]]:
+    """Time loads of a checkpoint beside `dd`, which reads its files, cold and warm.
+
+    Random weights in bfloat16. Cold: no page of the files is in memory, which is checked with mincore; warm: all are.
+    `peak`: the most memory that the process had beyond what it had before, without pages of the files, as a multiple of
+    the files' bytes. `share`: dd's seconds ÷ those of the load.
+    """
+    rows = list[dict[str, Any]]()
+    for shards in given.shards:
+        folder = (given.folder or place) / f"{given.model}-{shards}"
+        files = make(given.model, folder, shards)
+        for cold in (True, False):
+            rows += _beside_dd(folder, files, cold, given.rounds)
+    show(rows)
+    return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="qwen2.5-0.5b")
-    parser.add_argument("--shards", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--once", choices=(*KINDS, *ON_CPUS), help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.once is not None:
-        load_once(asked.folder, asked.once)
-        return
-    with tempfile.TemporaryDirectory() as place:
-        root = asked.folder or Path(place)
-        print(
-            json.dumps(
-                [row for shards in asked.shards for row in measured(asked.model, root, shards, asked.rounds)]
-            )
-        )
+def _beside_dd(folder: Path, files: Sequence[Path], cold: bool, count: int) -> Iterator[dict[str, Any]]:
+    size = sum(path.stat().st_size for path in files)
+
+    def pair(kind: str) -> dict[str, float]:
+        prepare(files, cold)
+        dd_s = read_by_dd(files)
+        load_s, most = load(folder, kind, files, cold)
+        return {"dd_s": dd_s, "load_s": load_s, "share": dd_s / load_s, "peak": most / size}
+
+    for kind, runs in in_turns({kind: lambda _, kind=kind: pair(kind) for kind in KINDS}, count).items():
+        took = [run["load_s"] for run in runs]
+        facts = {"shards": len(files), "cold": cold, "kind": kind, "bytes": size}
+        yield facts | medians(runs) | {"least_s": round(min(took), 3), "most_s": round(max(took), 3)}
 
 
-if __name__ == "__main__":
-    main()
+@section(
+    "memory",
+    option("names", nargs="*", metavar="FORMAT", help="published formats; all if none is named"),
+)
+def memory(given: Namespace, place: Path) -> list[dict[str, Any]]:
+    """Measure the most memory that a load takes, for each published format of weights.
+
+    Some 50 million weights in layers are loaded in bfloat16, once with weights as they are stored, where operators for
+    them exist here, and once dequantised. MB: the files, the loaded weights, and the most memory that the process had
+    beyond what it had before, without pages of the files. `share`: that ÷ the loaded weights and the largest file.
+    """
+    from tests.published_formats import PUBLISHED
+
+    rows = list[dict[str, Any]]()
+    for name in given.names or PUBLISHED:
+        with tempfile.TemporaryDirectory(dir=place) as own:
+            rows += _memory_of(name, Path(own))
+    show(rows)
+    return rows
+
+
+def _memory_of(name: str, place: Path) -> Iterator[dict[str, Any]]:
+    from tests.published_formats import make_published
+
+    folder = place / "stored"
+    make_published(folder, place / "plain", name, **SIZES)
+    files = sorted(folder.glob("*.safetensors"))
+    sizes = [path.stat().st_size for path in files]
+    checkpoint = inspect_checkpoint(folder)
+    for kind in {"none", checkpoint.stored_quantization} & {"none", *ON_CPUS}:
+        held = checkpoint.held_for(kind)
+        loaded = loaded_bytes(held.spec, held.parameters, 2)
+        took, most = load(folder, kind, files, cold=False)
+        yield {
+            "format": name, "kind": kind, "files_mb": round(sum(sizes) / MB), "loaded_mb": round(loaded / MB),
+            "peak_mb": round(most / MB), "seconds": round(took, 2),
+            "share": round(most / (loaded + max(sizes)), 2),
+        }  # fmt: skip

@@ -1,5 +1,5 @@
 /* What each operator of a layer takes where it stands, among the others: included before the operators' own sources, by
- * layer_speed.py. Of a thread's time, waiting for the others at a barrier is kept apart from working. */
+ * kernels.py. Of a thread's time, waiting for the others at a barrier is kept apart from working. */
 #include <omp.h>
 #include <stdint.h>
 #include <time.h>

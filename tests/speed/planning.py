@@ -1,23 +1,11 @@
-"""Times the planner, and the search for duplicates, over an index of made-up rows.
-
-    python tests/batchinfer/plan/order/planning_times.py [rows] [kind of rows ...] [--work DIR]
-
-Each kind of rows is planned in a process of its own, whose last line is JSON: seconds, seconds of CPU and the most
-memory. Inputs are written once (without a tokenizer) and used again where `--work` names their folder.
-"""
+"""The planner, and the search for duplicates, over an index of made-up rows."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import shutil
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +25,7 @@ from batchinfer.plan.order.requests import planned_requests
 from batchinfer.store.index import duplicates
 from batchinfer.store.index.index import INDEX_SCHEMA, Layout
 from batchinfer.store.index.token_store import TokenStore
+from tests.speed.harness import PhaseTimes, apart, option, section
 
 # No two rows share anything; all share 79 tokens; they branch at each of ten levels; every other row repeats the one
 # before it (greedy, sampled); ten rows share 1,000 tokens
@@ -130,80 +119,46 @@ def _columns(kind: str, rows: Ints, offsets: Ints, counts: NDArray[np.int32]) ->
     }
 
 
-class PhaseTimes:
-    """Notes seconds, and seconds of CPU of all threads, by name."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, tuple[float, float]] = {}
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        wall, cpu = time.perf_counter(), time.process_time()
-        yield
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        before = self.found.get(name, (0.0, 0.0))
-        self.found[name] = round(before[0] + wall, 2), round(before[1] + cpu, 2)
-
-    def around(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def inner(*given: Any, **more: Any) -> Any:
-            with self.timed(name):
-                return call(*given, **more)
-
-        return inner
-
-
-def measure(layout: Layout, threads: int, out: Path) -> dict[str, Any]:
-    watch = PhaseTimes()
+def measure(index: str, threads: int, place: str) -> None:
+    """Print seconds, seconds of CPU and the most memory of this process."""
+    out, watch = Path(place), PhaseTimes()
     for module, names in PHASES.items():
         for name in names:
             if hasattr(module, name):
-                setattr(module, name, watch.around(getattr(module, name), "  " + name.strip("_")))
-    tokens, parts = TokenStore(layout.tokens), sorted(layout.index.glob("part-*.parquet"))
-    with watch.timed("settling of equal rows"):
-        duplicates.EqualRows(out / "equal", b"", FileOps(), unique_ids=True).settle(parts, tokens)
-    with watch.timed("plan_job"):
-        plan = planner.plan_job(parts, tokens, [], out / "plan", ROOTS, threads=threads)
-    with watch.timed("requests, every 50th batch"):
-        for _ in planned_requests(plan, tokens, REQUEST_BATCH, ROOTS, 50):
-            pass
+                setattr(module, name, watch.timed(getattr(module, name), "  " + name.strip("_")))
+    shutil.copytree(Path(index) / "index", out / "index")  # equal samples are given their numbers in place
+    tokens, parts = TokenStore(Layout(Path(index)).tokens), sorted((out / "index").glob("part-*.parquet"))
+    equal = duplicates.EqualRows(out / "equal", b"", FileOps(), unique_ids=True)
+    watch.timed(equal.settle, "settling of equal rows")(parts, tokens)
+    plan_job = watch.timed(planner.plan_job, "plan_job")
+    plan = plan_job(parts, tokens, [], out / "plan", ROOTS, threads=threads)
+    batches = planned_requests(plan, tokens, REQUEST_BATCH, ROOTS, 50)
+    watch.timed(list, "requests, every 50th batch")(batches)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-    return {"rows": plan.rows, "to_run": plan.to_run, "GiB": round(most, 2), **watch.found}
+    print(json.dumps({"rows": plan.rows, "to_run": plan.to_run, "GiB": round(most, 2), **watch.found}))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("rows", type=int, nargs="?", default=1_000_000)
-    parser.add_argument("kinds", nargs="*", default=KINDS)
-    parser.add_argument("--work", type=Path)
-    parser.add_argument("--inside", action="store_true", help="measure in this process")
-    parser.add_argument("--threads", type=int, default=usable_cpus())
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.work) as out:
-        for kind in given.kinds:
-            folder = (given.work or Path(out)) / f"{kind}-{given.rows}"
-            if not folder.exists():
-                write_index(folder, kind, given.rows)
-            if given.inside:
-                copied = Path(out) / kind  # equal samples are given their numbers in place
-                shutil.copytree(folder / "index", copied / "index")
-                (copied / "tokens").symlink_to(folder / "tokens")
-                print(json.dumps(measure(Layout(copied), given.threads, Path(out) / "out")))
-            else:
-                again = [
-                    sys.executable,
-                    __file__,
-                    str(given.rows),
-                    kind,
-                    "--inside",
-                    "--work",
-                    str(folder.parent),
-                ]
-                done = subprocess.run(
-                    [*again, "--threads", str(given.threads)], stdout=subprocess.PIPE, check=True
-                )
-                for name, found in json.loads(done.stdout).items():
-                    print(f"{kind:12} {name:32} {found}")
+@section(
+    "planning",
+    option("--rows", default=1_000_000),
+    option("--kinds", default=KINDS, choices=KINDS),
+    option("--threads", default=usable_cpus()),
+    option("--folder", type=Path, help="keeps the indexes, which are then used again"),
+)
+def planning(given: Namespace, place: Path) -> dict[str, Any]:
+    """Time the planner, and the search for duplicates, over an index of made-up rows.
 
-
-if __name__ == "__main__":
-    main()
+    Each kind of rows is planned in a process of its own. Seconds, seconds of CPU and the most memory; of the functions
+    in PHASES, where the code has them.
+    """
+    found: dict[str, Any] = {}
+    for kind in given.kinds:
+        folder = (given.folder or place) / f"{kind}-{given.rows}"
+        if not folder.exists():
+            write_index(folder, kind, given.rows)
+        (place / "out").mkdir()
+        found[kind] = apart(measure, folder.resolve(), given.threads, place / "out")
+        shutil.rmtree(place / "out")
+        for name, value in found[kind].items():
+            print(f"{kind:12} {name:32} {value}", flush=True)
+    return found

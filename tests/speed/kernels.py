@@ -1,23 +1,11 @@
-"""What each operator of a decoder layer takes among the others, beside its bound: layers of random weights, one after
-the other, in turns with those of other sources.
-
-    python -m tests.kernels.layer_speed [--against FOLDER] [--model 135m|1b] [--rows 16 128 ...] [--int8]
-        [--dtype bfloat16|float32] [--one-core]
-
-Rows decode with contexts of 96 tokens, or are those of one prompt from 512 on. Microseconds a layer, the lower quartile
-of many rounds: what passed, its ratio to the bound (FLOPs and bytes by the peaks that are reached here), and in
-brackets what the threads worked of it, waiting for one another left out. On a busy machine `--one-core` counts the CPU
-time of a single thread. Last comes how many times as long a layer takes with these operators as with those of each
-other folder, the median of all rounds, and of each operator.
-"""
+"""The time of each operator in a decoder layer, compared with its bound and with other sources."""
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import statistics
-import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -51,22 +39,17 @@ from batchinfer_kernels.cpu.layer import (
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
 from batchinfer_kernels.cpu.packed import Kind, PackedWeight
 from batchinfer_kernels.quantized_linear import quantize_weight
+from tests.speed.harness import option, section, switch
 
 HERE = Path(__file__).parent
 OPERATORS = (
-    "between",
-    "input_norm",
-    "codes",
-    "qkv",
-    "rope_store",
-    "attention",
-    "o",
-    "post_norm",
-    "gate_up",
-    "down",
-)
+    "between", "input_norm", "codes", "qkv", "rope_store", "attention", "o", "post_norm", "gate_up", "down",
+)  # fmt: skip
 CONTEXT, PROMPT, BLOCK = 96, 512, 16  # tokens; a step of so many rows is one prompt's
 LEAST_ROUNDS = 5
+Clocks = list[
+    dict[str, tuple[float, float]]
+]  # of each thread, by operator: seconds that passed, and of them waiting
 
 
 @dataclass(frozen=True)
@@ -149,8 +132,8 @@ class Timed:
     def step(self, rows: int) -> Step:
         return Step(self, self._layers, rows)
 
-    def read(self, threads: int) -> list[dict[str, tuple[float, float]]]:
-        """Of each thread, by operator: seconds that passed, and of them waiting."""
+    def read(self, threads: int) -> Clocks:
+        """Return the clocks since they were read before."""
         found = []
         for thread in range(threads):
             passed, waited = ((ctypes.c_double * len(OPERATORS))() for _ in range(2))
@@ -206,34 +189,37 @@ def clocked(folder: Path, one_core: bool) -> Iterator[None]:
         build.FLAGS, build.FOLDER, build.SOURCES = before
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--against", type=Path, nargs="*", default=[])
-    parser.add_argument("--model", choices=MODELS, default="135m")
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 32, 64, 128, 512, 1024, 2048])
-    parser.add_argument("--int8", action="store_true")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--one-core", action="store_true")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each number of rows and each folder")
-    options = parser.parse_args()
-    model = replace(MODELS[options.model], dtype=getattr(torch, options.dtype), int8=options.int8)
-    if options.one_core:
+@section(
+    "layer",
+    option("--against", type=Path, nargs="*", help="folders of other sources"),
+    option("--model", choices=MODELS, default="135m"),
+    option("--rows", default=(16, 32, 64, 128, 512, 1024, 2048)),
+    switch("--int8", "products of codes"),
+    option("--dtype", choices=("bfloat16", "float32"), default="bfloat16"),
+    switch("--one-core", "count the CPU time of a single thread, as on a busy machine"),
+    option("--seconds", default=4.0, help="of each number of rows and each folder"),
+)
+def layer(given: Namespace, place: Path) -> list[dict[str, object]]:
+    """Time each operator in a decoder layer, and compare it with its bound.
+
+    Layers of random weights run in sequence, in turns with layers of other sources. Rows decode with contexts of 96
+    tokens; from 512 rows on, they are one prompt. Microseconds a layer, the lower quartile of many rounds: the time
+    that passed, its ratio to the bound (FLOPs and bytes by the peaks that are reached here), and in brackets that of
+    the thread that waited the least for others. Then comes how many times as long a layer takes with these operators as
+    with each other folder's, the median of all rounds, and the same for each operator.
+    """
+    model = replace(MODELS[given.model], dtype=getattr(torch, given.dtype), int8=given.int8)
+    if given.one_core:
         torch.set_num_threads(1)
         peaks._timed = _cpu_timed
-    found = peaks.measure_peaks("cpu", (options.dtype, "int8"))
-    bounds = Peaks(found.peak_flops[options.dtype], found.bandwidth, found.peak_flops["int8"])
-    rates = {
-        name: {who: f"{rate / 1e9:.0f} G/s" for who, rate in of.items()} for name, of in found.rates.items()
-    }
-    print(f"{found.bandwidth / 1e9:.1f} GB/s, {rates}")
-    with tempfile.TemporaryDirectory() as cache:
-        folders = [build.FOLDER, *(folder.resolve() for folder in options.against)]
-        timed = []
-        for folder in folders:
-            torch.manual_seed(0)
-            timed.append(Timed(folder, Path(cache), model, options.one_core))
-        for rows in options.rows:
-            _compare(timed, rows, bounds, options.seconds)
+    found = peaks.measure_peaks("cpu", (given.dtype, "int8"))
+    bounds = Peaks(found.peak_flops[given.dtype], found.bandwidth, found.peak_flops["int8"])
+    print(f"{found.bandwidth / 1e9:.1f} GB/s, {found.rates}")
+    timed = []
+    for folder in (build.FOLDER, *(folder.resolve() for folder in given.against or [])):
+        torch.manual_seed(0)
+        timed.append(Timed(folder, place, model, given.one_core))
+    return [_compare(timed, rows, bounds, given.seconds) for rows in given.rows]
 
 
 def _cpu_timed(call: Callable[[], object], _where: torch.device) -> float:
@@ -242,12 +228,12 @@ def _cpu_timed(call: Callable[[], object], _where: torch.device) -> float:
     return time.thread_time() - began
 
 
-def _compare(timed: list[Timed], rows: int, reached: Peaks, seconds: float) -> None:
+def _compare(timed: list[Timed], rows: int, reached: Peaks, seconds: float) -> dict[str, object]:
     steps = []
     for one in timed:
         torch.manual_seed(rows)
         steps.append(one.step(rows))
-    rounds: list[list[list[dict[str, tuple[float, float]]]]] = [[] for _ in timed]
+    rounds: list[list[Clocks]] = [[] for _ in timed]
     end = time.perf_counter() + seconds * len(timed)
     for step in steps:
         step.run()
@@ -257,13 +243,21 @@ def _compare(timed: list[Timed], rows: int, reached: Peaks, seconds: float) -> N
             one.read(torch.get_num_threads())
             step.run()
             found.append(one.read(torch.get_num_threads()))
-    for one, found in zip(timed, rounds, strict=True):
+    for found in rounds:
         del found[: len(found) // 10]
-        print(_line(one.model, rows, found, reached), flush=True)
-    for other in rounds[1:]:
-        print(f"{rows:5} first / other: {_ratios(rounds[0], other)}", flush=True)
+    times = [_times(timed[0].model, rows, found, reached) for found in rounds]
+    for each in times:
+        text = "  ".join(
+            f"{name} {t:7.2f} {share:5.2f} ({own:7.2f})" for name, (t, share, own) in each.items()
+        )
+        print(f"{rows:5} {text}", flush=True)
+    others = [_ratios(rounds[0], other) for other in rounds[1:]]
+    for other in others:
+        text = " ".join(f"{name} {ratio:.3f}" for name, ratio in other.items())
+        print(f"{rows:5} first / other, {len(rounds[0])} rounds: {text}", flush=True)
     if any(apart):
         print(f"the results differ: {' / '.join(filter(None, apart))}")
+    return {"rows": rows, "times": times, "ratios": others}
 
 
 def _apart(found: Tensor, first: Tensor) -> str:
@@ -277,45 +271,30 @@ def _quartile(values: Iterable[float]) -> float:
     return statistics.quantiles(values, n=4)[0]
 
 
-def _ratios(
-    first: list[list[dict[str, tuple[float, float]]]], other: list[list[dict[str, tuple[float, float]]]]
-) -> str:
+def _ratios(first: list[Clocks], other: list[Clocks]) -> dict[str, float]:
     pairs = [(a[0], b[0]) for a, b in zip(first, other, strict=True)]
-    whole = statistics.median(
-        sum(a[name][0] for name in OPERATORS[1:]) / sum(b[name][0] for name in OPERATORS[1:])
-        for a, b in pairs
-    )
-    each = {
-        name: statistics.median(a[name][0] / b[name][0] for a, b in pairs)
-        for name in OPERATORS[1:]
-        if all(b[name][0] for _, b in pairs)
-    }
-    return f"{whole:.3f} of {len(pairs)} rounds; " + " ".join(f"{n} {ratio:.3f}" for n, ratio in each.items())
+    run = [name for name in OPERATORS[1:] if all(b[name][0] for _, b in pairs)]
+
+    def ratio(names: Sequence[str]) -> float:
+        return statistics.median(sum(a[n][0] for n in names) / sum(b[n][0] for n in names) for a, b in pairs)
+
+    return {"whole": ratio(OPERATORS[1:]), **{name: ratio([name]) for name in run}}
 
 
-def _line(model: Model, rows: int, found: list[list[dict[str, tuple[float, float]]]], reached: Peaks) -> str:
-    bounds, parts = model.bounds(rows), []
-
-    def took(name: str) -> float:
-        return _quartile(each[0][name][0] for each in found) / model.layers * 1e6
-
-    def worked(name: str) -> float:
-        return (
-            max(
-                _quartile(each[i][name][0] - each[i][name][1] for each in found) for i in range(len(found[0]))
-            )
-            / model.layers
-            * 1e6
-        )
-
+def _times(
+    model: Model, rows: int, found: list[Clocks], reached: Peaks
+) -> dict[str, tuple[float, float, float]]:
+    """Return by operator microseconds, their ratio to the bound, and those of the thread that worked the longest."""
+    bounds, per_layer = model.bounds(rows), 1e6 / model.layers
+    times: dict[str, tuple[float, float, float]] = {}
     for name in OPERATORS[1:]:
-        if took(name) > 0:
-            bound = bounds[name].seconds(reached) * 1e6
-            parts.append(f"{name} {took(name):7.2f} {took(name) / bound:5.2f} ({worked(name):7.2f})")
-    run = [name for name in OPERATORS[1:] if took(name) > 0]
-    whole, least = sum(map(took, run)), sum(bounds[name].seconds(reached) for name in run) * 1e6
-    return f"{rows:5} whole {whole:8.1f} {whole / least:5.2f}: {'  '.join(parts)}"
-
-
-if __name__ == "__main__":
-    main()
+        took = _quartile(each[0][name][0] for each in found) * per_layer
+        if took > 0:
+            threads = zip(*found, strict=True)
+            worked = max(_quartile(each[name][0] - each[name][1] for each in own) for own in threads)
+            times[name] = took, took / bounds[name].seconds(reached) / 1e6, worked * per_layer
+    whole, least = (
+        sum(took for took, *_ in times.values()),
+        sum(bounds[name].seconds(reached) for name in times),
+    )
+    return {"whole": (whole, whole / least / 1e6, sum(own for *_, own in times.values())), **times}

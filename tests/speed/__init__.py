@@ -1,0 +1,1 @@
+"""The measurements of speed and memory that are no tests: `python -m tests.speed --help` lists them."""
