@@ -102,23 +102,14 @@ def test_a_choice_has_its_probability_among_the_choices(tmp_path: Path, tiny: Pa
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "kind": {"enum": ["order", "other", "question"]},
-        "who": {"$ref": "#/$defs/who"},
-        "fixed": {"const": "x"},
-        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2},
-    },
+    "properties": {"kind": {"enum": ["order", "other", "question"]}, "who": {"$ref": "#/$defs/who"},
+        "fixed": {"const": "x"}, "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 2,
+        "maxItems": 2}},
     "required": ["kind", "who", "fixed", "tags"],
     "additionalProperties": False,
-    "$defs": {
-        "who": {
-            "type": "object",
-            "properties": {"age": {"anyOf": [{"enum": [1, 12, 2]}, {"type": "null"}]}},
-            "required": ["age"],
-            "additionalProperties": False,
-        }
-    },
-}
+    "$defs": {"who": {"type": "object", "properties": {"age": {"anyOf": [{"enum": [1, 12, 2]}, {"type": "null"}]}},
+        "required": ["age"], "additionalProperties": False}},
+}  # fmt: skip
 
 
 def test_fields_have_theirs_in_a_map(tmp_path: Path, tiny: Path) -> None:

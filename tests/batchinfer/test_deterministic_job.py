@@ -68,17 +68,11 @@ def moved(place: Place, layers: int) -> tuple[int, int]:
     return sum(step["bytes"] for step in steps), sum(step["kv_tokens"] for step in steps) + stored * layers
 
 
-@pytest.mark.parametrize(
-    ("quantization", "kept", "first", "then"),
-    [
-        ("int8", "int8", SLOWLY, ()),
-        *(
-            pytest.param(quantization, "auto", *ways, marks=pytest.mark.slow)
-            for quantization in ("none", "int8")
-            for ways in ((SLOWLY, ()), ((), SLOWLY))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("quantization", "kept", "first", "then"), [
+    ("int8", "int8", SLOWLY, ()),
+    *(pytest.param(quantization, "auto", *ways, marks=pytest.mark.slow) for quantization in ("none", "int8")
+        for ways in ((SLOWLY, ()), ((), SLOWLY))),
+])  # fmt: skip
 def test_the_published_bytes_are_the_same(
     tmp_path: Path,
     model: Path,

@@ -34,16 +34,11 @@ def refused(path: Path, words: str, *sets: tuple[str, str]) -> None:
     assert published(path.parent) == before
 
 
-@pytest.mark.parametrize(
-    ("path", "sets"),
-    [
-        ("a.csv", ()),
-        (["b.jsonl", "c.jsonl.gz"], ()),
-        pytest.param(
-            None, (("input.path", "null"), ("input.sql", "FROM 'a.csv' SELECT id AS text")), id="sql"
-        ),
-    ],
-)
+@pytest.mark.parametrize(("path", "sets"), [
+    ("a.csv", ()),
+    (["b.jsonl", "c.jsonl.gz"], ()),
+    pytest.param(None, (("input.path", "null"), ("input.sql", "FROM 'a.csv' SELECT id AS text")), id="sql"),
+])  # fmt: skip
 def test_an_input_without_rows_is_refused(tmp_path: Path, model: Path, path: Any, sets: SETS) -> None:
     (tmp_path / "a.csv").write_text("id,text\n")
     (tmp_path / "b.jsonl").write_text("\n\n")

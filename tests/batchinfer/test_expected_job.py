@@ -88,17 +88,11 @@ def test_labels_that_change_are_published_and_measured_without_computing(
     assert "19 rows with an expected answer" in page
 
 
-@pytest.mark.parametrize(
-    ("prompt", "told"),
-    [
-        ('prompt: {user: "Say {{ text }}"}', None),
-        ('prompt: {user: "Say {{ text }} {{ label }}"}', "the column 'label', the right answer"),
-        (
-            'prompt: {user: "Say {{ row | tojson }}"}',
-            "`row`, which holds the column 'label', the right answer",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "told"), [
+    ('prompt: {user: "Say {{ text }}"}', None),
+    ('prompt: {user: "Say {{ text }} {{ label }}"}', "the column 'label', the right answer"),
+    ('prompt: {user: "Say {{ row | tojson }}"}', "`row`, which holds the column 'label', the right answer"),
+])  # fmt: skip
 def test_a_prompt_that_holds_the_answer_is_warned_of(
     place: Place, fake: Command, prompt: str, told: str | None
 ) -> None:
@@ -110,19 +104,13 @@ def test_a_prompt_that_holds_the_answer_is_warned_of(
     assert told is None or told in text
 
 
-@pytest.mark.parametrize(
-    ("sections", "why"),
-    [
-        ({"input": "input: {path: rows.jsonl, id: id, expected: Status}"}, "input.expected"),
-        ({"input": LABELLED, "output": "output: {path: out/res, columns: [Label]}"}, "differ only in case"),
-        ({"input": "input: {path: rows.jsonl, id: id, expected: lable}"}, "did you mean 'label'"),
-        ({"input": LABELLED, "sampling": "task: embed"}, "answers are vectors"),
-        (
-            {"input": "input: {path: rows.jsonl, format: openai, expected: label}", "prompt": ""},
-            "OpenAI batch files",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("sections", "why"), [
+    ({"input": "input: {path: rows.jsonl, id: id, expected: Status}"}, "input.expected"),
+    ({"input": LABELLED, "output": "output: {path: out/res, columns: [Label]}"}, "differ only in case"),
+    ({"input": "input: {path: rows.jsonl, id: id, expected: lable}"}, "did you mean 'label'"),
+    ({"input": LABELLED, "sampling": "task: embed"}, "answers are vectors"),
+    ({"input": "input: {path: rows.jsonl, format: openai, expected: label}", "prompt": ""}, "OpenAI batch files"),
+])  # fmt: skip
 def test_a_column_that_cannot_be_the_expected_one(
     place: Place, fake: Command, sections: dict[str, str], why: str
 ) -> None:

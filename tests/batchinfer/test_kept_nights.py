@@ -90,20 +90,12 @@ def changed(rows: list[Any]) -> list[Any]:
     return [*rows, rows[0] | {"id": "again"}]
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        pytest.param({}, id="greedy", marks=pytest.mark.slow),
-        pytest.param(
-            {"sampling": {"max_tokens": 8, "temperature": 0.8}}, id="sampled", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {"sampling": {"max_tokens": 8}, "on_invalid": [{"temperature": 0.1}, {"temperature": 0.2}]},
-            id="ladder",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
+@pytest.mark.parametrize("sections", [
+    pytest.param({}, id="greedy", marks=pytest.mark.slow),
+    pytest.param({"sampling": {"max_tokens": 8, "temperature": 0.8}}, id="sampled", marks=pytest.mark.slow),
+    pytest.param({"sampling": {"max_tokens": 8}, "on_invalid": [{"temperature": 0.1}, {"temperature": 0.2}]},
+        id="ladder", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_what_is_published_is_what_a_fresh_state_publishes(
     tmp_path: Path, model: Path, known: list[int], monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
 ) -> None:

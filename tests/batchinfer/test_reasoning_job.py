@@ -225,27 +225,15 @@ def test_a_budget_ends_the_reasoning_of_the_job_and_of_rows(
     assert max(row["reasoning_tokens"] for row in rows) > 0
 
 
-@pytest.mark.parametrize(
-    ("sections", "told"),
-    [
-        (
-            {"sampling": {"thinking_budget": 5}},
-            "names no tokens around reasoning; name them in prompt.reasoning",
-        ),
-        ({"sampling": {"from_columns": ["thinking_budget"]}}, "sampling.from_columns: thinking_budget"),
-        ({"on_invalid": [{"thinking_budget": 9}]}, "on_invalid: thinking_budget"),
-        (
-            {"prompt": {"user": "x", "reasoning": "never"}},
-            'found the text "never"; it must be auto, none, or',
-        ),
-        (
-            {"prompt": {"user": "x", "reasoning": {"begin": "<a>"}}},
-            "a mapping with begin; it must have the two keys",
-        ),
-        ({"prompt": {"user": "x", "reasoning": {"begin": "a", "end": "a"}}}, "give two different texts"),
-        ({"prompt": {"user": "x", "reasoning": {"begin": "", "end": "a"}}}, "prompt.reasoning"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "told"), [
+    ({"sampling": {"thinking_budget": 5}}, "names no tokens around reasoning; name them in prompt.reasoning"),
+    ({"sampling": {"from_columns": ["thinking_budget"]}}, "sampling.from_columns: thinking_budget"),
+    ({"on_invalid": [{"thinking_budget": 9}]}, "on_invalid: thinking_budget"),
+    ({"prompt": {"user": "x", "reasoning": "never"}}, 'found the text "never"; it must be auto, none, or'),
+    ({"prompt": {"user": "x", "reasoning": {"begin": "<a>"}}}, "a mapping with begin; it must have the two keys"),
+    ({"prompt": {"user": "x", "reasoning": {"begin": "a", "end": "a"}}}, "give two different texts"),
+    ({"prompt": {"user": "x", "reasoning": {"begin": "", "end": "a"}}}, "prompt.reasoning"),
+])  # fmt: skip
 def test_a_job_that_cannot_be_meant_so_is_refused(
     sections: dict[str, Any],
     told: str,

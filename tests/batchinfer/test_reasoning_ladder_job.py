@@ -25,25 +25,15 @@ ROWS = [
 
 def write(place: Place, **arguments: Any) -> Path:
     sections = {
-        "prompt": {
-            "system": SHARED * 3,
-            "user": "{{ text }}",
-            "template_arguments": arguments or None,
-            "template_arguments_from_columns": {"enable_thinking": "think"},
-        },
-        "sampling": {
-            "max_tokens": 60,
-            "temperature": 1.0,
-            "seed": 4,
-            "thinking_budget": 12,
-            "repetition_stop": 16,
-            "from_columns": {"max_tokens": "most"},
-        },
+        "prompt": {"system": SHARED * 3, "user": "{{ text }}", "template_arguments": arguments or None,
+            "template_arguments_from_columns": {"enable_thinking": "think"}},
+        "sampling": {"max_tokens": 60, "temperature": 1.0, "seed": 4, "thinking_budget": 12, "repetition_stop": 16,
+            "from_columns": {"max_tokens": "most"}},
         "on_invalid": [{"temperature": 0.7, "seed": 1}, {"max_tokens": 400}],
         "output": {"path": "out/res", "schema": SCHEMA, "columns": ["think"]},
         "engine": {"max_num_seqs": 4, "block_size": 8, "deterministic": True},
         "on_error": {"max_error_rate": 0.9},
-    }
+    }  # fmt: skip
     return place.job(**{name: f"{name}: {json.dumps(value)}" for name, value in sections.items()})
 
 
@@ -92,18 +82,9 @@ def test_all_of_it_in_one_batch(
 
 
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "count",
-            "parameters": {
-                "type": "object",
-                "properties": {"most": {"type": "integer", "minimum": 1, "maximum": 9}},
-                "required": ["most"],
-            },
-        },
-    }
-]
+    {"type": "function", "function": {"name": "count", "parameters": {"type": "object",
+        "properties": {"most": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["most"]}}},
+]  # fmt: skip
 
 
 COUNT = 12  # requests

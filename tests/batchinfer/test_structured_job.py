@@ -18,17 +18,13 @@ from tests.batchinfer.wrong_jobs import Command, Place, command
 REAL = "batchinfer.engine.load.build:load_weights"
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "kind": {"enum": ["order", "question", "complaint"]},
-        "count": {"type": "integer", "minimum": 0, "maximum": 999},
-        "due": {"type": "string", "format": "date"},
-        "urgent": {"type": "boolean"},
-        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{1,4}$"}, "maxItems": 2},
-        "note": {"type": ["string", "null"], "maxLength": 5},
-        "size": {"type": "object", "properties": {"w": {"type": "integer"}}, "required": ["w"]},
-    },
+    "properties": {"kind": {"enum": ["order", "question", "complaint"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 999}, "due": {"type": "string", "format": "date"},
+        "urgent": {"type": "boolean"}, "tags": {"type": "array", "items": {"type": "string",
+        "pattern": "^[a-z]{1,4}$"}, "maxItems": 2}, "note": {"type": ["string", "null"], "maxLength": 5},
+        "size": {"type": "object", "properties": {"w": {"type": "integer"}}, "required": ["w"]}},
     "required": ["kind", "count", "due", "urgent", "tags"],
-}
+}  # fmt: skip
 COLUMNS = {
     "kind": pa.dictionary(pa.int32(), pa.string()),
     "count": pa.int64(),
@@ -306,19 +302,13 @@ def test_openai_requests_fit_their_format(place: Place, run: Command) -> None:
     assert own["sampling"]["max_tokens"] == 3
 
 
-@pytest.mark.parametrize(
-    ("sampling", "schema", "words"),
-    [
-        ("max_tokens: fit", None, "no constraint that bounds the answers"),
-        ("max_tokens: fits", None, "a whole number from 1 to 2,147,483,647, or fit"),
-        ("max_tokens: fit, json_object: true", None, "any JSON object is allowed"),
-        (
-            "max_tokens: fit",
-            {"properties": {"a": {"type": "string"}}, "type": "object"},
-            "is fit, and answers have no bound: a: give maxLength",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("sampling", "schema", "words"), [
+    ("max_tokens: fit", None, "no constraint that bounds the answers"),
+    ("max_tokens: fits", None, "a whole number from 1 to 2,147,483,647, or fit"),
+    ("max_tokens: fit, json_object: true", None, "any JSON object is allowed"),
+    ("max_tokens: fit", {"properties": {"a": {"type": "string"}}, "type": "object"},
+        "is fit, and answers have no bound: a: give maxLength"),
+])  # fmt: skip
 def test_what_cannot_be_fitted_is_a_mistake(
     place: Place, run: Command, sampling: str, schema: Any, words: str
 ) -> None:

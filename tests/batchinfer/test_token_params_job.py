@@ -50,21 +50,14 @@ ALLOWED = [3, 70, 71, 72, 90]
 # What rows ask for, and what it is called by transformers
 KINDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
-    (
-        {"logit_bias": {"70": 1.5, "71": 1.5, "65": -100}},
-        {"sequence_bias": {(70,): 1.5, (71,): 1.5, (65,): -100.0}},
-    ),
+    ({"logit_bias": {"70": 1.5, "71": 1.5, "65": -100}}, {"sequence_bias": {(70,): 1.5, (71,): 1.5, (65,): -100.0}}),
     ({"logit_bias": {"80": 100}}, {"sequence_bias": {(80,): 100.0}}),
-    (
-        {"logit_bias": {"66": 60, "67": 60}, "bad_words": ["cd", "dd", "ab"]},
-        {
-            "sequence_bias": {(66,): 60.0, (67,): 60.0},
-            "bad_words_ids": [[66, 67], [SPACE, 66, 67], [67, 67], [SPACE, 67, 67], [64, 65]],
-        },
-    ),
+    ({"logit_bias": {"66": 60, "67": 60}, "bad_words": ["cd", "dd", "ab"]},
+        {"sequence_bias": {(66,): 60.0, (67,): 60.0}, "bad_words_ids": [[66, 67], [SPACE, 66, 67], [67, 67],
+        [SPACE, 67, 67], [64, 65]]}),
     ({"logit_bias": {"66": 60, "67": 60}, "bad_words": "c"}, {"sequence_bias": {(67,): 60.0}}),
     ({"allowed_token_ids": ALLOWED}, {"prefix_allowed_tokens_fn": lambda batch, ids: ALLOWED}),
-]
+]  # fmt: skip
 
 
 def test_answers_are_those_of_transformers(tmp_path: Path, real: Path) -> None:

@@ -323,28 +323,14 @@ def test_a_job_asks_for_calls(
     assert "no tool 'get_weather'" in rows["other"]["error_message"]
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"prompt": {"user": "x", "tool_choice": "required"}}, "there are no tools"),
-        (
-            {"prompt": {"user": "x", "tools": TOOLS, "tool_choice": "never"}},
-            "names no tool of prompt.tools: get_w",
-        ),
-        ({"prompt": {"text": "text", "tool_choice": "required"}}, "takes the prompt as it is"),
-        (
-            {"prompt": {"user": "x", "tools": TOOLS, "tool_choice": "required", "tool_calls": "none"}},
-            "nothing shows how",
-        ),
-        (
-            {
-                "prompt": {"user": "x", "tools": TOOLS, "tool_choice": "now"},
-                "sampling": {"max_tokens": 9, "regex": "a+"},
-            },
-            "only one constraint, and the job has regex",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("sections", "said"), [
+    ({"prompt": {"user": "x", "tool_choice": "required"}}, "there are no tools"),
+    ({"prompt": {"user": "x", "tools": TOOLS, "tool_choice": "never"}}, "names no tool of prompt.tools: get_w"),
+    ({"prompt": {"text": "text", "tool_choice": "required"}}, "takes the prompt as it is"),
+    ({"prompt": {"user": "x", "tools": TOOLS, "tool_choice": "required", "tool_calls": "none"}}, "nothing shows how"),
+    ({"prompt": {"user": "x", "tools": TOOLS, "tool_choice": "now"}, "sampling": {"max_tokens": 9, "regex": "a+"}},
+        "only one constraint, and the job has regex"),
+])  # fmt: skip
 def test_a_job_that_asks_for_impossible_calls_is_refused(
     sections: dict[str, Any],
     said: str,

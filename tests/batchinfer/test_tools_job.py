@@ -97,26 +97,14 @@ def test_requests_have_tools_and_wrong_ones_are_error_rows(tmp_path: Path, model
         assert words in row["error_message"]
 
 
-@pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        ({"tools": [tool("")]}, ["prompt.tools", "[0].function.name must be"]),
-        ({"tools": {"a": 1}}, ["prompt.tools", "must be a list of tools"]),
-        (
-            {"tools": [tool()], "chat_template": "silent.jinja"},
-            ["prompt.tools", "silent.jinja reads no tools"],
-        ),
-        (
-            {"tools_from_column": "can", "chat_template": "silent.jinja"},
-            ["prompt.tools_from_column", "no tools"],
-        ),
-        ({"tools_from_column": "can"}, ["prompt.tools_from_column", "no column 'can'"]),
-        (
-            {"tools": [tool()], "chat": False, "chat_template": None},
-            ["prompt.tools", "uses no chat template"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("section", "words"), [
+    ({"tools": [tool("")]}, ["prompt.tools", "[0].function.name must be"]),
+    ({"tools": {"a": 1}}, ["prompt.tools", "must be a list of tools"]),
+    ({"tools": [tool()], "chat_template": "silent.jinja"}, ["prompt.tools", "silent.jinja reads no tools"]),
+    ({"tools_from_column": "can", "chat_template": "silent.jinja"}, ["prompt.tools_from_column", "no tools"]),
+    ({"tools_from_column": "can"}, ["prompt.tools_from_column", "no column 'can'"]),
+    ({"tools": [tool()], "chat": False, "chat_template": None}, ["prompt.tools", "uses no chat template"]),
+])  # fmt: skip
 def test_wrong_tools_are_a_mistake_in_the_job(
     tmp_path: Path, model: Path, section: dict[str, Any], words: list[str]
 ) -> None:

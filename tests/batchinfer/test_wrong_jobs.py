@@ -69,86 +69,45 @@ def wrong_crc(data: bytes) -> bytes:
 
 # The job file: 78, found by `validate` too.
 JOB_FILES = {
-    "a cache larger than the machine": Wrong(
-        78,
-        ("engine.kv_memory", "is more than this machine has", "use at most"),
-        lambda p: p.job("engine: {device: cpu, kv_memory: 900000GiB}"),
-    ),
-    "unknown key": Wrong(
-        78,
-        ("job.yaml", "line 5", "sampling", "max_tokns", "did you mean max_tokens?"),
-        lambda p: p.job(sampling="sampling: {max_tokns: 8}"),
-    ),
-    "wrong type": Wrong(
-        78,
-        ("line 5", "sampling.temperature", "hot"),
-        lambda p: p.job(sampling="sampling: {temperature: hot}"),
-    ),
-    "out of range": Wrong(
-        78, ("line 5", "sampling.top_p", "1.5"), lambda p: p.job(sampling="sampling: {top_p: 1.5}")
-    ),
+    "a cache larger than the machine": Wrong(78, ("engine.kv_memory", "is more than this machine has", "use at most"),
+        lambda p: p.job("engine: {device: cpu, kv_memory: 900000GiB}")),
+    "unknown key": Wrong(78, ("job.yaml", "line 5", "sampling", "max_tokns", "did you mean max_tokens?"),
+        lambda p: p.job(sampling="sampling: {max_tokns: 8}")),
+    "wrong type": Wrong(78, ("line 5", "sampling.temperature", "hot"),
+        lambda p: p.job(sampling="sampling: {temperature: hot}")),
+    "out of range": Wrong(78, ("line 5", "sampling.top_p", "1.5"),
+        lambda p: p.job(sampling="sampling: {top_p: 1.5}")),
     "duplicate key": Wrong(78, ("line 7", "name", "line 1"), lambda p: p.job("name: again")),
-    "YAML tag": Wrong(
-        78,
-        ("line 1", "python/name:os.system", "remove it"),
-        lambda p: p.job(name="name: !!python/name:os.system x"),
-    ),
+    "YAML tag": Wrong(78, ("line 1", "python/name:os.system", "remove it"),
+        lambda p: p.job(name="name: !!python/name:os.system x")),
     "no YAML": Wrong(78, ("line 2", "not valid YAML"), lambda p: p.job(model="model: {path: [")),
-    "several mistakes": Wrong(
-        78,
-        ("3 mistakes", "line 1: name", "line 3", "formt", "line 5", "sampling.max_tokens", "-1"),
-        lambda p: p.job(
-            name="name: [a]",
-            input="input: {path: rows.jsonl, formt: x}",
-            sampling="sampling: {max_tokens: -1}",
-        ),
-    ),
-    "unset variable": Wrong(
-        78,
-        ("line 6", "output.path", "NO_SUCH_VARIABLE"),
-        lambda p: p.job(output='output: {path: "${NO_SUCH_VARIABLE}/x"}'),
-    ),
-    "template syntax": Wrong(
-        78, ("line 4", "prompt.user"), lambda p: p.job(prompt='prompt: {user: "Say {{ text "}')
-    ),
-    "unknown filter": Wrong(
-        78,
-        ("line 4", "prompt.user", "uper", "did you mean upper"),
-        lambda p: p.job(prompt='prompt: {user: "{{ text | uper }}"}'),
-    ),
-    "two kinds of prompt": Wrong(
-        78, ("line 4", "prompt", "user", "text"), lambda p: p.job(prompt="prompt: {user: a, text: b}")
-    ),
+    "several mistakes": Wrong(78, ("3 mistakes", "line 1: name", "line 3", "formt", "line 5", "sampling.max_tokens",
+        "-1"), lambda p: p.job(name="name: [a]", input="input: {path: rows.jsonl, formt: x}",
+        sampling="sampling: {max_tokens: -1}")),
+    "unset variable": Wrong(78, ("line 6", "output.path", "NO_SUCH_VARIABLE"),
+        lambda p: p.job(output='output: {path: "${NO_SUCH_VARIABLE}/x"}')),
+    "template syntax": Wrong(78, ("line 4", "prompt.user"), lambda p: p.job(prompt='prompt: {user: "Say {{ text "}')),
+    "unknown filter": Wrong(78, ("line 4", "prompt.user", "uper", "did you mean upper"),
+        lambda p: p.job(prompt='prompt: {user: "{{ text | uper }}"}')),
+    "two kinds of prompt": Wrong(78, ("line 4", "prompt", "user", "text"),
+        lambda p: p.job(prompt="prompt: {user: a, text: b}")),
     "no output": Wrong(78, ("output",), lambda p: p.job(output="")),
-    "no such parameter": Wrong(
-        78,
-        ("line 5", "sampling.from_columns", '"max_token"', "did you mean max_tokens?"),
-        lambda p: p.job(sampling="sampling: {from_columns: [max_token]}"),
-    ),
-    "openai with prompt": Wrong(
-        78, ("prompt", "openai"), lambda p: p.job(input="input: {path: rows.jsonl, format: openai}")
-    ),
+    "no such parameter": Wrong(78, ("line 5", "sampling.from_columns", '"max_token"', "did you mean max_tokens?"),
+        lambda p: p.job(sampling="sampling: {from_columns: [max_token]}")),
+    "openai with prompt": Wrong(78, ("prompt", "openai"),
+        lambda p: p.job(input="input: {path: rows.jsonl, format: openai}")),
     "no job file": Wrong(66, ("no job file", "job.yaml"), lambda p: (p.folder / "job.yaml").unlink()),
-    "a folder as job file": Wrong(
-        66, ("job.yaml",), lambda p: ((p.folder / "job.yaml").unlink(), (p.folder / "job.yaml").mkdir())
-    ),
-    "too long for the model": Wrong(
-        78,
-        ("line 2", "model.max_model_len", "4096", "512", "leave it out"),
-        lambda p: p.job(model="model: {path: model, max_model_len: 4096}"),
-    ),
+    "a folder as job file": Wrong(66, ("job.yaml",), lambda p: ((p.folder / "job.yaml").unlink(),
+        (p.folder / "job.yaml").mkdir())),
+    "too long for the model": Wrong(78, ("line 2", "model.max_model_len", "4096", "512", "leave it out"),
+        lambda p: p.job(model="model: {path: model, max_model_len: 4096}")),
     "--set without =": Wrong(2, ("--set engine", "KEY=VALUE"), lambda p: None, ("--set", "engine")),
-    "--set unknown key": Wrong(
-        78, ("--set", "engine.threds", "did you mean threads?"), lambda p: None, ("--set", "engine.threds=1")
-    ),
-    "--set wrong type": Wrong(
-        78, ("--set", "commit.rows", "many"), lambda p: None, ("--set", "commit.rows=many")
-    ),
-    "--date not a day": Wrong(
-        78, ("--date", "2026-02-30", "YYYY-MM-DD"), lambda p: None, ("--date", "2026-02-30")
-    ),
+    "--set unknown key": Wrong(78, ("--set", "engine.threds", "did you mean threads?"), lambda p: None,
+        ("--set", "engine.threds=1")),
+    "--set wrong type": Wrong(78, ("--set", "commit.rows", "many"), lambda p: None, ("--set", "commit.rows=many")),
+    "--date not a day": Wrong(78, ("--date", "2026-02-30", "YYYY-MM-DD"), lambda p: None, ("--date", "2026-02-30")),
     "--date not a date": Wrong(78, ("--date", "tomorrow"), lambda p: None, ("--date", "tomorrow")),
-}
+}  # fmt: skip
 
 
 def pickled(p: Place) -> None:
@@ -238,174 +197,79 @@ def device(p: Place) -> None:
 
 
 CHECKPOINTS = {
-    "missing model folder": Wrong(
-        78, ("line 2", "model.path", "nowhere"), lambda p: p.job(model="model: {path: nowhere}")
-    ),
+    "missing model folder": Wrong(78, ("line 2", "model.path", "nowhere"),
+        lambda p: p.job(model="model: {path: nowhere}")),
     "no config.json": Wrong(78, ("config.json", "model"), lambda p: (p.own_model() / "config.json").unlink()),
-    "config.json not JSON": Wrong(
-        78, ("config.json", "not valid JSON"), lambda p: (p.own_model() / "config.json").write_text("{")
-    ),
-    "unsupported architecture": Wrong(
-        78,
-        ("config.json", "model_type 'rwkv'", "llama, mistral, qwen2, qwen3"),
-        lambda p: edit_json(
-            p.own_model() / "config.json", architectures=["RwkvForCausalLM"], model_type="rwkv"
-        ),
-    ),
-    "no weights": Wrong(
-        78, ("no weights", "model.safetensors"), lambda p: (p.own_model() / "model.safetensors").unlink()
-    ),
+    "config.json not JSON": Wrong(78, ("config.json", "not valid JSON"),
+        lambda p: (p.own_model() / "config.json").write_text("{")),
+    "unsupported architecture": Wrong(78, ("config.json", "model_type 'rwkv'", "llama, mistral, qwen2, qwen3"),
+        lambda p: edit_json(p.own_model() / "config.json", architectures=["RwkvForCausalLM"], model_type="rwkv")),
+    "no weights": Wrong(78, ("no weights", "model.safetensors"),
+        lambda p: (p.own_model() / "model.safetensors").unlink()),
     "pickle only": Wrong(77, ("pytorch_model.bin", "pickle", "convert it to safetensors"), pickled),
-    "auto_map": Wrong(
-        77,
-        ("config.json", "auto_map"),
-        lambda p: edit_json(
-            p.own_model() / "config.json", auto_map={"AutoModel": "code.Model"}, architectures=["OwnModel"]
-        ),
-    ),
-    "auto_map of the tokenizer": Wrong(
-        77,
-        ("tokenizer_config.json", "auto_map"),
-        tokenizer_in_python,
-    ),
+    "auto_map": Wrong(77, ("config.json", "auto_map"), lambda p: edit_json(p.own_model() / "config.json",
+        auto_map={"AutoModel": "code.Model"}, architectures=["OwnModel"])),
+    "auto_map of the tokenizer": Wrong(77, ("tokenizer_config.json", "auto_map"), tokenizer_in_python),
     "a link that leaves": Wrong(77, ("tokenizer.json", "elsewhere.json", "copy"), outside_link),
-    "shard outside": Wrong(
-        77,
-        ("index.json", "../outside.safetensors"),
-        lambda p: sharded(p, **{"model.norm.weight": "../outside.safetensors"}),
-    ),
-    "shard absolute": Wrong(
-        77,
-        ("index.json", "/etc/x.safetensors"),
-        lambda p: sharded(p, **{"lm_head.weight": "/etc/x.safetensors"}),
-    ),
-    "shard missing": Wrong(
-        78,
-        ("index.json", "model-00009.safetensors", "incomplete"),
-        lambda p: sharded(p, **{"lm_head.weight": "model-00009.safetensors"}),
-    ),
-    "header too long": Wrong(
-        77, ("model.safetensors", "malformed", "again"), lambda p: header(p, b"{}", 1 << 40)
-    ),
+    "shard outside": Wrong(77, ("index.json", "../outside.safetensors"),
+        lambda p: sharded(p, **{"model.norm.weight": "../outside.safetensors"})),
+    "shard absolute": Wrong(77, ("index.json", "/etc/x.safetensors"),
+        lambda p: sharded(p, **{"lm_head.weight": "/etc/x.safetensors"})),
+    "shard missing": Wrong(78, ("index.json", "model-00009.safetensors", "incomplete"),
+        lambda p: sharded(p, **{"lm_head.weight": "model-00009.safetensors"})),
+    "header too long": Wrong(77, ("model.safetensors", "malformed", "again"), lambda p: header(p, b"{}", 1 << 40)),
     "header not JSON": Wrong(77, ("model.safetensors", "malformed"), lambda p: header(p, b"{]")),
-    "header with a hole": Wrong(
-        77,
-        ("model.safetensors", "malformed"),
-        lambda p: header(p, b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}' + b"\0" * 8, 54),
-    ),
-    "weights cut short": Wrong(
-        77,
-        ("model.safetensors", "malformed"),
-        lambda p: (w := p.own_model() / "model.safetensors").write_bytes(w.read_bytes()[:-64]),
-    ),
+    "header with a hole": Wrong(77, ("model.safetensors", "malformed"),
+        lambda p: header(p, b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}' + b"\0" * 8, 54)),
+    "weights cut short": Wrong(77, ("model.safetensors", "malformed"),
+        lambda p: (w := p.own_model() / "model.safetensors").write_bytes(w.read_bytes()[:-64])),
     "missing tensor": Wrong(78, ("missing tensors", "model.norm.weight"), without_tensor),
-    "weights of another shape": Wrong(
-        78,
-        ("wrong shape", "model.layers.0.mlp.gate_proj.weight", "[64, 48]", "[96, 48]"),
-        lambda p: edit_json(p.own_model() / "config.json", intermediate_size=96),
-    ),
-    "no tokenizer": Wrong(
-        78,
-        ("model.path", "tokenizer.json is needed", "copy the checkpoint again"),
-        lambda p: (p.own_model() / "tokenizer.json").unlink(),
-    ),
-    "damaged tokenizer": Wrong(
-        78,
-        ("model.path", "tokenizer.json cannot be read as a tokenizer"),
-        lambda p: (p.own_model() / "tokenizer.json").write_text('{"a": 1}'),
-    ),
-    "tokenizer cut short": Wrong(
-        78,
-        ("model.path", "tokenizer.json cannot be read as a tokenizer"),
-        lambda p: cut_file(p.own_model() / "tokenizer.json"),
-    ),
-    "tokenizer not UTF-8": Wrong(
-        78,
-        ("model.path", "tokenizer.json: the byte at 1 is not UTF-8"),
-        lambda p: (p.own_model() / "tokenizer.json").write_bytes(b"{\xff}"),
-    ),
-    "a tokenizer that cannot be converted": Wrong(
-        78,
-        ("model.path", "cannot be converted"),
-        lambda p: (p.own_model() / "tokenizer.json").rename(p.folder / "model" / "vocab.json"),
-    ),
-    "tokenizer_config.json not JSON": Wrong(
-        78,
-        ("tokenizer_config.json", "not valid JSON"),
-        lambda p: cut_file(p.own_model() / "tokenizer_config.json"),
-    ),
-    "chat template with a syntax error": Wrong(
-        78,
-        ("model", "chat_template.jinja", "line 3", "unknown tag 'els'", "prompt.text"),
-        lambda p: chat_template(p, "{% if a %}\nx\n{% els %}\n{% endif %}"),
-    ),
-    "chat template of tokenizer_config.json with a syntax error": Wrong(
-        78,
-        ("tokenizer_config.json (chat_template)", "line 2", "prompt.text"),
-        template_in_config,
-    ),
-    "chat template that nests too deeply": Wrong(
-        78,
-        ("chat_template.jinja", "line 200", "nests too deeply", "prompt.text"),
-        lambda p: chat_template(p, "{% if messages %}\n" * 200 + "x" + "{% endif %}\n" * 200),
-    ),
-    "chat template of long sums": Wrong(
-        78,
-        ("chat_template.jinja", "line 2", "nests too deeply"),
-        lambda p: chat_template(p, "\n{{ " + "+".join("a" * 5000) + " }}"),
-    ),
-    "chat template that breaks out of no loop": Wrong(
-        78,
-        ("chat_template.jinja", "cannot be compiled", "'break' outside loop"),
-        lambda p: chat_template(p, "{% break %}"),
-    ),
-    "prompt that nests too deeply": Wrong(
-        78,
-        ("line 4", "prompt.user", "nests too deeply"),
-        lambda p: p.job(prompt=f'prompt: {{user: "{"{% if text %}" * 120}x{"{% endif %}" * 120}"}}'),
-    ),
-    **{
-        f"{name} is a pipe": Wrong(77, (name, "not a regular file", "copy"), partial(pipe, name=name))
-        for name in (
-            "config.json",
-            "generation_config.json",
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "chat_template.jinja",
-            "special_tokens_map.json",
-            "added_tokens.json",
-            "model.safetensors",
-            "model.safetensors.index.json",
-            "processor_config.json",
-        )
-    },
-    "a GGUF file that was cut off": Wrong(
-        78,
-        ("model.path", "x.gguf", "inside its header", "the download may be incomplete"),
-        lambda p: (p.bytes(b"GGUF", "x.gguf"), p.job(model="model: {path: x.gguf}")),
-    ),
-    "a GGUF file that was cut off, in a folder": Wrong(
-        78, ("model.path", "x.gguf", "inside its header"), partial(gguf_folder, config=False)
-    ),
-    "a GGUF file that was cut off, beside config.json": Wrong(
-        78, ("model.path", "x.gguf", "inside its header"), partial(gguf_folder, config=True)
-    ),
-    "generation_config.json is a folder": Wrong(
-        77,
-        ("generation_config.json", "not a regular file"),
-        lambda p: made_folder(p, "generation_config.json"),
-    ),
-    "chat_template.jinja is a folder": Wrong(
-        77, ("chat_template.jinja", "not a regular file"), lambda p: made_folder(p, "chat_template.jinja")
-    ),
+    "weights of another shape": Wrong(78, ("wrong shape", "model.layers.0.mlp.gate_proj.weight", "[64, 48]",
+        "[96, 48]"), lambda p: edit_json(p.own_model() / "config.json", intermediate_size=96)),
+    "no tokenizer": Wrong(78, ("model.path", "tokenizer.json is needed", "copy the checkpoint again"),
+        lambda p: (p.own_model() / "tokenizer.json").unlink()),
+    "damaged tokenizer": Wrong(78, ("model.path", "tokenizer.json cannot be read as a tokenizer"),
+        lambda p: (p.own_model() / "tokenizer.json").write_text('{"a": 1}')),
+    "tokenizer cut short": Wrong(78, ("model.path", "tokenizer.json cannot be read as a tokenizer"),
+        lambda p: cut_file(p.own_model() / "tokenizer.json")),
+    "tokenizer not UTF-8": Wrong(78, ("model.path", "tokenizer.json: the byte at 1 is not UTF-8"),
+        lambda p: (p.own_model() / "tokenizer.json").write_bytes(b"{\xff}")),
+    "a tokenizer that cannot be converted": Wrong(78, ("model.path", "cannot be converted"),
+        lambda p: (p.own_model() / "tokenizer.json").rename(p.folder / "model" / "vocab.json")),
+    "tokenizer_config.json not JSON": Wrong(78, ("tokenizer_config.json", "not valid JSON"),
+        lambda p: cut_file(p.own_model() / "tokenizer_config.json")),
+    "chat template with a syntax error": Wrong(78, ("model", "chat_template.jinja", "line 3", "unknown tag 'els'",
+        "prompt.text"), lambda p: chat_template(p, "{% if a %}\nx\n{% els %}\n{% endif %}")),
+    "chat template of tokenizer_config.json with a syntax error": Wrong(78,
+        ("tokenizer_config.json (chat_template)", "line 2", "prompt.text"), template_in_config),
+    "chat template that nests too deeply": Wrong(78, ("chat_template.jinja", "line 200", "nests too deeply",
+        "prompt.text"), lambda p: chat_template(p, "{% if messages %}\n" * 200 + "x" + "{% endif %}\n" * 200)),
+    "chat template of long sums": Wrong(78, ("chat_template.jinja", "line 2", "nests too deeply"),
+        lambda p: chat_template(p, "\n{{ " + "+".join("a" * 5000) + " }}")),
+    "chat template that breaks out of no loop": Wrong(78, ("chat_template.jinja", "cannot be compiled",
+        "'break' outside loop"), lambda p: chat_template(p, "{% break %}")),
+    "prompt that nests too deeply": Wrong(78, ("line 4", "prompt.user", "nests too deeply"),
+        lambda p: p.job(prompt=f'prompt: {{user: "{"{% if text %}" * 120}x{"{% endif %}" * 120}"}}')),
+    **{f"{name} is a pipe": Wrong(77, (name, "not a regular file", "copy"), partial(pipe, name=name))
+        for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "model.safetensors",
+        "model.safetensors.index.json", "processor_config.json")},
+    "a GGUF file that was cut off": Wrong(78, ("model.path", "x.gguf", "inside its header",
+        "the download may be incomplete"), lambda p: (p.bytes(b"GGUF", "x.gguf"),
+        p.job(model="model: {path: x.gguf}"))),
+    "a GGUF file that was cut off, in a folder": Wrong(78, ("model.path", "x.gguf", "inside its header"),
+        partial(gguf_folder, config=False)),
+    "a GGUF file that was cut off, beside config.json": Wrong(78, ("model.path", "x.gguf", "inside its header"),
+        partial(gguf_folder, config=True)),
+    "generation_config.json is a folder": Wrong(77, ("generation_config.json", "not a regular file"),
+        lambda p: made_folder(p, "generation_config.json")),
+    "chat_template.jinja is a folder": Wrong(77, ("chat_template.jinja", "not a regular file"),
+        lambda p: made_folder(p, "chat_template.jinja")),
     "a socket": Wrong(77, ("tokenizer_config.json", "not a regular file"), unix_socket),
     "a device": Wrong(77, ("generation_config.json", "/dev/zero"), device),
-    "chat template not UTF-8": Wrong(
-        78,
-        ("model.path", "chat_template.jinja: the byte at 0 is not UTF-8"),
-        lambda p: (p.own_model() / "chat_template.jinja").write_bytes(b"\xff\xfe"),
-    ),
-}
+    "chat template not UTF-8": Wrong(78, ("model.path", "chat_template.jinja: the byte at 0 is not UTF-8"),
+        lambda p: (p.own_model() / "chat_template.jinja").write_bytes(b"\xff\xfe")),
+}  # fmt: skip
 
 
 def without_template(p: Place) -> None:
@@ -450,173 +314,79 @@ def from_sql(query: str) -> Callable[[Place], object]:
 
 
 INPUTS = {
-    "truncated gzip": Wrong(
-        65,
-        ("rows.jsonl.gz", "damaged gzip", "decompressed bytes", "truncated"),
+    "truncated gzip": Wrong(65, ("rows.jsonl.gz", "damaged gzip", "decompressed bytes", "truncated"),
         lambda p: (p.gzip("rows.jsonl.gz", cut(12)), p.job(input=from_file("rows.jsonl.gz"))),
-        verbs=("run", "validate"),
-    ),
-    "bad CRC": Wrong(
-        65,
-        ("rows.jsonl.gz", "damaged gzip", "incorrect data check"),
+        verbs=("run", "validate")),
+    "bad CRC": Wrong(65, ("rows.jsonl.gz", "damaged gzip", "incorrect data check"),
         lambda p: (p.gzip("rows.jsonl.gz", wrong_crc), p.job(input=from_file("rows.jsonl.gz"))),
-        verbs=("run", "validate"),
-    ),
-    "not gzip": Wrong(
-        65,
-        ("rows.jsonl.gz", "gzip"),
-        lambda p: (p.bytes(b'{"text": "x"}\n', "rows.jsonl.gz"), p.job(input=from_file("rows.jsonl.gz"))),
-    ),
-    "not Parquet": Wrong(
-        65,
-        ("rows.parquet", "not a Parquet file"),
-        lambda p: (p.bytes(b"id,text\n1,x\n", "rows.parquet"), p.job(input=from_file("rows.parquet"))),
-    ),
-    "Parquet cut short": Wrong(
-        65,
-        ("rows.parquet", "cut short"),
-        lambda p: (
-            p.bytes(p.parquet("rows.parquet").read_bytes()[:-20], "rows.parquet"),
-            p.job(input=from_file("rows.parquet")),
-        ),
-    ),
+        verbs=("run", "validate")),
+    "not gzip": Wrong(65, ("rows.jsonl.gz", "gzip"), lambda p: (p.bytes(b'{"text": "x"}\n', "rows.jsonl.gz"),
+        p.job(input=from_file("rows.jsonl.gz")))),
+    "not Parquet": Wrong(65, ("rows.parquet", "not a Parquet file"),
+        lambda p: (p.bytes(b"id,text\n1,x\n", "rows.parquet"), p.job(input=from_file("rows.parquet")))),
+    "Parquet cut short": Wrong(65, ("rows.parquet", "cut short"),
+        lambda p: (p.bytes(p.parquet("rows.parquet").read_bytes()[:-20], "rows.parquet"),
+        p.job(input=from_file("rows.parquet")))),
     "damaged page": Wrong(65, ("rows.parquet", "damaged after row"), damaged_page, verbs=("run", "validate")),
     "no space": Wrong(74, ("of disk", "are free", "make room"), huge),
     "differing schemas": Wrong(65, ("two.parquet", "'text'", "int64", "string", "one.parquet"), two_schemas),
     "two formats": Wrong(65, ("two.parquet", "is parquet", "one.jsonl", "one format"), two_formats),
-    "UTF-16": Wrong(
-        65,
-        ("rows.jsonl", "UTF-16", "iconv"),
-        lambda p: p.bytes('{"id": "x", "text": "y"}\n'.encode("utf-16")),
-    ),
-    "missing file": Wrong(
-        66,
-        ("job.yaml: line 3: input.path", "Row.jsonl", "no such file", "did you mean", "rows.jsonl?"),
-        lambda p: p.job(input=from_file("Row.jsonl")),
-    ),
-    "empty glob": Wrong(
-        66,
-        ("line 3: input.path", "dta/*.jsonl", "matches no file", "did you mean data?"),
-        lambda p: ((p.folder / "data").mkdir(), p.job(input=from_file("dta/*.jsonl"))),
-    ),
-    "empty folder": Wrong(
-        66,
-        ("data", "no input file", ".jsonl"),
-        lambda p: ((p.folder / "data").mkdir(), p.job(input=from_file("data"))),
-    ),
-    "no rows": Wrong(
-        66,
-        ("job.yaml: line 3: input.path", "the input has no rows", "input.allow_empty: true"),
-        lambda p: p.rows(),
-    ),
-    "failing query": Wrong(
-        78, ("line 3", "input.sql", "nothing_here"), from_sql("select * from nothing_here")
-    ),
-    "query of a missing file": Wrong(
-        78, ("line 3", "input.sql", "gone.parquet"), from_sql("select * from 'gone.parquet'")
-    ),
-    "query that writes": Wrong(
-        78, ("line 3", "input.sql", "SELECT"), from_sql("create table t as select 1 as text")
-    ),
-    "two queries": Wrong(
-        78, ("line 3", "input.sql", "2 statement"), from_sql("select 1 as text; select 2 as text")
-    ),
-    "column in no row, template": Wrong(
-        78,
-        ("line 4", "prompt", "no column 'txet'", "id, text", "did you mean 'text'?"),
-        lambda p: p.job(prompt='prompt: {user: "{{ txet }}"}'),
-        verbs=("run", "validate"),
-    ),
-    "column in no row, Parquet template": Wrong(
-        78,
-        ("line 4", "prompt", "no column 'txet'", "id, text", "did you mean 'text'?"),
-        lambda p: (
-            p.parquet("rows.parquet"),
-            p.job(input=from_file("rows.parquet"), prompt='prompt: {user: "{{ txet }}"}'),
-        ),
-    ),
-    "column in no row, text": Wrong(
-        78,
-        ("line 4", "prompt.text", "no column 'txt'", "did you mean 'text'?"),
-        lambda p: p.job(prompt="prompt: {text: txt}"),
-    ),
-    "column in no row, id": Wrong(
-        78,
-        ("line 3", "input.id", "no column 'Id'", "id, text", "did you mean 'id'?"),
-        lambda p: p.job(input=from_file("rows.jsonl", ", id: Id")),
-    ),
-    "column in no row, id and template": Wrong(
-        78,
-        ("2 mistakes", "line 3", "input.id", "no column 'ident'", "line 4", "prompt", "no column 'txet'"),
-        lambda p: p.job(input=from_file("rows.jsonl", ", id: ident"), prompt='prompt: {user: "{{ txet }}"}'),
-    ),
-    "column in no row, parameter": Wrong(
-        78,
-        ("line 5", "sampling.from_columns", "no column 'warmth'", "id, text"),
-        lambda p: p.job(sampling="sampling: {from_columns: {temperature: warmth}}"),
-    ),
-    "column in no row, output": Wrong(
-        78,
-        ("line 6", "output.columns", "no column 'txt'", "did you mean 'text'?"),
-        lambda p: p.job(output="output: {path: out/res, columns: [txt]}"),
-    ),
-    "column in no row, Parquet output": Wrong(
-        78,
-        ("line 6", "output.columns", "no column 'txt'"),
-        lambda p: (
-            p.parquet("rows.parquet"),
-            p.job(input=from_file("rows.parquet"), output="output: {path: out/res, columns: [txt]}"),
-        ),
-    ),
-    "no chat template": Wrong(
-        78, ("line 4", "prompt.user", "no chat template", "prompt.text"), lambda p: without_template(p)
-    ),
-    "no chat template for messages": Wrong(
-        78,
-        ("line 4", "prompt.messages", "no chat template"),
-        lambda p: (without_template(p), p.job(prompt="prompt: {messages: text}")),
-    ),
-    "column in no row, CSV template": Wrong(
-        78,
-        ("line 4", "prompt", "no column 'text'", "id, body"),
-        lambda p: (p.bytes(b"id,body\n1,x\n", "rows.csv"), p.job(input=from_file("rows.csv"))),
-    ),
-    "column in no row, query": Wrong(
-        78, ("line 4", "prompt", "no column 'text'", "words"), from_sql("select 'x' as words")
-    ),
-    "column in no row of many": Wrong(
-        78,
-        ("line 6", "output.columns", "no column 'note'"),
-        lambda p: (p.rows(*ROWS * 60), p.job(output="output: {path: out/res, columns: [note]}")),
-    ),
-    "not Arrow": Wrong(
-        65,
-        ("rows.arrow", "not an Arrow file"),
-        lambda p: (p.bytes(b"id,text\n1,x\n", "rows.arrow"), p.job(input=from_file("rows.arrow"))),
-    ),
-    "a workbook": Wrong(
-        65,
-        ("rows.xlsx", "Excel", "save the sheet as CSV"),
-        lambda p: (p.bytes(b"PK\x03\x04", "rows.xlsx"), p.job(input=from_file("rows.xlsx"))),
-    ),
-    "CSV without a header": Wrong(
-        65,
-        ("rows.csv", "'x' twice", "read_csv"),
-        lambda p: (p.bytes(b"x,x\n", "rows.csv"), p.job(input=from_file("rows.csv"))),
-    ),
-    "neither prompt nor requests": Wrong(
-        78,
-        ("prompt", "is missing"),
-        lambda p: (p.rows({"a": 1}, name="in/a.jsonl"), p.job(prompt="", input=from_file("in"))),
-    ),
-    "too many bad rows": Wrong(
-        65,
-        ("5 of 20 rows are errors", "on_error.max_error_rate", "1.00%", "5 × bad_json", "rows.jsonl row 15"),
-        lambda p: p.rows(*ROWS[:15], *[b"{not json"] * 5),
-        verbs=("run", "validate"),
-        engine=FAKE,
-    ),
-}
+    "UTF-16": Wrong(65, ("rows.jsonl", "UTF-16", "iconv"),
+        lambda p: p.bytes('{"id": "x", "text": "y"}\n'.encode("utf-16"))),
+    "missing file": Wrong(66, ("job.yaml: line 3: input.path", "Row.jsonl", "no such file", "did you mean",
+        "rows.jsonl?"), lambda p: p.job(input=from_file("Row.jsonl"))),
+    "empty glob": Wrong(66, ("line 3: input.path", "dta/*.jsonl", "matches no file", "did you mean data?"),
+        lambda p: ((p.folder / "data").mkdir(), p.job(input=from_file("dta/*.jsonl")))),
+    "empty folder": Wrong(66, ("data", "no input file", ".jsonl"), lambda p: ((p.folder / "data").mkdir(),
+        p.job(input=from_file("data")))),
+    "no rows": Wrong(66, ("job.yaml: line 3: input.path", "the input has no rows", "input.allow_empty: true"),
+        lambda p: p.rows()),
+    "failing query": Wrong(78, ("line 3", "input.sql", "nothing_here"), from_sql("select * from nothing_here")),
+    "query of a missing file": Wrong(78, ("line 3", "input.sql", "gone.parquet"),
+        from_sql("select * from 'gone.parquet'")),
+    "query that writes": Wrong(78, ("line 3", "input.sql", "SELECT"), from_sql("create table t as select 1 as text")),
+    "two queries": Wrong(78, ("line 3", "input.sql", "2 statement"), from_sql("select 1 as text; select 2 as text")),
+    "column in no row, template": Wrong(78, ("line 4", "prompt", "no column 'txet'", "id, text",
+        "did you mean 'text'?"), lambda p: p.job(prompt='prompt: {user: "{{ txet }}"}'), verbs=("run", "validate")),
+    "column in no row, Parquet template": Wrong(78, ("line 4", "prompt", "no column 'txet'", "id, text",
+        "did you mean 'text'?"), lambda p: (p.parquet("rows.parquet"),
+        p.job(input=from_file("rows.parquet"), prompt='prompt: {user: "{{ txet }}"}'))),
+    "column in no row, text": Wrong(78, ("line 4", "prompt.text", "no column 'txt'", "did you mean 'text'?"),
+        lambda p: p.job(prompt="prompt: {text: txt}")),
+    "column in no row, id": Wrong(78, ("line 3", "input.id", "no column 'Id'", "id, text", "did you mean 'id'?"),
+        lambda p: p.job(input=from_file("rows.jsonl", ", id: Id"))),
+    "column in no row, id and template": Wrong(78, ("2 mistakes", "line 3", "input.id", "no column 'ident'", "line 4",
+        "prompt", "no column 'txet'"), lambda p: p.job(input=from_file("rows.jsonl", ", id: ident"),
+        prompt='prompt: {user: "{{ txet }}"}')),
+    "column in no row, parameter": Wrong(78, ("line 5", "sampling.from_columns", "no column 'warmth'", "id, text"),
+        lambda p: p.job(sampling="sampling: {from_columns: {temperature: warmth}}")),
+    "column in no row, output": Wrong(78, ("line 6", "output.columns", "no column 'txt'", "did you mean 'text'?"),
+        lambda p: p.job(output="output: {path: out/res, columns: [txt]}")),
+    "column in no row, Parquet output": Wrong(78, ("line 6", "output.columns", "no column 'txt'"),
+        lambda p: (p.parquet("rows.parquet"), p.job(input=from_file("rows.parquet"),
+        output="output: {path: out/res, columns: [txt]}"))),
+    "no chat template": Wrong(78, ("line 4", "prompt.user", "no chat template", "prompt.text"),
+        lambda p: without_template(p)),
+    "no chat template for messages": Wrong(78, ("line 4", "prompt.messages", "no chat template"),
+        lambda p: (without_template(p), p.job(prompt="prompt: {messages: text}"))),
+    "column in no row, CSV template": Wrong(78, ("line 4", "prompt", "no column 'text'", "id, body"),
+        lambda p: (p.bytes(b"id,body\n1,x\n", "rows.csv"), p.job(input=from_file("rows.csv")))),
+    "column in no row, query": Wrong(78, ("line 4", "prompt", "no column 'text'", "words"),
+        from_sql("select 'x' as words")),
+    "column in no row of many": Wrong(78, ("line 6", "output.columns", "no column 'note'"),
+        lambda p: (p.rows(*ROWS * 60), p.job(output="output: {path: out/res, columns: [note]}"))),
+    "not Arrow": Wrong(65, ("rows.arrow", "not an Arrow file"), lambda p: (p.bytes(b"id,text\n1,x\n", "rows.arrow"),
+        p.job(input=from_file("rows.arrow")))),
+    "a workbook": Wrong(65, ("rows.xlsx", "Excel", "save the sheet as CSV"),
+        lambda p: (p.bytes(b"PK\x03\x04", "rows.xlsx"), p.job(input=from_file("rows.xlsx")))),
+    "CSV without a header": Wrong(65, ("rows.csv", "'x' twice", "read_csv"),
+        lambda p: (p.bytes(b"x,x\n", "rows.csv"), p.job(input=from_file("rows.csv")))),
+    "neither prompt nor requests": Wrong(78, ("prompt", "is missing"),
+        lambda p: (p.rows({"a": 1}, name="in/a.jsonl"), p.job(prompt="", input=from_file("in")))),
+    "too many bad rows": Wrong(65, ("5 of 20 rows are errors", "on_error.max_error_rate", "1.00%", "5 × bad_json",
+        "rows.jsonl row 15"), lambda p: p.rows(*ROWS[:15], *[b"{not json"] * 5), verbs=("run", "validate"),
+        engine=FAKE),
+}  # fmt: skip
 
 
 def other_job(p: Place) -> None:
@@ -638,41 +408,24 @@ def linked(p: Place, name: str) -> None:
 
 DESTINATIONS = {
     "strangers' files": Wrong(73, ("out/res", "'thesis.txt'", "move them away"), strangers),
-    "strangers' files, --replace": Wrong(
-        73, ("out/res", "'thesis.txt'"), strangers, ("--replace",), ("run",)
-    ),
+    "strangers' files, --replace": Wrong(73, ("out/res", "'thesis.txt'"), strangers, ("--replace",), ("run",)),
     "a file": Wrong(73, ("out/res", "is a file", "folder"), lambda p: p.bytes(b"x", "out/res")),
-    "result of another job": Wrong(
-        73, ("out/res", "'weekly'", "'nightly'", "--replace"), other_job, (), ("run", "validate")
-    ),
+    "result of another job": Wrong(73, ("out/res", "'weekly'", "'nightly'", "--replace"), other_job, (),
+        ("run", "validate")),
     "a file on the way": Wrong(73, ("out: is a file", "output.path"), lambda p: p.bytes(b"x", "out")),
-    "state of a newer version": Wrong(
-        74,
-        ("state.json", "format 9", "remove the folder"),
-        lambda p: p.bytes(b'{"format": 9}', "out/.batchinfer-res/state.json"),
-    ),
-    "a linked report": Wrong(
-        73, ("res-report: is a symbolic link", "remove the link"), lambda p: linked(p, "out/res-report")
-    ),
-    "a report in a file": Wrong(
-        73, ("res-report: is a file", "move it away"), lambda p: p.bytes(b"x", "out/res-report")
-    ),
-    "a linked state": Wrong(
-        73,
-        (".batchinfer-res: is a symbolic link", "remove the link"),
-        lambda p: linked(p, "out/.batchinfer-res"),
-    ),
-    "a store in a file": Wrong(
-        74,
-        ("cache: is a file",),
-        lambda p: (p.bytes(b"x", "cache"), p.job("cache: {path: cache}")),
-    ),
-    "unreadable manifest": Wrong(
-        73,
-        (MANIFEST_NAME, "move the folder away"),
-        lambda p: p.bytes(b"\x00", f"out/res/{MANIFEST_NAME}"),
-    ),
-}
+    "state of a newer version": Wrong(74, ("state.json", "format 9", "remove the folder"),
+        lambda p: p.bytes(b'{"format": 9}', "out/.batchinfer-res/state.json")),
+    "a linked report": Wrong(73, ("res-report: is a symbolic link", "remove the link"),
+        lambda p: linked(p, "out/res-report")),
+    "a report in a file": Wrong(73, ("res-report: is a file", "move it away"),
+        lambda p: p.bytes(b"x", "out/res-report")),
+    "a linked state": Wrong(73, (".batchinfer-res: is a symbolic link", "remove the link"),
+        lambda p: linked(p, "out/.batchinfer-res")),
+    "a store in a file": Wrong(74, ("cache: is a file",), lambda p: (p.bytes(b"x", "cache"),
+        p.job("cache: {path: cache}"))),
+    "unreadable manifest": Wrong(73, (MANIFEST_NAME, "move the folder away"),
+        lambda p: p.bytes(b"\x00", f"out/res/{MANIFEST_NAME}")),
+}  # fmt: skip
 REFUSED = JOB_FILES | CHECKPOINTS | INPUTS | DESTINATIONS
 
 
@@ -769,10 +522,8 @@ def test_validate_and_run_agree(name: str, place: Place, capsys, monkeypatch) ->
 
 
 RIGHT: dict[str, Callable[[Place], object]] = {
-    "a column in a later row only": lambda p: (
-        p.rows(*ROWS * 60, {"id": "last", "text": "x", "note": "y"}),
-        p.job(output="output: {path: out/res, columns: [note]}"),
-    ),
+    "a column in a later row only": lambda p: (p.rows(*ROWS * 60, {"id": "last", "text": "x", "note": "y"}),
+        p.job(output="output: {path: out/res, columns: [note]}")),
     "a template that does without": lambda p: p.job(
         prompt="prompt: {user: \"{% if text == 'odd' %}{{ more }}{% else %}{{ text }}{% endif %}\"}"
     ),
@@ -782,11 +533,8 @@ RIGHT: dict[str, Callable[[Place], object]] = {
     "a result of an older run": lambda p: p.job(output="output: {path: out/new}"),
     "CSV": lambda p: (p.bytes(b"id,text\nr,x\n", "rows.csv"), p.job(input=from_file("rows.csv", ", id: id"))),
     "a query": from_sql("select text from 'rows.jsonl' -- all of them"),
-    "a text prompt without a chat template": lambda p: (
-        without_template(p),
-        p.job(prompt="prompt: {text: text}"),
-    ),
-}
+    "a text prompt without a chat template": lambda p: (without_template(p), p.job(prompt="prompt: {text: text}")),
+}  # fmt: skip
 
 
 @pytest.mark.sample(2)

@@ -88,23 +88,17 @@ def test_the_defaults_stay() -> None:
     }, "a new parameter is added here; one that is here never changes"
 
 
-@pytest.mark.parametrize(
-    ("params", "text"),
-    [
-        (SamplingParams(), "{}"),
-        (SamplingParams(temperature=-0.0, seed=7, top_k=5), "{}"),
-        (SamplingParams(include_stop=True), "{}"),
-        (SamplingParams(logit_bias=((5, 0.0),)), "{}"),
-        (SamplingParams(logit_bias=((7, 1.5), (3, -100.0))), '{"logit_bias":[[3,-100.0],[7,1.5]]}'),
-        (SamplingParams(include_stop=True, stop=("a",)), '{"include_stop":true,"stop":["a"]}'),
-        (SamplingParams(temperature=0.5, seed=7), '{"seed":7,"temperature":0.5}'),
-        (
-            SamplingParams(stop=("b", "a", "b"), stop_token_ids=(9, 2)),
-            '{"stop":["a","b"],"stop_token_ids":[2,9]}',
-        ),
-        (SamplingParams(max_tokens=9, frequency_penalty=0.5), '{"frequency_penalty":0.5,"max_tokens":9}'),
-    ],
-)
+@pytest.mark.parametrize(("params", "text"), [
+    (SamplingParams(), "{}"),
+    (SamplingParams(temperature=-0.0, seed=7, top_k=5), "{}"),
+    (SamplingParams(include_stop=True), "{}"),
+    (SamplingParams(logit_bias=((5, 0.0),)), "{}"),
+    (SamplingParams(logit_bias=((7, 1.5), (3, -100.0))), '{"logit_bias":[[3,-100.0],[7,1.5]]}'),
+    (SamplingParams(include_stop=True, stop=("a",)), '{"include_stop":true,"stop":["a"]}'),
+    (SamplingParams(temperature=0.5, seed=7), '{"seed":7,"temperature":0.5}'),
+    (SamplingParams(stop=("b", "a", "b"), stop_token_ids=(9, 2)), '{"stop":["a","b"],"stop_token_ids":[2,9]}'),
+    (SamplingParams(max_tokens=9, frequency_penalty=0.5), '{"frequency_penalty":0.5,"max_tokens":9}'),
+])  # fmt: skip
 def test_equal_answers_have_one_spelling(params: SamplingParams, text: str) -> None:
     assert params.canonical().to_json() == text
     assert SamplingParams.from_json(text) == params.canonical()

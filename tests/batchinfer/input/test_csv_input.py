@@ -110,21 +110,15 @@ def test_messages_name_file_and_line(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b"id,id\n1,2\n", ("'id' twice", "input.sql")),
-        (b"," * 100_000 + b"\n1\n", ("names 100,001 columns; at most 100,000",)),
-        (b'"id\n1,2\n', ("header in line 1", "never closed")),
-        (
-            b"i\xff\n1\n",
-            ("header in line 1", "byte 2 of the line, 0xff, is not UTF-8", "input.encoding: latin-1"),
-        ),
-        (b"id,text\r1,a\r2,b\r", ("carriage return",)),
-        ("id,text\n".encode("utf-16"), ("UTF-16", "input.encoding: utf-16", "iconv")),
-        (b"x" * 5000 + b"\n1\n", ("header", "limit")),
-    ],
-)
+@pytest.mark.parametrize(("data", "words"), [
+    (b"id,id\n1,2\n", ("'id' twice", "input.sql")),
+    (b"," * 100_000 + b"\n1\n", ("names 100,001 columns; at most 100,000",)),
+    (b'"id\n1,2\n', ("header in line 1", "never closed")),
+    (b"i\xff\n1\n", ("header in line 1", "byte 2 of the line, 0xff, is not UTF-8", "input.encoding: latin-1")),
+    (b"id,text\r1,a\r2,b\r", ("carriage return",)),
+    ("id,text\n".encode("utf-16"), ("UTF-16", "input.encoding: utf-16", "iconv")),
+    (b"x" * 5000 + b"\n1\n", ("header", "limit")),
+])  # fmt: skip
 def test_refused(tmp_path: Path, data: bytes, words: tuple[str, ...]) -> None:
     with pytest.raises(InputCorrupt) as caught:
         read(write(tmp_path / "x.csv", data), 10**6 if data.startswith(b",") else 1000)

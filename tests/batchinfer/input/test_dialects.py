@@ -143,25 +143,18 @@ def test_the_names_that_are_proposed_are_known() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("options", "source", "words"),
-    [
-        ("encoding: latin1x", "path: x.csv", ("line 5: input.encoding", "did you mean latin-1?")),
-        ("encoding: rot13", "path: x.csv", ("line 5: input.encoding", "no encoding that can be read")),
-        ("encoding: 5", "path: x.csv", ("line 5: input.encoding", "the number 5", "latin-1")),
-        ("delimiter: '||'", "path: x.csv", ("line 5: input.delimiter", "one ASCII character")),
-        ("delimiter: é", "path: x.csv", ("line 5: input.delimiter", "one ASCII character")),
-        ('quote: "\\n"', "path: x.csv", ("line 5: input.quote", "ends no line")),
-        ("quote: ','\n  delimiter: ','", "path: x.csv", ("line 5: input.quote", "the same as delimiter")),
-        ("delimiter: ';'", "sql: select 1", ("line 5: input.delimiter", "read_csv")),
-        (
-            "encoding: latin-1\n  format: parquet",
-            "path: x.csv",
-            ("line 5: input.encoding", "format is parquet"),
-        ),
-        ("quote: none\n  format: jsonl", "path: x.csv", ("line 5: input.quote", "format is jsonl")),
-    ],
-)
+@pytest.mark.parametrize(("options", "source", "words"), [
+    ("encoding: latin1x", "path: x.csv", ("line 5: input.encoding", "did you mean latin-1?")),
+    ("encoding: rot13", "path: x.csv", ("line 5: input.encoding", "no encoding that can be read")),
+    ("encoding: 5", "path: x.csv", ("line 5: input.encoding", "the number 5", "latin-1")),
+    ("delimiter: '||'", "path: x.csv", ("line 5: input.delimiter", "one ASCII character")),
+    ("delimiter: é", "path: x.csv", ("line 5: input.delimiter", "one ASCII character")),
+    ('quote: "\\n"', "path: x.csv", ("line 5: input.quote", "ends no line")),
+    ("quote: ','\n  delimiter: ','", "path: x.csv", ("line 5: input.quote", "the same as delimiter")),
+    ("delimiter: ';'", "sql: select 1", ("line 5: input.delimiter", "read_csv")),
+    ("encoding: latin-1\n  format: parquet", "path: x.csv", ("line 5: input.encoding", "format is parquet")),
+    ("quote: none\n  format: jsonl", "path: x.csv", ("line 5: input.quote", "format is jsonl")),
+])  # fmt: skip
 def test_mistakes(tmp_path: Path, options: str, source: str, words: tuple[str, ...]) -> None:
     with pytest.raises(JobFileError) as caught:
         job(tmp_path, options, source)

@@ -375,19 +375,12 @@ SAMPLED = {"temperature": 0.5, "stop": ["x"], "from_columns": [["seed", "seed"]]
 FEW = {"path": "/rows.jsonl", "limit": 5, "id": "n"}
 IDENTITIES: list[tuple[tuple[tuple[str, str], ...], dict[str, Any]]] = [
     ((), PLAIN),
-    (
-        (("model.quantization", "int8"), ("model.dtype", "float32"), ("model.max_model_len", "64")),
-        {**PLAIN, "model": INT8},
-    ),
-    (
-        (("sampling.temperature", "0.5"), ("sampling.stop", "[x]"), ("sampling.from_columns", "[seed]")),
-        {**PLAIN, "sampling": SAMPLED},
-    ),
-    (
-        (("input.limit", "5"), ("input.id", "n"), ("output.columns", "[a]")),
-        {**PLAIN, "input": FEW, "columns": ["a"]},
-    ),
-]
+    ((("model.quantization", "int8"), ("model.dtype", "float32"), ("model.max_model_len", "64")),
+        {**PLAIN, "model": INT8}),
+    ((("sampling.temperature", "0.5"), ("sampling.stop", "[x]"), ("sampling.from_columns", "[seed]")),
+        {**PLAIN, "sampling": SAMPLED}),
+    ((("input.limit", "5"), ("input.id", "n"), ("output.columns", "[a]")), {**PLAIN, "input": FEW, "columns": ["a"]}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "wanted"), IDENTITIES)

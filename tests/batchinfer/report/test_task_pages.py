@@ -18,26 +18,16 @@ ROWS = 300
 PROBABILITIES = [0.5 + number % 50 / 100 for number in range(ROWS)]
 LABELS = ["yes" if number % 3 else "no" for number in range(ROWS)]
 TASKS: dict[str, tuple[dict[str, Any], dict[str, list[Any]], list[str], str]] = {
-    "classify": (
-        {"labels": {"yes": 200, "no": 100}, "mean_label_probability": 0.745},
-        {"label": LABELS, "probability": PROBABILITIES},
-        ["labels", "probabilities"],
-        "labels   yes 200 (67%), no 100 (33%); probability 0.74 on average",
-    ),
-    "score": (
-        {"scored_tokens": 3000, "mean_logprob": -2.0, "greedy_rows": 3},
-        {"logprob": [-20.0 - number for number in range(ROWS)], "scored_tokens": [10] * ROWS},
-        ["scores"],
-        "scores   3k tokens, mean log-probability -2.000 (perplexity 7.39); greedy decoding gives 3 rows",
-    ),
-    "rerank": (
-        {"score_p10": 0.01, "score_p50": 0.4, "score_p90": 0.99},
-        {"score": PROBABILITIES},
-        ["scores"],
-        "scores   0.01 / 0.4 / 0.99  (p10 / p50 / p90)",
-    ),
+    "classify": ({"labels": {"yes": 200, "no": 100}, "mean_label_probability": 0.745},
+        {"label": LABELS, "probability": PROBABILITIES}, ["labels", "probabilities"],
+        "labels   yes 200 (67%), no 100 (33%); probability 0.74 on average"),
+    "score": ({"scored_tokens": 3000, "mean_logprob": -2.0, "greedy_rows": 3},
+        {"logprob": [-20.0 - number for number in range(ROWS)], "scored_tokens": [10] * ROWS}, ["scores"],
+        "scores   3k tokens, mean log-probability -2.000 (perplexity 7.39); greedy decoding gives 3 rows"),
+    "rerank": ({"score_p10": 0.01, "score_p50": 0.4, "score_p90": 0.99}, {"score": PROBABILITIES}, ["scores"],
+        "scores   0.01 / 0.4 / 0.99  (p10 / p50 / p90)"),
     "embed": ({"dimensions": 384}, {}, [], "vectors  300 of 384 numbers each"),
-}
+}  # fmt: skip
 OF_TOKENS = {"batch", "kv", "phases", "answers"}  # sections that mean nothing without output
 
 

@@ -14,27 +14,15 @@ from tests.checkpoints import make_model_folder
 
 pytestmark = pytest.mark.slow
 TASKS: dict[str, dict[str, Any]] = {
-    "choosing": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": ["yes", "no", "not at all"],
-        "doc_to_target": "answer",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    },
-    "reading": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{question}} {{question}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}],
-    },
-    "telling": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{question}}",
-        "generation_kwargs": {"until": ["a", "."], "max_gen_toks": 12},
-        "metric_list": [{"metric": "exact_match"}],
-    },
-}
+    "choosing": {"output_type": "multiple_choice", "doc_to_text": "{{question}}",
+        "doc_to_choice": ["yes", "no", "not at all"], "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
+    "reading": {"output_type": "loglikelihood_rolling", "doc_to_text": "",
+        "doc_to_target": "{{question}} {{question}}", "metric_list": [{"metric": "word_perplexity"},
+        {"metric": "byte_perplexity"}]},
+    "telling": {"output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{question}}",
+        "generation_kwargs": {"until": ["a", "."], "max_gen_toks": 12}, "metric_list": [{"metric": "exact_match"}]},
+}  # fmt: skip
 
 
 @pytest.fixture

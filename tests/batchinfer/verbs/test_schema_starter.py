@@ -18,19 +18,12 @@ from tests.batchinfer.wrong_jobs import Command, command
 
 ORDER = {
     "type": "object",
-    "properties": {
-        "customer": {
-            "type": "string",
-            "maxLength": 8,
-            "description": "Who ordered,\nas {{ written }} for ${HOME}",
-        },
-        "kind": {"$ref": "#/$defs/kind"},
-        "due": {"type": "string", "format": "date"},
-        "count": {"type": ["integer", "null"]},
-    },
+    "properties": {"customer": {"type": "string", "maxLength": 8,
+        "description": "Who ordered,\nas {{ written }} for ${HOME}"}, "kind": {"$ref": "#/$defs/kind"},
+        "due": {"type": "string", "format": "date"}, "count": {"type": ["integer", "null"]}},
     "required": ["customer", "kind", "due", "count"],
     "$defs": {"kind": {"enum": ["new", "old"]}},
-}
+}  # fmt: skip
 
 
 @pytest.fixture

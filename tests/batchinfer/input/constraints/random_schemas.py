@@ -327,21 +327,17 @@ _URI = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:([A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]
 _OFFSET = re.compile(r"([Zz]|[+-]\d\d:\d\d)$")
 _CHECKS: dict[str, Any] = {
     "date": lambda said: re.fullmatch(r"\d{4}-\d\d-\d\d", said) and date.fromisoformat(said),
-    "date-time": lambda said: (
-        _OFFSET.search(said) and said[10] in "Tt" and datetime.fromisoformat(said.upper())
-    ),
+    "date-time": lambda said: (_OFFSET.search(said) and said[10] in "Tt" and datetime.fromisoformat(said.upper())),
     "time": lambda said: _OFFSET.search(said) and datetime.fromisoformat(f"2000-01-02T{said}".upper()),
     "uuid": lambda said: str(UUID(said)) == said.lower(),
     "ipv4": lambda said: ip_address(said).version == 4,
     "ipv6": lambda said: ip_address(said).version == 6,
     "email": lambda said: "@" in said and len(said) <= 254 and len(said.split("@")[0]) <= 64,
-    "hostname": lambda said: (
-        len(said) <= 253
-        and all(re.fullmatch(r"(?!-)[a-zA-Z0-9-]{1,63}(?<!-)", one) for one in said.split("."))
-    ),
+    "hostname": lambda said: (len(said) <= 253 and all(re.fullmatch(r"(?!-)[a-zA-Z0-9-]{1,63}(?<!-)", one)
+        for one in said.split("."))),
     "uri": _URI.fullmatch,
     "duration": _DURATION.fullmatch,
-}
+}  # fmt: skip
 for _name, _check in _CHECKS.items():
     _FORMATS.checks(_name, ValueError)(
         lambda said, check=_check: not isinstance(said, str) or bool(check(said))

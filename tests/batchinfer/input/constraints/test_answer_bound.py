@@ -126,30 +126,24 @@ def test_no_valid_value_is_longer_than_the_bound(data: st.DataObject) -> None:
     assert len(text.encode()) <= bytes_of(schema), (schema, text)
 
 
-@pytest.mark.parametrize(
-    ("schema", "longest"),
-    [
-        ({"type": "boolean"}, "false"),
-        ({"const": {"ä": [1, 2.5, None]}}, '{"ä": [1, 2.5, null]}'),
-        ({"type": "integer"}, str(-MOST)),
-        ({"type": ["integer", "null"]}, str(-MOST)),
-        ({"type": "integer", "minimum": 7, "exclusiveMaximum": 1000}, "999"),
-        ({"type": "number", "minimum": 0, "maximum": 999, "multipleOf": 0.01}, "123.25"),
-        ({"type": "string", "maxLength": 2}, '"\\u0001\\u001f"'),
-        ({"type": "string", "format": "date-time"}, '"2026-11-22T14:31:03.123456+00:00"'),
-        ({"type": "string", "format": "time"}, '"14:31:03.123456+00:00"'),
-        ({"type": "string", "format": "uuid"}, '"123e4567-e89b-12d3-a456-426614174000"'),
-        ({"type": "string", "pattern": "^(a|bc){2}$", "maxLength": 40}, '"bcbc"'),
-        ({"type": "array", "items": {"type": "null"}, "maxItems": 3}, "[null, null, null]"),
-        ({"type": "array", "prefixItems": [{"type": "null"}], "items": False}, "[null]"),
-        (
-            {"type": "object", "properties": {'"': {"type": "null"}, "b": {"enum": [1, 22]}}},
-            '{"\\"": null, "b": 22}',
-        ),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"const": 1}, {"const": 123}]}}}, "123"),
-        ({"allOf": [{"type": "string", "maxLength": 1}]}, '"\\u0007"'),
-    ],
-)
+@pytest.mark.parametrize(("schema", "longest"), [
+    ({"type": "boolean"}, "false"),
+    ({"const": {"ä": [1, 2.5, None]}}, '{"ä": [1, 2.5, null]}'),
+    ({"type": "integer"}, str(-MOST)),
+    ({"type": ["integer", "null"]}, str(-MOST)),
+    ({"type": "integer", "minimum": 7, "exclusiveMaximum": 1000}, "999"),
+    ({"type": "number", "minimum": 0, "maximum": 999, "multipleOf": 0.01}, "123.25"),
+    ({"type": "string", "maxLength": 2}, '"\\u0001\\u001f"'),
+    ({"type": "string", "format": "date-time"}, '"2026-11-22T14:31:03.123456+00:00"'),
+    ({"type": "string", "format": "time"}, '"14:31:03.123456+00:00"'),
+    ({"type": "string", "format": "uuid"}, '"123e4567-e89b-12d3-a456-426614174000"'),
+    ({"type": "string", "pattern": "^(a|bc){2}$", "maxLength": 40}, '"bcbc"'),
+    ({"type": "array", "items": {"type": "null"}, "maxItems": 3}, "[null, null, null]"),
+    ({"type": "array", "prefixItems": [{"type": "null"}], "items": False}, "[null]"),
+    ({"type": "object", "properties": {'"': {"type": "null"}, "b": {"enum": [1, 22]}}}, '{"\\"": null, "b": 22}'),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"const": 1}, {"const": 123}]}}}, "123"),
+    ({"allOf": [{"type": "string", "maxLength": 1}]}, '"\\u0007"'),
+])  # fmt: skip
 def test_the_bound_is_reached(schema: Any, longest: str) -> None:
     """By what the engine could write: the bound is exact, and a byte less would cut an answer."""
     assert accepts(schema, longest)
@@ -159,41 +153,21 @@ def test_the_bound_is_reached(schema: Any, longest: str) -> None:
     assert len(longest.encode()) <= bytes_of(schema)
 
 
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"type": "string"}, "the answer: give maxLength"),
-        ({"type": "number"}, "the answer: a number may have any number of decimals"),
-        ({}, "the answer: give its type"),
-        ({"type": "array", "items": {"type": "null"}}, "the answer: give maxItems"),
-        ({"type": "object"}, "the answer: name its properties"),
-        (
-            {"type": "string", "pattern": "^a+$"},
-            "the answer: give maxLength, or bound its pattern: a repetition has no end",
-        ),
-        (
-            {
-                "type": "object",
-                "properties": {
-                    "items": {
-                        "type": "array",
-                        "maxItems": 2,
-                        "items": {"type": "object", "properties": {"note": {"type": "string"}}},
-                    }
-                },
-            },
-            r"^items\[\]\.note: give maxLength$",
-        ),
-        (
-            {"$defs": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}, "$ref": "#/$defs/n"},
-            "contains itself",
-        ),
-        (
-            {"type": "array", "maxItems": 10**9, "items": {"type": "string", "maxLength": 10}},
-            "more than max_tokens can be",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("schema", "message"), [
+    ({"type": "string"}, "the answer: give maxLength"),
+    ({"type": "number"}, "the answer: a number may have any number of decimals"),
+    ({}, "the answer: give its type"),
+    ({"type": "array", "items": {"type": "null"}}, "the answer: give maxItems"),
+    ({"type": "object"}, "the answer: name its properties"),
+    ({"type": "string", "pattern": "^a+$"},
+        "the answer: give maxLength, or bound its pattern: a repetition has no end"),
+    ({"type": "object", "properties": {"items": {"type": "array", "maxItems": 2,
+        "items": {"type": "object", "properties": {"note": {"type": "string"}}}}}},
+        r"^items\[\]\.note: give maxLength$"),
+    ({"$defs": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}, "$ref": "#/$defs/n"}, "contains itself"),
+    ({"type": "array", "maxItems": 10**9, "items": {"type": "string", "maxLength": 10}},
+        "more than max_tokens can be"),
+])  # fmt: skip
 def test_what_has_no_bound_is_named(schema: Any, message: str) -> None:
     with pytest.raises(Unbounded, match=message):
         bytes_of(schema)

@@ -53,12 +53,7 @@ def test_numbers_have_no_bounds() -> None:
 
 ALIKE: list[Any] = [
     {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "number"}}, "required": ["a"]},
-    {
-        "properties": {
-            "a": {"properties": {"b": {}}},
-            "c": {"additionalProperties": True, "properties": {"d": {}}},
-        }
-    },
+    {"properties": {"a": {"properties": {"b": {}}}, "c": {"additionalProperties": True, "properties": {"d": {}}}}},
     {"type": "integer", "minimum": 3, "exclusiveMaximum": 2**60},
     {"type": "number", "exclusiveMinimum": 1, "maximum": 1.25},
     {"type": "string", "format": "date-time"},
@@ -67,11 +62,8 @@ ALIKE: list[Any] = [
     {"type": "string", "pattern": '^[^"]+[^x]$'},
     {"oneOf": [{"type": "string"}, {"type": "object", "properties": {"a": {}}, "required": ["a"]}]},
     {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
-    {
-        "anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}],
-        "$defs": {"x": {"properties": {"a": {"enum": [1]}}}},
-    },
-]
+    {"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}], "$defs": {"x": {"properties": {"a": {"enum": [1]}}}}},
+]  # fmt: skip
 RULES = {2: "f262d9ba0bc29b9a12ce96482455f5b82efb4ed5646deb31be019ffae3ac488f"}
 
 

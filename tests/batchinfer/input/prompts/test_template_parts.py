@@ -16,29 +16,22 @@ def cut(source: str) -> list[str] | None:
     return None if parts is None else [part.source for part in parts]
 
 
-@pytest.mark.parametrize(
-    ("source", "parts"),
-    [
-        ("Greet {{ text }}", ["Greet {{ text }}"]),
-        ("{{ text }}\n\nAnswer briefly.\nIn English.", ["{{ text }}", "Answer briefly.\nIn English."]),
-        ("Title:\n{{ t }}\nText: {{ b }}", ["Title:\n{{ t }}", "Text: {{ b }}"]),
-        ("<doc>\n{{ d }}\n</doc>\nJudge it.", ["<doc>\n{{ d }}\n</doc>", "Judge it."]),
-        (
-            "{% for x in xs %}\n- {{ x }}\n{% endfor %}\nSum it up.",
-            ["{% for x in xs %}\n- {{ x }}\n{% endfor %}", "Sum it up."],
-        ),
-        (
-            "{% if a %}\n\n{{ a }}\n{% else %}\nnothing\n{% endif %}\n{{ b }}",
-            ["{% if a %}\n\n{{ a }}\n{% else %}\nnothing\n{% endif %}", "{{ b }}"],
-        ),
-        ("{{ a\n}} and\n{{ b }}", ["{{ a\n}} and", "{{ b }}"]),
-        ("{{ a }}\nAnswer:", ["{{ a }}", "Answer:"]),
-        (f"Text: {{{{ a }}}}. {LONG}", ["Text: {{ a }}.", LONG]),
-        (f"{{{{ a }}}} and {{{{ b }}}} {LONG}\n{{{{ c }}}}", ["{{ a }} and {{ b }}", LONG, "{{ c }}"]),
-        (f"{{{{ a }}}} {LONG} {{{{ b }}}}", [f"{{{{ a }}}} {LONG} {{{{ b }}}}"]),
-        ("{{ a }} and so on", ["{{ a }} and so on"]),
-    ],
-)
+@pytest.mark.parametrize(("source", "parts"), [
+    ("Greet {{ text }}", ["Greet {{ text }}"]),
+    ("{{ text }}\n\nAnswer briefly.\nIn English.", ["{{ text }}", "Answer briefly.\nIn English."]),
+    ("Title:\n{{ t }}\nText: {{ b }}", ["Title:\n{{ t }}", "Text: {{ b }}"]),
+    ("<doc>\n{{ d }}\n</doc>\nJudge it.", ["<doc>\n{{ d }}\n</doc>", "Judge it."]),
+    ("{% for x in xs %}\n- {{ x }}\n{% endfor %}\nSum it up.", ["{% for x in xs %}\n- {{ x }}\n{% endfor %}",
+        "Sum it up."]),
+    ("{% if a %}\n\n{{ a }}\n{% else %}\nnothing\n{% endif %}\n{{ b }}",
+        ["{% if a %}\n\n{{ a }}\n{% else %}\nnothing\n{% endif %}", "{{ b }}"]),
+    ("{{ a\n}} and\n{{ b }}", ["{{ a\n}} and", "{{ b }}"]),
+    ("{{ a }}\nAnswer:", ["{{ a }}", "Answer:"]),
+    (f"Text: {{{{ a }}}}. {LONG}", ["Text: {{ a }}.", LONG]),
+    (f"{{{{ a }}}} and {{{{ b }}}} {LONG}\n{{{{ c }}}}", ["{{ a }} and {{ b }}", LONG, "{{ c }}"]),
+    (f"{{{{ a }}}} {LONG} {{{{ b }}}}", [f"{{{{ a }}}} {LONG} {{{{ b }}}}"]),
+    ("{{ a }} and so on", ["{{ a }} and so on"]),
+])  # fmt: skip
 def test_parts(source: str, parts: list[str]) -> None:
     assert cut(source) == parts
 

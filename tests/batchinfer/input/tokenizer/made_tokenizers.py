@@ -92,10 +92,8 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], tuple[int, ...]]] = {
     "bytes, no specials": (lambda: byte_level(()), ()),
     "bytes, an end that is text": (byte_level, (ord("!") - 33,)),
     "bytes, NFC": (lambda: byte_level(normalizer=normalizers.NFC()), (260,)),
-    "bytes, a space before": (
-        lambda: byte_level(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
-        (260,),
-    ),
+    "bytes, a space before": (lambda: byte_level(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        (260,)),
     "bytes, padded": (padded, (260,)),
     "gaps": (with_gaps, (257,)),
     "gaps, an end beyond": (with_gaps, (301,)),
@@ -103,15 +101,11 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], tuple[int, ...]]] = {
     "Llama, no end": (llama, ()),
     "Gemma": (lambda: sentence_pieces(steps(strip=False)), (2,)),
     "Metaspace": (lambda: sentence_pieces(decoders.Metaspace(), with_bytes=False), (2,)),
-    "Metaspace, no space before": (
-        lambda: sentence_pieces(decoders.Metaspace(prepend_scheme="never"), with_bytes=False),
-        (2,),
-    ),
-    "Metaspace and bytes": (
-        lambda: sentence_pieces(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
-        (2,),
-    ),
-}
+    "Metaspace, no space before": (lambda: sentence_pieces(decoders.Metaspace(prepend_scheme="never"),
+        with_bytes=False), (2,)),
+    "Metaspace and bytes": (lambda: sentence_pieces(decoders.Sequence([decoders.ByteFallback(),
+        decoders.Metaspace()])), (2,)),
+}  # fmt: skip
 UNREADABLE: dict[str, Callable[[], Tokenizer]] = {
     "words": words,
     "Metaspace beside bytes": lambda: sentence_pieces(decoders.Metaspace()),

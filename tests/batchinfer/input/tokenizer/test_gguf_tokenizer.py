@@ -253,26 +253,17 @@ def test_gemmas_scores_are_not_used(tmp_path: Path) -> None:
         assert found.rust.encode(text, add_special_tokens=False).ids == merged(text, tokens, scores, False)
 
 
-@pytest.mark.parametrize(
-    ("stated", "text"),
-    [
-        ({"pre": None}, "tokenizer.ggml.pre is None; supported are llama-bpe.*put tokenizer.json"),
-        ({"pre": "viking"}, "tokenizer.ggml.pre is 'viking'; supported are"),
-        ({"model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'; supported are llama, gpt2"),
-        ({"token_type": [1, 2]}, "tokenizer.ggml.token_type has 2 entries; wanted 260"),
-        ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is no list"),
-        ({"tokens": None}, r"x\.gguf holds no tokenizer \(tokenizer\.ggml\.tokens\)"),
-        ({"model": "llama", "merges": None}, "has neither tokenizer.ggml.scores nor merges"),
-        (
-            {"merges": ["a zz"]},
-            r"x\.gguf: its keys tokenizer\.ggml make no tokenizer: .*Token `zz` out of vocabulary",
-        ),
-        (
-            {"model": "llama", "merges": ["a"]},
-            r"x\.gguf: .*Token `` out of vocabulary .*download it again",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("stated", "text"), [
+    ({"pre": None}, "tokenizer.ggml.pre is None; supported are llama-bpe.*put tokenizer.json"),
+    ({"pre": "viking"}, "tokenizer.ggml.pre is 'viking'; supported are"),
+    ({"model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'; supported are llama, gpt2"),
+    ({"token_type": [1, 2]}, "tokenizer.ggml.token_type has 2 entries; wanted 260"),
+    ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is no list"),
+    ({"tokens": None}, r"x\.gguf holds no tokenizer \(tokenizer\.ggml\.tokens\)"),
+    ({"model": "llama", "merges": None}, "has neither tokenizer.ggml.scores nor merges"),
+    ({"merges": ["a zz"]}, r"x\.gguf: its keys tokenizer\.ggml make no tokenizer: .*Token `zz` out of vocabulary"),
+    ({"model": "llama", "merges": ["a"]}, r"x\.gguf: .*Token `` out of vocabulary .*download it again"),
+])  # fmt: skip
 def test_tokenizers_that_are_not_known_are_refused(tmp_path: Path, stated: dict[str, Any], text: str) -> None:
     keys = tokenizer_keys(make_tokenizer(tmp_path / "folder"))
     file = write(tmp_path / "x.gguf", {**keys, **{f"tokenizer.ggml.{k}": v for k, v in stated.items()}})

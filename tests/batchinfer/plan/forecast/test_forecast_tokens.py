@@ -55,35 +55,20 @@ def bounded(most: list[int]) -> list[dict[str, Any]]:
 FREE = {"max_tokens": 40, "temperature": 1.0, "seed": 3}
 JOBS = {
     "fixed lengths": KnownJob(texts(60), {"max_tokens": 9, "ignore_eos": True}, taught=False),
-    "fixed lengths by row": KnownJob(
-        bounded([2, 9, 30]),
-        {"max_tokens": 9, "ignore_eos": True, "from_columns": {"max_tokens": "most"}},
-        taught=False,
-    ),
+    "fixed lengths by row": KnownJob(bounded([2, 9, 30]), {"max_tokens": 9, "ignore_eos": True,
+        "from_columns": {"max_tokens": "most"}}, taught=False),
     "duplicates": KnownJob(texts(30) + texts(30)[:20], {"max_tokens": 9, "ignore_eos": True}, taught=False),
-    "bad rows": KnownJob(
-        texts(40) + [{"text": None}] * 5, {"max_tokens": 6, "ignore_eos": True}, taught=False
-    ),
+    "bad rows": KnownJob(texts(40) + [{"text": None}] * 5, {"max_tokens": 6, "ignore_eos": True}, taught=False),
     "a tree of prefixes": KnownJob(tree(6), {"max_tokens": 4, "ignore_eos": True}, taught=False),
-    "chunks of long prompts": KnownJob(
-        texts(20, words=60),
-        {"max_tokens": 5, "ignore_eos": True},
-        {"max_num_batched_tokens": 64},
-        taught=False,
-    ),
+    "chunks of long prompts": KnownJob(texts(20, words=60), {"max_tokens": 5, "ignore_eos": True},
+        {"max_num_batched_tokens": 64}, taught=False),
     "forced tokens": KnownJob(texts(60), {"max_tokens": 60, **FORCED}),
-    "forced tokens, cut by row": KnownJob(
-        bounded([3, 6, 9, 12, 60]), {"max_tokens": 60, **FORCED, "from_columns": {"max_tokens": "most"}}
-    ),
+    "forced tokens, cut by row": KnownJob(bounded([3, 6, 9, 12, 60]),
+        {"max_tokens": 60, **FORCED, "from_columns": {"max_tokens": "most"}}),
     "stop strings": KnownJob(texts(200), {**FREE, "stop": ["a", "e", "1"]}, again=True),
-    "preemption": KnownJob(
-        [*texts(60, answer="[ab]{4}"), *texts(40, words=30, answer="[ab]{90}")],
-        {"max_tokens": 110, "from_columns": {"regex": "answer"}},
-        {"kv_memory": "1MiB"},
-        again=True,
-        preempts=True,
-    ),
-}
+    "preemption": KnownJob([*texts(60, answer="[ab]{4}"), *texts(40, words=30, answer="[ab]{90}")],
+        {"max_tokens": 110, "from_columns": {"regex": "answer"}}, {"kv_memory": "1MiB"}, again=True, preempts=True),
+}  # fmt: skip
 
 QUICK = ("a tree of prefixes", "forced tokens, cut by row")
 

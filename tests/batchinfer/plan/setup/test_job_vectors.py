@@ -57,26 +57,15 @@ def test_modules_say_what_the_job_does_not(tmp_path: Path, mode: str, pooling: A
     assert found(tmp_path) == Embedding(pooling, False, HIDDEN), "as version 5 writes it"
 
 
-@pytest.mark.parametrize(
-    ("mode", "more", "words"),
-    [
-        (
-            "cls_token",
-            (),
-            r"embed\.pooling: cls is the state of the first token, which in a decoder sees no other",
-        ),
-        ("max_tokens", (), r"embed\.pooling: is not given.*max_tokens.*; last, mean and cls are"),
-        ("weightedmean_tokens", (), r"embed\.pooling: is not given.*weightedmean_tokens"),
-        ("lasttoken", ("Dense",), r"module Dense in the folder '2_Dense', which has no config\.json"),
-        (
-            "lasttoken",
-            ("LayerNorm",),
-            r"the module LayerNorm, which is not computed; Transformer, Pooling, Dense",
-        ),
-        ("lasttoken", ("Normalize",), r"modules Transformer, Pooling, Normalize, Normalize; computed are"),
-        ("none", (), r"its pooling has 0 modes"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "more", "words"), [
+    ("cls_token", (), r"embed\.pooling: cls is the state of the first token, which in a decoder sees no other"),
+    ("max_tokens", (), r"embed\.pooling: is not given.*max_tokens.*; last, mean and cls are"),
+    ("weightedmean_tokens", (), r"embed\.pooling: is not given.*weightedmean_tokens"),
+    ("lasttoken", ("Dense",), r"module Dense in the folder '2_Dense', which has no config\.json"),
+    ("lasttoken", ("LayerNorm",), r"the module LayerNorm, which is not computed; Transformer, Pooling, Dense"),
+    ("lasttoken", ("Normalize",), r"modules Transformer, Pooling, Normalize, Normalize; computed are"),
+    ("none", (), r"its pooling has 0 modes"),
+])  # fmt: skip
 def test_what_is_not_computed_is_refused(
     tmp_path: Path, mode: str, more: tuple[str, ...], words: str
 ) -> None:

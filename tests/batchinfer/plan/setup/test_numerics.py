@@ -19,33 +19,19 @@ from tests.settings import changed
 CONTEXTS: list[tuple[dict[str, Any], str]] = [
     ({}, "030e37391d9b5e5c29566d575879117cb6d986466e74a8726483c0e1503f1d7d"),
     ({"dtype": "float32"}, "e7c3f455ac20328db745f80d8623a26fd2aff36a7ca0cf69022b6f09d0d9dd18"),
-    (
-        {"dtype": "float16", "device": "cuda"},
-        "e6b1e939aeebc3d0b5a283e47e095fa5cc754cd6a489138547ed9d8ccb064080",
-    ),
+    ({"dtype": "float16", "device": "cuda"}, "e6b1e939aeebc3d0b5a283e47e095fa5cc754cd6a489138547ed9d8ccb064080"),
     ({"device": "cuda"}, "030e37391d9b5e5c29566d575879117cb6d986466e74a8726483c0e1503f1d7d"),
     ({"quantization": "int8"}, "7bf3a5a043adab47a5621952d24cd7c00c7185b5f52dec292ef67e38d96a3020"),
     ({"block_size": 16}, "030e37391d9b5e5c29566d575879117cb6d986466e74a8726483c0e1503f1d7d"),
     ({"deterministic": True}, "927ad270ac9d15238577fb00ca4edeb3583df9399aac56b16dd1a34173bff8d2"),
-    (
-        {"deterministic": True, "dtype": "float32"},
-        "0b9d3714a33b53c2f76b192c058cd7de4ab84bc069954bc30543d8c484906adb",
-    ),
-    (
-        {"deterministic": True, "quantization": "int8"},
-        "46f019df76c009263d013d18555f776bb7a0aab9df0ff0eda65d592324f51c54",
-    ),
-    (
-        {"deterministic": True, "block_size": 16},
-        "667646bf3d07761e7bf42e395ae798733afe4ea8655f01f14926b9421b8b0185",
-    ),
-    (
-        {"deterministic": True, "device": "cuda"},
-        "eab0a2617212934523503fee32f126fd0c2b0b7e7440e8baec48b5f743ac8a56",
-    ),
+    ({"deterministic": True, "dtype": "float32"}, "0b9d3714a33b53c2f76b192c058cd7de4ab84bc069954bc30543d8c484906adb"),
+    ({"deterministic": True, "quantization": "int8"},
+        "46f019df76c009263d013d18555f776bb7a0aab9df0ff0eda65d592324f51c54"),
+    ({"deterministic": True, "block_size": 16}, "667646bf3d07761e7bf42e395ae798733afe4ea8655f01f14926b9421b8b0185"),
+    ({"deterministic": True, "device": "cuda"}, "eab0a2617212934523503fee32f126fd0c2b0b7e7440e8baec48b5f743ac8a56"),
     ({"kv_cache": "int8"}, "c5b0ed4151c474b934996f6dde72a430a583d43ff99e3ba7c90d634814ed8713"),
     ({"max_model_len": 64}, "ace8b4efefad4cb0ad544ac821d15fa3ef9b11e7fd075f3bb1bf3fa6cc68a831"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "digest"), CONTEXTS)

@@ -47,18 +47,11 @@ TYPES = [
     ({"$ref": "#/$defs/day"}, pa.date32()),
     ({"allOf": [{"$ref": "#/$defs/day"}], "title": "as pydantic writes it"}, pa.date32()),
     ({"type": "array", "items": {"type": "number"}}, pa.list_(pa.float64())),
-    (
-        {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"enum": ["a"]}}},
-        pa.struct([("x", pa.int64()), ("y", ENUM)]),
-    ),
-    (
-        {
-            "type": "array",
-            "items": {"type": "object", "properties": {"x": {"type": "array", "items": {"const": 1}}}},
-        },
-        pa.list_(pa.struct([("x", pa.list_(pa.int64()))])),
-    ),
-]
+    ({"type": "object", "properties": {"x": {"type": "integer"}, "y": {"enum": ["a"]}}},
+        pa.struct([("x", pa.int64()), ("y", ENUM)])),
+    ({"type": "array", "items": {"type": "object", "properties": {"x": {"type": "array", "items": {"const": 1}}}}},
+        pa.list_(pa.struct([("x", pa.list_(pa.int64()))]))),
+]  # fmt: skip
 # What stays JSON text, with words of the reason
 TEXTS = [
     ({}, "which type"),
@@ -81,18 +74,10 @@ TEXTS = [
     ({"$ref": "#/$defs/loop"}, "without end"),
 ]
 DEFS = {
-    "$defs": {
-        "day": {"type": "string", "format": "date"},
-        "loop": {"$ref": "#/$defs/loop"},
-        "tree": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string"},
-                "children": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
-            },
-        },
-    }
-}
+    "$defs": {"day": {"type": "string", "format": "date"}, "loop": {"$ref": "#/$defs/loop"},
+        "tree": {"type": "object", "properties": {"name": {"type": "string"},
+        "children": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}}},
+}  # fmt: skip
 
 
 def whole(one: Any) -> dict[str, Any]:
@@ -210,23 +195,13 @@ FIT = [
     ({"type": "string", "format": "date"}, "2024-02-29", date(2024, 2, 29)),
     ({"type": "string", "format": "time"}, "12:30:00.5Z", time(12, 30, 0, 500_000)),
     ({"type": "string", "format": "time"}, "01:30:00+02:00", time(23, 30)),
-    (
-        {"type": "string", "format": "date-time"},
-        "2024-01-01T01:00:00+01:00",
-        datetime(2024, 1, 1, tzinfo=UTC),
-    ),
-    (
-        {"type": "string", "format": "date-time"},
-        "2024-01-01t00:00:00.1000000z",
-        datetime(2024, 1, 1, 0, 0, 0, 100_000, UTC),
-    ),
-    (
-        {"type": "string", "format": "uuid"},
-        "123e4567-e89b-12d3-a456-426614174000",
-        UUID("123e4567-e89b-12d3-a456-426614174000"),
-    ),
+    ({"type": "string", "format": "date-time"}, "2024-01-01T01:00:00+01:00", datetime(2024, 1, 1, tzinfo=UTC)),
+    ({"type": "string", "format": "date-time"}, "2024-01-01t00:00:00.1000000z",
+        datetime(2024, 1, 1, 0, 0, 0, 100_000, UTC)),
+    ({"type": "string", "format": "uuid"}, "123e4567-e89b-12d3-a456-426614174000",
+        UUID("123e4567-e89b-12d3-a456-426614174000")),
     ({}, [1, Decimal("1.50"), {"é": None}], '[1,1.50,{"é":null}]'),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("schema", "value", "wanted"), FIT)

@@ -107,12 +107,8 @@ BAD_ROWS: list[tuple[str, dict[str, Any] | None, Any, str]] = [
     ("content type", {"messages": "m"}, {"m": [{"role": "user", "content": 3}]}, "prompt_type"),
     ("role", {"messages": "m"}, {"m": [{"role": "robot", "content": "x"}]}, "unknown_role"),
     ("role type", {"messages": "m"}, {"m": [{"role": ["user"], "content": "x"}]}, "unknown_role"),
-    (
-        "image",
-        {"messages": "m"},
-        {"m": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        "unsupported_content",
-    ),
+    ("image", {"messages": "m"}, {"m": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "unsupported_content"),
     ("null text", {"text": "t"}, {"t": None}, "prompt_missing"),
     ("text type", {"text": "t"}, {"t": ["x"]}, "prompt_type"),
     ("empty text", {"text": "t"}, {"t": ""}, "empty_prompt"),
@@ -122,7 +118,7 @@ BAD_ROWS: list[tuple[str, dict[str, Any] | None, Any, str]] = [
     ("id too large", {"token_ids": "ids"}, {"ids": [1, 1000]}, "token_id_out_of_range"),
     ("id huge", {"token_ids": "ids"}, {"ids": [10**30]}, "token_id_out_of_range"),
     ("id negative", {"token_ids": "ids"}, {"ids": [-1]}, "token_id_out_of_range"),
-]
+]  # fmt: skip
 
 
 PARAMETERS = ("max_tokens", "min_tokens", "temperature", "top_p", "stop", "logprobs")
@@ -192,23 +188,12 @@ BAD_REQUESTS: list[tuple[Any, str]] = [
 
 def test_openai_requests(folder: Path) -> None:
     good = [
-        request(
-            {
-                **CHAT,
-                "max_completion_tokens": 9,
-                "temperature": 0.5,
-                "stop": "x",
-                "n": 1,
-                "user": "u",
-                "seed": None,
-            }
-        ),
+        request({**CHAT, "max_completion_tokens": 9, "temperature": 0.5, "stop": "x", "n": 1, "user": "u",
+            "seed": None}),
         request({"prompt": "ab", "max_tokens": 3}, "/v1/completions"),
         request({"prompt": [5, 6]}, "/v1/completions"),
-        request(
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "stream": False}
-        ),
-    ]
+        request({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "stream": False}),
+    ]  # fmt: skip
     index = ingest_rows(folder, good + [row for row, _ in BAD_REQUESTS], format="openai")
     rows = rows_of(index)
     assert codes(index) == [None] * 4 + [code for _, code in BAD_REQUESTS]

@@ -96,17 +96,11 @@ def test_properties_are_named_as_in_ecmascript_and_known_to_the_engine() -> None
         assert [properties.holds_null(said[1:-1])] == with_null, name
 
 
-@pytest.mark.parametrize(
-    ("schema", "words"),
-    [
-        ({"patternProperties": {r"^\d$": {}, "^[0-9]$": {}}}, "two patterns that say the same"),
-        ({"patternProperties": {'^[^"]$': {}}}, "beside other properties"),
-        (
-            {"patternProperties": {'^[^"]$': {}}, "properties": {"\0": {}}, "additionalProperties": False},
-            "beside",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("schema", "words"), [
+    ({"patternProperties": {r"^\d$": {}, "^[0-9]$": {}}}, "two patterns that say the same"),
+    ({"patternProperties": {'^[^"]$': {}}}, "beside other properties"),
+    ({"patternProperties": {'^[^"]$': {}}, "properties": {"\0": {}}, "additionalProperties": False}, "beside"),
+])  # fmt: skip
 def test_names_that_a_narrower_pattern_loses_are_not_left_to_others(
     schema: dict[str, Any], words: str
 ) -> None:
