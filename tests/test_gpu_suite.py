@@ -20,8 +20,6 @@ if importlib.util.find_spec("triton") is None:
 
 from triton.runtime.errors import OutOfResources
 
-from batchinfer.bench.suite.run import Suite
-from batchinfer.bench.suite.section import BenchModel, BenchSection, Part, Result, WrongResult
 from batchinfer_kernels.cost import Cost
 from batchinfer_kernels.gpu.attention_launch import KVTiles
 from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
@@ -43,6 +41,8 @@ from tests.gpu_suite.__main__ import CALLS, main, rehearsed, selected
 from tests.gpu_suite.case import Case, distance, measured
 from tests.gpu_suite.paged import Heads, Paged
 from tests.patience import PATIENCE_S
+from tests.suite.run import Suite
+from tests.suite.section import BenchModel, BenchSection, Part, Result, WrongResult
 
 ROOT = Path(__file__).parents[1]
 # On a machine that is only to be measured there is none of these

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from batchinfer.bench.suite.section import BenchModel, SuiteEntry
+from tests.suite.section import BenchModel, SuiteEntry
 
 SMALL, LARGE = BenchModel("qwen2.5-0.5b"), BenchModel("llama-3.1-8b")
 LARGE_BESIDE = BenchModel("llama-3.1-8b", 0.45)  # what it is compared with needs as much
@@ -22,7 +22,7 @@ def _entry(
 
 
 def _peaks(name: str, share: float) -> SuiteEntry:
-    return SuiteEntry(name, share, "batchinfer.bench.suite.peaks", calls=("kernels", "models"))
+    return SuiteEntry(name, share, "tests.suite.peaks", calls=("kernels", "models"))
 
 
 # In three commands, each of nine minutes; the most valuable of each first. Shares are seconds; they are estimates until

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 
-from batchinfer.bench.suite.record import Keeper, peaks_of
-from batchinfer.bench.suite.run import Suite
-from batchinfer.bench.suite.section import SuiteEntry
-from batchinfer.bench.suite.shares import with_shares
-from batchinfer.bench.suite.table import table
 from tests.gpu_suite import ENTRIES
+from tests.suite.record import Keeper, peaks_of
+from tests.suite.run import Suite
+from tests.suite.section import SuiteEntry
+from tests.suite.shares import with_shares
+from tests.suite.table import table
 
 ROOT = Path(__file__).parents[2]
 PREPARE = "tests.gpu_suite.rehearsing"

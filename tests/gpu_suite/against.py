@@ -12,7 +12,6 @@ import torch
 
 from batchinfer.bench.report import Series
 from batchinfer.bench.runs import timed_run
-from batchinfer.bench.suite.section import BenchSection, Part, Result, WrongResult
 from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.checkpoint.shapes import SHAPES, shape_config
@@ -20,6 +19,7 @@ from tests.gpu_suite.continuous import ContinuousPeer
 from tests.gpu_suite.loaded import dtype_of, loaded_model, model_name, source
 from tests.gpu_suite.order import plan_in_memory
 from tests.gpu_suite.steady import MOST_TURNS, TINY_OUTPUT, TINY_PROMPT, told
+from tests.suite.section import BenchSection, Part, Result, WrongResult
 
 WORKLOAD = "mixed"
 TINY_CACHE = {"num_blocks": 8, "max_batch_tokens": 64}

@@ -9,13 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.clock import Call
-from batchinfer.bench.suite.section import BenchSection, Part, WrongResult
 from batchinfer_kernels.gpu.attention_plan import Room
 from tests.gpu_suite import flash_attention, flashinfer, gluon, sdpa
 from tests.gpu_suite.case import TOLERANCE, Case, Worst, measured, worst
 from tests.gpu_suite.paged import Heads, Paged
 from tests.gpu_suite.step import DTYPE, AttentionStep, planned
+from tests.suite.clock import Call
+from tests.suite.section import BenchSection, Part, WrongResult
 
 LLAMA_8B, TINY = Heads(32, 8, 128, 16), Heads(4, 2, 64, 16)
 DECODE_TARGET, PREFILL_TARGET, PREFIX_AIM = 0.85, 0.6, 10.0

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.clock import Call, the_clock
-from batchinfer.bench.suite.section import BenchSection, Result, WrongResult
 from batchinfer_kernels.cost import Cost
+from tests.suite.clock import Call, the_clock
+from tests.suite.section import BenchSection, Result, WrongResult
 
 # ‖ours - right‖ / ‖right‖, where operands and results are of this dtype: a few roundings each
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}

@@ -7,12 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.section import BenchSection, Part
 from batchinfer_kernels.cost import mxfp4_grouped_linear_cost
 from batchinfer_kernels.gpu.grouped_coded_matmul import grouped_mxfp4_matmul
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
 from batchinfer_kernels.mxfp4 import GROUP, mxfp4_values, packed_mxfp4
 from tests.gpu_suite.case import TOLERANCE, Case, distance, measured
+from tests.suite.section import BenchSection, Part
 
 EXPERTS, CHOSEN, INPUTS, OUTPUTS = 32, 4, 2880, 5760
 TOKENS = (16, 256, 4096)  # a tail, decode, prefill

@@ -7,9 +7,9 @@ import importlib
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.clock import Call
 from batchinfer.models.ops.prompts.flash_attention import FlashAttentionPrefill
 from tests.gpu_suite.paged import Paged
+from tests.suite.clock import Call
 
 
 def prefill(paged: Paged, q: Tensor, queries: int) -> dict[str, Call]:

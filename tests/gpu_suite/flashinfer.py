@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.clock import Call
 from tests.gpu_suite.paged import Paged
+from tests.suite.clock import Call
 
 NAME, CASCADE = "FlashInfer", "FlashInfer's cascade"
 WORKSPACE_BYTES = 128 * 2**20  # what its documentation recommends

@@ -7,13 +7,13 @@ import importlib
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.clock import Call
 from batchinfer.models.ops.prompts.gluon import GluonPrefill
 from batchinfer_kernels.gpu.attention_launch import moved
 from batchinfer_kernels.gpu.hopper_tiles import hopper_tokens
 from batchinfer_kernels.gpu.prefill_attention import prefill_items
 from batchinfer_kernels.paged_attention import ScoreRules
 from tests.gpu_suite.paged import Paged
+from tests.suite.clock import Call
 
 
 def prefill(paged: Paged, q: Tensor, queries: int) -> dict[str, Call]:

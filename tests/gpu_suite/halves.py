@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.section import BenchSection
 from batchinfer_kernels.gpu.gated_activation import gated_activation
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.rms_norm import rms_norm
 from batchinfer_kernels.paged_attention import ScoreRules
 from tests.gpu_suite.paged import Heads
 from tests.gpu_suite.step import DTYPE, AttentionStep, planned
+from tests.suite.section import BenchSection
 
 EPS = 1e-6
 

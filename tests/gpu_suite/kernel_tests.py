@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchinfer.bench.suite.section import BenchSection, Part, Result
 from batchinfer.machine.cpus import usable_cpus
+from tests.suite.section import BenchSection, Part, Result
 
 # Kernels compile for seconds and then run for microseconds, so that all cores are of use
 MOST_PROCESSES = 12

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.section import BenchSection, Part
 from batchinfer.models.ops.attention import AttentionInputs, LayerCache
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import ExpertWeights, LatentHeads
@@ -17,6 +16,7 @@ from batchinfer.models.ops.triton_ops import TritonOps, TritonPlan
 from batchinfer_kernels.cost import Cost, LatentSizes, decompressed_attention_cost, latent_attention_cost
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, plan_attention
 from tests.gpu_suite.case import TOLERANCE, Case, distance, measured
+from tests.suite.section import BenchSection, Part
 
 SIZES, SMALL = LatentSizes(512, 128, 64, 128), LatentSizes(40, 12, 8, 10)
 FEW_HEADS, MANY_HEADS = 16, 128  # of DeepSeek-V2-Lite, and of -V3

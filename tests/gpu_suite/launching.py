@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from batchinfer.bench.suite.clock import wait_for
-from batchinfer.bench.suite.section import BenchSection, Part, Result, WrongResult
 from batchinfer.core.samples import LAUNCH_MODES, StepSample
 from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.runner.device_runner import DeviceRunner
@@ -25,6 +23,8 @@ from batchinfer.engine.schedule.scheduler import Scheduler, Step
 from batchinfer.engine.schedule.step_plan import PlanWants, StepPlan
 from tests.gpu_suite import steady
 from tests.gpu_suite.loaded import loaded_model, name_of
+from tests.suite.clock import wait_for
+from tests.suite.section import BenchSection, Part, Result, WrongResult
 
 ROWS = 256  # in work at a time: few enough that the steady state begins soon
 FIRST, ENDED = 50, 350  # rows that have ended when counting begins, and when it is over

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from batchinfer.bench.suite.section import BANDWIDTH, BenchModel, BenchSection, Result
 from batchinfer.core.errors import Unavailable
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.kv.memory import GPU_RESERVE, GPU_RESERVE_SHARE
@@ -22,6 +21,7 @@ from batchinfer.models.spec.parameters import parameter_count
 from batchinfer_kernels.arithmetic import Dtype
 from batchinfer_kernels.cost import Peaks
 from tests.gpu_suite.coded_weights import CodedWeights, in_blocks
+from tests.suite.section import BANDWIDTH, BenchModel, BenchSection, Result
 
 TINY_MODEL = "tiny"
 DTYPE: Dtype = "bfloat16"

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.clock import Call
-from batchinfer.bench.suite.peaks import FP8
-from batchinfer.bench.suite.section import BenchSection, Part
 from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference, quantize_blocks_fp8
 from batchinfer_kernels.cost import (
     PANEL_BYTES,
@@ -41,6 +38,9 @@ from batchinfer_kernels.quantized_matmul import (
 )
 from tests.gpu_suite import experts
 from tests.gpu_suite.case import TOLERANCE, Case, distance, measured
+from tests.suite.clock import Call
+from tests.suite.peaks import FP8
+from tests.suite.section import BenchSection, Part
 
 GROUP = 128  # inputs that share a scale in int4
 # Hopper's tensor cores add products of fp8 with about 14 bits

@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 
 from batchinfer.bench.runs import Run, timed_run
-from batchinfer.bench.suite.section import BenchSection, Part, Result, Times, WrongResult
 from batchinfer.bench.workloads import Row
 from batchinfer_kernels.cost import Cost, ModelCost, StepShape
 from tests.gpu_suite.loaded import codes_dtype, dtype_of, loaded_model, name_of
 from tests.gpu_suite.order import plan_in_memory
+from tests.suite.section import BenchSection, Part, Result, Times, WrongResult
 
 # (sequences, prompt); the first one has a target. Prompts are short enough that running them leaves time for the rest.
 DECODES = ((64, 1024), (128, 1024), (256, 512), (16, 1024), (1, 1024), (64, 4096))

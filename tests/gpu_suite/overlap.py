@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.cuda.green_contexts import GreenContext
 
-from batchinfer.bench.suite.clock import Call
-from batchinfer.bench.suite.section import BenchSection, Part
 from batchinfer_kernels.cost import Cost, attention_cost, linear_cost
 from tests.gpu_suite.attention import LLAMA_8B
 from tests.gpu_suite.case import TOLERANCE, Case, distance, measured
@@ -31,6 +29,8 @@ from tests.gpu_suite.halves import (
 )
 from tests.gpu_suite.paged import Heads
 from tests.gpu_suite.step import DTYPE
+from tests.suite.clock import Call
+from tests.suite.section import BenchSection, Part
 
 LAYERS = 4  # more than fill and drain what runs side by side
 HIDDEN, INTERMEDIATE = 4096, 14_336  # of Llama 3.1 8B

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.section import BenchSection, Part
 from batchinfer_kernels.cost import gated_activation_cost, rms_norm_cost, rope_store_cost
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.gpu.gated_activation import gated_activation
@@ -17,6 +16,7 @@ from batchinfer_kernels.gpu.rope_store import rope_store
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_store_reference
 from tests.gpu_suite.case import TOLERANCE, Case, distance, measured
+from tests.suite.section import BenchSection, Part
 
 HIDDEN, INTERMEDIATE, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4096, 14336, 32, 8, 128, 16
 TOKENS, FEW = 8192, 64  # of a step of prefill, and of one of decode

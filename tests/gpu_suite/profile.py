@@ -16,12 +16,12 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from batchinfer.bench.suite.clock import wait_for
-from batchinfer.bench.suite.section import BenchSection, Part, Result, WrongResult
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.loop.engine import Engine
 from tests.gpu_suite import steady
 from tests.gpu_suite.loaded import loaded_model, name_of
+from tests.suite.clock import wait_for
+from tests.suite.section import BenchSection, Part, Result, WrongResult
 
 STEPS = 10
 # Of the workload's rows so many have ended before, and others have taken their places

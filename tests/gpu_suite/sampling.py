@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.section import BenchSection, Part
 from batchinfer_kernels.cost import log_probabilities_cost, penalise_cost, sample_cost
 from batchinfer_kernels.gpu.log_probabilities import log_probabilities
 from batchinfer_kernels.gpu.penalties import penalise
@@ -17,6 +16,7 @@ from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.sample import RowSampling, sample_reference
 from tests.gpu_suite.case import Case, different, distance, measured
+from tests.suite.section import BenchSection, Part
 
 ROWS, VOCAB = 256, 128_256
 TINY_ROWS, TINY_VOCAB = 3, 300

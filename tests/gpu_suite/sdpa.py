@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.clock import Call
 from tests.gpu_suite.paged import Paged
+from tests.suite.clock import Call
 
 NAME = "torch SDPA"
 

@@ -15,7 +15,6 @@ import numpy as np
 from batchinfer.bench.ideal import ideal_job
 from batchinfer.bench.report import Series, WorkloadResult
 from batchinfer.bench.runs import timed_run
-from batchinfer.bench.suite.section import BenchSection, Part, Result
 from batchinfer.bench.workloads import Row, Workload
 from batchinfer.core.request import Request
 from batchinfer.core.samples import LAUNCH_MODES, StepSample
@@ -23,6 +22,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.models.checkpoint.shapes import shape_config
 from tests.gpu_suite.loaded import loaded_model, memory, model_name, name_of, peaks
 from tests.gpu_suite.order import plan_in_memory
+from tests.suite.section import BenchSection, Part, Result
 
 ROWS, TINY_ROWS = 2000, 3
 PROMPT, SHARED = 512, 448  # tokens; those that all rows of the second workload share

@@ -9,8 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.clock import Call
-from batchinfer.bench.suite.section import BenchSection
 from batchinfer_kernels.cost import Cost, attention_cost
 from batchinfer_kernels.gpu.attention_plan import (
     AttentionShape,
@@ -23,6 +21,8 @@ from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
 from tests.gpu_suite import needles
 from tests.gpu_suite.paged import Heads, Paged
+from tests.suite.clock import Call
+from tests.suite.section import BenchSection
 
 DTYPE = torch.bfloat16
 

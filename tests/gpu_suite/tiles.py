@@ -12,14 +12,14 @@ from unittest.mock import patch
 import torch
 from triton.runtime.errors import OutOfResources
 
-from batchinfer.bench.suite.clock import Call
-from batchinfer.bench.suite.section import BenchSection, Part, Result
 from batchinfer_kernels.gpu import attention_launch
 from batchinfer_kernels.gpu.attention_launch import KVTiles, Work
 from tests.gpu_suite import attention
 from tests.gpu_suite.case import Case, described, measured
 from tests.gpu_suite.paged import Heads
 from tests.gpu_suite.step import DTYPE
+from tests.suite.clock import Call
+from tests.suite.section import BenchSection, Part, Result
 
 QWEN_HALF_B = Heads(14, 2, 64, 16)  # heads of 64, as small models have them
 FEW = 3  # candidates with small heads

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from batchinfer.bench.suite.record import described
+from tests.suite.record import described
 
 ROOT = Path(__file__).parents[2]
 MACHINE = (

@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from batchinfer.bench.suite import clock as clock_module
-from batchinfer.bench.suite import run as run_module
-from batchinfer.bench.suite.clock import DeviceClock
-from batchinfer.bench.suite.record import Keeper, peaks_of, record_name, sources_digest
-from batchinfer.bench.suite.run import Suite
-from batchinfer.bench.suite.section import BenchModel, BenchSection, Result, SuiteEntry, Times
-from batchinfer.bench.suite.shares import with_shares
-from batchinfer.bench.suite.table import named, table
-from batchinfer.bench.suite.worker import Reply
 from batchinfer_kernels.cost import Cost
+from tests.suite import clock as clock_module
+from tests.suite import run as run_module
+from tests.suite.clock import DeviceClock
+from tests.suite.record import Keeper, peaks_of, record_name, sources_digest
+from tests.suite.run import Suite
+from tests.suite.section import BenchModel, BenchSection, Result, SuiteEntry, Times
+from tests.suite.shares import with_shares
+from tests.suite.table import named, table
+from tests.suite.worker import Reply
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SECTION = """
 import os, time
-from batchinfer.bench.suite import worker
-from batchinfer.bench.suite.section import Result
+from tests.suite import worker
+from tests.suite.section import Result
 
 def result(**facts):
     return Result("note", {"process": os.getpid(), **facts})

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchinfer.bench.suite.record import described, peaks_of
-from batchinfer.bench.suite.section import BenchModel, BenchSection, SuiteEntry
-from batchinfer.bench.suite.worker import Lost, Reply, Worker
+from tests.suite.record import described, peaks_of
+from tests.suite.section import BenchModel, BenchSection, SuiteEntry
+from tests.suite.worker import Lost, Reply, Worker
 
 LEAST_S = 2.0  # with less left a section is not begun
 # One of several parts of a section without a model that takes so long, and a third of its section, is ended: its kernel

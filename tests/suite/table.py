@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from batchinfer.bench.suite.section import BANDWIDTH
+from tests.suite.section import BANDWIDTH
 
 WIDTH = 58  # of the first column
 

@@ -9,8 +9,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from batchinfer.bench.suite.section import BenchSection
 from batchinfer.machine.spawning import receiving
+from tests.suite.section import BenchSection
 
 END_S = 5.0  # a process that was told to leave is ended after so long
 

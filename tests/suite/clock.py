@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from batchinfer.bench.suite.section import Times
 from batchinfer.models.ops.queued_time import keep_busy, timed_event
+from tests.suite.section import Times
 
 Call = Callable[[], Any]
 COLD_BYTES = 512 * 2**20  # four times the largest L2 of a GPU that there is so far (126 MB, B200)

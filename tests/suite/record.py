@@ -14,11 +14,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from batchinfer.bench.suite.shares import with_shares
 from batchinfer.core.version import __version__
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.hardware import cpu_name
 from batchinfer.machine.memory import total_memory
+from tests.suite.shares import with_shares
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "flashinfer-python", "flash-attn-4")
 _GPU_FIELDS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.max.mem")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.bench.suite.section import BANDWIDTH
 from batchinfer.machine.datasheet import datasheet
 from batchinfer_kernels.cost import Cost, Peaks
+from tests.suite.section import BANDWIDTH
 
 UNTIMED = ("name", "facts", "targets")  # what a rehearsal keeps of a result
 Result = dict[str, Any]

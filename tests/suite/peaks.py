@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.clock import Call, the_clock
-from batchinfer.bench.suite.section import BANDWIDTH, BenchSection, Part, Result
 from batchinfer.models.ops.peaks import STREAM_BYTES
+from tests.suite.clock import Call, the_clock
+from tests.suite.section import BANDWIDTH, BenchSection, Part, Result
 
 SIZE, TINY = 8192, 128  # M = N = K, as in batchinfer.models.ops.peaks
 TINY_STREAM = 2**16  # bytes
