@@ -83,7 +83,7 @@ def run(job: str, engine: str, waves_from_s: float | None) -> None:
     from batchinfer.pipeline import options
     from batchinfer.pipeline.workers import standby
 
-    more = {} if waves_from_s is None else {"waves_from_s": waves_from_s}
+    more: Figures = {} if waves_from_s is None else {"waves_from_s": waves_from_s}
     options.RunOptions = partial(options.RunOptions, engine=engine, **more)  # type: ignore[assignment,misc]
     standby.EngineStandby = partial(standby.EngineStandby, engine)  # type: ignore[assignment,misc]
     sys.argv[1:] = ["run", job, "-q"]

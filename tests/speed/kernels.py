@@ -222,7 +222,7 @@ def layer(given: Namespace, place: Path) -> list[dict[str, object]]:
     return [_compare(timed, rows, bounds, given.seconds) for rows in given.rows]
 
 
-def _cpu_timed(call: Callable[[], object], _where: torch.device) -> float:
+def _cpu_timed(call: Callable[[], object], where: torch.device) -> float:
     began = time.thread_time()
     call()
     return time.thread_time() - began

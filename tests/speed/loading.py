@@ -16,6 +16,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,13 +198,13 @@ def loads(given: Namespace, place: Path) -> list[dict[str, Any]]:
 def _beside_dd(folder: Path, files: Sequence[Path], cold: bool, count: int) -> Iterator[dict[str, Any]]:
     size = sum(path.stat().st_size for path in files)
 
-    def pair(kind: str) -> dict[str, float]:
+    def pair(kind: str, _: int) -> dict[str, float]:
         prepare(files, cold)
         dd_s = read_by_dd(files)
         load_s, most = load(folder, kind, files, cold)
         return {"dd_s": dd_s, "load_s": load_s, "share": dd_s / load_s, "peak": most / size}
 
-    for kind, runs in in_turns({kind: lambda _, kind=kind: pair(kind) for kind in KINDS}, count).items():
+    for kind, runs in in_turns({kind: partial(pair, kind) for kind in KINDS}, count).items():
         took = [run["load_s"] for run in runs]
         facts = {"shards": len(files), "cold": cold, "kind": kind, "bytes": size}
         yield facts | medians(runs) | {"least_s": round(min(took), 3), "most_s": round(max(took), 3)}
