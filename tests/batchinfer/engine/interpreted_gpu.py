@@ -39,7 +39,7 @@ from batchinfer_kernels.quantized_matmul import int4_values, packed_int4, packed
 from tests.batchinfer import costed_engine, dying_rank
 from tests.batchinfer.engine.driver import PreemptingAhead
 from tests.batchinfer.engine.launched_references import launch_references
-from tests.batchinfer.engine.taped import Taped, TapedGroup
+from tests.batchinfer.engine.taped import QuicklyTaped, Taped, TapedGroup
 
 DEVICE = "cpu" if interpreter.is_wanted() else "cuda"
 Replace = Callable[[Any, str, Any], None]
@@ -65,8 +65,9 @@ def _as_on_a_gpu(_: torch.device, *arithmetic: Any, **more: Any) -> Ops:
 def stand_in(replace: Replace, compiles: bool = True, quick: bool = False) -> None:
     """Put the stand-ins in place, as `replace(module, name, value)` does it; nothing where there is a GPU.
 
-    `compiles`: the warm-up runs the steps that do nothing but compile kernels, too; `quick`: the kernels that take the
-    interpreter the longest are their references, see `launch_references`.
+    `compiles`: the warm-up runs the steps that do nothing but compile kernels, too; `quick`: there is no profile run,
+    captures need no warm-up, and the kernels that take the interpreter the longest are their references, see
+    `launch_references`.
     """
     if DEVICE == "cuda":
         return
@@ -77,11 +78,12 @@ def stand_in(replace: Replace, compiles: bool = True, quick: bool = False) -> No
     for module in choosing:
         replace(module, "choose_ops", _as_on_a_gpu)
     replace(cache_fit, "GpuMeter", lambda _: NoMeter())
-    replace(cache_fit, "GpuRecorder", Taped)
+    replace(cache_fit, "GpuRecorder", QuicklyTaped if quick else Taped)
     replace(joining, "TorchGroup", TapedGroup)
     if not compiles:
         replace(dummy_steps, "sizes_between", lambda *_: [])
     if quick:
+        replace(dummy_steps.DummySteps, "profile", lambda *_: 0)
         launch_references(replace)
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    _disable_current_modes,
     _get_current_dispatch_mode,
 )
 from torch.utils._pytree import tree_leaves
@@ -55,6 +54,13 @@ class Taped(GraphRecorder):
             tape.play()
 
         return made, replay
+
+
+class QuicklyTaped(Taped):
+    """Records without a warm-up: the interpreter compiles nothing."""
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        pass
 
 
 class TapedGroup(TorchGroup):
@@ -106,9 +112,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def launch(self, kernel: Callable[[], object]) -> None:
-        """A kernel of Triton's, or a collective."""
-        with _disable_current_modes():
-            kernel()
+        """Note a kernel of Triton's, or a collective: as in a capture of CUDA's, only replays run it."""
         self.calls.append((partial(_nothing, kernel), []))
 
     def poison(self) -> None:
