@@ -177,6 +177,7 @@ def test_int8_experts_are_their_products_one_by_one(compiled, dtype):
     assert torch.equal(compiled.experts(x, *packed, choice, torch.zeros(COUNT).long()), wanted)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_token_does_not_depend_on_its_batch(compiled, dtype, int8):

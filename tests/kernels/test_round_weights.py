@@ -85,6 +85,7 @@ def assert_packed_in_int8(compiled: CompiledOperators, weight: Tensor, kind: Kin
         assert torch.equal(starts[at], parts(wanted)[0])
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
 @pytest.mark.parametrize(("outputs", "kind"), [(2000, "plain"), (1034, "gated"), (37, "plain")])

@@ -47,7 +47,7 @@ def operators(request, tmp_path_factory) -> CompiledOperators:
     return found
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "group"), [(20, 3), (64, 1), (72, 7)])

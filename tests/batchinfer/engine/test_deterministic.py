@@ -101,7 +101,7 @@ def cases():
                 )
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("name", "dtype", "quantization", "way"), list(cases()))
 def test_a_row_has_the_same_bits_however_the_work_is_cut(name, dtype, quantization, way):
     loaded, wanted = yardstick(name, dtype, quantization)
@@ -159,6 +159,7 @@ def test_matrix_tiles_keep_the_promise(name, quantization, way):
     assert different(Forced(loaded, few_rows(), way).run(), wanted) == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("dtype", "quantization"), ARITHMETICS)
 @pytest.mark.parametrize("caching", [True, False])
 def test_prefixes_that_are_read_once_for_all_change_nothing(monkeypatch, dtype, quantization, caching):
@@ -201,6 +202,7 @@ def test_random_company(arithmetic, seed, caching):
         assert different(got, {place: wanted[place] for place in wanted if place[0] in chosen}) == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("block_size", [5, 16, 32])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_copied_blocks_change_no_bit_or_little_in_the_default_mode(block_size, deterministic):

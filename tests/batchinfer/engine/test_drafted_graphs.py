@@ -18,6 +18,7 @@ from batchinfer.core.request import Request
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.graphs import decode_graphs
 from batchinfer.engine.load import build
+from batchinfer.engine.load.dummy_steps import DummySteps
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.micro_batches import MicroBatches
@@ -71,6 +72,14 @@ def _each_kind_of_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 def loaded_for(monkeypatch: pytest.MonkeyPatch, model: str, **more: Any) -> LoadedModel:
     stand_in(monkeypatch.setattr, compiles=False, quick=True)
     return loaded_on("cuda", model, **more)
+
+
+def launching(monkeypatch: pytest.MonkeyPatch, parts: MicroBatches) -> tuple[LoadedModel, DeviceRunner]:
+    """Load a llama whose runner launches the operators of each step one by one, in these parts."""
+    monkeypatch.setattr(DummySteps, "warm_up", lambda _: None)
+    loaded = loaded_for(monkeypatch, "llama")
+    assert isinstance(loaded.runner, DeviceRunner)
+    return loaded, replace(loaded.runner, graphs=None, mixed=None, micro_batches=parts)
 
 
 def loaded_on(device: Device, model: str, seqs: int = 4, **more: Any) -> LoadedModel:
@@ -171,11 +180,9 @@ def test_rows_with_drafts_draw_the_same_tokens_where_operators_are_launched_one_
     monkeypatch: pytest.MonkeyPatch, parts: type[MicroBatches]
 ) -> None:
     """Also in micro-batches, which part the drafts of a row."""
-    wanted, loaded = on_a_cpu("llama", drawn_work), loaded_for(monkeypatch, "llama")
-    assert isinstance(loaded.runner, DeviceRunner)
-    plain = replace(loaded.runner, graphs=None, mixed=None)
+    wanted = on_a_cpu("llama", drawn_work)
+    loaded, runner = launching(monkeypatch, parts())
     drafts = Drafts(remembered(wanted, 0.8, seed=1, most=7))
-    runner = replace(plain, micro_batches=parts())
     got = drain(loaded.engine(runner=runner, drafter=drafts), drawn_work())
     assert got.answers == wanted.answers
     assert {step.launch for step in got.steps} == {"eager"}

@@ -196,7 +196,7 @@ def cases() -> Iterator[Any]:
                 yield pytest.param(variant, setting, id=f"{variant}-{setting}", marks=marks)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("variant", "limits"), list(cases()))
 def test_tokens_and_logits_equal_transformers(variant: str, limits: Limits) -> None:
     folder, tokens, logits = reference(variant)

@@ -22,7 +22,7 @@ from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
 from tests.batchinfer.engine.small_engine import Limits, Ran, checkpoint, drain, make_runner
 from tests.batchinfer.engine.speculating import Drafts, branching
-from tests.batchinfer.engine.test_drafted_graphs import InParts, loaded_for, on_a_cpu, work
+from tests.batchinfer.engine.test_drafted_graphs import InParts, launching, loaded_for, on_a_cpu, work
 from tests.batchinfer.engine.test_drafted_graphs import (
     _each_kind_of_step_is_captured as _each_kind_of_step_is_captured,
 )
@@ -72,10 +72,8 @@ def test_trees_are_followed_where_operators_are_launched_one_by_one(
     monkeypatch: pytest.MonkeyPatch, parts: type[MicroBatches]
 ) -> None:
     """Also in micro-batches, which part the nodes of a tree."""
-    wanted, loaded = on_a_cpu("llama"), loaded_for(monkeypatch, "llama")
-    assert isinstance(loaded.runner, DeviceRunner)
-    plain = replace(loaded.runner, graphs=None, mixed=None)
-    runner = replace(plain, micro_batches=parts())
+    wanted = on_a_cpu("llama")
+    loaded, runner = launching(monkeypatch, parts())
     got, drafts = verified(loaded, wanted, 1, work()[:5], runner=runner)
     assert got.answers.items() <= wanted.answers.items()
     assert {step.launch for step in got.steps} == {"eager"}

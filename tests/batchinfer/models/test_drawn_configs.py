@@ -163,6 +163,7 @@ def check(family: str, configuration: dict[str, Any]) -> None:
         check_logits(Path(folder), model, lengths=(1, 17, 70))
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("family", "examples"),
     [

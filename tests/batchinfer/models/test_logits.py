@@ -80,7 +80,7 @@ def test_tied_and_sharded(tmp_path: Path, family: str, how: tuple[bool, int]) ->
     assert (head in checkpoint.tensors) is not tied
 
 
-@pytest.mark.sample(21)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("family", "chunk"), thinned([1, 7], kept=[7]))
 def test_small_chunks(tmp_path: Path, family: str, chunk: int) -> None:
     model = make_checkpoint(tmp_path, family)
@@ -177,7 +177,7 @@ def test_odd_head_sizes(tmp_path: Path, family: str, head_dim: int) -> None:
     check_logits(tmp_path, make_checkpoint(tmp_path, family, head_dim=head_dim), lengths=(2, 63))
 
 
-@pytest.mark.sample(21)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("family", "heads"), thinned([(3, 3), (3, 1), (6, 2), (4, 1), (8, 2)], kept=[(6, 2)]), ids=str
 )

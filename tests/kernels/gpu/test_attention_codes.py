@@ -47,7 +47,7 @@ def assert_equals_the_reference(case: Case, within: float, **how) -> None:
     assert bool(((out.float() - wanted.float()).abs() <= within * largest + 1e-16).all())
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("segment", [64, 512])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float16, 2e-3), (torch.bfloat16, 8e-3)])
 def test_weights_have_the_bits_of_float16(cache_dtype, dtype, within, segment, device) -> None:
@@ -86,6 +86,7 @@ def test_scales_of_values_beyond_the_range_of_float16(cache_dtype, device) -> No
         assert_equals_the_reference(scaled(case, v=torch.where(lost, least, sizes)), 8e-3)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_scale_that_is_no_number_shows(cache_dtype, which, device) -> None:
     case = coded(cache_dtype, device)

@@ -77,6 +77,7 @@ def test_rules_that_no_kernel_knows_are_refused() -> None:
         choose_experts(random(2, 8), Routing(8, 2, corrected=True))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize(("tokens", "chosen", "experts"), [(1, 1, 1), (9, 2, 5), (70, 6, 60), (130, 3, 128)])
 def test_rows_are_sorted(

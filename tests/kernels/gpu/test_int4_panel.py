@@ -60,7 +60,7 @@ def test_a_panel_has_the_values_and_nothing_beside_it_is_written(
         assert room[-8:].isnan().all()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dtype", "biased", "room"), pairs_first(DTYPES, [False, True], [10**6, 200 * 130, 3 * 130])
 )

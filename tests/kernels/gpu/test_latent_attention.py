@@ -45,6 +45,7 @@ def assert_right(found: Tensor, step: LatentStep) -> None:
 MIXED = [(1, 1), (3, 40), (1, 70)]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("heads", "rank", "turned", "block_size", "chunks"),
@@ -75,6 +76,7 @@ def test_rows_that_are_long_are_attended_in_parts(device, monkeypatch):
     assert_right(attended(step, device, plan), step)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [3, 24])
 def test_few_queries_of_a_graph_share_what_is_read(device, heads, deterministic):

@@ -44,7 +44,7 @@ def check(
     near(multiply(x, bias, **fixed, **options), multiply.wanted(x, bias, **options), name)
 
 
-@pytest.mark.sample(25)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 33])
 @pytest.mark.parametrize("name", WAYS)
 def test_any_number_of_rows(name: str, rows: int) -> None:
@@ -217,7 +217,7 @@ SHORT_AND_LONG = [  # every way of multiplying with few inputs; with many, two o
 ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "dtype", "inputs"), SHORT_AND_LONG)
 def test_a_row_does_not_depend_on_its_batch(name: str, dtype: torch.dtype, inputs: int) -> None:
     """Alone, among a few, at any place, and in a batch so large that segments are summed in turn."""

@@ -50,6 +50,7 @@ def test_equals_the_reference(device, vocab, spread):
     check(some_logits(len(kinds), vocab, spread, device), row_sampling(kinds, device))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("spread", "programs"), [(0.3, 1), (3.0, 2), (3.0, 1024), (6.0, 2)])
 def test_rows_of_several_chunks(device, monkeypatch, spread, programs):
     """So many programs of a row take them in turn."""

@@ -64,7 +64,7 @@ def case_of(way: str, **options: Any) -> tuple[Case, TreeMask]:
     return case, tree_of(known, *chunks.values())
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("dtype", "cache_dtype"), first_of(KINDS, 3))
 def test_nodes_see_the_text_and_their_ancestors(way: str, dtype: Any, cache_dtype: Any, device: str) -> None:

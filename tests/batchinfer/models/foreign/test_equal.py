@@ -37,6 +37,7 @@ def kinds() -> list[object]:
     return [pytest.param(kind, marks=[] if kind in THINNED else [pytest.mark.slow], id=kind) for kind in RUNS]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", kinds())
 def test_greedy_tokens_equal_transformers(kind: str) -> None:
     """With chunks, steps of prompts and decoding rows, shared prefixes and preemption; and the page's row is true."""

@@ -185,7 +185,7 @@ def tokens_of(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
@@ -284,7 +284,7 @@ def computed(
     return found, group.x
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("kind", "dtype", "quantization"),
     [
@@ -315,6 +315,7 @@ def test_a_token_does_not_depend_on_its_batch(
         assert torch.equal(got, whole[first:last])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "quantization", "most"),
     [

@@ -103,7 +103,7 @@ def test_experts_beside_tensor_ranks(tmp_path: Path, family: str) -> None:
     check_close(found, alone(checkpoint, TorchOps()))
 
 
-@pytest.mark.sample(21)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("family", "dtype"), thinned([torch.float32, torch.bfloat16], [torch.bfloat16]))
 def test_stages_have_the_bits_of_one_model(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     """Of tied tables the first stage and the last one have one each."""

@@ -57,6 +57,7 @@ def rules_of(shape: AttentionShape, rule: str) -> dict[str, Any]:
     }[rule]
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("shape", [SHAPE, SINGLE_HEAD, EQUAL_HEADS], ids=["2 of 4", "1 of 3", "2 of 2"])
 @pytest.mark.parametrize("rule", ["plain", "window", "soft cap", "sinks", "all"])
 @pytest.mark.parametrize(
