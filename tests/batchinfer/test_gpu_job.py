@@ -76,7 +76,7 @@ def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         has_gpus(monkeypatch)
 
 
-def run(path: Path, factory: str = "build") -> Outcome:
+def run(path: Path, factory: str = "build_quick") -> Outcome:
     notices: list[str] = []
     progress = Progress(io.StringIO(), quiet=True)
     options = RunOptions(engine=f"{HELPERS}:{factory}")
@@ -181,7 +181,7 @@ def test_experts_count_each_token_once(tmp_path: Path) -> None:
     """Not what was run to measure and to capture, nor the padding of graphs."""
     make_model_folder(tmp_path / "model", "qwen2_moe", seed=2)
     path = write_job(tmp_path / "job", tmp_path / "model", "none", max_num_seqs=4, max_num_batched_tokens=512)
-    assert run(path).exit_code == 0
+    assert run(path, "build").exit_code == 0
     tables = report_folder(path.parent / "out" / "res")
     (padded, ran), *_ = duckdb.sql(
         f"SELECT sum(padded_tokens), sum(prefill_tokens + decode_tokens)::BIGINT FROM '{tables}/steps-*.parquet'"
