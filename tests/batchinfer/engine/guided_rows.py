@@ -58,7 +58,7 @@ KINDS = {
     "regex": Kind({"regex": REGEX}, re.compile(REGEX).fullmatch),
     "choice": Kind({"choice": CHOICES}, CHOICES.__contains__),
     "grammar": Kind({"grammar": 'start: "a" ("," /[b-d]/)~3..6'}, re.compile("a(,[b-d]){3,6}").fullmatch),
-    "free": Kind({}, lambda _: True),
+    "free": Kind({"max_tokens": 40}, lambda _: True),
 }
 # What rows ask for beside
 WISHES: dict[str, dict[str, Any]] = {
