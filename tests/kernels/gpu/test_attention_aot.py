@@ -68,7 +68,7 @@ def test_prefill(target: str) -> None:
             ("sm_80", "bfloat16", 64, 64, False),
             *product(TARGETS, ("bfloat16", "float32"), (64, 256), (None, 64), (False, True)),
         ],
-        2,
+        1,
     ),
 )
 def test_encoder(target: str, dtype: str, dim: int, window: int | None, distances: bool) -> None:
@@ -90,7 +90,7 @@ def test_decode_with_prefixes(target: str) -> None:
 
 def test_keys_are_fetched_ahead() -> None:
     """Asynchronous copies of 16 bytes: K and V of the next tiles travel while this one is multiplied."""
-    kernel = named(compiled("decode", "sm_90", "bfloat16", 128, 4, 16, *PLAIN, False), "decode")
+    kernel = named(compiled("prefix", "sm_90", "bfloat16", 128, 4, 16, *PLAIN, False), "decode")
     assert len(re.findall(r"\bLDGSTS\.E\.(?:\w+\.)*128", kernel.sass)) >= 32
 
 

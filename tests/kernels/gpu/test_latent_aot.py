@@ -52,7 +52,7 @@ def compiled(work: str, target: str, dtype: str, *sizes: int, deterministic: boo
             ("drafts", "sm_100", SHARE),
             *product(WORKS, NVIDIA, (LARGE, SHARE)),
         ],
-        2,
+        1,
     ),
 )
 def test_64_rows_are_multiplied_together(work: str, target: str, sizes: tuple[int, int, int]) -> None:
