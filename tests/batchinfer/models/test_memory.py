@@ -44,8 +44,8 @@ print((peak() - before) / checkpoint.weight_bytes)
     ],
 )
 def test_peak_while_loading(tmp_path: Path, shards: int, dtype: str, limit: float) -> None:
-    """200 MB in 16 layers: a layer's file pages may be held beside its copy, the model's may not."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16, "head_dim": 64}
+    """125 MB in 10 layers: a layer's file pages may be held beside its copy, the model's may not."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "head_dim": 64}
     make_checkpoint(tmp_path, "llama", shards=shards, num_attention_heads=8, num_key_value_heads=4, **sizes)
     out = subprocess.run(
         [sys.executable, "-c", LOAD, str(tmp_path), dtype],
