@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.batchinfer.wrong_jobs import Place
 
 SPAWN = spawning._spawn
-DATA = str(Path(__file__).parent / "data")
+READS_ROWS = tuple(str(Path(__file__).parent / room) for room in ("input", "store"))
 
 
 @cache
@@ -109,7 +109,7 @@ def render_processes() -> None:
 def _render_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Render rows in threads of this process, unless the test is about render processes."""
     own = {"render_processes", "cold_children"} & {*request.fixturenames}
-    if own or everything() or str(request.path).startswith(DATA):
+    if own or everything() or str(request.path).startswith(READS_ROWS):
         return
     if (threads := of_jobs("tests.render_threads")) is not None:
         threads.use_threads(monkeypatch)
