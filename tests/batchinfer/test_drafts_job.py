@@ -60,14 +60,10 @@ JOBS: dict[str, dict[str, Any]] = {
     "sampled": {"sampling": {"max_tokens": 40, "temperature": 0.4, "top_p": 0.9, "seed": 3}},
     "penalised": {"sampling": {"max_tokens": 40, "repetition_penalty": 1.05, "min_tokens": 30}},
     "logprobs": {"sampling": {"max_tokens": 30, "logprobs": 2, "stop": ["ee"]}},
-    "schema": {
-        "sampling": {"max_tokens": 60},
-        "output": {"schema": SCHEMA},
-        "on_error": {"max_error_rate": 1},
-    },
+    "schema": {"sampling": {"max_tokens": 60}, "output": {"schema": SCHEMA}, "on_error": {"max_error_rate": 1}},
     "deterministic": {"sampling": {"max_tokens": 40}, "engine": {"deterministic": True}},
     "replicas": {"sampling": {"max_tokens": 40}, "engine": {"data_parallel": 2, "threads": 2}},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -155,12 +151,24 @@ def changed(path: Path, rows: list[dict[str, Any]], **sections: Any) -> None:
     path.write_text(json.dumps(said | {name: said.get(name, {}) | one for name, one in sections.items()}))
 
 
+class Seen:
+    """Gives drafts, and remembers which."""
+
+    def __init__(self) -> None:
+        self.given: list[Sequence[int] | None] = []
+
+    def __call__(self, request: Request, tokens: Sequence[int] | None, vocab: int) -> Request:
+        self.given.append(tokens)
+        return drafted(request, tokens, vocab)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("waves", [False, True])
 def test_rows_whose_job_changed_are_drafted_by_their_last_answers(
-    tmp_path: Path, model: Path, waves: bool
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, waves: bool
 ) -> None:
     """They are found by their ids, and stand elsewhere now."""
+    monkeypatch.setattr(earlier_drafts, "drafted", seen := Seen())
     options = replace(REAL, waves_from_s=0.0) if waves else REAL
     given = {"input": {"path": "in.jsonl", "id": "id"}}
     path, off = (
@@ -175,37 +183,8 @@ def test_rows_whose_job_changed_are_drafted_by_their_last_answers(
     got, wanted = (run(one, options, FLOAT32) for one in (path, off))
     assert table(path) == table(off)
     assert 0 < got.row["earlier_accepted"] == got.row["accepted_tokens"]
+    assert sum(tokens is not None for tokens in seen.given) == len(named), "each row has that of its id"
     assert got.row["steps"] < wanted.row["steps"]
-
-
-class Seen:
-    """Gives drafts, and remembers which."""
-
-    def __init__(self) -> None:
-        self.given: list[Sequence[int] | None] = []
-
-    def __call__(self, request: Request, tokens: Sequence[int] | None, vocab: int) -> Request:
-        self.given.append(tokens)
-        return drafted(request, tokens, vocab)
-
-
-def test_a_row_is_drafted_by_the_last_answer_to_its_id(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = [{"id": f"r{at}", **row} for at, row in enumerate(rows(6))]
-    given = {"input": {"path": "in.jsonl", "id": "id"}, "sampling": {"max_tokens": 20}}
-    monkeypatch.setattr(earlier_drafts, "drafted", seen := Seen())
-    path, off = (
-        job(tmp_path / name, model, drafts, **given) for name, drafts in (("a", "auto"), ("b", "off"))
-    )
-    later = [row | {"text": row["text"] + "."} for row in first[::-1]]
-    changed(path, first)
-    run(path, REAL, FLOAT32)
-    for one in (path, off):
-        changed(one, later)
-        run(one, REAL, FLOAT32)
-    assert table(path) == table(off)
-    assert sum(tokens is not None for tokens in seen.given) == 6, "each row has that of its id"
 
 
 def test_engines_begin_with_the_last_answers_of_the_last_result(
@@ -535,36 +514,21 @@ def test_forecasts_say_what_drafts_came_to_in_the_last_run(tmp_path: Path, model
     assert off is None or off.proposals is None
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"drafts": "some"}, "auto, off, a list of any of prompt, answers, earlier, or a section"),
-        (
-            {"drafts": ["prompt", "lookahead"]},
-            "drafts: lookahead was removed; use prompt, answers or earlier",
-        ),
-        ({"drafts": ["prompt", "oracle"]}, "auto, off, a list"),
-        ({"drafts": []}, "auto, off, a list"),
-        ({"drafts": {"modl": "small"}}, 'the section drafts has no key "modl" .did you mean model'),
-        (
-            {"drafts": {"model": "small", "quantization": "int3"}},
-            'found the text "int3"; it must be one of auto',
-        ),
-        (
-            {"drafts": {"model": "small", "runs": "after"}},
-            'found the text "after"; it must be one of auto, first',
-        ),
-        ({"drafts": {"runs": "first"}}, "names neither a model nor heads"),
-        ({"drafts": {"model": "small", "heads": "heads"}}, "names a model and heads"),
-        (
-            {"drafts": {"heads": "heads", "runs": "first"}},
-            r"drafts\.runs: is for drafts\.model, not for heads",
-        ),
-        ({"drafts": {"model": "small"}, "task": "embed"}, "no answers are generated"),
-        ({"drafts": ["prompt", "prompt"]}, "names a source twice"),
-        ({"drafts": ["prompt"], "task": "embed"}, "no answers are generated"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "message"), [
+    ({"drafts": "some"}, "auto, off, a list of any of prompt, answers, earlier, or a section"),
+    ({"drafts": ["prompt", "lookahead"]}, "drafts: lookahead was removed; use prompt, answers or earlier"),
+    ({"drafts": ["prompt", "oracle"]}, "auto, off, a list"),
+    ({"drafts": []}, "auto, off, a list"),
+    ({"drafts": {"modl": "small"}}, 'the section drafts has no key "modl" .did you mean model'),
+    ({"drafts": {"model": "small", "quantization": "int3"}}, 'found the text "int3"; it must be one of auto'),
+    ({"drafts": {"model": "small", "runs": "after"}}, 'found the text "after"; it must be one of auto, first'),
+    ({"drafts": {"runs": "first"}}, "names neither a model nor heads"),
+    ({"drafts": {"model": "small", "heads": "heads"}}, "names a model and heads"),
+    ({"drafts": {"heads": "heads", "runs": "first"}}, r"drafts\.runs: is for drafts\.model, not for heads"),
+    ({"drafts": {"model": "small"}, "task": "embed"}, "no answers are generated"),
+    ({"drafts": ["prompt", "prompt"]}, "names a source twice"),
+    ({"drafts": ["prompt"], "task": "embed"}, "no answers are generated"),
+])  # fmt: skip
 def test_what_drafts_may_be(tmp_path: Path, model: Path, sections: dict[str, Any], message: str) -> None:
     path = write_job(tmp_path, model, rows(2), **sections)
     with pytest.raises((BatchInferError, JobFileError), match=message):

@@ -3,11 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-
-FREE = "SMALL_PIECES_FREE_BYTES"  # if it is set, every disk has so many left
-
 
 def main() -> None:
     """As `batchinfer.cli.main`, in a process of its own."""
@@ -16,9 +11,6 @@ def main() -> None:
     from batchinfer import cli
 
     constants.DOWNLOAD_CHUNK_SIZE = 4096
-    if free := os.environ.get(FREE):
-        used = shutil.disk_usage
-        shutil.disk_usage = lambda path: used(path)._replace(free=int(free))  # type: ignore[assignment]
     cli.main()
 
 

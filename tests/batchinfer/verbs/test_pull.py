@@ -1,25 +1,27 @@
-"""`batchinfer pull` in a process of its own, from a hub on loopback: what it fetches, continues, refuses and says."""
+"""`batchinfer pull` from a hub on loopback: what it fetches, continues, refuses and says."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from batchinfer import cli
 from batchinfer.job import load_job
 from batchinfer.models.files.sentence_modules import sentence_modules
 from batchinfer.pipeline.options import RunOptions
 from tests import warm_commands
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, table, write_job
-from tests.batchinfer.verbs.small_pieces import FREE
 from tests.batchinfer.wrong_jobs import hears_signals
 from tests.checkpoints import make_tokenizer
 from tests.foreign_models import make_foreign
@@ -30,7 +32,7 @@ from tests.patience import PATIENCE_S, wait_until
 from tests.sentence_checkpoints import make_sentence_model, write_dense
 
 ROOT = Path(__file__).parents[3]
-FIRST, SECOND = "1" * 40, "2" * 40
+FIRST, SECOND, THIRD = "1" * 40, "2" * 40, "3" * 40
 WEIGHTS = "model.safetensors"
 NEVER = {"pytorch_model.bin": b"pickle", "modeling.py": b"code", "README.md": b"# a", "x.gguf": b"GGUF",
          "consolidated.safetensors": b"the same weights again"}  # fmt: skip
@@ -48,6 +50,10 @@ def cache(tmp_path: Path) -> Path:
     return (tmp_path / "home/hub").resolve()
 
 
+Pull = Callable[..., tuple[int, str, str]]
+TEMPLATE = "/{repo_id}/resolve/{revision}/{filename}"
+
+
 def command(hub: Hub, cache: Path, *arguments: str, **env: str) -> subprocess.Popen[Any]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_OFFLINE"))}
     env = kept | {"HF_HOME": str(cache.parent), "HF_ENDPOINT": hub.url} | env
@@ -58,10 +64,21 @@ def command(hub: Hub, cache: Path, *arguments: str, **env: str) -> subprocess.Po
     )
 
 
-def pull(hub: Hub, cache: Path, *arguments: str, **env: str) -> tuple[int, str, str]:
-    child = command(hub, cache, *arguments, **env)
-    out, err = child.communicate(timeout=PATIENCE_S)
-    return child.returncode, out, err
+@pytest.fixture
+def pull(hub: Hub, cache: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Pull]:
+    """Runs the verb in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def pulled(*arguments: str, of: Hub = hub, **changed: Any) -> tuple[int, str, str]:
+            url = changed.pop("ENDPOINT", of.url)
+            own = {"ENDPOINT": url, "HUGGINGFACE_CO_URL_TEMPLATE": url + TEMPLATE, "HF_HUB_CACHE": str(cache)}
+            for name, value in {**own, "HF_HUB_OFFLINE": False, **changed}.items():
+                patch.setattr(constants, name, value)
+            capsys.readouterr()
+            code = cli._guarded(["pull", *arguments])
+            return (code, *capsys.readouterr())
+
+        yield pulled
 
 
 def snapshot(cache: Path, commit: str = FIRST) -> Path:
@@ -69,18 +86,18 @@ def snapshot(cache: Path, commit: str = FIRST) -> Path:
 
 
 @pytest.mark.slow
-def test_a_model_of_transformers_own_can_be_run(tmp_path: Path, cache: Path) -> None:
+def test_a_model_of_transformers_own_can_be_run(tmp_path: Path, pull: Pull) -> None:
     make_foreign(tmp_path / "phi", "phi")
     make_tokenizer(tmp_path / "phi")
     with serving(Hub("org/phi", {FIRST: files_of(tmp_path / "phi")}, {"main": FIRST})) as hub:
-        code, out, err = pull(hub, cache, "org/phi")
+        code, out, err = pull("org/phi", of=hub)
     assert (code, "cannot be run" in err) == (0, False), out + err
 
 
 def test_a_pulled_model_answers_as_its_folder_does(
-    tmp_path: Path, hub: Hub, cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, hub: Hub, cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch, pull: Pull
 ) -> None:
-    code, out, err = pull(hub, cache, "org/tiny")
+    code, out, err = pull("org/tiny")
     assert code == 0, err
     assert all(text in out for text in (f"org/tiny@{FIRST}", str(snapshot(cache)), "model: {path: org/tiny}"))
     assert {path.name for path in snapshot(cache).iterdir()} == set(files_of(model))
@@ -95,13 +112,13 @@ def test_a_pulled_model_answers_as_its_folder_does(
     assert table(tmp_path / "a/job.yaml") == table(tmp_path / "b/job.yaml")
 
 
-def test_what_says_how_vectors_are_made_is_pulled(tmp_path: Path, cache: Path) -> None:
+def test_what_says_how_vectors_are_made_is_pulled(tmp_path: Path, cache: Path, pull: Pull) -> None:
     make_sentence_model(tmp_path / "vectors", "mean_tokens")
     write_dense(tmp_path / "vectors", (48, 20), ("Tanh",))
     (tmp_path / "vectors/4_Other").mkdir()
     (tmp_path / "vectors/4_Other/config.json").write_text("{}")
     with serving(Hub("org/tiny", {FIRST: files_of(tmp_path / "vectors")}, {"main": FIRST})) as hub:
-        code, _, err = pull(hub, cache, "org/tiny")
+        code, _, err = pull("org/tiny", of=hub)
     assert code == 0, err
     wanted = files_of(tmp_path / "vectors")
     del wanted["4_Other/config.json"]
@@ -112,13 +129,13 @@ def test_what_says_how_vectors_are_made_is_pulled(tmp_path: Path, cache: Path) -
     assert [layer.outputs for layer in modules.dense] == [20]
 
 
-def test_an_adapter_is_pulled_without_its_model(tmp_path: Path, model: Path, cache: Path) -> None:
+def test_an_adapter_is_pulled_without_its_model(tmp_path: Path, model: Path, cache: Path, pull: Pull) -> None:
     """And a job names it as it was pulled."""
     source: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model)
     folder = make_adapter(tmp_path / "adapter", source, ["q_proj"])
     (folder / "README.md").write_text("an adapter")
     with serving(Hub("org/tiny", {FIRST: files_of(folder)}, {"main": FIRST})) as hub:
-        code, said, err = pull(hub, cache, "org/tiny")
+        code, said, err = pull("org/tiny", of=hub)
     assert code == 0, err
     assert "model: {adapters: {tiny: org/tiny}}" in said
     assert {*files_of(snapshot(cache))} == {"adapter_config.json", "adapter_model.safetensors"}
@@ -129,20 +146,48 @@ def test_an_adapter_is_pulled_without_its_model(tmp_path: Path, model: Path, cac
         assert load_job(job, ()).model.adapters == {"mine": snapshot(cache)}
 
 
-def test_the_token_is_sent_and_a_second_pull_fetches_nothing(hub: Hub, cache: Path) -> None:
-    assert pull(hub, cache, "org/tiny", HF_TOKEN="hf_secret")[0] == 0
+def test_what_follows_a_first_pull(
+    hub: Hub, cache: Path, pull: Pull, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one fetches nothing; a revision is pulled beside main, which moves once its new commit is whole."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert pull("org/tiny")[0] == 0
     about_it = {path: token for path, token in hub.tokens.items() if "org/tiny" in path}
     assert set(about_it.values()) == {"Bearer hf_secret"}
     hub.served.clear()
-    code, out, _ = pull(hub, cache, "org/tiny", "--json")
+    code, out, _ = pull("org/tiny", "--json")
     facts = json.loads(out)
     assert code == facts["exit_code"] == 0
     assert (facts["commit"], facts["downloaded_bytes"], facts["message"]) == (FIRST, 0, None)
     assert (facts["path"], facts["model"]) == (str(snapshot(cache)), "org/tiny")
     assert {name for name in hub.served if name} == set()
 
+    hub.commits[SECOND] = hub.commits[FIRST]
+    hub.refs["next"] = SECOND
+    code, out, _ = pull("org/tiny@next")
+    assert code == 0
+    assert "model: {path: org/tiny@next}" in out
+    assert hub.served[WEIGHTS] == 0  # the same content is there already
+    refs = cache / "models--org--tiny/refs"
+    assert ((refs / "main").read_text(), (refs / "next").read_text()) == (FIRST, SECOND)
 
-def test_a_pull_that_was_interrupted_continues_in_the_middle_of_a_file(hub: Hub, cache: Path) -> None:
+    changed = bytearray(hub.commits[FIRST][WEIGHTS])
+    changed[-1] ^= 1
+    hub.commits[THIRD] = hub.commits[FIRST] | {WEIGHTS: bytes(changed)}
+    hub.refs["main"] = THIRD
+    hub.damaged.add(WEIGHTS)
+    code, _, err = pull("org/tiny")
+    assert (code, "arrived damaged" in err) == (69, True)
+    assert (refs / "main").read_text() == FIRST
+    hub.damaged.clear()
+    assert pull("org/tiny")[0] == 0
+    assert (refs / "main").read_text() == THIRD
+    assert (snapshot(cache, THIRD) / WEIGHTS).read_bytes() == bytes(changed)
+
+
+def test_a_pull_that_was_interrupted_continues_in_the_middle_of_a_file(
+    hub: Hub, cache: Path, pull: Pull
+) -> None:
     whole = len(hub.commits[FIRST][WEIGHTS])
     hub.cut[WEIGHTS] = whole // 2
     hub.stalled.set()
@@ -161,14 +206,14 @@ def test_a_pull_that_was_interrupted_continues_in_the_middle_of_a_file(hub: Hub,
     hub.stalled.clear()
     hub.cut.clear()
     hub.served.clear()
-    code, out, err = pull(hub, cache, "org/tiny", "--json")
+    code, out, err = pull("org/tiny", "--json")
     assert code == 0, err
     assert hub.served[WEIGHTS] == whole - there == json.loads(out)["downloaded_bytes"]
     assert (snapshot(cache) / WEIGHTS).read_bytes() == hub.commits[FIRST][WEIGHTS]
     assert not partial.exists()
 
 
-def test_shards_are_those_that_the_index_names(tmp_path: Path, model: Path, cache: Path) -> None:
+def test_shards_are_those_that_the_index_names(tmp_path: Path, model: Path, cache: Path, pull: Pull) -> None:
     from safetensors.numpy import load_file, save
 
     tensors = load_file(model / WEIGHTS)
@@ -179,46 +224,14 @@ def test_shards_are_those_that_the_index_names(tmp_path: Path, model: Path, cach
     files |= {shard: save({name: tensors[name] for name in its}) for shard, its in shards.items()}
     files["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
     with serving(Hub("org/tiny", {FIRST: files}, {"main": FIRST})) as hub:
-        code, _, err = pull(hub, cache, "org/tiny")
+        code, _, err = pull("org/tiny", of=hub)
     assert code == 0, err
     assert {path.name for path in snapshot(cache).iterdir()} == set(files) - set(NEVER)
-
-
-def test_a_revision_is_pulled_beside_main(hub: Hub, cache: Path) -> None:
-    hub.commits[SECOND] = hub.commits[FIRST]
-    hub.refs["next"] = SECOND
-    assert pull(hub, cache, "org/tiny")[0] == 0
-    hub.served.clear()
-    code, out, _ = pull(hub, cache, "org/tiny@next")
-    assert code == 0
-    assert "model: {path: org/tiny@next}" in out
-    assert hub.served[WEIGHTS] == 0  # the same content is there already
-    refs = cache / "models--org--tiny/refs"
-    assert ((refs / "main").read_text(), (refs / "next").read_text()) == (FIRST, SECOND)
-
-
-def test_main_moves_only_once_the_new_commit_is_whole(hub: Hub, cache: Path) -> None:
-    assert pull(hub, cache, "org/tiny")[0] == 0
-    changed = bytearray(hub.commits[FIRST][WEIGHTS])
-    changed[-1] ^= 1
-    hub.commits[SECOND] = hub.commits[FIRST] | {WEIGHTS: bytes(changed)}
-    hub.refs["main"] = SECOND
-    hub.damaged.add(WEIGHTS)
-    ref = cache / "models--org--tiny/refs/main"
-    code, _, err = pull(hub, cache, "org/tiny")
-    assert code == 69
-    assert "arrived damaged" in err
-    assert ref.read_text() == FIRST
-    hub.damaged.clear()
-    assert pull(hub, cache, "org/tiny")[0] == 0
-    assert ref.read_text() == SECOND
-    assert (snapshot(cache, SECOND) / WEIGHTS).read_bytes() == bytes(changed)
 
 
 @pytest.mark.parametrize(
     ("status", "error", "code", "words"),
     [
-        (401, "GatedRepo", 69, ("gated", "HF_TOKEN")),
         (403, "GatedRepo", 69, ("gated", "HF_TOKEN")),
         (404, "RepoNotFound", 66, ("no model org/tiny", "HF_TOKEN")),
         (403, "", 69, ("does not let you read", "HF_TOKEN")),
@@ -226,32 +239,32 @@ def test_main_moves_only_once_the_new_commit_is_whole(hub: Hub, cache: Path) -> 
     ],
 )
 def test_what_a_hub_refuses_is_said_with_the_next_step(
-    hub: Hub, cache: Path, status: int, error: str, code: int, words: tuple[str, ...]
+    hub: Hub, status: int, error: str, code: int, words: tuple[str, ...], pull: Pull
 ) -> None:
     hub.error = (status, error)
-    found, out, err = pull(hub, cache, "org/tiny")
+    found, out, err = pull("org/tiny")
     assert (found, out) == (code, "")
     assert all(word in err for word in words), err
     assert "Traceback" not in err
 
 
-def test_wrong_names_revisions_and_endpoints(hub: Hub, cache: Path) -> None:
-    code, _, err = pull(hub, cache, "org/tiny@v9")
+def test_wrong_names_revisions_and_endpoints(cache: Path, pull: Pull) -> None:
+    code, _, err = pull("org/tiny@v9")
     assert (code, "no branch, tag or commit v9" in err) == (66, True), err
-    code, _, err = pull(hub, cache, "tiny")
+    code, _, err = pull("tiny")
     assert (code, "org/name" in err) == (2, True), err
-    code, _, err = pull(hub, cache, "org/tiny", HF_ENDPOINT="http://127.0.0.1:9")
+    code, _, err = pull("org/tiny", ENDPOINT="http://127.0.0.1:9")
     assert (code, "cannot be reached" in err) == (69, True), err
-    code, _, err = pull(hub, cache, "org/tiny", HF_HUB_OFFLINE="1")
+    code, _, err = pull("org/tiny", HF_HUB_OFFLINE=True)
     assert (code, "HF_HUB_OFFLINE" in err) == (69, True), err
     assert not cache.exists()
 
 
-def test_pickle_is_refused_before_anything_is_fetched(hub: Hub, cache: Path) -> None:
+def test_pickle_is_refused_before_anything_is_fetched(hub: Hub, pull: Pull) -> None:
     files = hub.commits[FIRST]
     for name in (WEIGHTS, "consolidated.safetensors"):
         del files[name]
-    code, _, err = pull(hub, cache, "org/tiny")
+    code, _, err = pull("org/tiny")
     assert (code, "pickle" in err) == (77, True), err
     assert {name for name in hub.served if name} == set()
 
@@ -267,52 +280,52 @@ def gguf_hub(folder: Path, name: str) -> dict[str, bytes]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("config", [True, False])
 def test_one_model_of_a_dozen_in_gguf_is_pulled(
-    hub: Hub, cache: Path, tmp_path: Path, config: bool, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, cache: Path, tmp_path: Path, config: bool, monkeypatch: pytest.MonkeyPatch, pull: Pull
 ) -> None:
     """A config.json beside it says nothing of it, as in many repositories."""
     hub.commits[FIRST] = {
         **gguf_hub(tmp_path, "tiny-Q4_K_M"), "tiny-Q8_0.gguf": b"GGUF", "mmproj-tiny.gguf": b"GGUF",
         "README.md": b"# a", **({"config.json": b"{}"} if config else {}),
     }  # fmt: skip
-    code, _, err = pull(hub, cache, "org/tiny")
+    code, _, err = pull("org/tiny")
     assert code == 66, err
     assert (
         "has several models in GGUF: tiny-Q4_K_M.gguf, tiny-Q8_0.gguf; choose one, such as --include" in err
     )
-    code, _, err = pull(hub, cache, "org/tiny", "--include", "*Q5*")
+    code, _, err = pull("org/tiny", "--include", "*Q5*")
     assert (code, "no GGUF file of org/tiny matches *Q5*; tiny-Q4_K_M.gguf" in err) == (66, True), err
-    code, out, err = pull(hub, cache, "org/tiny", "--include", "*Q4_K_M*")
+    code, out, err = pull("org/tiny", "--include", "*Q4_K_M*")
     assert (code, "model: {path: org/tiny}" in out) == (0, True), err
     assert hub.served["tiny-Q8_0.gguf"] == 0
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     job = write_job(tmp_path, Path("org/tiny"), people(2))
     assert run(job, RunOptions()).row["rows_ok"] == 2
     hub.commits[FIRST]["tiny-Q8_0.gguf"] = hub.commits[FIRST]["tiny-Q4_K_M.gguf"]
-    code, out, err = pull(hub, cache, "org/tiny", "--include", "*Q8_0*")
+    code, out, err = pull("org/tiny", "--include", "*Q8_0*")
     assert (code, f"{{path: {snapshot(cache)}/tiny-Q8_0.gguf}}" in out) == (0, True), err
 
 
-def test_all_parts_of_a_model_in_gguf_are_pulled(hub: Hub, cache: Path, tmp_path: Path) -> None:
+def test_all_parts_of_a_model_in_gguf_are_pulled(hub: Hub, cache: Path, tmp_path: Path, pull: Pull) -> None:
     """Beside safetensors that nobody asked for."""
     hub.commits[FIRST] |= gguf_hub(tmp_path, "parts")
-    code, out, err = pull(hub, cache, "org/tiny", "--include", "*00002-of-00002*", "--json")
+    code, out, err = pull("org/tiny", "--include", "*00002-of-00002*", "--json")
     assert (code, json.loads(out)["message"]) == (0, None), err
     assert {file.name for file in snapshot(cache).glob("*.gguf")} == {
         f"parts-0000{n}-of-00002.gguf" for n in (1, 2)
     }
     assert hub.served[WEIGHTS] == 0
     del hub.commits[FIRST]["parts-00001-of-00002.gguf"]
-    code, _, err = pull(hub, cache, "org/tiny", "--include", "*.gguf")
+    code, _, err = pull("org/tiny", "--include", "*.gguf")
     assert (code, "parts-00001-of-00002.gguf, another part of that model, is missing" in err) == (
         66,
         False,
     ), err
 
 
-def test_a_model_that_cannot_be_run_is_called_so(hub: Hub, cache: Path) -> None:
+def test_a_model_that_cannot_be_run_is_called_so(hub: Hub, cache: Path, pull: Pull) -> None:
     config = json.loads(hub.commits[FIRST]["config.json"])
     hub.commits[FIRST]["config.json"] = json.dumps(config | {"num_hidden_layers": 77}).encode()
-    code, out, err = pull(hub, cache, "org/tiny")
+    code, out, err = pull("org/tiny")
     assert code == 78
     assert str(snapshot(cache)) in out
     assert "model: {path" not in out
@@ -320,7 +333,12 @@ def test_a_model_that_cannot_be_run_is_called_so(hub: Hub, cache: Path) -> None:
     assert "missing tensors" in err
 
 
-def test_a_disk_without_room_is_said_before_the_weights(hub: Hub, cache: Path) -> None:
-    code, _, err = pull(hub, cache, "org/tiny", **{FREE: "1000"})
+@pytest.mark.filterwarnings("ignore:Not enough free disk space")
+def test_a_disk_without_room_is_said_before_the_weights(
+    hub: Hub, pull: Pull, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: used(path)._replace(free=1000))  # type: ignore[call-arg]
+    code, _, err = pull("org/tiny")
     assert (code, "HF_HUB_CACHE" in err) == (74, True), err
     assert hub.served[WEIGHTS] == 0
