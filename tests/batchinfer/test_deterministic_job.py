@@ -18,7 +18,7 @@ from tests.batchinfer.wrong_jobs import Place, make_place
 from tests.checkpoints import make_model_folder
 from tests.examples import examples
 
-ROWS = [{"id": f"r{n}", "text": f"number {n} " * (n % 7)} for n in range(examples(24, 40))]
+ROWS = [{"id": f"r{n}", "text": f"number {n} " * (n % 7)} for n in range(examples(16, 40))]
 SLOWLY = (
     "engine.max_num_seqs=2",
     "engine.max_num_batched_tokens=24",

@@ -87,7 +87,7 @@ TOOLS = [
 ]  # fmt: skip
 
 
-COUNT = 12  # requests
+COUNT = 8  # requests
 
 
 def request(number: int, last_night: bool = True) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import pytest
 from batchinfer.core.errors import BatchInferError, JobFileError
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.report.summary import PHASES
+from tests import warm_commands
 from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, table, write_job
 from tests.batchinfer.wrong_jobs import alive, children, environment, hears_signals
 from tests.examples import first_of
@@ -124,7 +125,7 @@ def test_a_signal_ends_all_engines_and_the_next_run_goes_on(tmp_path: Path, mode
     slow = environment(
         FAKE_ENGINE_DELAY_S="0.3", FAKE_ENGINE_BATCH="2", FAKE_ENGINE_LOG=str(tmp_path / "log")
     )
-    with subprocess.Popen(
+    with warm_commands.start(
         command, cwd=tmp_path, text=True, start_new_session=True, env=slow, preexec_fn=hears_signals,
         stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
@@ -163,13 +164,13 @@ def test_real_engines_give_the_same_rows_as_one(
         folder = tmp_path / str(len(found))
         folder.mkdir()
         job = write_job(
-            folder, model, people(48), sampling={"max_tokens": 12, "ignore_eos": True, **sampled},
+            folder, model, people(24), sampling={"max_tokens": 12, "ignore_eos": True, **sampled},
             engine={"max_num_seqs": 8, "deterministic": deterministic},
         )  # fmt: skip
         settings = (("engine.data_parallel", engines), ("model.dtype", "float32"))
         row = run(job, RunOptions(engine=factory), *settings).row
         killed = int(factory != real)
-        assert (row["replicas"], row["rows_ok"], row["worker_restarts"]) == (int(engines), 48, killed)
+        assert (row["replicas"], row["rows_ok"], row["worker_restarts"]) == (int(engines), 24, killed)
         found.append(table(job))
     assert found[0] == found[1] == found[2]
 

@@ -134,6 +134,7 @@ def test_the_prompt_of_samples_runs_once(tmp_path: Path, model: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_samples(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +213,6 @@ def test_a_request_with_n_has_n_choices(tmp_path: Path, model: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_the_next_night_computes_only_other_samples(tmp_path: Path, model: Path) -> None:
     """A job's n counts where a request has none of its own. Equal requests share their samples in their order."""
     path = write_job(tmp_path, model, [request("a", "x", n=2), request("b", "x")], prompt=None)

@@ -150,6 +150,7 @@ def test_a_sampled_row_that_equals_one_that_was_taken_over_is_another_sample(
     nights.check()
 
 
+@pytest.mark.slow
 def test_nights_of_a_job_with_several_answers_a_row(tmp_path: Path, model: Path) -> None:
     sampling = {"temperature": 1.0, "max_tokens": 8, "n": 3}
     nights, rows = Nights(tmp_path, model, sampling=sampling), people(14)
@@ -254,7 +255,7 @@ def test_stretches_stay_few_however_many_nights_add_a_file(
     assert taken == [0, 4, 0, 12, 0, 20, 0], "of every other night they are put together"
 
 
-@pytest.mark.parametrize("step", [127, pytest.param(11, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [211, pytest.param(11, marks=pytest.mark.slow)])
 def test_a_kill_at_any_operation_of_a_night_changes_no_byte(
     tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:

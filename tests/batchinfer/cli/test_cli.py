@@ -43,7 +43,7 @@ from tests.patience import PATIENCE_S, wait_until
 ROOT = Path(__file__).parents[3]
 REFERENCE = ROOT / "docs" / "cli.md"
 # Slow enough that what a test does while they run is done by then: a step has 4 of them, and takes 0.3 s.
-MANY = [{"id": f"r{i}", "text": f"word number {i}"} for i in range(400)]
+MANY = [{"id": f"r{i}", "text": f"word number {i}"} for i in range(160)]
 SLOW = {"FAKE_ENGINE_DELAY_S": "0.3", "FAKE_ENGINE_BATCH": "4"}
 
 
@@ -142,7 +142,7 @@ FILES = {"duckdb", "pyarrow", "numpy"}
 RUN = {"batchinfer.pipeline.run", "batchinfer.plan.simulation.simulator"}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("arguments", "unused"),
     [
@@ -527,6 +527,6 @@ def test_progress_in_plain_lines(place: Place) -> None:
         out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} nightly: "
-    assert re.search(rf"(?m)^{stamp}(running \d+% · .* tokens .* of 400 rows|loading model)$", err)
+    assert re.search(rf"(?m)^{stamp}(running \d+% · .* tokens .* of {len(MANY)} rows|loading model)$", err)
     assert not re.search(r"[\r\x1b]", err + out)
-    assert "400 ok" in out
+    assert f"{len(MANY)} ok" in out

@@ -52,7 +52,7 @@ def llama_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def laid_out(tmp_path_factory: pytest.TempPathFactory, llama_70b: Path) -> tuple[Path, JobForecast]:
     """A job of the large model, and what is known of it on eight GPUs."""
-    path = job_of(tmp_path_factory.mktemp("job"), llama_70b, 60, 20)
+    path = job_of(tmp_path_factory.mktemp("job"), llama_70b, 24, 20)
     return path, planned(path, hardware="8xh100")
 
 
@@ -142,7 +142,7 @@ def test_what_cannot_be_divided_is_refused_with_what_can(tmp_path: Path) -> None
 
 
 def test_ranks_on_several_machines_are_not_offered(tmp_path: Path, llama_70b: Path) -> None:
-    found = planned(job_of(tmp_path, llama_70b, 60, 8), hardware="2x4xh100")
+    found = planned(job_of(tmp_path, llama_70b, 24, 8), hardware="2x4xh100")
     across = next(one for one in found.layouts if one.tensor == 8)
     assert across.not_run == "all ranks of an engine run on one machine as yet"
     within = next(one for one in found.layouts if (one.tensor, one.stages) == (4, 1))
