@@ -131,28 +131,3 @@ def test_every_verb_knows_lists(
     files = [sorted(folder.glob("*.parquet")) for folder in (place.results, each)]
     with pytest.raises(UsageError, match="A has lists of answers to a row, and B a row for each answer"):
         diff_results(*files, DiffOptions())
-
-
-@pytest.mark.parametrize(
-    ("sampling", "more", "message"),
-    [
-        ("{max_tokens: 8}", "", "each row has one answer"),
-        ("{temperature: 1, n: 2, from_columns: [n]}", "", "n is read from a column"),
-        ("{temperature: 1, n: 2}", "expected: text", "input.expected is compared with single answers"),
-    ],
-)
-def test_lists_that_cannot_be_are_refused(
-    place: Place,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    sampling: str,
-    more: str,
-    message: str,
-) -> None:
-    path = place.job(
-        sampling=f"sampling: {sampling}",
-        output="output: {path: out/res, explode: false}",
-        input=f"input: {{path: rows.jsonl, id: id{', ' + more if more else ''}}}",
-    )
-    told = command(capsys, monkeypatch, FAKE_ENGINE)("run", path)
-    assert (told.code, message in told.err) == (78, True), told.err

@@ -112,37 +112,6 @@ def test_the_job_of_the_page_runs(tmp_path: Path, checkpoint: Path, monkeypatch:
     assert all(0 < row[2] < 1 for row in ranked)
 
 
-WRONG = [
-    ("task: rerank\nrerank: {yes: no}", 'rerank.no: is "no", as yes is'),
-    ("task: rerank\nrerank: {query: text}", "rerank.query"),
-    ("rerank: {yes: good}", "so that its answers are texts"),
-    ("task: rerank\nsampling: {max_tokens: 3}", "answers are scores of relevance"),
-    ("task: rerank\nclassify: {choices: [a, b]}", "is given, but the job has not task: classify"),
-]
-
-
-@pytest.mark.parametrize(("lines", "message"), WRONG)
-def test_wrong_jobs_are_told(
-    place: Place,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    lines: str,
-    message: str,
-) -> None:
-    told = command(capsys, monkeypatch, FAKE_ENGINE)("run", place.job(lines, sampling=""))
-    assert (told.code, message in told.err) == (78, True), told.err
-
-
-def test_pairs_are_not_cut(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut = 'prompt: {user: "{{ text }}", truncate: right}'
-    told = command(capsys, monkeypatch, FAKE_ENGINE)(
-        "run", place.job("task: rerank", prompt=cut, sampling="")
-    )
-    assert (told.code, "and not the document" in told.err) == (78, True), told.err
-
-
 @pytest.mark.slow
 def test_every_verb_knows_scores_of_relevance(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

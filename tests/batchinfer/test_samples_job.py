@@ -275,27 +275,6 @@ def test_greedy_rows_are_errors(tmp_path: Path, model: Path) -> None:
     ] * 2 + [None] * 2
 
 
-WRONG = [
-    ("{n: 3}", "sampling.n: is 3, but temperature is 0"),
-    ("{n: 0, temperature: 1}", "sampling.n"),
-    ("{best_of: 3}", "sampling.best_of: is 3, but temperature is 0"),
-    ("{n: 4, best_of: 3, temperature: 1}", "sampling.best_of: is 3, fewer than sampling.n, which is 4"),
-    ("{n: 2000, temperature: 1}", "sampling.n"),
-]
-
-
-@pytest.mark.parametrize(("sampling", "message"), WRONG)
-def test_wrong_numbers_are_told(
-    place: Place,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    sampling: str,
-    message: str,
-) -> None:
-    told = command(capsys, monkeypatch, FAKE_ENGINE)("run", place.job(sampling=f"sampling: {sampling}"))
-    assert (told.code, message in told.err) == (78, True)
-
-
 @pytest.mark.slow
 def test_every_verb_knows_samples(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -275,36 +275,6 @@ def test_the_jobs_of_the_page_run(tmp_path: Path, checkpoint: Path, monkeypatch:
     assert value > 1
 
 
-WRONG = [
-    ("task: classify", "classify.choices: are missing"),
-    ("task: classify\nclassify: {choices: [a]}", "classify.choices: has one label"),
-    ("task: classify\nclassify: {choices: [a, b, a]}", 'has "a" 2 times'),
-    ("task: classify\nclassify: {choices: [a, b], choices_from_column: c}", "is given beside choices"),
-    ("task: classify\nclassify: {choices_from_column: text, calibrate: true}", "labels of their own"),
-    ("task: classify\nclassify: {choices: [a, b], calibrate: 3}", "must be true or false, or a text"),
-    ("task: score\nclassify: {choices: [a, b]}", "is given, but the job has not task: classify"),
-    ("task: score\nsampling: {max_tokens: 3}", "sampling: says how tokens are chosen"),
-    ("score: {per_token: true}", "so that its answers are texts"),
-    ("task: score\nscore: {continuation: nothing}", "score.continuation"),
-]
-
-
-@pytest.mark.parametrize(("lines", "message"), WRONG)
-def test_wrong_jobs_are_told(
-    place: Place,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    lines: str,
-    message: str,
-) -> None:
-    place.rows({"id": "r", "text": "word"})
-    told = command(capsys, monkeypatch, FAKE_ENGINE)(
-        "run", place.job(lines, prompt="prompt: {text: text}", sampling="")
-    )
-    assert told.code == 78
-    assert message in told.err
-
-
 def test_a_preview_marks_what_follows_the_prompt(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,14 +217,6 @@ def test_mistakes_are_told_before_anything_runs(
     assert not place.results.exists()
 
 
-def test_several_constraints_are_a_mistake(place: Place, run: Command) -> None:
-    place.job(sampling="sampling: {regex: a, choice: [b], from_columns: [grammar]}", output=output())
-    done = run("validate", place.folder / "job.yaml")
-    assert done.code == 78
-    for where in ("sampling.regex", "sampling.choice", "sampling.from_columns"):
-        assert where in done.err
-
-
 def test_validate_says_what_stays_text(place: Place, run: Command) -> None:
     schema = {
         "type": "object",
@@ -300,23 +292,3 @@ def test_openai_requests_fit_their_format(place: Place, run: Command) -> None:
     assert boolean["sampling"]["max_tokens"] == len("false") + 1
     assert text["error"]["code"] == "bad_parameter"
     assert own["sampling"]["max_tokens"] == 3
-
-
-@pytest.mark.parametrize(("sampling", "schema", "words"), [
-    ("max_tokens: fit", None, "no constraint that bounds the answers"),
-    ("max_tokens: fits", None, "a whole number from 1 to 2,147,483,647, or fit"),
-    ("max_tokens: fit, json_object: true", None, "any JSON object is allowed"),
-    ("max_tokens: fit", {"properties": {"a": {"type": "string"}}, "type": "object"},
-        "is fit, and answers have no bound: a: give maxLength"),
-])  # fmt: skip
-def test_what_cannot_be_fitted_is_a_mistake(
-    place: Place, run: Command, sampling: str, schema: Any, words: str
-) -> None:
-    more = {} if schema is None else {"schema": schema}
-    place.job(
-        sampling=f"sampling: {{{sampling}}}", output=f"output: {json.dumps({'path': 'out/res', **more})}"
-    )
-    done = run("validate", place.folder / "job.yaml")
-    assert done.code == 78
-    assert "sampling.max_tokens" in done.err
-    assert words in done.err

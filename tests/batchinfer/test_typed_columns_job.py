@@ -70,27 +70,3 @@ def test_a_request_has_the_schema_of_the_job_or_is_an_error(place: Place, run: C
     refused = rows[len(fine) :]
     assert [row["error_code"] for row in refused] == ["bad_parameter"] * len(others)
     assert all("output.schema" in row["error_message"] for row in refused)
-
-
-@pytest.mark.parametrize("where", ["schema", "schema_file"])
-def test_a_schema_nested_without_end_is_a_mistake(place: Place, run: Command, where: str) -> None:
-    text = "[" * 100_000
-    (place.folder / "deep.json").write_text(text)
-    said = text if where == "schema" else "deep.json"
-    place.job(output=f"output: {json.dumps({'path': 'out/res', where: said})}")
-    done = run("validate", place.folder / "job.yaml")
-    assert done.code == 78
-    assert f"output.{where}" in done.err
-
-
-@pytest.mark.parametrize(
-    "named", [{"schema": {"properties": {"LogProbs": {}}}}, {"schema": SHAPE, "column": "logprobs"}]
-)
-def test_no_column_has_the_name_of_the_one_of_log_probabilities(
-    place: Place, run: Command, named: dict[str, Any]
-) -> None:
-    """Which an OpenAI file may ask for in any row."""
-    place.job(output=f"output: {json.dumps({'path': 'out/res', **named})}")
-    done = run("validate", place.folder / "job.yaml")
-    assert done.code == 78
-    assert "another column" in done.err
