@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from tests.examples import everything
 from tests.warm_children import WarmChildren, unflushed
 
 if TYPE_CHECKING:
-    from tests.batchinfer.wrong_jobs import Place
+    from tests.batchinfer.wrong_jobs import CliOf, Place
 
 SPAWN = spawning._spawn
 READS_ROWS = tuple(str(Path(__file__).parent / room) for room in ("input", "store"))
@@ -50,6 +50,14 @@ def place(tmp_path: Path, model: Path) -> Place:
     from tests.batchinfer.wrong_jobs import make_place  # the GPU's tests run where what jobs need is missing
 
     return make_place(tmp_path / "job", model)
+
+
+@pytest.fixture
+def cli_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> CliOf:
+    """Make the command line with an engine, for the other arguments of `command`."""
+    from tests.batchinfer.wrong_jobs import command
+
+    return partial(command, capsys, monkeypatch)
 
 
 @pytest.fixture(scope="session")

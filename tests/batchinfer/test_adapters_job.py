@@ -175,18 +175,15 @@ def test_adapters_that_a_job_does_not_have(tmp_path: Path, model: Path, models: 
     assert "model.adapters lists none" in none
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"use_dora": True}, "lora_magnitude_vector is missing"),
-        ({"peft_type": "IA3"}, "only LORA is computed"),
-        ({"bias": "all"}, "biases of an adapter"),
-        ({"modules_to_save": ["lm_head"]}, "whole modules"),
-        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
-        ({"alpha_pattern": {".*q_proj": 3}}, "alpha_pattern"),
-        ({"lora_alpha": "many"}, "lora_alpha"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"use_dora": True}, "lora_magnitude_vector is missing"),
+    ({"peft_type": "IA3"}, "only LORA is computed"),
+    ({"bias": "all"}, "biases of an adapter"),
+    ({"modules_to_save": ["lm_head"]}, "whole modules"),
+    ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+    ({"alpha_pattern": {".*q_proj": 3}}, "alpha_pattern"),
+    ({"lora_alpha": "many"}, "lora_alpha"),
+])  # fmt: skip
 def test_what_is_not_computed_is_refused(
     tmp_path: Path, model: Path, models: Path, changes: dict[str, Any], reason: str
 ) -> None:
@@ -247,10 +244,7 @@ def test_adapters_fit_the_channels_that_a_calibration_has_changed(
     tmp_path: Path, model: Path, models: Path
 ) -> None:
     """Their log-probabilities are nearer to those in floats than where the factors of the channels are lost."""
-    sections = {
-        "model": {"adapter_from_column": "who"},
-        "sampling": {"max_tokens": 2, "logprobs": 5},
-    }
+    sections = {"model": {"adapter_from_column": "who"}, "sampling": {"max_tokens": 2, "logprobs": 5}}
     rows = [{"text": f"word {at} and more of it", "who": ("one", "two", None)[at % 3]} for at in range(24)]
     exact = job(tmp_path / "exact", model, models, rows, **sections)
     int4 = job(tmp_path / "int4", model, models, rows, **sections)

@@ -17,7 +17,7 @@ from batchinfer.store.results.diff import DiffOptions, diff_results
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table
 from tests.batchinfer.test_samples_job import job, rows_of
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
-from tests.batchinfer.wrong_jobs import Place, command
+from tests.batchinfer.wrong_jobs import CliOf, Place
 
 REAL = RunOptions(waves_from_s=float("inf"))
 LISTS = ("output.explode", "false")
@@ -90,26 +90,19 @@ def test_a_row_keeps_the_answers_that_did_not_fail(
 
 
 @pytest.mark.slow
-def test_the_page_s_example_runs(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_s_example_runs(place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
     section = PAGE.read_text("utf-8").partition("### Lists of answers")[2].partition("\n## ")[0]
     (lines,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
     (query,) = re.findall(r"```sql\n(.*?)```", section, re.DOTALL)
     sampling, output = lines.splitlines()
-    assert (
-        command(capsys, monkeypatch, FAKE_ENGINE)("run", place.job(sampling=sampling, output=output)).code
-        == 0
-    )
+    assert cli_of(FAKE_ENGINE)("run", place.job(sampling=sampling, output=output)).code == 0
     monkeypatch.chdir(place.folder)
     assert len(duckdb.sql(query).fetchall()) == 80
 
 
 @pytest.mark.slow
-def test_every_verb_knows_lists(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verbs = command(capsys, monkeypatch, FAKE_ENGINE)
+def test_every_verb_knows_lists(place: Place, cli_of: CliOf) -> None:
+    verbs = cli_of(FAKE_ENGINE)
     sampling = "sampling: {max_tokens: 8, temperature: 1.0, n: 4}"
     path = place.job(sampling=sampling, output="output: {path: out/res, columns: [text], explode: false}")
     for verb in ("validate", "plan", "preview", "run"):

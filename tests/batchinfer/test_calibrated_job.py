@@ -234,14 +234,11 @@ def test_a_model_is_calibrated_on_a_file_of_prompts(
     assert made[0] == made[1] == made[2]
 
 
-@pytest.mark.parametrize(
-    ("rows", "prompt"),
-    [
-        ([{"prompt": "a", "text": "b"}], {"user": "{{ prompt }}"}),
-        ([{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}], {"messages": "messages"}),
-        (["{not json", {"text": "b", "id": 3}], {"text": "text"}),
-    ],
-)
+@pytest.mark.parametrize(("rows", "prompt"), [
+    ([{"prompt": "a", "text": "b"}], {"user": "{{ prompt }}"}),
+    ([{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}], {"messages": "messages"}),
+    (["{not json", {"text": "b", "id": 3}], {"text": "text"}),
+])  # fmt: skip
 def test_what_of_a_file_are_prompts(
     model: Path, tmp_path: Path, rows: list[Any], prompt: dict[str, str]
 ) -> None:

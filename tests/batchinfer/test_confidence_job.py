@@ -149,16 +149,13 @@ def test_asking_later_computes_again_and_then_no_more(tmp_path: Path, tiny: Path
     assert table(path) == told
 
 
-@pytest.mark.parametrize(
-    ("output", "sampling", "said"),
-    [
-        ({}, {}, "lists no values"),
-        ({}, {"choice": ["a", "b"], "logprobs": 2}, "does not go with sampling.logprobs"),
-        ({}, {"choice": ["a", "b"], "from_columns": ["logprobs"]}, "does not go with sampling.logprobs"),
-        ({}, {"choice": ["a", "b"], "from_columns": ["choice"]}, "rows have their own choice"),
-        ({"columns": ["confidence"]}, {"choice": ["a", "b"]}, "a result with output.confidence"),
-    ],
-)
+@pytest.mark.parametrize(("output", "sampling", "said"), [
+    ({}, {}, "lists no values"),
+    ({}, {"choice": ["a", "b"], "logprobs": 2}, "does not go with sampling.logprobs"),
+    ({}, {"choice": ["a", "b"], "from_columns": ["logprobs"]}, "does not go with sampling.logprobs"),
+    ({}, {"choice": ["a", "b"], "from_columns": ["choice"]}, "rows have their own choice"),
+    ({"columns": ["confidence"]}, {"choice": ["a", "b"]}, "a result with output.confidence"),
+])  # fmt: skip
 def test_what_does_not_go_with_it_is_refused(
     tmp_path: Path, tiny: Path, output: dict[str, Any], sampling: dict[str, Any], said: str
 ) -> None:

@@ -16,7 +16,7 @@ from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table
 from tests.batchinfer.test_rerank_jobs import pairs, ranks_of_the_page
 from tests.batchinfer.test_score_jobs import write_job as write_any
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
-from tests.batchinfer.wrong_jobs import Place, command
+from tests.batchinfer.wrong_jobs import CliOf, Place
 from tests.encoder_checkpoints import make_encoder
 from tests.sentence_checkpoints import make_cross_encoder, pair_logits
 
@@ -139,8 +139,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_wrong_jobs_are_told(
     tmp_path: Path,
     checkpoint: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    cli_of: CliOf,
     config: dict[str, Any],
     sections: dict[str, Any],
     message: str,
@@ -150,7 +149,7 @@ def test_wrong_jobs_are_told(
     stated = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(stated | config))
     path = write_job(tmp_path, model, pairs(2), **sections)
-    told = command(capsys, monkeypatch, FAKE_ENGINE)("validate", path)
+    told = cli_of(FAKE_ENGINE)("validate", path)
     assert (told.code, message in told.err) == (78, True), told.err
 
 
@@ -185,11 +184,9 @@ def test_the_job_of_the_page_runs(tmp_path: Path, checkpoint: Path, monkeypatch:
     np.testing.assert_allclose([row[2] for row in ranked], wanted, atol=6e-4)
 
 
-def test_every_verb_knows_scores_of_pairs(
-    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_verb_knows_scores_of_pairs(tmp_path: Path, checkpoint: Path, cli_of: CliOf) -> None:
     path = write_job(tmp_path, checkpoint, pairs(4), rerank={"document": "document"})
-    verbs = command(capsys, monkeypatch, FAKE_ENGINE)
+    verbs = cli_of(FAKE_ENGINE)
     previewed = verbs("preview", path, "--rows", "1")
     assert "<|bos|>query 0<|im_end|>It is number 0<|im_end|>" in previewed.out
     assert "how relevant a document is" in previewed.err + previewed.out

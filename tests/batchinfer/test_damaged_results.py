@@ -17,16 +17,7 @@ from batchinfer.store.results.diff import DiffOptions
 from batchinfer.verbs.diff import compare_results
 from batchinfer.verbs.query import asked
 from batchinfer.verbs.verify import verify_results
-from tests.batchinfer.wrong_jobs import (
-    FAKE,
-    NO_ENGINE,
-    Place,
-    command,
-    copy_of,
-    flip,
-    make_place,
-    run_once,
-)
+from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, CliOf, Place, copy_of, flip, make_place, run_once
 from tests.examples import everything
 
 ROWS = "from results order by row_id"
@@ -146,15 +137,9 @@ def changed(folder: Path, older: Path) -> Iterator[tuple[str, Callable[[], objec
     yield "part-", lambda: shutil.copy(older / manifest.name, manifest)
 
 
-def test_a_run_heals_what_readers_refuse(
-    finished: Place,
-    copy: Place,
-    older: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_heals_what_readers_refuse(finished: Place, copy: Place, older: Path, cli_of: CliOf) -> None:
     """From the store: no engine starts."""
-    before, run = copy.published(), command(capsys, monkeypatch, NO_ENGINE)
+    before, run = copy.published(), cli_of(NO_ENGINE)
     cases = range(12) if everything() else (3, 11)
     for case in cases:
         name, damage = list(changed(copy.results, older))[case]
@@ -171,14 +156,12 @@ def test_a_run_heals_what_readers_refuse(
     assert (again.code, "published again" in again.err) == (0, False)
 
 
-def test_repair_computes_what_is_damaged_in_the_store_too(
-    copy: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repair_computes_what_is_damaged_in_the_store_too(copy: Place, cli_of: CliOf) -> None:
     before = copy.published()
     next(copy.results.glob("*.parquet")).unlink()
     (part,) = (copy.state / "completions").glob("part-*.parquet")
     flip(part, part.stat().st_size // 2)
-    run = command(capsys, monkeypatch, FAKE)
+    run = cli_of(FAKE)
     ended = run("verify", copy.results, "--repair")
     assert ended.code == 0, ended.err
     assert "its rows run again" in ended.err
@@ -188,12 +171,10 @@ def test_repair_computes_what_is_damaged_in_the_store_too(
     assert (untouched.code, untouched.err) == (0, "")
 
 
-def test_repair_runs_a_trial_with_what_it_was_run_with(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repair_runs_a_trial_with_what_it_was_run_with(place: Place, cli_of: CliOf) -> None:
     job = place.job(output="output: {path: 'out/res/${date}'}")
     options = ("--date", "2026-01-02", "--set", "sampling.max_tokens=3", "-q")
-    run = command(capsys, monkeypatch, FAKE)
+    run = cli_of(FAKE)
     assert run("run", job, *options, "--limit", "4").code == 0
     trial = place.folder / "out/res-first-4"
     before = {path.name: path.read_bytes() for path in trial.iterdir()}
@@ -202,13 +183,11 @@ def test_repair_runs_a_trial_with_what_it_was_run_with(
     assert {path.name: path.read_bytes() for path in trial.iterdir()} == before
 
 
-def test_repair_without_a_note_names_the_step(
-    copy: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repair_without_a_note_names_the_step(copy: Place, cli_of: CliOf) -> None:
     """As with results of versions that noted nothing, or where the state is gone."""
     shutil.rmtree(copy.state)
     next(copy.results.glob("*.parquet")).unlink()
-    run = command(capsys, monkeypatch, NO_ENGINE)
+    run = cli_of(NO_ENGINE)
     ended = run("verify", copy.results, "--repair")
     assert (ended.code, "batchinfer run JOB.YAML --verify" in ended.err) == (2, True)
     (copy.results / "_manifest.json").write_text("{}")
@@ -216,23 +195,19 @@ def test_repair_without_a_note_names_the_step(
     assert (refused.code, "move" in refused.err) == (73, True)
 
 
-def test_a_damaged_part_of_the_store_is_never_published(
-    copy: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_part_of_the_store_is_never_published(copy: Place, cli_of: CliOf) -> None:
     """Its answers are computed again, also without --verify."""
     before = copy.published()
     (part,) = (copy.state / "completions").glob("part-*.parquet")
     flip(part, part.stat().st_size // 2)
     shutil.rmtree(copy.results)
-    ended = command(capsys, monkeypatch, FAKE)("run", copy.folder / "job.yaml", "--json")
+    ended = cli_of(FAKE)("run", copy.folder / "job.yaml", "--json")
     assert (ended.code, json.loads(ended.out)["computed_requests"]) == (0, 20)
     assert copy.published() == before
 
 
 @pytest.mark.slow
-def test_openai_lines_are_not_made_of_a_damaged_result(
-    copy: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_openai_lines_are_not_made_of_a_damaged_result(copy: Place, cli_of: CliOf) -> None:
     job = copy.job(
         **{
             "prompt": "",
@@ -241,7 +216,7 @@ def test_openai_lines_are_not_made_of_a_damaged_result(
         }
     )
     copy.rows(*(_request(n) for n in range(20)), name="batch.jsonl")
-    run, out = command(capsys, monkeypatch, FAKE), copy.folder / "out.jsonl"
+    run, out = cli_of(FAKE), copy.folder / "out.jsonl"
     assert run("run", job, "-q", "--to-openai", out).code == 0
     lines = out.read_bytes()
     part = next((copy.folder / "out/new").glob("*.parquet"))
@@ -256,13 +231,11 @@ def _request(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_errors_are_counted_from_a_result_that_is_whole(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_are_counted_from_a_result_that_is_whole(place: Place, cli_of: CliOf) -> None:
     """What "already published" says of error rows is read from the result."""
     place.rows(*({"id": f"r{i}", "text": f"word {i}"} for i in range(19)), {"id": "bad"})
     job = place.job("on_error: {max_error_rate: 0.5}")
-    run = command(capsys, monkeypatch, FAKE)
+    run = cli_of(FAKE)
     first = json.loads(run("run", job, "--json").out)
     part = next(place.results.glob("*.parquet"))
     for at in range(50, part.stat().st_size, part.stat().st_size // 2):

@@ -74,12 +74,7 @@ def moved(place: Place, layers: int) -> tuple[int, int]:
         for ways in ((SLOWLY, ()), ((), SLOWLY))),
 ])  # fmt: skip
 def test_the_published_bytes_are_the_same(
-    tmp_path: Path,
-    model: Path,
-    quantization: str,
-    kept: str,
-    first: tuple[str, ...],
-    then: tuple[str, ...],
+    tmp_path: Path, model: Path, quantization: str, kept: str, first: tuple[str, ...], then: tuple[str, ...]
 ) -> None:
     at_once, grown = (make_place(tmp_path / name, model) for name in ("at-once", "grown"))
     for place in (at_once, grown):

@@ -463,24 +463,17 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path, model: Path)
         run(job(tmp_path / "gone", model, {"model": str(tmp_path / "nowhere")}), REAL)
 
 
-@pytest.mark.parametrize(
-    ("sections", "reason"),
-    [
-        ({"engine": {"tensor_parallel_size": 2, "threads": 2}}, "divided among ranks"),
-        ({"model": "windowed"}, "every layer of the job's model has a window"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "reason"), [
+    ({"engine": {"tensor_parallel_size": 2, "threads": 2}}, "divided among ranks"),
+    ({"model": "windowed"}, "every layer of the job's model has a window"),
+])  # fmt: skip
 def test_a_model_that_cannot_be_beside_is_refused_there_and_answers_first_else(
     tmp_path: Path, model: Path, sections: dict[str, Any], reason: str
 ) -> None:
     if sections.get("model") == "windowed":
         model = Path(shutil.copytree(model, tmp_path / "windowed"))
         config = json.loads((model / "config.json").read_text())
-        told = {
-            "model_type": "mistral",
-            "architectures": ["MistralForCausalLM"],
-            "sliding_window": 16,
-        }
+        told = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16}
         (model / "config.json").write_text(json.dumps(config | told))
         sections = {}
     drafts = {"model": str(model), "runs": "beside"}

@@ -20,7 +20,7 @@ from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table
 from tests.batchinfer.pipeline.test_pipeline import write_job as write_any
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
-from tests.batchinfer.wrong_jobs import Place, command
+from tests.batchinfer.wrong_jobs import CliOf, Place
 from tests.sentence_checkpoints import make_sentence_model, reference
 
 TEXTS = [f"the {'long ' * (n % 7)}text of number {n}" for n in range(30)]
@@ -111,13 +111,11 @@ def test_a_killed_run_ends_with_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_every_verb_knows_vectors(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_verb_knows_vectors(place: Place, cli_of: CliOf) -> None:
     place.rows(*({"id": f"r{n}", "text": f"word {n // 2}", "generated_text": "kept"} for n in range(12)))
     carried = "output: {path: out/res, columns: [generated_text]}"
     job = place.job("task: embed", prompt="prompt: {text: text}", sampling="", output=carried)
-    verbs = command(capsys, monkeypatch, FAKE_ENGINE)
+    verbs = cli_of(FAKE_ENGINE)
     previewed = verbs("preview", job, "--rows", "1")
     assert "word 0" in previewed.out
     assert "vector" in previewed.err + previewed.out

@@ -19,13 +19,7 @@ from tests.batchinfer.killed_runs import REAL
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table
 from tests.batchinfer.test_embed_job import TEXTS, embeddings, fenced, write_job
 from tests.encoder_checkpoints import encoder_folder
-from tests.sentence_checkpoints import (
-    densely,
-    make_sentence_encoder,
-    pooled_states,
-    reference,
-    write_dense,
-)
+from tests.sentence_checkpoints import densely, make_sentence_encoder, pooled_states, reference, write_dense
 
 
 def test_vectors_are_those_of_transformers(tmp_path: Path) -> None:
@@ -105,16 +99,13 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path) -> None:
     assert "has the module WeightedLayerPooling, which is not computed" in refused(tmp_path, model)
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "words"),
-    [
-        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
-        ("bert", {"is_decoder": True}, "is_decoder is True; only false is supported"),
-        ("mpnet", {"relative_attention_num_buckets": 16}, "num_buckets is 16; only 32 is supported"),
-        ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings is 2; wanted more than 2"),
-        ("bert", {"type_vocab_size": 3}, "tensors of a wrong shape: embeddings.token_type_embeddings.weight"),
-    ],
-)
+@pytest.mark.parametrize(("family", "changes", "words"), [
+    ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
+    ("bert", {"is_decoder": True}, "is_decoder is True; only false is supported"),
+    ("mpnet", {"relative_attention_num_buckets": 16}, "num_buckets is 16; only 32 is supported"),
+    ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings is 2; wanted more than 2"),
+    ("bert", {"type_vocab_size": 3}, "tensors of a wrong shape: embeddings.token_type_embeddings.weight"),
+])  # fmt: skip
 def test_configurations_that_are_not_computed(
     tmp_path: Path, family: str, changes: dict[str, Any], words: str
 ) -> None:

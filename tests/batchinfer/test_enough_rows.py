@@ -55,13 +55,10 @@ def test_a_file_without_rows_beside_others_is_no_empty_input(tmp_path: Path, mod
     assert run(job, NO_ENGINE).row["rows_error"] == 1
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        pytest.param({}, id="one answer"),
-        pytest.param({"sampling": {"n": 3, "temperature": 0.8}}, id="three answers", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("sections", [
+    pytest.param({}, id="one answer"),
+    pytest.param({"sampling": {"n": 3, "temperature": 0.8}}, id="three answers", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_an_input_with_too_few_rows_is_refused(tmp_path: Path, model: Path, sections: dict[str, Any]) -> None:
     rows: list[Any] = people(20)
     path = write_job(tmp_path, model, rows, **JOB | sections)
@@ -82,16 +79,13 @@ def test_a_trial_and_a_sampled_plan_may_read_few_rows(tmp_path: Path, model: Pat
     planned(path, (), sample=20)
 
 
-@pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        ({"min_rows": 0}, "found the number 0; it must be a number of rows from 1, such as 1000, or a share"),
-        ({"min_rows": 1.5}, "found the number 1.5; it must be"),
-        ({"min_rows": True}, "found true; it must be"),
-        ({"min_rows": 11, "limit": 10}, "11 rows are more than input.limit, 10, lets the job read"),
-        ({"limit": 0}, "input.limit: found the number 0; it must be a whole number"),
-    ],
-)
+@pytest.mark.parametrize(("section", "words"), [
+    ({"min_rows": 0}, "found the number 0; it must be a number of rows from 1, such as 1000, or a share"),
+    ({"min_rows": 1.5}, "found the number 1.5; it must be"),
+    ({"min_rows": True}, "found true; it must be"),
+    ({"min_rows": 11, "limit": 10}, "11 rows are more than input.limit, 10, lets the job read"),
+    ({"limit": 0}, "input.limit: found the number 0; it must be a whole number"),
+])  # fmt: skip
 def test_wrong_guards_are_mistakes(tmp_path: Path, model: Path, section: dict[str, Any], words: str) -> None:
     path = write_job(tmp_path, model, people(1), **JOB | {"input": {"path": "in.jsonl"} | section})
     with pytest.raises(JobFileError, match=words):

@@ -17,15 +17,15 @@ from batchinfer.store.results.diff import DiffOptions
 from batchinfer.verbs.diff import compare_results
 from batchinfer.verbs.query import opened_result
 from batchinfer.verbs.report_page import write_page
-from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, Command, Place, command
+from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, CliOf, Command, Place
 
 PAGE = (Path(__file__).parents[2] / "docs" / "accuracy.md").read_text("utf-8")
 LABELLED = "input: {path: rows.jsonl, id: id, expected: label}"
 
 
 @pytest.fixture
-def fake(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return command(capsys, monkeypatch, FAKE)
+def fake(cli_of: CliOf) -> Command:
+    return cli_of(FAKE)
 
 
 def newest(place: Place) -> dict[str, Any]:
@@ -52,12 +52,12 @@ def labelled(place: Place, found: dict[str, str], wrong: int) -> None:
 
 
 def test_labels_that_change_are_published_and_measured_without_computing(
-    place: Place, fake: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Place, fake: Command, cli_of: CliOf
 ) -> None:
     found = answers(place, fake)
     labelled(place, found, 4)
     job = place.job(input=LABELLED)
-    none = command(capsys, monkeypatch, NO_ENGINE)
+    none = cli_of(NO_ENGINE)
     done = none("run", job)
     assert done.code == 0, done.err
     row = newest(place)
@@ -122,12 +122,9 @@ def test_a_column_that_cannot_be_the_expected_one(
 
 SHAPE = {
     "type": "object",
-    "properties": {
-        "state": {"enum": ["open", "paid"]},
-        "count": {"type": "integer", "minimum": 0, "maximum": 9},
-    },
+    "properties": {"state": {"enum": ["open", "paid"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
     "required": ["state", "count"],
-}
+}  # fmt: skip
 
 
 def test_typed_answers_are_measured_by_field(tmp_path: Path, model: Path) -> None:
@@ -219,7 +216,7 @@ def right(rows: list[dict[str, Any]]) -> list[bool]:
 
 
 def test_labels_are_measured_with_their_probabilities(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = {kind: re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("yaml", "sql")}
@@ -251,7 +248,7 @@ def test_labels_are_measured_with_their_probabilities(
     Path("reviews.jsonl").write_text("\n".join(lines).replace("mixed", "negative"))
     again = run("job.yaml", set_here)
     assert (again.computed or 0, again.row["labelled_rows"]) == (0, 30)
-    head, *nights = command(capsys, monkeypatch, NO_ENGINE)("history", again.results).out.splitlines()
+    head, *nights = cli_of(NO_ENGINE)("history", again.results).out.splitlines()
     assert head.endswith("calibration error  Brier score")
     figures = [
         [f"{night.row[name]:.3f}" for name in ("calibration_error", "brier_score")] for night in (done, again)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.batchinfer.input.tokenizer.made_tokenizers import words
-from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, command
+from tests.batchinfer.wrong_jobs import NO_ENGINE, CliOf, Place
 
 REAL = "batchinfer.engine.load.build:load_weights"
 DYING = "tests.batchinfer.dying_engine:build"
@@ -67,7 +67,7 @@ def check(rows: list[dict[str, Any]], shape: Mapping[str, Any]) -> int:
 
 @pytest.mark.slow
 def test_a_killed_job_is_read_and_resumed(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its engine is killed in the middle of answers, and so is the next one. Rows 0 … 3 are equal: sampled, each is
     computed."""
@@ -75,16 +75,16 @@ def test_a_killed_job_is_read_and_resumed(
     job = write(place, NUMBERS)
     monkeypatch.setenv("DIES_AFTER", "6")
     monkeypatch.setenv("DIED", str(place.folder / "died"))
-    killed = command(capsys, monkeypatch, DYING)("run", job)
+    killed = cli_of(DYING)("run", job)
     assert killed.code == 71, killed.err
-    query = command(capsys, monkeypatch, NO_ENGINE)
+    query = cli_of(NO_ENGINE)
     shown = query("query", place.results, "select * from results", "--partial", "--json")
     assert shown.code == 0, shown.err
     partial = [json.loads(line) for line in shown.out.splitlines()]
     assert 6 <= len(partial) < 16
     assert check(partial, NUMBERS) > 3
 
-    done = command(capsys, monkeypatch, REAL)("run", job)
+    done = cli_of(REAL)("run", job)
     assert done.code == 0, done.err
     found = {row["custom_id"]: row for row in place.table()}
     assert run_row(place)["reused_requests"] == len(partial)
@@ -98,11 +98,9 @@ def test_a_killed_job_is_read_and_resumed(
 
 
 @pytest.mark.slow
-def test_a_job_with_another_schema_has_other_columns(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_with_another_schema_has_other_columns(place: Place, cli_of: CliOf) -> None:
     place.rows(*({"id": f"r{n}", "text": f"word {n}"} for n in range(6)))
-    run, found = command(capsys, monkeypatch, REAL), []
+    run, found = cli_of(REAL), []
     for shape, reused in ((NUMBERS, 0), (TEXTS, 0), (NUMBERS, 6)):
         done = run("run", write(place, shape), "--replace")
         assert done.code == 0, done.err
@@ -116,9 +114,7 @@ def test_a_job_with_another_schema_has_other_columns(
 
 
 @pytest.mark.slow
-def test_rows_are_one_piece_of_work_where_text_and_constraint_are_equal(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_one_piece_of_work_where_text_and_constraint_are_equal(place: Place, cli_of: CliOf) -> None:
     """And a constraint that changes changes the work of its rows alone."""
 
     def run(changing: str) -> dict[str, dict[str, Any]]:
@@ -128,7 +124,7 @@ def test_rows_are_one_piece_of_work_where_text_and_constraint_are_equal(
         place.rows(*({"text": "same", **row} for row in rows))
         names = "from_columns: [regex, choice]"
         job = place.job(sampling=f"sampling: {{max_tokens: 12, temperature: 0, {names}}}")
-        done = command(capsys, monkeypatch, REAL)("run", job, "--replace")
+        done = cli_of(REAL)("run", job, "--replace")
         assert done.code == 0, done.err
         found = {row["custom_id"]: row for row in place.table()}
         for name, pattern in patterns.items():
@@ -147,10 +143,10 @@ def test_rows_are_one_piece_of_work_where_text_and_constraint_are_equal(
 
 
 def test_a_tokenizer_that_can_follow_nothing_is_told_before_the_model_loads(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Place, cli_of: CliOf
 ) -> None:
     """For a constraint of the job; rows with one of their own are errors, and others run."""
-    validate = command(capsys, monkeypatch, NO_ENGINE)
+    validate = cli_of(NO_ENGINE)
     words().save(str(place.own_model() / "tokenizer.json"))
     place.rows({"id": "a", "text": "yes", "choice": ["no"]}, {"id": "b", "text": "no"})
     prompt = "prompt: {text: text}"

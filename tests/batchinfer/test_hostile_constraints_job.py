@@ -18,13 +18,13 @@ from batchinfer.input.constraints.grammar import compiled
 from batchinfer.input.constraints.grammar_tokenizer import GrammarTokenizer
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from tests.batchinfer.test_structured_job import REAL
-from tests.batchinfer.wrong_jobs import Command, Place, command
+from tests.batchinfer.wrong_jobs import CliOf, Command, Place
 from tests.checkpoints import EOS, kept_folder, make_tokenizer
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return command(capsys, monkeypatch, REAL)
+def run(cli_of: CliOf) -> Command:
+    return cli_of(REAL)
 
 
 @pytest.fixture(scope="module")

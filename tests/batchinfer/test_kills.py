@@ -27,9 +27,7 @@ from tests.checkpoints import make_model_folder
 from tests.examples import first_of
 from tests.patience import PATIENCE_S
 
-pytestmark = [
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
-]
+pytestmark = [pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")]
 # What a process of a run has on its command line, and how long it lives when nobody else uses the machine
 LIVES_S = {
     "batchinfer run": 4.5,

@@ -12,7 +12,7 @@ import duckdb
 import jsonschema
 import pytest
 
-from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, command, make_place
+from tests.batchinfer.wrong_jobs import NO_ENGINE, CliOf, Place, make_place
 from tests.reasoning_models import REASONING_FAMILIES, make_reasoning_model
 
 REAL = "batchinfer.engine.load.build:load_weights"
@@ -78,46 +78,40 @@ def check(rows: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.slow
 def test_a_schema_follows_the_reasoning_and_a_killed_job_ends_with_the_same_bytes(
-    place: Place,
-    tmp_path: Path,
-    thinker: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    place: Place, tmp_path: Path, thinker: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = make_place(tmp_path / "whole", thinker)
     whole.rows(*ROWS)
-    assert command(capsys, monkeypatch, REAL)("run", write(whole)).code == 0
+    assert cli_of(REAL)("run", write(whole)).code == 0
     assert {"thought", "direct"} <= set(check(whole.table()))
 
     job = write(place)
     monkeypatch.setenv("DIES_AFTER", "4")
     monkeypatch.setenv("DIED", str(place.folder / "died"))
-    assert command(capsys, monkeypatch, DYING)("run", job).code == 71
-    query = command(capsys, monkeypatch, NO_ENGINE)
+    assert cli_of(DYING)("run", job).code == 71
+    query = cli_of(NO_ENGINE)
     shown = query("query", place.results, "select * from results", "--partial", "--json")
     assert shown.code == 0, shown.err
     partial = [json.loads(line) for line in shown.out.splitlines()]
     assert 4 <= len(partial) < len(ROWS)
     check(partial)
-    done = command(capsys, monkeypatch, REAL)("run", job)
+    done = cli_of(REAL)("run", job)
     assert done.code == 0, done.err
     assert tables_of(place) == tables_of(whole)
     same = query("diff", place.results, whole.results)
     assert same.code == 0, same.out + same.err
 
 
-def test_the_columns_come_and_go_without_computing_anything(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_columns_come_and_go_without_computing_anything(place: Place, cli_of: CliOf) -> None:
     """Answers without a constraint are the same, however they are split; nothing is said twice."""
     output = {"path": "out/res", "columns": ["text"]}
     job = write(place, output=output, sampling={"max_tokens": 60, "temperature": 1.0, "seed": 1})
-    assert command(capsys, monkeypatch, REAL)("run", job).code == 0
+    assert cli_of(REAL)("run", job).code == 0
     split = place.table()
     assert {row["status"] for row in split} == {"ok"}
     assert any(row["reasoning"] and row["generated_text"] for row in split)
     assert any(row["reasoning"] and row["generated_text"] is None for row in split)
-    again = command(capsys, monkeypatch, NO_ENGINE)
+    again = cli_of(NO_ENGINE)
     assert again("run", job, "--set", "prompt.reasoning=none").code == 0
     whole = place.table()
     for one, other in zip(split, whole, strict=True):
@@ -136,9 +130,7 @@ def test_the_columns_come_and_go_without_computing_anything(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REASONING_FAMILIES)
-def test_every_family_answers_under_a_schema_and_a_budget(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_family_answers_under_a_schema_and_a_budget(name: str, tmp_path: Path, cli_of: CliOf) -> None:
     """Granite writes its markers as text: its answers are constrained from their first token, without a budget."""
     make_reasoning_model(tmp_path / "model", name)
     place = make_place(tmp_path / "job", tmp_path / "model")
@@ -146,7 +138,7 @@ def test_every_family_answers_under_a_schema_and_a_budget(
     sampling = {"max_tokens": 150, "temperature": 1.0} | (
         {} if name == "granite" else {"thinking_budget": 15}
     )
-    done = command(capsys, monkeypatch, REAL)("run", write(place, sampling=sampling))
+    done = cli_of(REAL)("run", write(place, sampling=sampling))
     assert done.code == 0, done.err
     rows = place.table()
     assert {row["status"] for row in rows} == {"ok"}
@@ -163,9 +155,7 @@ def chat(name: str, content: str, **body: Any) -> dict[str, Any]:
     return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
-def test_an_openai_file_has_the_reasoning(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_openai_file_has_the_reasoning(place: Place, cli_of: CliOf) -> None:
     shape = {"type": "json_schema", "json_schema": {"name": "count", "schema": SCHEMA}}
     text = {"custom_id": "text", "method": "POST", "url": "/v1/completions"}
     place.rows(
@@ -182,7 +172,7 @@ def test_an_openai_file_has_the_reasoning(
         prompt={"reasoning": "auto"},
     )
     out = place.folder / "answers.jsonl"
-    done = command(capsys, monkeypatch, REAL)("run", job, "--to-openai", out)
+    done = cli_of(REAL)("run", job, "--to-openai", out)
     assert done.code == 0, done.err
     found = 0
     for line, row in zip(map(json.loads, out.read_text().splitlines()), place.table(), strict=True):
@@ -206,17 +196,15 @@ def test_an_openai_file_has_the_reasoning(
     assert found > 4
 
 
-def test_a_budget_ends_the_reasoning_of_the_job_and_of_rows(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_ends_the_reasoning_of_the_job_and_of_rows(place: Place, cli_of: CliOf) -> None:
     budgets = [None, 0, 5, None, 9, None]
     place.rows(*(row | {"budget": budget} for row, budget in zip(ROWS, budgets, strict=False)))
     columns = {"from_columns": {"thinking_budget": "budget"}}
     sampling = {"max_tokens": "fit", "temperature": 1.0, "seed": 4, "thinking_budget": 20, **columns}
     job = write(place, sampling=sampling)
-    checked = command(capsys, monkeypatch, NO_ENGINE)("validate", job)
+    checked = cli_of(NO_ENGINE)("validate", job)
     assert "an answer has at most" in checked.out
-    done = command(capsys, monkeypatch, REAL)("run", job)
+    done = cli_of(REAL)("run", job)
     assert done.code == 0, done.err
     rows = place.table()
     assert set(check(rows)) == {"thought", "direct"}  # there is room for all, however long they reason
@@ -235,25 +223,18 @@ def test_a_budget_ends_the_reasoning_of_the_job_and_of_rows(
     ({"prompt": {"user": "x", "reasoning": {"begin": "", "end": "a"}}}, "prompt.reasoning"),
 ])  # fmt: skip
 def test_a_job_that_cannot_be_meant_so_is_refused(
-    sections: dict[str, Any],
-    told: str,
-    tmp_path: Path,
-    model: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    sections: dict[str, Any], told: str, tmp_path: Path, model: Path, cli_of: CliOf
 ) -> None:
     """By a checkpoint that names no reasoning, or by what the option may say."""
     place = make_place(tmp_path / "job", model)
-    done = command(capsys, monkeypatch, NO_ENGINE)("run", write(place, **sections))
+    done = cli_of(NO_ENGINE)("run", write(place, **sections))
     assert done.code == 78
     assert told in done.err, done.err
 
 
-def test_columns_of_the_result_keep_their_names(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_of_the_result_keep_their_names(place: Place, cli_of: CliOf) -> None:
     shape = {"type": "object", "properties": {"reasoning": {"type": "string"}}, "required": ["reasoning"]}
-    run = command(capsys, monkeypatch, NO_ENGINE)
+    run = cli_of(NO_ENGINE)
     for output in ({"path": "out/res", "schema": shape}, {"path": "out/res", "columns": ["reasoning"]}):
         place.rows({"text": "a", "reasoning": "b", "id": "c"})
         done = run("run", write(place, output=output))
@@ -267,13 +248,13 @@ def fenced(page: str, language: str) -> list[str]:
 
 
 def test_the_job_of_the_page_runs_and_the_queries_are_answered(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_reasoning_model(tmp_path / "models/qwen3-8b", "qwen3")
     (tmp_path / "job.yaml").write_text(fenced("reasoning.md", "yaml")[0])
     (questions,) = fenced("reasoning.md", "json")
     (tmp_path / "questions.jsonl").write_text(questions * 4)
-    run = command(capsys, monkeypatch, REAL)
+    run = cli_of(REAL)
     small = ("sampling.thinking_budget=40", "sampling.temperature=1.5", "on_error.max_error_rate=1")
     done = run("run", tmp_path / "job.yaml", *(word for one in small for word in ("--set", one)))
     assert done.code == 0, done.err

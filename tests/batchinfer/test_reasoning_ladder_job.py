@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from tests.batchinfer.test_reasoning_job import DYING, REAL, SCHEMA, tables_of
-from tests.batchinfer.wrong_jobs import Place, command, make_place
+from tests.batchinfer.wrong_jobs import CliOf, Place, make_place
 from tests.reasoning_models import make_reasoning_model
 from tests.tool_models import make_tool_model
 
@@ -51,14 +51,12 @@ def check(rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_all_of_it_in_one_batch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_of_it_in_one_batch(tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
     make_reasoning_model(tmp_path / "model", "qwen3")
     whole, killed = (make_place(tmp_path / name, tmp_path / "model") for name in ("whole", "killed"))
     for place in (whole, killed):
         place.rows(*ROWS)
-    run = command(capsys, monkeypatch, REAL)
+    run = cli_of(REAL)
     done = run("run", write(whole))
     assert done.code == 0, done.err
     first = whole.table()
@@ -66,8 +64,8 @@ def test_all_of_it_in_one_batch(
 
     monkeypatch.setenv("DIES_AFTER", "4")
     monkeypatch.setenv("DIED", str(killed.folder / "died"))
-    assert command(capsys, monkeypatch, DYING)("run", write(killed)).code == 71
-    run = command(capsys, monkeypatch, REAL)
+    assert cli_of(DYING)("run", write(killed)).code == 71
+    run = cli_of(REAL)
     assert run("run", write(killed)).code == 0
     assert tables_of(killed) == tables_of(whole)
 
@@ -105,7 +103,7 @@ def request(number: int, last_night: bool = True) -> dict[str, Any]:
 
 
 def test_calls_of_tools_in_one_batch_with_schemas_budgets_and_a_ladder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests of all kinds share a beginning, run again where their answers are cut, and survive a kill."""
     make_tool_model(tmp_path / "model", "qwen3")
@@ -122,7 +120,7 @@ def test_calls_of_tools_in_one_batch_with_schemas_budgets_and_a_ladder(
     for place in (whole, killed):
         place.rows(*map(request, range(COUNT)))
         place.job(**{name: f"{name}: {json.dumps(value)}" for name, value in sections.items()})
-    done = command(capsys, monkeypatch, REAL)("run", whole.folder / "job.yaml")
+    done = cli_of(REAL)("run", whole.folder / "job.yaml")
     assert done.code == 0, done.err
     first = whole.table()
     for number, row in enumerate(first):
@@ -139,8 +137,8 @@ def test_calls_of_tools_in_one_batch_with_schemas_budgets_and_a_ladder(
 
     monkeypatch.setenv("DIES_AFTER", "4")
     monkeypatch.setenv("DIED", str(killed.folder / "died"))
-    assert command(capsys, monkeypatch, DYING)("run", killed.folder / "job.yaml").code == 71
-    run = command(capsys, monkeypatch, REAL)
+    assert cli_of(DYING)("run", killed.folder / "job.yaml").code == 71
+    run = cli_of(REAL)
     assert run("run", killed.folder / "job.yaml").code == 0
     assert tables_of(killed) == tables_of(whole)
 

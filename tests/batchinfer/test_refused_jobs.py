@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, command
+from tests.batchinfer.wrong_jobs import NO_ENGINE, CliOf, Place
 
 PLAIN = {"prompt": "{text: text}", "sampling": None}
 CHAT = {"sampling": None}
@@ -67,9 +67,11 @@ CASES: list[tuple[dict[str, str | None], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("sections", "words"), CASES)
-def test_refused(sections: dict[str, str | None], words: tuple[str, ...], place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]  # fmt: skip
+def test_refused(
+    sections: dict[str, str | None], words: tuple[str, ...], place: Place, cli_of: CliOf
+) -> None:
     (place.folder / "deep.json").write_text(NESTED)
     text = {name: "" if one is None else f"{name}: {one}" for name, one in sections.items()}
-    told = command(capsys, monkeypatch, NO_ENGINE)("run", place.job(**text))
+    told = cli_of(NO_ENGINE)("run", place.job(**text))
     assert (told.code, [word for word in words if word not in told.err]) == (78, []), told.err
     assert not place.results.exists()

@@ -12,7 +12,7 @@ import pytest
 from batchinfer.report.tables.device_time import LOSSES
 from batchinfer.report.tables.folder import tables
 from tests.batchinfer.measured_run import ROWS
-from tests.batchinfer.wrong_jobs import FAKE, Command, Place, command
+from tests.batchinfer.wrong_jobs import FAKE, CliOf, Command, Place
 
 Table = Callable[[str], list[dict[str, Any]]]
 
@@ -128,11 +128,11 @@ def test_metering_says_what_it_took(table: Table) -> None:
 
 
 def test_without_peaks_and_without_a_step(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What is not known is null, and what is known still adds up."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run: Command = command(capsys, monkeypatch, FAKE)
+    run: Command = cli_of(FAKE)
     assert run("run", place.folder / "job.yaml", "-q").code == 0
     read = reader(place)
     (row,) = read("FROM run")

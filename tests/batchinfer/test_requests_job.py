@@ -26,7 +26,7 @@ from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table
 from tests.batchinfer.pipeline.test_pipeline import write_job as write_any
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
-from tests.batchinfer.wrong_jobs import Place, command
+from tests.batchinfer.wrong_jobs import CliOf, Place
 from tests.examples import everything, examples
 from tests.fake_engine import FakeEngine
 from tests.sentence_checkpoints import make_sentence_model, reference
@@ -276,9 +276,7 @@ def test_known_rows_are_known_with_several_inputs(tmp_path: Path, sentences: Pat
 
 
 @pytest.mark.slow
-def test_validate_and_plan_count_inputs(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sentences: Path
-) -> None:
+def test_validate_and_plan_count_inputs(place: Place, cli_of: CliOf, sentences: Path) -> None:
     requests = [vectors(["one", "two", "one"]), chat("hello"), vectors("two")]
     lines = [
         {"custom_id": f"c{at}", "method": "POST", "url": url, "body": body}
@@ -294,7 +292,7 @@ def test_validate_and_plan_count_inputs(
         input="input: {path: rows.jsonl, format: openai}",
         output="output: {path: out/res}",
     )
-    verbs = command(capsys, monkeypatch, FAKE_ENGINE)
+    verbs = cli_of(FAKE_ENGINE)
     validated = verbs("validate", job)
     assert validated.code == 0, validated.err
     planned = json.loads(verbs("plan", job, "--json").out)

@@ -19,7 +19,7 @@ from batchinfer.store.index.index import BestOf
 from batchinfer.store.outputs.best_samples import best_samples
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
-from tests.batchinfer.wrong_jobs import Place, command
+from tests.batchinfer.wrong_jobs import CliOf, Place
 
 REAL = RunOptions(waves_from_s=float("inf"))
 PROMPT = {"system": "Be brief.", "user": "Say {{ text }}"}
@@ -276,10 +276,8 @@ def test_greedy_rows_are_errors(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_verb_knows_samples(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verbs = command(capsys, monkeypatch, FAKE_ENGINE)
+def test_every_verb_knows_samples(place: Place, cli_of: CliOf) -> None:
+    verbs = cli_of(FAKE_ENGINE)
     path = place.job(sampling="sampling: {max_tokens: 8, temperature: 1.0, n: 4}")
     for verb in ("plan", "preview"):
         assert verbs(verb, path).code == 0
@@ -301,14 +299,12 @@ def test_every_verb_knows_samples(
     assert "r0#0" in verbs("diff", place.results, other).out
 
 
-def test_validate_counts_rows_and_answers_apart(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validate_counts_rows_and_answers_apart(place: Place, cli_of: CliOf) -> None:
     rows = [{"id": f"r{n}", "text": None if n == 2 else "word", "n": n + 1} for n in range(4)]
     place.rows(*rows)
     sampling = "sampling: {temperature: 1.0, n: 3, from_columns: [n]}"
     more = "on_error: {max_error_rate: 1}"
     path = place.job(more, prompt="prompt: {text: text}", sampling=sampling)
-    told = command(capsys, monkeypatch, FAKE_ENGINE)("validate", path)
+    told = cli_of(FAKE_ENGINE)("validate", path)
     assert told.code == 0, told.err
     assert "rows: 1 of all 4 would become error rows, to get 7 answers:\n  1 × prompt_missing" in told.out

@@ -222,13 +222,10 @@ def test_an_ambiguous_grammar_fails_before_it_slows_the_batch(grammar: str, char
 
 CHAIN = {f"d{i}": {"oneOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "string"}]} for i in range(8000)}
 HOSTILE: dict[str, Any] = {
-    "alternatives that name one another": {
-        "$ref": "#/$defs/d0",
-        "$defs": {**CHAIN, "d8000": {"type": "null"}},
-    },
+    "alternatives that name one another": {"$ref": "#/$defs/d0", "$defs": {**CHAIN, "d8000": {"type": "null"}}},
     "classes without an end": matching('[^"' * 40_000),
     "alternatives of alternatives": {"enum": list(range(100_000))},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", first_of(sorted(HOSTILE, key="classes without an end".__ne__), 1))

@@ -25,7 +25,7 @@ from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole, 
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table
 from tests.batchinfer.pipeline.test_pipeline import write_job as write_any
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
-from tests.batchinfer.wrong_jobs import Place, command
+from tests.batchinfer.wrong_jobs import CliOf, Place
 from tests.checkpoints import make_model_folder
 
 LABELS = [" yes", " no", " not at all", " no way", "!"]
@@ -275,11 +275,9 @@ def test_the_jobs_of_the_page_run(tmp_path: Path, checkpoint: Path, monkeypatch:
     assert value > 1
 
 
-def test_a_preview_marks_what_follows_the_prompt(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preview_marks_what_follows_the_prompt(place: Place, cli_of: CliOf) -> None:
     place.rows({"id": "r0", "text": "word 0", "more": " and a"})
-    verbs = command(capsys, monkeypatch, FAKE_ENGINE)
+    verbs = cli_of(FAKE_ENGINE)
 
     def previewed(lines: str) -> tuple[str, dict[str, Any]]:
         job = place.job(lines, prompt="prompt: {text: text}", sampling="")
@@ -307,13 +305,11 @@ def test_a_preview_marks_what_follows_the_prompt(
 
 
 @pytest.mark.slow
-def test_every_verb_knows_labels(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_verb_knows_labels(place: Place, cli_of: CliOf) -> None:
     place.rows(*({"id": f"r{n}", "text": f"word {n // 2}", "label": n} for n in range(12)))
     lines = "task: classify\nclassify: {choices: [a, b, c]}"
     clash = "output: {path: out/res, columns: [label]}"
-    verbs = command(capsys, monkeypatch, FAKE_ENGINE)
+    verbs = cli_of(FAKE_ENGINE)
     assert (
         "that a result of task: classify has" in verbs("run", place.job(lines, sampling="", output=clash)).err
     )
@@ -405,7 +401,7 @@ def test_labels_are_calibrated(
 
 @pytest.mark.slow
 def test_a_prompt_without_content_that_failed_is_tried_again(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, checkpoint: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store then has its error and, in a later part, its answer: the answer counts, as for any row. Meanwhile the
     rows that are finished have no labels that could be shown."""
@@ -415,9 +411,7 @@ def test_a_prompt_without_content_that_failed_is_tried_again(
     monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "1")
     with pytest.raises(BatchInferError, match=r"without content .* is an error, fake_failure"):
         run(path)
-    shown = command(capsys, monkeypatch, FAKE_ENGINE)(
-        "query", tmp_path / "out/res", "FROM results", "--partial"
-    )
+    shown = cli_of(FAKE_ENGINE)("query", tmp_path / "out/res", "FROM results", "--partial")
     assert shown.code != 0
     assert "without content (classify.calibrate) is an error" in shown.err
     monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
@@ -425,13 +419,10 @@ def test_a_prompt_without_content_that_failed_is_tried_again(
     assert (mended.exit_code, mended.row["rows_error"]) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ text.strip(3) }}", "no prompt can be made with 'N/A' for all values"),
-        ("{{ row.text }}", "the template reads row"),
-    ],
-)
+@pytest.mark.parametrize(("template", "message"), [
+    ("{{ text.strip(3) }}", "no prompt can be made with 'N/A' for all values"),
+    ("{{ row.text }}", "the template reads row"),
+])  # fmt: skip
 def test_a_prompt_without_content_has_to_render(
     tmp_path: Path, checkpoint: Path, template: str, message: str
 ) -> None:

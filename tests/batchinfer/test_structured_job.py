@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.batchinfer.wrong_jobs import Command, Place, command
+from tests.batchinfer.wrong_jobs import CliOf, Command, Place
 
 REAL = "batchinfer.engine.load.build:load_weights"
 SCHEMA: dict[str, Any] = {
@@ -37,8 +37,8 @@ COLUMNS = {
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return command(capsys, monkeypatch, REAL)
+def run(cli_of: CliOf) -> Command:
+    return cli_of(REAL)
 
 
 def output(**more: Any) -> str:

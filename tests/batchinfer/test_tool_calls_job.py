@@ -14,7 +14,7 @@ import pytest
 from batchinfer.core.tool_calls import FoundCalls
 from batchinfer.input.tool_calls.formats import FORMATS
 from tests.batchinfer.test_reasoning_job import fenced
-from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, command, make_place
+from tests.batchinfer.wrong_jobs import NO_ENGINE, CliOf, Place, make_place
 from tests.scripted_engine import SCRIPT
 from tests.tool_models import TOOL_FAMILIES, make_tool_model, make_tool_tokenizer, written_calls
 
@@ -75,7 +75,7 @@ SLOW = [name for name in TOOL_FAMILIES if name != "gpt-oss"]
 
 @pytest.mark.parametrize("name", ["gpt-oss", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_the_calls_of_each_family_become_a_column(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that have no tools make no calls. Nothing is computed to read calls, or not to; on a second night only the
     rows whose tools have changed are."""
@@ -98,7 +98,7 @@ def test_the_calls_of_each_family_become_a_column(
         "row text": (FINAL if name == "gpt-oss" else "") + "Nothing to call.",
     }
     script(place, fast, answers, monkeypatch)
-    done = command(capsys, monkeypatch, SCRIPTED)("run", write(place))
+    done = cli_of(SCRIPTED)("run", write(place))
     assert done.code == 0, done.err
     rows = {row["custom_id"]: row for row in place.table()}
     (call,) = rows["call"]["tool_calls"]
@@ -109,7 +109,7 @@ def test_the_calls_of_each_family_become_a_column(
     assert "Ulm" in (rows["none"]["generated_text"] or rows["none"]["reasoning"])
     assert rows["text"]["generated_text"] == "Nothing to call."
     place.rows({"id": "more", "text": "row more", "can": TOOLS[:1]}, *given)
-    night = command(capsys, monkeypatch, SCRIPTED)("run", write(place), "--json")
+    night = cli_of(SCRIPTED)("run", write(place), "--json")
     assert json.loads(night.out)["computed_requests"] == 1
     found = {row["custom_id"]: row for row in place.table()}
     assert [one["name"] for one in found.pop("more")["tool_calls"]] == ["get_weather"]
@@ -118,19 +118,19 @@ def test_the_calls_of_each_family_become_a_column(
     }
     if name == "gpt-oss":
         return
-    again = command(capsys, monkeypatch, NO_ENGINE)
+    again = cli_of(NO_ENGINE)
     assert again("run", write(place), "--set", "prompt.tool_calls=none").code == 0
     whole = {row["custom_id"]: row for row in place.table()}
     assert "tool_calls" not in whole["call"]
     assert "Ulm" in whole["call"]["generated_text"]
     prompt = {"user": "{{ text }}", "tools": TOOLS[:1], "tools_from_column": "can"}
-    told = command(capsys, monkeypatch, SCRIPTED)("run", write(place, prompt=prompt), "--json")
+    told = cli_of(SCRIPTED)("run", write(place, prompt=prompt), "--json")
     assert json.loads(told.out)["computed_requests"] == 2
     assert {row["custom_id"]: row["tool_calls"] for row in place.table()}["own"] == rows["own"]["tool_calls"]
 
 
 def test_stored_answers_are_published_again_when_calls_are_read_in_another_way(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A result of an earlier version gets the calls that this version reads. The engine computes nothing."""
     fast = make_tool_model(tmp_path / "model", "llama3")
@@ -142,11 +142,11 @@ def test_stored_answers_are_published_again_when_calls_are_read_in_another_way(
     with monkeypatch.context() as earlier:
         earlier.setattr("batchinfer.core.tool_calls._VERSION", 1)
         earlier.setitem(FORMATS, "llama3", lambda text, _: FoundCalls(text, []))
-        done = command(capsys, monkeypatch, SCRIPTED)("run", job)
+        done = cli_of(SCRIPTED)("run", job)
         assert done.code == 0, done.err
         (row,) = place.table()
         assert (row["generated_text"], row["tool_calls"]) == (answer, [])
-    done = command(capsys, monkeypatch, NO_ENGINE)("run", job)
+    done = cli_of(NO_ENGINE)("run", job)
     assert done.code == 0, done.err
     (row,) = place.table()
     assert (row["generated_text"], [one["name"] for one in row["tool_calls"]]) == ("I look.", ["now"])
@@ -154,7 +154,7 @@ def test_stored_answers_are_published_again_when_calls_are_read_in_another_way(
 
 @pytest.mark.slow
 def test_a_style_that_nothing_shows_is_told_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tool_model(tmp_path / "model", "qwen3")
     place = make_place(tmp_path / "job", tmp_path / "model")
@@ -163,7 +163,7 @@ def test_a_style_that_nothing_shows_is_told_once(
     (place.folder / "plain.jinja").write_text("{{ tools }}{{ messages[0].content }}")
     script(place, fast, {"row": '<tool_call>{"name": "f"}</tool_call>'}, monkeypatch)
     prompt = {"user": "{{ text }}", "tools": TOOLS, "chat_template": "plain.jinja"}
-    run = command(capsys, monkeypatch, SCRIPTED)
+    run = cli_of(SCRIPTED)
     done = run("run", write(place, prompt=prompt))
     assert done.code == 0, done.err
     assert done.err.count("name the style in prompt.tool_calls") == 1
@@ -193,7 +193,7 @@ def chat(name: str, **body: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_lines_of_an_openai_file_have_calls(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file whose requests have no tools has no column for calls."""
     make_tool_model(tmp_path / "model", "qwen3")
@@ -206,7 +206,7 @@ def test_lines_of_an_openai_file_have_calls(
     job = write(place, **sections, prompt={"tool_calls": "auto"}, sampling={})
     out = place.folder / "answers.jsonl"
     place.rows(chat("a"), chat("b"))
-    run = command(capsys, monkeypatch, SCRIPTED)
+    run = cli_of(SCRIPTED)
     done = run("run", job, "--to-openai", out)
     assert done.code == 0, done.err
     assert "tool_calls" not in place.table()[0]
@@ -224,7 +224,7 @@ def test_lines_of_an_openai_file_have_calls(
 
 
 def test_the_job_of_the_page_runs_and_its_query_is_answered(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast = make_tool_model(tmp_path / "models/qwen3-8b", "qwen3")
     (tmp_path / "job.yaml").write_text(fenced("tools.md", "yaml")[0])
@@ -235,7 +235,7 @@ def test_the_job_of_the_page_runs_and_its_query_is_answered(
         for city in ("Ulm", "Aachen")
     }
     script(make_place(tmp_path / "place", tmp_path / "models/qwen3-8b"), fast, answers, monkeypatch)
-    done = command(capsys, monkeypatch, SCRIPTED)("run", tmp_path / "job.yaml")
+    done = cli_of(SCRIPTED)("run", tmp_path / "job.yaml")
     assert done.code == 0, done.err
     monkeypatch.chdir(tmp_path)
     (sql,) = fenced("tools.md", "sql")
@@ -244,7 +244,7 @@ def test_the_job_of_the_page_runs_and_its_query_is_answered(
 
 @pytest.mark.parametrize("name", ["gpt-oss", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_calls_that_are_asked_for_follow_the_schema_of_their_tool(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, cli_of: CliOf
 ) -> None:
     """A random model has no choice but to call: it calls what it was asked to, as often as it was asked to."""
     make_tool_model(tmp_path / "model", name)
@@ -272,7 +272,7 @@ def test_calls_that_are_asked_for_follow_the_schema_of_their_tool(
     }
     sections |= {"prompt": {"tool_calls": "auto"}, "sampling": {}, "on_error": {"max_error_rate": 1}}
     job = write(place, **sections)
-    done = command(capsys, monkeypatch, REAL)("run", job)
+    done = cli_of(REAL)("run", job)
     assert done.code == 0, done.err
     rows = {row["custom_id"]: row for row in place.table()}
     if name == "qwen3-coder":
@@ -297,9 +297,7 @@ def test_calls_that_are_asked_for_follow_the_schema_of_their_tool(
             assert row["tool_calls"][0]["name"] == "get_weather"
 
 
-def test_a_job_asks_for_calls(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_asks_for_calls(tmp_path: Path, cli_of: CliOf) -> None:
     make_tool_model(tmp_path / "model", "qwen3")
     place = make_place(tmp_path / "job", tmp_path / "model")
     place.rows(
@@ -309,7 +307,7 @@ def test_a_job_asks_for_calls(
         {"id": "other", "text": "row other", "can": TOOLS[1:]},
     )
     prompt = {"user": "{{ text }}", "tools": TOOLS, "tools_from_column": "can", "tool_choice": "get_weather"}
-    run = command(capsys, monkeypatch, REAL)
+    run = cli_of(REAL)
     done = run(
         "run", write(place, prompt=prompt, sampling={"max_tokens": 400, "temperature": 1.0, "seed": 1})
     )
@@ -332,15 +330,11 @@ def test_a_job_asks_for_calls(
         "only one constraint, and the job has regex"),
 ])  # fmt: skip
 def test_a_job_that_asks_for_impossible_calls_is_refused(
-    sections: dict[str, Any],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    sections: dict[str, Any], said: str, tmp_path: Path, cli_of: CliOf
 ) -> None:
     make_tool_model(tmp_path / "model", "qwen3")
     place = make_place(tmp_path / "job", tmp_path / "model")
-    done = command(capsys, monkeypatch, NO_ENGINE)("run", write(place, **sections))
+    done = cli_of(NO_ENGINE)("run", write(place, **sections))
     assert done.code == 78
     assert said in done.err
     assert "prompt.tool_choice" in done.err

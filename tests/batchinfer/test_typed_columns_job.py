@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.batchinfer.wrong_jobs import Command, Place, command
+from tests.batchinfer.wrong_jobs import CliOf, Command, Place
 
 ONE = {"type": "object", "properties": {"n": {"const": 2**40}}, "required": ["n"]}
 SHAPE = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
@@ -15,8 +15,8 @@ OTHER = {"type": "object", "properties": {"m": {"enum": [1, 2]}}, "required": ["
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return command(capsys, monkeypatch, "batchinfer.engine.load.build:load_weights")
+def run(cli_of: CliOf) -> Command:
+    return cli_of("batchinfer.engine.load.build:load_weights")
 
 
 @pytest.mark.slow

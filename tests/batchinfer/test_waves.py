@@ -104,14 +104,11 @@ def computed(log: Path) -> set[str]:
     return set(found)
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        pytest.param({**SAMPLED, "engine": {"data_parallel": 2}}, id="equal samples of two engines"),
-        pytest.param(SAMPLED, id="equal samples", marks=pytest.mark.slow),
-        pytest.param({}, id="greedy", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("sections", [
+    pytest.param({**SAMPLED, "engine": {"data_parallel": 2}}, id="equal samples of two engines"),
+    pytest.param(SAMPLED, id="equal samples", marks=pytest.mark.slow),
+    pytest.param({}, id="greedy", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_waves_publish_what_one_plan_does(
     tmp_path: Path, model: Path, log: Path, sections: dict[str, Any]
 ) -> None:

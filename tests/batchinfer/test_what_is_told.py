@@ -18,12 +18,12 @@ from batchinfer.filesystem.state import StateFolder
 from batchinfer.report.tables.row_keys import write_rows
 from batchinfer.report.tables.spool import TEMPORARY, write_row
 from batchinfer.verbs.status import RunStatus, Standing
-from tests.batchinfer.wrong_jobs import NO_ENGINE, Command, Place, command, run_once
+from tests.batchinfer.wrong_jobs import NO_ENGINE, CliOf, Command, Place, run_once
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return command(capsys, monkeypatch, NO_ENGINE)
+def run(cli_of: CliOf) -> Command:
+    return cli_of(NO_ENGINE)
 
 
 # --- output.path at which no rename can put a folder
@@ -128,14 +128,12 @@ def test_how_a_run_ended_is_said_once() -> None:
 # --- permissions
 
 
-def test_nobody_else_can_write_what_a_run_creates(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_else_can_write_what_a_run_creates(place: Place, cli_of: CliOf) -> None:
     """Whatever the umask: results, report and the folders above them."""
     place.job(output="output: {path: out/deep/res}")
     before = os.umask(0)
     try:
-        assert command(capsys, monkeypatch)("run", place.folder / "job.yaml").code == 0
+        assert cli_of()("run", place.folder / "job.yaml").code == 0
     finally:
         os.umask(before)
     made = [place.folder / "out", *(place.folder / "out").rglob("*")]

@@ -26,16 +26,7 @@ from batchinfer.machine.hardware import nvidia_gpus
 from batchinfer.pipeline.workers.engine_entry import ENGINE
 from batchinfer.store.results.manifest import MANIFEST_NAME, Manifest
 from tests import warm_commands
-from tests.batchinfer.wrong_jobs import (
-    FAKE,
-    NO_ENGINE,
-    ROWS,
-    Ended,
-    Place,
-    command,
-    environment,
-    flip,
-)
+from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, ROWS, CliOf, Ended, Place, environment, flip
 from tests.checkpoints import edit_json, make_checkpoint
 from tests.examples import first_of
 from tests.patience import PATIENCE_S
@@ -460,12 +451,12 @@ def clear(message: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "verb"), list(each(REFUSED)))
-def test_refused(name: str, verb: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_refused(name: str, verb: str, place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
     case = REFUSED[name]
     monkeypatch.chdir(place.folder)
     case.arrange(place)
     before = place.published()
-    ended = command(capsys, monkeypatch, case.engine)(verb, "job.yaml", *case.arguments)
+    ended = cli_of(case.engine)(verb, "job.yaml", *case.arguments)
     refused(case, ended)
     assert place.published() == before
 
@@ -494,21 +485,23 @@ IN_PROCESSES = ("a tokenizer that cannot be converted", "unsupported architectur
         if name not in WITH_ALL_VERBS
     ],
 )
-def test_validate_refuses(name: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_validate_refuses(name: str, place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
     case = REFUSED[name]
     monkeypatch.chdir(place.folder)
     case.arrange(place)
-    refused(case, command(capsys, monkeypatch, NO_ENGINE)("validate", "job.yaml", *case.arguments))
+    refused(case, cli_of(NO_ENGINE)("validate", "job.yaml", *case.arguments))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in VALIDATED])
-def test_validate_and_run_agree(name: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_validate_and_run_agree(
+    name: str, place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What `run` refuses, `validate` refuses with the same words; it writes nothing."""
     case = REFUSED[name]
     monkeypatch.chdir(place.folder)
     case.arrange(place)
     before = set(place.folder.rglob("*"))
-    command_line = command(capsys, monkeypatch, case.engine)
+    command_line = cli_of(case.engine)
     checked = command_line("validate", "job.yaml", *case.arguments)
     assert set(place.folder.rglob("*")) == before
     published = place.published()
@@ -539,28 +532,28 @@ RIGHT: dict[str, Callable[[Place], object]] = {
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", first_of(RIGHT, 5))
-def test_validate_and_run_agree_on_what_is_right(name: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_validate_and_run_agree_on_what_is_right(name: str, place: Place, cli_of: CliOf) -> None:
     RIGHT[name](place)
-    command_line = command(capsys, monkeypatch)
+    command_line = cli_of()
     for verb in ("validate", "preview", "run"):
         ended = command_line(verb, place.folder / "job.yaml")
         assert ended.code == 0, (verb, ended.err)
 
 
-def test_validate_tells_of_bad_rows_within_the_budget(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_validate_tells_of_bad_rows_within_the_budget(place: Place, cli_of: CliOf) -> None:
     place.rows(*ROWS, b"{no")
     place.job("on_error: {max_error_rate: 0.1}")
-    ended = command(capsys, monkeypatch)("validate", place.folder / "job.yaml")
+    ended = cli_of()("validate", place.folder / "job.yaml")
     assert "1 of all 21 would become error rows" in ended.out
     assert "1 × bad_json, first rows.jsonl row 20" in ended.out
 
 
-def test_validate_reads_the_first_rows_of_every_file(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_validate_reads_the_first_rows_of_every_file(place: Place, cli_of: CliOf) -> None:
     """A long input is not read to its end: its error rate is not known, and what was found is told."""
     place.rows(*ROWS * 50, name="in/a.jsonl")
     place.rows(b"{no", *ROWS, name="in/b.jsonl")
     place.job("on_error: {max_error_rate: 0}", input=from_file("in", ", id: id"))
-    run = command(capsys, monkeypatch)
+    run = cli_of()
     checked = run("validate", place.folder / "job.yaml")
     assert checked.code == 0
     assert "1 of the first 512 of each file, 533 in all, would become error rows" in checked.out
@@ -569,28 +562,28 @@ def test_validate_reads_the_first_rows_of_every_file(place: Place, capsys, monke
 
 
 @pytest.mark.slow
-def test_a_column_that_looks_like_a_parameter_is_told_of(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_column_that_looks_like_a_parameter_is_told_of(place: Place, cli_of: CliOf) -> None:
     place.rows(*({**row, "temperature": 23.5, "seed": 1} for row in ROWS))
     place.job(output="output: {path: out/res, columns: [seed]}")
-    run = command(capsys, monkeypatch)
+    run = cli_of()
     for verb in ("validate", "preview", "run"):
         ended = run(verb, place.folder / "job.yaml")
         assert "the input has the column temperature, but the job ignores it" in ended.out + ended.err
 
 
-def test_an_empty_file_is_an_empty_result_where_the_job_allows_it(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_an_empty_file_is_an_empty_result_where_the_job_allows_it(place: Place, cli_of: CliOf) -> None:
     place.rows()
     place.job(input=from_file("rows.jsonl", ", allow_empty: true"))
-    ended = command(capsys, monkeypatch, NO_ENGINE)("run", place.folder / "job.yaml", "--json")
+    ended = cli_of(NO_ENGINE)("run", place.folder / "job.yaml", "--json")
     assert (ended.code, json.loads(ended.out)["rows"]) == (0, 0)
     assert place.table() == []
 
 
-def test_a_held_lock(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_held_lock(place: Place, cli_of: CliOf) -> None:
     place.bytes(b"4711\n", "out/.batchinfer-res/lock")
     with (place.state / "lock").open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        ended = command(capsys, monkeypatch, NO_ENGINE)("run", place.folder / "job.yaml")
+        ended = cli_of(NO_ENGINE)("run", place.folder / "job.yaml")
     assert ended.code == 75
     assert "process 4711" in ended.err
     assert "try again" in ended.err
@@ -610,10 +603,10 @@ USAGE = {
 
 
 @pytest.mark.parametrize("name", USAGE)
-def test_usage(name: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_usage(name: str, place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place.folder)
     place.rows()
-    run = command(capsys, monkeypatch, NO_ENGINE)
+    run = cli_of(NO_ENGINE)
     if name.startswith("SQL"):
         place.job(output="output: {path: out/res}")
         assert run("run", "job.yaml", "-q", "--set", "input.allow_empty=true").code == 0
@@ -784,7 +777,7 @@ def check_errors(place: Place, bad: list[Bad]) -> None:
 
 
 @pytest.mark.usefixtures("render_processes")
-def test_bad_rows(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_bad_rows(place: Place, cli_of: CliOf) -> None:
     """Each costs itself, and nothing else."""
     good = iter(range(1000))
     rows = [
@@ -799,16 +792,16 @@ def test_bad_rows(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no
         prompt=f"prompt: {{user: {json.dumps(TEMPLATE)}}}",
         output="output: {path: out/res}",
     )
-    ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml")
+    ended = cli_of()("run", place.folder / "job.yaml")
     assert ended.code == 0, ended.err
     check_errors(place, BAD_ROWS)
 
 
-def test_bad_requests(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_bad_requests(place: Place, cli_of: CliOf) -> None:
     place.rows(*one_after_another(chat(says("hello")), BAD_REQUESTS))
     source, output = from_file("rows.jsonl", ", format: openai"), "output: {path: out/res}"
     place.job("on_error: {max_error_rate: 1}", input=source, prompt="", output=output)
-    ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml")
+    ended = cli_of()("run", place.folder / "job.yaml")
     assert ended.code == 0, ended.err
     check_errors(place, BAD_REQUESTS)
 
@@ -831,11 +824,11 @@ ACCEPTED = {
 }  # fmt: skip
 
 
-def test_accepted(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_accepted(place: Place, cli_of: CliOf) -> None:
     for name, data in ACCEPTED.items():
         place.bytes(data, f"in/{name}")
     place.job("on_error: {max_error_rate: 0}", input=from_file("in", ", id: id"))
-    ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml")
+    ended = cli_of()("run", place.folder / "job.yaml")
     assert ended.code == 0, ended.err
     table = {row["custom_id"]: row for row in place.table()}
     assert list(table) == [
@@ -851,38 +844,40 @@ def test_accepted(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no
 
 
 @pytest.mark.slow
-def test_over_budget_but_published(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_over_budget_but_published(place: Place, cli_of: CliOf) -> None:
     place.rows(*ROWS[:15], *[b"{not json"] * 5)
     place.job("on_error: {publish: true}")
-    ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml")
+    ended = cli_of()("run", place.folder / "job.yaml")
     assert ended.code == 65
     assert "5 of 20 rows are errors" in ended.err
     assert "bad_json" in ended.err
     assert [row["status"] for row in place.table()] == ["ok"] * 15 + ["error"] * 5
 
 
-def test_too_many_rows_fail_in_the_engine(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_too_many_rows_fail_in_the_engine(
+    place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "2")
-    ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml", "--json")
+    ended = cli_of()("run", place.folder / "job.yaml", "--json")
     assert ended.code == 65
     assert "fake_failure" in ended.err
     assert json.loads(ended.out)["exit_code"] == 65
     assert place.published() == {}
 
 
-def test_another_jobs_result_is_replaced_when_asked(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_another_jobs_result_is_replaced_when_asked(place: Place, cli_of: CliOf) -> None:
     other_job(place)
-    run = command(capsys, monkeypatch)
+    run = cli_of()
     assert run("run", place.folder / "job.yaml").code == 73
     assert run("run", place.folder / "job.yaml", "--replace").code == 0
     assert len(place.table()) == len(ROWS)
 
 
 @pytest.mark.slow
-def test_the_engine_dies(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_the_engine_dies(place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Again and again: 69; what it had finished is stored, and the same command does the rest."""
     place.job("commit: {rows: 1}")
-    run = command(capsys, monkeypatch)
+    run = cli_of()
     monkeypatch.setenv("FAKE_ENGINE_DIES_AFTER_ROWS", "8")
     monkeypatch.setenv("FAKE_ENGINE_LOG", str(place.folder / "log"))
     monkeypatch.setenv("FAKE_ENGINE_BATCH", "4")
@@ -905,19 +900,19 @@ def test_the_engine_dies(place: Place, capsys, monkeypatch) -> None:  # type: ig
     assert told["reused_requests"] + told["computed_requests"] == len(ROWS)
 
 
-def test_the_input_changes_meanwhile(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_the_input_changes_meanwhile(place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_ENGINE_MEDDLES_WITH", str(place.folder / "rows.jsonl"))
-    ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml")
+    ended = cli_of()("run", place.folder / "job.yaml")
     assert ended.code == 65
     assert "rows.jsonl" in ended.err
     assert "changed" in ended.err
     assert place.published() == {}
 
 
-def test_the_kv_cache_does_not_fit(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_the_kv_cache_does_not_fit(place: Place, cli_of: CliOf) -> None:
     edit_json(place.own_model() / "config.json", max_position_embeddings=100_000)
     place.job("engine: {device: cpu, kv_memory: 1MiB}", sampling="sampling: {max_tokens: 50000}")
-    ended = command(capsys, monkeypatch, ENGINE)("run", place.folder / "job.yaml")
+    ended = cli_of(ENGINE)("run", place.folder / "job.yaml")
     assert ended.code == 71
     assert "the KV cache of the longest row" in ended.err
     assert "engine.kv_memory" in ended.err
@@ -926,8 +921,8 @@ def test_the_kv_cache_does_not_fit(place: Place, capsys, monkeypatch) -> None:  
 
 
 @pytest.mark.skipif(bool(nvidia_gpus()), reason="there is a GPU")
-def test_no_gpu(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    run = command(capsys, monkeypatch, NO_ENGINE)
+def test_no_gpu(place: Place, cli_of: CliOf) -> None:
+    run = cli_of(NO_ENGINE)
     for verb in ("run", "validate", "preview"):
         ended = run(verb, place.folder / "job.yaml", "--set", "engine.device=cuda")
         assert ended.code == 69
@@ -962,10 +957,10 @@ def limited(place: Place, file_bytes: int) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_template_that_never_ends(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_template_that_never_ends(place: Place, cli_of: CliOf) -> None:
     loop = "".join(f"{{% for {name} in range(99999) %}}" for name in "ijk") + "{% endfor %}" * 3
     place.job(prompt=f"prompt: {{user: {json.dumps(loop + '{{ text }}')}}}")
-    ended = command(capsys, monkeypatch, NO_ENGINE)("run", place.folder / "job.yaml")
+    ended = cli_of(NO_ENGINE)("run", place.folder / "job.yaml")
     assert ended.code == 78
     assert "prompt" in ended.err
     assert "loop for ever" in ended.err

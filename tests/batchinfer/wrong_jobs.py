@@ -117,6 +117,7 @@ class Ended:
 
 
 Command = Callable[..., Ended]
+CliOf = Callable[..., Command]  # the fixture `cli_of`: `command` for the engine that it is given
 
 
 def command(

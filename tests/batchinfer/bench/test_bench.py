@@ -290,24 +290,21 @@ def test_the_last_line_of_stdout_is_json():
     assert "warm-up" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"workloads": ("w1",)}, "WORKLOAD is 'w1'; it can be shared-prefix, mixed, decode"),
-        ({"model": "gpt-5"}, "--model is 'gpt-5'; it can be tiny, llama-135m"),
-        ({"dtype": "int8"}, "--dtype is 'int8'; it can be auto, float32, bfloat16, float16"),
-        ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype is 'int4'; it can be auto, int8, fp8"),
-        ({"quantization": "int3"}, "--quantization is 'int3'; it can be auto, none, int4, int8, fp8"),
-        ({"device": "tpu"}, "--device is 'tpu'; it can be auto, cpu, cuda"),
-        ({"against": "vllm"}, "--against is 'vllm'; it can be transformers"),
-        ({"repeat": 0}, "--repeat is 0; at least 1"),
-        ({"rows": -1}, "--rows is -1; at least 1"),
-        ({"threads": 0}, "--threads is 0; at least 1"),
-        ({"max_num_seqs": 0}, "--max-num-seqs is 0; at least 1"),
-        ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens is 0; at least 1"),
-        ({"export": Path("x.jsonl")}, "--export writes one workload; 3 are named, name one"),
-    ],
-)
+@pytest.mark.parametrize(("options", "told"), [
+    ({"workloads": ("w1",)}, "WORKLOAD is 'w1'; it can be shared-prefix, mixed, decode"),
+    ({"model": "gpt-5"}, "--model is 'gpt-5'; it can be tiny, llama-135m"),
+    ({"dtype": "int8"}, "--dtype is 'int8'; it can be auto, float32, bfloat16, float16"),
+    ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype is 'int4'; it can be auto, int8, fp8"),
+    ({"quantization": "int3"}, "--quantization is 'int3'; it can be auto, none, int4, int8, fp8"),
+    ({"device": "tpu"}, "--device is 'tpu'; it can be auto, cpu, cuda"),
+    ({"against": "vllm"}, "--against is 'vllm'; it can be transformers"),
+    ({"repeat": 0}, "--repeat is 0; at least 1"),
+    ({"rows": -1}, "--rows is -1; at least 1"),
+    ({"threads": 0}, "--threads is 0; at least 1"),
+    ({"max_num_seqs": 0}, "--max-num-seqs is 0; at least 1"),
+    ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens is 0; at least 1"),
+    ({"export": Path("x.jsonl")}, "--export writes one workload; 3 are named, name one"),
+])  # fmt: skip
 def test_a_wrong_option_is_named_with_what_would_be_right(options, told):
     with pytest.raises(UsageError, match=re.escape(told)):
         BenchOptions(**options).check()

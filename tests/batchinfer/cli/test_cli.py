@@ -26,11 +26,11 @@ from tests.batchinfer.wrong_jobs import (
     FAKE,
     NO_ENGINE,
     ROWS,
+    CliOf,
     Ended,
     Place,
     alive,
     children,
-    command,
     copy_of,
     environment,
     flip,
@@ -143,20 +143,17 @@ RUN = {"batchinfer.pipeline.run", "batchinfer.plan.simulation.simulator"}
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("arguments", "unused"),
-    [
-        # a shell's completion starts the program at each key
-        (["--help"], {*TORCH, *FILES, *RUN, "jinja2", "pydantic", "batchinfer.models.families.family"}),
-        (["bench", "--help"], {*TORCH, *FILES, *RUN, "jinja2", "batchinfer.models.families.family"}),
-        (["status", "nowhere"], {*TORCH, *FILES, *RUN}),
-        (["query", "nowhere", "FROM run"], {*TORCH, *RUN, "pyarrow.compute"}),
-        (["validate", "nowhere.yaml"], {"torch", "transformers", *RUN}),
-        (["preview", "nowhere.yaml"], {"torch", "transformers", *RUN}),
-        (["clean", "nowhere.yaml"], {*TORCH, *RUN}),
-        (["doctor"], {*TORCH, *RUN}),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "unused"), [
+    # a shell's completion starts the program at each key
+    (["--help"], {*TORCH, *FILES, *RUN, "jinja2", "pydantic", "batchinfer.models.families.family"}),
+    (["bench", "--help"], {*TORCH, *FILES, *RUN, "jinja2", "batchinfer.models.families.family"}),
+    (["status", "nowhere"], {*TORCH, *FILES, *RUN}),
+    (["query", "nowhere", "FROM run"], {*TORCH, *RUN, "pyarrow.compute"}),
+    (["validate", "nowhere.yaml"], {"torch", "transformers", *RUN}),
+    (["preview", "nowhere.yaml"], {"torch", "transformers", *RUN}),
+    (["clean", "nowhere.yaml"], {*TORCH, *RUN}),
+    (["doctor"], {*TORCH, *RUN}),
+])  # fmt: skip
 def test_a_verb_imports_only_what_it_uses(arguments: list[str], unused: set[str]) -> None:
     code = (
         f"import sys\nfrom batchinfer import cli\nsys.argv[1:] = {arguments}\n"
@@ -166,8 +163,8 @@ def test_a_verb_imports_only_what_it_uses(arguments: list[str], unused: set[str]
     assert ended.stdout.splitlines()[-1] == "[]"
 
 
-def test_help_and_version(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    run = command(capsys, monkeypatch, NO_ENGINE)
+def test_help_and_version(cli_of: CliOf) -> None:
+    run = cli_of(NO_ENGINE)
     assert "run" in run("--help").out
     for verb in verbs():
         assert run(*verb.split(), "-h").code == 0
@@ -178,30 +175,29 @@ def test_help_and_version(capsys, monkeypatch) -> None:  # type: ignore[no-untyp
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (("run", "job.yaml", "--json", "--set", "engine.threds=1"), 78),
-        (("run", "job.yaml", "--json", "--set", "input.path=gone.jsonl"), 66),
-        (("run", "job.yaml", "--json", "--set", 'prompt.user="{{ nobody }}"'), 78),
-        (("run", "job.yaml", "--json", "--set", 'prompt.user="{{ text / 2 }}"'), 65),
-        (("run", "job.yaml", "--json", "--fast"), 2),
-        (("run", "empty.yaml", "--json"), 66),
-        (("run", "empty.yaml", "--json", "--set", "input.allow_empty=true"), 0),
-    ],
-)
-def test_json_is_one_line(arguments: tuple[str, ...], code: int, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("arguments", "code"), [
+    (("run", "job.yaml", "--json", "--set", "engine.threds=1"), 78),
+    (("run", "job.yaml", "--json", "--set", "input.path=gone.jsonl"), 66),
+    (("run", "job.yaml", "--json", "--set", 'prompt.user="{{ nobody }}"'), 78),
+    (("run", "job.yaml", "--json", "--set", 'prompt.user="{{ text / 2 }}"'), 65),
+    (("run", "job.yaml", "--json", "--fast"), 2),
+    (("run", "empty.yaml", "--json"), 66),
+    (("run", "empty.yaml", "--json", "--set", "input.allow_empty=true"), 0),
+])  # fmt: skip
+def test_json_is_one_line(
+    arguments: tuple[str, ...], code: int, place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(place.folder)
     place.rows(name="empty.jsonl")
     place.job(file="empty.yaml", input="input: {path: empty.jsonl}", output="output: {path: out/empty}")
-    ended = command(capsys, monkeypatch, NO_ENGINE)(*arguments)
+    ended = cli_of(NO_ENGINE)(*arguments)
     assert ended.code == code
     (line,) = ended.out.splitlines()
     assert json.loads(line)["exit_code"] == code
 
 
-def test_a_finished_job_has_nothing_to_do(finished: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    run = command(capsys, monkeypatch, NO_ENGINE)
+def test_a_finished_job_has_nothing_to_do(finished: Place, cli_of: CliOf) -> None:
+    run = cli_of(NO_ENGINE)
     before = finished.published()
     assert run("run", finished.folder / "job.yaml", "--quiet") == Ended(0, "", "")
     told = json.loads(run("run", finished.folder / "job.yaml", "--json").out)
@@ -209,8 +205,8 @@ def test_a_finished_job_has_nothing_to_do(finished: Place, capsys, monkeypatch) 
     assert finished.published() == before
 
 
-def test_the_folder_of_a_job_stands_for_it(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    run = command(capsys, monkeypatch, FAKE)
+def test_the_folder_of_a_job_stands_for_it(place: Place, cli_of: CliOf) -> None:
+    run = cli_of(FAKE)
     assert run("run", place.folder, "-q").code == 0
     assert json.loads(run("status", place.folder, "--json").out)["state"] == "finished"
     assert len(json.loads(run("history", place.folder, "--json").out)["runs"]) == 1
@@ -221,8 +217,8 @@ def test_the_folder_of_a_job_stands_for_it(place: Place, capsys, monkeypatch) ->
     assert f"there is no job file {place.folder / 'job.yaml'}" in got.err
 
 
-def test_validate(finished: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    run = command(capsys, monkeypatch, NO_ENGINE)
+def test_validate(finished: Place, cli_of: CliOf) -> None:
+    run = cli_of(NO_ENGINE)
     ended = run("validate", finished.folder / "job.yaml")
     assert ended.code == 0
     for words in (
@@ -236,9 +232,9 @@ def test_validate(finished: Place, capsys, monkeypatch) -> None:  # type: ignore
     assert run("validate", finished.folder / "job.yaml", "--quiet") == Ended(0, "", "")
 
 
-def test_preview(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_preview(place: Place, cli_of: CliOf) -> None:
     place.rows(ROWS[0], {"id": "bad"}, *ROWS[1:])
-    ended = command(capsys, monkeypatch, NO_ENGINE)("preview", place.folder / "job.yaml", "--rows", "2")
+    ended = cli_of(NO_ENGINE)("preview", place.folder / "job.yaml", "--rows", "2")
     assert ended.code == 0
     assert "rows.jsonl row 0, id r0" in ended.out
     assert "<|im_start|>user\nSay word 0<|im_end|>\n<|im_start|>assistant\n" in ended.out
@@ -251,11 +247,11 @@ def test_preview(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-
     assert not (place.folder / "out").exists()
 
 
-def test_parameters_of_rows_are_named(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_parameters_of_rows_are_named(place: Place, cli_of: CliOf) -> None:
     """A row's own parameters are never a surprise: each verb says which there are."""
     place.rows(*({**row, "most": 3} for row in ROWS))
     place.job(sampling="sampling: {max_tokens: 8, from_columns: {max_tokens: most}}")
-    run = command(capsys, monkeypatch)
+    run = cli_of()
     said = "rows set their own max_tokens (column most)"
     assert said in run("validate", place.folder / "job.yaml").out
     shown = run("preview", place.folder / "job.yaml", "--rows", "1").out
@@ -271,10 +267,12 @@ def test_parameters_of_rows_are_named(place: Place, capsys, monkeypatch) -> None
 
 
 @pytest.mark.slow
-def test_paths_are_shown_as_they_are_typed(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_paths_are_shown_as_they_are_typed(
+    place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Relative below the current folder: no verb names the same file in two ways."""
     monkeypatch.chdir(place.folder.parent)
-    run, folder = command(capsys, monkeypatch), place.folder.name
+    run, folder = cli_of(), place.folder.name
     told = [run(verb, folder) for verb in ("validate", "plan", "run", "run", "status", "history", "clean")]
     told += [run("verify", place.results.relative_to(place.folder.parent)), run("run", f"{folder}/none.yaml")]
     told += [run("validate", folder, "--set", "prompt.user={{ nothing }}")]
@@ -285,8 +283,10 @@ def test_paths_are_shown_as_they_are_typed(place: Place, capsys, monkeypatch) ->
     assert str(place.results.relative_to(place.folder.parent)) in shown
 
 
-def test_verbs_mean_the_job_of_the_current_folder(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    run = command(capsys, monkeypatch)
+def test_verbs_mean_the_job_of_the_current_folder(
+    place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = cli_of()
     monkeypatch.chdir(place.folder.parent)
     for verb in ("validate", "preview", "plan", "run", "status", "clean"):
         ended = run(verb)
@@ -297,22 +297,22 @@ def test_verbs_mean_the_job_of_the_current_folder(place: Place, capsys, monkeypa
         assert run(verb).code == 0, verb
 
 
-def test_a_job_file_with_a_similar_name_is_proposed(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    run = command(capsys, monkeypatch)
+def test_a_job_file_with_a_similar_name_is_proposed(place: Place, cli_of: CliOf) -> None:
+    run = cli_of()
     place.job(file="tickets.yaml")
     assert "did you mean" not in run("run", place.folder.parent / "job.yaml").err
     for named, meant in (("tikets.yaml", "tickets.yaml"), ("jop.yaml", "job.yaml")):
         assert f"did you mean {place.folder / meant}?" in run("run", place.folder / named).err
 
 
-def test_schema(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    ended = command(capsys, monkeypatch, NO_ENGINE)("schema")
+def test_schema(cli_of: CliOf) -> None:
+    ended = cli_of(NO_ENGINE)("schema")
     assert set(json.loads(ended.out)["properties"]) >= {"name", "model", "input", "prompt", "output"}
 
 
 @pytest.mark.slow
-def test_init_makes_a_job_that_runs(tmp_path: Path, model: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    run = command(capsys, monkeypatch, ENGINE)
+def test_init_makes_a_job_that_runs(tmp_path: Path, model: Path, cli_of: CliOf) -> None:
+    run = cli_of(ENGINE)
     ended = run("init", tmp_path / "new", "--model", model)
     assert ended.code == 0
     job = tmp_path / "new" / "job.yaml"
@@ -325,8 +325,8 @@ def test_init_makes_a_job_that_runs(tmp_path: Path, model: Path, capsys, monkeyp
     assert run("query", tmp_path / "new" / "results", "select question from results").code == 0
 
 
-def test_doctor(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    run = command(capsys, monkeypatch, NO_ENGINE)
+def test_doctor(cli_of: CliOf) -> None:
+    run = cli_of(NO_ENGINE)
     ended = run("doctor")
     assert ended.code == 0
     assert "torch" in ended.out
@@ -334,8 +334,8 @@ def test_doctor(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     assert (idle.code, idle.out, "add --measure" in idle.err) == (2, "", True)
 
 
-def test_query(finished: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    run = command(capsys, monkeypatch, NO_ENGINE)
+def test_query(finished: Place, cli_of: CliOf) -> None:
+    run = cli_of(NO_ENGINE)
     ended = run("query", finished.results, "select status, count(*) as n from results group by all")
     assert ended.code == 0
     assert re.search(r"ok\W+20\b", ended.out)
@@ -345,9 +345,9 @@ def test_query(finished: Place, capsys, monkeypatch) -> None:  # type: ignore[no
     assert (over.code, "no unfinished run" in over.err) == (66, True)
 
 
-def test_limit_publishes_beside(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_limit_publishes_beside(place: Place, cli_of: CliOf) -> None:
     """A trial's answers count for the whole job."""
-    run = command(capsys, monkeypatch)
+    run = cli_of()
     assert run("run", place.folder / "job.yaml", "--limit", "3", "-q").code == 0
     assert not place.results.exists()
     assert len(pq.read_table(place.folder / "out" / "res-first-3")) == 3
@@ -355,8 +355,8 @@ def test_limit_publishes_beside(place: Place, capsys, monkeypatch) -> None:  # t
     assert (told["reused_requests"], told["computed_requests"]) == (3, 17)
 
 
-def test_verify(finished: Place, tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    run = command(capsys, monkeypatch, NO_ENGINE)
+def test_verify(finished: Place, tmp_path: Path, cli_of: CliOf) -> None:
+    run = cli_of(NO_ENGINE)
     ended = run("verify", finished.results)
     assert (ended.code, ended.err) == (0, "")
     assert "0 problems found" in ended.out
@@ -405,20 +405,17 @@ def check_whole(place: Place) -> None:
     assert place.published() == undisturbed
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"),
-    [
-        (signal.SIGINT, 130),
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
-    ],
-)
-def test_a_signal(signum: signal.Signals, code: int, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("signum", "code"), [
+    (signal.SIGINT, 130),
+    pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+    pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_signal(signum: signal.Signals, code: int, place: Place, cli_of: CliOf) -> None:
     """What is finished is kept and readable, the rest is done by the same command, nothing is done twice."""
     long_job(place)
     with started(place, "run", "job.yaml", **SLOW) as process:
         wait_until(lambda: committed(place) >= 8)
-        partial = command(capsys, monkeypatch, NO_ENGINE)(
+        partial = cli_of(NO_ENGINE)(
             "query", place.results, "select count(*) as n from results", "--partial", "--json"
         )
         process.send_signal(signum)

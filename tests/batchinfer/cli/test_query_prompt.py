@@ -18,15 +18,15 @@ from batchinfer.report.tables.columns.declared import SCHEMAS
 from batchinfer.report.tables.queried import QUERIED
 from batchinfer.verbs.query import RESULTS
 from tests.batchinfer.cli.screen import lines_on, on_terminal
-from tests.batchinfer.wrong_jobs import NO_ENGINE, Ended, Place, command
+from tests.batchinfer.wrong_jobs import NO_ENGINE, CliOf, Ended, Place
 from tests.patience import PATIENCE_S, wait_until
 
 CLI_PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
 
 @pytest.fixture
-def piped(measured: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    run = command(capsys, monkeypatch, NO_ENGINE)
+def piped(measured: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch):
+    run = cli_of(NO_ENGINE)
 
     def ask(text: str, *arguments: str) -> Ended:
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
@@ -35,29 +35,26 @@ def piped(measured: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     return ask
 
 
-@pytest.mark.parametrize(
-    ("text", "whole"),
-    [
-        ("select 1;", True),
-        ("select 1; ", True),
-        ("select 1; -- and a comment;", True),
-        ("select 1; /* ; */", True),
-        ("select 1", False),
-        ("select ';", False),
-        ("select ';'", False),
-        ("select '';", True),
-        ("select 'it''s;", False),
-        ('select "a;', False),
-        ('select 1 as "a;b";', True),
-        ("select 1 -- ;", False),
-        ("select 1 /* ;", False),
-        ("select $$;", False),
-        ("select $$'$$;", True),
-        ("select $x$ $$ ; $x$;", True),
-        ("", False),
-        (";", True),
-    ],
-)
+@pytest.mark.parametrize(("text", "whole"), [
+    ("select 1;", True),
+    ("select 1; ", True),
+    ("select 1; -- and a comment;", True),
+    ("select 1; /* ; */", True),
+    ("select 1", False),
+    ("select ';", False),
+    ("select ';'", False),
+    ("select '';", True),
+    ("select 'it''s;", False),
+    ('select "a;', False),
+    ('select 1 as "a;b";', True),
+    ("select 1 -- ;", False),
+    ("select 1 /* ;", False),
+    ("select $$;", False),
+    ("select $$'$$;", True),
+    ("select $x$ $$ ; $x$;", True),
+    ("", False),
+    (";", True),
+])  # fmt: skip
 def test_where_a_query_ends(text: str, whole: bool) -> None:
     assert is_whole(text) == whole
 

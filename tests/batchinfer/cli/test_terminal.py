@@ -25,7 +25,7 @@ from batchinfer.verbs import starter
 from tests import warm_commands
 from tests.batchinfer.cli.screen import lines_on, on_terminal
 from tests.batchinfer.cli.test_cli import MANY, SLOW, committed, kinds, long_job, runs, verbs
-from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, alive, children, command, environment
+from tests.batchinfer.wrong_jobs import NO_ENGINE, CliOf, Place, alive, children, environment
 from tests.examples import examples
 from tests.patience import PATIENCE_S, wait_until
 
@@ -77,9 +77,9 @@ def test_paths_below_the_current_folder_become_relative(tmp_path: Path, monkeypa
     assert with_near_paths(text) == text
 
 
-def test_preview_shows_control_characters_escaped(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_preview_shows_control_characters_escaped(place: Place, cli_of: CliOf) -> None:
     place.rows({"id": EVIL, "text": EVIL})
-    run = command(capsys, monkeypatch, NO_ENGINE)
+    run = cli_of(NO_ENGINE)
     ended = run("preview", place.folder / "job.yaml")
     assert ended.code == 0, ended.err
     harmless(ended.out)
@@ -89,28 +89,25 @@ def test_preview_shows_control_characters_escaped(place: Place, capsys, monkeypa
     assert EVIL in json.loads(line)["text"]
 
 
-@pytest.mark.parametrize(
-    ("verb", "sections"),
-    [
-        ("validate", {"name": f"name: {json.dumps('x' + EVIL)}"}),
-        ("validate", {"sampling": f"sampling: {{{json.dumps(EVIL)}: 1}}"}),
-        ("validate", {"input": f"input: {{path: {json.dumps(EVIL + '.jsonl')}}}"}),
-        ("run", {"prompt": f"prompt: {{text: {json.dumps('no' + EVIL)}}}"}),
-    ],
-)
+@pytest.mark.parametrize(("verb", "sections"), [
+    ("validate", {"name": f"name: {json.dumps('x' + EVIL)}"}),
+    ("validate", {"sampling": f"sampling: {{{json.dumps(EVIL)}: 1}}"}),
+    ("validate", {"input": f"input: {{path: {json.dumps(EVIL + '.jsonl')}}}"}),
+    ("run", {"prompt": f"prompt: {{text: {json.dumps('no' + EVIL)}}}"}),
+])  # fmt: skip
 def test_messages_show_control_characters_escaped(
-    verb: str, sections: dict[str, str], place: Place, capsys: Any, monkeypatch: Any
+    verb: str, sections: dict[str, str], place: Place, cli_of: CliOf
 ) -> None:
     place.job(**sections)
-    ended = command(capsys, monkeypatch, NO_ENGINE)(verb, place.folder / "job.yaml")
+    ended = cli_of(NO_ENGINE)(verb, place.folder / "job.yaml")
     print(ended)
     harmless(ended.out + ended.err)
 
 
 @pytest.mark.slow
-def test_query_shows_control_characters_escaped(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_query_shows_control_characters_escaped(place: Place, cli_of: CliOf) -> None:
     place.rows({"id": "x", "text": EVIL})
-    run = command(capsys, monkeypatch)
+    run = cli_of()
     assert run("run", place.folder / "job.yaml").code == 0
     ended = run("query", place.results, "select text from results")
     assert ended.code == 0
@@ -125,8 +122,8 @@ def only_line(text: str) -> dict[str, Any]:
     return dict(json.loads(line))
 
 
-def test_every_verb_that_prints_has_json(place: Place, tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    run = command(capsys, monkeypatch)
+def test_every_verb_that_prints_has_json(place: Place, tmp_path: Path, cli_of: CliOf) -> None:
+    run = cli_of()
     job = place.folder / "job.yaml"
     place.rows({"id": "a", "text": "one"}, {"id": "b"}, name="two.jsonl")
 
@@ -161,9 +158,9 @@ def test_every_verb_that_prints_has_json(place: Place, tmp_path: Path, capsys, m
         assert "--json" in {option for parameter in verbs()[verb].params for option in parameter.opts}
 
 
-def test_json_lists_the_mistakes_of_a_job_file(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_json_lists_the_mistakes_of_a_job_file(place: Place, cli_of: CliOf) -> None:
     place.job(sampling="sampling: {max_tokns: 8}")
-    ended = command(capsys, monkeypatch, NO_ENGINE)("validate", place.folder / "job.yaml", "--json")
+    ended = cli_of(NO_ENGINE)("validate", place.folder / "job.yaml", "--json")
     told = only_line(ended.out)
     assert (ended.code, told["exit_code"], told["exit_status"]) == (78, 78, "wrong job")
     (mistake,) = told["mistakes"]
@@ -181,10 +178,10 @@ def test_the_words_for_how_a_run_ended_are_documented() -> None:
     assert {kind.status for kind in kinds(BatchInferError)} <= set(told)
 
 
-def test_published_once_and_over_budget_later(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_published_once_and_over_budget_later(place: Place, cli_of: CliOf) -> None:
     """What is in place is never called not published."""
     place.rows({"id": "a", "text": "one"}, b"{not json")
-    run = command(capsys, monkeypatch)
+    run = cli_of()
     first = run("run", place.folder / "job.yaml", "--set", "on_error.publish=true")
     again = run("run", place.folder / "job.yaml")
     for ended, words in ((first, "published over budget"), (again, "already published over budget")):
@@ -203,10 +200,12 @@ def test_published_once_and_over_budget_later(place: Place, capsys, monkeypatch)
 
 
 @pytest.mark.slow
-def test_the_forecast_is_the_same_before_and_after(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_the_forecast_is_the_same_before_and_after(
+    place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = Hardware("a machine", "cpu", 2, 8 << 30, {"float32": 1e10, "bfloat16": 1e10}, 1e10, "measured")
     monkeypatch.setattr("batchinfer.machine.facts.detect", lambda device, gpu=None: known)
-    ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml")
+    ended = cli_of()("run", place.folder / "job.yaml")
     assert ended.code == 0, ended.err
     (before,) = re.findall(r"forecast: (\S+ \S+)(?: \(upper bound: [^)]*\))?, \d+ steps", ended.err)
     (after,) = re.findall(r"(?m)^  forecast engine (\S+ \S+), took", ended.out)
@@ -261,9 +260,11 @@ def test_a_run_without_any_stream(place: Place) -> None:
     assert len(place.table()) == 20
 
 
-def test_a_command_whose_streams_are_none(place: Place, capsys: Any, monkeypatch: Any) -> None:
+def test_a_command_whose_streams_are_none(
+    place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the interpreter has them where they are closed."""
-    run = command(capsys, monkeypatch)
+    run = cli_of()
     with monkeypatch.context() as patch:
         for name in ("stdin", "stdout", "stderr"):
             patch.setattr(sys, name, None)
@@ -339,15 +340,12 @@ def test_ctrl_c_on_a_terminal(place: Place) -> None:
 # --- colours
 
 
-@pytest.mark.parametrize(
-    ("arguments", "env", "coloured"),
-    [
-        ([], {}, True),
-        ([], {"NO_COLOR": "1"}, False),
-        ([], {"TERM": "dumb"}, False),
-        (["--no-color"], {}, False),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "env", "coloured"), [
+    ([], {}, True),
+    ([], {"NO_COLOR": "1"}, False),
+    ([], {"TERM": "dumb"}, False),
+    (["--no-color"], {}, False),
+])  # fmt: skip
 def test_colours_on_a_terminal(
     arguments: list[str], env: dict[str, str], coloured: bool, place: Place
 ) -> None:
@@ -358,9 +356,9 @@ def test_colours_on_a_terminal(
     assert lines_on(terminal.text)[0].startswith("batchinfer: there is no job file gone.yaml")
 
 
-def test_no_colours_in_a_pipe(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_no_colours_in_a_pipe(place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
-    run = command(capsys, monkeypatch, NO_ENGINE)
+    run = cli_of(NO_ENGINE)
     for arguments in (["doctor"], ["validate", place.folder / "job.yaml"], ["validate", "gone.yaml"]):
         ended = run(*arguments)
         assert "\x1b" not in ended.out + ended.err
@@ -369,8 +367,8 @@ def test_no_colours_in_a_pipe(place: Place, capsys, monkeypatch) -> None:  # typ
 # --- the bare command, completion
 
 
-def test_the_bare_command_shows_its_help_and_no_error(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    ended = command(capsys, monkeypatch, NO_ENGINE)()
+def test_the_bare_command_shows_its_help_and_no_error(cli_of: CliOf) -> None:
+    ended = cli_of(NO_ENGINE)()
     assert (ended.code, ended.err) == (2, "")
     assert "Usage: " in ended.out
     assert "validate" in ended.out
@@ -401,10 +399,10 @@ def test_a_shell_can_complete_verbs_and_options(place: Place) -> None:
 # --- init
 
 
-def test_init_without_a_model_brings_one_that_runs(tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_init_without_a_model_brings_one_that_runs(tmp_path: Path, cli_of: CliOf) -> None:
     from batchinfer.pipeline.workers.engine_entry import ENGINE
 
-    run = command(capsys, monkeypatch, ENGINE)
+    run = cli_of(ENGINE)
     ended = run("init", tmp_path / "new")
     assert ended.code == 0, ended.err
     job = tmp_path / "new" / "job.yaml"
@@ -419,9 +417,9 @@ def test_init_without_a_model_brings_one_that_runs(tmp_path: Path, capsys, monke
     }  # fmt: skip
 
 
-def test_init_says_what_to_put_where(tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_init_says_what_to_put_where(tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starter, "_SHIPPED", ())
-    run = command(capsys, monkeypatch, NO_ENGINE)
+    run = cli_of(NO_ENGINE)
     ended = run("init", tmp_path / "new")
     assert ended.code == 0
     assert f"first put a checkpoint into {tmp_path / 'new' / 'model'}: config.json" in ended.out
@@ -429,10 +427,10 @@ def test_init_says_what_to_put_where(tmp_path: Path, capsys, monkeypatch) -> Non
     assert json.loads(run("init", tmp_path / "newer", "--json").out)["ready"] is False
 
 
-def test_init_takes_the_model_that_lies_there(tmp_path: Path, model: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_init_takes_the_model_that_lies_there(tmp_path: Path, model: Path, cli_of: CliOf) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "model").symlink_to(model)
-    ended = command(capsys, monkeypatch, NO_ENGINE)("init", tmp_path / "new")
+    ended = cli_of(NO_ENGINE)("init", tmp_path / "new")
     assert ended.code == 0, ended.err
     assert sorted(os.listdir(tmp_path / "new")) == ["job.yaml", "model", "prompts.jsonl"]
     assert "question" in (tmp_path / "new" / "job.yaml").read_text()

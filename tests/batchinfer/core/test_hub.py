@@ -17,7 +17,7 @@ from batchinfer.core.hub import ModelName, described, missing_files, short_name
 from batchinfer.job import load_job
 from batchinfer.verbs.starter import write_starter
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, table, write_job
-from tests.batchinfer.wrong_jobs import command
+from tests.batchinfer.wrong_jobs import CliOf
 from tests.examples import everything, examples
 from tests.hub_cache import COMMIT, put_into_cache
 
@@ -47,15 +47,12 @@ def refusal(path: Path) -> str:
 
 
 class TestNames:
-    @pytest.mark.parametrize(
-        ("text", "repo", "revision"),
-        [
-            ("org/name", "org/name", "main"),
-            ("Qwen/Qwen2.5-0.5B_x@v1.0", "Qwen/Qwen2.5-0.5B_x", "v1.0"),
-            (f"org/name@{COMMIT}", "org/name", COMMIT),
-            ("org/name@refs/pr/4", "org/name", "refs/pr/4"),
-        ],
-    )
+    @pytest.mark.parametrize(("text", "repo", "revision"), [
+        ("org/name", "org/name", "main"),
+        ("Qwen/Qwen2.5-0.5B_x@v1.0", "Qwen/Qwen2.5-0.5B_x", "v1.0"),
+        (f"org/name@{COMMIT}", "org/name", COMMIT),
+        ("org/name@refs/pr/4", "org/name", "refs/pr/4"),
+    ])  # fmt: skip
     def test_right(self, text: str, repo: str, revision: str) -> None:
         assert ModelName.parse(text) == ModelName(repo, revision)
 
@@ -236,18 +233,13 @@ class TestOtherVerbs:
         assert load_job(tmp_path / "new" / "job.yaml").model.path == snapshot
 
     def test_init_says_how_to_pull_what_is_not_there(
-        self,
-        tmp_path: Path,
-        cache: Path,
-        model: Path,
-        capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
+        self, tmp_path: Path, cache: Path, model: Path, cli_of: CliOf
     ) -> None:
         snapshot = put_into_cache(cache, model)
         (snapshot / "model.safetensors").unlink()  # cut short
         for name in ("org/other@v2", "org/tiny"):
             folder = tmp_path / name.replace("/", "-")
-            ended = command(capsys, monkeypatch, NO_ENGINE)("init", folder, "--model", name)
+            ended = cli_of(NO_ENGINE)("init", folder, "--model", name)
             assert (ended.code, f"first run: batchinfer pull {name}\n" in ended.out) == (0, True)
             with pytest.raises(JobFileError, match=f"`batchinfer pull {name}`"):
                 load_job(folder / "job.yaml")

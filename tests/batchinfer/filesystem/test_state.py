@@ -211,18 +211,15 @@ def test_what_a_run_holds_is_not_idle(tmp_path: Path) -> None:
         assert held.lock_path.exists()
 
 
-@pytest.mark.parametrize(
-    ("path", "root"),
-    [
-        ("out/res", "out/res"),
-        ("out/res/2026-01-02", "out/res"),
-        ("out/res-2026-01-02", "out/res"),
-        ("out/2026-01-02/res", "out/res"),
-        ("out/res-first-20", "out/res"),
-        ("out/2026-01-02", "out/my-job"),
-        ("2025-12-31/x/res/2026-01-02", "2025-12-31/x/res"),
-    ],
-)
+@pytest.mark.parametrize(("path", "root"), [
+    ("out/res", "out/res"),
+    ("out/res/2026-01-02", "out/res"),
+    ("out/res-2026-01-02", "out/res"),
+    ("out/2026-01-02/res", "out/res"),
+    ("out/res-first-20", "out/res"),
+    ("out/2026-01-02", "out/my-job"),
+    ("2025-12-31/x/res/2026-01-02", "2025-12-31/x/res"),
+])  # fmt: skip
 def test_a_result_leads_to_the_state_of_its_job(tmp_path: Path, path: str, root: str) -> None:
     state = StateFolder(tmp_path / path, root=tmp_path / root)
     with state.lock():

@@ -40,11 +40,7 @@ def _record(lines: list[bytes], dialect: CsvDialect, cap: int) -> tuple[list[str
     """The first record of these lines, and how many of them it takes."""
     quoting = csv.QUOTE_NONE if dialect.quote is None else csv.QUOTE_MINIMAL
     parser = csv.reader(
-        _fed(lines, cap),
-        delimiter=dialect.delimiter,
-        quotechar=dialect.quote,
-        quoting=quoting,
-        strict=True,
+        _fed(lines, cap), delimiter=dialect.delimiter, quotechar=dialect.quote, quoting=quoting, strict=True
     )
     try:
         return next(parser), parser.line_num

@@ -41,28 +41,25 @@ def row(name: str, text: str | None) -> dict[str, Any]:
     return {"id": name, "text": text}
 
 
-@pytest.mark.parametrize(
-    ("data", "rows"),
-    [
-        (b"", []),
-        (b"\n \r\n", []),
-        (HEAD, []),
-        (HEAD + b"1,a\n2,b", [row("1", "a"), row("2", "b")]),
-        (b"\xef\xbb\xbfid,text\r\n1,a\r\n\r\n2,b\r\n", [row("1", "a"), row("2", "b")]),
-        (HEAD + b'"1","say ""hi"", twice"\n', [row("1", 'say "hi", twice')]),
-        (HEAD + b'1,"two\nlines"\n2,"\r\n"\n', [row("1", "two\nlines"), row("2", "\r\n")]),
-        (HEAD + b'1,5" pipe\n', [row("1", '5" pipe')]),
-        (HEAD + b'007,\n 1 ,""\n', [row("007", None), row(" 1 ", None)]),
-        (HEAD + "1,Grüße 漢字 🙂\n".encode(), [row("1", "Grüße 漢字 🙂")]),
-        (HEAD + b"1,a\0b\n", [row("1", "a\0b")]),
-        (b"id;text\n1;a,b\n", [row("1", "a,b")]),
-        (b"id\ttext\n1\ta\n", [row("1", "a")]),
-        (b'"id,x";text\n1;a\n', [{"id,x": "1", "text": "a"}]),
-        (b"text\na b\n\nc\n", [{"text": "a b"}, {"text": "c"}]),
-        (b",text\n1,a\n", [{"column0": "1", "text": "a"}]),
-        (HEAD + b"1," + b"x" * 300_000 + b"\n", [row("1", "x" * 300_000)]),
-    ],
-)
+@pytest.mark.parametrize(("data", "rows"), [
+    (b"", []),
+    (b"\n \r\n", []),
+    (HEAD, []),
+    (HEAD + b"1,a\n2,b", [row("1", "a"), row("2", "b")]),
+    (b"\xef\xbb\xbfid,text\r\n1,a\r\n\r\n2,b\r\n", [row("1", "a"), row("2", "b")]),
+    (HEAD + b'"1","say ""hi"", twice"\n', [row("1", 'say "hi", twice')]),
+    (HEAD + b'1,"two\nlines"\n2,"\r\n"\n', [row("1", "two\nlines"), row("2", "\r\n")]),
+    (HEAD + b'1,5" pipe\n', [row("1", '5" pipe')]),
+    (HEAD + b'007,\n 1 ,""\n', [row("007", None), row(" 1 ", None)]),
+    (HEAD + "1,Grüße 漢字 🙂\n".encode(), [row("1", "Grüße 漢字 🙂")]),
+    (HEAD + b"1,a\0b\n", [row("1", "a\0b")]),
+    (b"id;text\n1;a,b\n", [row("1", "a,b")]),
+    (b"id\ttext\n1\ta\n", [row("1", "a")]),
+    (b'"id,x";text\n1;a\n', [{"id,x": "1", "text": "a"}]),
+    (b"text\na b\n\nc\n", [{"text": "a b"}, {"text": "c"}]),
+    (b",text\n1,a\n", [{"column0": "1", "text": "a"}]),
+    (HEAD + b"1," + b"x" * 300_000 + b"\n", [row("1", "x" * 300_000)]),
+])  # fmt: skip
 def test_accepted(tmp_path: Path, data: bytes, rows: list[Any]) -> None:
     assert read(write(tmp_path / "x.csv", data)) == rows
     assert read(write(tmp_path / "x.csv.gz", gzip.compress(data))) == rows
@@ -76,21 +73,18 @@ def test_tabs_by_name(tmp_path: Path, name: str) -> None:
     assert read(write(tmp_path / name, packed)) == [{"id": "1", "text,more": "a,b"}]
 
 
-@pytest.mark.parametrize(
-    ("record", "code"),
-    [
-        (b"1", "bad_csv"),
-        (b"1,2,3", "bad_csv"),
-        (b'1,"a"b', "bad_csv"),
-        (b'1,"never closed', "bad_csv"),
-        (b'1,"never closed\xff', "bad_csv"),
-        (b"1,a\rb", "bad_csv"),
-        (b"1,\xff", "bad_utf8"),
-        (b"1,\xed\xa0\x80", "bad_utf8"),
-        (b"1," + b"x" * 2000, "line_too_long"),
-        (b'1,"' + b"y\n" * 1000 + b'"', "line_too_long"),
-    ],
-)
+@pytest.mark.parametrize(("record", "code"), [
+    (b"1", "bad_csv"),
+    (b"1,2,3", "bad_csv"),
+    (b'1,"a"b', "bad_csv"),
+    (b'1,"never closed', "bad_csv"),
+    (b'1,"never closed\xff', "bad_csv"),
+    (b"1,a\rb", "bad_csv"),
+    (b"1,\xff", "bad_utf8"),
+    (b"1,\xed\xa0\x80", "bad_utf8"),
+    (b"1," + b"x" * 2000, "line_too_long"),
+    (b'1,"' + b"y\n" * 1000 + b'"', "line_too_long"),
+])  # fmt: skip
 def test_a_bad_record_costs_one_row(tmp_path: Path, record: bytes, code: str) -> None:
     path = write(tmp_path / "x.csv", HEAD + b"1,a\n" + record + b"\n2,b\n3,c\n")
     found = read(path, 1000)

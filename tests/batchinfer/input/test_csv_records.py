@@ -131,16 +131,13 @@ def test_the_cap_is_a_limit_on_what_is_held() -> None:
     assert peak < 8 << 20
 
 
-@pytest.mark.parametrize(
-    ("header", "mark"),
-    [
-        (b'"a;b,c";d', ";"),
-        (b'"a;b', ","),
-        (b"a\tb", "\t"),
-        (b"a", ","),
-        (b'"' * 100_001 + b";", ","),
-        (b'"a"";,";b', ";"),
-    ],
-)
+@pytest.mark.parametrize(("header", "mark"), [
+    (b'"a;b,c";d', ";"),
+    (b'"a;b', ","),
+    (b"a\tb", "\t"),
+    (b"a", ","),
+    (b'"' * 100_001 + b";", ","),
+    (b'"a"";,";b', ";"),
+])  # fmt: skip
 def test_the_delimiter_that_the_header_shows(header: bytes, mark: str) -> None:
     assert detected_delimiter(header, '"') == mark

@@ -93,17 +93,14 @@ def test_any_bytes_in_any_encoding_are_rows_or_refused(tmp_path: Path) -> None:
             assert all(isinstance(row, dict) or "x.csv" in row for row in found)
 
 
-@pytest.mark.parametrize(
-    ("options", "data", "row"),
-    [
-        ({"delimiter": "|"}, b'a|b\n1|"x|y"\n', {"a": "1", "b": "x|y"}),
-        ({"delimiter": ";"}, b"a,x;b\n1;2\n", {"a,x": "1", "b": "2"}),
-        ({"delimiter": "\x01"}, b"a\x01b\n1\x012\n", {"a": "1", "b": "2"}),
-        ({"quote": "'"}, b"a,b\n'x,''y''',\"\n", {"a": "x,'y'", "b": '"'}),
-        ({"quote": None}, b'a,b\n"x,y"\n', {"a": '"x', "b": 'y"'}),
-        ({"quote": None, "delimiter": "\\"}, b"a\\b\n]\\^\n", {"a": "]", "b": "^"}),
-    ],
-)
+@pytest.mark.parametrize(("options", "data", "row"), [
+    ({"delimiter": "|"}, b'a|b\n1|"x|y"\n', {"a": "1", "b": "x|y"}),
+    ({"delimiter": ";"}, b"a,x;b\n1;2\n", {"a,x": "1", "b": "2"}),
+    ({"delimiter": "\x01"}, b"a\x01b\n1\x012\n", {"a": "1", "b": "2"}),
+    ({"quote": "'"}, b"a,b\n'x,''y''',\"\n", {"a": "x,'y'", "b": '"'}),
+    ({"quote": None}, b'a,b\n"x,y"\n', {"a": '"x', "b": 'y"'}),
+    ({"quote": None, "delimiter": "\\"}, b"a\\b\n]\\^\n", {"a": "]", "b": "^"}),
+])  # fmt: skip
 def test_dialects(tmp_path: Path, options: dict[str, Any], data: bytes, row: dict[str, str]) -> None:
     (tmp_path / "x.csv").write_bytes(data)
     assert rows(tmp_path / "x.csv", **options) == [row]

@@ -54,23 +54,20 @@ def orc_file() -> bytes:
     return data.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "words"),
-    [
-        ("rows.xlsx", zipped(), ("Excel", "save the sheet as CSV")),
-        ("rows.orc", orc_file(), ("is ORC", "convert it to Parquet")),
-        ("rows.avro", b"Obj\x01\x04", ("is Avro", "Parquet")),
-        ("rows.db", b"SQLite format 3\x00" + b"\0" * 90, ("SQLite", "export the table")),
-        ("rows.duckdb", b"\0" * 8 + b"DUCK" + b"\0" * 90, ("DuckDB database", "Parquet")),
-        ("rows.feather1", b"FEA1\0\0\0\0", ("Feather version 1", "write_feather")),
-        ("rows.pkl", b"\x80\x05\x95", ("pickle", "run code")),
-        ("rows.jsonl.bz2", b"BZh91AY", ("bzip2", "gzip or zstd")),
-        ("rows.jsonl.xz", b"\xfd7zXZ\0", ("xz", "gzip or zstd")),
-        ("rows.xml", b"<rows/>", ("XML", "JSON lines")),
-        ("rows.txt", b"just words\n", ("neither its name nor its content", "input.format")),
-        ("rows.json", b'\n [{"text": "x"}]', ("one JSON array", "jq -c '.[]' rows.json")),
-    ],
-)
+@pytest.mark.parametrize(("name", "data", "words"), [
+    ("rows.xlsx", zipped(), ("Excel", "save the sheet as CSV")),
+    ("rows.orc", orc_file(), ("is ORC", "convert it to Parquet")),
+    ("rows.avro", b"Obj\x01\x04", ("is Avro", "Parquet")),
+    ("rows.db", b"SQLite format 3\x00" + b"\0" * 90, ("SQLite", "export the table")),
+    ("rows.duckdb", b"\0" * 8 + b"DUCK" + b"\0" * 90, ("DuckDB database", "Parquet")),
+    ("rows.feather1", b"FEA1\0\0\0\0", ("Feather version 1", "write_feather")),
+    ("rows.pkl", b"\x80\x05\x95", ("pickle", "run code")),
+    ("rows.jsonl.bz2", b"BZh91AY", ("bzip2", "gzip or zstd")),
+    ("rows.jsonl.xz", b"\xfd7zXZ\0", ("xz", "gzip or zstd")),
+    ("rows.xml", b"<rows/>", ("XML", "JSON lines")),
+    ("rows.txt", b"just words\n", ("neither its name nor its content", "input.format")),
+    ("rows.json", b'\n [{"text": "x"}]', ("one JSON array", "jq -c '.[]' rows.json")),
+])  # fmt: skip
 def test_what_is_said_about_other_files(
     tmp_path: Path, name: str, data: bytes, words: tuple[str, ...]
 ) -> None:
@@ -81,17 +78,14 @@ def test_what_is_said_about_other_files(
     assert all(word in str(caught.value) for word in (name, *words)), caught.value
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "form"),
-    [
-        ("rows", b'{"a": 1}', "jsonl"),
-        ("rows.txt", b'\xef\xbb\xbf\n {"a": 1}', "jsonl"),
-        ("rows.bak", gzip.compress(b"{}", mtime=0), "jsonl"),
-        ("empty", b"", "jsonl"),
-        ("rows.bin", b"PAR1", "parquet"),
-        ("rows.bin", b"ARROW1\0\0", "arrow"),
-    ],
-)
+@pytest.mark.parametrize(("name", "data", "form"), [
+    ("rows", b'{"a": 1}', "jsonl"),
+    ("rows.txt", b'\xef\xbb\xbf\n {"a": 1}', "jsonl"),
+    ("rows.bak", gzip.compress(b"{}", mtime=0), "jsonl"),
+    ("empty", b"", "jsonl"),
+    ("rows.bin", b"PAR1", "parquet"),
+    ("rows.bin", b"ARROW1\0\0", "arrow"),
+])  # fmt: skip
 def test_by_content(tmp_path: Path, name: str, data: bytes, form: str) -> None:
     (tmp_path / name).write_bytes(data)
     assert [file.format for file in list_inputs(str(tmp_path / name), tmp_path)] == [form]

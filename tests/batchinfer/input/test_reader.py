@@ -49,20 +49,17 @@ def zst(data: bytes) -> bytes:
     return bytes(pa.compress(data, "zstd", asbytes=True))
 
 
-@pytest.mark.parametrize(
-    ("data", "rows"),
-    [
-        (b"", []),
-        (b"\n\n  \r\n", []),
-        (GOOD, [{"a": 1}]),
-        (b"\xef\xbb\xbf" + GOOD + b"\r\n" + GOOD, [{"a": 1}] * 2),
-        (GOOD + b"\n\n\n" + GOOD + b"\n", [{"a": 1}] * 2),
-        (b'{"a": "x\\u0000y", "id": "../../etc"}', [{"a": "x\0y", "id": "../../etc"}]),
-        (b'{"a": "x\x00y"}', [{"a": "x\0y"}]),
-        (b'{"a": 123456789012345678901234567890}', [{"a": 123456789012345678901234567890}]),
-        (b'{"a": "\\ud83d\\ude00"}', [{"a": "😀"}]),
-    ],
-)
+@pytest.mark.parametrize(("data", "rows"), [
+    (b"", []),
+    (b"\n\n  \r\n", []),
+    (GOOD, [{"a": 1}]),
+    (b"\xef\xbb\xbf" + GOOD + b"\r\n" + GOOD, [{"a": 1}] * 2),
+    (GOOD + b"\n\n\n" + GOOD + b"\n", [{"a": 1}] * 2),
+    (b'{"a": "x\\u0000y", "id": "../../etc"}', [{"a": "x\0y", "id": "../../etc"}]),
+    (b'{"a": "x\x00y"}', [{"a": "x\0y"}]),
+    (b'{"a": 123456789012345678901234567890}', [{"a": 123456789012345678901234567890}]),
+    (b'{"a": "\\ud83d\\ude00"}', [{"a": "😀"}]),
+])  # fmt: skip
 def test_accepted(tmp_path: Path, data: bytes, rows: list[Any]) -> None:
     assert read(write(tmp_path / "x.jsonl", data)) == rows
     assert read(write(tmp_path / "x.jsonl.gz", gzip.compress(data))) == rows
@@ -75,30 +72,27 @@ def test_compressed_files_of_several_members(tmp_path: Path) -> None:
     assert read(write(tmp_path / "x.jsonl.zst", zst(GOOD + b"\n") * 2)) == [{"a": 1}] * 2
 
 
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        (b'{"a": "\xff"}', "bad_utf8"),
-        (b'{"a": "\xed\xa0\x80"}', "bad_utf8"),
-        (b'{"a": "\\ud800"}', "lone_surrogate"),
-        (b'{"\\udfff": 1}', "lone_surrogate"),
-        (b"{", "bad_json"),
-        (b'{"a": 1} x', "bad_json"),
-        (b"{'a': 1}", "bad_json"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "bad_json"),
-        (b'{"a": NaN}', "nan"),
-        (b'{"a": [-Infinity]}', "nan"),
-        (b'{"a": 1e999}', "nan"),
-        (b'{"a": 1, "a": 2}', "duplicate_keys"),
-        (b'{"a": {"b": 1, "b": 1}}', "duplicate_keys"),
-        (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "nesting"),
-        (b"[" * 100_000, "nesting"),
-        (b'{"a": "' + b"x" * 2000 + b'"}', "line_too_long"),
-        (b"[1]", "not_an_object"),
-        (b"null", "not_an_object"),
-        (b'"text"', "not_an_object"),
-    ],
-)
+@pytest.mark.parametrize(("line", "code"), [
+    (b'{"a": "\xff"}', "bad_utf8"),
+    (b'{"a": "\xed\xa0\x80"}', "bad_utf8"),
+    (b'{"a": "\\ud800"}', "lone_surrogate"),
+    (b'{"\\udfff": 1}', "lone_surrogate"),
+    (b"{", "bad_json"),
+    (b'{"a": 1} x', "bad_json"),
+    (b"{'a': 1}", "bad_json"),
+    (b'{"a": ' + b"9" * 5000 + b"}", "bad_json"),
+    (b'{"a": NaN}', "nan"),
+    (b'{"a": [-Infinity]}', "nan"),
+    (b'{"a": 1e999}', "nan"),
+    (b'{"a": 1, "a": 2}', "duplicate_keys"),
+    (b'{"a": {"b": 1, "b": 1}}', "duplicate_keys"),
+    (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "nesting"),
+    (b"[" * 100_000, "nesting"),
+    (b'{"a": "' + b"x" * 2000 + b'"}', "line_too_long"),
+    (b"[1]", "not_an_object"),
+    (b"null", "not_an_object"),
+    (b'"text"', "not_an_object"),
+])  # fmt: skip
 def test_a_bad_row_costs_one_row(tmp_path: Path, line: bytes, code: str) -> None:
     path = write(tmp_path / "x.jsonl", b"\n".join([GOOD, line, GOOD]))
     cap = 1000 if code == "line_too_long" else 1 << 24
@@ -133,22 +127,19 @@ TABLE = pa.table({"a": list(range(1000)), "t": [f"text {i}" for i in range(1000)
 LONG = b"\n".join([GOOD] * 5000)
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "words"),
-    [
-        ("cut.jsonl.gz", gzip.compress(os.urandom(1000).hex().encode() + LONG)[:-100], "damaged gzip"),
-        ("crc.jsonl.gz", flipped(gzip.compress(LONG), -6), "damaged gzip"),
-        ("cut.jsonl.zst", zst(LONG)[:-3], "damaged zstd"),
-        ("no.jsonl.gz", GOOD, "the content is not gzip"),
-        ("bom.jsonl", GOOD.decode().encode("utf-16"), "UTF-16"),
-        ("le.jsonl", GOOD.decode().encode("utf-16-le"), "UTF-16"),
-        ("be.jsonl", GOOD.decode().encode("utf-16-be"), "UTF-16"),
-        ("no.parquet", GOOD * 10, "Parquet"),
-        ("empty.parquet", b"", "Parquet"),
-        ("cut.parquet", parquet_bytes(TABLE)[:-20], "Parquet"),
-        ("page.parquet", flipped(parquet_bytes(TABLE, compression="none"), 1500), "damaged after row 0"),
-    ],
-)
+@pytest.mark.parametrize(("name", "data", "words"), [
+    ("cut.jsonl.gz", gzip.compress(os.urandom(1000).hex().encode() + LONG)[:-100], "damaged gzip"),
+    ("crc.jsonl.gz", flipped(gzip.compress(LONG), -6), "damaged gzip"),
+    ("cut.jsonl.zst", zst(LONG)[:-3], "damaged zstd"),
+    ("no.jsonl.gz", GOOD, "the content is not gzip"),
+    ("bom.jsonl", GOOD.decode().encode("utf-16"), "UTF-16"),
+    ("le.jsonl", GOOD.decode().encode("utf-16-le"), "UTF-16"),
+    ("be.jsonl", GOOD.decode().encode("utf-16-be"), "UTF-16"),
+    ("no.parquet", GOOD * 10, "Parquet"),
+    ("empty.parquet", b"", "Parquet"),
+    ("cut.parquet", parquet_bytes(TABLE)[:-20], "Parquet"),
+    ("page.parquet", flipped(parquet_bytes(TABLE, compression="none"), 1500), "damaged after row 0"),
+])  # fmt: skip
 def test_a_damaged_file_stops_the_job(tmp_path: Path, name: str, data: bytes, words: str) -> None:
     path = write(tmp_path / name, data)
     with pytest.raises(InputCorrupt, match=words) as caught:
@@ -321,16 +312,13 @@ def test_sql_runs_beside_the_job_file(tmp_path: Path) -> None:
     assert file.name == "sql"
 
 
-@pytest.mark.parametrize(
-    "sql",
-    [
-        "select 1 as a; -- all of it",
-        "select 1 as a ; /* ; */ ; -- x",
-        "-- ;\nselect 1 as a -- ;",
-        "select 1 as a /* ü; */;;",
-        "from (values (1)) t(a);\n\n-- end",
-    ],
-)
+@pytest.mark.parametrize("sql", [
+    "select 1 as a; -- all of it",
+    "select 1 as a ; /* ; */ ; -- x",
+    "-- ;\nselect 1 as a -- ;",
+    "select 1 as a /* ü; */;;",
+    "from (values (1)) t(a);\n\n-- end",
+])  # fmt: skip
 def test_what_follows_a_query_is_no_part_of_it(tmp_path: Path, sql: str) -> None:
     file = materialise(sql, tmp_path / "job.yaml", tmp_path / "scratch" / "sql.parquet")
     assert [row for batch in Reader.open([file]).batches() for row in batch.rows] == [{"a": 1}]

@@ -141,19 +141,16 @@ commit: {rows: 1, seconds: 0.5}
     assert isinstance(job.on_invalid[0]["temperature"], float)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("auto", "auto"),
-        ("4GiB", 4 << 30),
-        ("1.5 MiB", 3 << 19),
-        ("2MB", 2_000_000),
-        ("1", 1.0),
-        ("1.0", 1.0),
-        (".25", 0.25),
-        ("4294967296", 1 << 32),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [
+    ("auto", "auto"),
+    ("4GiB", 4 << 30),
+    ("1.5 MiB", 3 << 19),
+    ("2MB", 2_000_000),
+    ("1", 1.0),
+    ("1.0", 1.0),
+    (".25", 0.25),
+    ("4294967296", 1 << 32),
+])  # fmt: skip
 def test_kv_memory(tmp_path: Path, text: str, value: object) -> None:
     got = load(tmp_path, MINIMAL, ("engine.kv_memory", text)).engine.kv_memory
     assert (got, type(got)) == (value, type(value))
@@ -163,15 +160,12 @@ def test_one_stop_is_a_list_of_one(tmp_path: Path) -> None:
     assert load(tmp_path, MINIMAL, ("sampling.stop", '"\\n"')).sampling.params().stop == ("\n",)
 
 
-@pytest.mark.parametrize(
-    ("text", "pairs"),
-    [
-        ("[]", ()),
-        ("{}", ()),
-        ("[max_tokens, stop]", (("max_tokens", "max_tokens"), ("stop", "stop"))),
-        ("{temperature: my temp}", (("temperature", "my temp"),)),
-    ],
-)
+@pytest.mark.parametrize(("text", "pairs"), [
+    ("[]", ()),
+    ("{}", ()),
+    ("[max_tokens, stop]", (("max_tokens", "max_tokens"), ("stop", "stop"))),
+    ("{temperature: my temp}", (("temperature", "my temp"),)),
+])  # fmt: skip
 def test_parameters_from_columns(tmp_path: Path, text: str, pairs: tuple[tuple[str, str], ...]) -> None:
     job = load(tmp_path, MINIMAL, ("sampling.from_columns", text))
     assert job.sampling.from_columns == pairs
@@ -193,17 +187,14 @@ def test_other_inputs_and_prompts(tmp_path: Path) -> None:
     assert text.prompt.text == "q"
 
 
-@pytest.mark.parametrize(
-    ("given", "output"),
-    [
-        ("*.jsonl", "results"),
-        ("in/*.jsonl.gz", "in/out"),
-        ("in/a.parquet", "in/out"),
-        ("in", "out"),
-        ("in/*", "in2"),
-        ("in/x", "in/y"),
-    ],
-)
+@pytest.mark.parametrize(("given", "output"), [
+    ("*.jsonl", "results"),
+    ("in/*.jsonl.gz", "in/out"),
+    ("in/a.parquet", "in/out"),
+    ("in", "out"),
+    ("in/*", "in2"),
+    ("in/x", "in/y"),
+])  # fmt: skip
 def test_outputs_that_no_input_can_meet(tmp_path: Path, given: str, output: str) -> None:
     job = load(tmp_path, MINIMAL, ("input.path", f"'{given}'"), ("output.path", output))
     assert job.output.path == tmp_path / output
@@ -221,25 +212,22 @@ def test_variables_reach_every_text(tmp_path: Path) -> None:
     assert (job.engine.device, job.engine.kv_memory) == ("cpu", 2 << 30)
 
 
-@pytest.mark.parametrize(
-    ("path", "root"),
-    [
-        ("results/tickets", "results/tickets"),
-        ("results/tickets/${date}", "results/tickets"),
-        ("results/tickets-${date}", "results/tickets"),
-        ("results/${date}/tickets", "results/tickets"),
-        ("results/${date}_tickets", "results/tickets"),
-        ("results/a-${date}-b", "results/a-b"),
-        ("${date}/${date}-x/.y", "x/.y"),
-        ("r/${date}/../s/", "r/s"),
-        ("r/2026-01-02", "r/2026-01-02"),
-        ("${OUT}/${date}", "out/2026-01-02"),
-        ("${date}", "triage-1"),
-        ("../${date}/", "../triage-1"),
-        ("/${date}", "/triage-1"),
-        ("/d/$${x}/${date}", "/d/${x}"),
-    ],
-)
+@pytest.mark.parametrize(("path", "root"), [
+    ("results/tickets", "results/tickets"),
+    ("results/tickets/${date}", "results/tickets"),
+    ("results/tickets-${date}", "results/tickets"),
+    ("results/${date}/tickets", "results/tickets"),
+    ("results/${date}_tickets", "results/tickets"),
+    ("results/a-${date}-b", "results/a-b"),
+    ("${date}/${date}-x/.y", "x/.y"),
+    ("r/${date}/../s/", "r/s"),
+    ("r/2026-01-02", "r/2026-01-02"),
+    ("${OUT}/${date}", "out/2026-01-02"),
+    ("${date}", "triage-1"),
+    ("../${date}/", "../triage-1"),
+    ("/${date}", "/triage-1"),
+    ("/d/$${x}/${date}", "/d/${x}"),
+])  # fmt: skip
 def test_the_root_of_the_results_is_their_path_without_the_date(tmp_path: Path, path: str, root: str) -> None:
     job = load(
         tmp_path, MINIMAL.replace("triage", "triage / 1"), ("output.path", f"'{path}'"), OUT="out/2026-01-02"
@@ -317,30 +305,27 @@ def test_a_job_is_frozen_and_travels(tmp_path: Path) -> None:
     assert (again, again.source) == (job, job.source)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "same"),
-    [
-        ("name", "other", True),
-        ("engine.threads", "2", True),
-        ("commit.rows", "5", True),
-        ("output.path", "elsewhere", True),
-        ("output.rows_per_file", "5", True),
-        ("on_error.publish", "true", True),
-        ("cache.path", "c", True),
-        ("sampling.temperature", "0.0", True),
-        ("input.limit", "5", False),
-        ("prompt.user", "'{{ r }}'", False),
-        ("sampling.seed", "1", False),
-        ("sampling.from_columns", "[]", True),
-        ("sampling.from_columns", "[seed]", False),
-        ("output.columns", "[a]", False),
-        ("input.workers", "3", True),
-        ("model.max_model_len", "5", False),
-        ("model.dtype", "float32", False),
-        ("model.quantization", "none", True),
-        ("model.quantization", "int8", False),
-    ],
-)
+@pytest.mark.parametrize(("key", "value", "same"), [
+    ("name", "other", True),
+    ("engine.threads", "2", True),
+    ("commit.rows", "5", True),
+    ("output.path", "elsewhere", True),
+    ("output.rows_per_file", "5", True),
+    ("on_error.publish", "true", True),
+    ("cache.path", "c", True),
+    ("sampling.temperature", "0.0", True),
+    ("input.limit", "5", False),
+    ("prompt.user", "'{{ r }}'", False),
+    ("sampling.seed", "1", False),
+    ("sampling.from_columns", "[]", True),
+    ("sampling.from_columns", "[seed]", False),
+    ("output.columns", "[a]", False),
+    ("input.workers", "3", True),
+    ("model.max_model_len", "5", False),
+    ("model.dtype", "float32", False),
+    ("model.quantization", "none", True),
+    ("model.quantization", "int8", False),
+])  # fmt: skip
 def test_identity_is_what_the_rows_depend_on(tmp_path: Path, key: str, value: str, same: bool) -> None:
     plain, other = load(tmp_path).identity_json(), load(tmp_path, MINIMAL, (key, value)).identity_json()
     assert (plain == other) is same

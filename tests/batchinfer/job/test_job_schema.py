@@ -100,15 +100,12 @@ def test_the_first_job_loads(tmp_path: Path, model: str) -> None:
     assert init_files(model)["job.yaml"] == init_text(model)
 
 
-@pytest.mark.parametrize(
-    ("config", "weights", "told"),
-    [
-        ({}, "model.safetensors", "folder with config.json|change answers"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "model.safetensors", "as the checkpoint stores"),
-        (None, "model.gguf", "GGUF: weights, configuration.*dequantised while loading"),
-        (None, "model.safetensors", "folder with config.json|change answers"),
-    ],
-)
+@pytest.mark.parametrize(("config", "weights", "told"), [
+    ({}, "model.safetensors", "folder with config.json|change answers"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "model.safetensors", "as the checkpoint stores"),
+    (None, "model.gguf", "GGUF: weights, configuration.*dequantised while loading"),
+    (None, "model.safetensors", "folder with config.json|change answers"),
+])  # fmt: skip
 def test_the_first_job_fits_its_folder_and_its_model(
     tmp_path: Path, config: dict[str, Any] | None, weights: str, told: str
 ) -> None:

@@ -34,52 +34,46 @@ def values(tmp_path: Path, text: str) -> dict[str, Any]:
     return file.values
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "no",
-        "yes",
-        "on",
-        "off",
-        "y",
-        "N",
-        "1_000",
-        "0b11",
-        "2026-01-01",
-        "12:30:00",
-        "0o8",
-        "1e",
-        "+",
-        ".",
-        "nan",
-        "tRUE",
-        "<<",
-        "=",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "no",
+    "yes",
+    "on",
+    "off",
+    "y",
+    "N",
+    "1_000",
+    "0b11",
+    "2026-01-01",
+    "12:30:00",
+    "0o8",
+    "1e",
+    "+",
+    ".",
+    "nan",
+    "tRUE",
+    "<<",
+    "=",
+])  # fmt: skip
 def test_what_yaml_1_1_would_convert_is_text(text: str) -> None:
     assert resolve(text) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("true", True),
-        ("FALSE", False),
-        ("null", None),
-        ("~", None),
-        ("", None),
-        ("017", 17),
-        ("-5", -5),
-        ("0o17", 15),
-        ("0xfF", 255),
-        ("1e3", 1000.0),
-        ("1.", 1.0),
-        (".5", 0.5),
-        ("-.inf", -math.inf),
-        ("+.INF", math.inf),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [
+    ("true", True),
+    ("FALSE", False),
+    ("null", None),
+    ("~", None),
+    ("", None),
+    ("017", 17),
+    ("-5", -5),
+    ("0o17", 15),
+    ("0xfF", 255),
+    ("1e3", 1000.0),
+    ("1.", 1.0),
+    (".5", 0.5),
+    ("-.inf", -math.inf),
+    ("+.INF", math.inf),
+])  # fmt: skip
 def test_the_core_schema(text: str, value: object) -> None:
     assert (resolve(text), type(resolve(text))) == (value, type(value))
 
@@ -123,26 +117,23 @@ def test_bom_and_crlf_are_fine(tmp_path: Path) -> None:
     assert read_job_file(tmp_path / "job.yaml", [], VARIABLES).values == {"a": 1, "b": "x\ny\n"}
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("${A}", "a"),
-        ("x${A}y${A}", "xaya"),
-        ("${NOPE:-}", ""),
-        ("${NOPE:-d e-f:g}", "d e-f:g"),
-        ("${EMPTY}", ""),
-        ("${EMPTY:-full}", "full"),
-        ("${A:-d}", "a"),
-        ("${date}/x", "2026-01-02/x"),
-        ("$$", "$"),
-        ("$${A}", "${A}"),
-        ("$$$${A}", "$${A}"),
-        ("$5 and a $", "$5 and a $"),
-        ("{{ A }} {% if x %}{# y #}", "{{ A }} {% if x %}{# y #}"),
-        ("costs ${{ price }}${% if x %}${# y #}", "costs ${{ price }}${% if x %}${# y #}"),
-        ("${BRACES}", "{{ x }}"),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [
+    ("${A}", "a"),
+    ("x${A}y${A}", "xaya"),
+    ("${NOPE:-}", ""),
+    ("${NOPE:-d e-f:g}", "d e-f:g"),
+    ("${EMPTY}", ""),
+    ("${EMPTY:-full}", "full"),
+    ("${A:-d}", "a"),
+    ("${date}/x", "2026-01-02/x"),
+    ("$$", "$"),
+    ("$${A}", "${A}"),
+    ("$$$${A}", "$${A}"),
+    ("$5 and a $", "$5 and a $"),
+    ("{{ A }} {% if x %}{# y #}", "{{ A }} {% if x %}{# y #}"),
+    ("costs ${{ price }}${% if x %}${# y #}", "costs ${{ price }}${% if x %}${# y #}"),
+    ("${BRACES}", "{{ x }}"),
+])  # fmt: skip
 def test_variables(text: str, value: str) -> None:
     assert VARIABLES.expand(text) == (value, [])
 

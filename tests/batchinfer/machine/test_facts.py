@@ -85,35 +85,29 @@ def test_tiles_are_those_that_the_system_grants(monkeypatch: pytest.MonkeyPatch,
     assert this_machine("cpu").tiles is given
 
 
-@pytest.mark.parametrize(
-    ("arm", "fast", "dtype", "sums"),
-    [
-        (True, True, "bfloat16", "bfdot"),
-        (True, True, "float32", "neon"),
-        (True, False, "bfloat16", "neon"),
-        (False, True, "bfloat16", ""),
-    ],
-)
+@pytest.mark.parametrize(("arm", "fast", "dtype", "sums"), [
+    (True, True, "bfloat16", "bfdot"),
+    (True, True, "float32", "neon"),
+    (True, False, "bfloat16", "neon"),
+    (False, True, "bfloat16", ""),
+])  # fmt: skip
 def test_an_arm_cpu_adds_up_in_its_own_way(arm: bool, fast: bool, dtype: str, sums: str) -> None:
     machine = MachineFacts(Hardware("a CPU", "cpu", 2, None), fast_bf16=fast, arm=arm)
     assert machine.arm_sums(dtype) == sums
     assert MachineFacts(hardware_called("h100"), fast_bf16=fast, arm=arm).arm_sums(dtype) == ""
 
 
-@pytest.mark.parametrize(
-    ("said", "names", "can"),
-    [
-        (["8.9"], "0", True),
-        (["9.0", "10.0"], "0,1", True),
-        (["8.0"], "0", False),
-        (["9.0", "8.6"], "0,1", False),
-        (["9.0", "8.6"], "0", True),
-        (["9.0", "8.6"], "GPU-1", False),
-        (["9.0", "8.6"], "MIG-1", False),
-        ([], "", None),
-        (["[N/A]"], "0", False),
-    ],
-)
+@pytest.mark.parametrize(("said", "names", "can"), [
+    (["8.9"], "0", True),
+    (["9.0", "10.0"], "0,1", True),
+    (["8.0"], "0", False),
+    (["9.0", "8.6"], "0,1", False),
+    (["9.0", "8.6"], "0", True),
+    (["9.0", "8.6"], "GPU-1", False),
+    (["9.0", "8.6"], "MIG-1", False),
+    ([], "", None),
+    (["[N/A]"], "0", False),
+])  # fmt: skip
 def test_the_driver_says_whether_the_gpus_that_are_used_multiply_fp8(
     monkeypatch: pytest.MonkeyPatch, said: list[str], names: str, can: bool | None
 ) -> None:

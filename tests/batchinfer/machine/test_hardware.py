@@ -86,27 +86,24 @@ def test_a_gpu_that_is_not_there_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp
         detect("tpu")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"format": 2, "devices": {}}',
-        '{"format": 1, "devices": []}',
-        '{"format": 1, "devices": {"cpu:x": 3}}',
-        '{"format": 1, "devices": {"cpu:x": {"peak_flops": {"float32": 0}, "bandwidth": 1}}}',
-        '{"format": 1, "devices": {"cpu:x": {"peak_flops": {"float32": true}, "bandwidth": 1}}}',
-        '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": Infinity}}}',
-        '{"format": 1, "devices": {"cpu:x": {"peak_flops": {"float32": 1}}}}',
-        '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": 1, "products": []}}}',
-        '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": 1, "products": {"int8": 3}}}}',
-        '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": 1, "products": {"a": {"b": 3}}}}}',
-        '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": 1,'
+@pytest.mark.parametrize("text", [
+    "",
+    "{",
+    "[]",
+    "null",
+    '{"format": 2, "devices": {}}',
+    '{"format": 1, "devices": []}',
+    '{"format": 1, "devices": {"cpu:x": 3}}',
+    '{"format": 1, "devices": {"cpu:x": {"peak_flops": {"float32": 0}, "bandwidth": 1}}}',
+    '{"format": 1, "devices": {"cpu:x": {"peak_flops": {"float32": true}, "bandwidth": 1}}}',
+    '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": Infinity}}}',
+    '{"format": 1, "devices": {"cpu:x": {"peak_flops": {"float32": 1}}}}',
+    '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": 1, "products": []}}}',
+    '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": 1, "products": {"int8": 3}}}}',
+    '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": 1, "products": {"a": {"b": 3}}}}}',
+    '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": 1,'
         ' "products": {"int8": {"large": {"torch": -1}}}}}}',
-    ],
-)
+])  # fmt: skip
 def test_a_damaged_cache_is_said_and_ignored(
     text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,17 +137,14 @@ def test_the_cache_follows_xdg() -> None:
     assert hardware.cache_path({"HOME": "/h"}) == Path("/h/.cache/batchinfer/hardware.json")
 
 
-@pytest.mark.parametrize(
-    ("text", "fast"),
-    [
-        ("model name\t: AMD EPYC 9B14\nflags\t\t: fpu avx2 avx512_bf16 sse\n", True),
-        ("model name : Xeon\nflags : amx_tile amx_bf16\n", True),
-        ("model name : Old\nflags : avx2 avx512f\nbugs : avx512_bf16\n", False),
-        ("Features : fp asimd i8mm bf16\n", True),
-        ("Features : fp asimd asimddp\n", False),
-        ("", False),
-    ],
-)
+@pytest.mark.parametrize(("text", "fast"), [
+    ("model name\t: AMD EPYC 9B14\nflags\t\t: fpu avx2 avx512_bf16 sse\n", True),
+    ("model name : Xeon\nflags : amx_tile amx_bf16\n", True),
+    ("model name : Old\nflags : avx2 avx512f\nbugs : avx512_bf16\n", False),
+    ("Features : fp asimd i8mm bf16\n", True),
+    ("Features : fp asimd asimddp\n", False),
+    ("", False),
+])  # fmt: skip
 def test_fast_bf16_is_read_from_the_flags(text: str, fast: bool, tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(text)

@@ -116,14 +116,11 @@ def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
         check_limits(tmp_path / "groups", proc)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
-        RuntimeError("can't start new thread"),
-        RuntimeError("Unknown error: Failed to launch worker thread: Resource temporarily unavailable"),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+    RuntimeError("can't start new thread"),
+    RuntimeError("Unknown error: Failed to launch worker thread: Resource temporarily unavailable"),
+])  # fmt: skip
 def test_a_limit_that_is_reached_in_mid_job_is_told(error: Exception) -> None:
     meant = known(error)
     assert isinstance(meant, Unavailable)

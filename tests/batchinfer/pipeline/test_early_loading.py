@@ -288,14 +288,11 @@ def test_damage_that_is_found_while_it_loads_ends_the_run(tmp_path: Path, model:
     assert "planning" not in seen.events
 
 
-@pytest.mark.parametrize(
-    ("refusal", "code"),
-    [
-        pytest.param("Unavailable", 69, marks=SLOW),
-        ("OutOfMemory", 71),
-        pytest.param("SecurityRefusal", 77, marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize(("refusal", "code"), [
+    pytest.param("Unavailable", 69, marks=SLOW),
+    ("OutOfMemory", 71),
+    pytest.param("SecurityRefusal", 77, marks=SLOW),
+])  # fmt: skip
 def test_what_keeps_it_from_loading_is_told_while_rows_are_read(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, refusal: str, code: int
 ) -> None:

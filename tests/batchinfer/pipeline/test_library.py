@@ -90,16 +90,13 @@ def test_a_job_may_be_a_dict(place: Place, monkeypatch: pytest.MonkeyPatch) -> N
     assert same.status == "already published"
 
 
-@pytest.mark.parametrize(
-    ("section", "value", "said"),
-    [
-        ("sampling", {"max_tokens": "many"}, r"sampling\.max_tokens: .*many"),
-        ("sampling", {"max_tokens": datetime.timedelta(3)}, "found .*timedelta.*; each key must be a text"),
-        ("samplin", {}, "samplin: .*did you mean sampling"),
-        ("input", {"path": "${NOBODY_SET_THIS}"}, "NOBODY_SET_THIS"),
-        ("output", {"path": b"out"}, "found .*bytes"),
-    ],
-)
+@pytest.mark.parametrize(("section", "value", "said"), [
+    ("sampling", {"max_tokens": "many"}, r"sampling\.max_tokens: .*many"),
+    ("sampling", {"max_tokens": datetime.timedelta(3)}, "found .*timedelta.*; each key must be a text"),
+    ("samplin", {}, "samplin: .*did you mean sampling"),
+    ("input", {"path": "${NOBODY_SET_THIS}"}, "NOBODY_SET_THIS"),
+    ("output", {"path": b"out"}, "found .*bytes"),
+])  # fmt: skip
 def test_mistakes_in_a_dict_name_the_key(place: Place, section: str, value: Any, said: str) -> None:
     given = {name: YAML(typ="safe").load(text)[name] for name, text in SECTIONS.items()} | {section: value}
     with pytest.raises(JobFileError, match=said) as caught:

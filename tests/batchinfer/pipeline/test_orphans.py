@@ -173,15 +173,12 @@ def test_a_child_that_ends_in_the_middle_of_a_message_is_gone_like_any_other() -
     assert ended.code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("how", "words", "memory"),
-    [
-        ("3", "ended with exit status 3", False),
-        (f"signal {int(signal.SIGSEGV)}", "ended by signal 11 (SIGSEGV)", False),
-        (f"signal {int(signal.SIGKILL)}", "memory ran out", True),
-        pytest.param("cpu", "limit on a process's CPU time (RLIMIT_CPU", False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("how", "words", "memory"), [
+    ("3", "ended with exit status 3", False),
+    (f"signal {int(signal.SIGSEGV)}", "ended by signal 11 (SIGSEGV)", False),
+    (f"signal {int(signal.SIGKILL)}", "memory ran out", True),
+    pytest.param("cpu", "limit on a process's CPU time (RLIMIT_CPU", False, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_how_a_child_ended(how: str, words: str, memory: bool) -> None:
     with Child(f"{TASKS}:end", how) as child:
         ended = child.wait(PATIENCE_S)

@@ -424,14 +424,11 @@ def test_stop_strings_end_an_answer_and_are_cut_off(tmp_path, model):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("error", "code", "status"),
-    [
-        (OSError(5, "Input/output error"), 74, "storage error"),
-        (MemoryError("no more of it"), 71, "out of memory"),
-        (ValueError("nobody expects it"), 70, "bug"),
-    ],
-)
+@pytest.mark.parametrize(("error", "code", "status"), [
+    (OSError(5, "Input/output error"), 74, "storage error"),
+    (MemoryError("no more of it"), 71, "out of memory"),
+    (ValueError("nobody expects it"), 70, "bug"),
+])  # fmt: skip
 def test_the_run_table_says_of_an_error_what_the_process_says(
     tmp_path, model, monkeypatch, capsys, error, code, status
 ):

@@ -66,14 +66,11 @@ def processor_time(pid: int) -> float:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("make", "signum"),
-    [
-        (preview_sql, signal.SIGTERM),
-        (preview_template, signal.SIGINT),
-        (query, signal.SIGINT),
-    ],
-)
+@pytest.mark.parametrize(("make", "signum"), [
+    (preview_sql, signal.SIGTERM),
+    (preview_template, signal.SIGINT),
+    (query, signal.SIGINT),
+])  # fmt: skip
 def test_a_signal_ends_a_verb_that_works(
     tmp_path: Path, model: Path, make: Callable[[Path, Path], list[str]], signum: signal.Signals
 ) -> None:

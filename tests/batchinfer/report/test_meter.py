@@ -105,12 +105,9 @@ def test_percentiles_are_those_of_numpy(requests: list[RequestSample]) -> None:
         "ttft": [r.first_token_s - r.queued_s for r in requests],
         "queue": [r.scheduled_s - r.queued_s for r in requests],
         "latency": [r.finished_s - r.queued_s for r in requests],
-        "tpot": [
-            (r.finished_s - r.first_token_s) / (r.completion_tokens - 1)
-            for r in requests
-            if r.completion_tokens > 1
-        ],
-    }
+        "tpot": [(r.finished_s - r.first_token_s) / (r.completion_tokens - 1) for r in requests
+            if r.completion_tokens > 1],
+    }  # fmt: skip
     for name, values in expected.items():
         found = percentiles_of(measured, name)
         if values:

@@ -15,8 +15,7 @@ from tests.examples import first_of
 
 PROGRAM = find_chromium()
 pytestmark = pytest.mark.skipif(
-    PROGRAM is None,
-    reason="no Chromium here (Debian's package is chromium; CHROMIUM names another program)",
+    PROGRAM is None, reason="no Chromium here (Debian's package is chromium; CHROMIUM names another program)"
 )
 HOSTILE = '"><img src=x onerror="document.title=1"><script>document.title=2</script>'
 # The numbers that a chart has drawn, by the names of its series

@@ -98,10 +98,7 @@ def test_the_total_shrinks_as_outputs_end_early(clock: Clock, step: Any) -> None
     assert "16 of 100 rows" in stream.getvalue()
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=40),
-    st.integers(0, 5000),
-)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=40), st.integers(0, 5000))
 def test_done_never_passes_the_total(outputs: list[tuple[int, int]], sampled: int) -> None:
     """Whatever the outputs' lengths, even above what was expected."""
     clock, stream = Clock(), io.StringIO()

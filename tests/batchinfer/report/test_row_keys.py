@@ -76,9 +76,6 @@ def test_rows_that_are_written_beside_work_that_fails_leave_nothing(tmp_path: Pa
 def test_what_fails_beside_other_work_is_raised_where_it_is_finished(tmp_path: Path) -> None:
     (tmp_path / "broken").write_bytes(b"PAR1 no")
     parts = [index_part(tmp_path / "a", 0, KEYS), tmp_path / "broken"]
-    with (
-        RowsBeside(tmp_path / "report", "run-1", parts, "row_id") as table,
-        pytest.raises(pa.ArrowInvalid),
-    ):
+    with RowsBeside(tmp_path / "report", "run-1", parts, "row_id") as table, pytest.raises(pa.ArrowInvalid):
         table.finish()
     assert list((tmp_path / "report").iterdir()) == []

@@ -179,36 +179,33 @@ def test_json_refuses_what_is_no_number() -> None:
         json_line({"mfu": {1}})
 
 
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
-        (wording.short(None), "–"),
-        (wording.short(0), "0"),
-        (wording.short(950), "950"),
-        (wording.short(999.7), "1.00k"),
-        (wording.short(12_345), "12.3k"),
-        (wording.short(1_200_000), "1.20M"),
-        (wording.short(0.5), "0.50"),
-        (wording.percent(0), "0%"),
-        (wording.percent(0.005), "0.5%"),
-        (wording.percent(0.41), "41%"),
-        (wording.percent(1.0), "100%"),
-        (wording.seconds(0), "0 ms"),
-        (wording.seconds(0.0123), "12.3 ms"),
-        (wording.seconds(0.9999), "1.00 s"),
-        (wording.seconds(59.97), "1 min 0 s"),
-        (wording.seconds(7530), "2 h 5 min"),
-        (wording.about(0.2), "1 s"),
-        (wording.about(61), "1 min"),
-        (wording.about(3599), "59 min 59 s"),
-        (wording.about(7200), "2 h 0 min"),
-        (wording.count(2388), "2,388"),
-        (off(-0.053), "-5.3%"),
-        (off(0.42), "+42.0%"),
-        (off(2.124), "3.12 times the forecast"),
-        (off(89.967), "91 times the forecast"),
-    ],
-)
+@pytest.mark.parametrize(("shown", "expected"), [
+    (wording.short(None), "–"),
+    (wording.short(0), "0"),
+    (wording.short(950), "950"),
+    (wording.short(999.7), "1.00k"),
+    (wording.short(12_345), "12.3k"),
+    (wording.short(1_200_000), "1.20M"),
+    (wording.short(0.5), "0.50"),
+    (wording.percent(0), "0%"),
+    (wording.percent(0.005), "0.5%"),
+    (wording.percent(0.41), "41%"),
+    (wording.percent(1.0), "100%"),
+    (wording.seconds(0), "0 ms"),
+    (wording.seconds(0.0123), "12.3 ms"),
+    (wording.seconds(0.9999), "1.00 s"),
+    (wording.seconds(59.97), "1 min 0 s"),
+    (wording.seconds(7530), "2 h 5 min"),
+    (wording.about(0.2), "1 s"),
+    (wording.about(61), "1 min"),
+    (wording.about(3599), "59 min 59 s"),
+    (wording.about(7200), "2 h 0 min"),
+    (wording.count(2388), "2,388"),
+    (off(-0.053), "-5.3%"),
+    (off(0.42), "+42.0%"),
+    (off(2.124), "3.12 times the forecast"),
+    (off(89.967), "91 times the forecast"),
+])  # fmt: skip
 def test_units(shown: str, expected: str) -> None:
     assert shown == expected
 

@@ -18,7 +18,7 @@ from batchinfer.core.errors import UsageError
 from batchinfer.store.outputs.call_column import CALLS_FIELD
 from batchinfer.store.outputs.tokens import RESULT_SCHEMA
 from batchinfer.store.results.diff import DiffOptions, ResultDiff, diff_results
-from tests.batchinfer.wrong_jobs import NO_ENGINE, ROWS, Command, command, make_place, run_once
+from tests.batchinfer.wrong_jobs import NO_ENGINE, ROWS, CliOf, Command, make_place, run_once
 
 Row = dict[str, Any]
 SECRET = "a text that nobody asked for"
@@ -85,10 +85,7 @@ def test_every_kind_of_difference(write: Write) -> None:
     assert (diff.rows_a, diff.rows_b, diff.matched) == (9, 9, 8)
     assert {
         group.name: [e.id for e in group.examples] for group in diff.groups if group.kind == "column"
-    } == {
-        "amount": ["r6", "r7"],
-        "tags": ["r7"],
-    }
+    } == {"amount": ["r6", "r7"], "tags": ["r7"]}
 
 
 def test_rows_are_matched_by_their_ids_wherever_they_stand(write: Write) -> None:
@@ -193,11 +190,9 @@ def nights(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path,
 
 
 @pytest.fixture
-def two(
-    nights: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> tuple[Path, Path, Command]:
+def two(nights: tuple[Path, Path], cli_of: CliOf) -> tuple[Path, Path, Command]:
     """The results of both nights, and the command line."""
-    return (*nights, command(capsys, monkeypatch, NO_ENGINE))
+    return (*nights, cli_of(NO_ENGINE))
 
 
 def test_the_verb(two: tuple[Path, Path, Command]) -> None:

@@ -25,7 +25,7 @@ from batchinfer.report.tables.meter import Measured
 from batchinfer.report.tables.tables import run_row, write_run
 from batchinfer.verbs.history import history_of, share_of
 from batchinfer.verbs.query import asked
-from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, Command, Place, command, make_place
+from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, CliOf, Command, Place, make_place
 from tests.examples import first_of
 
 START = datetime(2026, 3, 1, 22, 30, tzinfo=UTC)
@@ -84,8 +84,8 @@ def runs(tmp_path: Path) -> Runs:
 
 
 @pytest.fixture
-def history(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    run = command(capsys, monkeypatch, NO_ENGINE)
+def history(cli_of: CliOf) -> Command:
+    run = cli_of(NO_ENGINE)
     return lambda *arguments: run("history", *arguments)
 
 
@@ -106,22 +106,19 @@ def test_noise_does_not_fail_and_a_slowdown_does(
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"trial": True}, "a trial"),
-        ({"engine_s": LEAST_S / 2}, "computed for less than 5 s"),
-        ({"speed": 0.0}, "computed nothing"),
-        ({"exit_status": "interrupted", "exit_code": 143}, "did not finish"),
-        ({"dtype": "float32"}, "another dtype"),
-        ({"quantization": "int8"}, "another quantization"),
-        ({"model": "org/m@d"}, "another model"),
-        ({"engine_s": 600.0}, "over 4 times more or less work"),
-        ({"output_share": 0.2}, "another mixture of prompt and output tokens"),
-        ({"output_share": 0.0}, "another mixture of prompt and output tokens"),
-        ({"hardware": "Other CPU", "peak": None}, "another machine, and the peak of one is unknown"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"trial": True}, "a trial"),
+    ({"engine_s": LEAST_S / 2}, "computed for less than 5 s"),
+    ({"speed": 0.0}, "computed nothing"),
+    ({"exit_status": "interrupted", "exit_code": 143}, "did not finish"),
+    ({"dtype": "float32"}, "another dtype"),
+    ({"quantization": "int8"}, "another quantization"),
+    ({"model": "org/m@d"}, "another model"),
+    ({"engine_s": 600.0}, "over 4 times more or less work"),
+    ({"output_share": 0.2}, "another mixture of prompt and output tokens"),
+    ({"output_share": 0.0}, "another mixture of prompt and output tokens"),
+    ({"hardware": "Other CPU", "peak": None}, "another machine, and the peak of one is unknown"),
+])  # fmt: skip
 def test_what_cannot_be_compared_is_left_out_and_named(
     changes: dict[str, Any], reason: str, runs: Runs, history: Command
 ) -> None:
@@ -232,10 +229,10 @@ def test_a_percentage() -> None:
 
 
 def test_a_job_and_its_result_have_one_history(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_ENGINE_COUNTS_TIME", "1")  # without a delay: no time at all, on any machine
-    run = command(capsys, monkeypatch, FAKE)
+    run = cli_of(FAKE)
     job = place.folder / "job.yaml"
     assert run("history", job).code == 66
     assert run("run", job, "-q").code == 0
@@ -279,15 +276,10 @@ def whole_run(place: Place, patch: pytest.MonkeyPatch, step_s: float, words: str
 @pytest.mark.slow
 @pytest.mark.parametrize(("slower", "code"), [(1.0, 0), (1.25, 65)])
 def test_whole_runs_fail_where_the_engine_is_slower(
-    slower: float,
-    code: int,
-    nights: Place,
-    history: Command,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    slower: float, code: int, nights: Place, history: Command, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report_history, "LEAST_S", STEPS * STEP_S / 2)
-    run = command(capsys, monkeypatch, FAKE)
+    run = cli_of(FAKE)
     report = nights.results.with_name("res-report")
     before = set(tables(report, RUN))
     assert whole_run(nights, monkeypatch, slower * STEP_S, f"slower by {slower:.2f}") == 0

@@ -229,15 +229,12 @@ def test_shards_are_those_that_the_index_names(tmp_path: Path, model: Path, cach
     assert {path.name for path in snapshot(cache).iterdir()} == set(files) - set(NEVER)
 
 
-@pytest.mark.parametrize(
-    ("status", "error", "code", "words"),
-    [
-        (403, "GatedRepo", 69, ("gated", "HF_TOKEN")),
-        (404, "RepoNotFound", 66, ("no model org/tiny", "HF_TOKEN")),
-        (403, "", 69, ("does not let you read", "HF_TOKEN")),
-        (501, "", 69, ("answered 501", "the same command continues")),
-    ],
-)
+@pytest.mark.parametrize(("status", "error", "code", "words"), [
+    (403, "GatedRepo", 69, ("gated", "HF_TOKEN")),
+    (404, "RepoNotFound", 66, ("no model org/tiny", "HF_TOKEN")),
+    (403, "", 69, ("does not let you read", "HF_TOKEN")),
+    (501, "", 69, ("answered 501", "the same command continues")),
+])  # fmt: skip
 def test_what_a_hub_refuses_is_said_with_the_next_step(
     hub: Hub, status: int, error: str, code: int, words: tuple[str, ...], pull: Pull
 ) -> None:

@@ -16,24 +16,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.verbs.answer import columns_of, shown
-from tests.batchinfer.wrong_jobs import (
-    NO_ENGINE,
-    Command,
-    Ended,
-    Place,
-    command,
-    copy_of,
-    make_place,
-    run_once,
-)
+from tests.batchinfer.wrong_jobs import NO_ENGINE, CliOf, Command, Ended, Place, copy_of, make_place, run_once
 
 REPORT_PAGE = Path(__file__).parents[3] / "docs" / "report.md"
 LONG = "a long answer of many words " * 20
 
 
 @pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    run = command(capsys, monkeypatch, NO_ENGINE)
+def ask(cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> Command:
+    run = cli_of(NO_ENGINE)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     return lambda *arguments: run("query", *arguments)
 
@@ -59,12 +50,7 @@ def answer(sql: str) -> duckdb.DuckDBPyRelation:
 def test_what_fits_is_a_table() -> None:
     assert list(
         shown(answer("select 1 as n, 'ä' as t union all select 1000, null order by 1"), "auto", 80)
-    ) == [
-        "   n  t",
-        "────  ────",
-        "   1  ä",
-        "1000  NULL",
-    ]
+    ) == ["   n  t", "────  ────", "   1  ä", "1000  NULL"]
 
 
 def test_what_does_not_fit_is_blocks_with_the_whole_text() -> None:
@@ -211,22 +197,19 @@ def test_a_format_that_cannot_be(finished: Place, ask: Command) -> None:
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize(
-    "sql",
-    [
-        "selct 1",
-        "select nothing from results",
-        "from nowhere",
-        "select error('boom')",
-        "select cast('x' as int) from results",
-        "select * from read_parquet('gone.parquet')",
-        "",
-        "select 1; select 2",
-        "explain",
-        "explain explain select 1",
-        "from results where",
-    ],
-)
+@pytest.mark.parametrize("sql", [
+    "selct 1",
+    "select nothing from results",
+    "from nowhere",
+    "select error('boom')",
+    "select cast('x' as int) from results",
+    "select * from read_parquet('gone.parquet')",
+    "",
+    "select 1; select 2",
+    "explain",
+    "explain explain select 1",
+    "from results where",
+])  # fmt: skip
 def test_wrong_sql_is_a_usage_error(finished: Place, ask: Command, sql: str) -> None:
     ended = ask(finished.results, sql)
     assert ended.code == 2, ended.err
@@ -275,20 +258,17 @@ def test_what_writes_is_refused(finished: Place, ask: Command) -> None:
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize(
-    "sql",
-    [
-        "explain select 1",
-        "explain analyze from results",
-        "describe results",
-        "show tables",
-        "summarize results",
-        "pivot results on status using count(*)",
-        "with x as (from results) select count(*) from x",
-        "values (1)",
-        "/* a comment */ select 1;",
-    ],
-)
+@pytest.mark.parametrize("sql", [
+    "explain select 1",
+    "explain analyze from results",
+    "describe results",
+    "show tables",
+    "summarize results",
+    "pivot results on status using count(*)",
+    "with x as (from results) select count(*) from x",
+    "values (1)",
+    "/* a comment */ select 1;",
+])  # fmt: skip
 def test_what_reads_is_answered(finished: Place, ask: Command, sql: str) -> None:
     ended = ask(finished.results, sql)
     assert (ended.code, ended.err) == (0, "")
@@ -324,11 +304,9 @@ def queries() -> list[str]:
     return re.findall(r"```sql\n(.*?)```", REPORT_PAGE.read_text("utf-8"), re.DOTALL)
 
 
-def test_the_queries_of_the_report_page(
-    tmp_path: Path, model: Path, ask: Command, capsys: Any, monkeypatch: Any
-) -> None:
+def test_the_queries_of_the_report_page(tmp_path: Path, model: Path, ask: Command, cli_of: CliOf) -> None:
     """Also after a night in which a row went and one came: kept rows find the request of the run that computed them."""
-    place, night = make_place(tmp_path / "job", model), command(capsys, monkeypatch)
+    place, night = make_place(tmp_path / "job", model), cli_of()
     assert night("run", place.folder / "job.yaml", "-q").code == 0
     runs, join, history = queries()
     assert len(ask(place.results, history, "--json").out.splitlines()) == 1

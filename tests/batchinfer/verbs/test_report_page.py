@@ -14,9 +14,9 @@ from tests.batchinfer.wrong_jobs import (
     FAKE,
     NO_ENGINE,
     ROWS,
+    CliOf,
     Command,
     Place,
-    command,
     copy_of,
     make_place,
     run_once,
@@ -24,8 +24,8 @@ from tests.batchinfer.wrong_jobs import (
 
 
 @pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    run = command(capsys, monkeypatch, NO_ENGINE)
+def ask(cli_of: CliOf) -> Command:
+    run = cli_of(NO_ENGINE)
     return lambda *arguments: run("report", *arguments)
 
 
@@ -118,11 +118,9 @@ def test_a_result_that_no_run_has_published(tmp_path: Path, ask: Command) -> Non
     )
 
 
-def test_a_run_that_refused_its_rows_counts_them(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_refused_its_rows_counts_them(place: Place, cli_of: CliOf) -> None:
     place.rows(*ROWS, b"{no json", b"[]")
-    run = command(capsys, monkeypatch, FAKE)
+    run = cli_of(FAKE)
     assert run("run", place.folder / "job.yaml", "-q").code == 65
     assert run("report", place.results).code == 0
     page = ParsedPage((report_of(place) / "report.html").read_text("utf-8"))
@@ -130,24 +128,20 @@ def test_a_run_that_refused_its_rows_counts_them(
     assert "over budget, exit code 65" in page.text
 
 
-def test_an_empty_input_has_a_page_where_the_job_allows_it(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_input_has_a_page_where_the_job_allows_it(place: Place, cli_of: CliOf) -> None:
     place.rows()
-    run = command(capsys, monkeypatch, FAKE)
+    run = cli_of(FAKE)
     assert run("run", place.folder / "job.yaml", "-q", "--set", "input.allow_empty=true").code == 0
     assert run("report", place.results).code == 0
     assert "the input has no rows" in (report_of(place) / "report.html").read_text("utf-8")
 
 
-def test_a_run_that_crashed_is_named(
-    copy: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_crashed_is_named(copy: Place, cli_of: CliOf) -> None:
     """It has left no table: the page is about the run before it, and where there is none, the message says so."""
     progress = copy.state / "progress.json"
     crashed = json.loads(progress.read_text()) | {"exit_status": None, "run_id": "20990101T000000Z-abcdef"}
     progress.write_text(json.dumps(crashed))
-    run = command(capsys, monkeypatch, NO_ENGINE)
+    run = cli_of(NO_ENGINE)
     assert run("report", copy.results).code == 0
     assert "A newer run crashed" in (report_of(copy) / "report.html").read_text("utf-8")
     shutil.rmtree(report_of(copy))

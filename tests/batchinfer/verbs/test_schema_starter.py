@@ -14,7 +14,7 @@ import pytest
 from batchinfer.job import load_job
 from batchinfer.pipeline.workers.engine_entry import ENGINE
 from batchinfer.verbs.schema_starter import MAX_TOKENS
-from tests.batchinfer.wrong_jobs import Command, command
+from tests.batchinfer.wrong_jobs import CliOf, Command
 
 ORDER = {
     "type": "object",
@@ -27,8 +27,8 @@ ORDER = {
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return command(capsys, monkeypatch, ENGINE)
+def run(cli_of: CliOf) -> Command:
+    return cli_of(ENGINE)
 
 
 def schema_file(folder: Path, schema: Any, name: str = "order.schema.json") -> Path:
@@ -68,19 +68,16 @@ def test_the_job_runs_and_its_answers_are_columns(tmp_path: Path, model: Path, r
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("schema", "column", "tokens"),
-    [
-        (ORDER, None, "fit"),
-        ({"type": "object", "properties": {"n": {"type": "number"}}}, None, MAX_TOKENS),
-        ({"type": "object", "properties": {"n": {"type": "string", "maxLength": 1000}}}, None, MAX_TOKENS),
-        ({"type": "object", "properties": {"TEXT": {"type": "null"}}}, "answer", "fit"),
-        ({"type": "object", "properties": {"status": {"type": "null"}}}, "answer", "fit"),
-        ({"type": "array", "items": {"type": "boolean"}}, "answer", MAX_TOKENS),
-        ({"enum": ["yes", "no"]}, "answer", "fit"),
-        ({}, "answer", MAX_TOKENS),
-    ],
-)
+@pytest.mark.parametrize(("schema", "column", "tokens"), [
+    (ORDER, None, "fit"),
+    ({"type": "object", "properties": {"n": {"type": "number"}}}, None, MAX_TOKENS),
+    ({"type": "object", "properties": {"n": {"type": "string", "maxLength": 1000}}}, None, MAX_TOKENS),
+    ({"type": "object", "properties": {"TEXT": {"type": "null"}}}, "answer", "fit"),
+    ({"type": "object", "properties": {"status": {"type": "null"}}}, "answer", "fit"),
+    ({"type": "array", "items": {"type": "boolean"}}, "answer", MAX_TOKENS),
+    ({"enum": ["yes", "no"]}, "answer", "fit"),
+    ({}, "answer", MAX_TOKENS),
+])  # fmt: skip
 def test_every_schema_gives_a_right_job(
     tmp_path: Path, model: Path, run: Command, schema: Any, column: str | None, tokens: Any
 ) -> None:
@@ -103,16 +100,13 @@ def test_a_schema_in_the_folder_is_used_as_it_lies(tmp_path: Path, model: Path, 
     assert load_job(tmp_path / "job.yaml").output.schema_file == source
 
 
-@pytest.mark.parametrize(
-    ("schema", "code", "words"),
-    [
-        (None, 66, "No such file"),
-        ("{x", 65, "the schema is not JSON"),
-        ("[]", 65, "a JSON Schema is an object"),
-        ({"uniqueItems": True, "type": "array"}, 65, "uniqueItems"),
-        (" " * (1 << 20) + "{}", 65, "over the limit"),
-    ],
-)
+@pytest.mark.parametrize(("schema", "code", "words"), [
+    (None, 66, "No such file"),
+    ("{x", 65, "the schema is not JSON"),
+    ("[]", 65, "a JSON Schema is an object"),
+    ({"uniqueItems": True, "type": "array"}, 65, "uniqueItems"),
+    (" " * (1 << 20) + "{}", 65, "over the limit"),
+])  # fmt: skip
 def test_what_answers_cannot_follow_is_refused(
     tmp_path: Path, model: Path, run: Command, schema: Any, code: int, words: str
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from batchinfer.core.errors import UsageError
 from batchinfer.verbs.answer import columns_of
 from batchinfer.verbs.show import ShownRows, example_lines
-from tests.batchinfer.wrong_jobs import NO_ENGINE, Command, Place, command, make_place, run_once
+from tests.batchinfer.wrong_jobs import NO_ENGINE, CliOf, Command, Place, make_place, run_once
 
 EVIL = "red\x1b[31m \u202eback \u2066isolated\x07"
 LONG = "many words " * 60
@@ -28,8 +28,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return command(capsys, monkeypatch, NO_ENGINE)
+def run(cli_of: CliOf) -> Command:
+    return cli_of(NO_ENGINE)
 
 
 def test_rows_are_cards(finished: Place, run: Command) -> None:

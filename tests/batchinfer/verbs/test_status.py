@@ -21,15 +21,15 @@ from batchinfer.pipeline.progress_file import PROGRESS_FORMAT
 from batchinfer.report.progress import RECORD_EVERY_S, Progress, ProgressState
 from batchinfer.verbs.status import RunStatus, prometheus_lines, status_of, write_prometheus
 from tests.batchinfer.cli.test_cli import SLOW, committed, finish, long_job, started
-from tests.batchinfer.wrong_jobs import FAKE, ROWS, Command, Place, command
+from tests.batchinfer.wrong_jobs import FAKE, ROWS, CliOf, Command, Place
 from tests.patience import PATIENCE_S, wait_until
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return command(capsys, monkeypatch, FAKE)
+def run(cli_of: CliOf) -> Command:
+    return cli_of(FAKE)
 
 
 def last_run(place: Place) -> dict[str, Any]:

@@ -225,24 +225,21 @@ def test_no_text_that_a_pattern_matches_is_wider(data: st.DataObject) -> None:
     assert len(inside) - 2 <= pattern_width(f"^{pattern}$", in_json, searched=True)
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "a+",
-        "a{2,}",
-        "a*?",
-        "(?i)a",
-        "(?=a)",
-        "a\\b",
-        "(a",
-        "a)",
-        "[a",
-        "[[a]]",
-        "[a&&b]",
-        "a{,3}",
-        "a$b",
-    ],
-)
+@pytest.mark.parametrize("pattern", [
+    "a+",
+    "a{2,}",
+    "a*?",
+    "(?i)a",
+    "(?=a)",
+    "a\\b",
+    "(a",
+    "a)",
+    "[a",
+    "[[a]]",
+    "[a&&b]",
+    "a{,3}",
+    "a$b",
+])  # fmt: skip
 def test_what_is_not_understood_has_no_width(pattern: str) -> None:
     with pytest.raises(NoWidth):
         pattern_width(pattern, plain, searched=False)

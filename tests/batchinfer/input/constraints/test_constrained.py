@@ -23,14 +23,11 @@ from tests.batchinfer.input.tokenizer.made_tokenizers import KINDS, UNREADABLE, 
 MOST = 200
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "a_name": {"enum": ["yes no", " yes", "no"]},
-        "n": {"type": "integer", "minimum": -20, "maximum": 300},
-        "s": {"type": "string", "maxLength": 4, "pattern": "^[a-c ]*$"},
-    },
+    "properties": {"a_name": {"enum": ["yes no", " yes", "no"]}, "n": {"type": "integer", "minimum": -20,
+        "maximum": 300}, "s": {"type": "string", "maxLength": 4, "pattern": "^[a-c ]*$"}},
     "required": ["a_name", "n", "s"],
     "additionalProperties": False,
-}
+}  # fmt: skip
 DECOMPOSED = "e\u0301tat"
 
 

@@ -74,29 +74,26 @@ def test_what_cannot_be_followed_is_refused(schema: Any, words: str) -> None:
         check_grammar(SamplingParams(json_schema=said))
 
 
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"uniqueItems": False},
-        {"uniqueItems": True, "maxItems": 1},
-        {"dependentRequired": {}},
-        {"dependentRequired": {"a": []}},
-        {"dependentSchemas": {"a": True}},
-        {"dependencies": {}},
-        {"not": False},
-        {"if": {"type": "null"}},
-        {"then": {"type": "null"}},
-        {"contains": {"type": "null"}, "minContains": 0},
-        {"propertyNames": {}},
-        {"unevaluatedProperties": True},
-        {"additionalItems": False},
-        {"exclusiveMinimum": False},
-        {"nullable": False},
-        {"x-ours": {"type": "null"}, "title2": 3},
-        {"allOf": []},
-        {"minItems": 0.0},
-    ],
-)
+@pytest.mark.parametrize("keywords", [
+    {"uniqueItems": False},
+    {"uniqueItems": True, "maxItems": 1},
+    {"dependentRequired": {}},
+    {"dependentRequired": {"a": []}},
+    {"dependentSchemas": {"a": True}},
+    {"dependencies": {}},
+    {"not": False},
+    {"if": {"type": "null"}},
+    {"then": {"type": "null"}},
+    {"contains": {"type": "null"}, "minContains": 0},
+    {"propertyNames": {}},
+    {"unevaluatedProperties": True},
+    {"additionalItems": False},
+    {"exclusiveMinimum": False},
+    {"nullable": False},
+    {"x-ours": {"type": "null"}, "title2": 3},
+    {"allOf": []},
+    {"minItems": 0.0},
+])  # fmt: skip
 def test_keywords_that_ask_for_nothing_are_accepted(keywords: dict[str, Any]) -> None:
     assert accepts({"type": ["array", "boolean"], **keywords}, "true")
 
@@ -125,56 +122,47 @@ def test_answers_are_those_that_are_valid(schema: Any, right: list[str], wrong: 
 
 
 @pytest.mark.parametrize("form", ["date", "date-time"])
-@pytest.mark.parametrize(
-    ("day", "there_is"),
-    [
-        ("2024-02-29", True),
-        ("2000-02-29", True),
-        ("0004-02-29", True),
-        ("9999-12-31", True),
-        ("0001-01-01", True),
-        ("2023-02-29", False),
-        ("1900-02-29", False),
-        ("0885-02-29", False),
-        ("0000-01-01", False),
-        ("0000-02-29", False),
-        ("2024-02-30", False),
-        ("2024-04-31", False),
-        ("2024-13-01", False),
-    ],
-)
+@pytest.mark.parametrize(("day", "there_is"), [
+    ("2024-02-29", True),
+    ("2000-02-29", True),
+    ("0004-02-29", True),
+    ("9999-12-31", True),
+    ("0001-01-01", True),
+    ("2023-02-29", False),
+    ("1900-02-29", False),
+    ("0885-02-29", False),
+    ("0000-01-01", False),
+    ("0000-02-29", False),
+    ("2024-02-30", False),
+    ("2024-04-31", False),
+    ("2024-13-01", False),
+])  # fmt: skip
 def test_days_are_those_of_the_calendar(form: str, day: str, there_is: bool) -> None:
     text = day if form == "date" else f"{day}T10:00:00Z"
     assert accepts({"type": "string", "format": form}, f'"{text}"') is there_is
     assert accepts({"type": "string", "format": form, "pattern": "^[0-9]"}, f'"{text}"') is there_is
 
 
-@pytest.mark.parametrize(
-    ("time", "fits"),
-    [
-        ("23:59:60Z", False),
-        ("23:59:59.123456+23:59", True),
-        ("10:00:00.1234567Z", False),
-        ("10:00:00", False),
-    ],
-)
+@pytest.mark.parametrize(("time", "fits"), [
+    ("23:59:60Z", False),
+    ("23:59:59.123456+23:59", True),
+    ("10:00:00.1234567Z", False),
+    ("10:00:00", False),
+])  # fmt: skip
 def test_times_are_those_of_a_column(time: str, fits: bool) -> None:
     assert accepts({"type": "string", "format": "time", "pattern": ":"}, f'"{time}"') is fits
     assert accepts({"type": "string", "format": "date-time", "pattern": ":"}, f'"2024-02-29T{time}"') is fits
     assert not accepts({"type": "string", "format": "date-time"}, '"0001-01-01T00:00:00+00:01"')
 
 
-@pytest.mark.parametrize(
-    "own",
-    [
-        {"choice": []},
-        {"choice": [""]},
-        {"choice": ["a", None]},
-        {"regex": ""},
-        {"grammar": ""},
-        {"json_schema": ""},
-    ],
-)
+@pytest.mark.parametrize("own", [
+    {"choice": []},
+    {"choice": [""]},
+    {"choice": ["a", None]},
+    {"regex": ""},
+    {"grammar": ""},
+    {"json_schema": ""},
+])  # fmt: skip
 @pytest.mark.parametrize("of_the_job", [SamplingParams(), SamplingParams(regex="x")])
 def test_a_row_with_an_empty_constraint_is_an_error(of_the_job: SamplingParams, own: dict[str, Any]) -> None:
     """It was answered with free text, or by the job's own constraint."""

@@ -43,33 +43,30 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'
 
 
-@pytest.mark.parametrize(
-    ("body", "params"),
-    [
-        ({"max_new_tokens": 9}, {"max_tokens": 9}),
-        ({"max_completion_tokens": 9, "max_tokens": 9}, {"max_tokens": 9}),
-        ({"include_stop_str_in_output": True, "stop": "x"}, {"include_stop": True, "stop": ("x",)}),
-        ({"logit_bias": {"5": -100, "6": None, "7": 0.5}}, {"logit_bias": ((5, -100.0), (7, 0.5))}),
-        ({"logit_bias": {}}, {}),
-        ({"bad_words": ["x", "y z"]}, {"bad_words": ("x", "y z")}),
-        ({"allowed_token_ids": [7, 5]}, {"allowed_token_ids": (7, 5)}),
-        ({"thinking_token_budget": 7}, {"thinking_budget": 7}),
-        ({"echo": True, "logprobs": False}, {}),
-        ({"echo": True, "logprobs": 2}, {"logprobs": 2, "prompt_logprobs": 2}),
-        ({"echo": True, "logprobs": 2, "prompt_logprobs": 0}, {"logprobs": 2, "prompt_logprobs": 0}),
-        ({"guided_json": SCHEMA}, {"json_schema": TEXT}),
-        ({"guided_json": TEXT}, {"json_schema": TEXT}),
-        ({"guided_json_object": True}, {"json_object": True}),
-        ({"guided_regex": "a+", "guided_choice": None}, {"regex": "a+"}),
-        ({"guided_choice": ["a", "b"]}, {"choice": ("a", "b")}),
-        ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
-        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": TEXT}),
-        ({"structured_outputs": {"regex": "a+", "json": None, "whitespace_pattern": None}}, {"regex": "a+"}),
-        ({"structured_outputs": {"choice": ["a"], "disable_any_whitespace": False}}, {"choice": ("a",)}),
-        ({"structured_outputs": {"grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
-        ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
-    ],
-)
+@pytest.mark.parametrize(("body", "params"), [
+    ({"max_new_tokens": 9}, {"max_tokens": 9}),
+    ({"max_completion_tokens": 9, "max_tokens": 9}, {"max_tokens": 9}),
+    ({"include_stop_str_in_output": True, "stop": "x"}, {"include_stop": True, "stop": ("x",)}),
+    ({"logit_bias": {"5": -100, "6": None, "7": 0.5}}, {"logit_bias": ((5, -100.0), (7, 0.5))}),
+    ({"logit_bias": {}}, {}),
+    ({"bad_words": ["x", "y z"]}, {"bad_words": ("x", "y z")}),
+    ({"allowed_token_ids": [7, 5]}, {"allowed_token_ids": (7, 5)}),
+    ({"thinking_token_budget": 7}, {"thinking_budget": 7}),
+    ({"echo": True, "logprobs": False}, {}),
+    ({"echo": True, "logprobs": 2}, {"logprobs": 2, "prompt_logprobs": 2}),
+    ({"echo": True, "logprobs": 2, "prompt_logprobs": 0}, {"logprobs": 2, "prompt_logprobs": 0}),
+    ({"guided_json": SCHEMA}, {"json_schema": TEXT}),
+    ({"guided_json": TEXT}, {"json_schema": TEXT}),
+    ({"guided_json_object": True}, {"json_object": True}),
+    ({"guided_regex": "a+", "guided_choice": None}, {"regex": "a+"}),
+    ({"guided_choice": ["a", "b"]}, {"choice": ("a", "b")}),
+    ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": TEXT}),
+    ({"structured_outputs": {"regex": "a+", "json": None, "whitespace_pattern": None}}, {"regex": "a+"}),
+    ({"structured_outputs": {"choice": ["a"], "disable_any_whitespace": False}}, {"choice": ("a",)}),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
+    ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+])  # fmt: skip
 def test_other_names_mean_the_same(body: dict[str, Any], params: dict[str, Any]) -> None:
     """And take the place of the constraint that the job has."""
     job = SamplingParams(regex="x")

@@ -36,16 +36,13 @@ def test_parts(source: str, parts: list[str]) -> None:
     assert cut(source) == parts
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% set a = 1 %}\n{{ a }}",
-        "{{- a }}\nb",
-        "{% macro m() %}\n{% endmacro %}",
-        "{{ a",
-        "{%+ if a %}\n{% endif %}",
-    ],
-)
+@pytest.mark.parametrize("source", [
+    "{% set a = 1 %}\n{{ a }}",
+    "{{- a }}\nb",
+    "{% macro m() %}\n{% endmacro %}",
+    "{{ a",
+    "{%+ if a %}\n{% endif %}",
+])  # fmt: skip
 def test_what_cannot_be_moved_is_left_alone(source: str) -> None:
     assert template_parts(source) is None
 

@@ -58,20 +58,17 @@ def test_a_checkpoint_that_names_no_reasoning_has_none(tmp_path: Path) -> None:
     assert find_reasoning("auto", Tokenizer.load(tmp_path)) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "messages", "arguments", "ends"),
-    [
-        ("qwen3", ASKED, {}, UNSAID),
-        ("qwen3", BEFORE, {}, UNSAID),
-        ("qwen3", ASKED, {"enable_thinking": False}, CLOSED),
-        ("deepseek-r1", BEFORE, {}, OPEN),
-        ("gpt-oss", BEFORE, {}, UNSAID),
-        ("magistral", ASKED, {}, UNSAID),
-        ("magistral", BEFORE, {}, UNSAID),
-        ("nemotron", ASKED, {}, OPEN),
-        ("nemotron", OFF, {}, CLOSED),
-    ],
-)
+@pytest.mark.parametrize(("name", "messages", "arguments", "ends"), [
+    ("qwen3", ASKED, {}, UNSAID),
+    ("qwen3", BEFORE, {}, UNSAID),
+    ("qwen3", ASKED, {"enable_thinking": False}, CLOSED),
+    ("deepseek-r1", BEFORE, {}, OPEN),
+    ("gpt-oss", BEFORE, {}, UNSAID),
+    ("magistral", ASKED, {}, UNSAID),
+    ("magistral", BEFORE, {}, UNSAID),
+    ("nemotron", ASKED, {}, OPEN),
+    ("nemotron", OFF, {}, CLOSED),
+])  # fmt: skip
 def test_a_prompt_says_whether_it_has_begun_the_reasoning(
     name: str, messages: list[dict[str, str]], arguments: dict[str, Any], ends: int, tmp_path: Path
 ) -> None:

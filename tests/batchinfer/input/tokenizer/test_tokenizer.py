@@ -36,14 +36,11 @@ def test_loads_what_a_checkpoint_has(tmp_path: Path) -> None:
     assert max(ids) < tokenizer.vocab_size
 
 
-@pytest.mark.parametrize(
-    ("file", "said"),
-    [
-        ("tokenizer_config.json", {"eos_token": "<end>"}),
-        ("generation_config.json", {"eos_token_id": [7, 259]}),
-        ("config.json", {"eos_token_id": 259}),
-    ],
-)
+@pytest.mark.parametrize(("file", "said"), [
+    ("tokenizer_config.json", {"eos_token": "<end>"}),
+    ("generation_config.json", {"eos_token_id": [7, 259]}),
+    ("config.json", {"eos_token_id": 259}),
+])  # fmt: skip
 def test_an_end_that_is_not_called_special_is_left_out(
     tmp_path: Path, file: str, said: dict[str, object]
 ) -> None:

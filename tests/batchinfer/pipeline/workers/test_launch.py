@@ -61,20 +61,17 @@ def looked(launch: Launch) -> int | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("fates", "code"),
-    [
-        ([None], None),
-        ([OutOfMemory], 71),
-        ([Unavailable], 69),
-        ([JobFileError], 78),
-        ([DIES], None),
-        ([None, OutOfMemory], None),
-        ([Unavailable, OutOfMemory], None),
-        ([None, SecurityRefusal], 77),
-        ([DIES, JobFileError], 78),
-    ],
-)
+@pytest.mark.parametrize(("fates", "code"), [
+    ([None], None),
+    ([OutOfMemory], 71),
+    ([Unavailable], 69),
+    ([JobFileError], 78),
+    ([DIES], None),
+    ([None, OutOfMemory], None),
+    ([Unavailable, OutOfMemory], None),
+    ([None, SecurityRefusal], 77),
+    ([DIES, JobFileError], 78),
+])  # fmt: skip
 def test_what_no_other_process_and_no_other_engine_could_do(
     fates: Sequence[type[BatchInferError] | str | None], code: int | None
 ) -> None:

@@ -27,16 +27,13 @@ from tests.batchinfer.plan.forecast.forecasts import machine_of, planned, runs_o
 NOON = datetime(2026, 6, 1, 12, 0, 30).astimezone()
 
 
-@pytest.mark.parametrize(
-    ("text", "at"),
-    [
-        ("12:01", datetime(2026, 6, 1, 12, 1)),
-        ("12:00", datetime(2026, 6, 2, 12, 0)),
-        ("06:00", datetime(2026, 6, 2, 6, 0)),
-        ("2026-05-01T06:00", datetime(2026, 5, 1, 6, 0)),
-        ("2026-07-01 06:00:30", datetime(2026, 7, 1, 6, 0, 30)),
-    ],
-)
+@pytest.mark.parametrize(("text", "at"), [
+    ("12:01", datetime(2026, 6, 1, 12, 1)),
+    ("12:00", datetime(2026, 6, 2, 12, 0)),
+    ("06:00", datetime(2026, 6, 2, 6, 0)),
+    ("2026-05-01T06:00", datetime(2026, 5, 1, 6, 0)),
+    ("2026-07-01 06:00:30", datetime(2026, 7, 1, 6, 0, 30)),
+])  # fmt: skip
 def test_a_time_of_day_is_the_next_one_and_local(text: str, at: datetime) -> None:
     assert next_moment(text, NOON) == at.astimezone()
 
@@ -58,16 +55,13 @@ def test_what_is_no_time_is_a_mistake(text: str, tmp_path: Path, model: Path) ->
     assert len(caught.value.mistakes) == 1
 
 
-@pytest.mark.parametrize(
-    ("engine_s", "done", "said"),
-    [
-        # before the engines run 10 of 110 seconds pass; the 10 rows are 2 error rows, 3 stored answers and 5 to run
-        (100.0, 10, "all rows will be done, 1 s before"),
-        (200.0, 7, r"70% of the rows \(7 of 10\) will be done by then, and about 2 min are left"),
-        (1e6, 5, r"50% of the rows \(5 of 10\)"),
-        (None, None, "not known without a forecast"),
-    ],
-)
+@pytest.mark.parametrize(("engine_s", "done", "said"), [
+    # before the engines run 10 of 110 seconds pass; the 10 rows are 2 error rows, 3 stored answers and 5 to run
+    (100.0, 10, "all rows will be done, 1 s before"),
+    (200.0, 7, r"70% of the rows \(7 of 10\) will be done by then, and about 2 min are left"),
+    (1e6, 5, r"50% of the rows \(5 of 10\)"),
+    (None, None, "not known without a forecast"),
+])  # fmt: skip
 def test_the_share_of_the_rows_that_a_stopped_run_has_done(
     tmp_path: Path, engine_s: float | None, done: int | None, said: str
 ) -> None:

@@ -16,7 +16,7 @@ from batchinfer.plan.forecast.job import PREFIXES_SHOWN
 from batchinfer.plan.forecast.text import forecast_json
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
 from tests.batchinfer.plan.forecast.forecasts import planned, runs_on, text
-from tests.batchinfer.wrong_jobs import command
+from tests.batchinfer.wrong_jobs import CliOf
 
 
 def test_a_job_is_forecast_for_a_machine_that_is_not_here(tmp_path: Path, model: Path) -> None:
@@ -97,13 +97,11 @@ def test_a_job_that_does_not_fit_is_told(
     assert forecast_json(found, None)["misfit"] == found.misfit
 
 
-def test_duckdb_reads_the_forecasts_of_many_jobs(
-    tmp_path: Path, model: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_duckdb_reads_the_forecasts_of_many_jobs(tmp_path: Path, model: Path, cli_of: CliOf) -> None:
     """The query of docs/cli.md."""
     rows: list[Any] = [*people(30), "{not json"]
     path = write_job(tmp_path, model, rows, on_error={"max_error_rate": 0.5}, deadline="2030-01-01T06:00")
-    plans, run = tmp_path / "plans.jsonl", command(capsys, monkeypatch)
+    plans, run = tmp_path / "plans.jsonl", cli_of()
     for options in ((), ("--sample", "20")):
         ended = run("plan", path, "--json", "--hardware", "a100", *options)
         with plans.open("a") as file:

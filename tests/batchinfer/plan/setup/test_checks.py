@@ -67,13 +67,10 @@ def test_more_than_is_free_now_is_a_warning(checkpoint: Checkpoint, tmp_path: Pa
     assert kv_memory_warnings(asking(tmp_path, "32MiB"), [elsewhere]) == []
 
 
-@pytest.mark.parametrize(
-    ("facts", "said"),
-    [
-        ({"torch_has_cuda": False, "has_gpu": True}, "the torch that is installed computes on CPUs only"),
-        ({"torch_has_cuda": True, "has_gpu": False}, "this machine has no NVIDIA GPU"),
-    ],
-)
+@pytest.mark.parametrize(("facts", "said"), [
+    ({"torch_has_cuda": False, "has_gpu": True}, "the torch that is installed computes on CPUs only"),
+    ({"torch_has_cuda": True, "has_gpu": False}, "this machine has no NVIDIA GPU"),
+])  # fmt: skip
 def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, facts: dict[str, bool], said: str) -> None:
     job, here = job_of(tmp_path, ("engine.device", "cuda")), GPU.placement.machine
     check_device(job, here)

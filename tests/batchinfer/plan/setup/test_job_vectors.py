@@ -100,15 +100,12 @@ def test_layers_behind_the_pooling(tmp_path: Path) -> None:
         job_embedding(job_of(tmp_path), 64)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"activation_function": "torch.nn.modules.activation.GELU"}, "its activation GELU is not computed"),
-        ({"in_features": 47}, r"its weights are .*, and config\.json says"),
-        ({"bias": False}, r"its weights are .*, and config\.json says"),
-        ({"module_input_name": "token_embeddings"}, "its module_input_name is 'token_embeddings'; only"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"activation_function": "torch.nn.modules.activation.GELU"}, "its activation GELU is not computed"),
+    ({"in_features": 47}, r"its weights are .*, and config\.json says"),
+    ({"bias": False}, r"its weights are .*, and config\.json says"),
+    ({"module_input_name": "token_embeddings"}, "its module_input_name is 'token_embeddings'; only"),
+])  # fmt: skip
 def test_layers_that_are_not_computed(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     job_of(tmp_path)
     write_modules(tmp_path / "m", "mean_tokens")

@@ -34,17 +34,14 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return cores
 
 
-@pytest.mark.parametrize(
-    ("found", "asked", "gpus"),
-    [
-        ("012", "auto", ("0", "1", "2")),
-        ("012", "2", ("0", "1")),
-        ("31", "auto", ("3", "1")),
-        ("2", "auto", ()),
-        ("", "auto", ()),
-        ("012", "1", ()),
-    ],
-)
+@pytest.mark.parametrize(("found", "asked", "gpus"), [
+    ("012", "auto", ("0", "1", "2")),
+    ("012", "2", ("0", "1")),
+    ("31", "auto", ("3", "1")),
+    ("2", "auto", ()),
+    ("", "auto", ()),
+    ("012", "1", ()),
+])  # fmt: skip
 def test_one_engine_a_gpu(
     tmp_path: Path, checkpoint: Checkpoint, found: str, asked: str, gpus: tuple[str, ...]
 ) -> None:
@@ -147,15 +144,12 @@ def test_machines_have_as_many_engines_or_as_many_ranks_of_one(
     )
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"data_parallel": 3}, "3 engines cannot be shared out among 2 machines"),
-        ({"data_parallel": 1}, "1 engine cannot be shared out among 2 machines"),
-        ({"data_parallel": 1, "tensor_parallel_size": 2}, "a multiple of 2 as engine.pipeline_parallel_size"),
-        ({"data_parallel": 6, "threads": 2}, "3 engines need 3 cores"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"data_parallel": 3}, "3 engines cannot be shared out among 2 machines"),
+    ({"data_parallel": 1}, "1 engine cannot be shared out among 2 machines"),
+    ({"data_parallel": 1, "tensor_parallel_size": 2}, "a multiple of 2 as engine.pipeline_parallel_size"),
+    ({"data_parallel": 6, "threads": 2}, "3 engines need 3 cores"),
+])  # fmt: skip
 def test_machines_that_would_have_different_shares_are_refused(
     tmp_path: Path, checkpoint: Checkpoint, settings: dict[str, int], said: str
 ) -> None:

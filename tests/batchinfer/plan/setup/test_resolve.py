@@ -80,14 +80,11 @@ def test_the_options_reach_the_engine(tmp_path: Path, checkpoint: Checkpoint) ->
     assert (plain.quantization, plain.deterministic) == ("none", False)
 
 
-@pytest.mark.parametrize(
-    ("quantization", "deterministic", "text"),
-    [
-        ("none", False, "bfloat16"),
-        ("int8", False, "bfloat16 with int8 weights"),
-        ("none", True, "bfloat16, deterministic"),
-    ],
-)
+@pytest.mark.parametrize(("quantization", "deterministic", "text"), [
+    ("none", False, "bfloat16"),
+    ("int8", False, "bfloat16 with int8 weights"),
+    ("none", True, "bfloat16, deterministic"),
+])  # fmt: skip
 def test_the_arithmetic_in_words(quantization: str, deterministic: bool, text: str) -> None:
     setting = changed(SETTING, quantization=quantization, deterministic=deterministic)  # type: ignore[arg-type]
     assert setting.numerics.text == text

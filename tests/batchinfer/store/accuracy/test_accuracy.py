@@ -27,19 +27,16 @@ from batchinfer.store.columns.answer_check import parsed_answer
 from tests.examples import examples
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("Yes", " yes.\n"),
-        ('**"Paris."**', "paris"),
-        ("ｙｅｓ", "YES"),
-        ("STRASSE", "Straße"),
-        ("(B)", "b"),
-        ("new\u00a0york", "New  York!"),
-        ("„Ja“", "ja"),
-        ("ﬁne", "FINE"),
-    ],
-)
+@pytest.mark.parametrize(("one", "other"), [
+    ("Yes", " yes.\n"),
+    ('**"Paris."**', "paris"),
+    ("ｙｅｓ", "YES"),
+    ("STRASSE", "Straße"),
+    ("(B)", "b"),
+    ("new\u00a0york", "New  York!"),
+    ("„Ja“", "ja"),
+    ("ﬁne", "FINE"),
+])  # fmt: skip
 def test_spelling_does_not_count(one: str, other: str) -> None:
     assert normalised(one) == normalised(other)
 
@@ -61,20 +58,17 @@ def test_a_normalised_text_is_normalised(text: str) -> None:
         assert normalised(f' "{text}" . ') == normalised(text)
 
 
-@pytest.mark.parametrize(
-    ("expected", "answer", "grade"),
-    [
-        (3, "3", Grade.EXACT),
-        (3.0, "3", Grade.EXACT),
-        (3, "3.0", Grade.NORMALISED),
-        (0.1, "1e-1", Grade.NORMALISED),
-        (3, "three", Grade.WRONG),
-        (3, "nan", Grade.WRONG),
-        (True, "true", Grade.EXACT),
-        (True, "True.", Grade.NORMALISED),
-        ("3", "3.0", Grade.WRONG),
-    ],
-)
+@pytest.mark.parametrize(("expected", "answer", "grade"), [
+    (3, "3", Grade.EXACT),
+    (3.0, "3", Grade.EXACT),
+    (3, "3.0", Grade.NORMALISED),
+    (0.1, "1e-1", Grade.NORMALISED),
+    (3, "three", Grade.WRONG),
+    (3, "nan", Grade.WRONG),
+    (True, "true", Grade.EXACT),
+    (True, "True.", Grade.NORMALISED),
+    ("3", "3.0", Grade.WRONG),
+])  # fmt: skip
 def test_numbers_as_texts(expected: Any, answer: str, grade: Grade) -> None:
     assert text_grade(expected, answer) is grade
 

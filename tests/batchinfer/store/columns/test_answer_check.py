@@ -69,15 +69,12 @@ def test_a_name_that_stands_twice_in_an_object_is_an_error(text: str, columns: S
     assert AnswerCheck(None, Utf8()).checked([apart]) == [apart]
 
 
-@pytest.mark.parametrize(
-    ("text", "fits"),
-    [
-        ('<tool_call>\n{"name": "f{", "arguments": {"a": true, "b": true}}\n</tool_call>', True),
-        ('<tool_call>\n{"name": "f", "arguments": {"a": true, "a": false}}\n</tool_call>', False),
-        ('f{[ARGS]{"a": {"b": 1}}[TOOL_CALLS]f[ARGS]{"a": [{"b": 1, "\\u0062": 1}]}', False),
-        ("{" * 50, True),
-    ],
-)
+@pytest.mark.parametrize(("text", "fits"), [
+    ('<tool_call>\n{"name": "f{", "arguments": {"a": true, "b": true}}\n</tool_call>', True),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": true, "a": false}}\n</tool_call>', False),
+    ('f{[ARGS]{"a": {"b": 1}}[TOOL_CALLS]f[ARGS]{"a": [{"b": 1, "\\u0062": 1}]}', False),
+    ("{" * 50, True),
+])  # fmt: skip
 def test_arguments_of_calls_name_each_property_once(text: str, fits: bool) -> None:
     given = answered(text)
     (found,) = AnswerCheck(NUMBER, Utf8()).checked([given], calling={given.key})

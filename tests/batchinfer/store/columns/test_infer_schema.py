@@ -16,25 +16,22 @@ import pytest
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.input.constraints.grammar import check_grammar
 from batchinfer.store.columns.schema_columns import schema_columns
-from tests.batchinfer.wrong_jobs import NO_ENGINE, Command, command
+from tests.batchinfer.wrong_jobs import NO_ENGINE, CliOf, Command
 
 ANSWERS = [{"kind": "a", "n": 1, "tags": ["x"]}, {"kind": "b", "n": None, "tags": []}]
 SCHEMA = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "type": "object",
-    "properties": {
-        "kind": {"type": "string"},
-        "n": {"type": ["integer", "null"]},
-        "tags": {"type": "array", "items": {"type": "string"}},
-    },
+    "properties": {"kind": {"type": "string"}, "n": {"type": ["integer", "null"]},
+        "tags": {"type": "array", "items": {"type": "string"}}},
     "required": ["kind", "n", "tags"],
     "additionalProperties": False,
-}
+}  # fmt: skip
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return command(capsys, monkeypatch, NO_ENGINE)
+def run(cli_of: CliOf) -> Command:
+    return cli_of(NO_ENGINE)
 
 
 def lines(path: Path, *rows: Any) -> Path:
@@ -101,20 +98,17 @@ def test_rows_that_cannot_be_read_are_passed_over(tmp_path: Path, run: Command) 
     assert "3 of 200 rows have no valid example, and at most 1% may lack one" in done.err
 
 
-@pytest.mark.parametrize(
-    ("values", "schema", "kind", "why"),
-    [
-        ([1, 2**63 - 1], {"type": "integer"}, pa.int64(), None),
-        ([1, 2**63], {"type": "number"}, pa.float64(), "n: There are integers beyond 64 bits"),
-        ([10**22, None], {"type": ["number", "null"]}, pa.float64(), "beyond 64 bits"),
-        ([10**22 + 1], {"anyOf": [{"type": "integer"}, {"type": "number"}]}, pa.string(), "JSON text"),
-        ([0.5, 2**53 + 1], {"anyOf": [{"type": "integer"}, {"type": "number"}]}, pa.string(), "JSON text"),
-        ([-(10**400)], {"anyOf": [{"type": "integer"}, {"type": "number"}]}, pa.string(), "JSON text"),
-        ([2**70, 0.5], {"type": "number"}, pa.float64(), "beyond 64 bits"),
-        ([2**53, 0.5], {"type": "number"}, pa.float64(), None),
-        ([2**70, "x"], {"type": ["integer", "string"]}, pa.string(), None),
-    ],
-)
+@pytest.mark.parametrize(("values", "schema", "kind", "why"), [
+    ([1, 2**63 - 1], {"type": "integer"}, pa.int64(), None),
+    ([1, 2**63], {"type": "number"}, pa.float64(), "n: There are integers beyond 64 bits"),
+    ([10**22, None], {"type": ["number", "null"]}, pa.float64(), "beyond 64 bits"),
+    ([10**22 + 1], {"anyOf": [{"type": "integer"}, {"type": "number"}]}, pa.string(), "JSON text"),
+    ([0.5, 2**53 + 1], {"anyOf": [{"type": "integer"}, {"type": "number"}]}, pa.string(), "JSON text"),
+    ([-(10**400)], {"anyOf": [{"type": "integer"}, {"type": "number"}]}, pa.string(), "JSON text"),
+    ([2**70, 0.5], {"type": "number"}, pa.float64(), "beyond 64 bits"),
+    ([2**53, 0.5], {"type": "number"}, pa.float64(), None),
+    ([2**70, "x"], {"type": ["integer", "string"]}, pa.string(), None),
+])  # fmt: skip
 def test_the_column_holds_every_integer(
     tmp_path: Path,
     run: Command,
@@ -151,18 +145,15 @@ def test_types_of_parquet(tmp_path: Path, run: Command) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rows", "arguments", "code", "words"),
-    [
-        ([{"b": 1, "c": 2}], ["--column", "a"], 2, "no row has a column 'a'; there are b, c"),
-        ([{"a": None}, {"a": None}], ["--column", "a"], 65, "nothing but nulls in the first 2 rows"),
-        ([{"a": "1"}, {"a": "{x"}], ["--column", "a"], 65, "a.jsonl: row 1, column 'a': is not JSON"),
-        ([{"a": "NaN"}], ["--column", "a"], 65, "row 0, column 'a': NaN is not a JSON number"),
-        ([{"a": 1}, "{x"], [], 65, "a.jsonl: row 1: "),
-        ([], [], 65, "a.jsonl: there are no rows"),
-        ([{"a": 1}], ["--rows", "0"], 2, "--rows"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "arguments", "code", "words"), [
+    ([{"b": 1, "c": 2}], ["--column", "a"], 2, "no row has a column 'a'; there are b, c"),
+    ([{"a": None}, {"a": None}], ["--column", "a"], 65, "nothing but nulls in the first 2 rows"),
+    ([{"a": "1"}, {"a": "{x"}], ["--column", "a"], 65, "a.jsonl: row 1, column 'a': is not JSON"),
+    ([{"a": "NaN"}], ["--column", "a"], 65, "row 0, column 'a': NaN is not a JSON number"),
+    ([{"a": 1}, "{x"], [], 65, "a.jsonl: row 1: "),
+    ([], [], 65, "a.jsonl: there are no rows"),
+    ([{"a": 1}], ["--rows", "0"], 2, "--rows"),
+])  # fmt: skip
 def test_errors_say_where(
     tmp_path: Path, run: Command, rows: list[Any], arguments: list[str], code: int, words: str
 ) -> None:

@@ -123,30 +123,17 @@ def test_what_is_found() -> None:
     ]
     assert inferred(*rows, {**rows[0], "late": 1}) == {
         "type": "object",
-        "properties": {
-            "kind": {"enum": ["order", "question"]},
-            "name": {"type": "string"},
-            "due": {"type": "string", "format": "date"},
-            "at": {"type": "string", "format": "date-time"},
-            "when": {"type": "string", "format": "time"},
-            "id": {"type": "string", "format": "uuid"},
-            "count": {"type": "integer"},
-            "price": {"type": "number"},
-            "seen": {"type": ["boolean", "null"]},
-            "tags": {"type": "array", "items": {"enum": ["a", "b"]}},
-            "empty": {"type": "array", "items": {"type": "null"}, "maxItems": 0},
-            "inner": {
-                "type": "object",
-                "properties": {"w": {"type": "integer"}, "h": {"type": "null"}},
-                "required": ["w"],
-                "additionalProperties": False,
-            },
-            "mixed": {"type": ["integer", "string"]},
-            "late": {"type": "integer"},
-        },
+        "properties": {"kind": {"enum": ["order", "question"]}, "name": {"type": "string"},
+            "due": {"type": "string", "format": "date"}, "at": {"type": "string", "format": "date-time"},
+            "when": {"type": "string", "format": "time"}, "id": {"type": "string", "format": "uuid"},
+            "count": {"type": "integer"}, "price": {"type": "number"}, "seen": {"type": ["boolean", "null"]},
+            "tags": {"type": "array", "items": {"enum": ["a", "b"]}}, "empty": {"type": "array",
+            "items": {"type": "null"}, "maxItems": 0}, "inner": {"type": "object",
+            "properties": {"w": {"type": "integer"}, "h": {"type": "null"}}, "required": ["w"],
+            "additionalProperties": False}, "mixed": {"type": ["integer", "string"]}, "late": {"type": "integer"}},
         "required": list(rows[0]),
         "additionalProperties": False,
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

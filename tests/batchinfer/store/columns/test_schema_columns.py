@@ -122,17 +122,14 @@ def test_references_that_multiply_are_bounded():
     assert len(columns.notes) <= 2 * MAX_COLUMNS
 
 
-@pytest.mark.parametrize(
-    ("schema", "words"),
-    [
-        ({"type": "array", "items": {"type": "string"}}, "names no properties"),
-        ({"type": "object"}, "names no properties"),
-        ({"type": ["object", "null"], "properties": {"a": {}}}, "names no properties"),
-        (True, "names no properties"),
-        ({"properties": {"a": {}, "A": {}}}, "case only"),
-        ({"$ref": "#/nowhere"}, "names nothing"),
-    ],
-)
+@pytest.mark.parametrize(("schema", "words"), [
+    ({"type": "array", "items": {"type": "string"}}, "names no properties"),
+    ({"type": "object"}, "names no properties"),
+    ({"type": ["object", "null"], "properties": {"a": {}}}, "names no properties"),
+    (True, "names no properties"),
+    ({"properties": {"a": {}, "A": {}}}, "case only"),
+    ({"$ref": "#/nowhere"}, "names nothing"),
+])  # fmt: skip
 def test_no_columns(schema, words):
     with pytest.raises(NoColumns, match=words):
         schema_columns(schema)

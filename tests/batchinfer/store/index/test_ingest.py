@@ -205,13 +205,10 @@ def test_openai_requests(folder: Path) -> None:
     assert {r["custom_id"] for r in rows} == {"c"}
 
 
-@pytest.mark.parametrize(
-    ("job", "asked"),
-    [
-        ({}, [None, None, None, 0, 4, 20, None, None, 0, 5]),
-        ({"logprobs": 2}, [2, None, None, 0, 4, 20, 2, None, 0, 5]),
-    ],
-)
+@pytest.mark.parametrize(("job", "asked"), [
+    ({}, [None, None, None, 0, 4, 20, None, None, 0, 5]),
+    ({"logprobs": 2}, [2, None, None, 0, 4, 20, 2, None, 0, 5]),
+])  # fmt: skip
 def test_openai_requests_ask_for_logprobs_as_its_api_has_it(
     folder: Path, job: dict[str, Any], asked: list[int | None]
 ) -> None:
@@ -494,14 +491,11 @@ def test_sql_input(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"columns": ("lable",)}, "output.columns: the input has no column 'lable'.*did you mean 'label'"),
-        ({"id": "ident"}, "input.id: the input has no column 'ident'"),
-        ({"prompt": {"text": "txt"}}, "prompt.text: the input has no column 'txt'.*did you mean 'text'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"columns": ("lable",)}, "output.columns: the input has no column 'lable'.*did you mean 'label'"),
+    ({"id": "ident"}, "input.id: the input has no column 'ident'"),
+    ({"prompt": {"text": "txt"}}, "prompt.text: the input has no column 'txt'.*did you mean 'text'"),
+])  # fmt: skip
 def test_a_column_that_no_row_has(folder: Path, kind: str, changes: dict[str, Any], words: str) -> None:
     rows = [{"text": "a", "label": 1}]
     path = write_lines(folder / "rows.jsonl", rows)

@@ -486,10 +486,7 @@ def edited(rows: list[Any], edits: Sequence[tuple[str, int]]) -> list[Any]:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(nights=st.lists(EDITS, min_size=1, max_size=3), samples=st.integers(0, 3), lost=st.integers(0, 15))
 def test_any_edits_of_a_table(
-    tmp_path_factory: pytest.TempPathFactory,
-    nights: list[list[tuple[str, int]]],
-    samples: int,
-    lost: int,
+    tmp_path_factory: pytest.TempPathFactory, nights: list[list[tuple[str, int]]], samples: int, lost: int
 ) -> None:
     """`samples`: of each row; 0: its answer is greedy."""
     folder = tmp_path_factory.mktemp("edits")

@@ -123,15 +123,12 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> int:
     return counting.count
 
 
-@pytest.mark.parametrize(
-    ("code", "start"),
-    [
-        (errno.ENOSPC, 0),
-        pytest.param(errno.EIO, 1, marks=pytest.mark.slow),
-        pytest.param(errno.ENOSPC, 1, marks=pytest.mark.slow),
-        pytest.param(errno.EIO, 0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("code", "start"), [
+    (errno.ENOSPC, 0),
+    pytest.param(errno.EIO, 1, marks=pytest.mark.slow),
+    pytest.param(errno.ENOSPC, 1, marks=pytest.mark.slow),
+    pytest.param(errno.EIO, 0, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_failure_at_any_operation_of_cleaning_loses_and_doubles_no_answer(
     tmp_path: Path, operations: int, code: int, start: int
 ) -> None:

@@ -156,18 +156,15 @@ BASE = Night(tuple((n % MOST_WORK, "x") for n in range(14)), frozenset({6}))
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("night", "expected"),
-    [
-        pytest.param(BASE, [0, 1, 2, 3], id="nothing"),
-        pytest.param(replace(BASE, rows=(*BASE.rows, (20, "z"))), [0, 1, 2], id="a row added"),
-        pytest.param(replace(BASE, rows=(*BASE.rows[:5], (20, "x"), *BASE.rows[6:])), [0, 2, 3], id="work"),
-        pytest.param(replace(BASE, rows=(*BASE.rows[:8], (8, "y"), *BASE.rows[9:])), [0, 1, 3], id="a value"),
-        pytest.param(replace(BASE, errors=frozenset()), [0, 2, 3], id="an error that was cured"),
-        pytest.param(replace(BASE, rows=BASE.rows[1:]), [], id="the first row removed"),
-        pytest.param(replace(BASE, spec=replace(SPEC, identity="2" * 64)), [], id="settings"),
-    ],
-)
+@pytest.mark.parametrize(("night", "expected"), [
+    pytest.param(BASE, [0, 1, 2, 3], id="nothing"),
+    pytest.param(replace(BASE, rows=(*BASE.rows, (20, "z"))), [0, 1, 2], id="a row added"),
+    pytest.param(replace(BASE, rows=(*BASE.rows[:5], (20, "x"), *BASE.rows[6:])), [0, 2, 3], id="work"),
+    pytest.param(replace(BASE, rows=(*BASE.rows[:8], (8, "y"), *BASE.rows[9:])), [0, 1, 3], id="a value"),
+    pytest.param(replace(BASE, errors=frozenset()), [0, 2, 3], id="an error that was cured"),
+    pytest.param(replace(BASE, rows=BASE.rows[1:]), [], id="the first row removed"),
+    pytest.param(replace(BASE, spec=replace(SPEC, identity="2" * 64)), [], id="settings"),
+])  # fmt: skip
 def test_files_without_a_change_are_copied(
     tmp_path: Path, copied: list[int], night: Night, expected: list[int]
 ) -> None:

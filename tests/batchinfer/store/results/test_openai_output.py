@@ -71,21 +71,12 @@ def test_the_lines_have_the_shape_of_the_batch_api(tmp_path: Path) -> None:
         "object": "chat.completion",
         "created": 0,
         "model": "gpt-4o-mini",
-        "choices": [
-            {
-                "index": 0,
-                "message": {
-                    "role": "assistant",
-                    "content": chat["response"]["body"]["choices"][0]["message"]["content"],
-                    "refusal": None,
-                },
-                "logprobs": None,
-                "finish_reason": "stop",
-            }
-        ],
+        "choices": [{"index": 0, "message": {"role": "assistant",
+            "content": chat["response"]["body"]["choices"][0]["message"]["content"], "refusal": None},
+            "logprobs": None, "finish_reason": "stop"}],
         "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5},
         "system_fingerprint": None,
-    }
+    }  # fmt: skip
     assert chat["response"]["body"]["id"].startswith("chatcmpl-")
     body = text["response"]["body"]
     assert (body["object"], body["model"]) == ("text_completion", "tiny")

@@ -63,29 +63,26 @@ def write(file: OutputFile, text: str) -> None:
 
 
 @pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("data/in.jsonl", "an input of the job"),
-        ("data/../data/in.jsonl", "an input of the job"),
-        ("job.yaml", "the job file"),
-        ("model/config.json", "the model's folder"),
-        ("model/new.jsonl", "the model's folder"),
-        ("out/res", "the place of the result folder"),
-        ("out/res/x.jsonl", "the result folder"),
-        ("out", "the place of the result folder"),
-        ("data/new.jsonl", "the next run would read it"),
-        ("data/deep/a/b/new.json", "the next run would read it"),
-        ("out/.batchinfer-res/x", "a state folder"),
-        ("out/other/x", "a result folder"),
-        ("data", "is a folder"),
-        ("nowhere/x.jsonl", "is not there; make it"),
-        ("soft", "an input of the job"),
-        ("hard", "an input of the job"),
-        ("soft-job", "the job file"),
-        ("pipe", "no regular file"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("data/in.jsonl", "an input of the job"),
+    ("data/../data/in.jsonl", "an input of the job"),
+    ("job.yaml", "the job file"),
+    ("model/config.json", "the model's folder"),
+    ("model/new.jsonl", "the model's folder"),
+    ("out/res", "the place of the result folder"),
+    ("out/res/x.jsonl", "the result folder"),
+    ("out", "the place of the result folder"),
+    ("data/new.jsonl", "the next run would read it"),
+    ("data/deep/a/b/new.json", "the next run would read it"),
+    ("out/.batchinfer-res/x", "a state folder"),
+    ("out/other/x", "a result folder"),
+    ("data", "is a folder"),
+    ("nowhere/x.jsonl", "is not there; make it"),
+    ("soft", "an input of the job"),
+    ("hard", "an input of the job"),
+    ("soft-job", "the job file"),
+    ("pipe", "no regular file"),
+])  # fmt: skip
 def test_what_is_never_written(place: Path, name: str, words: str, replace: bool) -> None:
     (place / "soft").symlink_to(place / "data/in.jsonl")
     (place / "soft-job").symlink_to("job.yaml")

@@ -50,33 +50,30 @@ TWO_MESSAGES = (
 HARMONY = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "opening", "told"),
-    [
-        ("qwen3", THINK + " Two<|im_end|>", UNSAID, (" Two", "A\nhm", 6)),
-        ("qwen3", "Two <think>x</think>", UNSAID, ("Two <think>x</think>", None, 0)),
-        ("qwen3", "<think>x</think> \nTwo", UNSAID, ("Two", "x", 1)),
-        ("qwen3", "<think>hm, <|im_end|>", UNSAID, (None, "hm,", 5)),
-        ("qwen3", "Two</think>", CLOSED, ("Two</think>", None, 0)),
-        ("deepseek-r1", "hm\n</think>\n\nTwo", OPEN, ("Two", "hm", 3)),
-        ("deepseek-r1", "</think>", OPEN, ("", None, 0)),
-        ("deepseek-r1", "", OPEN, (None, None, 0)),
-        ("qwen3", "<think></think>\n\nTwo", UNSAID, ("Two", None, 0)),
-        ("qwen3", "<think>\n\n</think>\n\nTwo", UNSAID, ("Two", None, 2)),
-        ("gpt-oss", HARMONY.replace("hm", "") + "Two", UNSAID, ("Two", None, 0)),
-        ("granite", "Here is my thought process: Here is my response: Two", UNSAID, ("Two", None, 1)),
-        ("deepseek-r1", "hm", OPEN, (None, "hm", 2)),
-        ("gpt-oss", HARMONY + "Two<|return|>", UNSAID, ("Two", "hm", 2)),
-        ("gpt-oss", TWO_MESSAGES, UNSAID, ("Two", "hm\nso", 4 + len("assistantcommentary") + 4)),
-        ("gpt-oss", "<|channel|>final<|message|>Two", UNSAID, ("Two", None, 0)),
-        ("gpt-oss", HARMONY[: -len("<|message|>")], UNSAID, (None, "hm", 2)),
-        ("magistral", "[THINK]hm[/THINK]Two", UNSAID, ("Two", "hm", 2)),
-        ("granite", "Here is my thought process: hm\n\nHere is my response: Two", UNSAID, ("Two", "hm", 5)),
-        ("granite", "Here is my thought process: hm", UNSAID, (None, "hm", 3)),
-        ("granite", "Two", UNSAID, ("Two", None, 0)),
-        ("nemotron", "hm</think>Two", OPEN, ("Two", "hm", 2)),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "opening", "told"), [
+    ("qwen3", THINK + " Two<|im_end|>", UNSAID, (" Two", "A\nhm", 6)),
+    ("qwen3", "Two <think>x</think>", UNSAID, ("Two <think>x</think>", None, 0)),
+    ("qwen3", "<think>x</think> \nTwo", UNSAID, ("Two", "x", 1)),
+    ("qwen3", "<think>hm, <|im_end|>", UNSAID, (None, "hm,", 5)),
+    ("qwen3", "Two</think>", CLOSED, ("Two</think>", None, 0)),
+    ("deepseek-r1", "hm\n</think>\n\nTwo", OPEN, ("Two", "hm", 3)),
+    ("deepseek-r1", "</think>", OPEN, ("", None, 0)),
+    ("deepseek-r1", "", OPEN, (None, None, 0)),
+    ("qwen3", "<think></think>\n\nTwo", UNSAID, ("Two", None, 0)),
+    ("qwen3", "<think>\n\n</think>\n\nTwo", UNSAID, ("Two", None, 2)),
+    ("gpt-oss", HARMONY.replace("hm", "") + "Two", UNSAID, ("Two", None, 0)),
+    ("granite", "Here is my thought process: Here is my response: Two", UNSAID, ("Two", None, 1)),
+    ("deepseek-r1", "hm", OPEN, (None, "hm", 2)),
+    ("gpt-oss", HARMONY + "Two<|return|>", UNSAID, ("Two", "hm", 2)),
+    ("gpt-oss", TWO_MESSAGES, UNSAID, ("Two", "hm\nso", 4 + len("assistantcommentary") + 4)),
+    ("gpt-oss", "<|channel|>final<|message|>Two", UNSAID, ("Two", None, 0)),
+    ("gpt-oss", HARMONY[: -len("<|message|>")], UNSAID, (None, "hm", 2)),
+    ("magistral", "[THINK]hm[/THINK]Two", UNSAID, ("Two", "hm", 2)),
+    ("granite", "Here is my thought process: hm\n\nHere is my response: Two", UNSAID, ("Two", "hm", 5)),
+    ("granite", "Here is my thought process: hm", UNSAID, (None, "hm", 3)),
+    ("granite", "Two", UNSAID, ("Two", None, 0)),
+    ("nemotron", "hm</think>Two", OPEN, ("Two", "hm", 2)),
+])  # fmt: skip
 def test_each_family_is_read(
     name: str, text: str, opening: int, told: tuple[str | None, str | None, int]
 ) -> None:

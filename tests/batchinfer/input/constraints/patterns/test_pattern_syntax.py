@@ -62,20 +62,17 @@ def test_what_is_not_ecmascript_is_refused_with_what_to_write(pattern: str, word
 SPACES = "\t\n\v\f\r \xa0\u1680\u2000\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 
 
-@pytest.mark.parametrize(
-    ("pattern", "texts", "others"),
-    [
-        (r"^\s$", SPACES, "\x85\u200b\u180e\x1c"),
-        (r"^\S$", "\x85\u200b\u180e", SPACES),
-        (r"^.$", "\x85a\U0001f600\x0b", "\n\r\u2028\u2029"),
-        (r"^\d$", "09", "٣\U0001d7d9²"),
-        (r"^\w$", "aZ_9", "éſ\u212aЯ"),
-        (r"^\W$", "éſ\u212aЯ", "aZ_9"),
-        (r"^[^\W\d]$", "aZ_", "é9"),
-        (r"^\p{L}$", "aéЯ中", "1_ "),
-        (r"^[\u{1F600}-\u{1F64F}]$", "\U0001f600", "\U0001f5ff"),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "texts", "others"), [
+    (r"^\s$", SPACES, "\x85\u200b\u180e\x1c"),
+    (r"^\S$", "\x85\u200b\u180e", SPACES),
+    (r"^.$", "\x85a\U0001f600\x0b", "\n\r\u2028\u2029"),
+    (r"^\d$", "09", "٣\U0001d7d9²"),
+    (r"^\w$", "aZ_9", "éſ\u212aЯ"),
+    (r"^\W$", "éſ\u212aЯ", "aZ_9"),
+    (r"^[^\W\d]$", "aZ_", "é9"),
+    (r"^\p{L}$", "aéЯ中", "1_ "),
+    (r"^[\u{1F600}-\u{1F64F}]$", "\U0001f600", "\U0001f5ff"),
+])  # fmt: skip
 @pytest.mark.parametrize("searched", [True, False])
 def test_classes_are_those_of_ecmascript(pattern: str, texts: str, others: str, searched: bool) -> None:
     ours = compiled(pattern, searched)
