@@ -50,7 +50,7 @@ def test_the_job_makes_every_kind_of_operation(tmp_path: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_failure_at_some_operations(tmp_path: Path, undisturbed: Undisturbed, code: int) -> None:
-    _fail_each(tmp_path, undisturbed, code, range(code % 61, undisturbed[2], 61))
+    _fail_each(tmp_path, undisturbed, code, range(5, undisturbed[2], 28))
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def _fail_each(root: Path, undisturbed: Undisturbed, code: int, numbers: range) 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_kill_at_some_operations(tmp_path: Path, undisturbed: Undisturbed, threads: int) -> None:
-    _kill_each(tmp_path, undisturbed, step=60 + threads, threads=threads)
+    _kill_each(tmp_path, undisturbed, step=57 + threads, threads=threads)
 
 
 @pytest.mark.slow
