@@ -294,19 +294,9 @@ def test_every_mistake_is_reported_at_once(folder: Path, name: str) -> None:
     for one, (_, _, words) in zip(got, expected, strict=True):
         said = f"{one.message} ({one.hint})"
         assert [word for word in words if word not in said] == [], said
-
-
-def test_there_are_many_wrong_job_files() -> None:
-    assert len(CASES) >= 40
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_messages_are_for_people(folder: Path, name: str) -> None:
-    for one in mistakes(folder, CASES[name][0]):
-        assert "\n" not in one.message
-        assert len(one.message) < 400
+        assert len(one.message) < 400, "messages are for people"
         assert not any(
-            word in one.message for word in ("Input should", "pydantic", "NoneType", "str |", "<class")
+            word in one.message for word in ("\n", "Input should", "pydantic", "NoneType", "str |", "<class")
         )
 
 
