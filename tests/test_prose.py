@@ -15,9 +15,9 @@ FOLDERS = ("batchinfer", "docs", "jobs", "kernels", "tests")
 PATTERNS_THEMSELVES = {"prose.py", "test_prose.py"}
 # Lower a number when you have rewritten lines. A room without a number may have no such line.
 CEILINGS = {
-    "batchinfer": 2, "bench": 68, "cli": 22, "core": 142, "docs": 842, "engine": 715, "filesystem": 38,
-    "input": 408, "job": 122, "jobs": 18, "kernels": 393, "machine": 56, "models": 546, "pages": 4,
-    "pipeline": 314, "plan": 261, "report": 160, "store": 415, "tests": 1319, "verbs": 62,
+    "batchinfer": 2, "bench": 32, "cli": 22, "core": 142, "docs": 798, "engine": 714, "filesystem": 38,
+    "input": 408, "job": 122, "jobs": 18, "kernels": 392, "machine": 56, "models": 543, "pages": 4,
+    "pipeline": 314, "plan": 261, "report": 160, "store": 415, "tests": 1314, "verbs": 62,
 }  # fmt: skip
 
 
