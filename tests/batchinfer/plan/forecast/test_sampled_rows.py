@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.input.reader import Strata
-from batchinfer.plan.forecast.sampled_rows import RUN_ROWS, relative_error
+from batchinfer.plan.forecast.sampled_rows import RUN_ROWS, SampledRows, relative_error
 from batchinfer.plan.forecast.text import forecast_json
+from batchinfer.plan.order.prefixes import PlannedPrefix
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
 from tests.batchinfer.plan.forecast.forecasts import machine_of, planned, runs_on, text
 
@@ -23,6 +24,14 @@ LENGTHS = np.random.default_rng(7).integers(1, 60, 4000)
 
 def varied(count: int) -> list[dict[str, str]]:
     return [{"id": f"r{i}", "text": f"{i} " + "word " * int(LENGTHS[i])} for i in range(count)]
+
+
+def test_the_first_user_of_a_prefix_saves_nothing() -> None:
+    node = PlannedPrefix(
+        node=1, parent=None, prefix_tokens=9, own_tokens=5, users=4, saved_tokens=15, token_offset=0
+    )
+    whole = SampledRows(rows=10, of_rows=25).whole_prefix(node)
+    assert (whole.users, whole.saved_tokens) == (10, 5 * 9)
 
 
 @given(st.integers(1, 40), st.integers(0, 100), st.lists(st.integers(1, 50), min_size=1, max_size=20))
