@@ -520,7 +520,7 @@ def test_an_engine_that_is_killed_again_and_again_costs_nothing(
 @pytest.mark.slow
 def test_progress_in_plain_lines(place: Place) -> None:
     long_job(place)
-    with started(place, "run", "job.yaml", FAKE_ENGINE_DELAY_S="0.5", FAKE_ENGINE_BATCH="20") as process:
+    with started(place, "run", "job.yaml", FAKE_ENGINE_DELAY_S="0.5", FAKE_ENGINE_BATCH="8") as process:
         out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} nightly: "
