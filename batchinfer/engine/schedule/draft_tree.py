@@ -45,14 +45,6 @@ def without_chain(parents: Seq[int]) -> list[int]:
     return [] if all(parent == at - 1 for at, parent in enumerate(parents)) else list(parents)
 
 
-def node_depths(parents: Seq[int]) -> list[int]:
-    """Count the tokens from the sequence's last one on to each node, that included."""
-    depths = list[int]()
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return depths
-
-
 def node_bits(parents: Seq[int]) -> list[int]:
     """Return the ancestors of each node, and itself, as bits of their places."""
     bits = list[int]()
