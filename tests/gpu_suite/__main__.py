@@ -11,42 +11,30 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 from tests.gpu_suite import ENTRIES
-from tests.suite.record import Keeper, peaks_of
-from tests.suite.run import Suite
+from tests.suite.record import Keeper
+from tests.suite.run import ROOT, Suite
 from tests.suite.section import SuiteEntry
-from tests.suite.shares import with_shares
-from tests.suite.table import table
 
-ROOT = Path(__file__).parents[2]
 PREPARE = "tests.gpu_suite.rehearsing"
 RECORDS, REHEARSALS = Path("docs/measurements"), Path("results/gpu-suite")
-MINUTES = 8.75  # of a call: what starts before the first section, and ends behind the last, fits into nine
-USAGE, FAILED = 2, 1
+MINUTES = 8.75  # of a call: what starts before the first section, and ends after the last, fits into nine
+USAGE = 2
 CALLS = ("tests", "kernels", "models")
 
 
 def main() -> int:
     """Return 0 when all went well, 1 when anything failed or was not reached, 2 when it cannot run here."""
-    options = _options()
-    if not options.rehearse and (missing := _missing()) is not None:
+    given = _options()
+    if not given.rehearse and (missing := _missing()) is not None:
         sys.stderr.write(f"gpu-suite: {missing}\n")
         return USAGE
-    asked = CALLS if options.call is None else [options.call]
-    chosen = selected(asked, options.sections)
-    folder = options.out or ROOT / (REHEARSALS if options.rehearse else RECORDS)
-    keeper = Keeper(folder, options.call)
-    suite = Suite(
-        rehearsed(chosen) if options.rehearse else chosen,
-        ROOT,
-        MINUTES * len(asked) if options.minutes is None else options.minutes,
-        lambda line: print(line, file=sys.stderr, flush=True),
-        keeper.keep,
-        options.rehearse,
-        PREPARE if options.rehearse else None,
-    )
-    record = suite.run()
-    print(f"{table(with_shares(record, peaks_of(record)))}\nrecord: {keeper.path}")
-    return FAILED if record["failed"] else 0
+    asked = CALLS if given.call is None else [given.call]
+    chosen = selected(asked, given.sections)
+    keeper = Keeper(given.out or ROOT / (REHEARSALS if given.rehearse else RECORDS), given.call)
+    minutes = MINUTES * len(asked) if given.minutes is None else given.minutes
+    if given.rehearse:
+        return Suite(rehearsed(chosen), minutes, keeper, True, PREPARE).main()
+    return Suite(chosen, minutes, keeper).main()
 
 
 def selected(calls: Sequence[str], names: Sequence[str] | None = None) -> list[SuiteEntry]:
@@ -55,11 +43,11 @@ def selected(calls: Sequence[str], names: Sequence[str] | None = None) -> list[S
 
 
 def rehearsed(entries: Sequence[SuiteEntry]) -> list[SuiteEntry]:
-    """Return the sections without those that differ from one before in their model's size alone: there is one size."""
+    """Return the sections without those that differ from an earlier one only in their model's size: there is one."""
     first: dict[Hashable, SuiteEntry] = {}
     for entry in entries:
         model = entry.model
-        first.setdefault((entry.module, model and (model.quantization, model.kv_cache)), entry)
+        first.setdefault((entry.source, model and (model.quantization, model.kv_cache)), entry)
     return list(first.values())
 
 

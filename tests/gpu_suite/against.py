@@ -5,8 +5,10 @@ Small enough that the other one ends in time; workloads.py has what is large eno
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,6 +22,7 @@ from tests.gpu_suite.loaded import dtype_of, loaded_model, model_name, source
 from tests.gpu_suite.order import plan_in_memory
 from tests.gpu_suite.steady import MOST_TURNS, TINY_OUTPUT, TINY_PROMPT, told
 from tests.suite.section import BenchSection, Part, Result, WrongResult
+from tests.suite.turns import in_turns
 
 WORKLOAD = "mixed"
 TINY_CACHE = {"num_blocks": 8, "max_batch_tokens": 64}
@@ -41,26 +44,23 @@ def mixed(section: BenchSection) -> Workload:
 
 
 def _against(section: BenchSection) -> Result:
-    series = Series()
     loaded, workload = loaded_model(section), mixed(section)
     dtype, spec = dtype_of(section), source(section).spec
     weights = DummyWeights(spec, getattr(torch, dtype), section.device)
     cache = TINY_CACHE if section.rehearsal else None
     peer = ContinuousPeer(SHAPES[model_name(section)], weights, section.device, dtype, cache)
+    ours = partial(timed_run, loaded, workload.rows, planner=plan_in_memory)
+    ways: dict[str, Callable[[int], Any]] = {
+        "ours": lambda _: ours(),
+        "peer": lambda _: peer.run(workload.rows),
+    }
     try:
-        timed_run(loaded, workload.rows, planner=plan_in_memory)
-        turn_s = peer.run(workload.rows).wall_s
-        for turn in range(1 if section.rehearsal else MOST_TURNS):
-            if turn and section.left_s < 1.2 * turn_s:
-                break
-            series.ours.append(timed_run(loaded, workload.rows, planner=plan_in_memory))
-            series.peer.append(peer.run(workload.rows))
-            turn_s = series.ours[-1].wall_s + series.peer[-1].wall_s
+        in_turns(ways, 1)  # compiles and captures
+        series = Series(**in_turns(ways, 1 if section.rehearsal else MOST_TURNS, lambda: section.left_s))
     finally:
         peer.close()
-    equal = series.ours[0].answers == series.peer[0].answers
     # In float32; what bfloat16 rounds decides between almost equal logits
-    if section.rehearsal and not equal:
+    if section.rehearsal and series.ours[0].answers != series.peer[0].answers:
         raise WrongResult(f"{peer.name} gives other answers")
     found = told(section, workload, series, peer.name)
     return replace(found, targets={f"times as fast as {peer.name}": AIM})

@@ -1,19 +1,21 @@
-"""One kernel at one size: checked first, then timed beside what does the same."""
+"""One kernel at one size: checked first, then timed in turns with others that do the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from batchinfer_kernels.cost import Cost
 from tests.suite.clock import Call, the_clock
-from tests.suite.section import BenchSection, Result, WrongResult
+from tests.suite.section import BenchSection, Part, Result, WrongResult
 
-# ‖ours - right‖ / ‖right‖, where operands and results are of this dtype: a few roundings each
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+DTYPE = torch.bfloat16  # of activations, in all cases
+# ‖ours - right‖ / ‖right‖ where operands and results are in bfloat16: a few roundings each
+TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,35 +33,16 @@ class Worst:
         return f"{self.error:.3g} in row {self.row}, head {self.head}"
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """`others` do the same work. `error` is how far `ours` is from right, a fraction; it is made for each check."""
-
-    kernel: str
-    size: str
-    cost: Cost
-    dtype: str  # whose peak the FLOPs are held against
-    ours: Call
-    error: Callable[[], float | Worst]
-    tolerance: float
-    others: Mapping[str, Call] = field(default_factory=dict)
-    # The share of its bound that it is meant to reach, and how many times as fast as which of `others`
-    targets: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return f"{self.kernel}, {self.size}"
-
-
-def distance(ours: Tensor, right: Tensor) -> float:
-    """‖ours - right‖ / ‖right‖ in float64; NaN where either has one."""
+def distance(ours: Any, right: Any) -> float:
+    """Return ‖ours - right‖ / ‖right‖ in float64, NaN where either has one; of several tensors the largest."""
+    if not isinstance(ours, Tensor):
+        return max(map(distance, ours, right))
     wide = right.double()
-    norm = torch.linalg.vector_norm(wide)
-    return float(torch.linalg.vector_norm(ours.double() - wide) / norm)
+    return float(torch.linalg.vector_norm(ours.double() - wide) / torch.linalg.vector_norm(wide))
 
 
 def worst(ours: Tensor, right: Tensor) -> Worst:
-    """The row and head with the largest `distance`, of (rows, heads, dim); NaN where either has one."""
+    """Return the row and head with the largest `distance`, of (rows, heads, dim); NaN where either has one."""
     wide = right.double()
     off = torch.linalg.vector_norm(ours.double() - wide, dim=2) / torch.linalg.vector_norm(wide, dim=2)
     at = int(off.nan_to_num(nan=torch.inf, posinf=torch.inf).argmax())
@@ -67,8 +50,46 @@ def worst(ours: Tensor, right: Tensor) -> Worst:
 
 
 def different(ours: Tensor, right: Tensor) -> float:
-    """The share of values that are not equal."""
+    """Return the share of values that are not equal."""
     return float((ours != right).double().mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A call of a kernel. `right` computes what it has to return, and `others` do the same work."""
+
+    kernel: str
+    size: str
+    cost: Cost
+    ours: Call
+    right: Call
+    others: Mapping[str, Call] = field(default_factory=dict)
+    off: Callable[[Any, Any], float | Worst] = distance  # how far the results of `ours` and `right` differ
+    tolerance: float = TOLERANCE
+    dtype: str = "bfloat16"  # whose peak the FLOPs are held against
+    # The share of its bound that it is meant to reach, and how many times as fast as which of `others`
+    targets: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}, {self.size}"
+
+    def error(self) -> float | Worst:
+        """Run it, and return how far it is from right."""
+        return self.off(self.ours(), self.right())
+
+
+def part(section: BenchSection, make: Callable[..., Case], *sizes: object) -> Part:
+    """Return the part that makes, checks and times a case, named after its maker and its sizes."""
+    kernel = make.__name__.removesuffix("_case").replace("_", " ")
+    name = " ".join([kernel, *(_told(size) for size in sizes if size is not None)])
+    return name, lambda: measured(section, make(section, *sizes))
+
+
+def _told(value: object) -> str:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return str(value)
+    return f"{len(value)} × {min(value)}…{max(value)}"
 
 
 def measured(section: BenchSection, case: Case) -> Result:
@@ -92,3 +113,8 @@ def described(case: Case, error: float | None = None) -> Result:
     """Return what is known of a case before it is timed."""
     facts = {"error": error, "tolerance": case.tolerance}
     return Result(case.name, facts, costs={"": case.cost}, dtype=case.dtype, targets=case.targets)
+
+
+def random(section: BenchSection, *shape: int) -> Tensor:
+    """Return normal numbers in bfloat16."""
+    return torch.randn(shape, device=section.device).to(DTYPE)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -15,108 +12,80 @@ from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.ops.triton_ops import TritonOps, TritonPlan
 from batchinfer_kernels.cost import Cost, LatentSizes, decompressed_attention_cost, latent_attention_cost
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, plan_attention
-from tests.gpu_suite.case import TOLERANCE, Case, distance, measured
+from tests.gpu_suite.case import DTYPE, TOLERANCE, Case, part, random
 from tests.suite.section import BenchSection, Part
 
 SIZES, SMALL = LatentSizes(512, 128, 64, 128), LatentSizes(40, 12, 8, 10)
 FEW_HEADS, MANY_HEADS = 16, 128  # of DeepSeek-V2-Lite, and of -V3
 BLOCK, SCALE = 16, 0.07
-Chunks = Sequence[tuple[int, int]]  # queries, context
+# heads, rows, queries, context
+CASES = (
+    (FEW_HEADS, 256, 1, 2000),
+    (MANY_HEADS, 256, 1, 2000),
+    (MANY_HEADS, 1, 1, 16_000),
+    (FEW_HEADS, 4, 2048, 2048),
+    (FEW_HEADS, 4, 512, 2048),
+    (MANY_HEADS, 1, 2048, 2048),
+)
+TINY = ((3, 2, 1, 40), (3, 1, 256, 256))
 
 
 def parts(section: BenchSection) -> list[Part]:
     """Return a part a case."""
-    if section.rehearsal:
-        cases: list[tuple[int, Chunks]] = [(3, [(1, 40)] * 2), (3, [(300, 300)])]
-    else:
-        cases = [
-            (FEW_HEADS, [(1, 2000)] * 256),
-            (MANY_HEADS, [(1, 2000)] * 256),
-            (MANY_HEADS, [(1, 16_000)]),
-            (FEW_HEADS, [(2048, 2048)] * 4),
-            (FEW_HEADS, [(512, 2048)] * 4),
-            (MANY_HEADS, [(2048, 2048)]),
-        ]
-    return [_part(section, *case) for case in cases]
+    return [part(section, latent_case, *sizes) for sizes in (TINY if section.rehearsal else CASES)]
 
 
-def _part(section: BenchSection, heads: int, chunks: Chunks) -> Part:
-    queries, context = chunks[0]
-    size = f"{len(chunks)} × {queries} of {context}, {heads} heads"
-    return f"latents {size}", lambda: measured(section, latent_case(section, size, heads, chunks))
-
-
-@dataclass(frozen=True, slots=True)
-class LatentStep:
-    """What a layer is given in a step."""
-
-    q: Tensor
-    cache: LayerCache
-    inputs: AttentionInputs
-    weights: tuple[Tensor, Tensor]
-
-    def heads(self, ops: Ops) -> LatentHeads:
-        """Pack the weights."""
-        rank, plain = self.weights[0].shape[1:]
-        k, v = (ops.pack_heads(ExpertWeights(own)) for own in self.weights)
-        return LatentHeads(k, v, rank, plain)
-
-    def attend(self, ops: Ops) -> Tensor:
-        """Return what these operators make of it."""
-        plan = ops.plan_attention(self.inputs, BLOCK, frozenset({None}))
-        return ops.latent_attention(self.q, self.cache, plan, self.heads(ops), SCALE)
-
-
-def latent_case(section: BenchSection, size: str, heads: int, chunks: Chunks) -> Case:
+def latent_case(section: BenchSection, heads: int, rows: int, queries: int, context: int) -> Case:
     """With the products of heads. Compared with what reads the latents themselves, where that is not what is done."""
     sizes = SMALL if section.rehearsal else SIZES
-    step = made_step(section, sizes, heads, chunks)
-    shape = AttentionShape(torch.bfloat16, heads, 1, sizes.rank + sizes.turned, latent=True)
-    ops, (lens, contexts) = TritonOps(shape), zip(*chunks, strict=True)
-    packed, plan = step.heads(ops), ops.plan_attention(step.inputs, BLOCK, frozenset({None}))
-    whole = TritonPlan(plan_attention(lens, contexts, shape, section.device), step.inputs)
-    call = (step.q, step.cache)
+    shape = AttentionShape(DTYPE, heads, 1, sizes.rank + sizes.turned, latent=True)
+    weights = (
+        random(section, heads, sizes.rank, sizes.plain) / sizes.rank**0.5,
+        random(section, heads, sizes.value, sizes.rank) / sizes.rank**0.5,
+    )
+    inputs, blocks = _inputs(section, rows, queries, context)
+    latents = random(section, blocks, 1, BLOCK, sizes.rank + sizes.turned)
+    cache = LayerCache(latents, latents, BLOCK)
+    q = random(section, rows * queries, heads, sizes.plain + sizes.turned)
+
+    def packed(ops: Ops) -> LatentHeads:
+        k, v = (ops.pack_heads(ExpertWeights(own)) for own in weights)
+        return LatentHeads(k, v, sizes.rank, sizes.plain)
+
+    def attended(ops: Ops) -> Tensor:
+        plan = ops.plan_attention(inputs, BLOCK, frozenset({None}))
+        return ops.latent_attention(q, cache, plan, packed(ops), SCALE)
+
+    ops = TritonOps(shape)
+    own, plan = packed(ops), ops.plan_attention(inputs, BLOCK, frozenset({None}))
+    whole = TritonPlan(plan_attention(inputs.query_lens, inputs.context_lens, shape, section.device), inputs)
+    others = {"latents": lambda: ops.latent_attention(q, cache, whole, own, SCALE)} if queries > 1 else {}
     return Case(
         "latent attention",
-        size,
-        cost_of(sizes, heads, chunks),
-        "bfloat16",
-        lambda: ops.latent_attention(*call, plan, packed, SCALE),
-        lambda: distance(step.attend(ops), step.attend(TorchOps())),
-        2 * TOLERANCE[torch.bfloat16],  # K and V are rounded, or queries and results in latents
-        {"latents": lambda: ops.latent_attention(*call, whole, packed, SCALE)} if lens[0] > 1 else {},
+        f"{rows} × {queries} of {context}, {heads} heads",
+        cost_of(sizes, heads, rows, queries, context),
+        lambda: ops.latent_attention(q, cache, plan, own, SCALE),
+        lambda: attended(TorchOps()),
+        others,
+        tolerance=2 * TOLERANCE,  # K and V are rounded, or queries and results in latents
     )
 
 
-def made_step(section: BenchSection, sizes: LatentSizes, heads: int, chunks: Chunks) -> LatentStep:
-    """Random values; sequences in blocks of their own."""
-    lens, contexts = ([*of] for of in zip(*chunks, strict=True))
-    blocks = [-(-context // BLOCK) for context in contexts]
-    table = torch.arange(sum(blocks), device=section.device, dtype=torch.int32).view(len(chunks), -1)
-    cache = _random(section, sum(blocks), 1, BLOCK, sizes.rank + sizes.turned)
-    weights = (
-        _random(section, heads, sizes.rank, sizes.plain),
-        _random(section, heads, sizes.value, sizes.rank),
-    )
-    nowhere = torch.zeros(sum(lens), dtype=torch.int64, device=section.device)
-    inputs = AttentionInputs(nowhere, nowhere, table, lens, contexts)
-    q = _random(section, sum(lens), heads, sizes.plain + sizes.turned)
-    k, v = (own / sizes.rank**0.5 for own in weights)
-    return LatentStep(q, LayerCache(cache, cache, BLOCK), inputs, (k, v))
+def _inputs(section: BenchSection, rows: int, queries: int, context: int) -> tuple[AttentionInputs, int]:
+    """Return sequences in blocks of their own, and the number of blocks."""
+    each = -(-context // BLOCK)
+    table = torch.arange(rows * each, device=section.device, dtype=torch.int32).view(rows, each)
+    nowhere = torch.zeros(rows * queries, dtype=torch.int64, device=section.device)
+    return AttentionInputs(nowhere, nowhere, table, [queries] * rows, [context] * rows), rows * each
 
 
-def cost_of(sizes: LatentSizes, heads: int, chunks: Chunks) -> Cost:
+def cost_of(sizes: LatentSizes, heads: int, rows: int, queries: int, context: int) -> Cost:
     """Return the cost of the way that has fewer operations, with the products of heads."""
-    lens, contexts = ([*of] for of in zip(*chunks, strict=True))
-    tokens, keys = sum(lens), sum(contexts)
-    pairs = sum(n * (context - n) + n * (n + 1) // 2 for n, context in chunks)
-    if sizes.decompressing_pays(*chunks[0]):
+    tokens, keys = rows * queries, rows * context
+    pairs = rows * (queries * (context - queries) + queries * (queries + 1) // 2)
+    if sizes.decompressing_pays(queries, context):
         made = Cost(heads * sizes.made * keys, 0)
         return made + decompressed_attention_cost(tokens, pairs, keys, heads, sizes, 2)
     taken = Cost(heads * sizes.made * tokens, 0)
     width = sizes.rank + sizes.turned
     return taken + latent_attention_cost(tokens, pairs, keys, heads, width, sizes.rank, 2)
-
-
-def _random(section: BenchSection, *shape: int) -> Tensor:
-    return torch.randn(shape, device=section.device).to(torch.bfloat16)

@@ -1,11 +1,10 @@
-"""Linear layers at the 8B Llama shape, plain and quantised, against cuBLAS."""
+"""Linear layers at the 8B Llama shape, plain and quantised, and experts in MXFP4 of the shape of gpt-oss-20b."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from batchinfer_kernels.cost import (
     block_fp8_linear_cost,
     fp8_linear_cost,
     linear_cost,
+    mxfp4_grouped_linear_cost,
     quantized_linear_cost,
     weight_only_linear_cost,
 )
@@ -24,11 +24,15 @@ from batchinfer_kernels.fp8_matmul import fp8_matmul_reference
 from batchinfer_kernels.fp8_matmul import quantize_rows_fp8 as quantize_weight_fp8
 from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
 from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul, why_not_fp8
+from batchinfer_kernels.gpu.grouped_coded_matmul import grouped_mxfp4_matmul
+from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
 from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
 from batchinfer_kernels.gpu.quantize_rows import quantize_rows, quantize_rows_fp8
 from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul, int8_weight_matmul, panel_matmul
 from batchinfer_kernels.matmul import matmul_reference
+from batchinfer_kernels.mxfp4 import GROUP as MXFP4_GROUP
+from batchinfer_kernels.mxfp4 import mxfp4_values, packed_mxfp4
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import (
     int4_weight_matmul_reference,
@@ -36,138 +40,126 @@ from batchinfer_kernels.quantized_matmul import (
     quantize_int4,
     quantize_int8,
 )
-from tests.gpu_suite import experts
-from tests.gpu_suite.case import TOLERANCE, Case, distance, measured
+from tests.gpu_suite.case import DTYPE, Case, part, random
+from tests.gpu_suite.peaks import FP8
 from tests.suite.clock import Call
-from tests.suite.peaks import FP8
 from tests.suite.section import BenchSection, Part
 
 GROUP = 128  # inputs that share a scale in int4
+BYTES = 2  # of an activation
 # Hopper's tensor cores add products of fp8 with about 14 bits
 FP8_TOLERANCE = 2e-2
-CUBLAS = "cuBLAS"  # in the activations' dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """x (tokens, inputs) and a weight (outputs, inputs)."""
+    """The name and the sizes of a weight (outputs, inputs)."""
 
     name: str
     inputs: int
     outputs: int
 
-    def operands(self, section: BenchSection, tokens: int) -> tuple[Tensor, Tensor]:
-        """Normal numbers, the weight's so small that results are about one."""
-        device, dtype = section.device, torch.bfloat16
-        x = torch.randn(tokens, self.inputs, device=device, dtype=dtype)
-        weight = torch.randn(self.outputs, self.inputs, device=device, dtype=dtype)
-        return x, weight * self.inputs**-0.5
-
-    def size(self, tokens: int) -> str:
-        return f"{self.name} {tokens} × {self.inputs} × {self.outputs}"
+    def __str__(self) -> str:
+        return self.name
 
 
 GATE_UP, DOWN, TINY = Layer("gate and up", 4096, 28672), Layer("down", 14336, 4096), Layer("tiny", 160, 48)
 DECODE, WIDE_DECODE, PREFILL, TINY_TOKENS = 64, 256, 4096, 3
-Maker = Callable[[BenchSection, Layer, int], Case]
+CHOSEN = 4  # experts of a token
+EXPERTS, TINY_EXPERTS = (32, 2880, 5760), (4, 64, 48)  # experts, inputs, outputs of gate and up
+EXPERT_TOKENS = (16, 256, 4096)  # a tail, decode, prefill
 
 
 def parts(section: BenchSection) -> list[Part]:
-    """Each kind for one step of decode and of prefill; the plain one on more layers."""
-    quantised = [int8_case, weight_int8_case, weight_int4_case]
+    """Return each kind for one step of decode and of prefill, and the plain one on more layers."""
+    quantised: list[Callable[..., Case]] = [int8_case, weight_int8_case, weight_int4_case]
     quantised += [fp8_case, block_fp8_case] if why_not_fp8() is None else []
     if section.rehearsal:
-        kinds: list[Maker] = [plain_case, deterministic_case, *quantised]
-        return [*(_part(section, make, TINY, TINY_TOKENS) for make in kinds), *experts.parts(section)]
-    found = [_part(section, plain_case, layer, n) for n in (DECODE, PREFILL) for layer in (GATE_UP, DOWN)]
-    found += [_part(section, make, GATE_UP, n) for n in (DECODE, PREFILL) for make in quantised]
-    found += [_part(section, deterministic_case, GATE_UP, n) for n in (DECODE, PREFILL)]
+        kinds = [plain_case, deterministic_case, *quantised]
+        tiny = [part(section, make, TINY, TINY_TOKENS) for make in kinds]
+        return [*tiny, part(section, mxfp4_case, *TINY_EXPERTS, 3)]
+    found = [part(section, plain_case, layer, n) for n in (DECODE, PREFILL) for layer in (GATE_UP, DOWN)]
+    found += [part(section, make, GATE_UP, n) for n in (DECODE, PREFILL) for make in quantised]
+    found += [part(section, deterministic_case, GATE_UP, n) for n in (DECODE, PREFILL)]
     # around as many rows as make the panel pay
-    found += [_part(section, weight_int4_case, GATE_UP, n) for n in (WIDE_DECODE, 2 * WIDE_DECODE)]
-    found += [_part(section, plain_case, layer, WIDE_DECODE) for layer in (GATE_UP, DOWN)]
-    return found + experts.parts(section)
+    found += [part(section, weight_int4_case, GATE_UP, n) for n in (WIDE_DECODE, 2 * WIDE_DECODE)]
+    found += [part(section, plain_case, layer, WIDE_DECODE) for layer in (GATE_UP, DOWN)]
+    return found + [part(section, mxfp4_case, *EXPERTS, tokens) for tokens in EXPERT_TOKENS]
 
 
-def _part(section: BenchSection, make: Maker, layer: Layer, tokens: int) -> Part:
-    return f"{make.__name__} {layer.size(tokens)}", lambda: measured(section, make(section, layer, tokens))
-
-
-def plain_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
-    return _float_case(section, layer, tokens, "matmul", deterministic=False)
+def plain_case(section: BenchSection, layer: Layer, tokens: int, deterministic: bool = False) -> Case:
+    x, weight = _operands(section, layer, tokens)
+    cost = linear_cost(tokens, layer.inputs, layer.outputs, BYTES, BYTES)
+    ours = partial(matmul, x, weight, deterministic=deterministic)
+    kernel = "deterministic matmul" if deterministic else "matmul"
+    return _case(kernel, layer, x, weight, cost, ours, partial(matmul_reference, x, weight))
 
 
 def deterministic_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
-    return _float_case(section, layer, tokens, "deterministic matmul", deterministic=True)
-
-
-def _float_case(section: BenchSection, layer: Layer, tokens: int, kernel: str, deterministic: bool) -> Case:
-    x, weight = layer.operands(section, tokens)
-    cost = linear_cost(tokens, layer.inputs, layer.outputs, x.element_size(), x.element_size())
-    ours = partial(matmul, x, weight, deterministic=deterministic)
-    return _case(kernel, layer, x, weight, cost, _name(x), ours, partial(matmul_reference, x, weight))
+    return plain_case(section, layer, tokens, deterministic=True)
 
 
 def int8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
-    """Both factors as int8, activations quantised on the way; beside it the product alone."""
-    x, weight = layer.operands(section, tokens)
+    """Both factors as int8, activations quantised on the way; compared with the product alone, too."""
+    x, weight = _operands(section, layer, tokens)
     codes, scales = quantize_weight(weight)
-    cost = quantized_linear_cost(tokens, layer.inputs, layer.outputs, x.element_size())
-    others = {}
+    cost = quantized_linear_cost(tokens, layer.inputs, layer.outputs, BYTES)
+    others: dict[str, Call] = {}
     if tokens > 16:  # what torch asks for
-        rows, _ = quantize_rows(x)
-        others = {"cuBLAS int8 product alone": partial(torch._int_mm, rows, codes.T)}
+        others = {"cuBLAS int8 product alone": partial(torch._int_mm, quantize_rows(x)[0], codes.T)}
     right = partial(quantized_linear_reference, x, codes, scales)
-    ours = partial(int8_matmul, x, codes, scales)
-    return _case("int8 matmul", layer, x, weight, cost, _name(x), ours, right, others)
+    return _case("int8 matmul", layer, x, weight, cost, partial(int8_matmul, x, codes, scales), right, others)
 
 
 def fp8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
-    """Both factors as float8_e4m3fn, activations quantised on the way; beside it the product with its scales."""
-    x, weight = layer.operands(section, tokens)
+    """Both factors as float8_e4m3fn, activations quantised on the way; compared with the product alone, too."""
+    x, weight = _operands(section, layer, tokens)
     codes, scales = quantize_weight_fp8(weight)
-    cost = fp8_linear_cost(tokens, layer.inputs, layer.outputs, x.element_size())
-    others = {}
+    cost = fp8_linear_cost(tokens, layer.inputs, layer.outputs, BYTES)
+    others: dict[str, Call] = {}
     if not section.rehearsal:  # what it needs of its operands only GPUs have
         rows, row_scales = quantize_rows_fp8(x)
-        given: dict[str, Any] = {"out_dtype": x.dtype, "use_fast_accum": True}
-        product = partial(torch._scaled_mm, rows, codes.T, row_scales[:, None], scales[None], **given)
+        factors = (rows, codes.T, row_scales[:, None], scales[None])
+        product = partial(torch._scaled_mm, *factors, out_dtype=x.dtype, use_fast_accum=True)
         others = {"cuBLAS fp8 product alone": product}
     right = partial(fp8_matmul_reference, x, codes, scales)
-    ours = partial(fp8_matmul, x, codes, scales)
-    case = _case("fp8 matmul", layer, x, weight, cost, FP8, ours, right, others)
-    return replace(case, tolerance=FP8_TOLERANCE)
+    case = _case("fp8 matmul", layer, x, weight, cost, partial(fp8_matmul, x, codes, scales), right, others)
+    return replace(case, dtype=FP8, tolerance=FP8_TOLERANCE)
 
 
 def block_fp8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
-    """The same with scales of blocks, as published weights have them; beside it those of channels."""
-    x, weight = layer.operands(section, tokens)
-    coded, channels = quantize_blocks_fp8(weight), quantize_weight_fp8(weight)
-    cost = block_fp8_linear_cost(tokens, layer.inputs, layer.outputs, x.element_size())
-    others = {"scales of channels": partial(fp8_matmul, x, *channels)}
-    right = partial(block_fp8_matmul_reference, x, coded)
-    ours = partial(block_fp8_matmul, x, coded)
-    case = _case("block fp8 matmul", layer, x, weight, cost, FP8, ours, right, others)
-    return replace(case, tolerance=FP8_TOLERANCE)
+    """The same with scales of blocks, as published weights have them; compared with scales of channels, too."""
+    x, weight = _operands(section, layer, tokens)
+    coded = quantize_blocks_fp8(weight)
+    cost = block_fp8_linear_cost(tokens, layer.inputs, layer.outputs, BYTES)
+    others = {"scales of channels": partial(fp8_matmul, x, *quantize_weight_fp8(weight))}
+    ours, right = partial(block_fp8_matmul, x, coded), partial(block_fp8_matmul_reference, x, coded)
+    case = _case("block fp8 matmul", layer, x, weight, cost, ours, right, others)
+    return replace(case, dtype=FP8, tolerance=FP8_TOLERANCE)
 
 
 def weight_int8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
-    x, weight = layer.operands(section, tokens)
+    x, weight = _operands(section, layer, tokens)
     coded = quantize_int8(weight)
-    cost = weight_only_linear_cost(tokens, layer.inputs, layer.outputs, x.element_size())
-    right = partial(int8_weight_matmul_reference, x, coded)
-    ours = partial(int8_weight_matmul, x, coded)
-    return _case("int8-weight matmul", layer, x, weight, cost, _name(x), ours, right)
+    cost = weight_only_linear_cost(tokens, layer.inputs, layer.outputs, BYTES)
+    ours, right = partial(int8_weight_matmul, x, coded), partial(int8_weight_matmul_reference, x, coded)
+    return _case("int8-weight matmul", layer, x, weight, cost, ours, right)
 
 
 def weight_int4_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
-    x, weight = layer.operands(section, tokens)
+    x, weight = _operands(section, layer, tokens)
     coded = quantize_int4(weight, GROUP)
-    cost = weight_only_linear_cost(tokens, layer.inputs, layer.outputs, x.element_size(), group=GROUP)
-    right = partial(int4_weight_matmul_reference, x, coded)
-    ours = partial(int4_weight_matmul, x, coded)
-    panel = torch.empty(PANEL_BYTES // x.element_size(), device=x.device, dtype=x.dtype)
+    cost = weight_only_linear_cost(tokens, layer.inputs, layer.outputs, BYTES, group=GROUP)
+    ours, right = partial(int4_weight_matmul, x, coded), partial(int4_weight_matmul_reference, x, coded)
+    panel = torch.empty(PANEL_BYTES // BYTES, device=x.device, dtype=x.dtype)
     others: dict[str, Call] = {"through a panel": partial(panel_matmul, x, coded, None, panel)}
-    return _case("int4-weight matmul", layer, x, weight, cost, _name(x), ours, right, others)
+    return _case("int4-weight matmul", layer, x, weight, cost, ours, right, others)
+
+
+def _operands(section: BenchSection, layer: Layer, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return normal numbers, the weight's so small that results are about one."""
+    weight = random(section, layer.outputs, layer.inputs) * float(layer.inputs) ** -0.5
+    return random(section, tokens, layer.inputs), weight
 
 
 def _case(
@@ -176,16 +168,38 @@ def _case(
     x: Tensor,
     weight: Tensor,
     cost: Cost,
-    dtype: str,
-    ours: Callable[[], Tensor],
-    right: Callable[[], Tensor],
-    others: Mapping[str, Call] | None = None,
+    ours: Call,
+    right: Call,
+    others: dict[str, Call] | None = None,
 ) -> Case:
-    beside: dict[str, Call] = {CUBLAS: partial(torch.nn.functional.linear, x, weight), **(others or {})}
-    tolerance = TOLERANCE[x.dtype]
-    size = layer.size(len(x))
-    return Case(kernel, size, cost, dtype, ours, lambda: distance(ours(), right()), tolerance, beside)
+    """Return a case that is compared with cuBLAS in the activations' dtype, and with `others`."""
+    beside: dict[str, Call] = {"cuBLAS": partial(torch.nn.functional.linear, x, weight), **(others or {})}
+    return Case(
+        kernel, f"{layer.name} {len(x)} × {layer.inputs} × {layer.outputs}", cost, ours, right, beside
+    )
 
 
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+def mxfp4_case(section: BenchSection, experts: int, inputs: int, outputs: int, tokens: int) -> Case:
+    """Rows are spread evenly. Products of weights that were widened before are right, and are compared with."""
+    device, rows = section.device, tokens * CHOSEN
+    codes = torch.randint(0, 256, (experts, outputs, inputs // 2), device=device, dtype=torch.uint8)
+    shape = (experts, outputs, inputs // MXFP4_GROUP)
+    exponents = torch.randint(118, 122, shape, device=device, dtype=torch.uint8)
+    x = random(section, rows, inputs)
+    starts = torch.arange(experts + 1, device=device) * rows // experts
+    packed, wide = packed_mxfp4(codes, exponents), _widened(codes, exponents)
+    theirs = partial(grouped_matmul, x, wide, starts)
+    return Case(
+        "mxfp4 experts",
+        f"experts {tokens} × {CHOSEN} of {experts} × {inputs} × {outputs}",
+        mxfp4_grouped_linear_cost(rows, min(rows, experts), inputs, outputs, BYTES),
+        partial(grouped_mxfp4_matmul, x, packed, starts),
+        theirs,
+        {"widened before": theirs},
+    )
+
+
+def _widened(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Widen one expert after the other: float32 copies of all of them would take gigabytes."""
+    each = (mxfp4_values(codes[e : e + 1], exponents[e : e + 1]).to(DTYPE) for e in range(len(codes)))
+    return torch.cat(list(each))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,10 +16,7 @@ from tests.suite.section import BenchSection, Part, Result, Times, WrongResult
 
 # (sequences, prompt); the first one has a target. Prompts are short enough that running them leaves time for the rest.
 DECODES = ((64, 1024), (128, 1024), (256, 512), (16, 1024), (1, 1024), (64, 4096))
-CODED_DECODES, CODED_PREFILLS = (
-    ((64, 1024), (64, 4096)),
-    (2048,),
-)  # of models in codes, beside the plain one's
+CODED_DECODES, CODED_PREFILLS = ((64, 1024), (64, 4096)), (2048,)  # of models in codes
 SKEWED = (16_000, 256, 256)  # the prompt of one row, the number of the others, and their prompts
 PREFILLS = (8192, 2048, 512)
 DECODE_STEPS, WARM_STEPS = 40, 8
@@ -31,25 +27,18 @@ MBU_TARGET = 0.8  # of decode at a batch of 64
 
 def parts(section: BenchSection) -> list[Part]:
     """Return a part a size."""
-    tiny = section.rehearsal
     plain = section.model is None or section.model.is_plain
-    sizes: tuple[Sequence[tuple[int, int]], Sequence[int]] = (DECODES, PREFILLS)
-    if not plain:
-        sizes = (CODED_DECODES, CODED_PREFILLS)
-    if tiny:
-        sizes = (((2, 5),) if plain else ((1, 2),), (9,) if plain else (5,))
-    decodes, prefills = sizes
+    decodes: Sequence[tuple[int, int]] = DECODES if plain else CODED_DECODES
+    prefills: Sequence[int] = PREFILLS if plain else CODED_PREFILLS
+    if section.rehearsal:
+        decodes, prefills = ((2, 5),) if plain else ((1, 2),), (9,) if plain else (5,)
+    prompts = {f"{count} sequences at {prompt}": [prompt] * count for count, prompt in decodes}
+    if plain and not section.rehearsal:
+        long, others, short = SKEWED
+        prompts[f"{others} sequences at {short}, one at {long}"] = [long, *[short] * others]
     found: list[Part] = [
-        (
-            f"decode {count} × {prompt}",
-            partial(decode, section, [prompt] * count, f"{count} sequences at {prompt}"),
-        )
-        for count, prompt in decodes
+        (f"decode {size}", partial(decode, section, own, size)) for size, own in prompts.items()
     ]
-    if plain:
-        long, others, short = (9, 1, 3) if tiny else SKEWED
-        size = f"{others} sequences at {short}, one at {long}"
-        found += [(f"decode {size}", partial(decode, section, [long, *[short] * others], size))]
     return found + [(f"prefill {tokens}", partial(prefill, section, tokens)) for tokens in prefills]
 
 
@@ -110,10 +99,9 @@ def _costs(model: ModelCost, steps: Sequence[StepShape]) -> dict[str, Cost]:
 def _result(
     section: BenchSection, name: str, tokens: int, seconds: Sequence[float], costs: dict[str, Cost]
 ) -> Result:
-    times = Times(statistics.median(seconds), min(seconds), len(seconds), host_s=0.0)
     return Result(
         f"{name}, {name_of(section)}",
-        times={"ours": times},
+        times={"ours": Times.of(seconds)},
         costs=costs,
         dtype=dtype_of(section),
         codes_dtype=codes_dtype(section),

@@ -102,9 +102,8 @@ def plant(paged: Paged, q: Tensor, needles: Sequence[Needle]) -> None:
     device = paged.k.device
     block, head, offset = torch.tensor(list(placed), device=device).unbind(1)
     readers = torch.tensor([n.reader for n in placed.values()], device=device)
-    grouped = (
-        q.float().view(len(q), heads.kv, -1, heads.dim)[readers, head].sum(1)
-    )  # (n, dim): what all of them look at
+    # (n, dim): what all of them look at
+    grouped = q.float().view(len(q), heads.kv, -1, heads.dim)[readers, head].sum(1)
     spread = SPREAD.get(paged.k.dtype, 1.0)
     scores = [n.times * (math.log(paged.contexts[n.sequence]) + spread / 2) for n in placed.values()]
     # A query of normal numbers, times itself and the scale, gives the root of its length

@@ -20,6 +20,9 @@ class Heads:
     dim: int
     block: int  # tokens a block
 
+    def __str__(self) -> str:
+        return f"heads of {self.dim}"
+
     @property
     def scale(self) -> float:
         return float(self.dim**-0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,7 +14,7 @@ from batchinfer_kernels.gpu.sample import sample
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.sample import RowSampling, sample_reference
-from tests.gpu_suite.case import Case, different, distance, measured
+from tests.gpu_suite.case import Case, different, distance, part
 from tests.suite.section import BenchSection, Part
 
 ROWS, VOCAB = 256, 128_256
@@ -35,92 +34,84 @@ FILTERS: dict[str, tuple[float, int, float, float]] = {  # temperature, top-k, t
 
 def parts(section: BenchSection) -> list[Part]:
     """Return a part a case."""
-    makers: dict[str, Callable[[BenchSection], Case]] = {"greedy": greedy_case}
-    makers |= {name: partial(filtered_case, name=name) for name in FILTERS}
-    makers |= {"log-probabilities": log_probabilities_case, "penalties": penalties_case}
-    return [_part(section, name, make) for name, make in makers.items()]
-
-
-def _part(section: BenchSection, name: str, make: Callable[[BenchSection], Case]) -> Part:
-    return name, lambda: measured(section, make(section))
+    filtered = [part(section, filtered_case, name) for name in FILTERS]
+    others = [part(section, make) for make in (log_probabilities_case, penalties_case)]
+    return [part(section, greedy_case), *filtered, *others]
 
 
 def greedy_case(section: BenchSection) -> Case:
     logits = _logits(section)
-    ours, theirs = partial(sample, logits), partial(torch.argmax, logits, -1)
-    return _case("greedy", logits, ours, theirs, lambda: different(ours(), theirs()), 0.0, 0)
+    theirs = partial(torch.argmax, logits, -1)
+    size = f"greedy, {_size(logits)}"
+    cost = sample_cost(*logits.shape, logits.element_size(), 0)
+    ours = partial(sample, logits)
+    return Case("sampling", size, cost, ours, theirs, {"torch": theirs}, different, 0.0, "float32")
 
 
 def filtered_case(section: BenchSection, name: str) -> Case:
-    """Beside torch, which sorts. Its draws are others, so that the answer is held against the reference."""
+    """Compared with torch, which sorts. Its draws are others, so the answer is held against the reference."""
     logits = _logits(section)
-    temperature, top_k, top_p, min_p = FILTERS[name]
-    sampling = _sampling(logits, temperature, top_k, top_p, min_p)
-    ours = partial(sample, logits, sampling)
-    theirs = partial(_sorted_sample, logits, temperature, top_k, top_p, min_p)
-
-    def error() -> float:
-        return different(ours(), sample_reference(logits, sampling))
-
-    return _case(name, logits, ours, theirs, error, TOLERATED_ROWS, len(logits))
+    sampling = _sampling(logits, *FILTERS[name])
+    return Case(
+        "sampling",
+        f"{name}, {_size(logits)}",
+        sample_cost(*logits.shape, logits.element_size(), len(logits)),
+        partial(sample, logits, sampling),
+        partial(sample_reference, logits, sampling),
+        {"torch": partial(_sorted_sample, logits, *FILTERS[name])},
+        different,
+        TOLERATED_ROWS,
+        "float32",
+    )
 
 
 def log_probabilities_case(section: BenchSection) -> Case:
     logits = _logits(section)
     chosen = logits.argmax(-1)
-    ours = partial(log_probabilities, logits, chosen, MOST)
 
     def theirs() -> tuple[Tensor, Tensor]:
         found = logits.log_softmax(-1)
         return found.gather(1, chosen[:, None]), found.topk(MOST, -1).values
 
-    def error() -> float:
-        right = log_probabilities_reference(logits, chosen, MOST)
-        return max(distance(mine, other) for mine, other in zip(ours()[:2], right[:2], strict=True))
-
-    rows, vocab = logits.shape
-    cost = log_probabilities_cost(rows, vocab, MOST, logits.element_size())
-    size = f"{rows} × {vocab}, top {MOST}"
-    return Case("log-probabilities", size, cost, "float32", ours, error, 1e-5, {"torch": theirs})
+    return Case(
+        "log-probabilities",
+        f"{_size(logits)}, top {MOST}",
+        log_probabilities_cost(*logits.shape, MOST, logits.element_size()),
+        partial(log_probabilities, logits, chosen, MOST),
+        partial(log_probabilities_reference, logits, chosen, MOST),
+        {"torch": theirs},
+        lambda ours, right: distance(ours[:2], right[:2]),
+        1e-5,
+        "float32",
+    )
 
 
 def penalties_case(section: BenchSection) -> Case:
     """In place: repeated, logits only go further down, which costs the same."""
     logits = _logits(section)
-    said = min(SAID, logits.shape[1] // 4)
+    rows, said = len(logits), min(SAID, logits.shape[1] // 4)
     penalties, right = _penalties(logits, said), logits.clone()
     counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
-    ours = partial(penalise, logits, penalties, counts)
-
-    def error() -> float:
-        penalise_reference(right, penalties)
-        ours()
-        return distance(logits, right)
-
-    rows = len(logits)
-    cost = penalise_cost(rows * said, rows * said, rows * said // 2, logits.element_size())
-    return Case("penalties", f"{rows} × {said} tokens", cost, "float32", ours, error, 1e-6)
-
-
-def _case(
-    name: str,
-    logits: Tensor,
-    ours: Callable[[], Tensor],
-    theirs: Callable[[], Tensor],
-    error: Callable[[], float],
-    tolerance: float,
-    drawn: int,
-) -> Case:
-    rows, vocab = logits.shape
-    cost = sample_cost(rows, vocab, logits.element_size(), drawn)
-    size = f"{name}, {rows} × {vocab}"
-    return Case("sampling", size, cost, "float32", ours, error, tolerance, {"torch": theirs})
+    return Case(
+        "penalties",
+        f"{rows} × {said} tokens",
+        penalise_cost(rows * said, rows * said, rows * said // 2, logits.element_size()),
+        partial(penalise, logits, penalties, counts),
+        partial(penalise_reference, right, penalties),
+        off=lambda _, __: distance(logits, right),
+        tolerance=1e-6,
+        dtype="float32",
+    )
 
 
 def _logits(section: BenchSection) -> Tensor:
     rows, vocab = (TINY_ROWS, TINY_VOCAB) if section.rehearsal else (ROWS, VOCAB)
     generator = torch.Generator(section.device).manual_seed(0)
     return torch.randn(rows, vocab, generator=generator, device=section.device) * SPREAD
+
+
+def _size(logits: Tensor) -> str:
+    return f"{logits.shape[0]} × {logits.shape[1]}"
 
 
 def _sampling(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> RowSampling:
@@ -137,12 +128,11 @@ def _sampling(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
 
 
 def _penalties(logits: Tensor, said: int) -> Penalties:
-    """For every row `said` distinct tokens, of which the second half is its answer."""
+    """Return `said` distinct tokens for every row, the second half of which is its answer."""
     (rows, vocab), place = logits.shape, logits.device
     row = torch.arange(rows, device=place)
-    tokens = (
-        row[:, None] * 37 + torch.arange(said, device=place) * 97
-    ) % vocab  # 97: a prime, no factor of vocab
+    # 97: a prime, no factor of vocab
+    tokens = (row[:, None] * 37 + torch.arange(said, device=place) * 97) % vocab
     lengths = torch.full((rows,), said, dtype=torch.int32, device=place)
     repetition, presence, frequency = (torch.full((rows,), x, device=place) for x in (1.05, 0.1, 0.1))
     return Penalties(
@@ -159,8 +149,8 @@ def _penalties(logits: Tensor, said: int) -> Penalties:
 
 
 def _sorted_sample(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """As it is usually written in torch: sort where a filter needs it, cumulate, mask, and draw without waiting for
-    the device (an exponential race)."""
+    """Sample as it is usually written in torch: sort where a filter needs it, cumulate, mask, and draw without waiting
+    for the device (an exponential race)."""
     probabilities = (logits / temperature).softmax(-1)
     if top_k > 0 or top_p < 1.0:
         ordered, order = probabilities.sort(-1, descending=True)

@@ -23,6 +23,7 @@ from batchinfer.models.checkpoint.shapes import shape_config
 from tests.gpu_suite.loaded import loaded_model, memory, model_name, name_of, peaks
 from tests.gpu_suite.order import plan_in_memory
 from tests.suite.section import BenchSection, Part, Result
+from tests.suite.turns import in_turns
 
 ROWS, TINY_ROWS = 2000, 3
 PROMPT, SHARED = 512, 448  # tokens; those that all rows of the second workload share
@@ -80,16 +81,13 @@ def _ids(r: random.Random, count: int, vocab: int) -> tuple[int, ...]:
 
 
 def _measured(section: BenchSection, workload: Workload, waiting: int) -> Result:
-    """`waiting`: among how many workloads the time that is left is divided."""
-    loaded, series = loaded_model(section), Series()
-    ends = section.left_s - section.left_s / waiting
-    longest = timed_run(loaded, workload.rows, planner=plan_in_memory).wall_s  # compiles and captures
-    for turn in range(1 if section.rehearsal else MOST_TURNS):
-        if turn and section.left_s - longest < ends:
-            break
-        series.ours.append(timed_run(loaded, workload.rows, planner=plan_in_memory))
-        longest = series.ours[-1].wall_s
-    return told(section, workload, series)
+    """Run a workload in turns. The time that is left is divided among `waiting` workloads."""
+    loaded, ends = loaded_model(section), section.left_s * (1 - 1 / waiting)
+    run = partial(timed_run, loaded, workload.rows, planner=plan_in_memory)
+    run()  # compiles and captures
+    turns = 1 if section.rehearsal else MOST_TURNS
+    found = in_turns({"ours": lambda _: run()}, turns, lambda: section.left_s - ends)
+    return told(section, workload, Series(found["ours"]))
 
 
 def told(section: BenchSection, workload: Workload, series: Series, peer: str | None = None) -> Result:

@@ -20,11 +20,10 @@ from batchinfer_kernels.gpu.attention_plan import (
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
 from tests.gpu_suite import needles
+from tests.gpu_suite.case import DTYPE
 from tests.gpu_suite.paged import Heads, Paged
 from tests.suite.clock import Call
 from tests.suite.section import BenchSection
-
-DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)

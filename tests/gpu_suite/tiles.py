@@ -15,32 +15,22 @@ from triton.runtime.errors import OutOfResources
 from batchinfer_kernels.gpu import attention_launch
 from batchinfer_kernels.gpu.attention_launch import KVTiles, Work
 from tests.gpu_suite import attention
-from tests.gpu_suite.case import Case, described, measured
+from tests.gpu_suite.case import DTYPE, Case, described, measured
 from tests.gpu_suite.paged import Heads
-from tests.gpu_suite.step import DTYPE
-from tests.suite.clock import Call
 from tests.suite.section import BenchSection, Part, Result
 
 QWEN_HALF_B = Heads(14, 2, 64, 16)  # heads of 64, as small models have them
 FEW = 3  # candidates with small heads
-CHOSEN = "the chosen tiles"
+# rows, keys, warps, stages; the most promising first
 _WIDE = ((64, 64, 4, 5), (128, 128, 8, 3), (128, 64, 8, 5), (128, 64, 8, 3), (64, 128, 4, 3), (128, 32, 8, 5))
 _NARROW = ((16, 128, 8, 3), (16, 64, 4, 5), (16, 128, 4, 3), (16, 64, 2, 6), (16, 64, 8, 4), (16, 32, 4, 6))
-# rows, keys, warps, stages; the most promising first
 Candidates = dict[Work, tuple[tuple[int, int, int, int], ...]]
-CANDIDATES: Candidates = {
-    "prefill": _WIDE,
-    "decode": _NARROW,
-    "prefix": _WIDE,
-}
+CANDIDATES: Candidates = {"prefill": _WIDE, "decode": _NARROW, "prefix": _WIDE}
 TINY_CANDIDATES: Candidates = {
     "prefill": ((32, 32, 4, 1),),
     "decode": ((16, 32, 4, 1),),
     "prefix": ((32, 64, 4, 1),),
 }
-# Sizes as attention's cases have them
-SIZES = ([4096] * 64, (1, 4096, 4096), (256, 8192, 128))
-TINY_SIZES = ([33, 17], (1, 20, 40), (4, 256, 3))
 
 
 def parts(section: BenchSection) -> list[Part]:
@@ -55,40 +45,43 @@ def parts(section: BenchSection) -> list[Part]:
 def _candidates(
     section: BenchSection, heads: Heads, candidates: Candidates, most: int | None
 ) -> Iterator[Part]:
-    makers = _makers(section, heads)
+    makers = cases(section, heads)
     for work, tried in candidates.items():
         for sizes in tried[:most]:
-            yield _part(section, heads, work, KVTiles(*sizes), makers[work])
+            name = f"{work} at heads of {heads.dim} with {sizes}"
+            yield name, partial(_measured, section, heads, work, KVTiles(*sizes), makers[work])
 
 
-def _makers(section: BenchSection, heads: Heads) -> dict[Work, Callable[[], Case]]:
-    decode, prefill, prefix = TINY_SIZES if section.rehearsal else SIZES
+def cases(section: BenchSection, heads: Heads) -> dict[Work, Callable[[], Case]]:
+    """Return the case of attention for each kind of kernel."""
+    decode, prefill, prefix = [4096] * 64, (1, 4096, 4096), (256, 8192, 128)
+    if section.rehearsal:
+        decode, prefill, prefix = [33, 17], (1, 20, 40), (4, 256, 3)
     return {
-        "decode": partial(attention.decode_case, section, heads, decode, None),
+        "decode": partial(attention.decode_case, section, heads, decode),
         "prefill": partial(attention.prefill_case, section, heads, *prefill),
         "prefix": partial(attention.prefix_case, section, heads, *prefix),
     }
 
 
-def _part(section: BenchSection, heads: Heads, work: Work, tiles: KVTiles, make: Callable[[], Case]) -> Part:
-    name = f"{work} at heads of {heads.dim} with {astuple(tiles)}"
-    return name, partial(_measured, section, heads, work, tiles, make)
-
-
 def _measured(
     section: BenchSection, heads: Heads, work: Work, tiles: KVTiles, make: Callable[[], Case]
 ) -> Result:
-    """Check and time it beside the chosen tiles; a candidate that the GPU has no room for is told as one."""
+    """Check and time it in turns with the chosen tiles; a candidate that the GPU has no room for is told as one."""
     usual = make()
     chosen = attention_launch.choose_tiles(work, DTYPE, heads.dim)
     with instead(work, tiles):
         case = make()
+
+    def tiled() -> Any:
+        with instead(work, tiles):
+            return case.ours()
+
     tried = replace(
         case,
         size=f"{case.size}, heads of {heads.dim}, tiles {astuple(tiles)}",
-        ours=_with(work, tiles, case.ours),
-        error=lambda: _error(work, tiles, case),
-        others={CHOSEN: usual.ours},
+        ours=tiled,
+        others={"the chosen tiles": usual.ours},
         targets={},
     )
     try:
@@ -99,22 +92,9 @@ def _measured(
     return replace(found, facts=facts)
 
 
-def _error(work: Work, tiles: KVTiles, case: Case) -> Any:
-    with instead(work, tiles):
-        return case.error()
-
-
-def _with(work: Work, tiles: KVTiles, call: Call) -> Call:
-    def tiled() -> Any:
-        with instead(work, tiles):
-            return call()
-
-    return tiled
-
-
 @contextmanager
 def instead(work: Work, tiles: KVTiles) -> Iterator[None]:
-    """Plans and launches of this kind are cut so; what launches remember of the usual ones is forgotten."""
+    """Cut plans and launches of this kind so; what launches remember of the usual ones is forgotten."""
     usual = attention_launch._tiles
 
     def choose(arch: str, kind: Work, dtype: torch.dtype, padded: int, coded: bool) -> KVTiles:

@@ -1,10 +1,13 @@
-"""Whole jobs of the quickstart with drafts and without."""
+"""Whole jobs of the quickstart with drafts and without, each in a folder of its own.
+
+`earlier`: the job has a result, and then its instruction changes. `model`: a smaller model answers all rows first.
+`as_before_share`: the share of answers that equal the first result's.
+"""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +15,19 @@ from typing import Any
 import duckdb
 from ruamel.yaml import YAML
 
-from tests.speed.harness import in_turns, medians, option, ratios, rounds, section, show
 from tests.speed.jobs import QUICKSTART, reported, watched
+from tests.suite.section import BenchSection, Part, Result, WrongResult
+from tests.suite.turns import Figures, compared
 
 ORDERS = "orders.jsonl"
 CHANGED = "JSON."  # an instruction with which the model says nine of ten times what it says with the job's
-FIGURES = (
-    "wall_s", "engine_s", "steps", "drafted_tokens", "accepted_tokens", "drafts_saved_s", "draft_model_s",
-    "sampled_tokens",
-)  # fmt: skip
-Figures = dict[str, Any]
+FIGURES = """wall_s, engine_s, steps, drafted_tokens, accepted_tokens, drafts_saved_s, draft_model_s,
+sampled_tokens"""
+
+
+def parts(section: BenchSection) -> list[Part]:
+    """Return a part for each number of rows at once."""
+    return [(f"{rows} rows at once", partial(_jobs, section, rows)) for rows in section.given.rows_at_once]
 
 
 def ran(folder: Path, rows: int, drafts: Any, changed: bool) -> Figures:
@@ -36,7 +42,7 @@ def ran(folder: Path, rows: int, drafts: Any, changed: bool) -> Figures:
         job["prompt"]["system"] = CHANGED
     YAML().dump(job, folder / "job.yaml")
     found = watched([sys.executable, "-m", "batchinfer", "run", str(folder / "job.yaml"), "-q"], folder)
-    return reported(folder, ", ".join(FIGURES)) | {"own_mib": found["own_mib"]}
+    return reported(folder, FIGURES) | {"own_mib": found["own_mib"]}
 
 
 def answers(folder: Path) -> dict[str, str]:
@@ -47,53 +53,38 @@ def answers(folder: Path) -> dict[str, str]:
     return {row: text for row, text in found if text is not None}
 
 
-@section(
-    "drafted-jobs",
-    option("kind", choices=("earlier", "model"), help="the source of the drafts"),
-    option("--small", type=Path, help="the folder of the smaller model"),
-    option("--orders", type=int, help="only the first ones"),
-    option("--rows-at-once", default=(8, 256)),
-    rounds(7),
-)
-def drafted_jobs(given: Namespace, place: Path) -> list[Figures]:
-    """Time whole jobs of the quickstart with drafts and without, each in a folder of its own.
+def _first(section: BenchSection) -> Path:
+    """Return the folder of the result that is there before, which is made when it is first asked for."""
+    first, given = section.place / "first", section.given
+    if not first.exists():
+        first.mkdir()
+        orders = (QUICKSTART / "data" / ORDERS).read_bytes().splitlines(keepends=True)
+        (section.place / ORDERS).write_bytes(b"".join(orders[: given.orders]))
+        if given.kind == "earlier":
+            ran(first, 256, "off", False)
+    return first
 
-    `earlier`: the job has a result, and then its instruction changes. `model`: a smaller model answers all rows first.
-    `as before`: the share of answers that equal the first result's.
-    """
-    first = place / "first"
-    first.mkdir()
-    orders = (QUICKSTART / "data" / ORDERS).read_bytes().splitlines(keepends=True)
-    (place / ORDERS).write_bytes(b"".join(orders[: given.orders]))
+
+def _jobs(section: BenchSection, rows: int) -> list[Result]:
+    given, first = section.given, _first(section)
     drafts: Any = ["earlier"]
-    changed = given.kind == "earlier"
-    if changed:
-        ran(first, 256, "off", False)
-    else:
-        assert given.small is not None, "--small names the folder of the smaller model"
+    if given.kind == "model":
         drafts = {"model": str(given.small.resolve()), "runs": "first"}
     told = list[dict[str, str]]()
 
-    def run(rows: int, drafts: Any, number: int) -> Figures:
-        own = place / "own"
+    def run(drafts: Any, _: int) -> Figures:
+        own = section.place / "own"
         shutil.copytree(first, own)
-        found = ran(own, rows, drafts, changed)
+        found = ran(own, rows, drafts, given.kind == "earlier")
         told.append(answers(own))
         shutil.rmtree(own)
-        return found
+        before = answers(first)
+        return found | {
+            "as_before_share": sum(before.get(row) == text for row, text in told[0].items()) / len(told[0])
+        }
 
-    lines, before = list[Figures](), answers(first)
-    for rows in given.rows_at_once:
-        found = in_turns(
-            {"without": partial(run, rows, "off"), "with": partial(run, rows, drafts)}, given.rounds
-        )
-        assert all(one == told[0] for one in told), "drafts change answers"
-        same = sum(before.get(row) == text for row, text in told[0].items()) / len(told[0])
-        engine = {name: [one["engine_s"] for one in runs] for name, runs in found.items()}
-        lines += [
-            {"rows at once": rows, "way": name, "as before": round(same, 4), **medians(runs)}
-            | {"times as fast": ratios(engine["without"], engine[name])}
-            for name, runs in found.items()
-        ]
-    show(lines)
-    return lines
+    ways = {"without": partial(run, "off"), "with": partial(run, drafts)}
+    found = compared(f"{rows} rows at once", ways, given.rounds, "engine_s")
+    if any(one != told[0] for one in told):
+        raise WrongResult("drafts change answers")
+    return found

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import random
 import time
-from argparse import Namespace
 from collections.abc import Iterator
+from functools import cache, partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,13 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tokenizers
+from pyarrow import csv
 
 from batchinfer.input.tokenizer.tokenizer import Tokenizer as LoadedTokenizer
 from batchinfer.store.index.ingest import ingest
 from tests.batchinfer.store.index.ingest_kit import SPECIALS, checkpoint, make_job, options
-from tests.speed.harness import Growth, option, section, show, switch
+from tests.speed.processes import Growth
+from tests.suite.section import BenchSection, Part, Result
 
 SAMPLE_S = 0.1
 WORDS = [
@@ -72,30 +73,18 @@ SCHEMA = {"type": "object", "properties": {"answer": {"enum": ["a", "b"]}}, "req
 
 
 def write_rows(path: Path, kind: str, rows: int, characters: int) -> None:
-    """A file of the format that its name tells."""
+    """Write a file of the format that its name tells, some rows at a time."""
     lines = enumerate(texts(rows, characters), FIRST_ID)
     records = (record(kind, row, text) for row, text in lines)
     if path.suffix == ".jsonl":
         with path.open("w") as file:
             file.writelines(json.dumps(one) + "\n" for one in records)
-    elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["id", "text", "label"])
-            writer.writerows([one["id"], one["text"], one["label"]] for one in records)
-    else:
-        write_table(path, records)
-
-
-def write_table(path: Path, records: Iterator[dict[str, Any]]) -> None:
-    """Parquet, some rows at a time."""
-    writer = None
-    while batch := list(islice(records, 20_000)):
-        table = pa.Table.from_pylist(batch)
-        writer = writer or pq.ParquetWriter(path, table.schema)
-        writer.write_table(table)
-    if writer is not None:
-        writer.close()
+        return
+    schema = pa.Table.from_pylist([record(kind, FIRST_ID, "")]).schema
+    make = csv.CSVWriter if path.suffix == ".csv" else pq.ParquetWriter
+    with make(path, schema) as writer:
+        while batch := list(islice(records, 20_000)):
+            writer.write_table(pa.Table.from_pylist(batch, schema))
 
 
 def big_checkpoint(folder: Path, vocab: int = 32_000) -> None:
@@ -209,27 +198,27 @@ def _cpu() -> list[float]:
     return [time.thread_time(), found.children_user + found.children_system]
 
 
-@section(
-    "ingest",
-    option("--rows", default=50_000),
-    option("--characters", default=300),
-    option("--format", default=("jsonl",), choices=("jsonl", "csv", "parquet")),
-    option("--kind", default=("user",), choices=PROMPTS),
-    option("--workers", default=(1,)),
-    option("--vocab", default=32_000, help="of a tokenizer that is made; 0: a tiny one"),
-    switch("--bare", "carry no columns"),
-)
-def ingests(given: Namespace, place: Path) -> dict[str, Any]:
-    """Measure ingest: rows a second, CPU time and memory.
+def parts(section: BenchSection) -> list[Part]:
+    """Return a part for each format, kind of prompt, and number of workers."""
+    given = section.given
+    kinds = product(given.format, given.kind, given.workers)
+    return [
+        (f"{form}, {kind}, {workers} workers", partial(_ingested, section, form, kind, workers))
+        for form, kind, workers in kinds
+    ]
 
-    CPU times are of the parent and of its workers, start included; `share` is that of the tokenizer alone in all of it.
-    """
-    big_checkpoint(place / "model", given.vocab) if given.vocab else checkpoint(place / "model")
-    count, found = min(given.rows, 50_000), list[dict[str, Any]]()
-    alone = tokenizer_alone(place, count, given.characters) / count
-    for form, kind, workers in product(given.format, given.kind, given.workers):
-        own = measure(place, given.rows, given.characters, form, kind, workers, not given.bare)
-        share = round(alone * own["rows_per_cpu_s"], 3)
-        found.append({"format": form, "kind": kind, "workers": workers, **own, "share": share})
-    show(found)
-    return {"tokenizer_alone_us_per_row": round(1e6 * alone, 1), "ingest": found}
+
+@cache
+def _alone_s(folder: Path, vocab: int, rows: int, characters: int) -> float:
+    """Write the checkpoint, and return the seconds of CPU that its tokenizer alone takes for a row."""
+    big_checkpoint(folder / "model", vocab) if vocab else checkpoint(folder / "model")
+    return tokenizer_alone(folder, rows, characters) / rows
+
+
+def _ingested(section: BenchSection, form: str, kind: str, workers: int) -> Result:
+    """Ingest once. `tokenizer_share` is that of the tokenizer alone in all of the CPU time."""
+    given = section.given
+    alone = _alone_s(section.place, given.vocab, min(given.rows, 50_000), given.characters)
+    found = measure(section.place, given.rows, given.characters, form, kind, workers, not given.bare)
+    shares = {"tokenizer_share": alone * found["rows_per_cpu_s"], "tokenizer_alone_s": alone}
+    return Result(f"{form}, {kind}, {workers} workers", figures=found | shares)

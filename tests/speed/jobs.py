@@ -13,36 +13,23 @@ import shutil
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import psutil
 
-from tests import fake_engine
-from tests.speed.harness import (
-    ROOT,
-    command_of,
-    option,
-    section,
-    show,
-    switch,
-)
+from tests.speed.processes import command_of
+from tests.suite.run import ROOT
+from tests.suite.section import BenchSection, Part, Result
+from tests.suite.turns import Figures
 
 QUICKSTART = ROOT / "jobs" / "quickstart"
 MODEL = QUICKSTART / "model"
-PHASES = (
-    "startup_s", "ingest_s", "plan_s", "load_s", "engine_s", "publish_s", "close_s", "other_s", "wall_s",
-)  # fmt: skip
-FORMATS = ("jsonl", "parquet", "csv")
+PHASES = "startup_s, ingest_s, plan_s, load_s, engine_s, publish_s, close_s, other_s, wall_s"
 ADDED = 1000
 WAIT_S = 3.0  # files that were written a moment ago do not show yet whether they change
-STEP_S, FROM_S = 0.307, 10.0
-STEPS = "SPEED_STEPS"  # names the file that gets when steps began and ended
-FAKE, TIMED = "tests.fake_engine:build", "tests.speed.jobs:build"
-Figures = dict[str, Any]
+ENGINE = "tests.fake_engine:build"
 Row = tuple[int, str]
 
 
@@ -77,15 +64,15 @@ def write_job(folder: Path, form: str, rows: list[Row], workers: str = "auto") -
     return folder / "job.yaml"
 
 
-def run(job: str, engine: str, waves_from_s: float | None) -> None:
-    """Run a job with an engine of the tests, as the command line does."""
+def run(job: str, waves_from_s: float | None) -> None:
+    """Run a job with the fake engine, as the command line does."""
     from batchinfer import cli
     from batchinfer.pipeline import options
     from batchinfer.pipeline.workers import standby
 
     more: Figures = {} if waves_from_s is None else {"waves_from_s": waves_from_s}
-    options.RunOptions = partial(options.RunOptions, engine=engine, **more)  # type: ignore[assignment,misc]
-    standby.EngineStandby = partial(standby.EngineStandby, engine)  # type: ignore[assignment,misc]
+    options.RunOptions = partial(options.RunOptions, engine=ENGINE, **more)  # type: ignore[assignment,misc]
+    standby.EngineStandby = partial(standby.EngineStandby, ENGINE)  # type: ignore[assignment,misc]
     sys.argv[1:] = ["run", job, "-q"]
     cli.main()
 
@@ -139,22 +126,33 @@ def watched(command: list[str], folder: Path) -> Figures:
     return {"cpu_s": round(cpu, 1)} | sizes | {"own_mib_by_phase": by_phase}
 
 
-def phases(folder: Path, waves_from_s: float | None) -> Figures:
+def phases(folder: Path, waves_from_s: float | None = None) -> Figures:
     """Run the job again. Return seconds by phase, CPU seconds and memory."""
-    found = watched(command_of(run, folder / "job.yaml", FAKE, waves_from_s), folder)
-    return {name: round(value, 2) for name, value in reported(folder, ", ".join(PHASES)).items()} | found
+    found = watched(command_of(run, folder / "job.yaml", waves_from_s), folder)
+    return reported(folder, PHASES) | found
 
 
-@section("whole", option("--rows", default=(100_000,)), option("--workers", default="auto"))
-def whole(given: Namespace, place: Path) -> list[Figures]:
-    """Measure whole jobs: seconds by phase, CPU seconds, and memory."""
-    found = list[Figures]()
-    for rows in given.rows:
-        write_job(place / str(rows), "jsonl", made(rows), given.workers)
-        found.append({"rows": rows} | phases(place / str(rows), None))
-        shutil.rmtree(place / str(rows))
-    show(found)
+def whole(section: BenchSection) -> list[Part]:
+    """Return a part for each number of rows."""
+    return [(f"{rows} rows", partial(_whole, section, rows)) for rows in section.given.rows]
+
+
+def _whole(section: BenchSection, rows: int) -> Result:
+    folder = section.place / str(rows)
+    write_job(folder, "jsonl", made(rows), section.given.workers)
+    found = Result(f"{rows} rows", figures=phases(folder))
+    shutil.rmtree(folder)
     return found
+
+
+def nights(section: BenchSection) -> list[Part]:
+    """Return a part for each format: a second night, in which 1% of the rows changed, against the first.
+
+    JSON lines are changed in place, Parquet files rewritten with every changed row, and into CSV rows are inserted. The
+    third night adds a file beside one that did not change. `outside_s` is the run without its engine, and shares are of
+    the first night.
+    """
+    return [(form, partial(_nights, section, form)) for form in section.given.format]
 
 
 def changed(rows: list[Row], inserts: bool) -> list[Row]:
@@ -170,100 +168,19 @@ def changed(rows: list[Row], inserts: bool) -> list[Row]:
     return found
 
 
-def night(folder: Path) -> Figures:
-    """Run the job again with one plan. With waves, reading would be part of the engine's time."""
-    found = phases(folder, math.inf)
-    return {"outside_s": round(found["wall_s"] - found["engine_s"] - found["load_s"], 2)} | found
-
-
-@section(
-    "nights",
-    option("--rows", default=100_000),
-    option("--format", choices=FORMATS, default=FORMATS),
-    option("--workers", default="auto"),
-)
-def nights(given: Namespace, place: Path) -> list[Figures]:
-    """Measure a second night, in which 1% of the rows changed, against the first.
-
-    JSON lines are changed in place, Parquet files rewritten with every changed row, and into CSV rows are inserted. The
-    third night adds a file beside one that did not change. `outside_s` is the run without its engine, and shares are of
-    the first night.
-    """
-    found = list[Figures]()
-    for form in given.format:
-        folder, rows = place / form, made(given.rows)
-        write_job(folder, form, rows, given.workers)
-        later = changed(rows, inserts=form == "csv")
-        files = (
-            ("first", "a", rows),
-            ("1% changed", "a", later),
-            ("a file added", "b", made(ADDED, 90_000_000)),
-        )
-        own = list[Figures]()
-        for name, file, written in files:
-            write_rows(folder / "in" / f"{file}.{form}", written)
-            time.sleep(WAIT_S)
-            took = night(folder)
-            first = own[0] if own else took
-            shares = {f"{what}_share": round(took[what] / first[what], 4) for what in ("outside_s", "cpu_s")}
-            own.append({"format": form, "night": name, "rows": len(written)} | shares | took)
-        kept = sum(file.stat().st_size for file in folder.rglob("kept/*/*"))
-        print(f"{form}: {kept / (len(later) + ADDED):.1f} bytes a row are kept")
-        found += own
-    show(found)
-    return found
-
-
-class TimedEngine(fake_engine.FakeEngine):
-    """Writes down when each step began and ended."""
-
-    def step(self) -> fake_engine.FakeOutput:
-        began = time.time()
-        found = super().step()
-        with open(os.environ[STEPS], "a") as file:
-            file.write(f"{began} {time.time()}\n")
-        return found
-
-
-def build(*given: Any, **more: Any) -> fake_engine.FakeWeights:
-    """Take the place of `batchinfer.engine.load.build.load_weights`."""
-    fake_engine.FakeEngine = TimedEngine  # type: ignore[misc]
-    return fake_engine.build(*given, **more)
-
-
-@section(
-    "waves",
-    option("--rows", default=(10_000, 100_000)),
-    option("--format", choices=FORMATS[:2], default="jsonl"),
-    switch("--one-plan", "read all rows first"),
-)
-def waves(given: Namespace, place: Path) -> list[Figures]:
-    """Measure whether a device waits, in jobs whose engine takes time for each row.
-
-    A step runs 512 rows in STEP_S seconds, and takes no core. `first_step_s`: seconds from the command's start. `busy`:
-    the share of the time from the tenth second to the last step in which the engine ran a step.
-    """
-    found = [_wave(place / str(rows), rows, given.format, given.one_plan) for rows in given.rows]
-    show(found)
-    return found
-
-
-def _wave(folder: Path, rows: int, form: str, one_plan: bool) -> Figures:
-    job = write_job(folder, form, made(rows))
-    environment = os.environ | {STEPS: str(folder / "steps"), "FAKE_ENGINE_DELAY_S": str(STEP_S)}
-    start = time.time()
-    command = command_of(run, job, TIMED, math.inf if one_plan else 1.0)
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    wall_s = time.time() - start
-    steps = [[float(word) - start for word in line.split()] for line in (folder / "steps").open()]
-    first, last = steps[0][0], steps[-1][1]
-    busy = sum(ended - max(began, FROM_S) for began, ended in steps if ended > FROM_S)
-    return {
-        "rows": rows,
-        "format": form,
-        "first_step_s": round(first, 2),
-        "busy": round(busy / (last - FROM_S), 4) if last > FROM_S else None,
-        "last_step_s": round(last, 1),
-        "wall_s": round(wall_s, 1),
-        **reported(folder, "waves, again_tokens, parent_peak_rss_bytes >> 20 AS parent_mib"),
-    }
+def _nights(section: BenchSection, form: str) -> list[Result]:
+    folder, rows = section.place / form, made(section.given.rows)
+    write_job(folder, form, rows, section.given.workers)
+    later = changed(rows, inserts=form == "csv")
+    files = (("first", "a", rows), ("1% changed", "a", later), ("a file added", "b", made(ADDED, 90_000_000)))
+    found, first = list[Result](), Figures()
+    for name, file, written in files:
+        write_rows(folder / "in" / f"{file}.{form}", written)
+        time.sleep(WAIT_S)
+        took = phases(folder, math.inf)  # with waves, reading would be part of the engine's time
+        took["outside_s"] = took["wall_s"] - took["engine_s"] - took["load_s"]
+        first = first or took
+        shares = {f"{what}_share": took[what] / first[what] for what in ("outside_s", "cpu_s")}
+        found.append(Result(f"{form}, {name}, {len(written)} rows", figures=took | shares))
+    kept = sum(file.stat().st_size for file in folder.rglob("kept/*/*"))
+    return [*found, Result(f"{form}, kept of a row", figures={"bytes": kept / (len(later) + ADDED)})]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,17 +39,17 @@ from batchinfer_kernels.cpu.layer import (
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
 from batchinfer_kernels.cpu.packed import Kind, PackedWeight
 from batchinfer_kernels.quantized_linear import quantize_weight
-from tests.speed.harness import option, section, switch
+from tests.suite.section import BenchSection, Part, Result
+from tests.suite.turns import in_turns
 
 HERE = Path(__file__).parent
-OPERATORS = (
-    "between", "input_norm", "codes", "qkv", "rope_store", "attention", "o", "post_norm", "gate_up", "down",
-)  # fmt: skip
+OPERATORS = tuple(
+    ["between", "input_norm", "codes", "qkv", "rope_store", "attention", "o", "post_norm", "gate_up", "down"]
+)
 CONTEXT, PROMPT, BLOCK = 96, 512, 16  # tokens; a step of so many rows is one prompt's
 LEAST_ROUNDS = 5
-Clocks = list[
-    dict[str, tuple[float, float]]
-]  # of each thread, by operator: seconds that passed, and of them waiting
+# Of each thread, by operator: seconds that passed, and of them waiting
+Clocks = list[dict[str, tuple[float, float]]]
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,8 @@ class Timed:
         self._layers = [self._layer() for _ in range(model.layers)]
 
     def _layer(self) -> PackedLayer:
-        m, angles = (
-            self.model,
-            torch.outer(torch.arange(4096.0), 1e4 ** -torch.linspace(0, 1, self.model.dim // 2)),
-        )
+        m = self.model
+        angles = torch.outer(torch.arange(4096.0), 1e4 ** -torch.linspace(0, 1, m.dim // 2))
         heads = (m.q_heads + 2 * m.kv_heads) * m.dim
         weights = LayerWeights(
             {name: torch.ones(m.hidden, dtype=m.dtype) for name in PRE_NORMS},
@@ -153,9 +151,8 @@ class Step:
         tables = order.view(len(lens), blocks)
         first = contexts[0] - lens[0]
         positions = torch.arange(first, contexts[0]).repeat(len(lens))
-        slots = (
-            (tables[:, positions[: lens[0]] // BLOCK] * BLOCK + positions[: lens[0]] % BLOCK).flatten().long()
-        )
+        own = positions[: lens[0]]
+        slots = (tables[:, own // BLOCK] * BLOCK + own % BLOCK).flatten().long()
         most = self._compiled.most_rows
         items = attention_items(lens, contexts, m.q_heads // m.kv_heads, most_rows=most)
         shape = self._compiled.cache_shape(m.kv_heads, BLOCK, m.dim)
@@ -189,37 +186,38 @@ def clocked(folder: Path, one_core: bool) -> Iterator[None]:
         build.FLAGS, build.FOLDER, build.SOURCES = before
 
 
-@section(
-    "layer",
-    option("--against", type=Path, nargs="*", help="folders of other sources"),
-    option("--model", choices=MODELS, default="135m"),
-    option("--rows", default=(16, 32, 64, 128, 512, 1024, 2048)),
-    switch("--int8", "products of codes"),
-    option("--dtype", choices=("bfloat16", "float32"), default="bfloat16"),
-    switch("--one-core", "count the CPU time of a single thread, as on a busy machine"),
-    option("--seconds", default=4.0, help="of each number of rows and each folder"),
-)
-def layer(given: Namespace, place: Path) -> list[dict[str, object]]:
-    """Time each operator in a decoder layer, and compare it with its bound.
+def parts(section: BenchSection) -> list[Part]:
+    """Return a part for each number of rows. Layers of random weights run in sequence, in turns with layers of other
+    sources. Rows decode with contexts of 96 tokens; from 512 rows on, they are one prompt."""
+    return [(f"{rows} rows", partial(_layers, section, rows)) for rows in section.given.rows]
 
-    Layers of random weights run in sequence, in turns with layers of other sources. Rows decode with contexts of 96
-    tokens; from 512 rows on, they are one prompt. Microseconds a layer, the lower quartile of many rounds: the time
-    that passed, its ratio to the bound (FLOPs and bytes by the peaks that are reached here), and in brackets that of
-    the thread that waited the least for others. Then comes how many times as long a layer takes with these operators as
-    with each other folder's, the median of all rounds, and the same for each operator.
-    """
-    model = replace(MODELS[given.model], dtype=getattr(torch, given.dtype), int8=given.int8)
-    if given.one_core:
-        torch.set_num_threads(1)
-        peaks._timed = _cpu_timed
-    found = peaks.measure_peaks("cpu", (given.dtype, "int8"))
-    bounds = Peaks(found.peak_flops[given.dtype], found.bandwidth, found.peak_flops["int8"])
-    print(f"{found.bandwidth / 1e9:.1f} GB/s, {found.rates}")
-    timed = []
-    for folder in (build.FOLDER, *(folder.resolve() for folder in given.against or [])):
-        torch.manual_seed(0)
-        timed.append(Timed(folder, place, model, given.one_core))
-    return [_compare(timed, rows, bounds, given.seconds) for rows in given.rows]
+
+@dataclass(frozen=True)
+class Setup:
+    """The layers of all sources, ours first, and the peaks that are reached here."""
+
+    timed: dict[str, Timed]
+    peaks: Peaks
+
+
+_made: list[Setup] = []  # once for all numbers of rows
+
+
+def _setup(section: BenchSection) -> Setup:
+    given = section.given
+    if not _made:
+        model = replace(MODELS[given.model], dtype=getattr(torch, given.dtype), int8=given.int8)
+        if given.one_core:
+            torch.set_num_threads(1)
+            peaks._timed = _cpu_timed
+        found = peaks.measure_peaks("cpu", (given.dtype, "int8"))
+        timed = {}
+        for folder in (build.FOLDER, *(folder.resolve() for folder in given.against)):
+            torch.manual_seed(0)
+            timed[str(folder)] = Timed(folder, section.place, model, given.one_core)
+        flops = found.peak_flops
+        _made.append(Setup(timed, Peaks(flops[given.dtype], found.bandwidth, flops["int8"])))
+    return _made[0]
 
 
 def _cpu_timed(call: Callable[[], object], where: torch.device) -> float:
@@ -228,50 +226,56 @@ def _cpu_timed(call: Callable[[], object], where: torch.device) -> float:
     return time.thread_time() - began
 
 
-def _compare(timed: list[Timed], rows: int, reached: Peaks, seconds: float) -> dict[str, object]:
-    steps = []
-    for one in timed:
+def _layers(section: BenchSection, rows: int) -> list[Result]:
+    """Time all sources in turns. Lower quartiles of many rounds, without the first tenth."""
+    setup, steps = _setup(section), dict[str, Step]()
+    for folder, timed in setup.timed.items():
         torch.manual_seed(rows)
-        steps.append(one.step(rows))
-    rounds: list[list[Clocks]] = [[] for _ in timed]
-    end = time.perf_counter() + seconds * len(timed)
-    for step in steps:
-        step.run()
-    apart = [_apart(step.results[0], steps[0].results[0]) for step in steps]
-    while time.perf_counter() < end or len(rounds[0]) < LEAST_ROUNDS:
-        for one, step, found in zip(timed, steps, rounds, strict=True):
-            one.read(torch.get_num_threads())
-            step.run()
-            found.append(one.read(torch.get_num_threads()))
-    for found in rounds:
-        del found[: len(found) // 10]
-    times = [_times(timed[0].model, rows, found, reached) for found in rounds]
-    for each in times:
-        text = "  ".join(
-            f"{name} {t:7.2f} {share:5.2f} ({own:7.2f})" for name, (t, share, own) in each.items()
-        )
-        print(f"{rows:5} {text}", flush=True)
-    others = [_ratios(rounds[0], other) for other in rounds[1:]]
-    for other in others:
-        text = " ".join(f"{name} {ratio:.3f}" for name, ratio in other.items())
-        print(f"{rows:5} first / other, {len(rounds[0])} rounds: {text}", flush=True)
-    if any(apart):
-        print(f"the results differ: {' / '.join(filter(None, apart))}")
-    return {"rows": rows, "times": times, "ratios": others}
+        steps[folder] = timed.step(rows)
+        steps[folder].run()
+    ours, *others = steps
+    apart = {folder: _apart(steps[folder].results[0], steps[ours].results[0]) for folder in others}
+
+    def clocks(folder: str, _: int) -> Clocks:
+        timed = setup.timed[folder]
+        timed.read(torch.get_num_threads())
+        steps[folder].run()
+        return timed.read(torch.get_num_threads())
+
+    end = time.monotonic() + section.given.seconds * len(steps)
+    calls = {folder: partial(clocks, folder) for folder in steps}
+    runs = in_turns(calls, LEAST_ROUNDS)
+    while time.monotonic() < end:
+        for folder, (found,) in in_turns(calls, 1).items():
+            runs[folder].append(found)
+    rounds = {folder: found[len(found) // 10 :] for folder, found in runs.items()}
+    model = setup.timed[ours].model
+    results = [
+        _times(f"{rows} rows, {folder}", model, rows, found, setup.peaks) for folder, found in rounds.items()
+    ]
+    for folder in others:
+        ratios = {"rounds": len(rounds[ours]), **_ratios(rounds[ours], rounds[folder]), **apart[folder]}
+        results.append(Result(f"{rows} rows, ours ÷ {folder}", figures=ratios))
+    return results
 
 
-def _apart(found: Tensor, first: Tensor) -> str:
+def _apart(found: Tensor, first: Tensor) -> dict[str, str]:
     """Say in which rows results differ from the first operators', and by how much at most."""
     differing = (found != first).any(1).nonzero().flatten().tolist()
-    return f"rows {differing} by up to {(found - first).abs().max():.3g}" if differing else ""
+    return (
+        {"results": f"differ in rows {differing} by up to {(found - first).abs().max():.3g}"}
+        if differing
+        else {}
+    )
 
 
 def _quartile(values: Iterable[float]) -> float:
-    """The lower one: what others do on the machine only lengthens."""
+    """Return the lower one: what others do on the machine only lengthens."""
     return statistics.quantiles(values, n=4)[0]
 
 
 def _ratios(first: list[Clocks], other: list[Clocks]) -> dict[str, float]:
+    """Return the medians of the ratios of each round, for the whole layer and each operator."""
     pairs = [(a[0], b[0]) for a, b in zip(first, other, strict=True)]
     run = [name for name in OPERATORS[1:] if all(b[name][0] for _, b in pairs)]
 
@@ -281,20 +285,22 @@ def _ratios(first: list[Clocks], other: list[Clocks]) -> dict[str, float]:
     return {"whole": ratio(OPERATORS[1:]), **{name: ratio([name]) for name in run}}
 
 
-def _times(
-    model: Model, rows: int, found: list[Clocks], reached: Peaks
-) -> dict[str, tuple[float, float, float]]:
-    """Return by operator microseconds, their ratio to the bound, and those of the thread that worked the longest."""
-    bounds, per_layer = model.bounds(rows), 1e6 / model.layers
-    times: dict[str, tuple[float, float, float]] = {}
-    for name in OPERATORS[1:]:
-        took = _quartile(each[0][name][0] for each in found) * per_layer
-        if took > 0:
+def _times(name: str, model: Model, rows: int, found: list[Clocks], reached: Peaks) -> Result:
+    """Tell what each operator takes in a layer, and as a multiple of its bound; and what the thread takes that waits
+    the least for others."""
+    bounds, took, least = model.bounds(rows), dict[str, float](), dict[str, float]()
+    for operator in OPERATORS[1:]:
+        passed = _quartile(each[0][operator][0] for each in found) / model.layers
+        if passed > 0:
+            took[operator] = passed
             threads = zip(*found, strict=True)
-            worked = max(_quartile(each[name][0] - each[name][1] for each in own) for own in threads)
-            times[name] = took, took / bounds[name].seconds(reached) / 1e6, worked * per_layer
-    whole, least = (
-        sum(took for took, *_ in times.values()),
-        sum(bounds[name].seconds(reached) for name in times),
-    )
-    return {"whole": (whole, whole / least / 1e6, sum(own for *_, own in times.values())), **times}
+            worked = (_quartile(each[operator][0] - each[operator][1] for each in own) for own in threads)
+            least[operator] = max(worked) / model.layers
+    bound = {operator: bounds[operator].seconds(reached) for operator in took}
+    texts = {
+        operator: f"{1e6 * seconds:.2f} µs, {seconds / bound[operator]:.2f} × its bound ({1e6 * least[operator]:.2f} µs)"
+        for operator, seconds in took.items()
+    }
+    whole = {"layer_s": sum(took.values()), "working_s": sum(least.values())}
+    figures = {**whole, "of_its_bound": whole["layer_s"] / sum(bound.values()), **texts}
+    return Result(name, figures=figures, details={"took_s": took, "working_s": least, "bound_s": bound})

@@ -10,19 +10,22 @@ import ctypes
 import json
 import mmap
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.spec.model_cost import loaded_bytes
-from tests.speed.harness import ROOT, Growth, command_of, in_turns, medians, option, rounds, section, show
+from tests.speed.processes import Growth, command_of
+from tests.suite.run import ROOT
+from tests.suite.section import BenchSection, Part, Result
+from tests.suite.turns import Figures, compared
 
 KINDS = ("none", "int8", "int4")
 ON_CPUS = ("stored-int8", "stored-int4", "stored-mxfp4")  # with operators for weights as they are stored
@@ -32,7 +35,6 @@ SIZES = {
 }  # fmt: skip
 SAMPLE_S = 0.005
 WARMING_TRIES = 3
-MB = 1e6
 
 
 def make(model: str, folder: Path, shards: int) -> list[Path]:
@@ -171,71 +173,50 @@ def load(folder: Path, kind: str, files: Sequence[Path], cold: bool) -> tuple[fl
     return took, most
 
 
-@section(
-    "load",
-    option("--model", default="qwen2.5-0.5b"),
-    option("--shards", default=(1, 4), help="the numbers of files"),
-    rounds(5),
-    option("--folder", type=Path, help="keeps the checkpoints"),
-)
-def loads(given: Namespace, place: Path) -> list[dict[str, Any]]:
-    """Time loads of a checkpoint beside `dd`, which reads its files, cold and warm.
+def loads(section: BenchSection) -> list[Part]:
+    """Return a part for each number of files, cold and warm. `dd` reads the files before each load.
 
     Random weights in bfloat16. Cold: no page of the files is in memory, which is checked with mincore; warm: all are.
     `peak`: the most memory that the process had beyond what it had before, without pages of the files, as a multiple of
-    the files' bytes. `share`: dd's seconds ÷ those of the load.
+    the files' bytes. `dd_share`: dd's seconds ÷ those of the load.
     """
-    rows = list[dict[str, Any]]()
-    for shards in given.shards:
-        folder = (given.folder or place) / f"{given.model}-{shards}"
-        files = make(given.model, folder, shards)
-        for cold in (True, False):
-            rows += _beside_dd(folder, files, cold, given.rounds)
-    show(rows)
-    return rows
+    cases = product(section.given.shards, ("cold", "warm"))
+    return [(f"{shards} files, {kind}", partial(_loads, section, shards, kind)) for shards, kind in cases]
 
 
-def _beside_dd(folder: Path, files: Sequence[Path], cold: bool, count: int) -> Iterator[dict[str, Any]]:
+def _loads(section: BenchSection, shards: int, pages: str) -> list[Result]:
+    given, cold = section.given, pages == "cold"
+    folder = (given.folder or section.place) / f"{given.model}-{shards}"
+    files = make(given.model, folder, shards)
     size = sum(path.stat().st_size for path in files)
 
-    def pair(kind: str, _: int) -> dict[str, float]:
+    def pair(kind: str, _: int) -> Figures:
         prepare(files, cold)
         dd_s = read_by_dd(files)
         load_s, most = load(folder, kind, files, cold)
-        return {"dd_s": dd_s, "load_s": load_s, "share": dd_s / load_s, "peak": most / size}
+        return {"load_s": load_s, "dd_s": dd_s, "dd_share": dd_s / load_s, "peak": most / size}
 
-    for kind, runs in in_turns({kind: partial(pair, kind) for kind in KINDS}, count).items():
-        took = [run["load_s"] for run in runs]
-        facts = {"shards": len(files), "cold": cold, "kind": kind, "bytes": size}
-        yield facts | medians(runs) | {"least_s": round(min(took), 3), "most_s": round(max(took), 3)}
+    ways = {kind: partial(pair, kind) for kind in KINDS}
+    return compared(f"{shards} files, {pages}", ways, given.rounds, "load_s", files_bytes=size)
 
 
-@section(
-    "memory",
-    option("names", nargs="*", metavar="FORMAT", help="published formats; all if none is named"),
-)
-def memory(given: Namespace, place: Path) -> list[dict[str, Any]]:
-    """Measure the most memory that a load takes, for each published format of weights.
+def memory(section: BenchSection) -> list[Part]:
+    """Return a part for each published format of weights.
 
     Some 50 million weights in layers are loaded in bfloat16, once with weights as they are stored, where operators for
-    them exist here, and once dequantised. MB: the files, the loaded weights, and the most memory that the process had
-    beyond what it had before, without pages of the files. `share`: that ÷ the loaded weights and the largest file.
+    them exist here, and once dequantised. Bytes: the files, the loaded weights, and the most memory that the process had
+    beyond what it had before, without pages of the files. `peak`: that ÷ the loaded weights and the largest file.
     """
     from tests.published_formats import PUBLISHED
 
-    rows = list[dict[str, Any]]()
-    for name in given.names or PUBLISHED:
-        with tempfile.TemporaryDirectory(dir=place) as own:
-            rows += _memory_of(name, Path(own))
-    show(rows)
-    return rows
+    return [(name, partial(_memory, section, name)) for name in section.given.names or PUBLISHED]
 
 
-def _memory_of(name: str, place: Path) -> Iterator[dict[str, Any]]:
+def _memory(section: BenchSection, name: str) -> list[Result]:
     from tests.published_formats import make_published
 
-    folder = place / "stored"
-    make_published(folder, place / "plain", name, **SIZES)
+    folder, found = section.place / f"{name}-stored", list[Result]()
+    make_published(folder, section.place / f"{name}-plain", name, **SIZES)
     files = sorted(folder.glob("*.safetensors"))
     sizes = [path.stat().st_size for path in files]
     checkpoint = inspect_checkpoint(folder)
@@ -243,8 +224,8 @@ def _memory_of(name: str, place: Path) -> Iterator[dict[str, Any]]:
         held = checkpoint.held_for(kind)
         loaded = loaded_bytes(held.spec, held.parameters, 2)
         took, most = load(folder, kind, files, cold=False)
-        yield {
-            "format": name, "kind": kind, "files_mb": round(sum(sizes) / MB), "loaded_mb": round(loaded / MB),
-            "peak_mb": round(most / MB), "seconds": round(took, 2),
-            "share": round(most / (loaded + max(sizes)), 2),
-        }  # fmt: skip
+        bytes_of = {"files_bytes": sum(sizes), "loaded_bytes": loaded, "peak_bytes": most}
+        figures = {"load_s": took, **bytes_of, "peak": most / (loaded + max(sizes))}
+        found.append(Result(f"{name}, {kind}", figures=figures))
+    shutil.rmtree(folder)
+    return found

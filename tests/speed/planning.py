@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-from argparse import Namespace
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +22,14 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.filesystem.durable import FileOps
 from batchinfer.filesystem.part_writer import PART_ROWS
-from batchinfer.machine.cpus import usable_cpus
 from batchinfer.plan.order import planner, sorted_prompts
 from batchinfer.plan.order.requests import planned_requests
 from batchinfer.store.index import duplicates
 from batchinfer.store.index.index import INDEX_SCHEMA, Layout
 from batchinfer.store.index.token_store import TokenStore
-from tests.speed.harness import PhaseTimes, apart, option, section
+from tests.speed.processes import apart
+from tests.suite.section import BenchSection, Part, Result
 
-# No two rows share anything; all share 79 tokens; they branch at each of ten levels; every other row repeats the one
-# before it (greedy, sampled); ten rows share 1,000 tokens
-KINDS = ("unique", "system", "tree", "duplicates", "samples", "long")
 REPEATED = ("duplicates", "samples")
 VOCABULARY = 50_000
 ROOTS = ContentRoots(1 << 20)
@@ -45,7 +45,12 @@ Ints = NDArray[np.int64]
 def prompts_of(
     kind: str, rows: Ints, rng: np.random.Generator
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the token ids of some rows, end to end, and how many each has."""
+    """Return the token ids of some rows, end to end, and how many each has.
+
+    Args:
+        kind: Rows share nothing (unique) or 79 tokens (system), branch at each of ten levels (tree), repeat the row
+            before them (duplicates, samples), or share 1,000 tokens with nine others (long).
+    """
     own = rng.integers(0, VOCABULARY, (len(rows), 40), np.int32)
     shared = np.broadcast_to(np.arange(79, dtype=np.int32), (len(rows), 79))
     if kind == "tree":  # of four branches at each of ten levels, 12 tokens a level
@@ -119,46 +124,57 @@ def _columns(kind: str, rows: Ints, offsets: Ints, counts: NDArray[np.int32]) ->
     }
 
 
+class PhaseTimes:
+    """Seconds, and seconds of CPU of all threads, by name."""
+
+    def __init__(self) -> None:
+        self.found = Counter[str]()
+
+    def timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Return a call that adds its times under this name."""
+
+        def inner(*given: Any, **more: Any) -> Any:
+            wall, cpu = time.perf_counter(), time.process_time()
+            try:
+                return call(*given, **more)
+            finally:
+                times = {f"{name}_s": time.perf_counter() - wall, f"{name}_cpu_s": time.process_time() - cpu}
+                self.found.update(times)  # type: ignore[arg-type]
+
+        return inner
+
+
 def measure(index: str, threads: int, place: str) -> None:
     """Print seconds, seconds of CPU and the most memory of this process."""
     out, watch = Path(place), PhaseTimes()
     for module, names in PHASES.items():
         for name in names:
             if hasattr(module, name):
-                setattr(module, name, watch.timed(getattr(module, name), "  " + name.strip("_")))
+                setattr(module, name, watch.timed(getattr(module, name), name.strip("_")))
     shutil.copytree(Path(index) / "index", out / "index")  # equal samples are given their numbers in place
     tokens, parts = TokenStore(Layout(Path(index)).tokens), sorted((out / "index").glob("part-*.parquet"))
     equal = duplicates.EqualRows(out / "equal", b"", FileOps(), unique_ids=True)
-    watch.timed(equal.settle, "settling of equal rows")(parts, tokens)
+    watch.timed(equal.settle, "settling_of_equal_rows")(parts, tokens)
     plan_job = watch.timed(planner.plan_job, "plan_job")
     plan = plan_job(parts, tokens, [], out / "plan", ROOTS, threads=threads)
     batches = planned_requests(plan, tokens, REQUEST_BATCH, ROOTS, 50)
-    watch.timed(list, "requests, every 50th batch")(batches)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-    print(json.dumps({"rows": plan.rows, "to_run": plan.to_run, "GiB": round(most, 2), **watch.found}))
+    watch.timed(list, "every_50th_batch_of_requests")(batches)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    print(json.dumps({"rows": plan.rows, "to_run": plan.to_run, "peak_bytes": most, **watch.found}))
 
 
-@section(
-    "planning",
-    option("--rows", default=1_000_000),
-    option("--kinds", default=KINDS, choices=KINDS),
-    option("--threads", default=usable_cpus()),
-    option("--folder", type=Path, help="keeps the indexes, which are then used again"),
-)
-def planning(given: Namespace, place: Path) -> dict[str, Any]:
-    """Time the planner, and the search for duplicates, over an index of made-up rows.
+def parts(section: BenchSection) -> list[Part]:
+    """Return a part for each kind of rows, which is planned in a process of its own."""
+    return [(kind, partial(_planned, section, kind)) for kind in section.given.kinds]
 
-    Each kind of rows is planned in a process of its own. Seconds, seconds of CPU and the most memory; of the functions
-    in PHASES, where the code has them.
-    """
-    found: dict[str, Any] = {}
-    for kind in given.kinds:
-        folder = (given.folder or place) / f"{kind}-{given.rows}"
-        if not folder.exists():
-            write_index(folder, kind, given.rows)
-        (place / "out").mkdir()
-        found[kind] = apart(measure, folder.resolve(), given.threads, place / "out")
-        shutil.rmtree(place / "out")
-        for name, value in found[kind].items():
-            print(f"{kind:12} {name:32} {value}", flush=True)
-    return found
+
+def _planned(section: BenchSection, kind: str) -> Result:
+    """Tell seconds, seconds of CPU and the most memory; of the functions in PHASES, where the code has them."""
+    given, out = section.given, section.place / "out"
+    folder = (given.folder or section.place) / f"{kind}-{given.rows}"
+    if not folder.exists():
+        write_index(folder, kind, given.rows)
+    out.mkdir()
+    figures = apart(measure, folder.resolve(), given.threads, out)
+    shutil.rmtree(out)
+    return Result(kind, figures=figures)

@@ -1,1 +1,1 @@
-"""A suite of benchmark sections: each is measured in a process of its own, within its share of the time, on record."""
+"""The harness of all measurements: sections are declared, measured in a process of their own, recorded and printed."""

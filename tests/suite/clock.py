@@ -2,21 +2,21 @@
 
 Before each timed call the cache is flushed by reading a buffer several times its size (writing one would leave lines
 that have to be written back while the call is timed), and the device is kept waiting until the host has queued the
-whole call, so that what is timed is the device's work and not Python. The host's time is told beside it.
+whole call, so that what is timed is the device's work and not Python. The host's time is recorded apart.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from batchinfer.models.ops.queued_time import keep_busy, timed_event
 from tests.suite.section import Times
+from tests.suite.turns import in_turns
 
 Call = Callable[[], Any]
 COLD_BYTES = 512 * 2**20  # four times the largest L2 of a GPU that there is so far (126 MB, B200)
@@ -36,18 +36,12 @@ class DeviceClock:
         self._cycles_per_s = SLEEP_CYCLES / cycles_s
 
     def times(self, calls: Mapping[str, Call]) -> dict[str, Times]:
-        """Medians over turns in which each call runs once. What the first runs do (compiling) does not count."""
+        """Return medians over turns in which each call runs once. The first runs, which compile, do not count."""
         hosts = {name: self._host_s(call) for name, call in calls.items()}
-        longest = max(self._cold_s(call, hosts[name]) for name, call in calls.items())
+        timed = {name: partial(self._cold_s, call, hosts[name]) for name, call in calls.items()}
+        longest = max(call(0) for call in timed.values())
         turns = round(min(max(TIMED_S / longest, LEAST_TURNS), MOST_TURNS))
-        found: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(turns):
-            for name, call in calls.items():
-                found[name].append(self._cold_s(call, hosts[name]))
-        return {
-            name: Times(statistics.median(runs), min(runs), len(runs), hosts[name])
-            for name, runs in found.items()
-        }
+        return {name: Times.of(runs, hosts[name]) for name, runs in in_turns(timed, turns).items()}
 
     def _host_s(self, call: Call) -> float:
         for _ in range(2):  # compiles, and fills the allocator's pool
@@ -59,7 +53,7 @@ class DeviceClock:
         torch.cuda.synchronize()
         return taken
 
-    def _cold_s(self, call: Call, host_s: float) -> float:
+    def _cold_s(self, call: Call, host_s: float, _: int) -> float:
         self._cold.sum()
         keep_busy(round((QUEUE_MARGIN * host_s + 1e-4) * self._cycles_per_s))
         return self._device_s(call)
@@ -79,13 +73,13 @@ class HostClock:
 
     def times(self, calls: Mapping[str, Call]) -> dict[str, Times]:
         """Run each call once."""
-        found = {}
-        for name, call in calls.items():
-            began = time.perf_counter()
-            call()
-            taken = time.perf_counter() - began
-            found[name] = Times(taken, taken, 1, taken)
-        return found
+        return {name: Times.of([self._host_s(call)]) for name, call in calls.items()}
+
+    @staticmethod
+    def _host_s(call: Call) -> float:
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
 
 
 @cache

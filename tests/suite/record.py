@@ -22,7 +22,7 @@ from tests.suite.shares import with_shares
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "flashinfer-python", "flash-attn-4")
 _GPU_FIELDS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.max.mem")
-_SOURCES = ("batchinfer", "kernels", "tests/gpu_suite")
+_SOURCES = ("batchinfer", "kernels", "tests/gpu_suite", "tests/speed", "tests/suite")
 
 
 def described(root: Path, rehearsal: bool) -> dict[str, Any]:
@@ -71,10 +71,10 @@ class Keeper:
 
 
 def record_name(record: dict[str, Any]) -> str:
-    """Return date, time (UTC) and GPU: `2026-11-21-1730-nvidia-h100-80gb-hbm3`."""
+    """Return date, time (UTC), and GPU or else CPU: `2026-11-21-1730-nvidia-h100-80gb-hbm3`."""
     at = str(record["measured_at"])
-    gpu = "rehearsal" if record["rehearsal"] else (record["gpu"] or {}).get("name", "unknown gpu")
-    return f"{at[:10]}-{at[11:13]}{at[14:16]}-{re.sub('[^a-z0-9]+', '-', str(gpu).lower()).strip('-')}"
+    device = "rehearsal" if record["rehearsal"] else (record["gpu"] or record["cpu"])["name"]
+    return f"{at[:10]}-{at[11:13]}{at[14:16]}-{re.sub('[^a-z0-9]+', '-', str(device).lower()).strip('-')}"
 
 
 def sources_digest(root: Path) -> str:

@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.suite.record import described, peaks_of
+from tests.suite.record import Keeper, described, peaks_of
 from tests.suite.section import BenchModel, BenchSection, SuiteEntry
+from tests.suite.shares import with_shares
+from tests.suite.table import table
 from tests.suite.worker import Lost, Reply, Worker
 
+ROOT = Path(__file__).parents[2]
 LEAST_S = 2.0  # with less left a section is not begun
 # One of several parts of a section without a model that takes so long, and a third of its section, is ended: its kernel
 # hangs. It may have to wait for the compiler, and in a first part for the GPU.
 PART_S, PART_SHARE = 20.0, 1 / 3
-GRACE_S = (
-    3.0  # a part is to end itself when its section's time is over; one that does not is ended so much later
-)
+GRACE_S = 3.0  # a part that does not end itself when its section's time is over is ended so much later
+FAILED = 1
 
 
 @dataclass(slots=True)
 class Suite:
-    """A run of a suite. `changed` hears of the record whenever something has come of a part."""
+    """A run of a suite, whose record `keeper` writes whenever a part has ended."""
 
     entries: Sequence[SuiteEntry]
-    root: Path
     minutes: float
-    notice: Callable[[str], None]
-    changed: Callable[[dict[str, Any]], None]
+    keeper: Keeper
     rehearsal: bool = False
     prepare: str | None = None  # a module that prepares each process
+    given: Namespace = field(default_factory=Namespace)  # options of the sections
     _model: BenchModel | None = None  # of the present process
     _began: float = field(default_factory=time.monotonic)
 
+    def main(self) -> int:
+        """Run everything, print the table, and return the exit code of the command."""
+        record = self.run()
+        print(f"{table(with_shares(record, peaks_of(record)))}\nrecord: {self.keeper.path}")
+        return FAILED if record["failed"] else 0
+
     def run(self) -> dict[str, Any]:
         """Return the record, whatever failed; `failed` in it says whether anything did."""
-        record = {**described(self.root, self.rehearsal), "minutes": self.minutes, "failed": True}
+        record = {**described(ROOT, self.rehearsal), "minutes": self.minutes, "failed": True}
         sections: list[dict[str, Any]] = []
         record["sections"] = sections
         worker = Worker(self.prepare)
@@ -45,7 +55,7 @@ class Suite:
             for number in range(len(self.entries)):
                 self._section(worker, number, record)
                 record["failed"] = any(found["status"] != "ok" for found in sections)
-                self.changed(record)
+                self.keeper.keep(record)
         finally:
             worker.close()
         return record
@@ -55,30 +65,35 @@ class Suite:
         found: dict[str, Any] = {"name": entry.name, "limit_s": limit, "status": "begun", "seconds": 0.0}
         found |= {"results": [], "failures": [], "out_of_time": None}
         record["sections"].append(found)
-        self.notice(f"{entry.name}: at most {limit:.0f} s")
+        notice(f"{entry.name}: at most {limit:.0f} s")
         if not self.rehearsal and self._model not in (None, entry.model):
             worker.close()  # nothing of another model is to be left in the device's memory
         self._model = entry.model
         if limit < LEAST_S:
             found["out_of_time"] = "not begun"
         else:
-            section = BenchSection(
-                self.rehearsal, began + limit, str(self.root), peaks_of(record), entry.model
-            )
-            for answer in _answers(worker, entry, section, limit, found):
-                found["results"] += answer.results
-                found["failures"] += answer.failures
-                found["seconds"] = time.monotonic() - began
-                for failure in answer.failures:
-                    self.notice(f"{entry.name}: {failure['what']} failed: {failure['message']}")
-                self.changed({**record, "failed": True})
+            with tempfile.TemporaryDirectory(prefix="suite-") as place:
+                facts = (str(ROOT), peaks_of(record), entry.model, self.given, Path(place))
+                section = BenchSection(self.rehearsal, began + limit, *facts)
+                for answer in _answers(worker, entry, section, limit, found):
+                    found["results"] += answer.results
+                    found["failures"] += answer.failures
+                    found["seconds"] = time.monotonic() - began
+                    for failure in answer.failures:
+                        notice(f"{entry.name}: {failure['what']} failed: {failure['message']}")
+                    self.keeper.keep({**record, "failed": True})
         found["status"] = "failed" if found["failures"] else "out of time" if found["out_of_time"] else "ok"
-        self.notice(f"{entry.name}: {found['status']} after {found['seconds']:.0f} s")
+        notice(f"{entry.name}: {found['status']} after {found['seconds']:.0f} s")
 
     def limit_s(self, number: int) -> float:
-        """The section's share of what is left, among the sections that are left."""
+        """Return the section's share of what is left, among the sections that are left."""
         left = self.minutes * 60 - (time.monotonic() - self._began)
         return left * self.entries[number].share / sum(entry.share for entry in self.entries[number:])
+
+
+def notice(line: str) -> None:
+    """Print progress."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _answers(
@@ -90,7 +105,7 @@ def _answers(
     def ask(part: int | None, name: str) -> Reply:
         within_s = min(section.left_s + GRACE_S, longest)
         try:
-            return worker.ask(entry.module, section, part, within_s)
+            return worker.ask(entry.source, section, part, within_s)
         except Lost as lost:
             if section.left_s <= 0:
                 found["out_of_time"] = f"{name} {lost}"

@@ -1,12 +1,15 @@
-"""A section of a suite: its parts, what they are given, and what each of them tells."""
+"""A section of a suite: its declaration, what its parts are given, and what each of them returns."""
 
 from __future__ import annotations
 
+import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchinfer_kernels.arithmetic import KvCacheDtype, Quantization
@@ -16,10 +19,11 @@ if TYPE_CHECKING:
     import torch
 
 BANDWIDTH = "bytes_per_s"  # among the dtypes of `BenchSection.peaks`
+Option = tuple[tuple[str, ...], dict[str, Any]]  # what argparse's add_argument takes
 
 
 class WrongResult(Exception):
-    """A part computed something else than what it is to measure: nothing of it is timed."""
+    """A part computed something else than what it measures: nothing of it is timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class BenchModel:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing of it is kept in codes."""
+        """Return True if nothing of it is kept in codes."""
         return (self.quantization, self.kv_cache) == ("none", "auto")
 
     @property
@@ -48,13 +52,16 @@ class BenchModel:
 
 @dataclass(frozen=True, slots=True)
 class SuiteEntry:
-    """A section of a suite. Its module has `parts(section)`, the measurements by name."""
+    """Declares a section. `source` names the module whose `parts(section)` returns the measurements, or
+    `module:function`."""
 
     name: str
-    share: float  # of the time; what one section leaves over goes to those behind it
-    module: str
+    share: float  # of the time; what one section leaves over goes to the sections after it
+    source: str
     model: BenchModel | None = None  # that it runs; a process has one
     calls: tuple[str, ...] = ()  # the commands that it belongs to
+    about: str = ""
+    options: tuple[Option, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,10 @@ class Times:
     min_s: float
     runs: int
     host_s: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], host_s: float = 0.0) -> Times:
+        return cls(statistics.median(seconds), min(seconds), len(seconds), host_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +99,7 @@ class Result:
     details: Mapping[str, Any] = field(default_factory=dict)  # for the record alone
 
 
-Part = tuple[str, Callable[[], Result]]
+Part = tuple[str, Callable[[], Result | list[Result]]]
 
 
 @dataclass
@@ -98,10 +109,11 @@ class BenchSection:
     rehearsal: bool  # tiny shapes on the CPU
     ends: float  # by the monotonic clock, which all processes of a machine share
     root: str = ""  # the checkout
-    peaks: Mapping[str, float] = field(
-        default_factory=dict
-    )  # FLOP/s by dtype, BANDWIDTH; empty: not measured
+    # FLOP/s by dtype, BANDWIDTH; empty: not measured
+    peaks: Mapping[str, float] = field(default_factory=dict)
     model: BenchModel | None = None  # None: the section runs none
+    given: Namespace = field(default_factory=Namespace)  # the section's options
+    place: Path = Path()  # a folder for the files of all its parts, empty at first
     failures: list[dict[str, str]] = field(default_factory=list)
 
     @cached_property

@@ -26,7 +26,10 @@ def _head(record: dict[str, Any]) -> Iterator[str]:
         yield "a rehearsal on tiny shapes: what runs and what is right, no times"
         return
     gpu = record["gpu"]
-    yield "unknown GPU" if gpu is None else f"{gpu['name']}, driver {gpu['driver_version']}"
+    if gpu is None:
+        yield f"{record['cpu']['name']}, {record['cpu']['cores']} cores"
+        return
+    yield f"{gpu['name']}, driver {gpu['driver_version']}"
     rates = [_peak(name, value, record["datasheet"].get(name)) for name, value in record["peaks"].items()]
     yield f"peaks of this run: {', '.join(rates) or 'not measured'}"
     yield "shares are of bounds by these peaks; [in brackets: by the datasheet's]"

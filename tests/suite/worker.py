@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from batchinfer.machine.spawning import receiving
-from tests.suite.section import BenchSection
+from tests.suite.section import BenchSection, Part
 
 END_S = 5.0  # a process that was told to leave is ended after so long
 
@@ -26,7 +26,7 @@ class Reply:
     names: list[str] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
     failures: list[dict[str, str]] = field(default_factory=list)
-    usable: bool = True  # whether the device still runs anything for the process
+    usable: bool = True  # False: the device runs nothing any more for the process
 
 
 def serve(channel: Connection, prepare: str | None) -> None:
@@ -38,26 +38,35 @@ def serve(channel: Connection, prepare: str | None) -> None:
         channel.send(_answer(*question))
 
 
-def _answer(module: str, section: BenchSection, part: int | None) -> Reply:
+def _answer(source: str, section: BenchSection, part: int | None) -> Reply:
     """Name the parts of a section, or run one of them."""
-    answer, what = Reply(failures=section.failures), module
+    answer, what = Reply(failures=section.failures), source
     try:
-        parts = list(importlib.import_module(module).parts(section))
+        parts = parts_of(source, section)
         if part is None:
             answer.names = [name for name, _ in parts]
         else:
             what, measure = parts[part]
-            answer.results.append(asdict(measure()))
+            found = measure()
+            answer.results += [asdict(each) for each in (found if isinstance(found, list) else [found])]
     except Exception as error:  # noqa: BLE001 - told to the parent, which goes on with the other parts
         section.failed(what, error)
         answer.usable = section.rehearsal or _device_answers()
     return answer
 
 
+def parts_of(source: str, section: BenchSection) -> list[Part]:
+    """Return the parts of the section whose declaration has this source."""
+    module, _, function = source.partition(":")
+    return list(getattr(importlib.import_module(module), function or "parts")(section))
+
+
 def _device_answers() -> bool:
-    """Whether the device still runs anything for this process: an error of a kernel outlasts it."""
+    """Return True if the device still runs anything for this process, or there is none: an error of a kernel stays."""
     import torch
 
+    if not torch.cuda.is_available():
+        return True
     try:
         torch.cuda.synchronize()
         return bool(torch.ones(1, device="cuda").item())
@@ -73,14 +82,14 @@ class Worker:
         self._process: Any = None
         self._channel: Any = None
 
-    def ask(self, module: str, section: BenchSection, part: int | None, within_s: float) -> Reply:
+    def ask(self, source: str, section: BenchSection, part: int | None, within_s: float) -> Reply:
         """Return the answer to one question. Raises Lost."""
         if self._process is not None and not self._process.is_alive():
             self._end()
         if self._process is None:
             self._start()
         try:
-            self._channel.send((module, section, part))
+            self._channel.send((source, section, part))
             if self._channel.poll(max(0.0, within_s)):
                 with receiving():
                     answer: Reply = self._channel.recv()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from batchinfer.models.ops.peaks import STREAM_BYTES
 from tests.suite.clock import Call, the_clock
@@ -14,37 +13,38 @@ from tests.suite.section import BANDWIDTH, BenchSection, Part, Result
 
 SIZE, TINY = 8192, 128  # M = N = K, as in batchinfer.models.ops.peaks
 TINY_STREAM = 2**16  # bytes
-FLOATS = ("bfloat16", "float16", "float32")
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = "float8_e4m3fn"
 FP8_CAPABILITY = (8, 9)  # the first with such tensor cores
 
 
 def parts(section: BenchSection) -> list[Part]:
     """Return a part a dtype (FLOP/s; operations for int8), and one each for reading and copying (bytes/s)."""
-    return [*_products(section), *_streams(section)]
-
-
-def _products(section: BenchSection) -> Iterator[Part]:
-    device, size = section.device, TINY if section.rehearsal else SIZE
-    makers: dict[str, Callable[[], Call]] = {
-        name: partial(float_product, device, size, getattr(torch, name)) for name in FLOATS
+    size = TINY if section.rehearsal else SIZE
+    makers: dict[str, Callable[..., Call]] = {
+        str(dtype).removeprefix("torch."): partial(float_product, dtype=dtype) for dtype in FLOATS
     }
-    makers["int8"] = partial(int8_product, device, size)
+    makers["int8"] = int8_product
     if section.rehearsal or torch.cuda.get_device_capability() >= FP8_CAPABILITY:
-        makers[FP8] = partial(fp8_product, device, size)
-    for name, make in makers.items():
-        yield name, partial(_measured, section, name, make, 2 * size**3)
-
-
-def _streams(section: BenchSection) -> Iterator[Part]:
-    size = TINY_STREAM if section.rehearsal else STREAM_BYTES["cuda"]
-    source = partial(torch.ones, size // 4, device=section.device)
-    yield "read", partial(_measured, section, BANDWIDTH, lambda: source().sum, size)
-    yield "copy", partial(_measured, section, BANDWIDTH, lambda: partial(source().copy_, source()), 2 * size)
+        makers[FP8] = fp8_product
+    products: list[Part] = [
+        (name, partial(_measured, section, name, partial(make, section.device, size), 2 * size**3))
+        for name, make in makers.items()
+    ]
+    moved = TINY_STREAM if section.rehearsal else STREAM_BYTES["cuda"]
+    source = partial(torch.ones, moved // 4, device=section.device)
+    return [
+        *products,
+        ("read", partial(_measured, section, BANDWIDTH, lambda: source().sum, moved)),
+        (
+            "copy",
+            partial(_measured, section, BANDWIDTH, lambda: partial(source().copy_, source()), 2 * moved),
+        ),
+    ]
 
 
 def _measured(section: BenchSection, name: str, make: Callable[[], Call], work: int) -> Result:
-    """`work`: FLOPs or bytes of a call. The fastest call counts: other users of the machine only slow it down."""
+    """Measure the FLOPs or bytes of a call. The fastest counts: other users of the machine only slow it down."""
     seconds = the_clock(section.device).times({name: make()})[name].min_s
     return Result(f"peak of {name}", figures={name: work / seconds})
 
@@ -57,12 +57,8 @@ def float_product(device: torch.device, size: int, dtype: torch.dtype) -> Call:
 
 def int8_product(device: torch.device, size: int) -> Call:
     """x Wᵀ of random codes, in int32."""
-    x, weight = (_codes(device, size) for _ in range(2))
+    x, weight = (torch.randint(-127, 128, (size, size), dtype=torch.int8, device=device) for _ in range(2))
     return lambda: torch._int_mm(x, weight.T)
-
-
-def _codes(device: torch.device, size: int) -> Tensor:
-    return torch.randint(-127, 128, (size, size), dtype=torch.int8, device=device)
 
 
 def fp8_product(device: torch.device, size: int) -> Call:

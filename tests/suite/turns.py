@@ -1,0 +1,68 @@
+"""Calls that are made in turns, so that what else happens on the machine slows all of them down, and their medians."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from tests.suite.section import Result, Times
+
+Found = TypeVar("Found")
+Figures = dict[str, Any]
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[int], Found]], rounds: int, left_s: Callable[[], float] = lambda: math.inf
+) -> dict[str, list[Found]]:
+    """Make every call once in each round, with the round's number.
+
+    Args:
+        left_s: Returns the seconds that are left. After the first round none begins that would take longer.
+    """
+    found: dict[str, list[Found]] = {name: [] for name in calls}
+    longest_s = 0.0
+    for number in range(rounds):
+        if number and left_s() < longest_s:
+            break
+        began = time.perf_counter()
+        for name, call in calls.items():
+            found[name].append(call(number))
+        longest_s = max(longest_s, time.perf_counter() - began)
+    return found
+
+
+def medians(runs: Sequence[Figures]) -> Figures:
+    """Return the median of each figure; leave out what no run has."""
+    known = {name: [run[name] for run in runs if run[name] is not None] for name in runs[0]}
+    return {name: statistics.median(values) for name, values in known.items() if values}
+
+
+def compared(
+    name: str, ways: Mapping[str, Callable[[int], Figures]], rounds: int, timed: str, **figures: Any
+) -> list[Result]:
+    """Run the ways in turns. Return the medians of each, and its time compared with the first way's.
+
+    Args:
+        timed: The figure that is the time of a run.
+        figures: Further figures of all ways.
+    """
+
+    def shown(way: str, call: Callable[[int], Figures], number: int) -> Figures:
+        run = call(number)
+        print(f"{name}, {way}, round {number + 1}: {run}", file=sys.stderr, flush=True)
+        return run
+
+    calls = {way: lambda n, way=way, call=call: shown(way, call, n) for way, call in ways.items()}
+    found = in_turns(calls, rounds)
+    times = {way: Times.of([run[timed] for run in runs]) for way, runs in found.items()}
+    first = next(iter(times))
+    return [
+        Result(
+            f"{name}, {way}", times={way: times[way], first: times[first]}, figures=medians(runs) | figures
+        )
+        for way, runs in found.items()
+    ]
