@@ -179,7 +179,7 @@ def measure(
         "steady_rows_per_s": round(_steady(seen, rows)),
         "parent_us_per_row": round(1e6 * cpu[0] / rows, 1),
         "workers_us_per_row": round(1e6 * cpu[1] / rows, 1),
-        "rows_per_cpu_s": round(rows / sum(cpu)),
+        "rows_per_cpu_second": round(rows / sum(cpu)),
         "peak_mib": round(memory.most / 2**20),
     }
 
@@ -201,11 +201,8 @@ def _cpu() -> list[float]:
 def parts(section: BenchSection) -> list[Part]:
     """Return a part for each format, kind of prompt, and number of workers."""
     given = section.given
-    kinds = product(given.format, given.kind, given.workers)
-    return [
-        (f"{form}, {kind}, {workers} workers", partial(_ingested, section, form, kind, workers))
-        for form, kind, workers in kinds
-    ]
+    cases = product(given.format, given.kind, given.workers)
+    return [(" ".join(map(str, case)), partial(_ingested, section, *case)) for case in cases]
 
 
 @cache
@@ -220,5 +217,5 @@ def _ingested(section: BenchSection, form: str, kind: str, workers: int) -> Resu
     given = section.given
     alone = _alone_s(section.place, given.vocab, min(given.rows, 50_000), given.characters)
     found = measure(section.place, given.rows, given.characters, form, kind, workers, not given.bare)
-    shares = {"tokenizer_share": alone * found["rows_per_cpu_s"], "tokenizer_alone_s": alone}
+    shares = {"tokenizer_share": alone * found["rows_per_cpu_second"], "tokenizer_alone_s": alone}
     return Result(f"{form}, {kind}, {workers} workers", figures=found | shares)

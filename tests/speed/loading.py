@@ -204,8 +204,8 @@ def memory(section: BenchSection) -> list[Part]:
     """Return a part for each published format of weights.
 
     Some 50 million weights in layers are loaded in bfloat16, once with weights as they are stored, where operators for
-    them exist here, and once dequantised. Bytes: the files, the loaded weights, and the most memory that the process had
-    beyond what it had before, without pages of the files. `peak`: that ÷ the loaded weights and the largest file.
+    them exist here, and once dequantised. Bytes: the files, the loaded weights, and the most memory that the process
+    had beyond what it had before, without pages of the files. `peak`: that ÷ the loaded weights and the largest file.
     """
     from tests.published_formats import PUBLISHED
 
