@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +22,14 @@ from triton.runtime.errors import OutOfResources
 from batchinfer_kernels.cost import Cost
 from batchinfer_kernels.gpu.attention_launch import KVTiles
 from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
+from tests.batchinfer.engine import interpreted_gpu
 from tests.batchinfer.models.ops.prompts import flash_attention_stand_in
 from tests.gpu_suite import (
     ENTRIES,
     attention,
-    flash_attention,
-    flashinfer,
     kernel_tests,
+    libraries,
+    loaded,
     matmul,
     model,
     profile,
@@ -38,23 +38,93 @@ from tests.gpu_suite import (
 )
 from tests.gpu_suite import __main__ as command
 from tests.gpu_suite.__main__ import CALLS, main, rehearsed, selected
-from tests.gpu_suite.case import Case, distance, measured
+from tests.gpu_suite.case import Case, measured
 from tests.gpu_suite.paged import Heads, Paged
-from tests.patience import PATIENCE_S
-from tests.suite.run import Suite
+from tests.suite.run import ROOT
 from tests.suite.section import BenchModel, BenchSection, Part, Result, WrongResult
+from tests.suite.worker import parts_of
 
-ROOT = Path(__file__).parents[1]
 # On a machine that is only to be measured there is none of these
 MISSING = ("duckdb", "pydantic", "numba", "ruamel", "llguidance", "jsonschema")
-ALIKE = ("model-kv-fp8", "model-kv-int8")  # as `model-fp8`, but for where the codes are
-KERNELS = """decode attention, prefill attention, deterministic decode attention, deterministic prefill attention,
-shared-prefix attention, latent attention, matmul, deterministic matmul, int8 matmul, int8-weight matmul, int4-weight
-matmul, fp8 matmul, block fp8 matmul, mxfp4 experts, RMSNorm with residual, RoPE with KV write, gated activation,
-sampling, log-probabilities, penalties, decode layers"""
+KERNELS = {
+    "attention": {
+        "decode attention",
+        "prefill attention",
+        "deterministic decode attention",
+        "deterministic prefill attention",
+        "shared-prefix attention",
+    },
+    "latents": {"latent attention"},
+    "matmul": {
+        "matmul",
+        "deterministic matmul",
+        "int8 matmul",
+        "int8-weight matmul",
+        "int4-weight matmul",
+        "fp8 matmul",
+        "block fp8 matmul",
+        "mxfp4 experts",
+    },
+    "pointwise": {"RMSNorm with residual", "RoPE with KV write", "gated activation"},
+    "sampling": {"sampling", "log-probabilities", "penalties"},
+    "tiles": {"decode attention", "prefill attention", "shared-prefix attention"},
+}
 no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU: make gpu-suite does the same on it"
 )
+interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
+
+
+def section(rehearsal: bool = True, model: BenchModel | None = None) -> BenchSection:
+    """Return a section on the CPU: as on a GPU, where it is no rehearsal."""
+    found = BenchSection(rehearsal, float("inf"), str(ROOT), model=model)
+    found.device = torch.device("cpu")
+    return found
+
+
+def rehearse(name: str) -> list[Result]:
+    """Run the parts of a section in this process. A result that is wrong, or a comparison that fails, raises."""
+    (entry,) = selected(CALLS, [name])
+    given = section(model=entry.model)
+    results = [measure() for _, measure in parts_of(entry.source, given)]
+    assert given.failures == []
+    return [result for result in results if isinstance(result, Result)]
+
+
+@no_gpu
+@interpreted
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_are_right_in_a_rehearsal(name: str) -> None:
+    results = rehearse(name)
+    assert {result.name.split(", ")[0] for result in results} == KERNELS[name]
+    for result in results:
+        assert result.facts["error"] <= result.facts["tolerance"]
+        assert set(result.targets) <= {"share", *result.times}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The engine is built as for a GPU, for these tests alone."""
+    interpreted_gpu.stand_in(monkeypatch.setattr, compiles=False, quick=True)
+    yield
+    loaded._loaded.cache_clear()
+
+
+@no_gpu
+@interpreted
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_models_run_in_a_rehearsal() -> None:
+    """As on a GPU, with one model that is loaded once."""
+    jobs, _ = rehearse("small-steady")
+    assert jobs.facts["operators"] == "triton"
+    pieces, operators = rehearse("small-launching")
+    assert pieces.figures["piecewise_graph_steps"] > 0 < operators.figures["eager_steps"]
+    assert pieces.figures["piecewise_graph_assumed_layer_s"] > 0
+    assert "piecewise_graph_steps" not in operators.figures
+    (ten,) = rehearse("small-profile")
+    assert 0 <= ten.figures["idle_share"] < 1
+    decode, prefill = rehearse("model")
+    assert (decode.tokens, prefill.tokens) == (2, 9)
 
 
 # Prepares a rehearsal's process. All that runs on a GPU is imported in it, the tests that do so included.
@@ -67,100 +137,41 @@ def prepare():
     for name in {names!r}:
         importlib.import_module(name)
     assert not set({missing!r}) & set(sys.modules)
-    try:
-        import duckdb
-    except ModuleNotFoundError:
-        return
-    raise AssertionError("duckdb is there")
 """
 
 
-@pytest.fixture
-def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes in which some packages cannot be imported, and ours are found as in a checkout; the first of them
-    imports everything."""
+@pytest.mark.slow
+def test_a_rehearsal_without_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything runs in a process that lacks the packages that it does not need, and nothing is claimed."""
     folder = tmp_path / "blocked"
     for name in MISSING:
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").write_text(f"raise ModuleNotFoundError('no {name} here')\n")
-    names = ["tests.gpu_suite.__main__", *{entry.module for entry in ENTRIES}, *gpu_test_modules()]
+    names = ["tests.gpu_suite.__main__", *{entry.source for entry in ENTRIES}, *gpu_test_modules()]
     (folder / "importing.py").write_text(IMPORTING.format(names=names, missing=MISSING))
     monkeypatch.setattr(command, "PREPARE", "importing")
     monkeypatch.syspath_prepend(folder)  # which a process that is spawned takes from this one
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (folder, ROOT, ROOT / ".typing"))))
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.mark.parametrize(
-    "left_out",
-    [ALIKE, pytest.param(tuple(e.name for e in ENTRIES if e.name not in ALIKE), marks=pytest.mark.slow)],
-    ids=["most", "the others"],
-)
-@pytest.mark.usefixtures("bare")
-def test_a_rehearsal(
-    left_out: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Everything runs and is right on tiny shapes, with the engine as on a GPU, and nothing is claimed. That packages
-    are lacking which it does not need is seen, too."""
-    found, run = list[dict[str, Any]](), Suite.run
-    monkeypatch.setattr(Suite, "run", lambda suite: found.append(run(suite)) or found[0])
-    entries = [entry for entry in rehearsed(ENTRIES) if entry.name not in left_out]
-    options = ["--rehearse", "--minutes", "60", "--out", str(tmp_path / "records"), "--sections"]
-    monkeypatch.setattr(sys, "argv", ["gpu_suite", *options, *(entry.name for entry in entries)])
+    options = ["--rehearse", "--minutes", "60", "--out", str(tmp_path / "records")]
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", *options])
     code, said = main(), capsys.readouterr().out.replace(str(tmp_path), "")
-    (ran,) = found
-    assert [failure for section in ran["sections"] for failure in section["failures"]] == []
-    assert [section["status"] for section in ran["sections"]] == ["ok"] * len(entries)
-    results = {section["name"]: section["results"] for section in ran["sections"]}
-    assert all(results.values())
-    assert (code, ran["failed"]) == (0, False)
     (path,) = (tmp_path / "records").iterdir()
     record = json.loads(path.read_text("utf-8"))
-    kept = [result for section in record["sections"] for result in section["results"]]
-    assert all(result.keys() == {"name", "facts", "targets", "beside"} for result in kept)
+    assert [failure for each in record["sections"] for failure in each["failures"]] == []
+    assert [each["status"] for each in record["sections"]] == ["ok"] * len(rehearsed(ENTRIES))
+    assert (code, record["failed"]) == (0, False)
+    kept = {each["name"]: each["results"] for each in record["sections"]}
+    assert all(kept.values())
+    assert {frozenset(result) for results in kept.values() for result in results} == {
+        frozenset({"name", "facts", "targets", "beside"})
+    }
+    assert kept["tests"][0]["facts"]["passed"] > 0 == kept["tests"][0]["facts"]["failed"]
     assert record["versions"]["torch"] == torch.__version__
     assert len(record["sources_sha256"]) == 64
-    assert record["measured_at"].endswith("+00:00")
-    assert record["cpu"]["cores"] >= 1
     assert not any(unit in said for unit in ("/s", "µs", " ms", "%", "TB", "TFLOP", "aim"))
-    if left_out == ALIKE:
-        every_kernel_and_the_engine_ran(results)
-
-
-def every_kernel_and_the_engine_ran(results: dict[str, list[dict[str, Any]]]) -> None:
-    names = [
-        result["name"]
-        for section in ("attention", "latents", "matmul", "pointwise", "sampling", "overlap")
-        for result in results[section]
-    ]
-    assert {name.split(", ")[0] for name in names} == set(KERNELS.replace("\n", " ").split(", "))
-    assert results["tests"][0]["facts"]["passed"] > 0 == results["tests"][0]["facts"]["failed"]
-    for result in results["attention"] + results["latents"] + results["matmul"] + results["tiles"]:
-        assert result["facts"]["error"] <= result["facts"]["tolerance"]
-        assert set(result["targets"]) <= {"share", *result["times"]}
-    assert [results[name][0]["facts"]["operators"] for name in ("small-steady", "against")] == ["triton"] * 2
-    pieces, operators = results["small-launching"]
-    assert pieces["figures"]["piecewise_graph_steps"] > 0 < operators["figures"]["eager_steps"]
-    assert pieces["figures"]["piecewise_graph_assumed_layer_s"] > 0
-    assert "piecewise_graph_steps" not in operators["figures"]
-    assert 0 <= results["small-profile"][0]["figures"]["idle_share"] < 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("bare")
-def test_the_command(tmp_path: Path) -> None:
-    """In a new interpreter that lacks packages, as it is started."""
-    options = ["--rehearse", "--sections", "peaks", "--out", str(tmp_path / "records")]
-    started = [sys.executable, "-m", "tests.gpu_suite", *options]
-    done = subprocess.run(started, capture_output=True, text=True, cwd=ROOT, timeout=4 * PATIENCE_S)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    (path,) = (tmp_path / "records").iterdir()
-    record = json.loads(path.read_text("utf-8"))
-    assert record["command"].split()[1:4] == ["-m", "tests.gpu_suite", "--rehearse"]
 
 
 @no_gpu
@@ -222,16 +233,8 @@ def test_what_pytest_wrote_is_counted(tmp_path: Path) -> None:
 # ---- cases
 
 
-def section(rehearsal: bool = True, model: BenchModel | None = None) -> BenchSection:
-    """A section on the CPU: as on a GPU, where it is no rehearsal."""
-    found = BenchSection(rehearsal, float("inf"), str(ROOT), model=model)
-    found.device = torch.device("cpu")
-    return found
-
-
 def case(ours: Callable[[], Any], **more: Any) -> Case:
-    right = torch.ones(4)
-    return Case("k", "s", Cost(1, 1), "bfloat16", ours, lambda: distance(ours(), right), 1e-2, **more)
+    return Case("k", "s", Cost(1, 1), ours, lambda: torch.ones(4), **more)
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(4), torch.full((4,), float("nan"))])
@@ -272,11 +275,11 @@ def test_without_peaks_no_model_is_run() -> None:
 
 
 @no_gpu
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
+@interpreted
 @pytest.mark.parametrize("work", ["prefill", "decode", "prefix"])
 def test_tiles_reach_the_kernels(work: Any) -> None:
-    """No kernel has a tile of 48 keys: what is launched with it fails, and the chosen one is back behind it."""
-    make = tiles._makers(section(), attention.TINY)[work]
+    """No kernel has a tile of 48 keys: what is launched with it fails, and the chosen one is back after it."""
+    make = tiles.cases(section(), attention.TINY)[work]
     case = make()
     before = case.ours()
     with (
@@ -308,7 +311,7 @@ def test_a_profiler_that_sees_nothing_is_a_failure() -> None:
         profile._device_work(SimpleNamespace(events=list), "CUDA")
 
 
-# ---- FlashInfer, which no test machine has
+# ---- FlashInfer and FlashAttention, which no test machine has
 
 
 class FakeWrapper:
@@ -367,58 +370,41 @@ class FakeCascade(FakeWrapper):
 
 
 @pytest.fixture
-def paged(monkeypatch: pytest.MonkeyPatch) -> Paged:
+def stood_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer and FlashAttention-4, computed by the reference."""
     package = SimpleNamespace(
         BatchDecodeWithPagedKVCacheWrapper=FakeDecode,
         BatchPrefillWithPagedKVCacheWrapper=FakePrefill,
         MultiLevelCascadeAttentionWrapper=FakeCascade,
     )
     monkeypatch.setitem(sys.modules, "flashinfer", package)
-    monkeypatch.setattr(flashinfer, "is_installed", lambda: True)
-    return Paged.random([17, 32, 40], Heads(4, 2, 16, 8), torch.float32, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("queries", [1, 5])
-def test_flashinfer_is_given_the_same_work(paged, queries):
-    q = paged.queries(3 * queries)
-    calls = flashinfer.decode(paged, q) if queries == 1 else flashinfer.prefill(paged, q, queries)
-    wanted = paged_attention_reference(
-        q, paged.k, paged.v, paged.table, [queries] * 3, list(paged.contexts), ScoreRules(paged.heads.scale)
-    )
-    torch.testing.assert_close(calls["FlashInfer"](), wanted)
-
-
-def test_flashinfer_s_cascade_is_given_the_same_work(paged):
-    sharing = Paged.random([17, 32, 40], paged.heads, torch.float32, torch.device("cpu"), shared_keys=16)
-    q = sharing.queries(3)
-    wanted = paged_attention_reference(
-        q,
-        sharing.k,
-        sharing.v,
-        sharing.table,
-        [1] * 3,
-        list(sharing.contexts),
-        ScoreRules(sharing.heads.scale),
-    )
-    torch.testing.assert_close(flashinfer.cascade(sharing, q, 16)["FlashInfer's cascade"](), wanted)
-
-
-def test_flash_attention_is_given_the_same_work(monkeypatch):
-    forward = flash_attention_stand_in.Forward()
-    for name, module in flash_attention_stand_in.stand_in(forward).items():
+    monkeypatch.setattr(libraries, "has_flashinfer", lambda: True)
+    for name, module in flash_attention_stand_in.stand_in(flash_attention_stand_in.Forward()).items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(flash_attention.FlashAttentionPrefill, "version", lambda: "4.0.0b36")
-    paged = Paged.random([17, 32, 40], Heads(4, 2, 16, 8), torch.float16, torch.device("cpu"))
-    q = paged.queries(15)
-    wanted = paged_attention_reference(
-        q, paged.k, paged.v, paged.table, [5] * 3, list(paged.contexts), ScoreRules(paged.heads.scale)
+    monkeypatch.setattr(libraries.FlashAttentionPrefill, "version", lambda: "4.0.0b36")
+
+
+@pytest.mark.usefixtures("stood_in")
+@pytest.mark.parametrize("kind", ["decode", "prefill", "cascade"])
+def test_libraries_are_given_the_same_work(kind: str) -> None:
+    shared = 16 if kind == "cascade" else 0
+    paged = Paged.random(
+        [17, 32, 40], Heads(4, 2, 16, 8), torch.float16, torch.device("cpu"), shared_keys=shared
     )
-    (call,) = flash_attention.prefill(paged, q, 5).values()
-    torch.testing.assert_close(call(), wanted, atol=4e-3, rtol=4e-3)
+    queries = 5 if kind == "prefill" else 1
+    q = paged.queries(3 * queries)
+    more = {"decode": (), "prefill": (queries,), "cascade": (shared,)}[kind]
+    calls = getattr(libraries, kind)(paged, q, *more)
+    asked = [queries] * 3, list(paged.contexts), ScoreRules(paged.heads.scale)
+    wanted = paged_attention_reference(q, paged.k, paged.v, paged.table, *asked)
+    flash_attention = [libraries.FlashAttentionPrefill.name] if kind == "prefill" else []
+    assert list(calls) == ["FlashInfer's cascade" if shared else "FlashInfer", *flash_attention]
+    for call in calls.values():
+        torch.testing.assert_close(call(), wanted, atol=4e-3, rtol=4e-3)
 
 
-def test_without_the_libraries_nothing_is_compared():
+def test_without_the_libraries_only_torch_is_compared() -> None:
     paged = Paged.random([17], Heads(4, 2, 16, 8), torch.float32, torch.device("cpu"))
-    assert flashinfer.is_installed() or flashinfer.decode(paged, paged.queries(1)) == {}
-    installed = flash_attention.FlashAttentionPrefill.version() is not None
-    assert installed or flash_attention.prefill(paged, paged.queries(1), 1) == {}
+    assert libraries.has_flashinfer() or list(libraries.decode(paged, paged.queries(1))) == [libraries.SDPA]
+    installed = libraries.FlashAttentionPrefill.version() is not None
+    assert installed or libraries.prefill(paged, paged.queries(1), 1) == {}

@@ -20,7 +20,7 @@ from tests.gpu_suite.step import planned
 
 HEADS = Heads(8, 4, 128, 16)
 CPU = torch.device("cpu")
-FAR = 5 * TOLERANCE[torch.bfloat16]
+FAR = 5 * TOLERANCE
 
 
 def test_borders_are_where_tiles_blocks_and_segments_meet():

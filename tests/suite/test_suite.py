@@ -23,7 +23,6 @@ from tests.suite.shares import with_shares
 from tests.suite.table import named, table
 from tests.suite.worker import Reply
 
-ROOT = Path(__file__).parents[2]
 SECTION = """
 import os, time
 from tests.suite import worker
@@ -49,8 +48,18 @@ PARTS = {
 }
 
 
-def suite(entries: list[SuiteEntry], minutes: float = 10.0, changed: Any = lambda record: None) -> Suite:
-    return Suite(entries, ROOT, minutes, lambda line: None, changed, rehearsal=True)
+class Noting(Keeper):
+    """Notes what it is to keep: the newest section, and its status."""
+
+    def __init__(self) -> None:
+        self.noted = list[str]()
+
+    def keep(self, record: dict[str, Any]) -> None:
+        self.noted.append(f"{record['sections'][-1]['name']} {record['sections'][-1]['status']}")
+
+
+def suite(entries: list[SuiteEntry], minutes: float = 10.0, keeper: Keeper | None = None) -> Suite:
+    return Suite(entries, minutes, keeper or Noting(), rehearsal=True)
 
 
 @pytest.fixture
@@ -62,13 +71,9 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, 
     for name, parts in PARTS.items():
         (tmp_path / f"suite_{name}.py").write_text(f"{SECTION}def parts(section):\n    return {parts}\n")
     names = ["broken", "raises", "dies", "sticks", "loses", "slow", "fine"]
-    kept: list[str] = []
+    keeper = Noting()
     entries = [SuiteEntry(name, 1.5 if name == "slow" else 100.0, f"suite_{name}") for name in names]
-
-    def changed(record: dict[str, Any]) -> None:
-        kept.append(f"{record['sections'][-1]['name']} {record['sections'][-1]['status']}")
-
-    return suite(entries, 6.0, changed).run(), kept
+    return suite(entries, 6.0, keeper).run(), keeper.noted
 
 
 def test_a_failure_costs_its_part_alone(failing: tuple[dict[str, Any], list[str]]) -> None:
