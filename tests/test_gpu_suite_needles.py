@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -49,42 +50,36 @@ def far_off(one: Tensor, other: Tensor) -> bool:
     return float(worst(one[None], other[None])) > FAR
 
 
-@pytest.mark.parametrize("codes", [None, "int8", "float8_e4m3fn"])
-def test_a_key_left_out_or_read_twice_in_decode_is_seen(codes):
-    torch.manual_seed(0)
-    paged = Paged.random([2100, 517, 40, 1024], HEADS, torch.bfloat16, CPU, codes)
-    q = paged.queries(4)
-    found = needles.for_decode(paged, planned(paged, 1))
+def seen(paged: Paged, q: Tensor, found: Sequence[Needle], last_of: Callable[[Needle], int]) -> None:
+    """Plant the needles. Each is seen if it is left out or read twice, and a trap if it is read at all."""
     needles.plant(paged, q, found)
-    assert {n.sequence for n in found if n.times == TRAP} == {0, 1, 2}, "1024 keys leave no room in a block"
     for needle in found:
-        last = paged.contexts[needle.sequence] - 1
-        see = partial(attended, paged, q, needle)
-        right = see(last, {})
-        if needle.times == TRAP:
-            assert far_off(see(needle.position, {}), right)
-        else:
-            assert far_off(see(last, {needle.position: 0.0}), right)
-            assert far_off(see(last, {needle.position: 2.0}), right)
-
-
-def test_a_mask_that_is_one_off_in_prefill_is_seen():
-    torch.manual_seed(0)
-    queries, context = 200, 300
-    paged = Paged.random([context], HEADS, torch.bfloat16, CPU)
-    q = paged.queries(queries)
-    found = needles.for_prefill(paged, queries)
-    needles.plant(paged, q, found)
-    assert {n.position for n in found if n.times == TRAP} > {127, 128}
-    for needle in found:
-        last = needle.reader + context - queries
-        see = partial(attended, paged, q, needle)
+        see, last = partial(attended, paged, q, needle), last_of(needle)
         if needle.times == TRAP:
             assert needle.position == last + 1
             assert far_off(see(last + 1, {}), see(last, {}))
         else:
             assert needle.position <= last
             assert far_off(see(last, {needle.position: 0.0}), see(last, {}))
+            assert far_off(see(last, {needle.position: 2.0}), see(last, {}))
+
+
+@pytest.mark.parametrize("codes", [None, "int8", "float8_e4m3fn"])
+def test_a_key_left_out_or_read_twice_in_decode_is_seen(codes):
+    torch.manual_seed(0)
+    paged = Paged.random([2100, 517, 40, 1024], HEADS, torch.bfloat16, CPU, codes)
+    found = needles.for_decode(paged, planned(paged, 1))
+    assert {n.sequence for n in found if n.times == TRAP} == {0, 1, 2}, "1024 keys leave no room in a block"
+    seen(paged, paged.queries(4), found, lambda needle: paged.contexts[needle.sequence] - 1)
+
+
+def test_a_mask_that_is_one_off_in_prefill_is_seen():
+    torch.manual_seed(0)
+    queries, context = 200, 300
+    paged = Paged.random([context], HEADS, torch.bfloat16, CPU)
+    found = needles.for_prefill(paged, queries)
+    assert {n.position for n in found if n.times == TRAP} > {127, 128}
+    seen(paged, paged.queries(queries), found, lambda needle: needle.reader + context - queries)
 
 
 def test_programs_borders_have_needles_too():

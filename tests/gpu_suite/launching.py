@@ -14,12 +14,11 @@ from functools import partial
 from typing import Any, cast
 
 from batchinfer.core.samples import LAUNCH_MODES, StepSample
-from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.runner import Launched
 from batchinfer.engine.schedule.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S
-from batchinfer.engine.schedule.scheduler import Scheduler, Step
+from batchinfer.engine.schedule.scheduler import Step
 from batchinfer.engine.schedule.step_plan import PlanWants, StepPlan
 from tests.gpu_suite import steady
 from tests.gpu_suite.loaded import loaded_model, name_of
@@ -50,24 +49,12 @@ class HostStep:
 Stepped = tuple[StepSample, HostStep]
 
 
-class TimedScheduler(Scheduler):
-    """Keeps how long it took to decide the last step."""
-
-    took_s, admitted = 0.0, 0
-
-    def schedule(self, drafted: bool = False) -> Step:
-        began = time.perf_counter()
-        step = super().schedule(drafted)
-        self.took_s, self.admitted = time.perf_counter() - began, len(step.admitted)
-        return step
-
-
 class TimedRunner:
-    """Stands before a runner, and keeps how long it took to launch each step."""
+    """Stands before a runner and the scheduler of its engine, and keeps what the host took for each step."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.scheduler: TimedScheduler | None = None
+        self._scheduled = 0.0, 0
         self.steps: list[HostStep] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -78,13 +65,24 @@ class TimedRunner:
         """Those of the runner, which launches each step by itself."""
         return self._runner.wants._replace(repeats=False)
 
+    def watch(self, scheduler: Any) -> None:
+        """Time how a scheduler decides its steps."""
+        schedule = scheduler.schedule
+
+        def timed(drafted: bool = False) -> Step:
+            began = time.perf_counter()
+            step: Step = schedule(drafted)
+            self._scheduled = time.perf_counter() - began, len(step.admitted)
+            return step
+
+        scheduler.schedule = timed
+
     def launch(self, plan: StepPlan) -> Launched:
         """Raises what the runner raises."""
         began = time.perf_counter()
         launched = self._runner.launch(plan)
-        taken = time.perf_counter() - began
-        assert self.scheduler is not None
-        self.steps.append(HostStep(self.scheduler.took_s, taken, self.scheduler.admitted))
+        taken, (schedule_s, admitted) = time.perf_counter() - began, self._scheduled
+        self.steps.append(HostStep(schedule_s, taken, admitted))
         return launched
 
 
@@ -100,13 +98,10 @@ def _measured(section: BenchSection, name: str, in_pieces: bool) -> Result:
     for which, admitting in (("admitting", True), ("others", False)):
         own = [host for _, host in steady_steps if (host.admitted > 0) == admitting]
         figures |= _admission(which, own)
-    shares = {
-        mode: share for mode, share in steady.launched(step for step, _ in steady_steps).items() if share
-    }
-    facts = {
-        "steps": len(steady_steps),
-        "launched": ", ".join(mode.removesuffix("_share") for mode in shares),
-    }
+    modes = steady.launched(step for step, _ in steady_steps)
+    shares = {mode: share for mode, share in modes.items() if share}
+    launched = ", ".join(mode.removesuffix("_share") for mode in shares)
+    facts = {"steps": len(steady_steps), "launched": launched}
     return Result(f"host, {name}, {name_of(section)}", facts, figures=figures | shares)
 
 
@@ -119,7 +114,7 @@ def _stepped(section: BenchSection, in_pieces: bool) -> list[Stepped]:
     timed = TimedRunner(runner)
     limits = replace(loaded.limits, max_num_seqs=min(loaded.limits.max_num_seqs, ROWS))
     engine = replace(loaded, limits=limits).engine(runner=cast(ModelRunner, timed))
-    timed.scheduler = _timed(engine)
+    timed.watch(engine._scheduler)
     engine.add(steady.requests(section))
     samples: list[StepSample] = []
     ended, begun = 0, 0
@@ -131,12 +126,6 @@ def _stepped(section: BenchSection, in_pieces: bool) -> list[Stepped]:
         begun = len(samples) if ended < first else begun
     wait_for(section.device)  # what is in flight is not to outlast its engine
     return list(zip(samples, timed.steps, strict=False))[begun:]
-
-
-def _timed(engine: Engine) -> TimedScheduler:
-    """The engine's scheduler, which from here on keeps its times."""
-    engine._scheduler.__class__ = TimedScheduler
-    return cast(TimedScheduler, engine._scheduler)
 
 
 def _way(mode: str, steps: Sequence[Stepped], layers: int) -> dict[str, float]:

@@ -89,13 +89,14 @@ def memory(section: BenchSection) -> Result:
     everything has run. A rehearsal has no memory of its own."""
     loaded, left = _loaded(section.rehearsal, _of(section), peaks(section)), _free(section.rehearsal)
     info = loaded.model.info
-    sizes = {
+    figures = {
         "weight_bytes": info.weight_bytes,
         "cache_bytes": info.kv_bytes,
         "loaded_free_bytes": loaded.free,
+        "reserve_bytes": GPU_RESERVE + int(GPU_RESERVE_SHARE * (loaded.free + info.kv_bytes)),
+        "taken_bytes": loaded.free - left,
+        "left_bytes": left,
     }
-    reserve = GPU_RESERVE + int(GPU_RESERVE_SHARE * (loaded.free + info.kv_bytes))
-    figures = {**sizes, "reserve_bytes": reserve, "taken_bytes": loaded.free - left, "left_bytes": left}
     return Result(f"memory, {model_name(section)}", figures=figures)
 
 
@@ -120,14 +121,9 @@ def _loaded(rehearsal: bool, model: BenchModel, found: Peaks) -> _Loaded:
     if not rehearsal:
         torch.cuda.empty_cache()  # of what kernels were measured on
     longest = TINY_LONGEST if rehearsal else model.longest or LONGEST
+    codes = {"quantization": model.quantization, "kv_cache": model.kv_cache}
     config = EngineConfig(
-        LoadConfig(
-            Path(model_name(section)),
-            dtype_of(section),
-            "cuda",
-            quantization=model.quantization,
-            kv_cache=model.kv_cache,
-        ),
+        LoadConfig(Path(model_name(section)), dtype_of(section), "cuda", **codes),
         max_model_len=longest,
         longest=longest,
         max_num_seqs=TINY_ROWS if rehearsal else model.rows,

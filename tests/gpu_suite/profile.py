@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,16 +54,13 @@ def _profiled(section: BenchSection) -> Result:
         wait_for(section.device)  # what is in flight is not to outlast its engine
     if len(samples) < wanted:
         raise WrongResult(f"{len(samples)} steps were left, not {wanted}")
-    figures = {
-        f"{name}_step_s": _median_s(steps) for name, steps in (("profiled", samples), ("plain", before))
+    durations = {"profiled_step_s": samples, "plain_step_s": before}
+    figures: dict[str, Any] = {
+        name: statistics.median(step.duration_s for step in steps) for name, steps in durations.items()
     }
     tokens = {name: [getattr(step, name) for step in samples] for name in ("decode_tokens", "prefill_tokens")}
     figures |= summary(_device_work(seen, kind))
     return Result(f"{wanted} steady steps, {name_of(section)}", figures=figures, details=tokens)
-
-
-def _median_s(steps: Iterable[StepSample]) -> float:
-    return statistics.median(step.duration_s for step in steps)
 
 
 def _reach(engine: Engine, ended: int) -> None:

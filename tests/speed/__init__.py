@@ -9,10 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from batchinfer.machine.cpus import usable_cpus
 from tests.suite.section import Option, SuiteEntry
 
-KINDS = ("unique", "system", "tree", "duplicates", "samples", "long")  # rows of `planning`
 PROMPTS = ("user", "template", "text", "messages", "schema", "openai")  # of `ingest`
 FORMATS = ("jsonl", "parquet", "csv")
 
@@ -35,16 +33,6 @@ def _section(name: str, source: str, about: str, *options: Option) -> SuiteEntry
 
 _WORKERS = _option("--workers", default="auto")
 SECTIONS = (
-    _section(
-        "drafted-jobs",
-        "drafted_jobs",
-        "Whole jobs of the quickstart with drafts and without.",
-        _option("kind", choices=("earlier", "model"), help="the source of the drafts"),
-        _option("--small", type=Path, help="the folder of the smaller model"),
-        _option("--orders", type=int, help="only the first ones"),
-        _option("--rows-at-once", default=(8, 256)),
-        _rounds(7),
-    ),
     _section(
         "drafts",
         "drafts",
@@ -100,15 +88,6 @@ SECTIONS = (
         _option("--rows", default=100_000),
         _option("--format", default=FORMATS, choices=FORMATS),
         _WORKERS,
-    ),
-    _section(
-        "planning",
-        "planning",
-        "The planner, and the search for duplicates, over an index of made-up rows.",
-        _option("--rows", default=1_000_000),
-        _option("--kinds", default=KINDS, choices=KINDS),
-        _option("--threads", default=usable_cpus()),
-        _option("--folder", type=Path, help="keeps the indexes, which are then used again"),
     ),
     _section(
         "whole",

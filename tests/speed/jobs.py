@@ -1,6 +1,6 @@
 """Whole jobs of many short rows, whose engine is the tests' fake one.
 
-The tokenizer is the quickstart's. Memory is that of all processes of a run together, each page counted once (Pss).
+The tokenizer is the quickstart's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -77,21 +78,14 @@ def run(job: str, waves_from_s: float | None) -> None:
     cli.main()
 
 
-def reported(folder: Path, columns: str) -> Figures:
-    """Return columns of the newest run's report."""
-    report = max((folder / "res-report").glob("run-*.parquet"), key=lambda path: path.stat().st_mtime)
-    found: Figures = duckdb.sql(f"SELECT {columns} FROM '{report}'").to_arrow_table().to_pylist()[0]
-    return found
-
-
-def memory_bytes(process: psutil.Process) -> dict[str, int]:
-    """Return the memory of a process without files' pages, and with them."""
+def own_bytes(process: psutil.Process) -> int:
+    """Return the memory of a process without files' pages; a page that several processes share counts in part."""
     try:
         lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
     except OSError:  # it has ended
-        return {"own": 0, "all": 0}
+        return 0
     sizes = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
-    return {"own": sizes["Pss"] - sizes.get("Pss_File", 0), "all": sizes["Pss"]}
+    return sizes["Pss"] - sizes.get("Pss_File", 0)
 
 
 def phase_of(folder: Path) -> str:
@@ -102,34 +96,23 @@ def phase_of(folder: Path) -> str:
         return "no phase"
 
 
-def watched(command: list[str], folder: Path) -> Figures:
-    """Run a command to its end, and return the most memory that its processes held together, also by phase, and their
-    CPU seconds."""
-    before, by_phase = os.times(), dict[str, int]()
-    running = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)})
-    root, most = psutil.Process(running.pid), {"own": 0, "all": 0}
-    while running.poll() is None:
-        try:
-            tree = [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            break
-        found = [memory_bytes(process) for process in tree]
-        most = {kind: max(size, sum(one[kind] for one in found)) for kind, size in most.items()}
-        phase, now = phase_of(folder), sum(one["own"] for one in found) >> 20
-        by_phase[phase] = max(by_phase.get(phase, 0), now)
-        time.sleep(0.5)
-    if running.wait():
-        raise SystemExit(f"the run ended with exit code {running.returncode}")
-    after = os.times()
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    sizes = {f"{kind}_mib": round(size / 2**20) for kind, size in most.items()}
-    return {"cpu_s": round(cpu, 1)} | sizes | {"own_mib_by_phase": by_phase}
-
-
 def phases(folder: Path, waves_from_s: float | None = None) -> Figures:
-    """Run the job again. Return seconds by phase, CPU seconds and memory."""
-    found = watched(command_of(run, folder / "job.yaml", waves_from_s), folder)
-    return reported(folder, PHASES) | found
+    """Run the job again. Return seconds by phase, CPU seconds, and the most memory that all processes held together."""
+    command, before = command_of(run, folder / "job.yaml", waves_from_s), os.times()
+    most = dict[str, int]()
+    running = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)})
+    root = psutil.Process(running.pid)
+    while running.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            held = sum(map(own_bytes, [root, *root.children(recursive=True)]))
+            most[phase_of(folder)] = max(most.get(phase_of(folder), 0), held)
+        time.sleep(0.5)
+    if running.returncode:
+        raise subprocess.CalledProcessError(running.returncode, command)
+    after, report = os.times(), max((folder / "res-report").glob("run-*.parquet"), key=os.path.getmtime)
+    found: Figures = duckdb.sql(f"SELECT {PHASES} FROM '{report}'").to_arrow_table().to_pylist()[0]
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return found | {"cpu_s": cpu, "peak_bytes": max(most.values(), default=0), "phase_bytes": most}
 
 
 def whole(section: BenchSection) -> list[Part]:

@@ -1,27 +1,18 @@
-"""Calls in processes of their own, and a watcher of sizes that grow."""
+"""Commands of calls in processes of their own, and a watcher of sizes that grow."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from threading import Event, Thread
 from typing import Any
-
-from tests.suite.run import ROOT
 
 
 def command_of(call: Callable[..., Any], *given: Any) -> list[str]:
     """Return the command of a process that makes a call of a module's function, whose arguments are JSON."""
     code = f"import json, sys; from {call.__module__} import {call.__name__} as call; call(*json.loads(sys.argv[1]))"
     return [sys.executable, "-c", code, json.dumps(given, default=str)]
-
-
-def apart(call: Callable[..., Any], *given: Any) -> Any:
-    """Call a function in a process of its own. Return its last line, which is JSON."""
-    done = subprocess.run(command_of(call, *given), cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 class Growth:
