@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
@@ -43,6 +42,8 @@ VOCAB = 49_152
 @cache
 def loaded(folder: Path, dtype: str, rows: int) -> tuple[LoadedModel, Peaks]:
     """Write and load a model for a number of rows."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,

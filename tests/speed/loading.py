@@ -47,29 +47,21 @@ def make(model: str, folder: Path, shards: int) -> list[Path]:
     if not folder.exists():
         weights = DummyWeights(shape_config(model), torch.bfloat16, "cpu")
         write_checkpoint(folder, SHAPES[model], weights)
-        split(folder, shards)
+        if shards > 1:
+            split(folder / "model.safetensors", shards)
         os.sync()
     return sorted(folder.glob("*.safetensors"))
 
 
-def split(folder: Path, shards: int) -> None:
-    """Divide the one file of weights into so many of about the same size, in the order of the tensors' names."""
-    from safetensors.torch import load_file, save_file
+def split(whole: Path, shards: int) -> None:
+    """Divide the one file of weights into about as many of the same size."""
+    from huggingface_hub import save_torch_state_dict
+    from safetensors.torch import load_file
 
-    if shards == 1:
-        return
-    whole = folder / "model.safetensors"
-    tensors, place = load_file(whole), dict[str, str]()
-    most, held = sum(each.nbytes for each in tensors.values()) / shards, 0
-    parts: list[dict[str, Any]] = [{} for _ in range(shards)]
-    for name in sorted(tensors):
-        at = min(shards - 1, int(held / most))
-        parts[at][name], held = tensors[name], held + tensors[name].nbytes
-        place[name] = f"model-{at + 1:05}-of-{shards:05}.safetensors"
-    for at, part in enumerate(parts):
-        save_file(part, folder / f"model-{at + 1:05}-of-{shards:05}.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+    tensors = load_file(whole)
+    size = whole.stat().st_size
     whole.unlink()
+    save_torch_state_dict(tensors, whole.parent, max_shard_size=-(-size // shards))
 
 
 def resident(files: Sequence[Path]) -> float:
@@ -197,7 +189,7 @@ def _loads(section: BenchSection, shards: int, pages: str) -> list[Result]:
         return {"load_s": load_s, "dd_s": dd_s, "dd_share": dd_s / load_s, "peak": most / size}
 
     ways = {kind: partial(pair, kind) for kind in KINDS}
-    return compared(f"{shards} files, {pages}", ways, given.rounds, "load_s", files_bytes=size)
+    return compared(f"{len(files)} files, {pages}", ways, given.rounds, "load_s", files_bytes=size)
 
 
 def memory(section: BenchSection) -> list[Part]:

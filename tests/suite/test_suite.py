@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from tests.suite.run import Suite
 from tests.suite.section import BenchModel, BenchSection, Result, SuiteEntry, Times
 from tests.suite.shares import with_shares
 from tests.suite.table import named, table
+from tests.suite.turns import compared, in_turns
 from tests.suite.worker import Reply
 
 SECTION = """
@@ -38,7 +41,7 @@ def lost(section):
 
 """
 PARTS = {
-    "fine": "[('good', result)]",
+    "fine": "[('good', lambda: [result(), result(given=section.given.rows, place=section.place.is_dir())])]",
     "raises": "[('bad', lambda: 1 / 0), ('good', result)]",
     "dies": "[('first', result), ('bad', lambda: os._exit(7)), ('good', result)]",
     "sticks": "[('bad', lambda: time.sleep(1000)), ('good', result)]",
@@ -59,7 +62,7 @@ class Noting(Keeper):
 
 
 def suite(entries: list[SuiteEntry], minutes: float = 10.0, keeper: Keeper | None = None) -> Suite:
-    return Suite(entries, minutes, keeper or Noting(), rehearsal=True)
+    return Suite(entries, minutes, keeper or Noting(), rehearsal=True, given=Namespace(rows=7))
 
 
 @pytest.fixture
@@ -69,10 +72,10 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, 
     monkeypatch.setattr(run_module, "PART_SHARE", 0.0)
     monkeypatch.setattr(run_module, "PART_S", 4.0)  # a part that hangs
     for name, parts in PARTS.items():
-        (tmp_path / f"suite_{name}.py").write_text(f"{SECTION}def parts(section):\n    return {parts}\n")
+        (tmp_path / f"suite_{name}.py").write_text(f"{SECTION}def made(section):\n    return {parts}\n")
     names = ["broken", "raises", "dies", "sticks", "loses", "slow", "fine"]
     keeper = Noting()
-    entries = [SuiteEntry(name, 1.5 if name == "slow" else 100.0, f"suite_{name}") for name in names]
+    entries = [SuiteEntry(name, 1.5 if name == "slow" else 100.0, f"suite_{name}:made") for name in names]
     return suite(entries, 6.0, keeper).run(), keeper.noted
 
 
@@ -84,7 +87,8 @@ def test_a_failure_costs_its_part_alone(failing: tuple[dict[str, Any], list[str]
     assert status == failed | {"slow": "out of time", "fine": "ok"}
     assert record["failed"] is True
     told = {name: len(section["results"]) for name, section in found.items() if name != "slow"}
-    assert told == {"broken": 0, "raises": 1, "dies": 2, "sticks": 1, "loses": 2, "fine": 1}
+    assert told == {"broken": 0, "raises": 1, "dies": 2, "sticks": 1, "loses": 2, "fine": 2}
+    assert {"given": 7, "place": True}.items() <= found["fine"]["results"][1]["facts"].items()
     assert 0 < len(found["slow"]["results"]) < 100
     assert "not reached: " in found["slow"]["out_of_time"]
     assert "ZeroDivisionError" in found["raises"]["failures"][0]["traceback"]
@@ -93,13 +97,34 @@ def test_a_failure_costs_its_part_alone(failing: tuple[dict[str, Any], list[str]
     assert "dies begun" in kept, "what was told of a section is kept before it ends"
     lines = table(with_shares(record, {})).splitlines()
     assert [line for line in lines if line.startswith("FAILED")] == [
-        "FAILED broken: suite_broken: ZeroDivisionError: division by zero",
+        "FAILED broken: suite_broken:made: ZeroDivisionError: division by zero",
         "FAILED raises: bad: ZeroDivisionError: division by zero",
         "FAILED dies: bad: the process ended with code 7",
         "FAILED sticks: bad: did not end, and was ended after 4 s",
         "FAILED loses: bad: RuntimeError: an illegal address",
     ]
     assert sum(line.startswith("OUT OF TIME slow") for line in lines) == 1
+
+
+def test_calls_are_compared_by_medians_of_turns() -> None:
+    order: list[tuple[str, int]] = []
+    took = {"without": [4.0, 2.0, 9.0], "with": [1.0, 2.0, 3.0]}
+
+    def run(way: str, number: int) -> dict[str, Any]:
+        order.append((way, number))
+        return {"wall_s": took[way][number], "steps": number, "drafts": None}
+
+    first, other = compared("8 rows", {way: partial(run, way) for way in took}, 3, "wall_s", bound=2.5)
+    assert order == [(way, number) for number in range(3) for way in took]
+    assert other.figures == {"wall_s": 2.0, "steps": 1, "bound": 2.5}
+    assert (first.name, other.name) == ("8 rows, without", "8 rows, with")
+    assert shares_of(other)["times_as_fast"] == {"without": 2.0}
+    assert first.times == {"without": Times(4.0, 2.0, 3, 0.0)}
+
+
+def test_no_turn_begins_that_may_take_longer_than_is_left() -> None:
+    left = iter([1.0, 0.0])
+    assert in_turns({"a": lambda number: number}, 5, lambda: next(left)) == {"a": [0, 1]}
 
 
 def test_a_section_without_time_is_not_begun() -> None:
