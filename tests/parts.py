@@ -12,7 +12,6 @@ PART = "BATCHINFER_TEST_PART"
 # Duration of a case relative to the average
 LONG = {
     "test_attention_aot.py": 8,
-    "test_gpu_suite.py": 20,
     "test_kills.py": 20,
     "test_latent_aot.py": 6,
     "test_lost_ranks.py": 30,

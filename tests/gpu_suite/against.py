@@ -56,11 +56,12 @@ def _against(section: BenchSection) -> Result:
     }
     try:
         in_turns(ways, 1)  # compiles and captures
-        series = Series(**in_turns(ways, 1 if section.rehearsal else MOST_TURNS, lambda: section.left_s))
+        found = in_turns(ways, 1 if section.rehearsal else MOST_TURNS, lambda: section.left_s)
     finally:
         peer.close()
+    series = Series(found["ours"], peer=found["peer"])
     # In float32; what bfloat16 rounds decides between almost equal logits
     if section.rehearsal and series.ours[0].answers != series.peer[0].answers:
         raise WrongResult(f"{peer.name} gives other answers")
-    found = told(section, workload, series, peer.name)
-    return replace(found, targets={f"times as fast as {peer.name}": AIM})
+    result = told(section, workload, series, peer.name)
+    return replace(result, targets={f"times as fast as {peer.name}": AIM})

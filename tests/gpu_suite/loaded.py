@@ -121,9 +121,9 @@ def _loaded(rehearsal: bool, model: BenchModel, found: Peaks) -> _Loaded:
     if not rehearsal:
         torch.cuda.empty_cache()  # of what kernels were measured on
     longest = TINY_LONGEST if rehearsal else model.longest or LONGEST
-    codes = {"quantization": model.quantization, "kv_cache": model.kv_cache}
+    place, dtype = Path(model_name(section)), dtype_of(section)
     config = EngineConfig(
-        LoadConfig(Path(model_name(section)), dtype_of(section), "cuda", **codes),
+        LoadConfig(place, dtype, "cuda", quantization=model.quantization, kv_cache=model.kv_cache),
         max_model_len=longest,
         longest=longest,
         max_num_seqs=TINY_ROWS if rehearsal else model.rows,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -170,7 +170,7 @@ def _case(
     cost: Cost,
     ours: Call,
     right: Call,
-    others: dict[str, Call] | None = None,
+    others: Mapping[str, Call] | None = None,
 ) -> Case:
     """Return a case that is compared with cuBLAS in the activations' dtype, and with `others`."""
     beside: dict[str, Call] = {"cuBLAS": partial(torch.nn.functional.linear, x, weight), **(others or {})}

@@ -51,10 +51,11 @@ def rope_store_case(section: BenchSection, tokens: int) -> Case:
     device, width, blocks = section.device, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM, -(-tokens // BLOCK)
     qkv = random(section, tokens, width).view(tokens, -1, HEAD_DIM)
     angles = torch.rand(tokens, HEAD_DIM // 2, device=device) * 6.0
-    operands = (*torch.split(qkv, [Q_HEADS, KV_HEADS, KV_HEADS], 1), angles.cos(), angles.sin())
+    q, k, v = torch.split(qkv, [Q_HEADS, KV_HEADS, KV_HEADS], 1)
+    operands = (q, k, v, angles.cos(), angles.sin())
     slots = torch.randperm(blocks * BLOCK, device=device)[:tokens]
     caches = torch.zeros(4, blocks, KV_HEADS, BLOCK, HEAD_DIM, dtype=DTYPE, device=device)
-    mine, theirs = caches[:2], caches[2:]
+    mine, theirs = (caches[0], caches[1]), (caches[2], caches[3])
 
     def right() -> tuple[Tensor, ...]:
         return rope_store_reference(*operands, *theirs, slots), *theirs

@@ -42,20 +42,28 @@ def parts(section: BenchSection) -> list[Part]:
 def greedy_case(section: BenchSection) -> Case:
     logits = _logits(section)
     theirs = partial(torch.argmax, logits, -1)
-    size = f"greedy, {_size(logits)}"
-    cost = sample_cost(*logits.shape, logits.element_size(), 0)
-    ours = partial(sample, logits)
-    return Case("sampling", size, cost, ours, theirs, {"torch": theirs}, different, 0.0, "float32")
+    rows, vocab = logits.shape
+    return Case(
+        "sampling",
+        f"greedy, {rows} × {vocab}",
+        sample_cost(rows, vocab, logits.element_size(), 0),
+        partial(sample, logits),
+        theirs,
+        {"torch": theirs},
+        different,
+        0.0,
+        "float32",
+    )
 
 
 def filtered_case(section: BenchSection, name: str) -> Case:
     """Compared with torch, which sorts. Its draws are others, so the answer is held against the reference."""
     logits = _logits(section)
-    sampling = _sampling(logits, *FILTERS[name])
+    (rows, vocab), sampling = logits.shape, _sampling(logits, *FILTERS[name])
     return Case(
         "sampling",
-        f"{name}, {_size(logits)}",
-        sample_cost(*logits.shape, logits.element_size(), len(logits)),
+        f"{name}, {rows} × {vocab}",
+        sample_cost(rows, vocab, logits.element_size(), rows),
         partial(sample, logits, sampling),
         partial(sample_reference, logits, sampling),
         {"torch": partial(_sorted_sample, logits, *FILTERS[name])},
@@ -67,7 +75,7 @@ def filtered_case(section: BenchSection, name: str) -> Case:
 
 def log_probabilities_case(section: BenchSection) -> Case:
     logits = _logits(section)
-    chosen = logits.argmax(-1)
+    (rows, vocab), chosen = logits.shape, logits.argmax(-1)
 
     def theirs() -> tuple[Tensor, Tensor]:
         found = logits.log_softmax(-1)
@@ -75,8 +83,8 @@ def log_probabilities_case(section: BenchSection) -> Case:
 
     return Case(
         "log-probabilities",
-        f"{_size(logits)}, top {MOST}",
-        log_probabilities_cost(*logits.shape, MOST, logits.element_size()),
+        f"{rows} × {vocab}, top {MOST}",
+        log_probabilities_cost(rows, vocab, MOST, logits.element_size()),
         partial(log_probabilities, logits, chosen, MOST),
         partial(log_probabilities_reference, logits, chosen, MOST),
         {"torch": theirs},
@@ -108,10 +116,6 @@ def _logits(section: BenchSection) -> Tensor:
     rows, vocab = (TINY_ROWS, TINY_VOCAB) if section.rehearsal else (ROWS, VOCAB)
     generator = torch.Generator(section.device).manual_seed(0)
     return torch.randn(rows, vocab, generator=generator, device=section.device) * SPREAD
-
-
-def _size(logits: Tensor) -> str:
-    return f"{logits.shape[0]} × {logits.shape[1]}"
 
 
 def _sampling(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> RowSampling:
