@@ -77,7 +77,7 @@ interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lan
 
 def section(rehearsal: bool = True, model: BenchModel | None = None) -> BenchSection:
     """Return a section on the CPU: as on a GPU, where it is no rehearsal."""
-    found = BenchSection(rehearsal, float("inf"), str(ROOT), model=model)
+    found = BenchSection(rehearsal, float("inf"), model=model)
     found.device = torch.device("cpu")
     return found
 

@@ -10,13 +10,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import xml.etree.ElementTree as ElementTree
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from batchinfer.machine.cpus import usable_cpus
+from tests.suite.run import ROOT
 from tests.suite.section import BenchSection, Part, Result
 
 # Kernels compile for seconds and then run for microseconds, so that all cores are of use
@@ -49,14 +49,12 @@ def parts(section: BenchSection) -> list[Part]:
 
 def _tested(section: BenchSection) -> Result:
     """Tell how many passed, failed and were skipped."""
-    with tempfile.TemporaryDirectory(prefix="batchinfer-gpu-tests-") as folder:
-        junit = Path(folder) / "junit.xml"
-        code, text = _pytest(section, junit)
-        found = counts(junit)
+    junit = section.place / "junit.xml"
+    code, text = _pytest(section, junit)
     if code != 0:
         ended = "did not end" if code is None else f"ended with code {code}"
         section.failed("pytest", TestsFailed(f"pytest {ended}\n{text[-4000:]}"))
-    return Result("tests", found)
+    return Result("tests", counts(junit))
 
 
 def selected(rehearsal: bool) -> list[str]:
@@ -64,31 +62,26 @@ def selected(rehearsal: bool) -> list[str]:
     if rehearsal:
         return [REHEARSED]
     # A file that cannot be imported here is told as an error, and the others run
-    return [*TESTS, "--ignore-glob=*aot*", "-k", "not compiles", "--continue-on-collection-errors"]
+    chosen = [*TESTS, "--ignore-glob=*aot*", "-k", "not compiles", "--continue-on-collection-errors"]
+    if importlib.util.find_spec("xdist") is None:
+        return chosen
+    # pytest-benchmark, where a machine has it, warns that it does nothing beside xdist, and a warning is an error
+    return [*chosen, "-n", str(min(MOST_PROCESSES, usable_cpus())), "-p", "no:benchmark"]
 
 
 def _pytest(section: BenchSection, junit: Path) -> tuple[int | None, str]:
     """Its exit code, None where it was interrupted, and what it said."""
     command = [sys.executable, "-m", "pytest", *selected(section.rehearsal), "-m", "not slow", "--tb=short"]
-    command += [f"--junitxml={junit}", *_several(section.rehearsal)]
+    command += [f"--junitxml={junit}"]
     # The interpreter is what the tests themselves switch on where there is no GPU
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(
-        command, cwd=section.root, env=environment, start_new_session=True, **pipes
-    ) as process:
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as process:
         try:
             text, _ = process.communicate(timeout=max(1.0, section.left_s - TO_SUM_UP_S))
         except subprocess.TimeoutExpired:
             return None, _interrupted(process)
     return process.returncode, text
-
-
-def _several(rehearsal: bool) -> list[str]:
-    if rehearsal or importlib.util.find_spec("xdist") is None:
-        return []
-    # pytest-benchmark, where a machine has it, warns that it does nothing beside xdist, and a warning is an error
-    return ["-n", str(min(MOST_PROCESSES, usable_cpus())), "-p", "no:benchmark"]
 
 
 def _interrupted(process: subprocess.Popen[str]) -> str:
@@ -103,22 +96,10 @@ def _interrupted(process: subprocess.Popen[str]) -> str:
 
 
 def counts(junit: Path) -> dict[str, Any]:
-    """From what pytest wrote; zeros where it wrote nothing."""
-    if not junit.exists():
-        return {"passed": 0, "failed": 0, "skipped": 0}
-    cases = list(ElementTree.parse(junit).getroot().iter("testcase"))
-    failed, skipped = _having(cases, "failure", "error"), _having(cases, "skipped")
-    return {
-        "passed": len(cases) - len(failed) - len(skipped),
-        "failed": len(failed),
-        "skipped": len(skipped),
-        **({"failed_tests": ", ".join(failed)} if failed else {}),
-    }
-
-
-def _having(cases: list[ElementTree.Element], *kinds: str) -> list[str]:
-    return [
-        f"{case.get('classname')}::{case.get('name')}"
-        for case in cases
-        if any(case.find(kind) is not None for kind in kinds)
-    ]
+    """Count what pytest wrote; zeros where it wrote nothing."""
+    cases = list(ElementTree.parse(junit).getroot().iter("testcase")) if junit.exists() else []
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    found = {"passed": len(cases) - len(failed) - skipped, "failed": len(failed), "skipped": skipped}
+    names = [f"{case.get('classname')}::{case.get('name')}" for case in failed]
+    return found | ({"failed_tests": ", ".join(names)} if failed else {})

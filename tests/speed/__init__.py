@@ -12,7 +12,6 @@ from typing import Any
 from tests.suite.section import Option, SuiteEntry
 
 PROMPTS = ("user", "template", "text", "messages", "schema", "openai")  # of `ingest`
-FORMATS = ("jsonl", "parquet", "csv")
 
 
 def _option(*names: str, **settings: Any) -> Option:
@@ -31,7 +30,6 @@ def _section(name: str, source: str, about: str, *options: Option) -> SuiteEntry
     return SuiteEntry(name, 1.0, f"{__name__}.{source}", about=about, options=options)
 
 
-_WORKERS = _option("--workers", default="auto")
 SECTIONS = (
     _section(
         "drafts",
@@ -48,7 +46,7 @@ SECTIONS = (
         "Ingest: rows a second, CPU time of the parent and its workers, and memory.",
         _option("--rows", default=50_000),
         _option("--characters", default=300),
-        _option("--format", default=("jsonl",), choices=FORMATS),
+        _option("--format", default=("jsonl",), choices=("jsonl", "parquet", "csv")),
         _option("--kind", default=("user",), choices=PROMPTS),
         _option("--workers", default=(1,)),
         _option("--vocab", default=32_000, help="of a tokenizer that is made; 0: a tiny one"),
@@ -82,18 +80,10 @@ SECTIONS = (
         _option("names", nargs="*", metavar="FORMAT", help="published formats; all if none is named"),
     ),
     _section(
-        "nights",
-        "jobs:nights",
-        "A second night, in which one row in a hundred changed, compared with the first.",
-        _option("--rows", default=100_000),
-        _option("--format", default=FORMATS, choices=FORMATS),
-        _WORKERS,
-    ),
-    _section(
         "whole",
-        "jobs:whole",
+        "jobs",
         "Whole jobs of short rows: seconds by phase, CPU seconds, and memory.",
         _option("--rows", default=(100_000,)),
-        _WORKERS,
+        _option("--workers", default="auto"),
     ),
 )

@@ -178,8 +178,8 @@ class Step:
             self._compiled.decoder_layer(layer, self._room, cache[0], cache[1], False)
 
     @property
-    def results(self) -> tuple[Tensor, Tensor]:
-        return self._room.x, self._room.residual
+    def result(self) -> Tensor:
+        return self._room.x
 
 
 @contextmanager
@@ -244,7 +244,7 @@ def _layers(section: BenchSection, rows: int) -> list[Result]:
         steps[folder] = timed.step(rows)
         steps[folder].run()
     ours, *others = steps
-    apart = {folder: _apart(steps[folder].results[0], steps[ours].results[0]) for folder in others}
+    apart = {folder: _apart(steps[folder].result, steps[ours].result) for folder in others}
 
     def clocks(folder: str, _: int) -> Clocks:
         timed = setup.timed[folder]
@@ -264,19 +264,16 @@ def _layers(section: BenchSection, rows: int) -> list[Result]:
         _times(f"{rows} rows, {folder}", model, rows, found, setup.peaks) for folder, found in rounds.items()
     ]
     for folder in others:
-        ratios = {"rounds": len(rounds[ours]), **_ratios(rounds[ours], rounds[folder]), **apart[folder]}
-        results.append(Result(f"{rows} rows, ours ÷ {folder}", figures=ratios))
+        facts = {"rounds": len(rounds[ours]), "results": apart[folder]}
+        figures = _ratios(rounds[ours], rounds[folder])
+        results.append(Result(f"{rows} rows, ours ÷ {folder}", facts, figures=figures))
     return results
 
 
-def _apart(found: Tensor, first: Tensor) -> dict[str, str]:
+def _apart(found: Tensor, first: Tensor) -> str:
     """Say in which rows results differ from the first operators', and by how much at most."""
     differing = (found != first).any(1).nonzero().flatten().tolist()
-    return (
-        {"results": f"differ in rows {differing} by up to {(found - first).abs().max():.3g}"}
-        if differing
-        else {}
-    )
+    return f"differ in rows {differing} by up to {(found - first).abs().max():.3g}" if differing else "equal"
 
 
 def _quartile(values: Iterable[float]) -> float:

@@ -169,7 +169,7 @@ def loads(section: BenchSection) -> list[Part]:
     """Return a part for each number of files, cold and warm. `dd` reads the files before each load.
 
     Random weights in bfloat16. Cold: no page of the files is in memory, which is checked with mincore; warm: all are.
-    `peak`: the most memory that the process had beyond what it had before, without pages of the files, as a multiple of
+    `peak_of_files`: the most memory that the process had beyond what it had before, without pages of the files, as a multiple of
     the files' bytes. `dd_share`: dd's seconds ÷ those of the load.
     """
     cases = product(section.given.shards, ("cold", "warm"))
@@ -186,7 +186,7 @@ def _loads(section: BenchSection, shards: int, pages: str) -> list[Result]:
         prepare(files, cold)
         dd_s = read_by_dd(files)
         load_s, most = load(folder, kind, files, cold)
-        return {"load_s": load_s, "dd_s": dd_s, "dd_share": dd_s / load_s, "peak": most / size}
+        return {"load_s": load_s, "dd_s": dd_s, "dd_share": dd_s / load_s, "peak_of_files": most / size}
 
     ways = {kind: partial(pair, kind) for kind in KINDS}
     return compared(f"{len(files)} files, {pages}", ways, given.rounds, "load_s", files_bytes=size)
@@ -197,7 +197,7 @@ def memory(section: BenchSection) -> list[Part]:
 
     Some 50 million weights in layers are loaded in bfloat16, once with weights as they are stored, where operators for
     them exist here, and once dequantised. Bytes: the files, the loaded weights, and the most memory that the process
-    had beyond what it had before, without pages of the files. `peak`: that ÷ the loaded weights and the largest file.
+    had beyond what it had before, without pages of the files. `times_held`: that ÷ the loaded weights and the largest file.
     """
     from tests.published_formats import PUBLISHED
 
@@ -217,7 +217,7 @@ def _memory(section: BenchSection, name: str) -> list[Result]:
         loaded = loaded_bytes(held.spec, held.parameters, 2)
         took, most = load(folder, kind, files, cold=False)
         bytes_of = {"files_bytes": sum(sizes), "loaded_bytes": loaded, "peak_bytes": most}
-        figures = {"load_s": took, **bytes_of, "peak": most / (loaded + max(sizes))}
+        figures = {"load_s": took, **bytes_of, "times_held": most / (loaded + max(sizes))}
         found.append(Result(f"{name}, {kind}", figures=figures))
     shutil.rmtree(folder)
     return found

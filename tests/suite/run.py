@@ -73,7 +73,7 @@ class Suite:
             found["out_of_time"] = "not begun"
         else:
             with tempfile.TemporaryDirectory(prefix="suite-") as place:
-                facts = (str(ROOT), peaks_of(record), entry.model, self.given, Path(place))
+                facts = (peaks_of(record), entry.model, self.given, Path(place))
                 section = BenchSection(self.rehearsal, began + limit, *facts)
                 for answer in _answers(worker, entry, section, limit, found):
                     found["results"] += answer.results

@@ -108,7 +108,6 @@ class BenchSection:
 
     rehearsal: bool  # tiny shapes on the CPU
     ends: float  # by the monotonic clock, which all processes of a machine share
-    root: str = ""  # the checkout
     # FLOP/s by dtype, BANDWIDTH; empty: not measured
     peaks: Mapping[str, float] = field(default_factory=dict)
     model: BenchModel | None = None  # None: the section runs none
