@@ -123,8 +123,10 @@ def test_models_run_in_a_rehearsal() -> None:
     assert "piecewise_graph_steps" not in operators.figures
     (ten,) = rehearse("small-profile")
     assert 0 <= ten.figures["idle_share"] < 1
-    decode, prefill = rehearse("model")
-    assert (decode.tokens, prefill.tokens) == (2, 9)
+    for name, tokens in {"model": [2, 9], "model-fp8": [1, 5]}.items():
+        assert [result.tokens for result in rehearse(name)] == tokens
+    (turns,) = rehearse("against")
+    assert turns.facts["operators"] == "triton"
 
 
 # Prepares a rehearsal's process. All that runs on a GPU is imported in it, the tests that do so included.

@@ -21,7 +21,9 @@ def main() -> int:
         own = names.add_parser(section.name, help=section.about, description=section.about)
         for flags, settings in section.options:
             own.add_argument(*flags, **settings)
-        own.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="for the record")
+        own.add_argument(
+            "--out", type=Path, default=RECORDS, metavar="FOLDER", help="for the record; default: %(default)s"
+        )
         own.add_argument("--minutes", type=float, default=600, help="limit; default: %(default)s")
     given = parser.parse_args()
     chosen = [section for section in SECTIONS if section.name == given.name]

@@ -169,8 +169,8 @@ def loads(section: BenchSection) -> list[Part]:
     """Return a part for each number of files, cold and warm. `dd` reads the files before each load.
 
     Random weights in bfloat16. Cold: no page of the files is in memory, which is checked with mincore; warm: all are.
-    `peak_of_files`: the most memory that the process had beyond what it had before, without pages of the files, as a multiple of
-    the files' bytes. `dd_share`: dd's seconds ÷ those of the load.
+    `peak_of_files`: the most memory that the process had beyond what it had before, without pages of the files, as a
+    multiple of the files' bytes. `dd_share`: dd's seconds ÷ those of the load.
     """
     cases = product(section.given.shards, ("cold", "warm"))
     return [(f"{shards} files, {kind}", partial(_loads, section, shards, kind)) for shards, kind in cases]
@@ -197,7 +197,8 @@ def memory(section: BenchSection) -> list[Part]:
 
     Some 50 million weights in layers are loaded in bfloat16, once with weights as they are stored, where operators for
     them exist here, and once dequantised. Bytes: the files, the loaded weights, and the most memory that the process
-    had beyond what it had before, without pages of the files. `times_held`: that ÷ the loaded weights and the largest file.
+    had beyond what it had before, without pages of the files. `times_held`: that ÷ the loaded weights and the largest
+    file.
     """
     from tests.published_formats import PUBLISHED
 

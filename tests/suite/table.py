@@ -43,17 +43,14 @@ def _peak(name: str, value: float, stated: float | None) -> str:
 def _lines(result: dict[str, Any]) -> Iterator[str]:
     """Yield the result's line, and one for each of its figures that is a table of its own."""
     facts, figures = result["facts"], result.get("figures", {})
-    if "figures" not in result:
-        told = [named(name, value) for name, value in facts.items() if isinstance(value, int | float | str)]
-        told += [f"beside {' and '.join(result['beside'])}"] if result["beside"] else []
-    else:
-        told = [named(name, value) for name, value in facts.items() if isinstance(value, int | str)]
-        told += _shares(result)
-        told += [
-            named(name, value) + _aim(result["targets"].get(name))
-            for name, value in figures.items()
-            if isinstance(value, int | float | str)
-        ]
+    is_timed = "figures" in result
+    kinds = (int, str) if is_timed else (int, float, str)
+    told = [named(name, value) for name, value in facts.items() if isinstance(value, kinds)]
+    told += _shares(result) if is_timed else []
+    for name, value in figures.items():
+        if isinstance(value, int | float | str):
+            told.append(named(name, value) + _aim(result["targets"].get(name)))
+    told += [f"beside {' and '.join(result['beside'])}"] if result.get("beside") else []
     yield f"{result['name']:<{WIDTH}} {', '.join(told) or 'ran'}"
     for name, values in figures.items():
         if isinstance(values, Mapping):
@@ -96,11 +93,7 @@ def named(name: str, value: float | str) -> str:
         return f"{spoken or name} {100 * value:.0f} %"
     if unit == "bytes":
         return f"{spoken} {value / 2**20:,.0f} MiB"
-    return (
-        f"{name.replace('_', ' ')} {value:,}"
-        if isinstance(value, int)
-        else f"{name.replace('_', ' ')} {value:.3g}"
-    )
+    return f"{name.replace('_', ' ')} " + (f"{value:,}" if isinstance(value, int) else f"{value:.3g}")
 
 
 def duration(seconds: float) -> str:
