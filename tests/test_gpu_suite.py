@@ -33,7 +33,6 @@ from tests.gpu_suite import (
     matmul,
     model,
     profile,
-    steady,
     tiles,
 )
 from tests.gpu_suite import __main__ as command
@@ -259,15 +258,6 @@ def test_each_case_of_a_gpu_has_a_name_of_its_own(
     monkeypatch.setattr(matmul, "why_not_fp8", lambda: None)
     names = [name for name, _ in parts(section(rehearsal=False))]
     assert len(names) == len(set(names)) > 10
-
-
-def test_workloads_are_large_enough_for_a_steady_state() -> None:
-    assert steady.ROWS >= 2000
-    for output in (steady.MEAN_OUTPUT, steady.SHORT_OUTPUT):
-        rows = steady.steady_rows(steady.ROWS, 32_000, 4, output, steady.MOST_OUTPUT, shared=2)
-        assert 0.9 * output < steady.mean_output(rows) <= 128
-        assert len({row.prompt[:2] for row in rows}) == 1 < len({row.max_tokens for row in rows})
-        assert {len(row.prompt) for row in rows} == {4}
 
 
 def test_without_peaks_no_model_is_run() -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -109,10 +109,10 @@ MODELS = {"135m": Model(30, 576, 1536, 9, 3), "1b": Model(4, 2048, 8192, 32, 8)}
 class Timed:
     """The operators of a folder, their clock, and layers of them."""
 
-    def __init__(self, folder: Path, cache: Path, model: Model, one_core: bool) -> None:
+    def __init__(self, folder: Path, place: Path, model: Model, one_core: bool) -> None:
         with clocked(folder, one_core):
-            self.compiled = CompiledOperators(cache)
-            self._library = ctypes.CDLL(str(build.library_path(cache)))
+            self.compiled = CompiledOperators(place)
+            self._library = ctypes.CDLL(str(build.library_path(place)))
         self.model = model
         self._layers = [self._layer() for _ in range(model.layers)]
 
@@ -174,8 +174,8 @@ class Step:
     def run(self) -> None:
         self._room.x.copy_(self._x)
         self._room.residual.copy_(self._x)
-        for layer, cache in zip(self._layers, self._caches, strict=True):
-            self._compiled.decoder_layer(layer, self._room, cache[0], cache[1], False)
+        for layer, (k, v) in zip(self._layers, self._caches, strict=True):
+            self._compiled.decoder_layer(layer, self._room, k, v, False)
 
     @property
     def result(self) -> Tensor:
@@ -202,32 +202,39 @@ def parts(section: BenchSection) -> list[Part]:
     return [(f"{rows} rows", partial(_layers, section, rows)) for rows in section.given.rows]
 
 
-@dataclass(frozen=True)
-class Setup:
-    """The layers of all sources, ours first, and the peaks that are reached here."""
-
-    timed: dict[str, Timed]
-    peaks: Peaks
-
-
-_made: list[Setup] = []  # once for all numbers of rows
-
-
-def _setup(section: BenchSection) -> Setup:
+def _layers(section: BenchSection, rows: int) -> list[Result]:
+    """Time all sources in turns, ours first."""
     given = section.given
-    if not _made:
-        model = replace(MODELS[given.model], dtype=getattr(torch, given.dtype), int8=given.int8)
-        if given.one_core:
-            torch.set_num_threads(1)
-            peaks._timed = _cpu_timed
-        found = peaks.measure_peaks("cpu", (given.dtype, "int8"))
-        timed = {}
-        for folder in (build.FOLDER, *(folder.resolve() for folder in given.against)):
-            torch.manual_seed(0)
-            timed[str(folder)] = Timed(folder, section.place, model, given.one_core)
-        flops = found.peak_flops
-        _made.append(Setup(timed, Peaks(flops[given.dtype], found.bandwidth, flops["int8"])))
-    return _made[0]
+    reached = _peaks(given.dtype, given.one_core)
+    model = replace(MODELS[given.model], dtype=getattr(torch, given.dtype), int8=given.int8)
+    folders = (build.FOLDER, *(folder.resolve() for folder in given.against))
+    timed = {str(folder): _timed(folder, section.place, model, given.one_core) for folder in folders}
+    rounds, differing = _rounds(timed, rows, given.seconds)
+    results = [
+        _times(f"{rows} rows, {folder}", model, rows, found, reached) for folder, found in rounds.items()
+    ]
+    ours, *others = rounds
+    for folder in others:
+        facts = {"rounds": len(rounds[ours]), "results": differing[folder]}
+        figures = _ratios(rounds[ours], rounds[folder])
+        results.append(Result(f"{rows} rows, ours ÷ {folder}", facts, figures=figures))
+    return results
+
+
+@cache
+def _timed(folder: Path, place: Path, model: Model, one_core: bool) -> Timed:
+    torch.manual_seed(0)
+    return Timed(folder, place, model, one_core)
+
+
+@cache
+def _peaks(dtype: str, one_core: bool) -> Peaks:
+    """Return the peaks that are reached here; by one core's CPU time, from here on."""
+    if one_core:
+        torch.set_num_threads(1)
+        peaks._timed = _cpu_timed
+    found = peaks.measure_peaks("cpu", (dtype, "int8"))
+    return Peaks(found.peak_flops[dtype], found.bandwidth, found.peak_flops["int8"])
 
 
 def _cpu_timed(call: Callable[[], object], where: torch.device) -> float:
@@ -236,38 +243,30 @@ def _cpu_timed(call: Callable[[], object], where: torch.device) -> float:
     return time.thread_time() - began
 
 
-def _layers(section: BenchSection, rows: int) -> list[Result]:
-    """Time all sources in turns. Lower quartiles of many rounds, without the first tenth."""
-    setup, steps = _setup(section), dict[str, Step]()
-    for folder, timed in setup.timed.items():
+def _rounds(
+    timed: dict[str, Timed], rows: int, seconds: float
+) -> tuple[dict[str, list[Clocks]], dict[str, str]]:
+    """Return the clocks of each source without the first tenth, and how its results differ from those of the first."""
+    steps = dict[str, Step]()
+    for folder, own in timed.items():
         torch.manual_seed(rows)
-        steps[folder] = timed.step(rows)
+        steps[folder] = own.step(rows)
         steps[folder].run()
-    ours, *others = steps
-    apart = {folder: _apart(steps[folder].result, steps[ours].result) for folder in others}
+    first = next(iter(steps.values()))
+    differing = {folder: _apart(step.result, first.result) for folder, step in steps.items()}
 
     def clocks(folder: str, _: int) -> Clocks:
-        timed = setup.timed[folder]
-        timed.read(torch.get_num_threads())
+        timed[folder].read(torch.get_num_threads())
         steps[folder].run()
-        return timed.read(torch.get_num_threads())
+        return timed[folder].read(torch.get_num_threads())
 
-    end = time.monotonic() + section.given.seconds * len(steps)
+    end = time.monotonic() + seconds * len(steps)
     calls = {folder: partial(clocks, folder) for folder in steps}
-    runs = in_turns(calls, LEAST_ROUNDS)
+    found = in_turns(calls, LEAST_ROUNDS)
     while time.monotonic() < end:
-        for folder, (found,) in in_turns(calls, 1).items():
-            runs[folder].append(found)
-    rounds = {folder: found[len(found) // 10 :] for folder, found in runs.items()}
-    model = setup.timed[ours].model
-    results = [
-        _times(f"{rows} rows, {folder}", model, rows, found, setup.peaks) for folder, found in rounds.items()
-    ]
-    for folder in others:
-        facts = {"rounds": len(rounds[ours]), "results": apart[folder]}
-        figures = _ratios(rounds[ours], rounds[folder])
-        results.append(Result(f"{rows} rows, ours ÷ {folder}", facts, figures=figures))
-    return results
+        for folder, more in in_turns(calls, 1).items():
+            found[folder] += more
+    return {folder: own[len(own) // 10 :] for folder, own in found.items()}, differing
 
 
 def _apart(found: Tensor, first: Tensor) -> str:
