@@ -24,6 +24,7 @@ from batchinfer_kernels.gpu.attention_launch import KVTiles
 from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
 from tests.batchinfer.engine import interpreted_gpu
 from tests.batchinfer.models.ops.prompts import flash_attention_stand_in
+from tests.batchinfer.models.ops.prompts.flashinfer_stand_in import PagedPrefill
 from tests.gpu_suite import (
     ENTRIES,
     attention,
@@ -306,68 +307,50 @@ def test_a_profiler_that_sees_nothing_is_a_failure() -> None:
 # ---- FlashInfer and FlashAttention, which no test machine has
 
 
-class FakeWrapper:
-    """FlashInfer's wrappers as its documentation has them, computed by the reference."""
+class Prefill(PagedPrefill):
+    """FlashInfer's wrapper of chunks, which returns a new tensor."""
 
-    def __init__(self, workspace: torch.Tensor, layout: str, **more: Any) -> None:
-        assert workspace.dtype == torch.uint8
-        assert layout == "HND"
+    made: list[PagedPrefill] = []  # noqa: RUF012
 
     def run(self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        counts = self.starts[1:] - self.starts[:-1]
-        table = torch.zeros(len(counts), int(counts.max()), dtype=torch.int32)
-        for row, (start, count) in enumerate(zip(self.starts.tolist(), counts.tolist(), strict=False)):
-            table[row, :count] = self.pages[start : start + count]
-        contexts = ((counts - 1) * self.block + self.last).tolist()
-        return paged_attention_reference(
-            q, *cache, table, self.queries, contexts, ScoreRules(q.shape[2] ** -0.5)
-        )
-
-    def _plan(
-        self, starts: torch.Tensor, pages: torch.Tensor, last: torch.Tensor, sizes: tuple[int, ...]
-    ) -> None:
-        assert {t.dtype for t in (starts, pages, last)} == {torch.int32}
-        self.starts, self.pages, self.last, self.block = starts, pages, last, sizes[3]
+        return super().run(q, cache, out=torch.empty_like(q))
 
 
-class FakeDecode(FakeWrapper):
-    def plan(self, starts, pages, last, *sizes: int, q_data_type, kv_data_type) -> None:
-        self._plan(starts, pages, last, sizes)
-        self.queries = [1] * len(last)
+class Decode(Prefill):
+    """FlashInfer's wrapper of rows that decode."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool) -> None:
+        super().__init__(workspace, layout)
+
+    def plan(self, starts: torch.Tensor, *given: Any, **dtypes: torch.dtype) -> None:
+        rows = torch.arange(len(starts), dtype=torch.int32)
+        super().plan(rows, starts, *given, causal=True, **dtypes)
 
 
-class FakePrefill(FakeWrapper):
-    def plan(self, rows, starts, pages, last, *sizes: int, causal, q_data_type, kv_data_type) -> None:
-        assert causal
-        self._plan(starts, pages, last, sizes)
-        self.queries = (rows[1:] - rows[:-1]).tolist()
-
-
-class FakeCascade(FakeWrapper):
+class Cascade(Prefill):
     """A level for what all share, one for the rest; the pages of both together are each sequence's."""
 
     def __init__(self, levels: int, workspace: torch.Tensor, layout: str) -> None:
         super().__init__(workspace, layout)
         assert levels == 2
 
-    def plan(self, rows, starts, pages, last, *sizes: int, q_data_type) -> None:
+    def plan(self, rows, starts, pages, last, *sizes: int, q_data_type: torch.dtype) -> None:
         assert [level.tolist() for level in rows] == [[0, 3], [0, 1, 2, 3]]
-        assert {t.dtype for level in (*rows, *starts, *pages, *last) for t in [level]} == {torch.int32}
+        assert {t.dtype for level in (rows, starts, pages, last) for t in level} == {torch.int32}
         assert last[0].tolist() == [sizes[3]]
-        own = [pages[1][starts[1][n] : starts[1][n + 1]] for n in range(3)]
-        joined = [torch.cat((pages[0], part)) for part in own]
-        counts = torch.tensor([0, *(len(part) for part in joined)]).cumsum(0)
-        self._plan(counts.to(torch.int32), torch.cat(joined), last[1], sizes)
-        self.queries = [1] * 3
+        joined = [torch.cat((pages[0], pages[1][starts[1][n] : starts[1][n + 1]])) for n in range(3)]
+        ends = torch.tensor([0, *map(len, joined)]).cumsum(0).to(torch.int32)
+        dtypes = {"q_data_type": q_data_type, "kv_data_type": q_data_type}
+        super().plan(rows[1], ends, torch.cat(joined), last[1], *sizes, causal=True, **dtypes)
 
 
 @pytest.fixture
 def stood_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer and FlashAttention-4, computed by the reference."""
     package = SimpleNamespace(
-        BatchDecodeWithPagedKVCacheWrapper=FakeDecode,
-        BatchPrefillWithPagedKVCacheWrapper=FakePrefill,
-        MultiLevelCascadeAttentionWrapper=FakeCascade,
+        BatchDecodeWithPagedKVCacheWrapper=Decode,
+        BatchPrefillWithPagedKVCacheWrapper=Prefill,
+        MultiLevelCascadeAttentionWrapper=Cascade,
     )
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setattr(libraries, "has_flashinfer", lambda: True)

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, partial
 from itertools import islice, product
 from pathlib import Path
@@ -19,7 +20,7 @@ import tokenizers
 from pyarrow import csv
 
 from batchinfer.input.tokenizer.tokenizer import Tokenizer as LoadedTokenizer
-from batchinfer.store.index.ingest import ingest
+from batchinfer.store.index.ingest import IngestProgress, ingest
 from tests.batchinfer.store.index.ingest_kit import SPECIALS, checkpoint, make_job, options
 from tests.speed.processes import Growth
 from tests.suite.section import BenchSection, Part, Result
@@ -128,15 +129,11 @@ def tokenizer_alone(folder: Path, rows: int, characters: int) -> float:
 
 def resident_bytes() -> int:
     """Return the memory of this process and of all that it started."""
-    me = psutil.Process()
-    return sum(map(_resident, [me, *me.children(recursive=True)]))
-
-
-def _resident(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_info().rss)
-    except psutil.Error:  # it has ended
-        return 0
+    me, found = psutil.Process(), 0
+    for process in [me, *me.children(recursive=True)]:
+        with suppress(psutil.Error):  # it has ended
+            found += process.memory_info().rss
+    return found
 
 
 def measure(
@@ -148,48 +145,42 @@ def measure(
     workers: int | None = None,
     carry: bool = True,
 ) -> dict[str, Any]:
-    """Ingest such a file once; the checkpoint is there."""
+    """Ingest such a file once; the checkpoint is there. `steady_rows_per_s`: from the first fifth to the last tenth,
+    as processes start before, and then run out of work."""
     path = folder / f"rows.{form}"
     write_rows(path, kind, rows, characters)
-    named = (
-        {"columns": ("id", "label") if carry else (), "id": "id"}
-        if kind != "openai"
-        else {"format": "openai"}
+    named = {"columns": ("id", "label") if carry else (), "id": "id"}
+    job = make_job(
+        folder, prompt=PROMPTS[kind], path=str(path), **({"format": "openai"} if kind == "openai" else named)
     )
-    job = make_job(folder, prompt=PROMPTS[kind], path=str(path), **named)
     if kind == "schema":
-        job = job.model_copy(
-            update={"output": job.output.model_copy(update={"json_schema": json.dumps(SCHEMA)})}
-        )
-    start, before, seen = time.perf_counter(), _cpu(), [(0.0, 0)]
+        output = job.output.model_copy(update={"json_schema": json.dumps(SCHEMA)})
+        job = job.model_copy(update={"output": output})
+    start, before, seen = time.perf_counter(), _cpu(), list[tuple[float, int]]()
     given = options(workers=workers, max_model_len=32768, vocab_size=1 << 20)
+
+    def progress(at: IngestProgress) -> None:
+        if 0.2 * rows < at.rows < 0.9 * rows:
+            seen.append((time.perf_counter(), at.rows))
+
     with Growth(resident_bytes, SAMPLE_S) as memory:
-        index = ingest(
-            job, LoadedTokenizer.load(folder / "model"), given, folder / "scratch",
-            lambda at: seen.append((time.perf_counter(), at.rows)),
-        )  # fmt: skip
+        tokenizer = LoadedTokenizer.load(folder / "model")
+        index = ingest(job, tokenizer, given, folder / "scratch", progress)
     seconds, cpu = time.perf_counter() - start, [now - then for now, then in zip(_cpu(), before, strict=True)]
+    (began, first), (ended, last) = (seen[0], seen[-1]) if len(seen) > 1 else ((0, 0), (1, 0))
     return {
         "rows": rows,
         "error_rows": index.error_rows,
         "tokens": index.total_tokens,
-        "megabytes": round(path.stat().st_size / 1e6, 1),
-        "seconds": round(seconds, 2),
-        "rows_per_s": round(rows / seconds),
-        "steady_rows_per_s": round(_steady(seen, rows)),
-        "parent_us_per_row": round(1e6 * cpu[0] / rows, 1),
-        "workers_us_per_row": round(1e6 * cpu[1] / rows, 1),
-        "rows_per_cpu_second": round(rows / sum(cpu)),
-        "peak_mib": round(memory.most / 2**20),
+        "file_bytes": path.stat().st_size,
+        "ingest_s": seconds,
+        "rows_per_s": rows / seconds,
+        "steady_rows_per_s": (last - first) / (ended - began),
+        "parent_us_per_row": 1e6 * cpu[0] / rows,
+        "workers_us_per_row": 1e6 * cpu[1] / rows,
+        "rows_per_cpu_second": rows / sum(cpu),
+        "peak_mib": memory.most >> 20,
     }
-
-
-def _steady(seen: list[tuple[float, int]], rows: int) -> float:
-    """Rows a second between the first fifth and the last tenth: processes start before, and then run out of work."""
-    middle = [one for one in seen if 0.2 * rows < one[1] < 0.9 * rows]
-    if len(middle) < 2:
-        return 0.0
-    return (middle[-1][1] - middle[0][1]) / (middle[-1][0] - middle[0][0])
 
 
 def _cpu() -> list[float]:
