@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core.errors import Unavailable
 from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.run import run_job
@@ -37,24 +36,55 @@ FLOAT32 = ("model.dtype", "float32")
 TENSOR, STAGES = "engine.tensor_parallel_size", "engine.pipeline_parallel_size"
 EXPERTS = "engine.expert_parallel_size"
 REAL = RunOptions(waves_from_s=float("inf"))
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
+ASKED: list[dict[str, Any]] = [
+    {"json_schema": SCHEMA},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"frequency_penalty": 0.5},
+]
 ROWS, FEWER = 80, 24  # long enough to be killed at any moment; that it is several batches
 SILENT_S = 2.0
 
 
-def job(folder: Path, model: Path, count: int = ROWS) -> Path:
+ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+
+
+def rows_of(count: int) -> list[dict[str, Any]]:
     """Prompts of many lengths, more than run at once, with a prefix that they share."""
+    return [one | {"text": f"{one['text']} " * (1 + n % 7)} for n, one in enumerate(people(count))]
+
+
+def job(folder: Path, model: Path, count: int = ROWS) -> Path:
     folder.mkdir()
-    rows = [one | {"text": f"{one['text']} " * (1 + n % 7)} for n, one in enumerate(people(count))]
     sampling = {"max_tokens": 24, "ignore_eos": True}
-    return write_job(
-        folder, model, rows, sampling=sampling, engine={"max_num_seqs": 8, "max_num_batched_tokens": 64}
-    )
+    return write_job(folder, model, rows_of(count), sampling=sampling, engine=ENGINE)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, model: Path, warm_children: None) -> list[dict[str, Any]]:
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose stages have 2 and 3 layers. Every other layer sees 16 tokens, and what it has left is freed."""
+    folder = tmp_path_factory.mktemp("windowed") / "model"
+    make_model_folder(folder, "gemma3_text", num_hidden_layers=5, sliding_window=16)
+    return folder
+
+
+def asking_job(folder: Path, model: Path) -> Path:
+    """Write a job some of whose rows have masks, or log-probabilities of answers or prompts: each is a call of all
+    ranks."""
+    folder.mkdir()
+    rows = [row | ASKED[number % len(ASKED)] for number, row in enumerate(rows_of(FEWER))]
+    sampling = {"max_tokens": 24, "from_columns": [name for one in ASKED for name in one]}
+    cut = {"max_error_rate": 1.0}  # answers under a schema
+    return write_job(folder, model, rows, sampling=sampling, engine=ENGINE, on_error=cut)
+
+
+@pytest.fixture(scope="module")
+def alone(
+    tmp_path_factory: pytest.TempPathFactory, windowed: Path, warm_children: None
+) -> list[dict[str, Any]]:
     """What one process answers."""
-    path = job(tmp_path_factory.mktemp("alone") / "job", model, FEWER)
+    path = asking_job(tmp_path_factory.mktemp("alone") / "job", windowed)
     row = run(path, REAL, FLOAT32).row
     of_ranks = ("stage_wait_s", "collective_s", "rank_peak_rss_bytes", "rank_read_bytes")
     assert {row[name] for name in of_ranks} == {None}
@@ -76,13 +106,13 @@ def ranks() -> list[int]:
     ({TENSOR: 2, STAGES: 2},), ({TENSOR: 2},), ({STAGES: 2},), ({TENSOR: 4},), ({STAGES: 2, "engine.max_num_seqs": 1},),
 ), 1))  # fmt: skip
 def test_ranks_answer_as_one_process_does(
-    tmp_path: Path, model: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, windowed: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
     division: dict[str, int],
 ) -> None:  # fmt: skip
     has_cores(monkeypatch, 4)  # more ranks than there may be cores
-    path = job(tmp_path / "job", model, FEWER)
+    path = asking_job(tmp_path / "job", windowed)
     row = run(path, REAL, FLOAT32, *((name, str(size)) for name, size in division.items())).row
-    assert table(path) == alone
+    assert_alike(table(path), alone)
     ranks_of = division.get(TENSOR, 1) * division.get(STAGES, 1)
     assert (row["exit_code"], row["ranks"], row["replicas"], row["worker_restarts"]) == (0, ranks_of, 1, 0)
     steps = report(path, "steps")
@@ -104,13 +134,14 @@ def test_ranks_share_the_experts(tmp_path: Path, experts: int) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("division", "more"), first_of((
+@pytest.mark.slow
+@pytest.mark.parametrize(("division", "more"), [
     ({EXPERTS: 2, STAGES: 2}, ()),
     ({EXPERTS: 2}, ()),
     ({EXPERTS: 4}, (("model.dtype", "bfloat16"),)),
     ({EXPERTS: 2}, (("model.quantization", "int8"),)),
     ({EXPERTS: 2, "engine.data_parallel": 2}, ()),
-), 1))  # fmt: skip
+])  # fmt: skip
 def test_ranges_of_experts_keep_the_bits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -131,72 +162,43 @@ def test_ranges_of_experts_keep_the_bits(
     assert ranks() == []
 
 
-def test_stages_have_the_block_tables_of_layers_with_windows_and_without(tmp_path: Path) -> None:
-    """Stages of 2 and of 3 of the layers, of which every other one sees 16 tokens: what it has left is freed in all."""
-    make_model_folder(tmp_path / "model", "gemma3_text", num_hidden_layers=5, sliding_window=16)
-    found = []
-    for name, options in (("alone", ()), ("staged", ((STAGES, "2"),))):
-        path = job(tmp_path / name, tmp_path / "model", FEWER)
-        row = run(path, REAL, FLOAT32, *options).row
-        assert row["exit_code"] == 0
-        found.append(table(path))
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(("division", "how", "said"), first_of((
-    (TENSOR, "SIGKILL", "rank 1 of 2 was killed (signal 9, SIGKILL)"),
-    (STAGES, "SIGSTOP", "made no progress"),
-    (STAGES, "memory", "rank 1 of 2: out of memory"),
-    (STAGES, "SIGKILL", "rank 1 of 2 was killed (signal 9, SIGKILL)"),
-    (TENSOR, "SIGABRT", "rank 1 of 2 ended by signal 6 (SIGABRT)"),
-), 1))  # fmt: skip
+@pytest.mark.parametrize(("at", "division", "how", "said"), [
+    ("7", TENSOR, "SIGKILL", "rank 1 of 2 was killed (signal 9, SIGKILL)"),
+    (dying_rank.LOADING, STAGES, "SIGSTOP", "because rank 1 of 2 made no progress"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("7", STAGES, "SIGSTOP", "made no progress"),
+        ("7", STAGES, "memory", "rank 1 of 2: out of memory"),
+        ("7", STAGES, "SIGKILL", "rank 1 of 2 was killed (signal 9, SIGKILL)"),
+        ("7", TENSOR, "SIGABRT", "rank 1 of 2 ended by signal 6 (SIGABRT)"),
+        (dying_rank.LOADING, TENSOR, "SIGKILL", "rank 1 of 2 was killed"),
+        (dying_rank.LOADING, TENSOR, "SIGSTOP", "because rank 1 of 2 made no progress"),
+    )),
+])  # fmt: skip
 def test_the_engine_is_started_again_and_says_which_rank_was_lost(
-    tmp_path: Path, model: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
-    division: str, how: str, said: str,
+    tmp_path: Path, windowed: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
+    at: str, division: str, how: str, said: str,
 ) -> None:  # fmt: skip
-    """After the rank's seventh step; where memory had run out, the next engine runs smaller steps."""
+    """After the rank's seventh step, or while it loads. The next engine runs smaller steps where memory ran out."""
     for name, value in (
-        (dying_rank.AT, "7"),
+        (dying_rank.AT, at),
         (dying_rank.HOW, how),
         (dying_rank.DIED, str(tmp_path / "died")),
     ):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(replica, "SILENT_S", SILENT_S)
-    path, notices = job(tmp_path / "job", model, FEWER), list[str]()
+    monkeypatch.setattr(replica, "LOADING_SILENT_S" if at == dying_rank.LOADING else "SILENT_S", SILENT_S)
+    path, notices = asking_job(tmp_path / "job", windowed), list[str]()
     dying = replace(REAL, engine="tests.batchinfer.dying_rank:build")
     settings = load_job(path, (FLOAT32, (division, "2")))
     row = run_job(settings, dying, Progress(io.StringIO(), quiet=True), Interrupts(), notices.append).row
     assert (row["exit_code"], row["worker_restarts"]) == (0, 1)
-    assert table(path) == alone
+    assert_alike(table(path), alone)
     assert any(said in notice for notice in notices)
-    steps = [one for one in report(path, "steps") if one["engine"] == 1]
-    tokens = max(one["prefill_tokens"] + one["decode_tokens"] for one in steps)
-    assert (tokens <= 32) == ("memory" in said or "SIGKILL" in said)  # as which the kernel's killer is taken
-    assert ranks() == []
-
-
-@pytest.mark.parametrize(("division", "how", "said"), first_of((
-    (STAGES, "SIGSTOP", "because rank 1 of 2 made no progress"), (TENSOR, "SIGKILL", "rank 1 of 2 was killed"),
-    (TENSOR, "SIGSTOP", "because rank 1 of 2 made no progress"),
-), 1))  # fmt: skip
-def test_a_rank_that_is_lost_while_it_loads_does_not_keep_the_run_waiting(
-    tmp_path: Path, model: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
-    division: str, how: str, said: str,
-) -> None:  # fmt: skip
-    for name, value in (
-        (dying_rank.AT, dying_rank.LOADING),
-        (dying_rank.HOW, how),
-        (dying_rank.DIED, str(tmp_path / "died")),
-    ):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(replica, "LOADING_SILENT_S", SILENT_S)
-    path, notices = job(tmp_path / "job", model, FEWER), list[str]()
-    dying = replace(REAL, engine="tests.batchinfer.dying_rank:build")
-    settings = load_job(path, (FLOAT32, (division, "2")))
-    row = run_job(settings, dying, Progress(io.StringIO(), quiet=True), Interrupts(), notices.append).row
-    assert (row["exit_code"], row["worker_restarts"]) == (0, 1)
-    assert table(path) == alone
-    assert any(said in notice for notice in notices)
+    if at != dying_rank.LOADING:
+        steps = [one for one in report(path, "steps") if one["engine"] == 1]
+        tokens = max(one["prefill_tokens"] + one["decode_tokens"] for one in steps)
+        assert (tokens <= 32) == (
+            "memory" in said or "SIGKILL" in said
+        )  # as which the kernel's killer is taken
     assert ranks() == []
 
 
@@ -214,27 +216,15 @@ def test_three_stages_of_different_depths(tmp_path: Path, monkeypatch: pytest.Mo
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("division", "name"), first_of((
-    (TENSOR, "guided"), (TENSOR, "chosen"), (STAGES, "guided"), (STAGES, "chosen"),
-), 1))  # fmt: skip
-def test_ranks_make_the_logits_that_are_asked_for(
-    tmp_path: Path, model: Path, division: str, name: str
-) -> None:
-    """Of rows with masks and log-probabilities, of prompts, and of given continuations: each is a call of all ranks."""
-    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
-    rows = people(6)
-    asked: dict[str, dict[str, Any]] = {
-        "guided": {
-            "output": {"schema": schema},
-            "sampling": {"max_tokens": 12, "logprobs": 2, "frequency_penalty": 0.5, "prompt_logprobs": 1},
-        },
-        "chosen": {"task": "classify", "classify": {"choices": [" yes", " no", " not at all"]}, "sampling": None},
-    }  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("division", [TENSOR, STAGES])
+def test_ranks_score_given_continuations(tmp_path: Path, model: Path, division: str) -> None:
     found = []
     for size in ("1", "2"):
         folder = tmp_path / size
         folder.mkdir()
-        path = write_job(folder, model, rows, on_error={"max_error_rate": 1.0}, **asked[name])
+        choices = {"choices": [" yes", " no", " not at all"]}
+        path = write_job(folder, model, people(6), task="classify", classify=choices, sampling=None)
         assert run(path, REAL, FLOAT32, (division, size)).exit_code == 0
         found.append(table(path))
     assert_alike(*found)
@@ -257,12 +247,6 @@ def _parted(value: Any, floats: list[float]) -> Any:
         floats.append(value)
         return None
     return value
-
-
-def test_bits_are_not_promised_where_sums_are_divided(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(Unavailable, match="tensor_parallel_size") as refused:
-        run(job(tmp_path / "job", model, FEWER), REAL, (TENSOR, "2"), ("engine.deterministic", "true"))
-    assert refused.value.exit_code == 69
 
 
 @pytest.mark.slow

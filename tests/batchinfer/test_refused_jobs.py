@@ -224,6 +224,8 @@ REFUSED = {
         "-1"), lambda p: p.job(name="name: [a]", input="input: {path: rows.jsonl, formt: x}",
         sampling="sampling: {max_tokens: -1}")),
     "no GPU": Wrong(69, ("engine.device", "device: cpu"), lambda p: p.job("engine: {device: cuda}")),
+    "bits that ranks cannot promise": Wrong(69, ("engine.deterministic", "tensor_parallel_size"),
+        lambda p: p.job("engine: {device: cpu, tensor_parallel_size: 2, deterministic: true}")),
     # The checkpoint
     "missing model folder": Wrong(78, ("line 2", "model.path", "nowhere"),
         lambda p: p.job(model="model: {path: nowhere}")),

@@ -14,6 +14,7 @@ import duckdb
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchinfer.core.errors import BatchInferError, JobFileError
@@ -154,33 +155,6 @@ def test_a_text_is_scored_whole(tmp_path: Path, checkpoint: Path, reference: Ref
     assert "token_logprobs" not in found[0]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("normalized", [False, True])
-def test_labels_are_those_of_brute_force(
-    tmp_path: Path, checkpoint: Path, reference: Reference, normalized: bool
-) -> None:
-    rows = [*rows_of(8), {"id": "bad", "text": None}, {"id": "short", "text": "?"}]
-    classify = {"choices": LABELS, "length_normalized": normalized}
-    path = write_job(tmp_path, checkpoint, rows, "classify", classify=classify)
-    outcome = run(path, REAL)
-    assert outcome.exit_code == 0
-    found = {row["custom_id"] or row["row_id"]: row for row in table(path)}
-    for row, got in zip(rows, table(path), strict=True):
-        if row["text"] is None:
-            assert (got["label"], got["probability"], got["probabilities"]) == (None, None, None)
-            continue
-        each = [reference.logprobs(str(row["text"]), label)[0] for label in LABELS]
-        logits = np.array([sum(one) / (len(one) if normalized else 1) for one in each])
-        wanted = np.exp(logits - logits.max())
-        wanted /= wanted.sum()
-        assert [label for label, _ in got["probabilities"]] == LABELS
-        np.testing.assert_allclose([one for _, one in got["probabilities"]], wanted, atol=1e-4)
-        assert got["label"] == LABELS[int(wanted.argmax())]
-        assert got["probability"] == pytest.approx(wanted.max(), abs=1e-4)
-        assert got["prompt_tokens"] == len(reference.encode(str(row["text"])))
-    assert len(found) == len(rows)
-
-
 def test_rows_have_labels_of_their_own(tmp_path: Path, checkpoint: Path, reference: Reference) -> None:
     """Of any number; and a second night, which knows the rows, says the same."""
     rows: list[dict[str, Any]] = [
@@ -214,25 +188,13 @@ def test_rows_have_labels_of_their_own(tmp_path: Path, checkpoint: Path, referen
     assert again[:-1] == [[row[name] for name in same] for row in found]
 
 
-def test_a_prompt_runs_once_for_all_labels(tmp_path: Path, checkpoint: Path, reference: Reference) -> None:
-    """The tokens that are run are those of the prompts, of which all share the beginning, and of the labels' trie."""
-    rows = [{"id": f"r{n}", "text": f"{'A long text. ' * 20}And number {n}:"} for n in range(6)]
-    path = write_job(tmp_path, checkpoint, rows, "classify", classify={"choices": LABELS})
-    outcome = run(path, REAL)
-    prompts = [reference.encode(row["text"]) for row in rows]
-    nodes = {tuple(ids[:end]) for ids in prompts for end in range(1, len(ids) + 1)}
-    labels = [reference.encode(label) for label in LABELS]
-    trie = {tuple(ids[:end]) for ids in labels for end in range(1, len(ids))}
-    assert outcome.row["prompt_tokens_run"] == len(nodes) + len(rows) * len(trie)
-
-
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bytes(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two engines in one run, one engine with small steps that dies in the other; and a second night."""
     places, rows = [tmp_path / name for name in ("whole", "killed")], rows_of(40)
-    classify = {"choices": LABELS}
+    classify = {"choices": LABELS, "calibrate": True}
     jobs = []
     for place in places:
         place.mkdir()
@@ -351,23 +313,40 @@ def test_only_prompts_are_cut(tmp_path: Path, checkpoint: Path, reference: Refer
     assert [row["error_code"] for row in table(path)] == [None, "prompt_too_long", "prompt_too_long"]
 
 
+def probabilities(row: dict[str, Any]) -> list[float]:
+    return [one for _, one in row["probabilities"]]
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("normalized", [False, True])
-def test_labels_are_calibrated(
+def test_labels_are_those_of_brute_force_also_when_they_are_calibrated(
     tmp_path: Path, checkpoint: Path, reference: Reference, normalized: bool
 ) -> None:
-    """As by hand; and what was computed is used again, also by a row that is equal to the one without content."""
-    template = "Rate {{ text }} by {{ id }}:"
+    """What was computed is used again, also by a row that is equal to the prompt without content."""
+
+    def written(rows: list[dict[str, Any]], **more: Any) -> Path:
+        prompt = {"user": f"{'A long text. ' * 9}Rate {{{{ text }}}} by {{{{ id }}}}:", "chat": False}
+        classify = {"choices": LABELS, "length_normalized": normalized, **more}
+        return write_job(tmp_path, checkpoint, rows, "classify", prompt=prompt, classify=classify)
+
+    def scores(text: str, name: str) -> NDArray[np.float64]:
+        prompt = f"{'A long text. ' * 9}Rate {text} by {name}:"
+        each = [reference.logprobs(prompt, label)[0] for label in LABELS]
+        return np.array([sum(one) / (len(one) if normalized else 1) for one in each])
+
     rows = [*rows_of(6), {"id": "bad", "text": None}]
-    classify = {"choices": LABELS, "length_normalized": normalized}
-    sections: dict[str, Any] = {"prompt": {"user": template, "chat": False}, "classify": classify}
-    path = write_job(tmp_path, checkpoint, rows, "classify", **sections)
-    assert run(path, REAL).exit_code == 0
-    plain = table(path)
-    path = write_job(
-        tmp_path, checkpoint, rows, "classify", **sections | {"classify": classify | {"calibrate": "none"}}
-    )
+    path = written(rows)
     outcome = run(path, REAL)
+    plain, prior, differ = table(path), scores("none", "none"), 0
+    # A prompt runs once for all labels: the prompts, which share their beginning, and the labels' trie
+    prompts = [
+        reference.encode(f"{'A long text. ' * 9}Rate {row['text']} by {row['id']}:") for row in rows[:6]
+    ]
+    nodes = {tuple(ids[:end]) for ids in prompts for end in range(1, len(ids) + 1)}
+    trie = {tuple(ids[:end]) for ids in map(reference.encode, LABELS) for end in range(1, len(ids))}
+    assert outcome.row["prompt_tokens_run"] == len(nodes) + len(prompts) * len(trie)
+
+    outcome = run(written(rows, calibrate="none"), REAL)
     assert (outcome.exit_code, outcome.row["rows"]) == (0, len(rows))
     counts = ("computed_requests", "distinct_requests", "reused_requests", "duplicate_saved_tokens")
     assert [outcome.row[name] for name in counts] == [0, 6, 6, 0], "the prompt without content is no row"
@@ -375,28 +354,26 @@ def test_labels_are_calibrated(
     labels = Counter(row["label"] for row in found if row["label"] is not None)
     assert outcome.row["labels"] == labels
     assert f"{labels.most_common(1)[0][0].strip()} {labels.most_common(1)[0][1]}" in summary(outcome.row)
-    assert [row["row_id"] for row in found] == list(range(len(rows)))
-    each = [reference.logprobs("Rate none by none:", label)[0] for label in LABELS]
-    prior = np.array([sum(one) / (len(one) if normalized else 1) for one in each])
-    for before, after in zip(plain, found, strict=True):
-        if before["status"] == "error":
-            assert after["label"] is None
-            continue
-        wanted = np.log([p for _, p in before["probabilities"]]) - prior
-        wanted = np.exp(wanted - wanted.max())
-        wanted /= wanted.sum()
-        np.testing.assert_allclose([p for _, p in after["probabilities"]], wanted, atol=1e-4)
-        assert after["label"] == LABELS[int(wanted.argmax())]
-    assert [row["label"] for row in plain] != [row["label"] for row in found], "else nothing is shown"
+    for row, before, after in zip(rows[:6], plain, found, strict=False):
+        logits = scores(str(row["text"]), str(row["id"]))
+        for got, wanted in ((before, logits), (after, logits - prior)):
+            wanted = np.exp(wanted - wanted.max())
+            wanted /= wanted.sum()
+            assert [label for label, _ in got["probabilities"]] == LABELS
+            np.testing.assert_allclose(probabilities(got), wanted, atol=1e-4)
+            assert got["label"] == LABELS[int(wanted.argmax())]
+            assert got["probability"] == pytest.approx(wanted.max(), abs=1e-4)
+        differ += before["label"] != after["label"]
+    assert differ, "else nothing is shown"
+    for got in (plain[-1], found[-1]):
+        assert (got["label"], got["probability"], got["probabilities"]) == (None, None, None)
+
     more = [*rows, {"id": "new", "text": "is new"}, {"id": "none", "text": "none"}]
-    path = write_job(
-        tmp_path, checkpoint, more, "classify", **sections | {"classify": classify | {"calibrate": "none"}}
-    )
-    again = run(path, REAL)
+    again = run(written(more, calibrate="none"), REAL)
     assert (again.exit_code, again.row["computed_requests"], again.row["rows"]) == (0, 1, len(more))
     assert again.row["distinct_requests"] == 8
     assert table(path)[: len(rows)] == found
-    assert [p for _, p in table(path)[-1]["probabilities"]] == pytest.approx([1 / len(LABELS)] * len(LABELS))
+    assert probabilities(table(path)[-1]) == pytest.approx([1 / len(LABELS)] * len(LABELS))
 
 
 @pytest.mark.slow
@@ -431,21 +408,3 @@ def test_a_prompt_without_content_has_to_render(
     path = write_job(tmp_path, checkpoint, rows_of(3), "classify", classify=classify, prompt=prompt)
     with pytest.raises(JobFileError, match=message):
         run(path, NO_ENGINE)
-
-
-@pytest.mark.slow
-def test_a_calibrated_run_that_is_killed_ends_with_the_same_bytes(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs = []
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-        classify = {"choices": LABELS, "calibrate": True}
-        jobs.append(
-            write_job(
-                tmp_path / name, checkpoint, rows_of(40), "classify", classify=classify, engine=DETERMINISTIC
-            )
-        )
-    outcome, _ = killed_and_whole(*jobs, monkeypatch, ("engine.max_num_batched_tokens", "24"))
-    assert outcome.row["computed_requests"] == 20
-    assert run(jobs[0], NO_ENGINE).exit_code == 0

@@ -102,37 +102,26 @@ class Nights:
 def test_files_before_one_that_is_new_or_changed_are_taken_over(
     tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first night is interrupted before it publishes."""
     monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "9")
     nights, rows = Nights(tmp_path, model), people(60)
     rows[4] = rows[3] | {"text": "somebody else"}  # its id is repeated
     nights.write("a", [*rows[:10], "{not json"])
     nights.write("b", [*rows[10:20], rows[11] | {"id": "again"}])
+    with monkeypatch.context() as broken:
+        broken.setattr(run_stages, "refuse_to_publish", Mock(side_effect=StorageError("no space")))
+        with pytest.raises(StorageError, match="no space"):
+            nights.run()
     nights.run()
     nights.write("c", [*rows[20:30], rows[2], rows[7] | {"id": "once more"}])
     nights.check()
-    assert taken == [0, 22, 0]
+    assert taken == [0, 22, 0], "the second run read nothing"
     nights.write("b", rows[10:21])
     nights.check()
     assert taken[3:] == [11, 0]
     nights.write("c", [row | {"age": "old"} for row in rows[20:30]])
     nights.check()
     assert taken[-2:] == [0, 0], "the column has texts now, in all rows"
-
-
-def test_a_first_night_that_was_interrupted_is_taken_over_once_it_is_published(
-    tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nights, rows = Nights(tmp_path, model), people(30)
-    nights.write("a", rows[:10])
-    nights.write("b", rows[10:20])
-    with monkeypatch.context() as broken:
-        broken.setattr(run_stages, "refuse_to_publish", Mock(side_effect=StorageError("no space")))
-        with pytest.raises(StorageError, match="no space"):
-            nights.run()
-    nights.run()
-    nights.write("c", rows[20:])
-    nights.check()
-    assert taken == [0, 20, 0], "the second run read nothing"
 
 
 def test_a_sampled_row_that_equals_one_that_was_taken_over_is_another_sample(
@@ -144,9 +133,7 @@ def test_a_sampled_row_that_equals_one_that_was_taken_over_is_another_sample(
     nights.write("b", [*rows[10:12], rows[3] | {"id": "again"}])
     nights.run()
     assert taken == [0, 10]
-    nights.write("c", [rows[12]])
-    nights.run()
-    nights.write("d", [rows[13], rows[3] | {"id": "once more"}, rows[12] | {"id": "twice"}])
+    nights.write("c", [rows[13], rows[3] | {"id": "once more"}, rows[11] | {"id": "twice"}])
     nights.check()
 
 
@@ -167,9 +154,11 @@ def test_a_stretch_is_read_again_once_something_of_it_is_missing(
 ) -> None:
     """Answers that were cleaned away, and a damaged file: the rows before are taken over all the same."""
     nights = Nights(tmp_path, model)
-    for name, first in (("a", 0), ("b", 20), ("c", 40)):
-        nights.write(name, people(60)[first : first + 20])
-        nights.run()
+    nights.write("a", people(20))
+    nights.write("b", people(40)[20:])
+    nights.run()
+    nights.write("c", people(60)[40:])
+    nights.run()
     nights.write("d", people(70)[60:])
     sorted((nights.state / "completions").glob("part-*.parquet"))[-1].unlink()
     nights.run()
@@ -179,7 +168,7 @@ def test_a_stretch_is_read_again_once_something_of_it_is_missing(
     part.write_bytes(part.read_bytes()[:-1] + b"?")
     nights.write("e", people(80)[70:])
     nights.check()
-    assert taken == [0, 20, 40, 40, 20, 0]
+    assert taken == [0, 40, 40, 20, 0]
 
 
 @pytest.mark.parametrize("changes", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -246,13 +235,13 @@ def test_stretches_stay_few_however_many_nights_add_a_file(
     monkeypatch.setattr(stretches, "_MOST", most := 2)
     monkeypatch.setattr(stretches, "_BYTES", 1 << 20)
     nights = Nights(tmp_path, model)
-    for night in range(5):
+    for night in range(3):
         nights.write(f"{night}", people(24)[4 * night : 4 * night + 4])
         nights.run()
         assert len(list((nights.state / "kept").iterdir())) <= 2 + most + 1
-    nights.write("5", people(24)[20:])
+    nights.write("3", people(24)[12:])
     nights.check()
-    assert taken == [0, 4, 0, 12, 0, 20, 0], "of every other night they are put together"
+    assert taken == [0, 4, 0, 12, 0], "of every other night they are put together"
 
 
 @pytest.mark.parametrize("step", [211, pytest.param(11, marks=pytest.mark.slow)])
@@ -269,6 +258,7 @@ def test_a_kill_at_any_operation_of_a_night_changes_no_byte(
         patched.setattr(state, "FileOps", lambda: counting)
         nights.write("c", people(40)[30:])
         nights.run()
+    print(counting.count)
     assert {"link", "exchange"} <= {entry.split()[0] for entry in counting.log}
     for number in range(counting.count - 1, 0, -step):
         nights.write("c", [row | {"text": f"changed at {number}"} for row in people(40)[30:]])
