@@ -104,22 +104,6 @@ def test_a_prompt_that_holds_the_answer_is_warned_of(
     assert told is None or told in text
 
 
-@pytest.mark.parametrize(("sections", "why"), [
-    ({"input": "input: {path: rows.jsonl, id: id, expected: Status}"}, "input.expected"),
-    ({"input": LABELLED, "output": "output: {path: out/res, columns: [Label]}"}, "differ only in case"),
-    ({"input": "input: {path: rows.jsonl, id: id, expected: lable}"}, "did you mean 'label'"),
-    ({"input": LABELLED, "sampling": "task: embed"}, "answers are vectors"),
-    ({"input": "input: {path: rows.jsonl, format: openai, expected: label}", "prompt": ""}, "OpenAI batch files"),
-])  # fmt: skip
-def test_a_column_that_cannot_be_the_expected_one(
-    place: Place, fake: Command, sections: dict[str, str], why: str
-) -> None:
-    place.rows({"id": "a", "text": "hello", "label": "x"})
-    done = fake("validate", place.job(**sections))
-    assert done.code == 78
-    assert why in done.err
-
-
 SHAPE = {
     "type": "object",
     "properties": {"state": {"enum": ["open", "paid"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},

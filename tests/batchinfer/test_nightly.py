@@ -151,25 +151,6 @@ def test_a_query_whose_rows_are_the_same_leaves_no_run_either(tmp_path: Path, mo
     assert len(runs(tmp_path / "out/res-report")) == 1
 
 
-@pytest.mark.slow
-def test_a_failed_run_for_another_night_can_be_read_and_is_swept_a_day_later(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = write_job(tmp_path, model, people(9), output={"path": "out/res/${date}"})
-    log = str(tmp_path / "log")
-    for name, value in (("DIES_AFTER_ROWS", "6"), ("LOG", log), ("BATCH", "3"), ("DELAY_S", "0.2")):
-        monkeypatch.setenv(f"FAKE_ENGINE_{name}", value)
-    with pytest.raises(Exception, match="same command resumes"):
-        run(job, "2026-01-01")
-    ((answered,),) = answer(tmp_path / "out/res/2026-01-01", "SELECT count(*) FROM results", True)
-    assert answered in (3, 6), "two steps, as far as they were sent"
-    monkeypatch.delenv("FAKE_ENGINE_DIES_AFTER_ROWS")
-    state = tmp_path / "out/.batchinfer-res"
-    aged(state / "results", 1.1)
-    assert run(job, "2026-01-02").row["reused_requests"] == answered
-    assert [path.name for path in (state / "results").iterdir()] == ["res%2F2026-01-02"]
-
-
 def test_what_no_result_used_lately_goes_and_the_rest_stays(tmp_path: Path, model: Path) -> None:
     job = write_job(tmp_path, model, people(40), output={"path": "out/res/${date}"})
     state = tmp_path / "out/.batchinfer-res"
@@ -183,20 +164,6 @@ def test_what_no_result_used_lately_goes_and_the_rest_stays(tmp_path: Path, mode
     assert stored(state) == 10
     assert verify_results(tmp_path / "out/res/2026-02-10").problems == []
     assert run(job, "2026-02-11", NO_ENGINE).row["reused_requests"] == 10
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("keep", ["60", "null"])
-def test_keep_says_how_long(tmp_path: Path, model: Path, keep: str) -> None:
-    job = write_job(tmp_path, model, people(8), output={"path": "out/res/${date}"})
-    run(job, "2026-01-01", FAKE, ("cache.keep", keep))
-    aged(tmp_path / "out/.batchinfer-res", 40)
-    write_job(tmp_path, model, people(2), output={"path": "out/res/${date}"})
-    run(job, "2026-02-10", NO_ENGINE, ("cache.keep", keep))
-    assert stored(tmp_path / "out/.batchinfer-res") == 8
-    assert clean_job(load_job(job, [("cache.keep", keep)]), dry_run=False).answers.rows_dropped == 0
-    assert clean_result(tmp_path / "out/res/2026-02-10", dry_run=False).answers.rows_dropped == 0
 
 
 def test_clean_says_what_it_frees_and_a_dry_run_frees_nothing(
@@ -263,18 +230,6 @@ def test_a_result_that_is_found_published_every_night_is_in_use(tmp_path: Path, 
         assert run(job, options=NO_ENGINE).report is None
     assert clean_job(load_job(job), dry_run=False).answers.rows_kept == 5
     aged(tmp_path / "out/.batchinfer-res", 31)
-    assert clean_job(load_job(job), dry_run=False).answers.rows_dropped == 5
-
-
-@pytest.mark.slow
-def test_a_store_that_knows_no_uses_goes_by_the_age_of_its_parts(tmp_path: Path, model: Path) -> None:
-    job = write_job(tmp_path, model, people(5))
-    run(job)
-    completions = tmp_path / "out/.batchinfer-res/completions"
-    shutil.rmtree(completions / "uses")
-    aged(completions, 29)
-    assert clean_job(load_job(job), dry_run=False).answers.rows_dropped == 0
-    aged(completions, 2)
     assert clean_job(load_job(job), dry_run=False).answers.rows_dropped == 5
 
 

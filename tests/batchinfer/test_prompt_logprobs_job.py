@@ -67,7 +67,7 @@ def check(rows: list[dict[str, Any]], found: list[dict[str, Any]], folder: Path)
 def test_a_column_of_the_result_for_those_that_ask(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal rows ask once, a second night computes nothing, and rows that are new find them unchanged."""
+    """Equal rows ask once, and a night with the same rows computes nothing."""
     rows, sampling = rows_of(12), SAMPLING | {"from_columns": {"prompt_logprobs": "asked"}}
     sections: dict[str, Any] = {"sampling": sampling, "prompt": PROMPT, "output": {"path": "results/tickets"}}
     path = write_job(tmp_path, checkpoint, rows, **sections)
@@ -86,12 +86,9 @@ def test_a_column_of_the_result_for_those_that_ask(
 
     first = result()
     check(rows, first, checkpoint)
+    write_job(tmp_path, checkpoint, rows[::-1], **sections)
     assert run(path, NO_ENGINE).exit_code == 0
-    more = [*rows_of(14)]
-    write_job(tmp_path, checkpoint, more, **sections)
-    assert run(path, REAL).row["computed_requests"] == 2
-    check(more, result(), checkpoint)
-    assert result()[:12] == first
+    assert [row["prompt_logprobs"] for row in result()][::-1] == [row["prompt_logprobs"] for row in first]
     monkeypatch.chdir(tmp_path)
     (query,) = [one for one in fenced() if "prompt_logprobs" in one]
     found = duckdb.sql(query).fetchall()
@@ -142,12 +139,15 @@ def test_openai_requests_get_vllms_shape(tmp_path: Path, checkpoint: Path) -> No
         chat("a", prompt_logprobs=2, max_tokens=3),
         chat("b", max_tokens=3),
         completion("hello there", prompt_logprobs=0, max_tokens=3),
+        completion("hello there", echo=True, logprobs=1, max_tokens=3),
         completion("hello there", prompt_logprobs=21, max_tokens=3),
     ]
     path = write_job(tmp_path, checkpoint, rows, prompt=None, sampling=None, on_error={"max_error_rate": 0.5})
     out = tmp_path / "out.jsonl"
     assert run(path, replace(REAL, to_openai=out)).exit_code == 0
-    one, none, text = (json.loads(line)["response"]["body"] for line in out.read_text().splitlines()[:3])
+    one, none, text, echoed = (
+        json.loads(line)["response"]["body"] for line in out.read_text().splitlines()[:4]
+    )
     assert "prompt_logprobs" not in none
     column = table(path)[0]["prompt_logprobs"]
     assert one["prompt_logprobs"][0] is None
@@ -157,19 +157,13 @@ def test_openai_requests_get_vllms_shape(tmp_path: Path, checkpoint: Path) -> No
         ranks = {number: found["rank"] for number, found in entry.items()}
         assert [ranks[str(likely["token_id"])] for likely in token["top"]] == [1, 2]
     assert len(text["choices"][0]["prompt_logprobs"]) == text["usage"]["prompt_tokens"]
-    assert table(path)[3]["error_code"] == "bad_parameter"
-
-
-def test_an_echoed_prompt_has_logprobs_like_its_answer(tmp_path: Path, checkpoint: Path) -> None:
-    rows = [completion("hello there", echo=True, logprobs=1, max_tokens=3)]
-    path = write_job(tmp_path, checkpoint, rows, prompt=None, sampling=None)
-    out = tmp_path / "out.jsonl"
-    assert run(path, replace(REAL, to_openai=out)).exit_code == 0
-    (choice,) = json.loads(out.read_text())["response"]["body"]["choices"]
+    *_, row, wrong = table(path)
+    assert wrong["error_code"] == "bad_parameter"
+    # An echoed prompt has log-probabilities like its answer
+    (choice,) = echoed["choices"]
     assert choice.keys() == {"index", "text", "logprobs", "finish_reason"}
-    found, (row,) = choice["logprobs"], table(path)
-    every = [*row["prompt_logprobs"], *row["logprobs"]]
-    assert found["token_logprobs"] == [one["logprob"] for one in every]
+    found, every = choice["logprobs"], [*row["prompt_logprobs"], *row["logprobs"]]
+    assert found["token_logprobs"] == [token["logprob"] for token in every]
     assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
     assert "".join(found["tokens"]) == choice["text"] == "hello there" + row["generated_text"]
     assert {len(values) for values in found.values()} == {len(every)}

@@ -102,27 +102,25 @@ def request(number: int, last_night: bool = True) -> dict[str, Any]:
     return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
-def test_calls_of_tools_in_one_batch_with_schemas_budgets_and_a_ladder(
-    tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests of all kinds share a beginning, run again where their answers are cut, and survive a kill."""
+def test_calls_of_tools_in_one_batch_with_schemas_budgets_and_a_ladder(tmp_path: Path, cli_of: CliOf) -> None:
+    """Requests of all kinds share a beginning, and run again where their answers are cut."""
     make_tool_model(tmp_path / "model", "qwen3")
     sections: dict[str, Any] = {
         "input": {"path": "rows.jsonl", "format": "openai"},
         "prompt": {"tool_calls": "auto"},
         "sampling": {},
-        "on_invalid": [{"temperature": 0.7, "seed": 1}, {"max_tokens": 400}],
+        "on_invalid": [{"temperature": 0.7, "seed": 1}, {"max_tokens": 200}],
         "output": {"path": "out/res"},
         "engine": {"max_num_seqs": 4, "block_size": 8, "deterministic": True},
         "on_error": {"max_error_rate": 0.9},
     }
-    whole, killed = (make_place(tmp_path / name, tmp_path / "model") for name in ("whole", "killed"))
-    for place in (whole, killed):
-        place.rows(*map(request, range(COUNT)))
-        place.job(**{name: f"{name}: {json.dumps(value)}" for name, value in sections.items()})
-    done = cli_of(REAL)("run", whole.folder / "job.yaml")
+    place = make_place(tmp_path / "job", tmp_path / "model")
+    place.rows(*map(request, range(COUNT)))
+    job = place.job(**{name: f"{name}: {json.dumps(value)}" for name, value in sections.items()})
+    run = cli_of(REAL)
+    done = run("run", job)
     assert done.code == 0, done.err
-    first = whole.table()
+    first = place.table()
     for number, row in enumerate(first):
         assert row["reasoning_tokens"] <= 12
         if number % 4 == 0 and row["status"] == "ok":
@@ -135,17 +133,10 @@ def test_calls_of_tools_in_one_batch_with_schemas_budgets_and_a_ladder(
     assert {row["status"] for row in first[::4]} == {row["status"] for row in first[1::4]} == {"ok"}
     assert max(row["attempt"] for row in first) > 1
 
-    monkeypatch.setenv("DIES_AFTER", "4")
-    monkeypatch.setenv("DIED", str(killed.folder / "died"))
-    assert cli_of(DYING)("run", killed.folder / "job.yaml").code == 71
-    run = cli_of(REAL)
-    assert run("run", killed.folder / "job.yaml").code == 0
-    assert tables_of(killed) == tables_of(whole)
-
-    whole.rows(*(request(number, last_night=number != 3) for number in range(COUNT)))
-    told = run("run", whole.folder / "job.yaml")
+    place.rows(*(request(number, last_night=number != 3) for number in range(COUNT)))
+    told = run("run", job)
     assert told.code == 0, told.err
-    assert [one["custom_id"] for one, other in zip(first, whole.table(), strict=True) if one != other] in (
+    assert [row["custom_id"] for row, other in zip(first, place.table(), strict=True) if row != other] in (
         [],
         ["r3"],
     )

@@ -139,6 +139,10 @@ CASES: list[tuple[dict[str, str | None], tuple[str, ...]]] = [
     (prompt(**CALLED, tool_choice="now", tool_calls="none"), ("prompt.tool_choice", "nothing shows how")),
     (prompt(**CALLED, tool_choice="now", tool_calls="hermes") | {"sampling": "{regex: a+}"},
         ("prompt.tool_choice", "only one constraint, and the job has regex")),
+    (prompt(**CALLED, tool_calls="harmony"), ("prompt.tool_calls", "lacks the tokens of this style")),
+    (prompt(**CALLED, tool_calls="hermes") | output(columns=["tool_calls"]), ("set prompt.tool_calls to none",)),
+    (prompt(**CALLED, tool_calls="hermes") | output(schema={"properties": {"tool_calls": {}}}),
+        ("set prompt.tool_calls to none",)),
     # Right answers
     ({"input": "{path: rows.jsonl, expected: Status}"}, ("input.expected",)),
     (EXPECTED | {"output": "{path: out/res, columns: [Text]}"}, ("differ only in case",)),
@@ -211,11 +215,11 @@ def other_job(p: Place) -> None:
     p.bytes(json.dumps(manifest.to_json()).encode(), f"out/res/{MANIFEST_NAME}")
 
 
-def linked(p: Place, name: str) -> None:
+def linked(p: Place, name: str, to: str = "") -> None:
     """Put a link to a folder there."""
     path = p.folder / name
     path.parent.mkdir()
-    path.symlink_to(p.folder)
+    path.symlink_to(p.folder / to)
 
 
 REFUSED = {
@@ -282,6 +286,8 @@ REFUSED = {
     "strangers' files": Wrong(73, ("out/res", "'thesis.txt'", "move them away"),
         lambda p: p.bytes(b"precious", "out/res/thesis.txt")),
     "a file": Wrong(73, ("out/res", "is a file", "folder"), lambda p: p.bytes(b"x", "out/res")),
+    "a link that leads nowhere yet": Wrong(73, ("output.path:", "elsewhere"),
+        lambda p: linked(p, "out/res", "elsewhere")),
     "result of another job": Wrong(73, ("out/res", "'weekly'", "'nightly'", "--replace"), other_job,
         previewed=False),
     "unreadable manifest": Wrong(73, (MANIFEST_NAME, "move the folder away"),

@@ -120,13 +120,22 @@ def test_a_killed_run_is_not_waited_for(job: Path, store: Path, tmp_path: Path) 
 
 
 def test_two_processes_compute_nothing_twice(place: Place) -> None:
-    """Two dates that are started at once, each a command of its own with a real engine."""
+    """Two dates that are started at once, each a command of its own."""
     place.job(output="output: {path: 'out/res/${date}'}", prompt='prompt: {user: "{{ text }}"}')
     place.rows(*({"id": f"r{n}", "text": "a" * (n + 1)} for n in range(40)))
-    command = [sys.executable, "-m", "batchinfer", "run", str(place.folder / "job.yaml"), "--json", "--date"]
+    slow = environment(FAKE_ENGINE_BATCH="5", FAKE_ENGINE_DELAY_S="0.1")
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fake_cli",
+        "run",
+        str(place.folder / "job.yaml"),
+        "--json",
+        "--date",
+    ]
     both = [
         warm_commands.start(
-            [*command, date], env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*command, date], env=slow, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         for date in (NIGHT, OTHER)
     ]

@@ -13,15 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.core.errors import BatchInferError
-from batchinfer.pipeline.options import RunOptions
 from batchinfer.store.index.index import BestOf
 from batchinfer.store.outputs.best_samples import best_samples
+from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
 from tests.batchinfer.wrong_jobs import CliOf, Place
 
-REAL = RunOptions(waves_from_s=float("inf"))
 PROMPT = {"system": "Be brief.", "user": "Say {{ text }}"}
 
 
@@ -132,25 +130,15 @@ def test_a_killed_run_ends_with_the_same_samples(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two engines in one run, one engine that dies in the other; more samples compute only those."""
-    places = [tmp_path / name for name in ("whole", "killed")]
-    settings = {"device": "cpu", "deterministic": True, "block_size": 16}
-    for place in places:
-        place.mkdir()
-        job(place, model, rows_of(12), 3, engine=settings)
-    whole, killed = (place / "job.yaml" for place in places)
-    outcome = run(whole, REAL, ("engine.data_parallel", "2"))
-    assert (outcome.exit_code, outcome.row["computed_requests"]) == (0, 36)
-    monkeypatch.setenv("DIES_AFTER", "3")
-    monkeypatch.setenv("DIED", str(tmp_path / "died"))
-    with pytest.raises(BatchInferError):
-        run(killed, replace(REAL, engine="tests.batchinfer.dying_engine:build"), ("engine.max_num_seqs", "2"))
-    assert run(killed, REAL, ("engine.max_num_seqs", "2")).exit_code == 0
-    results = [
-        [file.read_bytes() for file in sorted((place / "out/res").glob("*.parquet"))] for place in places
-    ]
-    assert results[0] == results[1]
+    jobs = []
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        jobs.append(job(tmp_path / name, model, rows_of(12), 3, engine=DETERMINISTIC))
+    outcome, _ = killed_and_whole(*jobs, monkeypatch, ("engine.max_num_seqs", "2"))
+    assert outcome.row["computed_requests"] == 36
+    whole = jobs[0]
     before = {(row["custom_id"], row["sample_index"]): row["generated_text"] for row in table(whole)}
-    job(places[0], model, rows_of(2)[:1], 7, engine=settings)
+    job(whole.parent, model, rows_of(2)[:1], 7, engine=DETERMINISTIC)
     assert run(whole, REAL).row["computed_requests"] == 1, "the samples of the equal row are taken, too"
     after = [row["generated_text"] for row in table(whole)]
     assert after[:3] == [before["r0", n] for n in range(3)]

@@ -120,34 +120,6 @@ def _planned(path: Path, notice: Any) -> None:
     forecast_job(load_job(path), lambda _: None, notice)
 
 
-@pytest.mark.parametrize(
-    ("told", "words"),
-    [
-        ({"template_arguments": {"enable_thinkin": True, "tools": []}},
-         ["prompt.template_arguments.enable_thinkin", "chat.jinja does not read the argument 'enable_thinkin'",
-          "it reads documents, effort, enable_thinking", "did you mean enable_thinking?",
-          "'tools' is a name that every chat template has already"]),
-        ({"template_arguments_from_columns": ["text"]},
-         ["prompt.template_arguments_from_columns", "does not read the argument 'text'"]),
-        ({"template_arguments": {"documents": "x"}}, ["template_arguments.documents", "must be a list of objects"]),
-        ({"template_arguments_from_columns": {"effort": "efort"}},
-         ["prompt.template_arguments_from_columns", "no column 'efort'"]),
-        ({"chat_template": "broken.jinja"}, ["prompt.chat_template", "broken.jinja: line 2 of the chat template"]),
-        ({"chat_template": "silent.jinja", "template_arguments": {"a": 1}}, ["does not read", "it reads none"]),
-    ],
-)  # fmt: skip
-def test_a_wrong_argument_is_a_mistake_in_the_job(
-    tmp_path: Path, model: Path, told: dict[str, Any], words: list[str]
-) -> None:
-    (tmp_path / "broken.jinja").write_text("{% if x %}\n{% endfor %}")
-    (tmp_path / "silent.jinja").write_text("{{ messages[0].content }}")
-    path = job(tmp_path, model, people(3), prompt={**JOB, **told})
-    with pytest.raises(JobFileError) as found:
-        run(path, NO_ENGINE)
-    assert found.value.exit_code == 78
-    assert all(word in str(found.value) for word in words), str(found.value)
-
-
 def test_a_checkpoint_without_a_template_has_nothing_to_tell(tmp_path: Path, model: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()

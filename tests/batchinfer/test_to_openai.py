@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from batchinfer.core.errors import InputMissing, OutputConflict, StorageError, UsageError
+from batchinfer.core.errors import OutputConflict, StorageError, UsageError
 from batchinfer.pipeline.options import RunOptions
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
 
@@ -105,15 +105,6 @@ def test_replace_is_for_files_that_are_nobodys_input(tmp_path, model):
         run(path, to(tmp_path / "in.jsonl", replace=True))
 
 
-@pytest.mark.slow
-def test_a_trial_and_its_job_may_write_the_same_file(tmp_path, model):
-    path = batch(tmp_path, model)
-    run(path, to(tmp_path / "out.jsonl", limit=1))
-    assert len(bodies(tmp_path / "out.jsonl")) == 1
-    run(path, to(tmp_path / "out.jsonl"))
-    assert len(bodies(tmp_path / "out.jsonl")) == 2
-
-
 def test_a_folder_that_takes_no_file_is_seen_before_the_engine(tmp_path, model):
     """Root may write anywhere but to a place like /proc."""
     path = batch(tmp_path, model)
@@ -138,13 +129,6 @@ def test_what_fails_after_publishing_says_so_and_can_be_had_later(tmp_path, mode
     monkeypatch.undo()
     run(path, to(tmp_path / "out.jsonl", NO_ENGINE))
     assert len(bodies(tmp_path / "out.jsonl")) == 2
-
-
-def test_an_input_that_is_not_there_is_missing(tmp_path, model):
-    path = batch(tmp_path, model, input={"path": "in.jsonl", "format": "openai"})
-    (tmp_path / "in.jsonl").unlink()
-    with pytest.raises(InputMissing):
-        run(path, to(tmp_path / "out.jsonl", NO_ENGINE))
 
 
 def test_an_openai_file_of_another_input_is_refused_before_the_engine(tmp_path, model):

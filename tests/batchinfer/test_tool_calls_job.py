@@ -174,16 +174,6 @@ def test_a_style_that_nothing_shows_is_told_once(
     without = {"user": "{{ text }}", "tool_calls": "hermes", "chat_template": "plain.jinja"}
     assert run("run", write(place, prompt=without)).code == 0
     assert [one["name"] for row in place.table() for one in row["tool_calls"]] == ["f", "f"]
-    refused = run("run", write(place, prompt={**prompt, "tool_calls": "harmony"}))
-    assert refused.code == 78
-    assert "lacks the tokens of this style" in refused.err
-    for output in (
-        {"columns": ["tool_calls"]},
-        {"schema": {"type": "object", "properties": {"tool_calls": {}}}},
-    ):
-        refused = run("run", write(place, prompt=without, output={"path": "out/res", **output}))
-        assert refused.code == 78
-        assert "set prompt.tool_calls to none" in refused.err
 
 
 def chat(name: str, **body: Any) -> dict[str, Any]:
@@ -319,22 +309,3 @@ def test_a_job_asks_for_calls(tmp_path: Path, cli_of: CliOf) -> None:
         jsonschema.validate(json.loads(call["arguments"]), WEATHER)
     assert "there are no tools" in rows["none"]["error_message"]
     assert "no tool 'get_weather'" in rows["other"]["error_message"]
-
-
-@pytest.mark.parametrize(("sections", "said"), [
-    ({"prompt": {"user": "x", "tool_choice": "required"}}, "there are no tools"),
-    ({"prompt": {"user": "x", "tools": TOOLS, "tool_choice": "never"}}, "names no tool of prompt.tools: get_w"),
-    ({"prompt": {"text": "text", "tool_choice": "required"}}, "takes the prompt as it is"),
-    ({"prompt": {"user": "x", "tools": TOOLS, "tool_choice": "required", "tool_calls": "none"}}, "nothing shows how"),
-    ({"prompt": {"user": "x", "tools": TOOLS, "tool_choice": "now"}, "sampling": {"max_tokens": 9, "regex": "a+"}},
-        "only one constraint, and the job has regex"),
-])  # fmt: skip
-def test_a_job_that_asks_for_impossible_calls_is_refused(
-    sections: dict[str, Any], said: str, tmp_path: Path, cli_of: CliOf
-) -> None:
-    make_tool_model(tmp_path / "model", "qwen3")
-    place = make_place(tmp_path / "job", tmp_path / "model")
-    done = cli_of(NO_ENGINE)("run", write(place, **sections))
-    assert done.code == 78
-    assert said in done.err
-    assert "prompt.tool_choice" in done.err

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core.errors import JobFileError
-from batchinfer.job import load_job
-from batchinfer.verbs.validate import validate_job
 from tests.batchinfer.pipeline.test_pipeline import people, table, write_job
 from tests.batchinfer.test_template_arguments_job import prompts, run, tell
 from tests.batchinfer.test_to_openai import chat
@@ -95,25 +92,6 @@ def test_requests_have_tools_and_wrong_ones_are_error_rows(tmp_path: Path, model
     assert [row["status"] for row in found] == ["ok"] * 4 + ["error"] * len(wrong)
     for row, (_, words) in zip(found[4:], wrong, strict=True):
         assert words in row["error_message"]
-
-
-@pytest.mark.parametrize(("section", "words"), [
-    ({"tools": [tool("")]}, ["prompt.tools", "[0].function.name must be"]),
-    ({"tools": {"a": 1}}, ["prompt.tools", "must be a list of tools"]),
-    ({"tools": [tool()], "chat_template": "silent.jinja"}, ["prompt.tools", "silent.jinja reads no tools"]),
-    ({"tools_from_column": "can", "chat_template": "silent.jinja"}, ["prompt.tools_from_column", "no tools"]),
-    ({"tools_from_column": "can"}, ["prompt.tools_from_column", "no column 'can'"]),
-    ({"tools": [tool()], "chat": False, "chat_template": None}, ["prompt.tools", "uses no chat template"]),
-])  # fmt: skip
-def test_wrong_tools_are_a_mistake_in_the_job(
-    tmp_path: Path, model: Path, section: dict[str, Any], words: list[str]
-) -> None:
-    (tmp_path / "silent.jinja").write_text("{% set tools = [] %}{{ messages[0].content }}{{ tools }}")
-    path = job(tmp_path, model, people(1), prompt={**PROMPT, **section})
-    with pytest.raises(JobFileError) as refused:
-        validate_job(load_job(path))
-    for word in words:
-        assert word in str(refused.value)
 
 
 @pytest.mark.sample(4)

@@ -15,7 +15,6 @@ from batchinfer.verbs.validate import validate_job
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
 from tests.batchinfer.plan.forecast.forecasts import planned
 from tests.batchinfer.test_replicas import pytestmark  # noqa: F401  (two ranks need two cores)
-from tests.batchinfer.wrong_jobs import CliOf
 from tests.checkpoints import make_checkpoint, make_model_folder, make_tokenizer
 from tests.lora_adapters import make_adapter
 from tests.published_formats import make_published
@@ -107,9 +106,3 @@ def test_experts_that_ranks_would_cut_inside_a_group_are_refused(
     assert refused.value.exit_code == 69
     for size in works.split(", "):
         assert validate_job(load_job(path, [(TENSOR, size), *int4]))[-1] == "the job file has no mistakes"
-
-
-def test_the_command_says_so(tmp_path: Path, cli_of: CliOf) -> None:
-    ended = cli_of()("validate", stored_as(tmp_path, "gptq"), "--set", f"{TENSOR}=2")
-    assert ended.code == 69
-    assert "engine.tensor_parallel_size can be 1" in ended.err

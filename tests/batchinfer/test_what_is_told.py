@@ -12,7 +12,6 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.core.errors import StorageError, known
-from batchinfer.core.wording import counted
 from batchinfer.filesystem.durable import FileOps, write_bytes
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.report.tables.row_keys import write_rows
@@ -27,21 +26,6 @@ def run(cli_of: CliOf) -> Command:
 
 
 # --- output.path at which no rename can put a folder
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_a_link_as_output_path_is_refused_before_anything_runs(
-    place: Place, run: Command, there: bool
-) -> None:
-    """Also one that leads nowhere yet."""
-    real = place.folder / "elsewhere"
-    if there:
-        real.mkdir()
-    place.results.parent.mkdir()
-    place.results.symlink_to(real)
-    for verb in ("validate", "run"):
-        ended = run(verb, place.folder / "job.yaml")
-        assert (ended.code, f"output.path: {real}" in ended.err) == (73, True), ended.err
 
 
 def test_a_mounted_disk_as_output_path_is_refused_before_anything_runs(
@@ -104,14 +88,6 @@ def test_retry_errors_says_where_there_is_nothing_to_retry(place: Place, run: Co
     run_once(place)
     ended = run("run", place.folder / "job.yaml", "--retry-errors")
     assert (ended.code, "no row has an error that is marked retryable" in ended.err) == (0, True), ended.err
-
-
-def test_one_thing_is_no_plural() -> None:
-    assert [counted(number, "error row") for number in (0, 1, 1200)] == [
-        "0 error rows",
-        "1 error row",
-        "1,200 error rows",
-    ]
 
 
 def test_how_a_run_ended_is_said_once() -> None:

@@ -171,7 +171,8 @@ def test_a_stretch_is_read_again_once_something_of_it_is_missing(
     assert taken == [0, 40, 40, 20, 0]
 
 
-@pytest.mark.parametrize("changes", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [False, True])
 def test_an_error_that_another_job_has_answered_since_is_published(
     tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
