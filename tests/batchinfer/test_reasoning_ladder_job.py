@@ -88,13 +88,13 @@ TOOLS = [
 COUNT = 8  # requests
 
 
-def request(number: int, last_night: bool = True) -> dict[str, Any]:
+def request(number: int) -> dict[str, Any]:
     """One of four kinds: a call, a schema, neither behind a budget, and neither without any reasoning."""
     kinds: list[dict[str, Any]] = [
         {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "sure", "schema": SCHEMA}}},
         {"max_tokens": 40},
-        {"max_tokens": 40, "chat_template_kwargs": {"enable_thinking": not last_night}},
+        {"max_tokens": 40, "chat_template_kwargs": {"enable_thinking": False}},
     ]
     messages = [{"role": "system", "content": SHARED}, {"role": "user", "content": f"word {number // 4}"}]
     body = {"messages": messages, "max_tokens": 60, "temperature": 1.0, "seed": 4, "thinking_budget": 12}
@@ -117,11 +117,10 @@ def test_calls_of_tools_in_one_batch_with_schemas_budgets_and_a_ladder(tmp_path:
     place = make_place(tmp_path / "job", tmp_path / "model")
     place.rows(*map(request, range(COUNT)))
     job = place.job(**{name: f"{name}: {json.dumps(value)}" for name, value in sections.items()})
-    run = cli_of(REAL)
-    done = run("run", job)
+    done = cli_of(REAL)("run", job)
     assert done.code == 0, done.err
-    first = place.table()
-    for number, row in enumerate(first):
+    rows = place.table()
+    for number, row in enumerate(rows):
         assert row["reasoning_tokens"] <= 12
         if number % 4 == 0 and row["status"] == "ok":
             (call,) = row["tool_calls"]
@@ -130,13 +129,5 @@ def test_calls_of_tools_in_one_batch_with_schemas_budgets_and_a_ladder(tmp_path:
             jsonschema.validate(json.loads(row["generated_text"]), SCHEMA)
         if number % 4 == 3:
             assert row["reasoning"] is None
-    assert {row["status"] for row in first[::4]} == {row["status"] for row in first[1::4]} == {"ok"}
-    assert max(row["attempt"] for row in first) > 1
-
-    place.rows(*(request(number, last_night=number != 3) for number in range(COUNT)))
-    told = run("run", job)
-    assert told.code == 0, told.err
-    assert [row["custom_id"] for row, other in zip(first, place.table(), strict=True) if row != other] in (
-        [],
-        ["r3"],
-    )
+    assert {row["status"] for row in rows[::4]} == {row["status"] for row in rows[1::4]} == {"ok"}
+    assert max(row["attempt"] for row in rows) > 1

@@ -78,7 +78,7 @@ def test_a_pair_that_is_too_long_is_told(tmp_path: Path, checkpoint: Path) -> No
     model = {"path": str(checkpoint), "max_model_len": 8}
     said = {"yes": "!", "no": "?"}
     path = write_job(tmp_path, checkpoint, rows, "rerank", prompt=room, rerank=said, model=model)
-    assert run(path, REAL).exit_code == 0
+    assert run(path).exit_code == 0
     fit, long = table(path)
     assert (fit["status"], fit["prompt_tokens"], long["error_code"]) == ("ok", 8, "prompt_too_long")
     assert "shorten it, or raise model.max_model_len" in long["error_message"]
@@ -95,7 +95,7 @@ def ranks_of_the_page(folder: Path, section: str) -> list[Any]:
     """Run the job of a section of the page; what the page's query says of its result."""
     (folder / "job.yaml").write_text(fenced("yaml", section))
     (folder / "pairs.jsonl").write_text(fenced("json"))
-    assert run(folder / "job.yaml", REAL).exit_code == 0
+    assert run(folder / "job.yaml").exit_code == 0
     ranked = duckdb.sql(fenced("sql")).fetchall()
     assert [(row[0], row[3]) for row in ranked] == [
         (query, place) for query in ("How is stock made?", "What causes tides?") for place in (1, 2)

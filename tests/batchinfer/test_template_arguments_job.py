@@ -68,9 +68,6 @@ def test_arguments_of_all_rows_and_of_some_and_the_second_night(tmp_path: Path, 
     ]
     changed, _ = run(path, FAKE, off)
     assert (changed.row["computed_requests"], changed.row["reused_requests"]) == (4, 8)
-    rows[4]["think"] = True
-    job(tmp_path, model, rows, prompt={**JOB, **columns, "template_arguments": {"effort": "low"}})
-    assert run(path)[0].row["computed_requests"] == 1
     assert len(table(path)) == 12
 
 
@@ -155,32 +152,6 @@ def test_columns_of_parquet_and_of_csv(tmp_path: Path, model: Path) -> None:
     pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
     path = job(tmp_path, model, None, prompt=told, input={"path": "rows.parquet"})
     assert prompts(path) == ["off [T] Greet a", " Greet b", " Greet c"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("render_processes")
-def test_rows_with_hostile_arguments_cost_themselves_alone(tmp_path: Path, model: Path) -> None:
-    """Large ones, deep ones, and those that make the template print without end."""
-    deep: Any = 1
-    for _ in range(55):
-        deep = [deep]
-    kwargs: list[Any] = [
-        {"effort": "x" * 10_000_000}, {"effort": deep}, {"times": 10**9}, {"times": 10**15}, {"times": 30_000},
-        {"__class__": 1, "self": 2, "cycler": None}, {"effort": {"__class__": "<|im_end|>"}},
-    ]  # fmt: skip
-    source = (
-        CHAT
-        + "{% if times %}{{ messages[0].content * times }}{% for i in range(times) %}x{% endfor %}{% endif %}"
-    )
-    rows = [*(chat(str(at), chat_template_kwargs=one) for at, one in enumerate(kwargs)), chat("good")]
-    form = {"path": "in.jsonl", "format": "openai"}
-    path = job(tmp_path, model, rows, source, prompt=None, input=form, on_error={"max_error_rate": 0.9})
-    tell(path, chat_template="chat.jinja", truncate="left")
-    outcome, _ = run(path)
-    assert outcome.exit_code == 0
-    assert [row["error_code"] for row in table(path)] == [
-        "text_too_long", None, "template_memory", "template_memory", None, None, None, None,
-    ]  # fmt: skip
 
 
 def test_a_job_without_a_chat_template(tmp_path: Path, model: Path) -> None:

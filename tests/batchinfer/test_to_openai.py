@@ -40,10 +40,8 @@ def bodies(path: Path) -> list[dict[str, Any]]:
 
 def test_every_line_names_the_model_of_its_request(tmp_path, model):
     path = batch(tmp_path, model, chat("a"), completion("b"), chat("c", model="another"))
-    run(path, to(tmp_path / "first.jsonl"))
-    run(path, to(tmp_path / "second.jsonl", NO_ENGINE))
-    assert (tmp_path / "first.jsonl").read_bytes() == (tmp_path / "second.jsonl").read_bytes()
-    told = [(body["object"], body["model"]) for body in bodies(tmp_path / "first.jsonl")]
+    run(path, to(tmp_path / "out.jsonl"))
+    told = [(body["object"], body["model"]) for body in bodies(tmp_path / "out.jsonl")]
     assert told == [
         ("chat.completion", "gpt-4o-mini"),
         ("text_completion", "model"),

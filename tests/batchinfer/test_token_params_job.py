@@ -61,7 +61,7 @@ KINDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def test_answers_are_those_of_transformers(tmp_path: Path, real: Path) -> None:
-    """Rows with parameters of their own, beside rows without; a second run computes nothing."""
+    """Rows with parameters of their own, beside rows without."""
     model = AutoModelForCausalLM.from_pretrained(real, dtype=torch.float32).eval()
     rows = [{"ids": PROMPT[: 4 + n], **KINDS[n % len(KINDS)][0]} for n in range(2 * len(KINDS))]
     names = sorted({name for asked, _ in KINDS for name in asked})
@@ -75,7 +75,6 @@ def test_answers_are_those_of_transformers(tmp_path: Path, real: Path) -> None:
         assert [one["token_id"] for one in row["logprobs"]] == wanted
         found.add(row["generated_text"])
     assert len(found) > len(KINDS)
-    assert run(path, NO_ENGINE).exit_code == 0
 
 
 def test_a_token_that_the_model_lacks_is_an_error_row_or_a_mistake(tmp_path: Path, model: Path) -> None:

@@ -112,7 +112,7 @@ def test_earlier_calls_are_printed_in_every_form(tmp_path: Path, model: Path, fo
     assert prompts(path) == [f"user:hi assistant:{text} tool:7 "]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("calls", [
     "x",
     [3],

@@ -31,7 +31,6 @@ RIGHT: dict[str, Callable[[Place], object]] = {
     "a template that does without": lambda p: p.job(
         prompt="prompt: {user: \"{% if text == 'odd' %}{{ more }}{% else %}{{ text }}{% endif %}\"}"
     ),
-    "few bad rows": lambda p: (p.rows(*ROWS, b"{no"), p.job("on_error: {max_error_rate: 0.1}")),
     "a query": lambda p: p.job(input="input: {sql: select text from 'rows.jsonl'}"),
     "a text prompt without a chat template": lambda p: (without_template(p), p.job(prompt="prompt: {text: text}")),
 }  # fmt: skip
