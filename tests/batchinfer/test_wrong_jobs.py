@@ -14,7 +14,7 @@ import pytest
 
 from batchinfer.pipeline.workers.engine_entry import ENGINE
 from tests import warm_commands
-from tests.batchinfer.test_refused_jobs import without_template
+from tests.batchinfer.test_refused_jobs import other_job, without_template
 from tests.batchinfer.wrong_jobs import NO_ENGINE, ROWS, CliOf, Place, clear, environment
 from tests.checkpoints import edit_json
 from tests.examples import first_of
@@ -220,6 +220,16 @@ def test_accepted(place: Place, cli_of: CliOf) -> None:
     # ten bytes and no control token
     assert table["special"]["prompt_tokens"] == table["plain"]["prompt_tokens"]
     assert {path.name for path in place.folder.iterdir()} == {"in", "job.yaml", "model", "out", "rows.jsonl"}
+
+
+def test_another_jobs_result_is_replaced_when_asked_and_other_files_never(
+    place: Place, cli_of: CliOf
+) -> None:
+    other_job(place)
+    assert cli_of()("run", place.folder / "job.yaml", "--replace").code == 0
+    assert len(place.table()) == len(ROWS)
+    place.bytes(b"precious", "out/res/thesis.txt")
+    assert cli_of(NO_ENGINE)("run", place.folder / "job.yaml", "--replace").code == 73
 
 
 def test_the_input_changes_meanwhile(place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
