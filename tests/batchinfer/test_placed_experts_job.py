@@ -24,7 +24,7 @@ from tests.settings import has_cores
 pytestmark = pytest.mark.skipif(
     len(getattr(os, "sched_getaffinity", lambda _: (0, 1))(0)) < 2, reason="needs two cores"
 )
-MORE = 52
+MORE = 40
 OF_EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 8},

@@ -73,8 +73,8 @@ def asking_job(folder: Path, model: Path) -> Path:
     """Write a job some of whose rows have masks, or log-probabilities of answers or prompts: each is a call of all
     ranks."""
     folder.mkdir()
-    rows = [row | ASKED[number % len(ASKED)] for number, row in enumerate(rows_of(FEWER))]
-    sampling = {"max_tokens": 24, "from_columns": [name for one in ASKED for name in one]}
+    rows = [row | ASKED[number % len(ASKED)] for number, row in enumerate(rows_of(12))]
+    sampling = {"max_tokens": 16, "from_columns": [name for one in ASKED for name in one]}
     cut = {"max_error_rate": 1.0}  # answers under a schema
     return write_job(folder, model, rows, sampling=sampling, engine=ENGINE, on_error=cut)
 

@@ -115,16 +115,6 @@ def test_best_samples_are_chosen_by_their_own_tokens_alone() -> None:
     assert best(9, 4) == [0, 1, 2, 8]
 
 
-def test_the_prompt_of_samples_runs_once(tmp_path: Path, model: Path) -> None:
-    rows = [{"id": "r", "text": "a long word " * 20, "age": 1}]
-    outcome = run(job(tmp_path, model, rows, 8, engine={"device": "cpu"}), REAL)
-    (prompt,) = {row["prompt_tokens"] for row in table(tmp_path / "job.yaml")}
-    assert (outcome.row["rows"], outcome.row["computed_requests"]) == (8, 8)
-    assert outcome.row["prompt_tokens_run"] == prompt + 7, (
-        "the last token of a prompt runs for each of its samples"
-    )
-
-
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_samples(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,9 +183,6 @@ def test_the_next_night_computes_only_other_samples(tmp_path: Path, model: Path)
     write_job(tmp_path, model, rows, prompt=None, sampling={"n": 3})
     assert run(path, FAKE).row["computed_requests"] == 3
     assert [row["sample_index"] for row in table(path)] == [0, 1, 2, 0, 0, 1, 2]
-    write_job(tmp_path, model, [request("c", "y")], prompt=None)
-    assert run(path, NO_ENGINE).exit_code == 0
-    assert "sample_index" not in table(path)[0]
 
 
 def test_a_choice_that_failed_is_told_beside_the_others(

@@ -227,7 +227,7 @@ def test_rows_that_share_with_rows_far_away_wait_for_them(
     """Every fifth row has the same long beginning as one of the first rows: their prefixes would be computed twice.
     Where engines share none, there is nothing to wait for."""
     monkeypatch.setattr(waves, "MOST_AGAIN", 0.05)
-    long = [f"{n} " + "and so on " * 20 for n in range(120)]
+    long = [f"{n} " + "and so on " * 8 for n in range(120)]
     given = [{"id": str(n), "text": f"{long[n % 120]} {n}"} for n in range(ROWS)]
     notices: list[str] = []
     engine = {"enable_prefix_caching": shares}

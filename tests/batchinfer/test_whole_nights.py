@@ -114,11 +114,11 @@ def test_files_before_one_that_is_new_or_changed_are_taken_over(
             nights.run()
     nights.run()
     nights.write("c", [*rows[20:30], rows[2], rows[7] | {"id": "once more"}])
-    nights.check()
-    assert taken == [0, 22, 0], "the second run read nothing"
+    nights.run()
+    assert taken == [0, 22], "the second run read nothing"
     nights.write("b", rows[10:21])
     nights.check()
-    assert taken[3:] == [11, 0]
+    assert taken[2:] == [11, 0]
     nights.write("c", [row | {"age": "old"} for row in rows[20:30]])
     nights.check()
     assert taken[-2:] == [0, 0], "the column has texts now, in all rows"
@@ -241,8 +241,8 @@ def test_stretches_stay_few_however_many_nights_add_a_file(
         nights.run()
         assert len(list((nights.state / "kept").iterdir())) <= 2 + most + 1
     nights.write("3", people(24)[12:])
-    nights.check()
-    assert taken == [0, 4, 0, 12, 0], "of every other night they are put together"
+    nights.run()
+    assert taken == [0, 4, 0, 12], "of every other night they are put together"
 
 
 @pytest.mark.parametrize("step", [None, pytest.param(11, marks=pytest.mark.slow)])

@@ -26,7 +26,7 @@ def from_file(name: str, more: str = "") -> str:
 
 
 RIGHT: dict[str, Callable[[Place], object]] = {
-    "a column in a later row only": lambda p: (p.rows(*ROWS * 60, {"id": "last", "text": "x", "note": "y"}),
+    "a column in a later row only": lambda p: (p.rows(*ROWS * 30, {"id": "last", "text": "x", "note": "y"}),
         p.job(output="output: {path: out/res, columns: [note]}")),
     "a template that does without": lambda p: p.job(
         prompt="prompt: {user: \"{% if text == 'odd' %}{{ more }}{% else %}{{ text }}{% endif %}\"}"
