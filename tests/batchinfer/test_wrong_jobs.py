@@ -273,6 +273,7 @@ def test_the_disk_is_full(place: Place, cli_of: CliOf) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("render_processes")
 def test_a_template_that_never_ends(place: Place, cli_of: CliOf) -> None:
     loop = "".join(f"{{% for {name} in range(99999) %}}" for name in "ijk") + "{% endfor %}" * 3
     place.job(prompt=f"prompt: {{user: {json.dumps(loop + '{{ text }}')}}}")
