@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from batchinfer.input.prompts import render_worker
 from batchinfer.pipeline.workers.engine_entry import ENGINE
 from tests import warm_commands
 from tests.batchinfer.test_refused_jobs import other_job, without_template
@@ -274,7 +275,9 @@ def test_the_disk_is_full(place: Place, cli_of: CliOf) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("render_processes")
-def test_a_template_that_never_ends(place: Place, cli_of: CliOf) -> None:
+def test_a_template_that_never_ends(place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows in a row show it, which take 20 s each."""
+    monkeypatch.setattr(render_worker, "_HANGS_IN_A_ROW", 2)
     loop = "".join(f"{{% for {name} in range(99999) %}}" for name in "ijk") + "{% endfor %}" * 3
     place.job(prompt=f"prompt: {{user: {json.dumps(loop + '{{ text }}')}}}")
     ended = cli_of(NO_ENGINE)("run", place.folder / "job.yaml")
