@@ -105,6 +105,7 @@ CASES: list[tuple[dict[str, str | None], tuple[str, ...]]] = [
     ({"engine": "{device: cpu, kv_memory: 900000GiB}"}, ("engine.kv_memory", "is more than this machine has")),
     ({"model": "{path: model, max_model_len: 4096}"}, ("line 2", "model.max_model_len", "4096", "512")),
     ({"prompt": None}, ("prompt", "is missing")),
+    ({"sampling": "{from_columns: {temperature: warmth}}"}, ("sampling.from_columns", "no column 'warmth'")),
     # The checkpoint names no reasoning
     ({"sampling": "{thinking_budget: 5}"}, ("names no tokens around reasoning; name them in prompt.reasoning",)),
     ({"sampling": "{from_columns: [thinking_budget]}"}, ("sampling.from_columns: thinking_budget",)),
