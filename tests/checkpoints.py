@@ -13,76 +13,14 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    Cohere2Config,
-    Cohere2ForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    StableLmConfig,
-    StableLmForCausalLM,
-)
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "granite": (GraniteConfig, GraniteForCausalLM),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
-    "phi3": (Phi3Config, Phi3ForCausalLM),
-    "stablelm": (StableLmConfig, StableLmForCausalLM),
-    "gemma": (GemmaConfig, GemmaForCausalLM),
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
-    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "cohere": (CohereConfig, CohereForCausalLM),
-    "cohere2": (Cohere2Config, Cohere2ForCausalLM),
-    "gpt2": (GPT2Config, GPT2LMHeadModel),
-    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
-    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
-    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
-    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
-}
+FAMILIES = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "granite", "olmo2", "phi3"),
+    *("stablelm", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "gpt2", "gpt_neox", "gpt_oss"),
+    *("deepseek_v2", "deepseek_v3"),
+)
 HEADS_FILL_HIDDEN = ("stablelm", "cohere2", "gpt2", "gpt_neox")  # families that know no head_dim
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")  # heads of K and V are made of one latent
 NO_KV_HEADS = ("gpt2", "gpt_neox")  # families whose query heads have a KV head each
@@ -239,7 +177,6 @@ def make_checkpoint(
     weights are random too, and weights large enough that a slip in any of them changes the logits visibly.
     `shards` is the least number of weight files.
     """
-    config_class, model_class = FAMILIES[family]
     sizes: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": 48,
@@ -264,10 +201,12 @@ def make_checkpoint(
     if family in LATENT_FAMILIES:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     names = {name: RENAMED.get(family, {}).get(name, name) for name in sizes}
-    config = config_class(**{name: sizes[usual] for usual, name in names.items() if name is not None})
+    config = AutoConfig.for_model(
+        family, **{name: sizes[usual] for usual, name in names.items() if name is not None}
+    )
     config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(seed)
-    model = model_class(config).eval()
+    model: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
     randomise(model, seed, gemma="gemma" in family)
     cast_parameters(model, dtype)
     total = sum(p.numel() * p.element_size() for p in model.parameters())

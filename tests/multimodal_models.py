@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedModel
 
-from tests.checkpoints import BOS, EOS, FAMILIES, SPECIAL, VOCAB, randomise
+from tests.checkpoints import BOS, EOS, SPECIAL, VOCAB, randomise
 
 SINGLE = "model.safetensors"
 _TEXT = {
@@ -55,7 +55,7 @@ def make_multimodal(folder: Path, name: str, own_names: bool = False, **text: An
     stated = {**_TEXT, **heads, **SPECIAL.get(text_kind, {}), **text, "model_type": text_kind}
     default = AutoConfig.for_model(kind)
     config = type(default)(
-        text_config=FAMILIES[text_kind][0](**{k: v for k, v in stated.items() if k != "model_type"}),
+        text_config=AutoConfig.for_model(**stated),
         vision_config={**_VISION, **vision, "model_type": default.vision_config.model_type},
         image_token_index=5,
     )
