@@ -26,7 +26,7 @@ from tests.batchinfer.models.paged import run_paged
 from tests.batchinfer.models.parallel.parts import LOADING, load_part, run_sharded, run_stages
 from tests.batchinfer.models.parallel.test_sliced_reading import store
 from tests.batchinfer.models.test_calibrated_folder import calibrate
-from tests.batchinfer.models.test_logits import prompts_of, thinned
+from tests.batchinfer.models.test_logits import prompts_of
 from tests.checkpoints import FAMILIES, LATENT_FAMILIES, make_checkpoint
 from tests.lora_adapters import make_adapter
 from tests.thread_ranks import ThreadGroup, groups_of, of_ranks
@@ -70,9 +70,8 @@ def check_close(found: list[list[torch.Tensor]], wanted: list[torch.Tensor]) -> 
 
 
 @pytest.mark.sample(20)
-@pytest.mark.parametrize(
-    ("family", "size"), thinned([2, 4], [4], [name for name in FAMILIES if name not in NORMS_ALL_HEADS])
-)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NORMS_ALL_HEADS])
 def test_tensor_ranks(tmp_path: Path, family: str, size: int) -> None:
     """4 ranks and 2 KV heads: two ranks have the same ones."""
     checkpoint = made(tmp_path, family, vocab=261)
@@ -104,7 +103,8 @@ def test_experts_beside_tensor_ranks(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.sample(7)
-@pytest.mark.parametrize(("family", "dtype"), thinned([torch.float32, torch.bfloat16], [torch.bfloat16]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_stages_have_the_bits_of_one_model(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     """Of tied tables the first stage and the last one have one each."""
     tied = dtype == torch.bfloat16
