@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +14,21 @@ from batchinfer.models.ops.interface import Ops
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.step_tables import StepTables
+from tests.kernels.gpu.gluon_stand_in import Launcher
 
 DEVICE = torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")
 BLOCK, DIM = 8, 64
 SHAPE = AttentionShape(torch.float16, 4, 2, DIM)
+
+
+class Counted(Launcher):
+    """Runs a kernel in Gluon, and counts how often."""
+
+    launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.launches += 1
+        return super().__getitem__(grid)
 
 
 def step(lens: list[int], contexts: list[int], seed: int = 0) -> AttentionInputs:

@@ -16,25 +16,28 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
 
 import torch
+from triton.compiler.errors import CompilationError
 
 from batchinfer.engine.config import Agreed, alone
 from batchinfer.models.ops.interface import Ops
-from batchinfer.models.ops.prompts import flash_attention
+from batchinfer.models.ops.prompts import flash_attention, gluon
 from batchinfer.models.ops.prompts.contest import BUDGET_S, ROUNDS, prefill_contest
 from batchinfer.models.ops.prompts.flash_attention import FlashAttentionPrefill
 from batchinfer.models.ops.prompts.flashinfer import FlashInferPrefill
+from batchinfer.models.ops.prompts.gluon import GluonPrefill
 from batchinfer.models.ops.prompts.trial import LAYERS, PARTS, PromptSizes, Trial
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer.models.spec.spec import AttentionRules
+from batchinfer_kernels.gpu import hopper_prefill
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from tests.batchinfer.models.ops.prompts import flash_attention_stand_in, flashinfer_stand_in
 from tests.batchinfer.models.ops.prompts.flash_attention_stand_in import Forward
-from tests.batchinfer.models.ops.prompts.steps import BLOCK, DEVICE, DIM, SHAPE
+from tests.batchinfer.models.ops.prompts.steps import BLOCK, DEVICE, DIM, SHAPE, Counted
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
-SIZES = PromptSizes(tokens=40, longest=24, block_size=BLOCK)
-OURS, INFER, ATTENTION = "triton", "triton+flashinfer", "triton+flash-attn"
+SIZES = PromptSizes(tokens=10, longest=10, block_size=BLOCK)
+OURS, INFER, ATTENTION, GLUON = "triton", "triton+flashinfer", "triton+flash-attn", "triton+gluon"
 PLAIN, LOCAL = AttentionRules(), AttentionRules(6, 1.5, True)
 
 
@@ -61,6 +64,17 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Forward:
     forward = Forward()
     install(monkeypatch, infer=flashinfer_stand_in.stand_in(), forward=forward)
     return forward
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """Let our kernel in Gluon be for this device."""
+    if DEVICE.type == "cuda":
+        pytest.skip("what a GPU computes is compared in tests/kernels/gpu")
+    kernel = Counted(hopper_prefill, "_hopper_prefill_kernel", 0)
+    monkeypatch.setattr(hopper_prefill, "_hopper_prefill_kernel", kernel)
+    monkeypatch.setattr(gluon, "capability", lambda _: 9)
+    return kernel
 
 
 class Speeds:
@@ -105,7 +119,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> Speeds:
     return Speeds(monkeypatch)
 
 
-NEVER = {OURS: 2.0, INFER: 1.0, ATTENTION: 1.0}  # for those that are not timed
+NEVER = {OURS: 2.0, INFER: 1.0, ATTENTION: 1.0, GLUON: 1.0}  # for those that are not timed
 
 
 def test_the_fastest_is_chosen(both, speeds, caplog):
@@ -152,14 +166,6 @@ def test_what_another_engine_chose_and_is_not_here_is_a_warning(infer, speeds, c
     assert "FlashAttention-4 cannot be used here; batchinfer's own kernel reads prompts" in caplog.text
 
 
-def test_nothing_is_chosen_by_time_where_rows_must_not_depend_on_it(both, speeds):
-    def asked(_: object) -> str:
-        raise AssertionError("a choice was made by time")
-
-    shape = replace(SHAPE, deterministic=True)
-    assert speeds.chosen(NEVER, ops=TritonOps(shape), agreed=asked) == OURS
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("seconds", "rounds"), [(BUDGET_S, 1), (1e-6, ROUNDS)])
 def test_timing_ends_when_its_time_is_over(both, speeds, seconds, rounds):
@@ -175,52 +181,41 @@ def test_timing_ends_when_its_time_is_over(both, speeds, seconds, rounds):
 
 
 def test_steps_are_of_the_job_s_sizes():
-    ops, longer = TritonOps(SHAPE), PromptSizes(tokens=16, longest=70, block_size=BLOCK)
+    ops, sizes = TritonOps(SHAPE), PromptSizes(tokens=40, longest=24, block_size=BLOCK)
+    longer = PromptSizes(tokens=16, longest=70, block_size=BLOCK)
     whole, eighth, cut = (
-        Trial.timed(ops, sizes, part, DEVICE).inputs for sizes, part in ((SIZES, 1), (SIZES, 8), (longer, 1))
+        Trial.timed(ops, of, part, DEVICE).inputs for of, part in ((sizes, 1), (sizes, 8), (longer, 1))
     )
     assert (whole.query_lens, whole.context_lens) == ([24], [24])
     assert (eighth.query_lens, eighth.context_lens) == ([3] * 13, [3] * 13)
     assert (cut.query_lens, cut.context_lens) == ([16], [70])
-    few, most = (Trial.short(ops, SIZES, count, DEVICE).inputs for count in (1, 257))
+    few, most = (Trial.short(ops, sizes, count, DEVICE).inputs for count in (1, 257))
     assert (few.query_lens, most.query_lens) == ([2], [2] * 20)
 
 
-REFUSED = {
-    "FlashInfer is installed and not used: engine.deterministic is true": replace(SHAPE, deterministic=True),
-    "FlashAttention-4 is installed and not used: engine.deterministic is true": replace(SHAPE, deterministic=True),
-    "FlashAttention-4 is installed and not used: it has no kernels for float32": replace(SHAPE, dtype=torch.float32),
-    "FlashInfer is installed and not used: it has no kernels for heads of 72": replace(SHAPE, head_dim=72),
-    "FlashAttention-4 is installed and not used: it has no kernels for heads of 72": replace(SHAPE, head_dim=72),
-}  # fmt: skip
+HEADS = "is installed and not used: it has no kernels for heads of 72"
+NEVER_SAME = "is installed and not used: engine.deterministic is true"
+OTHERS = (
+    "is installed and not used: every layer has an attention that it does not compute, or codes in its cache"
+)
+RULED_OUT: list[tuple[AttentionShape, dict[AttentionRules, int], tuple[str, ...]]] = [
+    (replace(SHAPE, deterministic=True), {PLAIN: 2}, (f"FlashInfer {NEVER_SAME}", f"FlashAttention-4 {NEVER_SAME}")),
+    (replace(SHAPE, dtype=torch.float32), {LOCAL: 2}, ("not used: it has no kernels for float32",)),
+    (replace(SHAPE, head_dim=72), {PLAIN: 2}, (f"FlashInfer {HEADS}", f"FlashAttention-4 {HEADS}")),
+    (replace(SHAPE, latent=True), {PLAIN: 2}, ("keeps latents",)),
+    (AttentionShape(torch.float16, 4, 2, DIM, causal=False), {PLAIN: 2}, ()),
+    (SHAPE, {}, (f"FlashInfer {OTHERS}", f"FlashAttention-4 {OTHERS}")),
+    (SHAPE, {AttentionRules(codes="int8"): 3}, (f"FlashInfer {OTHERS}", f"FlashAttention-4 {OTHERS}")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_what_rules_a_library_out_is_logged(both, speeds, caplog, reason):
+@pytest.mark.parametrize(("shape", "layers", "reasons"), RULED_OUT)
+def test_what_rules_a_library_out_is_logged(both, speeds, caplog, shape, layers, reasons):
+    """Nothing is timed then."""
     caplog.set_level(logging.INFO)
-    assert speeds.chosen(NEVER, ops=TritonOps(REFUSED[reason])) == OURS
-    assert reason in caplog.text
-    assert speeds.calls == []
-
-
-def test_models_that_no_library_covers_are_not_timed(both, speeds, caplog):
-    caplog.set_level(logging.INFO)
-    assert speeds.chosen(NEVER, ops=TritonOps(replace(SHAPE, latent=True))) == OURS
-    assert "keeps latents" in caplog.text
-    encoder = TritonOps(AttentionShape(torch.float16, 4, 2, DIM, causal=False))
-    assert speeds.chosen(NEVER, ops=encoder) == OURS
-    assert speeds.chosen(NEVER, {}) == OURS
-    assert (
-        caplog.text.count("every layer has an attention that it does not compute, or codes in its cache") == 2
-    )
+    assert speeds.chosen(NEVER, layers, TritonOps(shape)) == OURS
+    assert all(reason in caplog.text for reason in reasons)
     assert speeds.chosen(NEVER, ops=TorchOps()) == "torch"
-    assert speeds.calls == []
-
-
-def test_codes_are_for_none_of_the_libraries(both, speeds, caplog):
-    caplog.set_level(logging.INFO)
-    assert speeds.chosen(NEVER, {AttentionRules(codes="int8"): 3}) == OURS
-    assert caplog.text.count("or codes in its cache") == 2
     assert speeds.calls == []
 
 
@@ -228,6 +223,34 @@ def test_windows_alone_are_for_flash_attention(both, speeds, caplog):
     caplog.set_level(logging.INFO)
     assert speeds.chosen(NEVER, {LOCAL: 3}) == ATTENTION
     assert "FlashInfer is installed and not used: every layer has an attention that it" in caplog.text
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(1.0, GLUON), (3.0, OURS)])
+def test_our_kernel_in_gluon_is_taken_where_it_is_faster(hopper, speeds, caplog, seconds, chosen):
+    caplog.set_level(logging.INFO)
+    took = {OURS: 2.0, GLUON: seconds}
+    assert speeds.chosen(took) == chosen
+    assert "batchinfer's kernel in triton's Gluon" in caplog.text
+    launched = hopper.launches
+    assert launched > 0
+    assert speeds.chosen(took, ops=TritonOps(replace(SHAPE, deterministic=True))) == OURS
+    assert hopper.launches == launched
+
+
+def _no_such_layout(*_: object, **__: object) -> None:
+    raise CompilationError("def kernel(): ...", None, "no such layout")
+
+
+@pytest.mark.parametrize("wrong", ["results", "language"])
+def test_a_kernel_in_gluon_that_does_not_work_is_a_warning(hopper, speeds, monkeypatch, caplog, wrong):
+    """Another version's Gluon may be another language; its error is no RuntimeError."""
+    if wrong == "results":
+        monkeypatch.setattr(GluonPrefill, "run", lambda *args: args[5].zero_())
+    else:
+        monkeypatch.setattr(hopper_prefill, "hopper_prefill", _no_such_layout)
+    assert speeds.chosen(NEVER, {AttentionRules(codes="fp8"): 1}) == OURS
+    assert "another version of triton may help" in caplog.text
+    assert ("the kernel does not compile" in caplog.text) == (wrong == "language")
 
 
 def test_without_the_packages_nothing_is_said(monkeypatch, speeds, caplog):
