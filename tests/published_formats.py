@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.checkpoints import edit_json, make_checkpoint
+from tests.checkpoints import edit_json, kept_folder, make_checkpoint
 from tests.packed_weights import SINGLE
 
 SIZES = {
@@ -489,3 +490,10 @@ def make_published(folder: Path, plain: Path, name: str, **sizes: int) -> PreTra
         header["tensor_names"] = json.dumps([*stored])
     save_file(packed, folder / SINGLE, metadata=header)
     return type(model).from_pretrained(plain, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+@cache
+def published(name: str) -> tuple[Path, PreTrainedModel]:
+    """Return a folder with `packed` and `plain` of `make_published`, which nobody may change, and the model."""
+    folder = kept_folder()
+    return folder, make_published(folder / "packed", folder / "plain", name)
