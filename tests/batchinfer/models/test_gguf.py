@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from batchinfer.models.gguf.architectures import ARCHITECTURES
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.spec.parameters import SCALES, ZEROS
 from tests.batchinfer.models.test_logits import check_logits
-from tests.checkpoints import ROPES
+from tests.checkpoints import ROPES, kept_folder
+from tests.examples import examples
 from tests.gguf_files import ARCHS, make_gguf
 
 MIXED = (Type.Q4_0, Type.Q8_0, Type.F32, Type.Q6_K, Type.Q4_K)
@@ -34,6 +36,7 @@ KINDS = (
     *(Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS),
     Type.MXFP4,
 )
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}  # where no type has blocks of 256
 
 
 @pytest.mark.parametrize("family", ARCHS)
@@ -56,8 +59,8 @@ def test_logits_of_every_type(tmp_path: Path, first: int) -> None:
 
 @pytest.mark.parametrize("rope", ["linear", "yarn"])
 def test_scaled_rotations(tmp_path: Path, rope: str) -> None:
-    model = make_gguf(tmp_path / "x.gguf", tmp_path / "plain", "qwen2", rope=rope)
-    check_logits(tmp_path / "x.gguf", model)
+    model = make_gguf(tmp_path / "x.gguf", tmp_path / "plain", "qwen2", rope=rope, **SMALL)
+    check_logits(tmp_path / "x.gguf", model, lengths=(17, 100))
 
 
 def test_experts_in_one_tensor_are_read_from_several(tmp_path: Path) -> None:
@@ -66,7 +69,7 @@ def test_experts_in_one_tensor_are_read_from_several(tmp_path: Path) -> None:
     model = make_gguf(
         tmp_path / "x.gguf", tmp_path / "plain", "gpt_oss", (Type.MXFP4, Type.Q8_0, Type.F16), rope=rope
     )
-    found = check_logits(tmp_path / "x.gguf", model)
+    found = check_logits(tmp_path / "x.gguf", model, lengths=(17, 100))
     assert found.parameters == inspect(tmp_path / "plain").parameters
     content = (tmp_path / "x.gguf").read_bytes()
     (tmp_path / "y.gguf").write_bytes(content.replace(b"ffn_up_exps.bias", b"ffn_up_exps.bios"))
@@ -89,7 +92,7 @@ def test_rotations_of_llama_3_are_stored_as_a_tensor(tmp_path: Path) -> None:
         rope="llama3",
         factors={"rope_freqs.weight": factors},
     )
-    checkpoint = check_logits(tmp_path / "x.gguf", model)
+    checkpoint = check_logits(tmp_path / "x.gguf", model, lengths=(17, 100))
     assert checkpoint.spec.content_roots(512).is_single
 
 
@@ -117,7 +120,7 @@ def test_long_rotations(tmp_path: Path, beyond: bool) -> None:
     found, plain = (inspect(tmp_path / name) for name in ("x.gguf", "plain"))
     assert found.spec.layers[0].attention == plain.spec.layers[0].attention
     if not beyond:
-        check_logits(tmp_path / "x.gguf", model)
+        check_logits(tmp_path / "x.gguf", model, lengths=(17, 100))
 
 
 def test_the_parts_of_a_model_are_read_together(tmp_path: Path) -> None:
@@ -134,7 +137,9 @@ def test_the_parts_of_a_model_are_read_together(tmp_path: Path) -> None:
 
 def test_the_fingerprint_is_that_of_the_whole_file(tmp_path: Path) -> None:
     for name, base in (("a", 10_000.0), ("b", 10_000.0), ("c", 20_000.0)):
-        make_gguf(tmp_path / f"{name}.gguf", tmp_path / "plain", "llama", metadata={"rope.freq_base": base})
+        make_gguf(
+            tmp_path / f"{name}.gguf", tmp_path / "plain", "llama", metadata={"rope.freq_base": base}, **SMALL
+        )
     first, same, other = (open_checkpoint(tmp_path / f"{name}.gguf").fingerprint({}) for name in "abc")
     assert first == same != other
 
@@ -174,6 +179,14 @@ def _zero_scales(file: Path) -> None:
     file.write_bytes(content)
 
 
+@cache
+def content_of(kind: Type) -> bytes:
+    """Return a Llama whose matrices are of one type."""
+    folder = kept_folder()
+    make_gguf(folder / "x.gguf", folder / "plain", "llama", (kind,))
+    return (folder / "x.gguf").read_bytes()
+
+
 def _edited(file: Path, at: int, new: bytes) -> None:
     content = bytearray(file.read_bytes())
     content[at : at + len(new)] = new
@@ -199,19 +212,23 @@ WRONG: list[tuple[Callable[[Path], Any], str]] = [
 
 @pytest.mark.parametrize(("change", "text"), WRONG)
 def test_damaged_files_are_refused(tmp_path: Path, change: Callable[[Path], Any], text: str) -> None:
-    make_gguf(tmp_path / "x.gguf", tmp_path / "plain", "llama", (Type.Q8_0,))
+    (tmp_path / "x.gguf").write_bytes(content_of(Type.Q8_0))
     change(tmp_path / "x.gguf")
     with pytest.raises(JobFileError, match=rf"x\.gguf.*{text}"):
         open_checkpoint(tmp_path / "x.gguf")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(100, 300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_whatever_a_header_says_it_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
     original = tmp_path / "x.gguf"
     if not original.exists():
-        make_gguf(original, tmp_path / "plain", "llama", (Type.Q4_K,))
-    content = bytearray(original.read_bytes())
+        original.write_bytes(content_of(Type.Q4_K))
+    content = bytearray(content_of(Type.Q4_K))
     header = min(tensor.start for tensor in read_header(original).tensors.values())
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, header - 1))] = data.draw(st.integers(0, 255))
@@ -227,7 +244,7 @@ def test_whatever_a_header_says_it_is_read_or_refused(tmp_path: Path, data: st.D
         ({"general.type": "adapter"}, "holds no model, but what general.type calls 'adapter'"),
         ({"block_count": None}, "block_count is missing; wanted an integer from 1"),
         ({"attention.head_count": "four"}, "attention.head_count is 'four'; wanted an integer"),
-        ({"attention.value_length": 32}, "attention.value_length is 32; wanted 64, as attention.key_length"),
+        ({"attention.value_length": 32}, "attention.value_length is 32; wanted 16, as attention.key_length"),
         ({"attention.head_count_kv": [2, 1]}, r"attention.head_count_kv is \[2, 1\]; wanted an integer"),
         ({"rope.scaling.type": "dynamic"}, "rope.scaling.type is 'dynamic'; wanted none, linear or yarn"),
         ({"attention.causal": False}, "attention.causal is false, which is no decoder"),
@@ -236,13 +253,13 @@ def test_whatever_a_header_says_it_is_read_or_refused(tmp_path: Path, data: st.D
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, metadata: dict[str, Any], text: str) -> None:
-    make_gguf(tmp_path / "x.gguf", tmp_path / "plain", "llama", metadata=metadata)
+    make_gguf(tmp_path / "x.gguf", tmp_path / "plain", "llama", metadata=metadata, **SMALL)
     with pytest.raises(JobFileError, match=text):
         open_checkpoint(tmp_path / "x.gguf")
 
 
 def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
-    make_gguf(tmp_path / "x.gguf", tmp_path / "plain", "llama", (Type.TQ1_0,))
+    (tmp_path / "x.gguf").write_bytes(content_of(Type.TQ1_0))
     with pytest.raises(
         JobFileError, match=r"the tensor .* as ggml type 34, which is not read.*Q4_K_M or Q8_0"
     ):
@@ -251,7 +268,7 @@ def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
 
 def test_a_folder_of_several_models_is_refused(tmp_path: Path) -> None:
     for name in ("tiny-Q4_K_M", "tiny-Q8_0", "mmproj-tiny"):
-        make_gguf(tmp_path / f"{name}.gguf", tmp_path / "plain", "llama")
+        make_gguf(tmp_path / f"{name}.gguf", tmp_path / "plain", "llama", **SMALL)
     with pytest.raises(JobFileError, match=r"holds 2 models in GGUF: tiny-Q4_K_M\.gguf, tiny-Q8_0\.gguf"):
         open_checkpoint(tmp_path)
     (tmp_path / "tiny-Q8_0.gguf").unlink()
