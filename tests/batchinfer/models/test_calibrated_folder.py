@@ -85,39 +85,6 @@ def outlying(folder: Path, family: str) -> None:
         save_file(stored, path, metadata={"format": "pt"})
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_of_the_model_before_are_told_how_channels_were_changed(
-    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An adapter that is the weight itself becomes the weight that is rounded; an outlier is smoothed, too."""
-    outlying(tmp_path / "plain", family)
-    changed: list[Tensor] = []
-
-    def watched(weight: Tensor, *others: Any) -> Tensor:
-        changed.append(weight.clone())
-        return codes_with_feedback(weight, *others)
-
-    monkeypatch.setattr("batchinfer.models.calibration.layer.codes_with_feedback", watched)
-    layers, _ = calibrate(tmp_path / "plain", tmp_path / "int4", marks=True)
-    checkpoint, factors = inspect_checkpoint(tmp_path / "plain"), ChannelFactors.of(tmp_path / "int4")
-    before, moved = CheckpointWeights(checkpoint, torch.float32, "cpu"), 0
-    for index, layer in enumerate(layers):
-        own = before.layer(index)
-        own_linears = [linear for linear in layer.spec.linears if not linear.experts]
-        rounded = [linear for linear in own_linears if linear.stored]
-        others = [linear for linear in own_linears if not linear.stored]
-        after = [*(changed.pop(0) for _ in rounded), *(layer.weights[one.name] for one in others)]
-        for linear, weight in zip([*rounded, *others], after, strict=True):
-            a, b = factors.changed(index, linear.name, torch.eye(linear.inputs), own[linear.name].float())
-            torch.testing.assert_close(b @ a, weight, rtol=1e-4, atol=1e-6)
-            moved += not torch.equal(b @ a, own[linear.name])
-    assert moved >= 4
-    same = torch.eye(SIZES["hidden_size"])
-    of_stage = factors.of_layers((1, 2)).changed(0, "o", same, same)
-    assert all(map(torch.equal, of_stage, factors.changed(1, "o", same, same)))
-
-
 def index_of(folder: Path) -> dict[str, str]:
     """Which file has each tensor."""
     found: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -134,6 +101,7 @@ def dequantised(folder: Path, to: Path) -> Path:
         module = name.removesuffix("_packed")
         words, scales, shape = (stored.pop(module + end) for end in ("_packed", "_scale", "_shape"))
         codes = torch.stack([(words >> 4 * place & 15) - 8 for place in range(8)], -1).flatten(1)
+        assert (words.dtype, shape.dtype) == (torch.int32, torch.int64)
         assert list(codes.shape) == shape.tolist()
         stored[module] = (codes.view(*scales.shape, -1) * scales.float()[..., None]).flatten(1)
     save_file(stored, to / SINGLE, metadata={"format": "pt"})
@@ -142,36 +110,84 @@ def dequantised(folder: Path, to: Path) -> Path:
     return to
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_computes_what_transformers_makes_of_it(tmp_path: Path, family: str) -> None:
+def test_it_computes_what_transformers_makes_of_it(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outlying(tmp_path / "plain", family)
-    layers, loss = calibrate(tmp_path / "plain", tmp_path / "int4")
+    changed: list[Tensor] = []
+
+    def watched(weight: Tensor, *others: Any) -> Tensor:
+        changed.append(weight.clone())
+        return codes_with_feedback(weight, *others)
+
+    monkeypatch.setattr("batchinfer.models.calibration.layer.codes_with_feedback", watched)
+    layers, loss = calibrate(tmp_path / "plain", tmp_path / "int4", marks=True)
     model = AutoModelForCausalLM.from_pretrained(
         dequantised(tmp_path / "int4", tmp_path / "reference"), attn_implementation="eager"
     )
-    check_logits(tmp_path / "int4", model.float().eval())
+    check_logits(tmp_path / "int4", model.float().eval(), lengths=(1, 17, 63))
     assert loss is not None
     assert 0 < loss.kl < 10
-    config = json.loads((tmp_path / "int4" / "config.json").read_text())
+    check_names(tmp_path / "int4", model)
+    check_weights(tmp_path / "int4", layers, family)
+    check_factors(tmp_path, layers, changed)
+
+
+def check_names(folder: Path, model: Any) -> None:
+    """Engines compress every linear layer that is not named: also a head that no tensor is stored for, and routers,
+    which are linear layers in some engines."""
     plain = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    packed = {name.removesuffix(".weight_packed") for name in index_of(tmp_path / "int4") if "packed" in name}
-    # Every other linear layer is named: engines compress all that are not, also a head that no tensor is stored for
-    ignored = set(config["quantization_config"]["ignore"])
+    stored = index_of(folder)
+    packed = {name.removesuffix(".weight_packed") for name in stored if "packed" in name}
+    routers = {name.removesuffix(".weight") for name in stored if name.endswith(".gate.weight")}
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]
+    ignored, group = set(said["ignore"]), said["config_groups"]["group_0"]
+    assert routers <= ignored
     assert not ignored & packed
     assert {name for name in packed if ".experts." not in name} == plain - ignored
-    stored = inspect_checkpoint(tmp_path / "int4").held_for("int4")
+    assert (said["quant_method"], said["format"]) == ("compressed-tensors", "pack-quantized")
+    assert (said["quantization_status"], group["targets"]) == ("compressed", ["Linear"])
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    assert wanted.items() <= group["weights"].items()
+
+
+def check_weights(folder: Path, layers: list[RoundedLayer], family: str) -> None:
+    """What was rounded is read as codes, and the rest in the dtype of the checkpoint."""
+    stored = inspect_checkpoint(folder).held_for("int4")
     read = CheckpointWeights(stored, torch.float32, "cpu")
     for index, layer in enumerate(layers):
-        found = read.layer(index)
         named = {linear.name for linear in layer.spec.linears if linear.stored}
         assert named
         assert {linear.name for linear in stored.spec.layers[index].linears if linear.stored} == named
         whole = family in ("mixtral", "qwen2_moe")
         assert (GATE_UP in named, DOWN in named) == (whole, whole)
         dtype = FAMILIES[family].get("dtype", torch.float32)
-        for name, value in found.items():
+        for name, value in read.layer(index).items():
             wanted = layer.weights[name]
             assert torch.equal(value, wanted if name in named else wanted.to(dtype).float())
+
+
+def check_factors(folder: Path, layers: list[RoundedLayer], changed: list[Tensor]) -> None:
+    """Adapters of the model before are told how channels were changed: one that is the weight itself becomes the
+    weight that is rounded; an outlier is smoothed, too."""
+    checkpoint, factors = inspect_checkpoint(folder / "plain"), ChannelFactors.of(folder / "int4")
+    before, moved = CheckpointWeights(checkpoint, torch.float32, "cpu"), 0
+    for index, layer in enumerate(layers):
+        own = before.layer(index)
+        own_linears = [linear for linear in layer.spec.linears if not linear.experts]
+        rounded = [linear for linear in own_linears if linear.stored]
+        others = [linear for linear in own_linears if not linear.stored]
+        after = [*(changed.pop(0) for _ in rounded), *(layer.weights[one.name] for one in others)]
+        for linear, weight in zip([*rounded, *others], after, strict=True):
+            a, b = factors.changed(index, linear.name, torch.eye(linear.inputs), own[linear.name].float())
+            torch.testing.assert_close(b @ a, weight, rtol=1e-4, atol=1e-6)
+            moved += not torch.equal(b @ a, own[linear.name])
+    assert moved >= 4
+    same = torch.eye(SIZES["hidden_size"])
+    of_stage = factors.of_layers((1, 2)).changed(0, "o", same, same)
+    assert all(map(torch.equal, of_stage, factors.changed(1, "o", same, same)))
 
 
 def test_layers_that_no_group_divides_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,35 +213,3 @@ def test_layers_that_no_group_divides_are_named(tmp_path: Path, monkeypatch: pyt
     assert all(".experts." in name for name in matrices)
     assert matrices <= ignored
     assert not packed & ignored
-
-
-def test_experts_are_named_as_published_checkpoints_name_them(tmp_path: Path) -> None:
-    """As llm-compressor writes a Qwen3 MoE: each expert's projections are packed one by one, routers and the head are
-    left and named, since engines whose routers are linear layers would look for their codes."""
-    make_checkpoint(tmp_path / "plain", "qwen3_moe", **{**SIZES, "moe_intermediate_size": 32})
-    calibrate(tmp_path / "plain", tmp_path / "int4")
-    config = json.loads((tmp_path / "int4" / "config.json").read_text())
-    stored: dict[str, Tensor] = {}
-    for path in sorted((tmp_path / "int4").glob("*.safetensors")):
-        stored |= load_file(path)
-    hidden, layers = config["hidden_size"], range(config["num_hidden_layers"])
-    experts = 6
-    for layer in layers:
-        for expert in range(experts):
-            for name, outputs, inputs in (("gate", 32, hidden), ("up", 32, hidden), ("down", hidden, 32)):
-                module = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj"
-                words, scales, shape = (
-                    stored[f"{module}.weight_{end}"] for end in ("packed", "scale", "shape")
-                )
-                assert (words.dtype, words.shape) == (torch.int32, (outputs, inputs // 8))
-                assert scales.shape == (outputs, inputs // 32)
-                assert (shape.dtype, shape.tolist()) == (torch.int64, [outputs, inputs])
-                assert f"{module}.weight" not in stored
-    said = config["quantization_config"]
-    assert {f"model.layers.{layer}.mlp.gate" for layer in layers} | {"lm_head"} <= set(said["ignore"])
-    assert (said["quant_method"], said["format"]) == ("compressed-tensors", "pack-quantized")
-    assert said["quantization_status"] == "compressed"
-    group = said["config_groups"]["group_0"]
-    assert group["targets"] == ["Linear"]
-    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    assert wanted.items() <= group["weights"].items()
