@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.models.checkpoint.config import load_config, parse_config
@@ -182,45 +180,3 @@ def test_malformed_json(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(JobFileError, match=message):
         load_config(tmp_path)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=8,
-)
-KEYS = [
-    *raw_config(),
-    *("head_dim", "tie_word_embeddings", "hidden_act", "attention_bias", "mlp_bias", "eos_token_id"),
-    *("bos_token_id", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "architectures"),
-    *("partial_rotary_factor", "original_max_position_embeddings", "quantization_config"),
-]
-ROPE_KEYS = (
-    *("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate"),
-    *("attention_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings"),
-)
-ROPE = st.fixed_dictionaries(
-    {"rope_type": st.sampled_from(["default", "linear", "llama3", "yarn", "dynamic"])},
-    optional={key: st.integers(-1, 100) | st.floats() | JSON for key in ROPE_KEYS},
-)
-
-
-@given(
-    family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
-    changes=st.dictionaries(st.sampled_from(KEYS), st.integers(-2, 9000) | JSON, max_size=4),
-    rope=st.none() | ROPE,
-    generation=st.dictionaries(st.sampled_from(["eos_token_id", "top_p"]), JSON, max_size=2),
-)
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_json_parses_or_is_refused(
-    family: str, changes: dict[str, Any], rope: dict[str, Any] | None, generation: dict[str, Any]
-) -> None:
-    raw = {**raw_config(family), "rope_scaling": rope, **changes}
-    try:
-        config = parse(raw, generation)
-    except JobFileError:
-        return
-    assert len(config.windows) == len(config.layers)
-    assert config.attention.head_dim % 2 == 0
-    assert all(0 <= i < 2**31 for i in config.eos_token_ids)

@@ -114,12 +114,6 @@ ENTRY = st.fixed_dictionaries(
 )
 
 
-@given(st.binary(max_size=200))
-@ANY_BYTES
-def test_any_bytes(tmp_path: Path, content: bytes) -> None:
-    check_read(tmp_path / "x.safetensors", content)
-
-
 @given(
     st.dictionaries(st.text(max_size=5), ENTRY | st.none() | st.text(max_size=5), max_size=3),
     st.integers(0, 40),

@@ -228,8 +228,7 @@ def test_logits_that_are_no_numbers(own: Path) -> None:
         source.load(source.choose_ops(PLACE), PLACE)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["phi", "opt"])
+@pytest.mark.parametrize(("kind", "dtype"), [("phi", torch.bfloat16), ("opt", torch.float16)])
 def test_half_precision_passes_the_check(kind: str, dtype: torch.dtype) -> None:
     source = make(kind).source
     place = Arithmetic(dtype, torch.device("cpu"))
@@ -313,13 +312,14 @@ def test_the_engine_takes_either() -> None:
 
 def test_costs_count_active_experts() -> None:
     """Two of four experts of a layer, and all that every token passes."""
-    spec = make("olmoe").checkpoint.spec
+    checkpoint = make("olmoe").checkpoint
+    spec = checkpoint.spec
     hidden, inner, layers = 48, 64, 3
     attention = hidden * 12 * (4 + 2 + 2) + 4 * 12 * hidden
     experts = 2 * 3 * hidden * inner + hidden * 4  # chosen ones, and the router
     assert spec.active == pytest.approx(layers * (attention + experts), rel=0.01)
     assert spec.head == 260 * hidden
-    cost = make("olmoe").checkpoint.cost(4, 4)
+    cost = checkpoint.cost(4, 4)
     assert cost.kv_bytes(1) == 4 * layers * 2 * 2 * 12
     assert cost.active_parameters == spec.active
 

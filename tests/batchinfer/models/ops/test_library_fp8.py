@@ -42,6 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lane
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes long for thousands."""
     monkeypatch.setattr(contests, "ROWS", (4, 8, 16, 32))
+    monkeypatch.setattr(contests, "ROUNDS", 2)
 
 
 @pytest.fixture

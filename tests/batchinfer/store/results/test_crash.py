@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from batchinfer.core.errors import StorageError
 from batchinfer.filesystem.durable import FileOps
 from batchinfer.filesystem.location import Location
 from batchinfer.store.results.verify import verify_result
+from tests import warm_commands
 from tests.batchinfer.filesystem.failing_ops import FailingOps
 from tests.batchinfer.store.results import crash_clean, crash_job
 from tests.examples import everything
@@ -25,26 +25,20 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((folder / "res").iterdir())}
 
 
+Undisturbed = tuple[dict[str, bytes], dict[str, bytes], int]
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], dict[str, bytes], int]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The older result, the newer one, and how many operations the job makes."""
     folder = tmp_path_factory.mktemp("undisturbed")
     index = crash_job.prepare(folder)
     older = contents(folder)
     counting = FailingOps()
     crash_job.run_job(folder, index, counting)
-    return older, contents(folder), counting.count
-
-
-Undisturbed = tuple[dict[str, bytes], dict[str, bytes], int]
-
-
-def test_the_job_makes_every_kind_of_operation(tmp_path: Path) -> None:
-    index = crash_job.prepare(tmp_path)
-    counting = FailingOps()
-    crash_job.run_job(tmp_path, index, counting)
     made = {entry.split()[0] for entry in counting.log}
     assert {"open", "write", "fsync", "close", "rename", "exchange", "mkdir", "touch", "fsync_folder"} <= made
+    return older, contents(folder), counting.count
 
 
 @pytest.mark.sample(1)
@@ -98,7 +92,7 @@ def _killed_by(script: str, root: Path, numbers: range, threads: int | None = No
     module = f"tests.batchinfer.store.results.{script}"
     command = [sys.executable, "-m", module, str(root), str(numbers.stop), str(numbers.step)]
     command += [] if threads is None else [str(threads)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    done = warm_commands.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{number} killed" for number in numbers]
 

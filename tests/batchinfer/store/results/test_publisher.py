@@ -135,9 +135,9 @@ def test_a_passthrough_column_cannot_take_one_of_our_names() -> None:
 
 
 def test_equal_rows_give_equal_bytes_however_they_were_computed(tmp_path: Path) -> None:
-    rows = mixed_rows(9000, distinct=700)
+    rows = mixed_rows(5000, distinct=300)
     keys = keys_in(rows)
-    spec = PublishSpec("job", "1" * 64, (), 1, 5000)
+    spec = PublishSpec("job", "1" * 64, (), 1, 4500)
     published(
         tmp_path / "a", write_index(tmp_path / "xa", rows), [answer(key) for key in keys], spec, threads=1
     )
@@ -317,7 +317,7 @@ def test_a_reader_never_sees_a_mixture(tmp_path: Path) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        for turn in range(10):
+        for turn in range(6):
             published(tmp_path, indexes[(turn + 1) % 2], [])
     finally:
         stop.set()
