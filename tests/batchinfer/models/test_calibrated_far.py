@@ -19,7 +19,7 @@ from tests.examples import first_of
 
 
 def calibrate(model: Path, folder: Path, device: torch.device) -> Loss:
-    checkpoint, samples = inspect_checkpoint(model), (sequences(5, 1), sequences(2, 2))
+    checkpoint, samples = inspect_checkpoint(model), (sequences(3, 1, 16), sequences(2, 2, 16))
     folder.mkdir()
     search = Search(checkpoint, ValueOps(), torch.float32, samples, device, marks=True)
     written = CalibratedFolder(folder, checkpoint, 32, True)
