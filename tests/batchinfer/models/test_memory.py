@@ -38,9 +38,9 @@ print((peak() - before) / checkpoint.weight_bytes)
 @pytest.mark.parametrize(
     ("shards", "dtype", "limit"),
     [
-        (4, "bfloat16", 0.8),
-        pytest.param(1, "float32", 1.3, marks=pytest.mark.slow),
-        pytest.param(4, "float32", 1.3, marks=pytest.mark.slow),
+        (4, "bfloat16", 1.2),
+        pytest.param(1, "float32", 1.6, marks=pytest.mark.slow),
+        pytest.param(4, "float32", 1.6, marks=pytest.mark.slow),
     ],
 )
 def test_peak_while_loading(tmp_path: Path, shards: int, dtype: str, limit: float) -> None:
