@@ -58,95 +58,45 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
-ALTERNATING: dict[str, Any] = {
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "num_hidden_layers": 3,
-}
+ALTERNATING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+# Model types whose configurations are made with SMALL alone
+_PLAIN = (
+    *("apertus", "arcee", "aria_text", "beam", "biogpt", "bitnet", "ctrl", "cwm", "dots1", "ernie4_5"),
+    *("ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma4_unified_text", "glm", "glm4"),
+    *("glm4_moe", "gpt_bigcode", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"),
+    *("helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3"),
+    *("iquestcoder", "jais2", "kolibri1", "laguna", "mellum", "mimo_v2_flash", "minimax_m2"),
+    *("ministral3", "nanochat", "nemotron", "olmo", "olmoe", "opt", "persimmon", "phi", "phimoe"),
+    *("seed_oss", "smollm3", "solar_open", "starcoder2"),
+)
 # Model type → what its configuration is made with beside SMALL. Each gives transformers' own greedy tokens.
 RUNS: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in _PLAIN},
     "afmoe": ALTERNATING,
-    "apertus": {},
-    "arcee": {},
-    "aria_text": {},
     "axk1": LATENT,
-    "beam": {},
-    "biogpt": {},
-    "bitnet": {},
     "cohere2_moe": ALTERNATING,
-    "ctrl": {},
-    "cwm": {},
-    "dots1": {},
-    "ernie4_5": {},
-    "ernie4_5_moe": {},
     "exaone4": ALTERNATING,
-    "exaone_moe": {},
-    "flex_olmo": {},
-    "flint": {},
     "gemma4_text": {
         "hidden_size_per_layer_input": 16,
         "vocab_size_per_layer_input": VOCAB,
         "num_kv_shared_layers": 0,
     },
-    "gemma4_unified_text": {},
-    "glm": {},
-    "glm4": {},
-    "glm4_moe": {},
     "glm4_moe_lite": LATENT,
-    "gpt_bigcode": {},
-    "granite_swa": {},
-    "granitemoe": {},
-    "granitemoe_swa": {},
-    "granitemoeshared": {},
-    "helium": {},
-    "hrm_text": {},
-    "hunyuan_v1_dense": {},
-    "hunyuan_v1_moe": {},
-    "hy_v3": {},
-    "hyperclovax": {},
-    "internlm3": {},
-    "iquestcoder": {},
-    "jais2": {},
-    "kolibri1": {},
-    "laguna": {},
-    "mellum": {},
-    "mimo_v2_flash": {},
     "minicpm3": LATENT,
-    "minimax_m2": {},
     "ministral": ALTERNATING,
-    "ministral3": {},
     "modernbert-decoder": {
         "pad_token_id": 258,
         "layer_types": ["full_attention", "sliding_attention"] * 2,
         "num_hidden_layers": 4,
     },
     "moshi": {"sliding_window": 512},
-    "nanochat": {},
-    "nemotron": {},
-    "olmo": {},
     "olmo3": ALTERNATING,
-    "olmoe": {},
-    "opt": {},
-    "persimmon": {},
-    "phi": {},
-    "phimoe": {},
-    "seed_oss": {},
-    "smollm3": {},
-    "solar_open": {},
-    "starcoder2": {},
     "vaultgemma": ALTERNATING,
     "youtu": LATENT,
 }
 # Told apart by what they have: one KV head for all, experts and sinks, latent attention, a decoder in a decoder, capped
 # scores, layers with other heads, rotation of a part
-THINNED = (
-    "gpt_bigcode",
-    "granitemoe_swa",
-    "glm4_moe_lite",
-    "opt",
-    "vaultgemma",
-    "mimo_v2_flash",
-    "phi",
-)
+THINNED = (*("gpt_bigcode", "granitemoe_swa", "glm4_moe_lite", "opt", "vaultgemma", "mimo_v2_flash", "phi"),)
 
 
 def config_of_type(kind: str, overrides: Mapping[str, Any] = MappingProxyType({})) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from batchinfer.models.calibration import search
 from batchinfer.models.calibration.layer import WatchedLinear
-from batchinfer.models.calibration.work import COLUMNS_AT_ONCE, CalibrationWork, calibration_work
+from batchinfer.models.calibration.work import COLUMNS_AT_ONCE, calibration_work
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer_kernels import int4_feedback
 from batchinfer_kernels.int4_linear import quantize_groups
@@ -91,8 +91,3 @@ def test_products_and_scales_are_counted_as_they_are_done(
 
 def test_both_round_as_many_columns_at_once() -> None:
     assert COLUMNS_AT_ONCE == int4_feedback.COLUMNS_AT_ONCE
-
-
-def test_work_adds_up() -> None:
-    one = CalibrationWork(1, 2, 3, 4, 5, 6)
-    assert one + one == one * 2 == CalibrationWork(2, 4, 6, 8, 10, 12)

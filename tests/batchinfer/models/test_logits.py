@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def check_logits(folder: Path, model: Any, *, lengths: tuple[int, ...] = LENGTHS
         found = run_paged(decoder, ops, prompts, chunk=chunk, block_size=block_size)
         for got, want in zip(found, wanted, strict=True):
             torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert pickle.loads(pickle.dumps(checkpoint.spec)) == checkpoint.spec, "engines get it"
     assert wanted[-1].std() > 0.3, "logits too flat to tell a right decoder from a wrong one"
     return checkpoint
 

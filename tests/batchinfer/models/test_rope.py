@@ -15,51 +15,13 @@ from batchinfer.models.decoder.positions import inverse_frequencies, rope_table
 from tests.batchinfer.models.raw_config import PATH, raw_config
 from tests.checkpoints import ROPES
 
+# Rotations of published models, with values of a head and positions
+LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768}
 REAL: dict[str, tuple[dict[str, Any], int, int]] = {
-    "llama-3.1": (
-        {
-            "rope_type": "llama3",
-            "rope_theta": 500_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        128,
-        131_072,
-    ),
-    "llama-3.2": (
-        {
-            "rope_type": "llama3",
-            "rope_theta": 500_000.0,
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        64,
-        131_072,
-    ),
-    "qwen2.5": (
-        {
-            "rope_type": "yarn",
-            "rope_theta": 1e6,
-            "factor": 4.0,
-            "original_max_position_embeddings": 32_768,
-        },
-        128,
-        131_072,
-    ),
-    "yarn without a factor": (
-        {
-            "rope_type": "yarn",
-            "rope_theta": 10_000.0,
-            "factor": None,
-            "original_max_position_embeddings": 4096,
-        },
-        80,
-        65_536,
-    ),
+    "llama-3.1": ({"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, **LLAMA_3}, 128, 131_072),
+    "qwen2.5": (YARN, 128, 131_072),
+    "yarn without a factor": ({**YARN, "factor": None, "original_max_position_embeddings": 4096}, 80, 65_536),
     "yarn, original = maximum": ({"rope_type": "yarn", "rope_theta": 1e5, "factor": 2.0}, 96, 4096),
     "linear": ({"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}, 128, 16_384),
     "default": ({"rope_type": "default", "rope_theta": 1e6}, 128, 32_768),
