@@ -1,12 +1,17 @@
-"""Products of float8 codes by torch's scaled_mm: what it is given, where it is not asked, and from how many rows on it
-is taken. A strict function stands in for it. Runs in the interpreter."""
+"""Products that batchinfer or a library computes on a GPU: codes of float8 by torch's scaled_mm, gate and up in one
+launch by quack-kernels, experts in bfloat16 by torch's grouped_mm. What the library is given, where it is not asked,
+and from how many rows on it is taken. Strict functions stand in for the libraries. Runs in the interpreter."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import logging
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -16,26 +21,38 @@ if importlib.util.find_spec("triton") is None:
 import torch
 import torch.nn.functional as F
 import triton
+from torch import Tensor
 
 from batchinfer.engine.config import NOTHING
 from batchinfer.models.ops import contests, library_products
 from batchinfer.models.ops.contests import ProductContest, fastest_operators
+from batchinfer.models.ops.gpu_experts import TritonExperts
 from batchinfer.models.ops.gpu_linear import Fp8Linear
-from batchinfer.models.ops.layers import CodedWeight
-from batchinfer.models.ops.library_products import LibraryFp8
+from batchinfer.models.ops.layers import ActivatedLinear, CodedWeight, ExpertWeights
+from batchinfer.models.ops.library_products import ChosenGated, LibraryFp8, LibraryGated, LibraryGrouped
 from batchinfer.models.ops.prompts.trial import PromptSizes
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.block_fp8_matmul import BlockWeight, block_fp8_matmul_reference, quantize_blocks_fp8
+from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
+from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
-from tests.batchinfer.models.ops.scaled_mm_stand_in import ScaledMM
+from tests.batchinfer.models.ops.product_stand_ins import GroupedMM, Quack, ScaledMM
 
 if not triton.knobs.runtime.interpret:
-    pytest.skip("on a GPU torch's own is compared when a model is loaded", allow_module_level=True)
+    pytest.skip("on a GPU the libraries' own are compared when a model is loaded", allow_module_level=True)
 
 DTYPE, CPU = torch.bfloat16, torch.device("cpu")
+INNER, HIDDEN, EXPERTS = 48, 64, 5
 SIZES = PromptSizes(tokens=48, longest=24, block_size=16)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
+
+
+def triton_ops(deterministic: bool = False) -> TritonOps:
+    return TritonOps(AttentionShape(DTYPE, 4, 2, 64, deterministic=deterministic))
+
+
+# --- codes of float8
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +106,7 @@ def contest(layers: list[Fp8Linear], *took: tuple[float, float], most: int = 10*
     return ProductContest(layers, most, CPU, lambda: next(clock))
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 48), (208, 144), (256, 640)])
@@ -195,7 +213,7 @@ def packed(ops: TritonOps, blocks: bool = False) -> Fp8Linear:
 
 def test_all_engines_take_what_the_first_one_chose(library, monkeypatch) -> None:
     """Both round differently. A shape that the first one has not stays with our kernel."""
-    ops = TritonOps(AttentionShape(DTYPE, 4, 2, 64))
+    ops = triton_ops()
     rows, blocks = packed(ops), packed(ops, blocks=True)
     said = json.dumps({"products": {rows.form: 32}})
     assert fastest_operators(ops, SIZES, CPU, {}, lambda _: said) is ops
@@ -207,7 +225,7 @@ def test_all_engines_take_what_the_first_one_chose(library, monkeypatch) -> None
 
 
 def test_where_an_engine_died_of_a_choice_nothing_is_tried(library, caplog) -> None:
-    ops = TritonOps(AttentionShape(DTYPE, 4, 2, 64))
+    ops = triton_ops()
     rows = packed(ops)
     assert fastest_operators(ops, SIZES, CPU, {}, lambda _: NOTHING) is ops
     assert (rows.least_library_rows, library.calls) == (None, 0)
@@ -224,16 +242,204 @@ def test_a_library_that_works_in_another_engine_alone_is_not_taken(monkeypatch, 
 
 def test_a_rank_without_such_layers_hears_the_choice_as_others_do(library) -> None:
     """What the leading rank tells and nobody awaits would be taken for its next message."""
-    ops, asked = TritonOps(AttentionShape(DTYPE, 4, 2, 64)), []
+    ops, asked = triton_ops(), []
     said = json.dumps({"products": {"of another rank": 32}})
     assert fastest_operators(ops, SIZES, CPU, {}, lambda choose: asked.append(choose()) or said) is ops
     assert asked == ['{"products": {}}']
+
+
+# --- gate and up
+
+
+@pytest.fixture
+def quack(monkeypatch: pytest.MonkeyPatch) -> Quack:
+    package, interface = ModuleType("quack"), Quack()
+    package.__spec__ = ModuleSpec("quack", None)
+    monkeypatch.setitem(sys.modules, "quack", package)
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
+    monkeypatch.setattr(library_products, "architecture", lambda: "90")
+    return interface
+
+
+def gate_weight(inner: int = INNER, hidden: int = HIDDEN, dtype: torch.dtype = DTYPE) -> Tensor:
+    torch.manual_seed(0)
+    return (torch.randn(2 * inner, hidden) / 8).to(dtype)
+
+
+def packed_gated(activation: Any = "silu", deterministic: bool = False) -> tuple[TritonOps, Any]:
+    ops = triton_ops(deterministic)
+    return ops, ops.pack_gated(gate_weight(), None, activation)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_results_are_those_of_two_launches(quack: Quack, activation: Any) -> None:
+    _, layer = packed_gated(activation)
+    assert isinstance(layer, ChosenGated)
+    assert (layer.in_features, layer.out_features) == (HIDDEN, INNER)
+    x = torch.randn(9, HIDDEN, dtype=DTYPE)
+    wanted = layer(x)
+    torch.testing.assert_close(wanted, gated_activation_reference(F.linear(x, gate_weight()), activation))
+    assert quack.calls == []
+    layer.least_library_rows = 9
+    torch.testing.assert_close(layer(x), wanted, atol=2e-2, rtol=2e-2)
+    assert quack.calls == [9]
+    assert torch.equal(layer(x[:8]), wanted[:8])
+    assert quack.calls == [9]
+
+
+@pytest.mark.parametrize("broken", ["raises", "is absent", "computes something else"])
+def test_where_it_is_broken_there_are_two_launches(quack: Quack, monkeypatch, caplog, broken: str) -> None:
+    """Also in an engine that did not choose."""
+    monkeypatch.setattr(contests, "MARGIN", float("inf"))
+    if broken == "is absent":
+        monkeypatch.setitem(sys.modules, "quack.gemm_interface", None)
+    quack.broken = RuntimeError("no kernel\nof this size") if broken == "raises" else None
+    quack.error = 0.1 if broken.startswith("computes") else 0.0
+    for agreed in (
+        lambda choose: choose(),
+        lambda _: '{"products": {"gate and up in bfloat16, 96 x 64, silu": 4}}',
+    ):
+        ops, layer = packed_gated()
+        caplog.clear()
+        fastest_operators(ops, SIZES, CPU, {}, agreed)
+        assert layer.least_library_rows is None
+        assert "quack-kernels cannot multiply gate and up in bfloat16, 96 x 64, silu (" in caplog.text
+
+
+def test_adapted_rows_take_two_launches(quack: Quack) -> None:
+    _, layer = packed_gated()
+    layer.least_library_rows = 1
+
+    class Doubled:
+        def onto(self, y: Tensor) -> Tensor:
+            return 2 * y
+
+    x = torch.randn(5, HIDDEN, dtype=DTYPE)
+    both = F.linear(x, gate_weight())
+    torch.testing.assert_close(layer.adapted(x, Doubled()), gated_activation_reference(2 * both, "silu"))
+    assert quack.calls == []
+
+
+def test_what_it_is_not_asked_for(quack: Quack, monkeypatch) -> None:
+    whole = gate_weight()
+    assert LibraryGated.of(whole, None, "silu") is not None
+    assert LibraryGated.of(gate_weight(dtype=torch.float16), None, "silu") is not None
+    assert LibraryGated.of(whole, torch.zeros(2 * INNER, dtype=DTYPE), "silu") is None
+    for other in (
+        gate_weight(inner=44),
+        gate_weight(hidden=60),
+        gate_weight(dtype=torch.float32),
+        gate_weight().t().contiguous().t(),
+    ):
+        assert LibraryGated.of(other, None, "silu") is None
+    for activation in ("gelu", "clamped_swiglu"):
+        assert LibraryGated.of(whole, None, activation) is None
+    assert not isinstance(packed_gated(deterministic=True)[1], ActivatedLinear)
+    for capability in ("80", "89", "120", "gfx942", ""):
+        monkeypatch.setattr(library_products, "architecture", lambda found=capability: found)
+        assert LibraryGated.of(whole, None, "silu") is None
+    monkeypatch.setattr(library_products, "architecture", lambda: "90")
+    monkeypatch.setitem(sys.modules, "quack", None)
+    assert LibraryGated.of(whole, None, "silu") is None
+
+
+# --- experts
+
+
+@pytest.fixture
+def grouped(monkeypatch: pytest.MonkeyPatch) -> GroupedMM:
+    found = GroupedMM()
+    monkeypatch.setattr(F, "grouped_mm", found)
+    monkeypatch.setattr(library_products, "architecture", lambda: "90")
+    return found
+
+
+def weights(inner: int = INNER - 16, dtype: torch.dtype = DTYPE) -> tuple[ExpertWeights, ExpertWeights]:
+    torch.manual_seed(0)
+    into, back = torch.randn(EXPERTS, 2 * inner, HIDDEN) / 8, torch.randn(EXPERTS, HIDDEN, inner) / 4
+    return ExpertWeights(into.to(dtype)), ExpertWeights(back.to(dtype))
+
+
+def packed_experts(deterministic: bool = False) -> tuple[TritonOps, TritonExperts]:
+    ops = triton_ops(deterministic)
+    experts = ops.pack_experts(*weights(), "silu")
+    assert isinstance(experts, TritonExperts)
+    return ops, experts
+
+
+def chosen(tokens: int, experts: Tensor) -> Choice:
+    return Choice(experts, torch.rand(tokens, 2))
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_results_are_those_of_our_kernels(grouped, skipped) -> None:
+    """Also where a token's other expert is another rank's, and no expert has some rows; one has no row at all."""
+    _, experts = packed_experts()
+    x, given = torch.randn(9, HIDDEN, dtype=DTYPE), torch.randint(0, EXPERTS - 1, (9, 2))
+    choice = chosen(9, given)
+    if skipped:
+        given[::2, 1] = EXPERTS
+        choice.weights[::2, 1] = 0.0
+    wanted = experts(x, choice)
+    assert grouped.calls == []
+    experts.least_library_rows = 18
+    torch.testing.assert_close(experts(x, choice), wanted, atol=2e-2, rtol=2e-2)
+    assert grouped.calls == [18, 18]
+    experts.least_library_rows = 19
+    assert torch.equal(experts(x, choice), wanted)
+    assert len(grouped.calls) == 2
+
+
+def test_experts_that_the_library_has_no_product_for(grouped, monkeypatch) -> None:
+    into, back = weights()
+    assert LibraryGrouped.of(into, back, "silu") is not None
+    biased = ExpertWeights(back.weight, torch.zeros(EXPERTS, HIDDEN, dtype=DTYPE))
+    strided = ExpertWeights(back.weight.transpose(1, 2).contiguous().transpose(1, 2))
+    scaled = ExpertWeights(back.weight, scales=torch.ones(EXPERTS, HIDDEN))
+    for other in (biased, strided, scaled):
+        assert LibraryGrouped.of(into, other, "silu") is None
+    assert LibraryGrouped.of(*weights(inner=36), "silu") is None
+    assert LibraryGrouped.of(*weights(dtype=torch.float16), "silu") is None
+    for capability in ("80", "89", "120", "gfx942", ""):
+        monkeypatch.setattr(library_products, "architecture", lambda found=capability: found)
+        assert LibraryGrouped.of(into, back, "silu") is None
+
+
+# --- all of them
+
+
+@pytest.mark.parametrize("library_of", ["quack", "grouped"])
+def test_it_is_chosen_by_time(request: pytest.FixtureRequest, monkeypatch, caplog, library_of: str) -> None:
+    """A choice of another engine that says nothing of these layers leaves them to our kernels."""
+    library = request.getfixturevalue(library_of)
+    ops, layer = packed_gated() if library_of == "quack" else packed_experts()
+    assert fastest_operators(ops, SIZES, CPU, {}, lambda _: '{"products": {"another": 8}}') is ops
+    assert layer.least_library_rows is None
+    library.calls.clear()
+    with caplog.at_level(logging.INFO):
+        for margin, least in ((float("inf"), 4), (0.0, None)):
+            monkeypatch.setattr(contests, "MARGIN", margin)
+            fastest_operators(ops, SIZES, CPU, {}, lambda choose: choose())
+            assert layer.least_library_rows == least
+    named = (
+        "gate and up in bfloat16, 96 x 64, silu"
+        if library_of == "quack"
+        else "5 experts in bfloat16, 64 x 64, silu"
+    )
+    assert layer.form == named
+    assert f"{named}: {layer.library_name} multiplies 4 rows and more" in caplog.text
+    if library_of == "quack":
+        assert {*library.calls} == {contests.ODD_ROWS, *contests.ROWS}
+    else:
+        assert int(layer.loads.sum()) == 0, "what is timed is nobody's work"
 
 
 def test_nothing_is_chosen_where_a_row_s_bits_must_not_depend_on_it(library) -> None:
     def asked(_: object) -> str:
         raise AssertionError("a choice was made by time")
 
-    fixed = TritonOps(AttentionShape(DTYPE, 4, 2, 64, deterministic=True))
+    fixed = triton_ops(deterministic=True)
     assert packed(fixed).library is None
     assert fastest_operators(fixed, SIZES, CPU, {}, asked) is fixed
+    for ops in (packed_gated(deterministic=True)[0], packed_experts(deterministic=True)[0]):
+        assert ops.library_layers is None
