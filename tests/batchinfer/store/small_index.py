@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,18 @@ from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import Completion, RowError, Tokens
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.core.tool_calls import CallStyle
+from batchinfer.filesystem.state import StateFolder
 from batchinfer.input.prompts.keys import token_bytes
+from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.index.index import AnswerSchema, BestOf, index_schema
 from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.store.index.token_store import TokenStore
+from batchinfer.store.results.join import joined
+from batchinfer.store.results.manifest import Manifest, PublishSpec
+from batchinfer.store.results.publisher import publish
 
 PARAMS = SamplingParams(max_tokens=8).to_json()
+SPEC = PublishSpec("job", "1" * 64, ({"path": "in.jsonl", "bytes": 5, "sha256": "cd"},), 1, 10)
 
 
 def key_of(tokens: Sequence[int], expected: int) -> bytes:
@@ -169,3 +175,27 @@ def mixed_rows(count: int, *, bad_every: int = 7, distinct: int = 1 << 30) -> li
 
 def keys_in(rows: Sequence[dict[str, Any]]) -> list[bytes]:
     return list(dict.fromkeys(row["key"] for row in rows if row.get("key")))
+
+
+def published(
+    folder: Path,
+    index: SmallIndex,
+    *commits: Iterable[Completion],
+    spec: PublishSpec = SPEC,
+    state: StateFolder | None = None,
+    memory_limit: str | None = None,
+    **more: Any,
+) -> Manifest:
+    """Publish the rows of an index to `folder/res`, whose store gets a part for each commit before."""
+    state = state or StateFolder(folder / "res")
+    with state.lock(), CompletionStore(state.completions) as store:
+        for completions in commits:
+            store.append(completions)
+            store.commit()
+        join = joined(index.index_parts, store.parts(), index.folder / "join", memory_limit=memory_limit)
+        return publish(index, join, spec, decode, state, **more)
+
+
+def published_files(folder: Path) -> dict[str, bytes]:
+    """Return what was published there, by the names of files."""
+    return {path.name: path.read_bytes() for path in sorted((folder / "res").iterdir())}

@@ -215,16 +215,6 @@ def test_files_and_chunks_that_did_not_change_are_not_read(
     assert set(read) == {"kept"}
 
 
-@pytest.mark.slow
-def test_a_chunk_that_stands_elsewhere_has_other_line_numbers(tmp_path: Path, read: list[str]) -> None:
-    nights, lines = Nights(tmp_path), [*people(3), "{not json", *people(2, 20)]
-    nights.ingest(jsonl(tmp_path, lines), **SINGLE)
-    lines[0] |= {"text": "changed"}
-    assert nights.check(jsonl(tmp_path, lines), **SINGLE) == 4
-    assert read.count("kept") == 5
-    assert nights.check(jsonl(tmp_path, [*people(1, 40), *lines]), **SINGLE) == 0
-
-
 def test_a_file_that_was_written_a_moment_ago_is_read_again(tmp_path: Path) -> None:
     """It may be written once more within the tick of its times."""
     nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
@@ -243,52 +233,36 @@ def test_rows_without_an_answer_are_prepared_again(tmp_path: Path) -> None:
     assert nights.check(jsonl(tmp_path, rows)) == 20
 
 
+DAY = "{{ strftime_now('%d %b') }} "
+# Changes of the job, of what ingest is told, or of the chat template; and how many of 8 rows stay known
+CHANGES: list[tuple[dict[str, Any], dict[str, Any], str, int]] = [
+    ({"prompt": {"user": "say {{ text }}"}}, {}, "", 0),
+    ({"prompt": {"user": "{{ text }}", "tools": [tool()]}}, {}, "{{ tools or [] }}", 0),
+    ({"sampling": {"max_tokens": 9}}, {}, "", 0),
+    ({"id": None}, {}, "", 0),
+    ({"columns": ()}, {}, "", 0),
+    ({"on_invalid": ({"max_tokens": 20},)}, {}, "", 0),
+    ({}, {"context": b"d" * 32}, "", 0),
+    ({}, {"vocab_size": 999}, "", 0),
+    ({}, {"now": datetime(2026, 1, 2, 23)}, DAY, 8),
+    ({}, {"now": datetime(2026, 1, 3)}, DAY, 0),
+    ({}, {"now": datetime(2026, 1, 3)}, "", 8),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"prompt": {"user": "say {{ text }}"}},
-        {"prompt": {"user": "{{ text }}", "tools": [tool()]}},
-        {"sampling": {"max_tokens": 9}},
-        {"id": None},
-        {"columns": ()},
-        {"on_invalid": ({"max_tokens": 20},)},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_another_job_knows_no_row(tmp_path: Path, change: dict[str, Any]) -> None:
-    checkpoint(tmp_path / "model", "{{ tools or [] }}{{ messages[-1].content }}")
+@pytest.mark.parametrize(("sections", "more", "template", "known"), CHANGES)
+def test_rows_of_another_job_are_not_known(
+    tmp_path: Path, sections: dict[str, Any], more: dict[str, Any], template: str, known: int
+) -> None:
+    checkpoint(tmp_path / "model", template + "{{ messages[-1].content }}")
     nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
     nights.ingest(path)
-    nights.sections |= change
-    assert nights.check(path) == 0
-    assert nights.check(path) == 8
-
-
-@pytest.mark.slow
-def test_another_context_or_limit_knows_no_row(tmp_path: Path) -> None:
-    nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
-    for more in ({}, {"context": b"d" * 32}, {"vocab_size": 999}):
-        assert nights.check(path, **more) == 0
-    assert nights.check(path, vocab_size=999) == 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tells", [True, False])
-def test_a_new_day_counts_where_the_chat_template_tells_it(tmp_path: Path, tells: bool) -> None:
-    checkpoint(tmp_path / "model", "{{ strftime_now('%d %b') }} " * tells + "{{ messages[-1].content }}")
-    nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
-    nights.ingest(path)
-    assert nights.check(path, now=datetime(2026, 1, 2, 23)) == 8
-    assert nights.check(path, now=datetime(2026, 1, 3)) == (0 if tells else 8)
-
-
-@pytest.mark.slow
-def test_another_checkpoint_knows_no_row(tmp_path: Path) -> None:
-    nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
-    nights.ingest(path)
-    checkpoint(tmp_path / "model", "say {{ messages[-1].content }}")
-    assert nights.check(path) == 0
+    nights.sections |= sections
+    assert nights.check(path, **more) == known
+    assert nights.check(path, **more) == 8
+    checkpoint(tmp_path / "model", f"say {template}{{{{ messages[-1].content }}}}")
+    assert nights.check(path, **more) == 0
 
 
 @pytest.mark.parametrize(
@@ -311,19 +285,6 @@ def test_nothing_is_kept_of_a_query_and_of_rows_up_to_a_limit(tmp_path: Path, so
     nights, path = Nights(tmp_path, **source), jsonl(tmp_path, people(30))
     assert nights.ingest(path).known_rows == nights.ingest(path).known_rows == 0
     assert not (tmp_path / "kept").exists()
-
-
-@pytest.mark.slow
-def test_repeated_ids_are_found_over_all_rows(tmp_path: Path) -> None:
-    nights = Nights(tmp_path, unique_ids=True)
-    rows = people(20)
-    rows[7] |= {"id": "p2"}
-    nights.ingest(jsonl(tmp_path, rows), **SINGLE)
-    assert nights.check(jsonl(tmp_path, rows), **SINGLE) == 19
-    rows[2] |= {"id": "another"}
-    assert nights.check(jsonl(tmp_path, rows), **SINGLE) == 19, "row 7 is an error row no more"
-    rows[3] |= {"id": "p9"}
-    assert nights.check(jsonl(tmp_path, rows), **SINGLE) == 18
 
 
 @pytest.mark.slow
@@ -361,23 +322,13 @@ def test_openai_requests_are_known(tmp_path: Path) -> None:
     assert nights.check(jsonl(tmp_path, rows), **SINGLE) == 10
 
 
-def test_a_column_that_no_row_has_any_more_is_told(tmp_path: Path) -> None:
-    nights = Nights(tmp_path, columns=("rare",))
-    rows = people(9)
-    rows[4]["rare"] = 1
-    nights.ingest(jsonl(tmp_path, rows))
-    del rows[4]
-    with pytest.raises(JobFileError, match="no column 'rare'; it has: id, text, more"):
-        nights.ingest(jsonl(tmp_path, rows))
-
-
-@pytest.mark.slow
-def test_columns_of_chunks_that_are_not_read_are_known(tmp_path: Path) -> None:
-    nights, rows = Nights(tmp_path, columns=(), id="rare"), people(9)
+@pytest.mark.parametrize("sections", [{"columns": ("rare",)}, {"columns": (), "id": "rare"}])
+def test_a_column_that_no_row_has_any_more_is_told(tmp_path: Path, sections: dict[str, Any]) -> None:
+    nights, rows = Nights(tmp_path, **sections), people(9)
     rows[1]["rare"] = 1
     nights.ingest(jsonl(tmp_path, rows))
     rows[8]["more"] = 77
-    assert nights.check(jsonl(tmp_path, rows)) >= 4
+    assert nights.check(jsonl(tmp_path, rows)) >= 4, "columns of chunks that are not read are known"
     del rows[1]
     with pytest.raises(JobFileError, match="no column 'rare'; it has: id, text, more"):
         nights.ingest(jsonl(tmp_path, rows))

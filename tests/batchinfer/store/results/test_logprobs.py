@@ -19,10 +19,8 @@ from batchinfer.store.answers.completion_store import COMPLETION_SCHEMA, Complet
 from batchinfer.store.columns.logprob_column import LOGPROBS_FIELD
 from batchinfer.store.outputs import tokens
 from batchinfer.store.results import result_files
-from batchinfer.store.results.join import joined
 from batchinfer.store.results.manifest import PublishSpec
 from batchinfer.store.results.partial import partial_reader
-from batchinfer.store.results.publisher import publish
 from tests.batchinfer.store.small_index import (
     SmallIndex,
     answer,
@@ -31,10 +29,9 @@ from tests.batchinfer.store.small_index import (
     failure,
     good_row,
     keys_in,
+    published,
     write_index,
 )
-
-SPEC = PublishSpec("job", "1" * 64, (), 1, 10)
 
 
 def with_logprobs(completion: Completion, most: int, text_length: int | None = None) -> Completion:
@@ -85,14 +82,9 @@ def index_of(folder: Path, rows: list[dict[str, Any]], logprobs: int | None = 3)
     return SmallIndex(made.folder, made.rows, made.passthrough_schema, logprobs)
 
 
-def published(folder: Path, index: SmallIndex, *commits: list[Completion], spec: PublishSpec = SPEC) -> Path:
-    state = StateFolder(folder / "res")
-    with state.lock(), CompletionStore(state.completions) as store:
-        for completions in commits:
-            store.append(completions)
-            store.commit()
-        publish(index, joined(index.index_parts, store.parts(), folder / "join"), spec, decode, state)
-    return state.results
+def results_of(folder: Path, *given: Any, **more: Any) -> Path:
+    published(folder, *given, **more)
+    return folder / "res"
 
 
 def column(results: Path) -> list[Any]:
@@ -111,7 +103,7 @@ def test_every_row_has_its_own(tmp_path: Path) -> None:
         "mixed": [plain + asked],
     }.items():
         folder = tmp_path / name
-        results = published(folder, index_of(folder / "x", rows), *commits)
+        results = results_of(folder, index_of(folder / "x", rows), *commits)
         wanted = [shown(answers[row["key"]]) if row.get("key") else None for row in rows]
         assert column(results) == wanted
         files = sorted(results.glob("*.parquet"))
@@ -122,7 +114,7 @@ def test_every_row_has_its_own(tmp_path: Path) -> None:
 
 def test_a_store_without_any_gives_a_column_of_nulls(tmp_path: Path) -> None:
     rows = [good_row(0, [1, 1]), bad_row(1)]
-    results = published(tmp_path, index_of(tmp_path / "x", rows), [answer(key) for key in keys_in(rows)])
+    results = results_of(tmp_path, index_of(tmp_path / "x", rows), [answer(key) for key in keys_in(rows)])
     assert column(results) == [None, None]
 
 
@@ -131,8 +123,8 @@ def test_a_job_that_does_not_ask_has_no_column_and_the_same_bytes(tmp_path: Path
     rows, answers = rows_and_answers()
     silent = [answer(key) if one.error is None else one for key, one in answers.items()]
     others = [with_logprobs(answer(bytes([250, n] * 16)), 2) for n in range(5)]
-    one = published(tmp_path / "a", index_of(tmp_path / "a/x", rows, None), silent)
-    two = published(tmp_path / "b", index_of(tmp_path / "b/x", rows, None), others + silent)
+    one = results_of(tmp_path / "a", index_of(tmp_path / "a/x", rows, None), silent)
+    two = results_of(tmp_path / "b", index_of(tmp_path / "b/x", rows, None), others + silent)
     files = [[file.read_bytes() for file in sorted(results.glob("*.parquet"))] for results in (one, two)]
     assert files[0] == files[1]
     assert "logprobs" not in pq.read_schema(next(one.glob("*.parquet"))).names
@@ -160,7 +152,7 @@ def test_a_stop_string_cuts_them_with_the_text(tmp_path: Path, text_length: int 
     row = good_row(0, [1])
     whole = Completion(row["key"], Tokens(np.array([11, 222, 33, 44], np.int32)), "stop")
     completion = with_logprobs(whole, 2, text_length=text_length)
-    results = published(tmp_path, index_of(tmp_path / "x", [row]), [completion])
+    results = results_of(tmp_path, index_of(tmp_path / "x", [row]), [completion])
     assert column(results) == [shown(completion, kept)]
 
 
@@ -168,7 +160,7 @@ def test_special_tokens_show(tmp_path: Path) -> None:
     """The text leaves them out; that an answer ended has a probability, too."""
     row = good_row(0, [1])
     completion = with_logprobs(Completion(row["key"], Tokens(np.array([5, 1001], np.int32)), "stop"), 1)
-    results = published(tmp_path, index_of(tmp_path / "x", [row]), [completion])
+    results = results_of(tmp_path, index_of(tmp_path / "x", [row]), [completion])
     assert [token["token"] for token in column(results)[0]] == [" 5", "<1001>"]
 
 
@@ -183,7 +175,7 @@ def test_equal_rows_give_equal_bytes_however_they_are_read(
     for size in (1, 4, 7, 1000):
         monkeypatch.setattr(tokens, "LOGPROB_ROWS", size)
         folder = tmp_path / str(size)
-        results = published(folder, index_of(folder / "x", rows), [*answers.values()], spec=spec)
+        results = results_of(folder, index_of(folder / "x", rows), [*answers.values()], spec=spec)
         found = sorted(results.glob("*.parquet"))
         files.append([file.read_bytes() for file in found])
     assert files[0] == files[1] == files[2] == files[3]
@@ -193,7 +185,7 @@ def test_equal_rows_give_equal_bytes_however_they_are_read(
     assert len(sizes) > 3
     assert max(sizes) > 1
     monkeypatch.setattr(result_files, "GROUP_ENTRIES", 0)
-    results = published(
+    results = results_of(
         tmp_path / "none", index_of(tmp_path / "none/x", rows), [*answers.values()], spec=spec
     )
     groups = pq.read_metadata(next(iter(sorted(results.glob("*.parquet")))))
@@ -226,7 +218,7 @@ def test_cleaning_keeps_them(tmp_path: Path) -> None:
         assert len(store) == len(ordered)
     cleaned = clean_store(state.completions, Keep(30), THOROUGH)
     assert (cleaned.parts_before, cleaned.parts_after) == (6, 1)
-    results = published(tmp_path, index_of(tmp_path / "x", rows))
+    results = results_of(tmp_path, index_of(tmp_path / "x", rows))
     assert column(results) == [shown(answers[row["key"]]) if row.get("key") else None for row in rows]
 
 
@@ -264,7 +256,7 @@ def test_an_old_store_is_read(tmp_path: Path) -> None:
         store.append(one for one in answers.values() if one.tokens.logprobs is None)
         store.commit()
         before = {part: (part.read_bytes(), os.stat(part).st_mtime_ns) for part in store.parts()}
-    results = published(
+    results = results_of(
         tmp_path,
         index_of(tmp_path / "x", rows),
         [one for one in answers.values() if one.tokens.logprobs is not None],

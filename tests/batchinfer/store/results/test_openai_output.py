@@ -13,29 +13,27 @@ from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.input.files import list_inputs
 from batchinfer.input.reader import Reader
-from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.outputs.registry import KINDS, USUAL
-from batchinfer.store.results.join import joined
-from batchinfer.store.results.manifest import PublishSpec
 from batchinfer.store.results.openai import LINE_BYTES, Asked, asked, write_openai
 from batchinfer.store.results.output_file import OutputFile, Protected
-from batchinfer.store.results.publisher import publish
-from tests.batchinfer.store.small_index import answer, bad_row, decode, good_row, keys_in, write_index
+from tests.batchinfer.store.small_index import (
+    answer,
+    bad_row,
+    decode,
+    good_row,
+    keys_in,
+    published,
+    write_index,
+)
 
 CHAT = Asked("/v1/chat/completions", "gpt-4o-mini")
 COMPLETIONS = Asked("/v1/completions", None)
 UNREADABLE = Asked(None, None)
 
 
-def published(folder: Path, rows: list[dict[str, Any]]) -> Location:
-    index = write_index(folder / "x", rows)
-    state = StateFolder(folder / "res")
-    with state.lock(), CompletionStore(state.completions) as store:
-        store.append(answer(key, 3) for key in keys_in(rows))
-        store.commit()
-        join = joined(index.index_parts, store.parts(), folder / "join")
-        publish(index, join, PublishSpec("job", "1" * 64, (), 1), decode, state)
-    return Location.at(state.results)
+def result_of(folder: Path, rows: list[dict[str, Any]]) -> Location:
+    published(folder, write_index(folder / "x", rows), (answer(key, 3) for key in keys_in(rows)))
+    return Location.at(folder / "res")
 
 
 def out_file(path: Path) -> OutputFile:
@@ -50,7 +48,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_the_lines_have_the_shape_of_the_batch_api(tmp_path: Path) -> None:
     """Keys and fixed values as in the examples of OpenAI's API reference: batch output, chat and text completion."""
-    result = published(tmp_path, [good_row(0, [1, 2]), bad_row(1), good_row(2, [3])])
+    result = result_of(tmp_path, [good_row(0, [1, 2]), bad_row(1), good_row(2, [3])])
     out = tmp_path / "out.jsonl"
     assert (
         write_openai(
@@ -90,13 +88,13 @@ def test_the_lines_have_the_shape_of_the_batch_api(tmp_path: Path) -> None:
 def test_no_line_of_an_answer_is_shorter_than_what_is_asked_of_the_disk(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     write_openai(
-        published(tmp_path, [good_row(0, [1])]), out_file(out), [COMPLETIONS], decode, KINDS[USUAL], model="m"
+        result_of(tmp_path, [good_row(0, [1])]), out_file(out), [COMPLETIONS], decode, KINDS[USUAL], model="m"
     )
     assert len(out.read_bytes()) - len(lines(out)[0]["response"]["body"]["choices"][0]["text"]) >= LINE_BYTES
 
 
 def test_equal_results_give_equal_bytes_unless_a_time_is_asked_for(tmp_path: Path) -> None:
-    result = published(tmp_path, [good_row(0, [1, 2]), good_row(1, [3])])
+    result = result_of(tmp_path, [good_row(0, [1, 2]), good_row(1, [3])])
     for name, created in (("a", 0), ("b", 0), ("c", 1711475054)):
         write_openai(
             result,
@@ -125,7 +123,7 @@ def test_what_was_asked_is_read_from_the_input(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_completed_does_not_appear(tmp_path: Path) -> None:
-    result = published(tmp_path, [good_row(0, [1]), good_row(1, [2])])
+    result = result_of(tmp_path, [good_row(0, [1]), good_row(1, [2])])
     with pytest.raises(InputCorrupt, match="lost rows"):
         write_openai(result, out_file(tmp_path / "out.jsonl"), [CHAT], decode, KINDS[USUAL], model="tiny")
     with pytest.raises(UsageError, match="no published result"):

@@ -24,11 +24,12 @@ from batchinfer.filesystem.state import StateFolder
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.outputs.tokens import RESULT_SCHEMA
 from batchinfer.store.results.join import ErrorCounts, joined
-from batchinfer.store.results.manifest import Manifest, PublishSpec, is_published, read_manifest
+from batchinfer.store.results.manifest import PublishSpec, is_published, read_manifest
 from batchinfer.store.results.publisher import publish
 from batchinfer.store.results.result_rows import result_schema
 from batchinfer.store.results.verify import verify_result
 from tests.batchinfer.store.small_index import (
+    SPEC,
     SmallIndex,
     answer,
     bad_row,
@@ -37,22 +38,12 @@ from tests.batchinfer.store.small_index import (
     good_row,
     keys_in,
     mixed_rows,
+    published,
+    published_files,
     write_index,
 )
 
-SPEC = PublishSpec("job", "1" * 64, ({"path": "in.jsonl", "bytes": 5, "sha256": "cd"},), 1, 10)
-
-
-def published(
-    folder: Path, index: SmallIndex, completions: list[Completion], spec: PublishSpec = SPEC, **more: Any
-) -> Manifest:
-    state = StateFolder(folder / "res", ops=more.pop("ops", None))
-    of_join = {"memory_limit": more.pop("memory_limit", None)}
-    with state.lock(), CompletionStore(state.completions) as store:
-        store.append(completions)
-        store.commit()
-        join = joined(index.index_parts, store.parts(), folder / "join", **of_join)
-        return publish(index, join, spec, decode, state, **more)
+THEIRS = PublishSpec("theirs", "3" * 64, (), 1)
 
 
 def rows_in(folder: Path) -> list[dict[str, Any]]:
@@ -63,7 +54,7 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
 def test_every_input_row_gives_one_row_in_order(tmp_path: Path) -> None:
     rows = mixed_rows(35, distinct=12)
     index = write_index(tmp_path / "x", rows, rows_per_part=6)
-    manifest = published(tmp_path, index, [answer(key) for key in keys_in(rows)])
+    manifest = published(tmp_path, index, map(answer, keys_in(rows)))
     result = rows_in(tmp_path / "res")
     assert [row["row_id"] for row in result] == list(range(35))
     assert [file.rows for file in manifest.files] == [10, 10, 10, 5]
@@ -81,7 +72,7 @@ def test_every_input_row_gives_one_row_in_order(tmp_path: Path) -> None:
 
 def test_the_schema_is_the_documented_one_even_without_rows(tmp_path: Path) -> None:
     index = write_index(tmp_path / "x", [])
-    published(tmp_path, index, [])
+    published(tmp_path, index)
     table = duckdb.sql(f"SELECT * FROM '{tmp_path}/res/*.parquet'").to_arrow_table()
     assert (table.num_rows, table.column_names) == (0, RESULT_SCHEMA.names)
 
@@ -120,7 +111,7 @@ def test_passthrough_columns_keep_their_types(tmp_path: Path) -> None:
     )
     rows = [good_row(0, [1]), bad_row(1), good_row(2, [2])]
     index = write_index(tmp_path / "x", rows, values, rows_per_part=2)
-    manifest = published(tmp_path, index, [answer(key) for key in keys_in(rows)])
+    manifest = published(tmp_path, index, map(answer, keys_in(rows)))
     table = pq.read_table(tmp_path / "res" / manifest.files[0].name)
     assert table.schema.equals(result_schema(index))
     assert table.select(values.column_names).to_pylist() == values.to_pylist()
@@ -138,13 +129,11 @@ def test_equal_rows_give_equal_bytes_however_they_were_computed(tmp_path: Path) 
     rows = mixed_rows(5000, distinct=300)
     keys = keys_in(rows)
     spec = PublishSpec("job", "1" * 64, (), 1, 4500)
-    published(
-        tmp_path / "a", write_index(tmp_path / "xa", rows), [answer(key) for key in keys], spec, threads=1
-    )
+    one = write_index(tmp_path / "xa", rows)
+    published(tmp_path / "a", one, map(answer, keys), spec=spec, threads=1)
     other = write_index(tmp_path / "xb", rows, rows_per_part=77)
-    published(tmp_path / "b", other, [answer(key) for key in reversed(keys)], spec, threads=2)
-    one, two = ({p.name: p.read_bytes() for p in (tmp_path / side / "res").iterdir()} for side in "ab")
-    assert one == two
+    published(tmp_path / "b", other, map(answer, reversed(keys)), spec=spec, threads=2)
+    assert published_files(tmp_path / "a") == published_files(tmp_path / "b")
 
 
 def test_a_dictionary_holds_just_the_values_of_its_rows(tmp_path: Path) -> None:
@@ -157,9 +146,8 @@ def test_a_dictionary_holds_just_the_values_of_its_rows(tmp_path: Path) -> None:
     spec = PublishSpec("job", "1" * 64, (), 1, 1000)
     for side, values, rows_per_part in (("a", lean, 1800), ("b", full, 140)):
         index = write_index(tmp_path / f"x{side}", rows, values, rows_per_part)
-        published(tmp_path / side, index, [answer(key) for key in keys_in(rows)], spec)
-    one, two = ({p.name: p.read_bytes() for p in (tmp_path / side / "res").iterdir()} for side in "ab")
-    assert one == two
+        published(tmp_path / side, index, map(answer, keys_in(rows)), spec=spec)
+    assert published_files(tmp_path / "a") == published_files(tmp_path / "b")
     table = pq.read_table(tmp_path / "a" / "res")
     assert table.column("kind").type == pa.dictionary(pa.int32(), pa.string())
     assert table.column("kind").to_pylist() == texts.to_pylist()
@@ -170,7 +158,7 @@ def test_a_path_with_glob_characters_is_only_a_path(tmp_path: Path) -> None:
     for name, count in (("a1", 3), ("a[1]", 5), ("a*'", 7)):
         rows = [good_row(i, [count, i]) for i in range(count)]
         index = write_index(tmp_path / name / "x", rows)
-        assert published(tmp_path / name, index, [answer(key) for key in keys_in(rows)]).ok == count
+        assert published(tmp_path / name, index, map(answer, keys_in(rows))).ok == count
 
 
 def test_a_damaged_part_is_an_error_that_names_the_cure(tmp_path: Path) -> None:
@@ -190,13 +178,13 @@ def test_a_damaged_part_is_an_error_that_names_the_cure(tmp_path: Path) -> None:
 def test_missing_completions_publish_nothing(tmp_path: Path) -> None:
     rows = mixed_rows(20)
     with pytest.raises(BatchInferError, match="3 rows have no completion yet"):
-        published(tmp_path, write_index(tmp_path / "x", rows), [answer(key) for key in keys_in(rows)[3:]])
+        published(tmp_path, write_index(tmp_path / "x", rows), map(answer, keys_in(rows)[3:]))
     assert not (tmp_path / "res").exists()
 
 
 def test_a_rerun_finds_its_result_published(tmp_path: Path) -> None:
     rows = mixed_rows(20)
-    manifest = published(tmp_path, write_index(tmp_path / "x", rows), [answer(key) for key in keys_in(rows)])
+    manifest = published(tmp_path, write_index(tmp_path / "x", rows), map(answer, keys_in(rows)))
     result = tmp_path / "res"
     assert is_published(Location.at(result), SPEC)
     assert not is_published(Location.at(result), PublishSpec("job", "2" * 64, SPEC.inputs, 1, 10))
@@ -211,7 +199,7 @@ def test_the_older_result_is_kept_aside(tmp_path: Path) -> None:
         tmp_path, write_index(tmp_path / "x", mixed_rows(5, distinct=1)), [answer(mixed_rows(1)[0]["key"])]
     )
     rows = mixed_rows(8)
-    new = published(tmp_path, write_index(tmp_path / "y", rows), [answer(key) for key in keys_in(rows)])
+    new = published(tmp_path, write_index(tmp_path / "y", rows), map(answer, keys_in(rows)))
     assert new.generation != old.generation
     assert read_manifest(Location.at(tmp_path / "res")) == new
     assert read_manifest(Location.at(StateFolder(tmp_path / "res").generations / old.generation)) == old
@@ -223,15 +211,16 @@ class NoExchange(FileOps):
 
 
 def test_without_an_exchange_the_older_result_is_moved_away_first(tmp_path: Path) -> None:
-    old = published(tmp_path, write_index(tmp_path / "x", [bad_row(0)]), [])
-    new = published(tmp_path, write_index(tmp_path / "y", [bad_row(0), bad_row(1)]), [], ops=NoExchange())
+    old = published(tmp_path, write_index(tmp_path / "x", [bad_row(0)]))
+    state = StateFolder(tmp_path / "res", ops=NoExchange())
+    new = published(tmp_path, write_index(tmp_path / "y", [bad_row(0), bad_row(1)]), state=state)
     assert read_manifest(Location.at(tmp_path / "res")) == new
     assert read_manifest(Location.at(StateFolder(tmp_path / "res").generations / old.generation)) == old
 
 
 def test_an_empty_folder_may_be_taken(tmp_path: Path) -> None:
     (tmp_path / "res").mkdir()
-    published(tmp_path, write_index(tmp_path / "x", [bad_row(0)]), [])
+    published(tmp_path, write_index(tmp_path / "x", [bad_row(0)]))
     assert (tmp_path / "res" / "_manifest.json").exists()
 
 
@@ -241,36 +230,36 @@ def test_a_folder_with_other_files_is_never_touched(tmp_path: Path, replace: boo
     (tmp_path / "res").mkdir()
     (tmp_path / "res" / "thesis.txt").write_text("years of work")
     with pytest.raises(OutputConflict, match=r"thesis\.txt"):
-        published(tmp_path, index, [], replace=replace)
+        published(tmp_path, index, replace=replace)
     assert (tmp_path / "res" / "thesis.txt").read_text() == "years of work"
 
 
 def test_a_file_put_among_our_results_is_not_moved_away(tmp_path: Path) -> None:
-    published(tmp_path, write_index(tmp_path / "x", [bad_row(0)]), [])
+    published(tmp_path, write_index(tmp_path / "x", [bad_row(0)]))
     (tmp_path / "res" / "notes.txt").touch()
     with pytest.raises(OutputConflict, match=r"notes\.txt"):
-        published(tmp_path, write_index(tmp_path / "y", [bad_row(0), bad_row(1)]), [])
+        published(tmp_path, write_index(tmp_path / "y", [bad_row(0), bad_row(1)]))
 
 
 def test_another_jobs_result_needs_replace(tmp_path: Path) -> None:
     index = write_index(tmp_path / "x", [bad_row(0)])
-    published(tmp_path, index, [], PublishSpec("theirs", "3" * 64, (), 1))
+    published(tmp_path, index, spec=THEIRS)
     with pytest.raises(OutputConflict, match="holds the result of job 'theirs', not of 'job'"):
-        published(tmp_path, index, [])
-    assert published(tmp_path, index, [], replace=True).job == "job"
+        published(tmp_path, index)
+    assert published(tmp_path, index, replace=True).job == "job"
 
 
 def test_a_newer_manifest_is_refused(tmp_path: Path) -> None:
     index = write_index(tmp_path / "x", [bad_row(0)])
-    published(tmp_path, index, [])
+    published(tmp_path, index)
     path = tmp_path / "res" / "_manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 9}))
     with pytest.raises(OutputConflict, match="manifest format 9"):
-        published(tmp_path, index, [], replace=True)
+        published(tmp_path, index, replace=True)
 
 
 def test_verify_names_what_is_damaged(tmp_path: Path) -> None:
-    manifest = published(tmp_path, write_index(tmp_path / "x", [bad_row(n) for n in range(25)]), [])
+    manifest = published(tmp_path, write_index(tmp_path / "x", [bad_row(n) for n in range(25)]))
     result = tmp_path / "res"
     paths = [result / file.name for file in manifest.files]
     data = bytearray(paths[0].read_bytes())
@@ -301,7 +290,7 @@ def test_a_reader_never_sees_a_mixture(tmp_path: Path) -> None:
     indexes = [
         write_index(tmp_path / n, [{**bad_row(i), "file": n} for i in range(40)]) for n in ("old", "new")
     ]
-    published(tmp_path, indexes[0], [])
+    published(tmp_path, indexes[0])
     stop = threading.Event()
     seen: set[tuple[int, int]] = set()
 
@@ -318,7 +307,7 @@ def test_a_reader_never_sees_a_mixture(tmp_path: Path) -> None:
     reader.start()
     try:
         for turn in range(6):
-            published(tmp_path, indexes[(turn + 1) % 2], [])
+            published(tmp_path, indexes[(turn + 1) % 2])
     finally:
         stop.set()
         reader.join()
@@ -331,7 +320,7 @@ def test_publishing_is_fast_and_bounded(tmp_path: Path) -> None:
     index = write_index(tmp_path / "x", rows, rows_per_part=50_000)
     completions = [answer(key, 40) for key in keys_in(rows)]
     started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    published(tmp_path, index, completions, PublishSpec("job", "1" * 64, (), 1), memory_limit="300MB")
+    published(tmp_path, index, completions, spec=PublishSpec("job", "1" * 64, (), 1), memory_limit="300MB")
     seconds = time.perf_counter() - started
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     print(f"{100_000 / seconds:.0f} rows/s, peak memory grew by {grown:.0f} MiB")

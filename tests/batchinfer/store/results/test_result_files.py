@@ -22,19 +22,17 @@ from batchinfer.filesystem.durable import FileOps
 from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.store.answers import completion_store
-from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.results import result_files, result_rows, sorted_answers
-from batchinfer.store.results.join import joined
 from batchinfer.store.results.manifest import PublishSpec, read_manifest
-from batchinfer.store.results.publisher import publish
 from tests.batchinfer.store.small_index import (
     SmallIndex,
     answer,
     bad_row,
-    decode,
     failure,
     good_row,
     key_of,
+    published,
+    published_files,
     write_index,
 )
 from tests.examples import everything, examples
@@ -93,19 +91,19 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(work, parts, draw(st.integers(1, 15)), draw(st.integers(1, 15)))
 
 
-def published(
-    folder: Path, case: Case, threads: int, ops: FileOps | None = None
-) -> tuple[SmallIndex, dict[str, bytes]]:
-    index = write_index(folder / "x", case.rows, rows_per_part=case.rows_per_part)
+def result_of(folder: Path, case: Case, threads: int, ops: FileOps | None = None) -> dict[str, bytes]:
+    """The result of a case; of its second run in a folder, all answers are stored."""
+    again = (folder / "x").exists()
+    rows = case.rows
+    index = (
+        SmallIndex(folder / "x", len(rows))
+        if again
+        else write_index(folder / "x", rows, rows_per_part=case.rows_per_part)
+    )
+    spec = PublishSpec("job", "1" * 64, (), 1, case.rows_per_file)
     state = StateFolder(folder / "res", ops=ops)
-    with state.lock(), CompletionStore(folder / "c") as store:
-        for commit in case.commits:
-            store.append(commit)
-            store.commit()
-        join = joined(index.index_parts, store.parts(), folder / "join")
-        spec = PublishSpec("job", "1" * 64, (), 1, case.rows_per_file)
-        publish(index, join, spec, decode, state, threads=threads)
-    return index, {path.name: path.read_bytes() for path in sorted((folder / "res").iterdir())}
+    published(folder, index, *([] if again else case.commits), spec=spec, state=state, threads=threads)
+    return published_files(folder)
 
 
 # All answers in one part of several row groups, more than are read at a time, some of them several times
@@ -127,7 +125,7 @@ def test_the_bytes_are_those_of_one_thread(case: Case) -> None:
         patch.setattr(result_files, "BATCH_ROWS", 7)
         patch.setattr(completion_store, "GROUP_ROWS", 3)
         folder = Path(made)
-        _, one = published(folder / "1", case, 1)
+        one = result_of(folder / "1", case, 1)
         manifest = read_manifest(Location.at(folder / "1/res"))
         assert manifest is not None
         rows = [
@@ -140,7 +138,7 @@ def test_the_bytes_are_those_of_one_thread(case: Case) -> None:
         patch.setattr(sorted_answers, "RUN_BYTES", 300)
         for threads, memory in ((2, 1 << 20), (7, 0)):
             patch.setattr(result_rows, "working_memory", lambda memory=memory: memory)
-            assert published(folder / str(threads), case, threads)[1] == one
+            assert result_of(folder / str(threads), case, threads) == one
             assert not list(folder.rglob("*.arrow")), "what was spilled is removed"
 
 
@@ -190,26 +188,16 @@ def test_a_disk_that_fails_in_any_operation_of_any_file_fails_the_whole(
     monkeypatch.setattr(result_files, "SPAN_ROWS", 1)
     keys = [key_of([number], 8) for number in range(12)]
     case = Case(list(range(12)), [[answer(key) for key in keys]], 5, 3)
-    _, whole = published(tmp_path / "whole", case, 1)
+    whole = result_of(tmp_path / "whole", case, 1)
     failed = []
     for file in (0, 2) if everything() else (2,):
         for number in range(8):
             folder = tmp_path / f"{file}-{number}"
             ops = FailsIn(f"{file:05d}.parquet.tmp", number)
             with suppress(StorageError):
-                published(folder, case, 3, ops)
+                result_of(folder, case, 3, ops)
             assert (folder / "res").exists() == (not ops.failed), f"{ops.failed} of file {file}"
             assert not [one for one in threading.enumerate() if one.name.startswith("result file")]
             failed.append(ops.failed)
-            assert published_again(folder, case) == whole
+            assert result_of(folder, case, 1) == whole, "by the same command after the failure"
     assert set(failed) == {"open", "write", "fsync", "close", "rename", ""}
-
-
-def published_again(folder: Path, case: Case) -> dict[str, bytes]:
-    """The same command after the failure, with the answers that are stored."""
-    index = SmallIndex(folder / "x", len(case.work))
-    state = StateFolder(folder / "res")
-    with state.lock(), CompletionStore(folder / "c") as store:
-        join = joined(index.index_parts, store.parts(), folder / "join")
-        publish(index, join, PublishSpec("job", "1" * 64, (), 1, case.rows_per_file), decode, state)
-    return {path.name: path.read_bytes() for path in sorted((folder / "res").iterdir())}
