@@ -39,41 +39,33 @@ def lines(path: Path, *rows: Any) -> Path:
     return path
 
 
-def files(folder: Path) -> dict[str, Path]:
-    """The same examples in every form."""
-    as_text = [json.dumps(one) for one in ANSWERS]
-    found = {
-        "objects.jsonl": lines(
-            folder / "objects.jsonl", *({"x": 1, "a": one} for one in ANSWERS), {"a": None}
-        ),
-        "texts.jsonl": lines(folder / "texts.jsonl", *({"a": one} for one in as_text), {"x": 1}),
-        "texts.csv": folder / "texts.csv",
-        "structs.parquet": folder / "structs.parquet",
-        "texts.parquet": folder / "texts.parquet",
-    }
-    quoted = ['"' + one.replace('"', '""') + '"' for one in as_text]
-    found["texts.csv"].write_text("\n".join(["x,a", *(f"1,{one}" for one in quoted), "2,"]) + "\n")
-    pq.write_table(pa.table({"a": pa.array([*ANSWERS, None])}), found["structs.parquet"])
-    pq.write_table(pa.table({"a": [*as_text, None]}), found["texts.parquet"])
-    return found
+def write(folder: Path, form: str) -> Path:
+    """Write the examples, the last row of which has none, in a form."""
+    path, texts = folder / form, [json.dumps(one) for one in ANSWERS]
+    if form == "objects.jsonl":
+        return lines(path, *({"x": 1, "a": one} for one in ANSWERS), {"a": None})
+    if form == "texts.jsonl":
+        return lines(path, *({"a": one} for one in texts), {"x": 1})
+    if form == "texts.csv":
+        quoted = ['"' + one.replace('"', '""') + '"' for one in texts]
+        path.write_text("\n".join(["x,a", *(f"1,{one}" for one in quoted), "2,"]) + "\n")
+    else:
+        pq.write_table(pa.table({"a": pa.array([*(texts if "texts" in form else ANSWERS), None])}), path)
+    return path
 
 
-@pytest.mark.parametrize(
-    "name", ["objects.jsonl", "texts.jsonl", "texts.csv", "structs.parquet", "texts.parquet"]
-)
-def test_a_column_of_any_format(tmp_path: Path, run: Command, name: str) -> None:
-    done = run("schema", "infer", files(tmp_path)[name], "--column", "a")
+FORMS = ["objects.jsonl", "texts.jsonl", "texts.csv", "structs.parquet", "texts.parquet"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_column_of_any_format(tmp_path: Path, run: Command, form: str) -> None:
+    done = run("schema", "infer", write(tmp_path, form), "--column", "a")
     assert done.code == 0, done.err
     assert json.loads(done.out) == SCHEMA
     assert "looked at all 3 rows; 2 of them have an example" in done.err
 
 
-def test_rows_are_examples_without_a_column(tmp_path: Path, run: Command) -> None:
-    done = run("schema", "infer", lines(tmp_path / "a.jsonl", *ANSWERS))
-    assert json.loads(done.out) == SCHEMA
-
-
-def test_only_the_first_rows_are_read(tmp_path: Path, run: Command) -> None:
+def test_rows_are_examples_without_a_column_and_only_the_first_are_read(tmp_path: Path, run: Command) -> None:
     path = lines(tmp_path / "a.jsonl", *ANSWERS, "no JSON at all")
     done = run("schema", "infer", path, "--rows", 2)
     assert json.loads(done.out) == SCHEMA
@@ -163,6 +155,6 @@ def test_errors_say_where(
 
 
 def test_a_column_that_parquet_does_not_declare(tmp_path: Path, run: Command) -> None:
-    done = run("schema", "infer", files(tmp_path)["texts.parquet"], "--column", "b")
+    done = run("schema", "infer", write(tmp_path, "texts.parquet"), "--column", "b")
     assert (done.code, "no row has a column 'b'; there are a" in done.err) == (2, True)
     assert run("schema", "infer", tmp_path / "none.jsonl").code == 66
