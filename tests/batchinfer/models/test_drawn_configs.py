@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.batchinfer.models.test_logits import SCALED, check_logits
 from tests.checkpoints import FAMILIES, HEADS_FILL_HIDDEN, PARTIAL_ROPES, ROPES, make_checkpoint
+from tests.examples import examples
 
-FEW, MANY = 2, 50
 WINDOW = st.sampled_from([None, 1, 9, 24])
 EXPERTS: dict[str, st.SearchStrategy[Any]] = {
     "num_experts": st.sampled_from([4, 5, 16, 33]),
@@ -139,24 +139,14 @@ def configurations(draw: st.DrawFn, family: str) -> dict[str, Any]:
     return chosen
 
 
-def check(family: str, configuration: dict[str, Any]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_checkpoint(Path(folder), family, **configuration)
-        check_logits(Path(folder), model, lengths=(1, 17, 70))
-
-
 @pytest.mark.sample(4)
-@pytest.mark.parametrize(
-    ("family", "examples"),
-    [
-        *((family, FEW) for family in FAMILIES),
-        *(pytest.param(family, MANY, marks=pytest.mark.slow) for family in FAMILIES),
-    ],
-)
-def test_logits_are_those_of_transformers(family: str, examples: int) -> None:
-    @settings(max_examples=examples, deadline=None)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str) -> None:
+    @settings(max_examples=examples(2, 50), deadline=None)
     @given(configuration=configurations(family))
     def drawn(configuration: dict[str, Any]) -> None:
-        check(family, configuration)
+        with tempfile.TemporaryDirectory() as folder:
+            model = make_checkpoint(Path(folder), family, **configuration)
+            check_logits(Path(folder), model, lengths=(1, 17, 70))
 
     drawn()

@@ -24,7 +24,6 @@ from batchinfer.models.formats.compressed import CompressedFormat
 from batchinfer.models.formats.fp8 import fp8_values
 from batchinfer.models.formats.mxfp4 import mxfp4_values
 from batchinfer.models.formats.registry import stored_format
-from batchinfer.models.sources import ModelSource, checkpoint_source
 from tests.batchinfer.models.test_logits import check_logits
 from tests.checkpoints import edit_json
 from tests.packed_weights import COMPRESSED, SINGLE, make_fp8, make_mxfp4
@@ -40,13 +39,6 @@ KINDS: dict[str, Callable[[Path, Path], PreTrainedModel]] = {
     "fp8 of experts": lambda folder, plain: make_fp8(folder, plain, "gpt_oss", "tensor"),
 }
 UNREAD = ("input_scale", ".k_scale", ".v_scale", ".kv_scale")
-
-
-@pytest.fixture(params=KINDS)
-def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path, PreTrainedModel]:
-    """A packed checkpoint, the dequantised one, and transformers' model of that."""
-    folder, plain = tmp_path / "packed", tmp_path / "plain"
-    return folder, plain, KINDS[request.param](folder, plain)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -86,34 +78,27 @@ def test_fp8_whose_last_blocks_are_cut() -> None:
     ]
 
 
-def test_logits_and_weights(both: tuple[Path, Path, PreTrainedModel]) -> None:
-    folder, plain, model = both
-    checkpoint = check_logits(folder, model, lengths=(1, 17, 100))
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_that_transformers_dequantises(tmp_path: Path, kind: str) -> None:
+    folder, plain = tmp_path / "packed", tmp_path / "plain"
+    checkpoint = check_logits(folder, KINDS[kind](folder, plain), lengths=(1, 17, 100))
+    assert checkpoint.dtype == "float32"
     for dtype in (torch.float32, torch.bfloat16):
-        for ours, theirs in zip(
-            *(loaded(inspect_checkpoint(path), dtype) for path in (folder, plain)), strict=True
-        ):
+        both = (loaded(inspect_checkpoint(path), dtype) for path in (folder, plain))
+        for ours, theirs in zip(*both, strict=True):
             assert ours.keys() == theirs.keys()
             assert all(torch.equal(bits(ours[name]), bits(theirs[name])) for name in ours)
-    assert checkpoint.dtype == "float32"
+    assert checkpoint.parameters == inspect_checkpoint(plain).parameters
+    stored = load_file(folder / SINGLE)
+    assert checkpoint.weight_bytes == sum(t.nbytes for name, t in stored.items() if not name.endswith(UNREAD))
+    (notice,) = checkpoint.notices
+    assert "are dequantised when they are loaded: all weights take" in notice
 
 
 def loaded(checkpoint: Checkpoint, dtype: torch.dtype) -> list[dict[str, Tensor]]:
     read = CheckpointWeights(checkpoint, dtype, "cpu")
     tables = read.tables()
     return [{"head": tables.head, "embedding": tables.embedding}, *(dict(read.layer(i)) for i in range(2))]
-
-
-def test_memory_is_that_of_dequantised_weights(both: tuple[Path, Path, PreTrainedModel]) -> None:
-    folder, plain, _ = both
-    sources = [checkpoint_source(path) for path in (folder, plain)]
-    assert all(isinstance(source, ModelSource) for source in sources)
-    assert len({source.parameters for source in sources if isinstance(source, ModelSource)}) == 1
-    checkpoint = inspect_checkpoint(folder)
-    stored = load_file(folder / SINGLE)
-    assert checkpoint.weight_bytes == sum(t.nbytes for name, t in stored.items() if not name.endswith(UNREAD))
-    (notice,) = checkpoint.notices
-    assert "are dequantised when they are loaded: all weights take" in notice
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def _parts(checkpoint: Checkpoint) -> list[StoredPart]:
     return [part for each in (parts.tables(), *layers) for part in each.values()]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stretch_is_what_safetensors_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str

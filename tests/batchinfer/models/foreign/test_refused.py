@@ -164,11 +164,6 @@ class TestSecurity:
         with pytest.raises(JobFileError, match="it is a quantized checkpoint"):
             inspect_foreign(own, describe)
 
-    def test_pickles(self, own: Path) -> None:
-        (own / "model.safetensors").rename(own / "pytorch_model.bin")
-        with pytest.raises(SecurityRefusal, match="pickle"):
-            inspect_foreign(own, describe)
-
     def test_other_files_than_those_that_were_checked_are_not_read(self, own: Path) -> None:
         """Neither weights that config.json names, nor a model that an adapter belongs to, nor kernels of a hub."""
         edit_json(

@@ -16,7 +16,7 @@ from batchinfer.store.results.verify import verify_result
 from tests import warm_commands
 from tests.batchinfer.filesystem.failing_ops import FailingOps
 from tests.batchinfer.store.results import crash_clean, crash_job
-from tests.examples import everything
+from tests.examples import everything, first_of
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -41,22 +41,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return older, contents(folder), counting.count
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_failure_at_some_operations(tmp_path: Path, undisturbed: Undisturbed, code: int) -> None:
-    _fail_each(tmp_path, undisturbed, code, range(5, undisturbed[2], 28))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EACCES])
-def test_a_failure_at_every_operation(tmp_path: Path, undisturbed: Undisturbed, code: int) -> None:
-    _fail_each(tmp_path, undisturbed, code, range(undisturbed[2]))
-
-
-def _fail_each(root: Path, undisturbed: Undisturbed, code: int, numbers: range) -> None:
-    older, newer, _ = undisturbed
-    for number in numbers:
-        folder = root / str(number)
+@pytest.mark.parametrize("code", first_of([errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EACCES], 1))
+def test_a_failure_at_any_operation(tmp_path: Path, undisturbed: Undisturbed, code: int) -> None:
+    older, newer, count = undisturbed
+    for number in range(count) if everything() else range(5, count, 28):
+        folder = tmp_path / str(number)
         index = crash_job.prepare(folder)
         ops = FailingOps(number, code)
         with suppress(StorageError):  # any other exception fails; an exchange that cannot be made is a rename
@@ -69,23 +58,12 @@ def _fail_each(root: Path, undisturbed: Undisturbed, code: int, numbers: range) 
         assert verify_result(Location.at(folder / "res")) == []
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_kill_at_some_operations(tmp_path: Path, undisturbed: Undisturbed, threads: int) -> None:
-    _kill_each(tmp_path, undisturbed, step=57 + threads, threads=threads)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 3])
-def test_kill_at_every_operation(tmp_path: Path, undisturbed: Undisturbed, threads: int) -> None:
-    _kill_each(tmp_path, undisturbed, step=1, threads=threads)
-
-
-def _kill_each(root: Path, undisturbed: Undisturbed, step: int, threads: int) -> None:
-    numbers = range(0, undisturbed[2], step)
-    _killed_by("crash_job", root, numbers, threads)
+@pytest.mark.parametrize("threads", first_of([3, 1], 1))
+def test_a_kill_at_any_operation(tmp_path: Path, undisturbed: Undisturbed, threads: int) -> None:
+    numbers = range(0, undisturbed[2], 1 if everything() else 60)
+    _killed_by("crash_job", tmp_path, numbers, threads)
     for number in numbers:
-        assert contents(root / str(number)) == undisturbed[1], f"operation {number}"
+        assert contents(tmp_path / str(number)) == undisturbed[1], f"operation {number}"
 
 
 def _killed_by(script: str, root: Path, numbers: range, threads: int | None = None) -> None:
@@ -117,17 +95,11 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> int:
     return counting.count
 
 
-@pytest.mark.parametrize(("code", "start"), [
-    (errno.ENOSPC, 0),
-    pytest.param(errno.EIO, 1, marks=pytest.mark.slow),
-    pytest.param(errno.ENOSPC, 1, marks=pytest.mark.slow),
-    pytest.param(errno.EIO, 0, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize("code", first_of([errno.ENOSPC, errno.EIO], 1))
 def test_a_failure_at_any_operation_of_cleaning_loses_and_doubles_no_answer(
-    tmp_path: Path, operations: int, code: int, start: int
+    tmp_path: Path, operations: int, code: int
 ) -> None:
-    """Every second operation with each error, so that all operations fail where everything is tested."""
-    for number in range(start, operations, 2 if everything() else 10):
+    for number in range(0, operations, 1 if everything() else 10):
         folder = tmp_path / str(number)
         crash_clean.prepare(folder)
         with suppress(StorageError):
@@ -138,17 +110,9 @@ def test_a_failure_at_any_operation_of_cleaning_loses_and_doubles_no_answer(
         assert not {*crash_clean.DROPPED} & {*crash_clean.keys(folder)}, f"operation {number}"
 
 
-def test_a_kill_at_some_operations_of_cleaning(tmp_path: Path, operations: int) -> None:
-    _kill_while_cleaning(tmp_path, range(0, operations, 53))
-
-
-@pytest.mark.slow
 def test_a_kill_at_any_operation_of_cleaning(tmp_path: Path, operations: int) -> None:
-    _kill_while_cleaning(tmp_path, range(operations))
-
-
-def _kill_while_cleaning(root: Path, numbers: range) -> None:
-    _killed_by("crash_clean", root, numbers)
+    numbers = range(0, operations, 1 if everything() else 53)
+    _killed_by("crash_clean", tmp_path, numbers)
     for number in numbers:
-        crash_clean.check(root / str(number))
-        assert not {*crash_clean.DROPPED} & {*crash_clean.keys(root / str(number))}, f"operation {number}"
+        crash_clean.check(tmp_path / str(number))
+        assert not {*crash_clean.DROPPED} & {*crash_clean.keys(tmp_path / str(number))}, f"operation {number}"

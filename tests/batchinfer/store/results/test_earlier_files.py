@@ -24,6 +24,7 @@ from batchinfer.store.results.result_files import StagedFile
 from batchinfer.store.results.reuse import earlier_files, fingerprints
 from batchinfer.store.results.verify import verify_result
 from tests.batchinfer.store.small_index import answer, bad_row, decode, failure, good_row, key_of, write_index
+from tests.examples import examples
 
 PER_FILE, MOST_WORK = 4, 9
 SPEC = PublishSpec("job", "1" * 64, (), 1, PER_FILE)
@@ -105,23 +106,9 @@ def spoil(path: Path, how: str) -> None:
 HOW = ("removed", "a folder", "cut", "longer", "changed in place")
 
 
-EXAMPLES = given(nights(), st.sampled_from([None, None, *HOW[2:]]), st.integers(0, 3))
-
-
-@settings(max_examples=3, deadline=None)
-@EXAMPLES
+@settings(max_examples=examples(3, 150), deadline=None)
+@given(nights(), st.sampled_from([None, None, *HOW[2:]]), st.integers(0, 3))
 def test_the_bytes_are_those_of_a_first_night(found: list[Night], how: str | None, which: int) -> None:
-    compare(found, how, which)
-
-
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None)
-@EXAMPLES
-def test_the_bytes_are_those_of_a_first_night_again(found: list[Night], how: str | None, which: int) -> None:
-    compare(found, how, which)
-
-
-def compare(found: list[Night], how: str | None, which: int) -> None:
     """Publish the nights one after the other, and each once more to an empty folder; one file is spoiled in between."""
     with TemporaryDirectory() as made, pytest.MonkeyPatch.context() as patch:
         for module in (result_rows, result_files, fingerprints):

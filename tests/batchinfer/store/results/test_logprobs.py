@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -246,20 +245,3 @@ def test_partial_results_have_them(tmp_path: Path) -> None:
         wanted = shown(answers[key]) if key else None
         assert logprobs == wanted
     assert sum(found["logprobs"].is_valid().to_pylist()) > 4
-
-
-def test_an_old_store_is_read(tmp_path: Path) -> None:
-    """Committed parts without the columns, as every version before wrote them, and rows that ask now."""
-    rows, answers = rows_and_answers()
-    state = StateFolder(tmp_path / "res")
-    with CompletionStore(state.completions) as store:
-        store.append(one for one in answers.values() if one.tokens.logprobs is None)
-        store.commit()
-        before = {part: (part.read_bytes(), os.stat(part).st_mtime_ns) for part in store.parts()}
-    results = results_of(
-        tmp_path,
-        index_of(tmp_path / "x", rows),
-        [one for one in answers.values() if one.tokens.logprobs is not None],
-    )
-    assert {part: (part.read_bytes(), os.stat(part).st_mtime_ns) for part in before} == before
-    assert column(results) == [shown(answers[row["key"]]) if row.get("key") else None for row in rows]
