@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from batchinfer.models.files.safetensors_header import PREFIX_BYTES
@@ -35,9 +36,7 @@ def hollow_checkpoint(folder: Path, **changes: int) -> Path:
     make_tokenizer(folder)
     header, end = {}, 0
     for name, shape in _llama_shapes(config).items():
-        size = 2
-        for length in shape:
-            size *= length
+        size = 2 * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()

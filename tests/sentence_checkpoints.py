@@ -18,6 +18,16 @@ from tests.checkpoints import make_model_folder, make_tokenizer
 from tests.encoder_checkpoints import make_encoder
 
 PROMPTS = {"query": "find: ", "document": ""}
+SINGLE = "<|bos|> $A <|im_end|>"
+
+
+def _surround(folder: Path, single: str, pair: str | None = None) -> None:
+    """Have the tokenizer put tokens around each text, and around pairs."""
+    path = str(folder / "tokenizer.json")
+    rust = Tokenizer.from_file(path)
+    ends = [(text, rust.token_to_id(text)) for text in ("<|bos|>", "<|im_end|>")]
+    rust.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=ends)
+    rust.save(path)
 
 
 def make_sentence_model(
@@ -25,11 +35,7 @@ def make_sentence_model(
 ) -> None:
     """A model whose tokenizer ends each text with its EOS, and the modules around it. `config`: of the prompts."""
     make_model_folder(folder, family)
-    path = folder / "tokenizer.json"
-    rust = Tokenizer.from_file(str(path))
-    eos = rust.token_to_id("<|im_end|>")
-    rust.post_processor = TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", eos)])
-    rust.save(str(path))
+    _surround(folder, "$A <|im_end|>")
     write_modules(folder, mode, normalizes)
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS, **config}))
 
@@ -46,11 +52,7 @@ def make_sentence_encoder(
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder, None)
     make_encoder(folder, family, **layers)
-    path = folder / "tokenizer.json"
-    rust = Tokenizer.from_file(str(path))
-    ends = [(text, rust.token_to_id(text)) for text in ("<|bos|>", "<|im_end|>")]
-    rust.post_processor = TemplateProcessing(single="<|bos|> $A <|im_end|>", special_tokens=ends)
-    rust.save(str(path))
+    _surround(folder, SINGLE)
     write_modules(folder, mode)
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS, **config}))
 
@@ -96,7 +98,7 @@ def write_modules(folder: Path, mode: str, normalizes: bool = True, *more: str) 
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    names = (
+    modes = (
         "cls_token",
         "mean_tokens",
         "max_tokens",
@@ -104,7 +106,7 @@ def write_modules(folder: Path, mode: str, normalizes: bool = True, *more: str) 
         "weightedmean_tokens",
         "lasttoken",
     )
-    pooling = {f"pooling_mode_{name}": name == mode for name in names}
+    pooling = {f"pooling_mode_{name}": name == mode for name in modes}
     (folder / "1_Pooling/config.json").write_text(
         json.dumps({"word_embedding_dimension": 48, **pooling, "include_prompt": True})
     )
@@ -136,13 +138,10 @@ def make_cross_encoder(
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder, None)
     make_encoder(folder, family, **config)
-    path, stated = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    rust = Tokenizer.from_file(str(path))
-    ends = [(text, rust.token_to_id(text)) for text in ("<|bos|>", "<|im_end|>")]
-    single, typed = "<|bos|> $A <|im_end|>", family in ("cross-bert", "cross-distilbert")
-    pair = f"{single} $B:1 <|im_end|>:1" if typed else f"{single} <|im_end|> $B <|im_end|>"
-    rust.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=ends)
-    rust.save(str(path))
+    typed, stated = family in ("cross-bert", "cross-distilbert"), folder / "tokenizer_config.json"
+    _surround(
+        folder, SINGLE, f"{SINGLE} $B:1 <|im_end|>:1" if typed else f"{SINGLE} <|im_end|> $B <|im_end|>"
+    )
     types = ["token_type_ids"] if family == "cross-bert" and tells_types else []
     inputs = ["input_ids", "attention_mask", *types]
     stated.write_text(json.dumps(json.loads(stated.read_text()) | {"model_input_names": inputs}))

@@ -55,6 +55,12 @@ def test_logits(tmp_path: Path, name: str, own_names: bool) -> None:
     assert f" of {projector}" in notice
 
 
+@pytest.fixture
+def gemma(tmp_path: Path) -> Path:
+    make_multimodal(tmp_path, GEMMA)
+    return tmp_path
+
+
 def test_every_kind_is_tested() -> None:
     assert {kind: name for name, (kind, *_) in MODELS.items()} == {
         kind: known.architecture for kind, known in MULTIMODAL.items()
@@ -110,24 +116,21 @@ def test_a_sparse_text_config(tmp_path: Path) -> None:
         ({"architectures": ["Gemma3Other"]}, ("architectures ['Gemma3Other'] is not supported", GEMMA)),
     ],
 )
-def test_refused(tmp_path: Path, change: dict[str, Any], words: tuple[str, ...]) -> None:
-    make_multimodal(tmp_path, GEMMA)
-    edit_json(tmp_path / "config.json", **change)
+def test_refused(gemma: Path, change: dict[str, Any], words: tuple[str, ...]) -> None:
+    edit_json(gemma / "config.json", **change)
     with pytest.raises(JobFileError) as raised:
-        inspect_checkpoint(tmp_path)
+        inspect_checkpoint(gemma)
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
-def test_mistakes_name_text_config(tmp_path: Path) -> None:
-    make_multimodal(tmp_path, GEMMA)
-    edit_json(tmp_path / "config.json", text_config={**stated_text(tmp_path), "hidden_size": "wide"})
+def test_mistakes_name_text_config(gemma: Path) -> None:
+    edit_json(gemma / "config.json", text_config={**stated_text(gemma), "hidden_size": "wide"})
     with pytest.raises(JobFileError, match=r"config.json \(text_config\): hidden_size is 'wide'"):
-        inspect_checkpoint(tmp_path)
+        inspect_checkpoint(gemma)
 
 
-def test_a_tensor_of_no_known_part(tmp_path: Path) -> None:
-    make_multimodal(tmp_path, GEMMA)
-    stored = load_file(tmp_path / SINGLE)
-    save_file({**stored, "audio_tower.weight": torch.ones(2)}, tmp_path / SINGLE)
+def test_a_tensor_of_no_known_part(gemma: Path) -> None:
+    stored = load_file(gemma / SINGLE)
+    save_file({**stored, "audio_tower.weight": torch.ones(2)}, gemma / SINGLE)
     with pytest.raises(JobFileError, match=r"unexpected tensors: audio_tower.weight"):
-        inspect_checkpoint(tmp_path)
+        inspect_checkpoint(gemma)

@@ -90,19 +90,14 @@ def test_without_a_compiler_the_peaks_are_torchs(monkeypatch: pytest.MonkeyPatch
     assert set(found.peak_by.values()) == {"torch"}
 
 
-def test_what_a_gpu_is_timed_with_in_int8_is_a_matrix_product_too() -> None:
+def test_what_a_gpu_is_timed_with_is_a_matrix_product_too() -> None:
     torch.manual_seed(0)
     x, weight = (torch.randint(-127, 128, (rows, 64), dtype=torch.int8) for rows in (32, 64))
     assert torch.equal(products._integer_product(x, weight)(), (x.long() @ weight.long().T).int())
-
-
-def test_what_a_gpu_is_timed_with_in_fp8_is_a_matrix_product_too() -> None:
-    torch.manual_seed(0)
-    x, weight = (torch.randn(rows, 64).to(torch.float8_e4m3fn) for rows in (32, 64))
+    x, weight = ((one / 99).to(torch.float8_e4m3fn) for one in (x, weight))
     ((by, call),) = products.products(x, weight)
     assert by == "torch"
-    product = call()
-    torch.testing.assert_close(product.float(), x.float() @ weight.float().T, atol=0.1, rtol=0.02)
+    torch.testing.assert_close(call().float(), x.float() @ weight.float().T, atol=0.1, rtol=0.02)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
