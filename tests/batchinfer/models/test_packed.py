@@ -180,44 +180,31 @@ def test_scales_are_part_of_the_fingerprint(tmp_path: Path) -> None:
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 UP = "model.layers.0.mlp.experts.gate_up_proj"
-WRONG: list[tuple[str, Callable[[dict[str, Tensor]], Any], str]] = [
-    (
-        "fp8 of blocks",
-        lambda t: t.pop(f"{Q}_scale_inv"),
-        f"{Q} is FP8, and its scales {Q}_scale_inv are missing",
-    ),
-    (
-        "fp8 of blocks",
-        lambda t: t.update({f"{Q}_scale_inv": torch.ones(3, 2)}),
-        f"{Q}_scale_inv [3, 2] (F32) are no",
-    ),
-    ("fp8 of blocks", lambda t: t.pop(Q), f"missing tensors: {Q}"),
-    ("fp8 of blocks", lambda t: t.update({Q: t[Q][:32].clone()}), f"{Q} [32, 48] (F8_E4M3) and"),
-    ("mxfp4", lambda t: t.pop(f"{UP}_scales"), f"unexpected tensors: {UP}_blocks"),
-    (
-        "mxfp4",
-        lambda t: t.update({f"{UP}_scales": torch.ones(5, 64, 1).byte()}),
-        f"{UP}_scales [5, 64, 1] (U8) are no",
-    ),
-    ("mxfp4", lambda t: t.update({UP: torch.ones(5, 64, 64)}), f"{UP}_blocks [5, 64, 2, 16] (U8) and"),
-    (
-        "mxfp4",
-        lambda t: t.update(
-            {f"{UP}_scales": t[f"{UP}_scales"][:4].clone(), f"{UP}_blocks": t[f"{UP}_blocks"][:4].clone()}
-        ),
-        f"tensors of a wrong shape: {UP} [4, 64, 64] instead of [5, 64, 64]",
-    ),
+BLOCKS, PARTS = f"{UP}_blocks", f"{UP}_scales"
+FEWER = {name: lambda tensor: tensor[:4].clone() for name in (BLOCKS, PARTS)}
+# Kind, what becomes of tensors (None: they are missing), and what is said
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("fp8", {f"{Q}_scale_inv": None}, f"{Q} is FP8, and its scales {Q}_scale_inv are missing"),
+    ("fp8", {f"{Q}_scale_inv": lambda _: torch.ones(3, 2)}, f"{Q}_scale_inv [3, 2] (F32) are no"),
+    ("fp8", {Q: None}, f"missing tensors: {Q}"),
+    ("fp8", {Q: lambda tensor: tensor[:32].clone()}, f"{Q} [32, 48] (F8_E4M3) and"),
+    ("mxfp4", {PARTS: None}, f"unexpected tensors: {BLOCKS}"),
+    ("mxfp4", {PARTS: lambda _: torch.ones(5, 64, 1).byte()}, f"{PARTS} [5, 64, 1] (U8) are no"),
+    ("mxfp4", {UP: lambda _: torch.ones(5, 64, 64)}, f"{BLOCKS} [5, 64, 2, 16] (U8) and"),
+    ("mxfp4", FEWER, f"tensors of a wrong shape: {UP} [4, 64, 64] instead of [5, 64, 64]"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "change", "text"), WRONG)
-def test_refused(tmp_path: Path, kind: str, change: Callable[[dict[str, Tensor]], Any], text: str) -> None:
+@pytest.mark.parametrize(("kind", "changes", "text"), WRONG)
+def test_refused(tmp_path: Path, kind: str, changes: dict[str, Any], text: str) -> None:
     if kind == "mxfp4":
         make_mxfp4(tmp_path, tmp_path / "plain")
     else:
         make_fp8(tmp_path, tmp_path / "plain", "llama")
     stored = load_file(tmp_path / SINGLE)
-    change(stored)
+    for name, change in changes.items():
+        before = stored.pop(name, None)
+        stored |= {} if change is None else {name: change(before)}
     save_file(stored, tmp_path / SINGLE)
     with pytest.raises(JobFileError) as raised:
         inspect_checkpoint(tmp_path)

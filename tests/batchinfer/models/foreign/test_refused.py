@@ -105,25 +105,19 @@ def changed(own: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     save_file(tensors, own / "model.safetensors", metadata={"format": "pt"})
 
 
+BIAS, MORE, HEAD = "model.layers.1.self_attn.q_proj.bias", "model.layers.3.mlp.fc1.bias", "lm_head.bias"
+
+
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("name", "tensor", "text"),
     [
-        (
-            lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.bias"),
-            "missing tensors: model.layers.1.self_attn.q_proj.bias",
-        ),
-        (
-            lambda tensors: tensors.update({"model.layers.3.mlp.fc1.bias": torch.ones(3)}),
-            "unexpected tensors: model.layers.3.mlp.fc1.bias",
-        ),
-        (
-            lambda tensors: tensors.update({"lm_head.bias": torch.ones(7)}),
-            "tensors of a wrong shape: lm_head.bias",
-        ),
+        (BIAS, None, f"missing tensors: {BIAS}"),
+        (MORE, torch.ones(3), f"unexpected tensors: {MORE}"),
+        (HEAD, torch.ones(7), f"tensors of a wrong shape: {HEAD}"),
     ],
 )
-def test_weights_of_another_model(own: Path, change: Callable[..., object], text: str) -> None:
-    changed(own, change)
+def test_weights_of_another_model(own: Path, name: str, tensor: Tensor | None, text: str) -> None:
+    changed(own, lambda stored: stored.pop(name) if tensor is None else stored.update({name: tensor}))
     source = ForeignSource(inspect_foreign(own, describe))
     with pytest.raises(JobFileError, match=text):
         source.load(source.choose_ops(PLACE), PLACE)
