@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from datetime import date
 from fractions import Fraction
 from pathlib import Path
@@ -127,6 +128,17 @@ def row(at: int, label: Any, answer: str | None) -> dict[str, Any]:
     }
 
 
+def accuracy_of(
+    rows: Sequence[tuple[Any, str | None]], kind: pa.DataType | None = None, typed: bool = True
+) -> Accuracy:
+    """Measure rows of an expected value and an answer each."""
+    with TemporaryDirectory() as folder:
+        made = [row(at, *one) for at, one in enumerate(rows)]
+        found = measured(result(folder, made, kind or pa.string(), typed))
+    assert found is not None
+    return found
+
+
 SPELLED = ["yes", "Yes", "no", "no.", "maybe"]
 
 
@@ -142,10 +154,8 @@ SPELLED = ["yes", "Yes", "no", "no.", "maybe"]
 )
 @settings(max_examples=examples(20, 2_000), deadline=None)
 def test_texts_are_counted(drawn: list[tuple[str | None, str | None]], kind: pa.DataType) -> None:
-    with TemporaryDirectory() as folder:
-        found = measured(result(folder, [row(at, *one) for at, one in enumerate(drawn)], kind, False))
+    found = accuracy_of(drawn, kind, typed=False)
     labelled = [(label, answer) for label, answer in drawn if label is not None]
-    assert found is not None
     exact = sum(label == answer for label, answer in labelled)
     near = sum(answer is not None and normalised(label) == normalised(answer) for label, answer in labelled)
     assert found.whole == Tally(len(labelled), sum(one is None for _, one in labelled), exact, near)
@@ -169,16 +179,8 @@ def test_texts_are_counted(drawn: list[tuple[str | None, str | None]], kind: pa.
     )
 
 
-def of_json(rows: list[tuple[Any, str | None]], kind: pa.DataType | None = None) -> Accuracy:
-    with TemporaryDirectory() as folder:
-        made = [row(at, *one) for at, one in enumerate(rows)]
-        found = measured(result(folder, made, kind or pa.string(), True))
-    assert found is not None
-    return found
-
-
 def test_objects_are_counted_by_field() -> None:
-    found = of_json(
+    found = accuracy_of(
         [
             ('{"a": "x", "n": 1}', '{"n": 1.0, "a": "x"}'),
             ('{"a": "X.", "n": 2}', '{"a": "x", "n": 2}'),
@@ -201,33 +203,24 @@ def test_objects_are_counted_by_field() -> None:
 def test_fields_of_a_struct_that_are_null_are_not_measured() -> None:
     kind = pa.struct([("a", pa.string()), ("d", pa.date32()), ("l", pa.list_(pa.int64()))])
     day = {"a": None, "d": date(2026, 3, 14), "l": [1, 2]}
-    found = of_json([(day, '{"a": "x", "d": "2026-03-14", "l": [1, 2]}'), (dict.fromkeys("adl"), "{}")], kind)
+    found = accuracy_of(
+        [(day, '{"a": "x", "d": "2026-03-14", "l": [1, 2]}'), (dict.fromkeys("adl"), "{}")], kind
+    )
     assert (found.whole, found.unlabelled) == (Tally(1, 0, 1, 1), 1)
     assert found.fields.keys() == {"d", "l"}
 
 
 def test_labels_of_whole_answers_that_are_json() -> None:
-    found = of_json([("open", '"open"'), ("open", '"paid"'), ("[1]", "[1]"), ("[1", "[1]")])
+    found = accuracy_of([("open", '"open"'), ("open", '"paid"'), ("[1]", "[1]"), ("[1", "[1]")])
     assert (found.whole, found.unreadable, found.confusion) == (Tally(3, 0, 2, 2), 1, ())
 
 
 def test_confused_labels_are_few_and_most_frequent_first() -> None:
     rows = [(f"l{at % MOST_LABELS}", "l0") for at in range(2 * MOST_LABELS)]
-    few = [*rows, ("l7", "l7")]
-    with TemporaryDirectory() as folder:
-        found = measured(result(folder, [row(at, *one) for at, one in enumerate(few)], pa.string(), False))
-        assert found is not None
-        assert len(found.confusion) == MOST_LABELS + 1
-        assert found.confusion[0] == Confused(None, "l7", "label", "l0", 2)
-        many = measured(
-            result(
-                folder,
-                [row(at, *one) for at, one in enumerate([*rows, *2 * [("more", "l0")]])],
-                pa.string(),
-                False,
-            )
-        )
-    assert many is not None
+    few = accuracy_of([*rows, ("l7", "l7")], typed=False)
+    assert len(few.confusion) == MOST_LABELS + 1
+    assert few.confusion[0] == Confused(None, "l7", "label", "l0", 2)
+    many = accuracy_of([*rows, *2 * [("more", "l0")]], typed=False)
     assert many.confusion == ()
     assert many.whole.rows == 2 * MOST_LABELS + 2
 
