@@ -23,9 +23,12 @@ from batchinfer.models.calibration.work import Loss
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer_kernels.int4_feedback import codes_with_feedback
+from tests.batchinfer.engine.interpreted_gpu import ValueOps
 from tests.batchinfer.engine.small_engine import cpu_ops, quantized
+from tests.batchinfer.far_device import FAR, far_away
 from tests.batchinfer.models.test_logits import check_logits
 from tests.checkpoints import edit_json, make_checkpoint
+from tests.examples import first_of
 from tests.packed_weights import SINGLE
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -213,3 +216,29 @@ def test_layers_that_no_group_divides_are_named(tmp_path: Path, monkeypatch: pyt
     assert all(".experts." in name for name in matrices)
     assert matrices <= ignored
     assert not packed & ignored
+
+
+def calibrated_on(model: Path, folder: Path, device: torch.device) -> Loss:
+    checkpoint, samples = inspect_checkpoint(model), (sequences(3, 1, 16), sequences(2, 2, 16))
+    folder.mkdir()
+    search = Search(checkpoint, ValueOps(), torch.float32, samples, device, marks=True)
+    written = CalibratedFolder(folder, checkpoint, 32, True)
+    for index, layer in enumerate(search.layers()):
+        written.add(index, layer)
+    written.finish()
+    loss = search.loss()
+    assert loss is not None
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"), first_of([("qwen2_moe", 1), ("gemma3_text", 2), ("llama", 2)], 1)
+)
+def test_nothing_is_left_on_the_host(tmp_path: Path, family: str, layers: int) -> None:
+    """On another device no operator gets tensors of both."""
+    make_checkpoint(tmp_path / "plain", family, **{**SIZES, **FAMILIES[family], "num_hidden_layers": layers})
+    near = calibrated_on(tmp_path / "plain", tmp_path / "near", torch.device("cpu"))
+    with far_away():
+        far = calibrated_on(tmp_path / "plain", tmp_path / "far", FAR)
+    assert far.kl == pytest.approx(near.kl, rel=1e-2)
+    assert (far.same, far.tokens) == (near.same, near.tokens)

@@ -28,6 +28,7 @@ from tests.batchinfer.models.parallel.test_sharded_logits import (
     QUANTIZED,
     alone,
     check_close,
+    check_equal,
     compiled,
 )
 from tests.batchinfer.models.parallel.test_sliced_reading import read_all, store
@@ -73,8 +74,7 @@ def test_placed_experts_have_the_bits_of_one_process(
     found = run_sharded(
         checkpoint, compiled, 2, prompts, tensor=False, experts=True, exact=True, placement=placement, **how
     )
-    wanted = alone(checkpoint, compiled(checkpoint.spec), **how)
-    assert all(torch.equal(a, b) for rank in found for a, b in zip(rank, wanted, strict=True))
+    check_equal(found, alone(checkpoint, compiled(checkpoint.spec), **how))
 
 
 def test_tensor_ranks_have_placed_experts_too(tmp_path: Path) -> None:

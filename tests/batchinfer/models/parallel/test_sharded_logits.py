@@ -69,6 +69,10 @@ def check_close(found: list[list[torch.Tensor]], wanted: list[torch.Tensor]) -> 
             torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5)
 
 
+def check_equal(found: list[list[torch.Tensor]], wanted: list[torch.Tensor]) -> None:
+    assert all(torch.equal(got, want) for rank in found for got, want in zip(rank, wanted, strict=True))
+
+
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("size", [4, 2])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NORMS_ALL_HEADS])
@@ -90,9 +94,7 @@ def test_expert_ranks(tmp_path: Path, family: str, exact: bool) -> None:
         checkpoint, compiled, 2, prompts_of(260, LENGTHS), tensor=False, experts=True, exact=exact, chunk=20
     )
     wanted = alone(checkpoint, compiled(checkpoint.spec), chunk=20)
-    check_close(found, wanted)
-    if exact:
-        assert all(torch.equal(a, b) for rank in found for a, b in zip(rank, wanted, strict=True))
+    (check_equal if exact else check_close)(found, wanted)
 
 
 @pytest.mark.sample(4)
@@ -113,8 +115,7 @@ def test_stages_have_the_bits_of_one_model(tmp_path: Path, family: str, dtype: t
     ops = compiled(checkpoint.spec, dtype)
     prompts = prompts_of(260, LENGTHS)
     found = run_stages(checkpoint, ops, [(0, 1), (1, 2), (2, 3)], prompts, chunk=20, dtype=dtype)
-    for got, want in zip(found, alone(checkpoint, ops, chunk=20, dtype=dtype), strict=True):
-        assert torch.equal(got, want)
+    check_equal([found], alone(checkpoint, ops, chunk=20, dtype=dtype))
 
 
 def test_norms_of_all_heads_are_refused(tmp_path: Path) -> None:
@@ -174,9 +175,7 @@ def test_expert_ranks_of_rounded_weights(tmp_path: Path, family: str, quantizati
     checkpoint = inspect_checkpoint(tmp_path)
     prompts, how = prompts_of(260, LENGTHS), {"quantization": quantization, "chunk": 20}
     found = run_sharded(checkpoint, compiled, 2, prompts, tensor=False, experts=True, exact=True, **how)
-    for rank in found:
-        for got, want in zip(rank, alone(checkpoint, compiled(checkpoint.spec), **how), strict=True):
-            assert torch.equal(got, want)
+    check_equal(found, alone(checkpoint, compiled(checkpoint.spec), **how))
 
 
 @pytest.mark.sample(3)
@@ -190,7 +189,7 @@ def test_ranks_of_stored_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     check_rounded(run_sharded(held, compiled, 2, prompts, **how), wanted, alone(plain, compiled(plain.spec)))
     if form in ("mxfp4", "awq"):
         found = run_sharded(held, compiled, 2, prompts, tensor=False, experts=True, exact=True, **how)
-        assert all(torch.equal(a, b) for rank in found for a, b in zip(rank, wanted, strict=True))
+        check_equal(found, wanted)
 
 
 @pytest.mark.sample(1)
@@ -206,7 +205,7 @@ def test_ranks_of_calibrated_experts(tmp_path: Path, family: str) -> None:
     wanted, plain = alone(held, compiled(held.spec), **how), inspect_checkpoint(tmp_path / "plain")
     check_rounded(run_sharded(held, compiled, 2, prompts, **how), wanted, alone(plain, compiled(plain.spec)))
     found = run_sharded(held, compiled, 2, prompts, tensor=False, experts=True, exact=True, **how)
-    assert all(torch.equal(a, b) for rank in found for a, b in zip(rank, wanted, strict=True))
+    check_equal(found, wanted)
 
 
 @pytest.mark.sample(2)
@@ -218,14 +217,10 @@ def test_adapters_are_divided_as_what_they_change(
     """Tensor ranks, and stages, each of which has the factors of its layers."""
     model = make_checkpoint(tmp_path / "base", family, num_hidden_layers=3)
     checkpoint = inspect_checkpoint(tmp_path / "base")
+    ends = {"one": ENDS[family], "two": ["layers.1.mlp.down_proj", *ENDS[family][:1]]}
     folders = [
-        ("one", make_adapter(tmp_path / "one", model, ENDS[family])),
-        (
-            "two",
-            make_adapter(
-                tmp_path / "two", model, ["layers.1.mlp.down_proj", *ENDS[family][:1]], seed=1, rank=3
-            ),
-        ),
+        (name, make_adapter(tmp_path / name, model, own, seed=seed, rank=4 - seed))
+        for seed, (name, own) in enumerate(ends.items())
     ]
     prompts, how = prompts_of(260, LENGTHS), {"adapters": folders, "quantization": quantization}
     without = alone(checkpoint, compiled(checkpoint.spec), quantization=quantization)
@@ -241,7 +236,7 @@ def test_adapters_are_divided_as_what_they_change(
         stages = run_stages(
             checkpoint, compiled(checkpoint.spec), [(0, 1), (1, 3)], prompts, adapter=adapter, **how
         )
-        assert all(torch.equal(a, b) for a, b in zip(stages, wanted, strict=True))
+        check_equal([stages], wanted)
 
 
 def test_a_dora_is_merged_into_layers_that_are_all_there(tmp_path: Path) -> None:
@@ -251,8 +246,7 @@ def test_a_dora_is_merged_into_layers_that_are_all_there(tmp_path: Path) -> None
     with pytest.raises(CannotSplit, match="DoRA"):
         load_part(checkpoint, ops, RankPlace(Portion(0, 2)), adapters=folders)
     found = run_stages(checkpoint, ops, [(0, 2), (2, 3)], prompts_of(260, LENGTHS), adapters=folders)
-    for got, want in zip(found, alone(checkpoint, ops, adapters=folders), strict=True):
-        assert torch.equal(got, want)
+    check_equal([found], alone(checkpoint, ops, adapters=folders))
 
 
 class StatedHead(Head):

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,6 +25,7 @@ from batchinfer.store.accuracy.labels import MOST_LABELS
 from batchinfer.store.accuracy.mcnemar import MOST_EXACT, mcnemar
 from batchinfer.store.accuracy.measured import Accuracy, Confused, Tally, measured
 from batchinfer.store.accuracy.normalised import normalised
+from batchinfer.store.accuracy.reliability import BINS, Reliability
 from batchinfer.store.columns.answer_check import parsed_answer
 from tests.examples import examples
 
@@ -247,3 +249,33 @@ def test_mcnemars_test_of_many_rows() -> None:
     assert mcnemar(10**7, 10**7 + 10**5) < 1e-100
     with pytest.raises(ValueError, match="not negative"):
         mcnemar(-1, 2)
+
+
+ANSWERS = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=60)
+
+
+@settings(max_examples=examples(100, 2000), deadline=None)
+@given(answers=ANSWERS)
+def test_reliability_is_that_of_all_answers_at_once(answers: list[tuple[float, bool]]) -> None:
+    """What NumPy makes of all probabilities."""
+    found = Reliability()
+    for one in answers:
+        found.add(*one)
+    p, right = (np.array(values, np.float64) for values in zip(*answers, strict=True))
+    which = np.minimum((p * BINS).astype(int), BINS - 1)
+    error = 0.0
+    for at in range(BINS):
+        here = which == at
+        assert (found.bins[at].rows, found.bins[at].right) == (here.sum(), right[here].sum())
+        if here.any():
+            error += here.sum() / len(p) * abs(p[here].mean() - right[here].mean())
+    assert found.rows == len(answers)
+    assert found.expected_error == pytest.approx(error, abs=1e-9)
+    assert found.brier_score == pytest.approx(((p - right) ** 2).mean(), abs=1e-9)
+    assert found.mean_probability == pytest.approx(p.mean(), abs=1e-9)
+
+
+def test_no_answers_have_no_reliability() -> None:
+    found = Reliability()
+    figures = (found.mean_probability, found.expected_error, found.brier_score)
+    assert (found.rows, *figures) == (0, None, None, None)
