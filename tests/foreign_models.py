@@ -59,7 +59,7 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 12,
 }
 ALTERNATING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-# Model types whose configurations are made with SMALL alone
+# Model types that need no options besides SMALL
 _PLAIN = (
     *("apertus", "arcee", "aria_text", "beam", "biogpt", "bitnet", "ctrl", "cwm", "dots1", "ernie4_5"),
     *("ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma4_unified_text", "glm", "glm4"),

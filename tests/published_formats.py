@@ -494,6 +494,6 @@ def make_published(folder: Path, plain: Path, name: str, **sizes: int) -> PreTra
 
 @cache
 def published(name: str) -> tuple[Path, PreTrainedModel]:
-    """Return a folder with `packed` and `plain` of `make_published`, which nobody may change, and the model."""
+    """Return a folder with `packed` and `plain` of `make_published`, and the model. Tests may not change it."""
     folder = kept_folder()
     return folder, make_published(folder / "packed", folder / "plain", name)

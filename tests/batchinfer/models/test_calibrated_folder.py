@@ -173,8 +173,7 @@ def check_weights(folder: Path, layers: list[RoundedLayer], family: str) -> None
 
 
 def check_factors(folder: Path, layers: list[RoundedLayer], changed: list[Tensor]) -> None:
-    """Adapters of the model before are told how channels were changed: one that is the weight itself becomes the
-    weight that is rounded; an outlier is smoothed, too."""
+    """An adapter of the original model that equals a weight becomes the weight that is rounded, outliers smoothed."""
     checkpoint, factors = inspect_checkpoint(folder / "plain"), ChannelFactors.of(folder / "int4")
     before, moved = CheckpointWeights(checkpoint, torch.float32, "cpu"), 0
     for index, layer in enumerate(layers):

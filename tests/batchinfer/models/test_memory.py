@@ -44,10 +44,10 @@ print((peak() - before) / checkpoint.weight_bytes)
     ],
 )
 def test_peak_while_loading(tmp_path: Path, shards: int, dtype: str, limit: float) -> None:
-    """70 MB in 10 layers: a layer's file pages may be held beside its copy, the model's may not."""
+    """70 MB in 10 layers: memory may hold the file pages of one layer and its copy, but not those of the model."""
     sizes = {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 10, "head_dim": 48}
     make_checkpoint(tmp_path, "llama", shards=shards, num_attention_heads=8, num_key_value_heads=4, **sizes)
-    # Forked by a small shell: at first, ru_maxrss is that of the process that was replaced
+    # A small shell starts it: ru_maxrss begins with the peak of the replaced process
     words = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", LOAD, str(tmp_path), dtype]
     out = subprocess.run(words, capture_output=True, text=True, check=True, env=os.environ)
     assert float(out.stdout) > 0

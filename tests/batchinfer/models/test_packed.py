@@ -182,7 +182,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 UP = "model.layers.0.mlp.experts.gate_up_proj"
 BLOCKS, PARTS = f"{UP}_blocks", f"{UP}_scales"
 FEWER = {name: lambda tensor: tensor[:4].clone() for name in (BLOCKS, PARTS)}
-# Kind, what becomes of tensors (None: they are missing), and what is said
+# Kind, changes of tensors (None: removed), message
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("fp8", {f"{Q}_scale_inv": None}, f"{Q} is FP8, and its scales {Q}_scale_inv are missing"),
     ("fp8", {f"{Q}_scale_inv": lambda _: torch.ones(3, 2)}, f"{Q}_scale_inv [3, 2] (F32) are no"),

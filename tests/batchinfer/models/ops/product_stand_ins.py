@@ -1,4 +1,4 @@
-"""Functions in the place of libraries' products on a GPU, as strict as those are there, computed in float32."""
+"""Stand-ins for the matrix products of GPU libraries: they check arguments as strictly, and compute in float32."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _steps(scales: Tensor, wanted: int) -> bool:
 
 def _demand(holds: bool, what: str) -> None:
     if not holds:
-        raise ValueError(f"it is not so that {what}")
+        raise ValueError(f"not true: {what}")
 
 
 class Quack(ModuleType):

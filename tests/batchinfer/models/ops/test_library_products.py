@@ -1,6 +1,6 @@
-"""Products that batchinfer or a library computes on a GPU: codes of float8 by torch's scaled_mm, gate and up in one
-launch by quack-kernels, experts in bfloat16 by torch's grouped_mm. What the library is given, where it is not asked,
-and from how many rows on it is taken. Strict functions stand in for the libraries. Runs in the interpreter."""
+"""Products that batchinfer or a library computes on a GPU: float8 values by torch's scaled_mm, gate and up in one
+launch by quack-kernels, experts in bfloat16 by torch's grouped_mm. Tests the library's arguments, the layers that it
+cannot multiply, and the choice by number of rows. Strict functions replace the libraries. Runs in the interpreter."""
 
 from __future__ import annotations
 
@@ -431,7 +431,7 @@ def test_it_is_chosen_by_time(request: pytest.FixtureRequest, monkeypatch, caplo
     if library_of == "quack":
         assert {*library.calls} == {contests.ODD_ROWS, *contests.ROWS}
     else:
-        assert int(layer.loads.sum()) == 0, "what is timed is nobody's work"
+        assert int(layer.loads.sum()) == 0, "a timed call counts no tokens"
 
 
 def test_nothing_is_chosen_where_a_row_s_bits_must_not_depend_on_it(library) -> None:

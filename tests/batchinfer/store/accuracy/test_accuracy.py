@@ -257,7 +257,7 @@ ANSWERS = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_si
 @settings(max_examples=examples(100, 2000), deadline=None)
 @given(answers=ANSWERS)
 def test_reliability_is_that_of_all_answers_at_once(answers: list[tuple[float, bool]]) -> None:
-    """What NumPy makes of all probabilities."""
+    """Computed by NumPy from all probabilities at once."""
     found = Reliability()
     for one in answers:
         found.add(*one)

@@ -40,7 +40,7 @@ def lines(path: Path, *rows: Any) -> Path:
 
 
 def write(folder: Path, form: str) -> Path:
-    """Write the examples, the last row of which has none, in a form."""
+    """Write the examples in a form, and a last row without one."""
     path, texts = folder / form, [json.dumps(one) for one in ANSWERS]
     if form == "objects.jsonl":
         return lines(path, *({"x": 1, "a": one} for one in ANSWERS), {"a": None})

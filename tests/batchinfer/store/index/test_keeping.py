@@ -234,7 +234,7 @@ def test_rows_without_an_answer_are_prepared_again(tmp_path: Path) -> None:
 
 
 DAY = "{{ strftime_now('%d %b') }} "
-# Changes of the job, of what ingest is told, or of the chat template; and how many of 8 rows stay known
+# Changes of the job and of ingest's options, the chat template, and how many of 8 rows stay known
 CHANGES: list[tuple[dict[str, Any], dict[str, Any], str, int]] = [
     ({"prompt": {"user": "say {{ text }}"}}, {}, "", 0),
     ({"prompt": {"user": "{{ text }}", "tools": [tool()]}}, {}, "{{ tools or [] }}", 0),

@@ -70,7 +70,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Forward:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """Let our kernel in Gluon be for this device."""
     if DEVICE.type == "cuda":
-        pytest.skip("what a GPU computes is compared in tests/kernels/gpu")
+        pytest.skip("tests/kernels/gpu compares the results of GPUs")
     kernel = Counted(hopper_prefill, "_hopper_prefill_kernel", 0)
     monkeypatch.setattr(hopper_prefill, "_hopper_prefill_kernel", kernel)
     monkeypatch.setattr(gluon, "capability", lambda _: 9)
@@ -119,7 +119,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> Speeds:
     return Speeds(monkeypatch)
 
 
-NEVER = {OURS: 2.0, INFER: 1.0, ATTENTION: 1.0, GLUON: 1.0}  # for those that are not timed
+NEVER = {OURS: 2.0, INFER: 1.0, ATTENTION: 1.0, GLUON: 1.0}  # where nothing is timed
 
 
 def test_the_fastest_is_chosen(both, speeds, caplog):

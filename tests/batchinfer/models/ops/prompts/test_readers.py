@@ -1,6 +1,6 @@
-"""Prompts read by FlashInfer, FlashAttention-4 and our kernel in Gluon: what each is given, and what stays with our
-kernel in Triton. No test machine has the packages: modules with their interfaces stand in, which check what those
-check. Another stand-in runs Gluon. The rest runs on the GPU if there is one, else in the interpreter."""
+"""Prompts read by FlashInfer, FlashAttention-4 and our kernel in Gluon: their arguments, and the steps that our kernel
+in Triton reads. Test machines lack the packages: modules with the same interfaces check the arguments. Another stand-in
+runs Gluon. The rest runs on the GPU if there is one, else in the interpreter."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Reader:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Reader:
     if DEVICE.type == "cuda":
-        pytest.skip("what a GPU computes is compared in tests/kernels/gpu")
+        pytest.skip("tests/kernels/gpu compares the results of GPUs")
     kernel = Counted(hopper_prefill, "_hopper_prefill_kernel", 0)
     monkeypatch.setattr(hopper_prefill, "_hopper_prefill_kernel", kernel)
     return Reader(GluonPrefill, lambda: kernel.launches)
@@ -99,7 +99,7 @@ CASES = [
     *(("flash", rule, SHAPE) for rule in ("plain", "short window", "soft cap", "sinks", "all")),
     *(
         ("flash", "all", shape) for shape in FEW_HEADS
-    ),  # in one of them blocks lie as the package wants them anyway
+    ),  # with one KV head, blocks have the package's layout anyway
     *(("hopper", rule, SHAPE) for rule in ("plain", "all")),
 ]
 # A prompt; rows that decode before prompts, the ends of longer ones; and rows before, between and behind prompts
