@@ -42,10 +42,8 @@ def test_a_step_costs_what_its_tokens_with_adapters_and_their_factors_do() -> No
     assert one is not None
     cost = one.with_cost(plain)
     assert (plain.adapted, cost.adapted) == (False, True)
-    chunks, layout = (
-        [(None, 0, 5), (None, 3, 1), (None, 9, 1), (None, 0, 2)],
-        cache_layout(model.spec.caches, 16, 64),
-    )
+    chunks = [(None, 0, 5), (None, 3, 1), (None, 9, 1), (None, 0, 2)]
+    layout = cache_layout(model.spec.caches, 16, 64)
     shape = step_shape(chunks, 4, 0, layout, adapters=["one", "", "two", "one"])
     assert (shape.adapted, shape.adapters) == (8, 2)
     assert step_shape(chunks, 4, 0, layout).adapted == step_shape(chunks, 4, 0, layout).adapters == 0
@@ -53,15 +51,8 @@ def test_a_step_costs_what_its_tokens_with_adapters_and_their_factors_do() -> No
         got, without = cost.step(step), plain.step(step)
         own = got.pop("adapters")
         assert got == without
-        wanted = sum(
-            (
-                low_rank_cost(8, 2, product.inputs, product.outputs, rank, 2)
-                for product in one.products
-                for rank in product.ranks
-            ),
-            Cost(),
-        )
-        assert own == wanted
+        sizes = ((each.inputs, each.outputs, rank) for each in one.products for rank in each.ranks)
+        assert own == sum((low_rank_cost(8, 2, *each, 2) for each in sizes), Cost())
     assert cost.step(StepShape(9, 4, 0, 0))["adapters"] == Cost()
 
 

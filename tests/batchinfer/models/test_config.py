@@ -72,16 +72,12 @@ def test_sizes() -> None:
 
 
 def test_rope_scaling_beside_rope_parameters_wins() -> None:
-    raw = raw_config(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_theta": 5.0})
-    assert (parse(raw).attention.rotation.rope.kind, parse(raw).attention.rotation.rope.theta) == (
-        "linear",
-        10_000.0,
-    )
+    linear = {"type": "linear", "factor": 2.0}
+    rope = parse(raw_config(rope_scaling=linear, rope_parameters={"rope_theta": 5.0})).attention.rotation.rope
+    assert (rope.kind, rope.theta) == ("linear", 10_000.0)
     outside = parse(raw_config(rope_scaling=YARN, original_max_position_embeddings=32, rope_theta=77.0))
-    assert (
-        outside.attention.rotation.rope.original_max_positions,
-        outside.attention.rotation.rope.theta,
-    ) == (32, 77.0)
+    rope = outside.attention.rotation.rope
+    assert (rope.original_max_positions, rope.theta) == (32, 77.0)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -214,9 +214,8 @@ def test_a_part_of_a_stored_format_is_that_part_of_the_whole(
             for linear in layer.linears:
                 torch.testing.assert_close(values(found, linear), wanted[linear.name], rtol=1e-6, atol=1e-6)
     for each in packed.packed.values():
-        assert (
-            whole[each.stored[0]] == packed.tensors[each.stored[0]].info.nbytes
-        )  # codes once, scales perhaps twice
+        values_of = each.stored[0]  # read once; scales may be read twice
+        assert whole[values_of] == packed.tensors[values_of].info.nbytes
 
 
 def test_a_group_that_lies_across_a_border_is_refused(

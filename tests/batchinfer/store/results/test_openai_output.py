@@ -36,10 +36,11 @@ def result_of(folder: Path, rows: list[dict[str, Any]]) -> Location:
     return Location.at(folder / "res")
 
 
-def out_file(path: Path) -> OutputFile:
-    return OutputFile(
-        Location.at(path), "--to-openai", Protected((), (), (), ()), StateFolder(path.parent / "res")
-    )
+def write(result: Location, path: Path, *requests: Asked, created: int = 0) -> int:
+    """Write the lines of a result whose rows were asked for by these requests."""
+    state = StateFolder(path.parent / "res")
+    out = OutputFile(Location.at(path), "--to-openai", Protected((), (), (), ()), state)
+    return write_openai(result, out, requests, decode, KINDS[USUAL], model="tiny", created=created)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -50,12 +51,7 @@ def test_the_lines_have_the_shape_of_the_batch_api(tmp_path: Path) -> None:
     """Keys and fixed values as in the examples of OpenAI's API reference: batch output, chat and text completion."""
     result = result_of(tmp_path, [good_row(0, [1, 2]), bad_row(1), good_row(2, [3])])
     out = tmp_path / "out.jsonl"
-    assert (
-        write_openai(
-            result, out_file(out), [CHAT, UNREADABLE, COMPLETIONS], decode, KINDS[USUAL], model="tiny"
-        )
-        == 3
-    )
+    assert write(result, out, CHAT, UNREADABLE, COMPLETIONS) == 3
     chat, bad, text = lines(out)
     for line in (chat, bad, text):
         assert line.keys() == {"id", "custom_id", "response", "error"}
@@ -87,24 +83,14 @@ def test_the_lines_have_the_shape_of_the_batch_api(tmp_path: Path) -> None:
 
 def test_no_line_of_an_answer_is_shorter_than_what_is_asked_of_the_disk(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    write_openai(
-        result_of(tmp_path, [good_row(0, [1])]), out_file(out), [COMPLETIONS], decode, KINDS[USUAL], model="m"
-    )
+    write(result_of(tmp_path, [good_row(0, [1])]), out, COMPLETIONS)
     assert len(out.read_bytes()) - len(lines(out)[0]["response"]["body"]["choices"][0]["text"]) >= LINE_BYTES
 
 
 def test_equal_results_give_equal_bytes_unless_a_time_is_asked_for(tmp_path: Path) -> None:
     result = result_of(tmp_path, [good_row(0, [1, 2]), good_row(1, [3])])
     for name, created in (("a", 0), ("b", 0), ("c", 1711475054)):
-        write_openai(
-            result,
-            out_file(tmp_path / name),
-            [CHAT, CHAT],
-            decode,
-            KINDS[USUAL],
-            model="tiny",
-            created=created,
-        )
+        write(result, tmp_path / name, CHAT, CHAT, created=created)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert [line["response"]["body"]["created"] for line in lines(tmp_path / "c")] == [1711475054] * 2
 
@@ -125,15 +111,8 @@ def test_what_was_asked_is_read_from_the_input(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_completed_does_not_appear(tmp_path: Path) -> None:
     result = result_of(tmp_path, [good_row(0, [1]), good_row(1, [2])])
     with pytest.raises(InputCorrupt, match="lost rows"):
-        write_openai(result, out_file(tmp_path / "out.jsonl"), [CHAT], decode, KINDS[USUAL], model="tiny")
+        write(result, tmp_path / "out.jsonl", CHAT)
     with pytest.raises(UsageError, match="no published result"):
-        write_openai(
-            Location.at(tmp_path / "nowhere"),
-            out_file(tmp_path / "out.jsonl"),
-            [CHAT],
-            decode,
-            KINDS[USUAL],
-            model="tiny",
-        )
+        write(Location.at(tmp_path / "nowhere"), tmp_path / "out.jsonl", CHAT)
     assert not (tmp_path / "out.jsonl").exists()
     assert not list(tmp_path.glob(".batchinfer-*.tmp"))

@@ -93,12 +93,8 @@ def test_the_token_that_ends_an_answer_is_no_reasoning(name: str) -> None:
     ids = [(inside + eos, True), (inside + eos, False), (inside, False), (whole + eos, True)]
     answers = [StoredAnswer(one, None, opening, ended) for one, ended in ids]
     found = told_apart(answers, reasoning, tokenizer)
-    assert [(one.reasoning, one.tokens) for one in found] == [
-        ("hm", 2),
-        ("hm", 2 + len(eos)),
-        ("hm", 2),
-        ("hm", 2),
-    ]
+    assert {one.reasoning for one in found} == {"hm"}
+    assert [one.tokens for one in found] == [2, 2 + len(eos), 2, 2]
 
 
 def test_a_result_does_not_count_the_token_that_ended_an_answer() -> None:
