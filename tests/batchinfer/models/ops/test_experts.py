@@ -218,7 +218,7 @@ def test_loads_are_the_tokens_of_each_expert_but_for_padding(kind: str) -> None:
 PLACED: Shares = ((0, 1, 4), (1, 2, 3), (1, 3, 5))  # of which two are on more than one rank
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -284,7 +284,7 @@ def computed(
     return found, group.x
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "dtype", "quantization"),
     [

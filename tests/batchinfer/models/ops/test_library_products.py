@@ -59,7 +59,7 @@ def triton_ops(deterministic: bool = False) -> TritonOps:
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes long for thousands."""
     monkeypatch.setattr(contests, "ROWS", (4, 8, 16, 32))
-    monkeypatch.setattr(contests, "ROUNDS", 2)
+    monkeypatch.setattr(contests, "ROUNDS", 1)
 
 
 @pytest.fixture
