@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
@@ -23,7 +23,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from batchinfer_kernels.cost import expected_hit
-from batchinfer_kernels.experts import Choice, choose_experts, experts_reference, group_by_expert
+from batchinfer_kernels.experts import choose_experts, experts_reference
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
 from batchinfer_kernels.routing import Routing
 
@@ -85,26 +85,6 @@ def test_a_tokens_experts_do_not_depend_on_other_tokens(routing: Routing) -> Non
         assert torch.equal(part.weights, whole.weights[first:last])
 
 
-def one_by_one(x: Tensor, gate_up: Tensor, down: Tensor, choice: Choice) -> Tensor:
-    """Token by token, in float64."""
-    y = torch.zeros(len(x), down.shape[1], dtype=torch.float64)
-    for token, (experts, weights) in enumerate(zip(choice.experts, choice.weights, strict=True)):
-        for expert, weight in zip(experts, weights, strict=True):
-            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
-            y[token] += weight.double() * (down[expert].double() @ (nn.functional.silu(gate) * up))
-    return y
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 30])
-@pytest.mark.parametrize("experts", [1, 3, 8])
-def test_experts(tokens: int, experts: int) -> None:
-    torch.manual_seed(experts)
-    x, gate_up, down = torch.randn(tokens, 11), torch.randn(experts, 14, 11), torch.randn(experts, 5, 7)
-    choice = choose_experts(torch.randn(tokens, experts), Routing(experts, min(2, experts)))
-    got = experts_reference(x, gate_up, down, choice, "silu")
-    torch.testing.assert_close(got.double(), one_by_one(x, gate_up, down, choice), atol=1e-4, rtol=1e-5)
-
-
 def test_experts_are_those_of_transformers() -> None:
     torch.manual_seed(0)
     config = MixtralConfig(hidden_size=12, intermediate_size=9, num_local_experts=5, num_experts_per_tok=2)
@@ -118,12 +98,6 @@ def test_experts_are_those_of_transformers() -> None:
         wanted = theirs(x, choice.experts, choice.weights)
         got = experts_reference(x, theirs.gate_up_proj, theirs.down_proj, choice, "silu")
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
-
-
-def test_rows_are_sorted_by_expert_and_stay_in_order() -> None:
-    groups = group_by_expert(torch.tensor([[2, 0], [0, 2], [2, 4]]), 6)
-    assert groups.order.tolist() == [1, 2, 0, 3, 4, 5]
-    assert groups.starts.tolist() == [0, 2, 2, 5, 5, 6, 6]
 
 
 def test_an_expert_without_rows_is_not_read() -> None:

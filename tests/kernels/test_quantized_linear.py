@@ -6,12 +6,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batchinfer_kernels import quantized_linear
 from batchinfer_kernels.quantized_linear import quantize_rows, quantize_weight, quantized_linear_reference
-from tests.examples import examples
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,13 +35,6 @@ def test_ties_go_to_the_even_code() -> None:
     assert scales.tolist() == [1.0]
 
 
-def test_it_is_symmetric() -> None:
-    x = random(9, 33)
-    (codes, scales), (other, same) = quantize_rows(x), quantize_rows(-x)
-    assert torch.equal(codes, -other)
-    assert torch.equal(scales, same)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(0, 5, 3), (1, 1, 1), (7, 63, 100), (2, 576, 33)])
 @pytest.mark.parametrize("biased", [False, True])
@@ -60,13 +50,6 @@ def test_it_is_the_sum_over_codes(
     got = quantized_linear_reference(x, codes, scales, bias)
     assert got.dtype == dtype
     assert torch.equal(got, wanted.to(dtype))
-
-
-def test_it_is_near_the_unquantised_product() -> None:
-    x, weight = random(64, 512), random(256, 512, seed=1)
-    got = quantized_linear_reference(x, *quantize_weight(weight))
-    error = (got - x @ weight.T).norm() / (x @ weight.T).norm()
-    assert 0.001 < error < 0.02
 
 
 def test_sums_of_the_largest_codes_are_exact() -> None:
@@ -85,15 +68,6 @@ def test_large_weights_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(quantized_linear, "OUTPUTS_AT_ONCE", 7)
     assert all(map(torch.equal, quantize_weight(weight), (codes, scales)))
     assert torch.equal(quantized_linear_reference(x, codes, scales), whole)
-
-
-def test_a_row_of_zeros_is_zero_and_others_do_not_notice() -> None:
-    codes, scales = quantize_weight(random(5, 8))
-    x = random(3, 8, seed=1)
-    x[1] = 0.0
-    got = quantized_linear_reference(x, codes, scales)
-    assert got[1].eq(0).all()
-    assert torch.equal(got[[0, 2]], quantized_linear_reference(x[[0, 2]], codes, scales))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -120,40 +94,16 @@ def test_rows_too_small_for_a_scale_are_zero() -> None:
     assert scales.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("x", "codes", "scales", "bias", "words"),
-    [
-        ((2, 4), (3, 5), 3, None, "the weight has 5 columns"),
-        ((2, 4), (3, 4), 2, None, "the weight has 3 rows"),
-        ((2, 4), (3, 4), 3, 4, "the weight has 3 rows"),
-        ((4,), (3, 4), 3, None, "the weight has 4 columns"),
-        ((2, 4), (12,), 12, None, "not a matrix"),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    x: tuple[int, ...], codes: tuple[int, ...], scales: int, bias: int | None, words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        quantized_linear_reference(
-            torch.zeros(x),
-            torch.zeros(codes, dtype=torch.int8),
-            torch.zeros(scales),
-            None if bias is None else torch.zeros(bias),
-        )
-
-
-def test_a_weight_of_integers_is_refused() -> None:
+def test_what_does_not_fit_is_refused() -> None:
+    x, codes, scales = torch.zeros(2, 4), torch.zeros(3, 4, dtype=torch.int8), torch.zeros(3)
+    for wrong, words in (
+        ((x[0], codes, scales), "the weight has 4 columns"),
+        ((x[:, :3], codes, scales), "the weight has 4 columns"),
+        ((x, codes, scales[:2]), "the weight has 3 rows"),
+        ((x, codes, scales, torch.zeros(4)), "the weight has 3 rows"),
+        ((x, codes[0], scales), "not a matrix"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            quantized_linear_reference(*wrong)
     with pytest.raises(ValueError, match="not a matrix of floats"):
-        quantize_weight(torch.zeros(2, 2, dtype=torch.int8))
-
-
-@settings(deadline=None, max_examples=examples(20, 60))
-@given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 9), st.integers(0, 99), st.floats(1e-6, 1e6))
-def test_a_row_does_not_depend_on_its_batch(
-    tokens: int, inputs: int, outputs: int, seed: int, size: float
-) -> None:
-    x, weight = random(tokens, inputs, seed=seed) * size, random(outputs, inputs, seed=seed + 1)
-    codes, scales = quantize_weight(weight)
-    whole = quantized_linear_reference(x, codes, scales)
-    for row in range(tokens):
-        assert torch.equal(quantized_linear_reference(x[row : row + 1], codes, scales)[0], whole[row])
+        quantize_weight(codes)
