@@ -12,6 +12,7 @@ from batchinfer_kernels.copy_parts import copy_parts_reference
 from batchinfer_kernels.cost import copy_parts_cost
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from tests.kernels.cpu_cache import laid_out, plain
+from tests.kernels.refused import assert_refused
 
 BLOCKS = 12
 SHAPES = [(1, 1, 4), (3, 5, 12), (2, 16, 64), (1, 33, 10), (2, 64, 20)]  # heads, block size, D
@@ -89,10 +90,8 @@ def test_the_cost_is_what_is_read_and_written() -> None:
 )
 def test_what_does_not_fit_is_refused(parts: torch.Tensor) -> None:
     k, v = caches(SHAPES[2], torch.float32)
-    with pytest.raises(ValueError, match="parts are"):
-        copy_parts_reference(k, v, parts)
-    with pytest.raises(ValueError, match="caches are"):
-        copy_parts_reference(k, v[:3], torch.zeros(1, 4, dtype=torch.int64))
+    assert_refused("parts are", copy_parts_reference, k, v, parts)
+    assert_refused("caches are", copy_parts_reference, k, v[:3], torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match="no whole vectors"):
         CompiledOperators().copy_parts(
             *caches((1, 5, 7), torch.float32), torch.zeros(1, 4, dtype=torch.int64)

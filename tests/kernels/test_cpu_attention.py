@@ -19,6 +19,7 @@ from tests.examples import examples
 from tests.kernels.cpu_cache import codes_laid_out, plain
 from tests.kernels.cpu_kit import DTYPES, TOLERANCE, operators
 from tests.kernels.cpu_steps import Step, assert_rows_are_their_own, poisoned_step, tree_step
+from tests.kernels.refused import assert_refused
 from tests.kernels.test_copy_parts import BLOCKS, by_place, some_parts
 
 BF16 = torch.bfloat16
@@ -213,8 +214,7 @@ def test_work_is_cut_without_gap_and_longest_first():
     )
     sizes = [rows * items.rows[first + rows - 1, 1] for first, rows in firsts]
     assert sizes == sorted(sizes, reverse=True)
-    with pytest.raises(ValueError, match=f"at most {MAX_ROWS}"):
-        attention_items([1], [1], MAX_ROWS + 1)
+    assert_refused(f"at most {MAX_ROWS}", attention_items, [1], [1], MAX_ROWS + 1)
 
 
 def rows_to_store(tokens, kv_heads, dim, dtype, seed):
@@ -283,16 +283,14 @@ def test_caches_that_do_not_fit_are_refused():
     codes, scales = torch.zeros(1, 1, 16, 16, dtype=torch.int8), (torch.zeros(1, 1, 16),) * 2
     assert COMPILED.keeps_codes
     assert not plain_ones.keeps_codes
-    with pytest.raises(ValueError, match="blocks are"):
-        attend_one(compiled, q, no_vectors, no_vectors)
+    assert_refused("blocks are", attend_one, compiled, q, no_vectors, no_vectors)
     with pytest.raises(ValueError, match="planned for 1 query heads a KV head, used with 3"):
         attend_one(compiled, torch.ones(1, 6, 8), fits, fits)
     with pytest.raises(ValueError, match=r"bfloat16, wanted .* of torch.float32"):
         attend_one(compiled, torch.ones(1, 2, 8), fits, fits.bfloat16())
     with pytest.raises(ValueError, match=r"heads of 5 values of torch.bfloat16"):
         attend_one(compiled, torch.zeros(1, 2, 5).bfloat16(), heads_of_5, heads_of_5)
-    with pytest.raises(ValueError, match="at most 256"):
-        compiled.cache_shape(1, 16, 257)
+    assert_refused("at most 256", compiled.cache_shape, 1, 16, 257)
     with pytest.raises(ValueError, match="were not asked for"):
         attend_one(plain_ones, torch.zeros(1, 1, 16), codes, codes, 16, scales=scales)
     with pytest.raises(ValueError, match=r"a cache of torch.int8 has no scale"):

@@ -26,6 +26,7 @@ from batchinfer_kernels.cost import expected_hit
 from batchinfer_kernels.experts import choose_experts, experts_reference
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
 from batchinfer_kernels.routing import Routing
+from tests.kernels.refused import assert_refused
 
 HIDDEN = 20
 
@@ -118,8 +119,7 @@ def test_an_expert_without_rows_is_not_read() -> None:
     ],
 )
 def test_a_routing_that_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Routing(8, **options)
+    assert_refused(words, Routing, 8, **options)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,7 @@ def test_a_routing_that_cannot_be_is_refused(options: dict[str, Any], words: str
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:
     arguments = {"x": torch.zeros(2, 5), "weight": torch.zeros(3, 4, 5), "starts": torch.zeros(4).long()}
-    with pytest.raises(ValueError, match=words):
-        grouped_matmul_reference(**{**arguments, **change})
+    assert_refused(words, grouped_matmul_reference, **{**arguments, **change})
 
 
 def test_the_expected_number_of_experts() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from batchinfer_kernels.int4_feedback import codes_with_feedback, output_error
 from batchinfer_kernels.int4_linear import quantize_groups
 from tests.examples import examples
+from tests.kernels.refused import assert_refused
 
 
 def values(codes: Tensor, scales: Tensor, group: int) -> Tensor:
@@ -79,9 +80,6 @@ def test_inputs_that_were_never_seen_are_rounded() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     weight, scales = torch.randn(4, 64), torch.ones(4, 2)
-    with pytest.raises(ValueError, match="products"):
-        codes_with_feedback(weight, scales, torch.zeros(63, 63), 32)
-    with pytest.raises(ValueError, match="scales"):
-        codes_with_feedback(weight, scales, torch.zeros(64, 64), 16)
-    with pytest.raises(ValueError, match="finite"):
-        codes_with_feedback(weight, scales, torch.full((64, 64), torch.nan), 32)
+    assert_refused("products", codes_with_feedback, weight, scales, torch.zeros(63, 63), 32)
+    assert_refused("scales", codes_with_feedback, weight, scales, torch.zeros(64, 64), 16)
+    assert_refused("finite", codes_with_feedback, weight, scales, torch.full((64, 64), torch.nan), 32)

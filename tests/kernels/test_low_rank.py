@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from batchinfer.models.ops.layers import AddedValues
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.low_rank import AdaptedRows, low_rank_reference
+from tests.kernels.refused import assert_refused
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -86,17 +87,12 @@ def test_what_does_not_fit_is_refused(compiled):
     factors = some_factors([4, 4], 16, 8, torch.float32, 0)
     packed, x = compiled.pack_factors(factors), torch.randn(3, 16)
     rows = AdaptedRows.of(torch.tensor([0, 1, 2]), 2)
-    with pytest.raises(ValueError, match="there are 2 tokens"):
-        compiled.low_rank(x[:2], packed, rows)
+    assert_refused("there are 2 tokens", compiled.low_rank, x[:2], packed, rows)
     with pytest.raises(ValueError, match="3 adapters; wanted"):
         compiled.low_rank(x, packed, AdaptedRows.of(torch.tensor([0, 1, 2]), 3))
-    with pytest.raises(ValueError, match="wanted"):
-        compiled.low_rank(x.bfloat16(), packed, rows)
+    assert_refused("wanted", compiled.low_rank, x.bfloat16(), packed, rows)
     with pytest.raises(ValueError, match="values of adapters"):
         compiled.adapted_linear(x, compiled.pack_linear(torch.randn(8, 16), None), torch.randn(2, 8), rows)
-    with pytest.raises(ValueError, match="others"):
-        compiled.pack_factors([factors[0], (torch.randn(4, 15), torch.randn(8, 4))])
-    with pytest.raises(ValueError, match="starts"):
-        low_rank_reference(x, factors, torch.tensor([0, 3]), 8)
-    with pytest.raises(ValueError, match="factors are"):
-        low_rank_reference(x, factors, torch.tensor([0, 1, 3]), 9)
+    assert_refused("others", compiled.pack_factors, [factors[0], (torch.randn(4, 15), torch.randn(8, 4))])
+    assert_refused("starts", low_rank_reference, x, factors, torch.tensor([0, 3]), 8)
+    assert_refused("factors are", low_rank_reference, x, factors, torch.tensor([0, 1, 3]), 9)

@@ -9,6 +9,7 @@ import torch
 
 from batchinfer_kernels import quantized_linear
 from batchinfer_kernels.quantized_linear import quantize_rows, quantize_weight, quantized_linear_reference
+from tests.kernels.refused import assert_refused
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -103,7 +104,5 @@ def test_what_does_not_fit_is_refused() -> None:
         ((x, codes, scales, torch.zeros(4)), "the weight has 3 rows"),
         ((x, codes[0], scales), "not a matrix"),
     ):
-        with pytest.raises(ValueError, match=words):
-            quantized_linear_reference(*wrong)
-    with pytest.raises(ValueError, match="not a matrix of floats"):
-        quantize_weight(codes)
+        assert_refused(words, quantized_linear_reference, *wrong)
+    assert_refused("not a matrix of floats", quantize_weight, codes)

@@ -18,6 +18,7 @@ from tests.examples import examples
 from tests.kernels.cpu_cache import codes_laid_out, laid_out, plain
 from tests.kernels.cpu_kit import DTYPES, TOLERANCE, operators
 from tests.kernels.cpu_steps import poisoned_step, tree_step
+from tests.kernels.refused import assert_refused
 from tests.kernels.test_copy_parts import SHAPES, caches, equal
 from tests.kernels.test_cpu_attention import KINDS
 from tests.kernels.trees import mask_of, path, random_trees
@@ -142,8 +143,7 @@ def test_what_is_near_says_what_is_seen(seed: int, lengths: list[tuple[int, int]
 
 def test_trees_have_no_windows():
     step = poisoned_step(4, 6, 2, 64, 16, [(6, 90)])
-    with pytest.raises(ValueError, match="no windows"):
-        step.reference(window=5, tree=mask_of(step, [[-1, -1]]))
+    assert_refused("no windows", step.reference, window=5, tree=mask_of(step, [[-1, -1]]))
 
 
 def some_moves(blocks: int, size: int, seed: int) -> list[tuple[int, int]]:
@@ -193,9 +193,7 @@ def test_moved_codes_keep_their_scales(dtype: torch.dtype) -> None:
 def test_moves_that_do_not_fit_are_refused() -> None:
     k, v = caches(SHAPES[2], torch.float32)
     for moves in (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int32)):
-        with pytest.raises(ValueError, match="moves are"):
-            move_slots_reference(k, v, moves)
-    with pytest.raises(ValueError, match="caches are"):
-        move_slots_reference(k, v[:3], torch.zeros(1, 2, dtype=torch.int64))
+        assert_refused("moves are", move_slots_reference, k, v, moves)
+    assert_refused("caches are", move_slots_reference, k, v[:3], torch.zeros(1, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="not those of 99 tokens"):
         CompiledOperators().move_slots(k, v, 99, torch.zeros(1, 2, dtype=torch.int64))

@@ -15,6 +15,7 @@ from tests.examples import first_of
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
 from tests.kernels.gpu.test_attention_aot import PRODUCTS, REGISTERS
 from tests.kernels.gpu.test_latent_attention import SCALE, TOLERANCE
+from tests.kernels.refused import assert_refused
 
 Lens = list[tuple[int, int]]  # queries, context
 
@@ -75,12 +76,9 @@ def test_what_does_not_fit_is_refused(device):
         (q, k, v.half(), shared),
         (q, k, v, k),
     ):
-        with pytest.raises(ValueError, match=r"q is|heads share|dimensions"):
-            decompressed_attention(*wrong, items, SCALE, out)
-    with pytest.raises(ValueError, match=r"out is \(5, 3, 8\)"):
-        decompressed_attention(q, k, v, shared, items, SCALE, out[..., :8])
-    with pytest.raises(ValueError, match="not greater than 0"):
-        decompressed_attention(q, k, v, shared, items, -1.0, out)
+        assert_refused(r"q is|heads share|dimensions", decompressed_attention, *wrong, items, SCALE, out)
+    assert_refused(r"out is \(5, 3, 8\)", decompressed_attention, q, k, v, shared, items, SCALE, out[..., :8])
+    assert_refused("not greater than 0", decompressed_attention, q, k, v, shared, items, -1.0, out)
 
 
 def launch_decompressed(dtype: str, plain: int, turned: int, value: int) -> None:

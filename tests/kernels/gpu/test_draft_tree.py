@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchinfer_kernels.draft_tree import NO_PARENT, move_slots_reference, tree_paths_reference
 from batchinfer_kernels.gpu.draft_tree import move_slots, tree_paths
+from tests.kernels.refused import assert_refused
 from tests.kernels.test_copy_parts import equal
 from tests.kernels.trees import random_parents
 
@@ -115,12 +116,8 @@ def test_what_does_not_fit_is_refused() -> None:
         (tokens, firsts, drafts, parents[:, :2]),
     ):
         for find in (tree_paths, tree_paths_reference):
-            with pytest.raises(ValueError, match=r"of trees|of drafts"):
-                find(*wrong)
-    with pytest.raises(ValueError, match="come together"):
-        tree_paths(tokens, firsts, drafts, parents, order=tokens)
+            assert_refused(r"of trees|of drafts", find, *wrong)
+    assert_refused("come together", tree_paths, tokens, firsts, drafts, parents, order=tokens)
     paths, cache = tree_paths_reference(tokens, firsts, drafts, parents), torch.zeros(4, 2, 4, 16)
-    with pytest.raises(ValueError, match="slots are"):
-        move_slots([cache], drafts[:1], paths)
-    with pytest.raises(ValueError, match="contiguous"):
-        move_slots([cache[..., ::2]], drafts, paths)
+    assert_refused("slots are", move_slots, [cache], drafts[:1], paths)
+    assert_refused("contiguous", move_slots, [cache[..., ::2]], drafts, paths)

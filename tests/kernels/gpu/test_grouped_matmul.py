@@ -21,6 +21,7 @@ from batchinfer_kernels.quantized_linear import quantize_weight
 from tests.kernels.gpu.conftest import DEVICE
 from tests.kernels.gpu.matmul_cases import DTYPES, beside_nan, near, random
 from tests.kernels.gpu.pairs import each_first, pairs_first
+from tests.kernels.refused import assert_refused
 
 pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 
@@ -83,8 +84,7 @@ def test_scales_of_blocks_that_do_not_fit_are_refused(change: dict[str, Any], wo
     weight = quantize_blocks_fp8(random(34, 300), 16)
     given: dict[str, Any] = {"scales": weight.scales[None], "lines": weight.lines, **change}
     codes = weight.codes[None].float() if given["scales"] is None else weight.codes[None]
-    with pytest.raises(ValueError, match=words):
-        grouped_matmul(random(2, 300), codes, starts_of((2,)), **given)
+    assert_refused(words, grouped_matmul, random(2, 300), codes, starts_of((2,)), **given)
 
 
 def test_no_rows_at_all() -> None:
@@ -191,5 +191,4 @@ def test_both_products_and_their_combination() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(made: Tensor, order: Tensor, weights: Tensor) -> None:
-    with pytest.raises(ValueError, match="results"):
-        combine(made, order, weights)
+    assert_refused("results", combine, made, order, weights)

@@ -18,6 +18,7 @@ from tests.kernels.gpu.aot import NVIDIA, compile_launch
 from tests.kernels.gpu.conftest import DEVICE
 from tests.kernels.gpu.matmul_cases import DTYPES, near, random
 from tests.kernels.gpu.pairs import pairs_first
+from tests.kernels.refused import assert_refused
 
 pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 
@@ -105,14 +106,11 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         (codes, scales, torch.full((4, 2), 9.0), 32),
         (codes, scales, torch.zeros(4, 1), 32),
     ):
-        with pytest.raises(ValueError, match=r"codes are|zeros are"):
-            packed_int4(*changed, torch.float32)
+        assert_refused(r"codes are|zeros are", packed_int4, *changed, torch.float32)
     weight = packed_int4(codes, scales, None, 32, torch.float32)
     for first, panel in ((0, torch.zeros(5, 64)), (3, torch.zeros(2, 64)), (0, torch.zeros(4, 64).half())):
-        with pytest.raises(ValueError, match="a panel"):
-            widen(weight, first, panel)
-    with pytest.raises(ValueError, match="no room"):
-        panel_matmul(torch.zeros(2, 64), weight, None, torch.zeros(63))
+        assert_refused("a panel", widen, weight, first, panel)
+    assert_refused("no room", panel_matmul, torch.zeros(2, 64), weight, None, torch.zeros(63))
 
 
 def launch_widening(dtype: str, outputs: int, inputs: int, zeroed: bool) -> None:

@@ -23,6 +23,7 @@ from batchinfer_kernels.quantized_linear import quantize_weight
 from tests.kernels.gpu.conftest import DEVICE
 from tests.kernels.gpu.matmul_cases import DTYPES, WAYS, beside_nan, int8_reference, near, random, way
 from tests.kernels.gpu.pairs import every_pair, pairs_first
+from tests.kernels.refused import assert_refused
 
 FLOATS = tuple(name for name in WAYS if name != "int8")  # ways whose sums are rounded
 pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
@@ -200,8 +201,7 @@ def most_negative(inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def test_int8_sums_that_may_overflow_are_refused() -> None:
-    with pytest.raises(ValueError, match="overflow"):
-        int8_matmul(*most_negative(MOST_INPUTS + 1))
+    assert_refused("overflow", int8_matmul, *most_negative(MOST_INPUTS + 1))
 
 
 @pytest.mark.slow
@@ -271,8 +271,7 @@ def test_segments_are_whole_tiles_and_cover_the_inputs(kind: Any) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(x: Tensor, weight: Tensor, options: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        matmul(x, weight, **options)
+    assert_refused(words, matmul, x, weight, **options)
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
@@ -283,13 +282,10 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
         ({"scales": weight.scales[:, :2]}, "scales are"),
         ({"lines": weight.lines[:3]}, "the weight has 4 rows"),
     ):
-        with pytest.raises(ValueError, match=words):
-            block_fp8_matmul(x, replace(weight, **change))
+        assert_refused(words, block_fp8_matmul, x, replace(weight, **change))
 
 
 def test_codes_that_do_not_fit_are_refused() -> None:
     codes, scales = quantize_weight(random(4, 3))
-    with pytest.raises(ValueError, match="float8_e4m3fn"):
-        fp8_matmul(random(2, 3), codes, scales)
-    with pytest.raises(ValueError, match="scales"):
-        int8_matmul(random(2, 3), codes, scales[:3])
+    assert_refused("float8_e4m3fn", fp8_matmul, random(2, 3), codes, scales)
+    assert_refused("scales", int8_matmul, random(2, 3), codes, scales[:3])

@@ -8,6 +8,7 @@ import torch
 from batchinfer_kernels.gpu.merge_state import merge_state
 from batchinfer_kernels.merge_state import merge_state_reference
 from tests.kernels.gpu.attention_cases import DTYPES, assert_near
+from tests.kernels.refused import assert_refused
 
 
 def parts_of(parts, tokens, heads, dim, dtype, device):
@@ -61,9 +62,6 @@ def test_no_tokens(device) -> None:
 def test_shapes_that_do_not_fit_are_refused(device) -> None:
     outs, lses = parts_of(2, 3, 4, 64, torch.float32, device)
     for wrong in (lses[:1], lses.double(), lses[..., :3]):
-        with pytest.raises(ValueError, match="log-sum-exps"):
-            merge_state(outs, wrong)
-    with pytest.raises(ValueError, match="sinks"):
-        merge_state(outs, lses, torch.zeros(3, device=device))
-    with pytest.raises(ValueError, match="strides"):
-        merge_state(outs.transpose(1, 3), lses[:, :1].expand(2, 64, 4))
+        assert_refused("log-sum-exps", merge_state, outs, wrong)
+    assert_refused("sinks", merge_state, outs, lses, torch.zeros(3, device=device))
+    assert_refused("strides", merge_state, outs.transpose(1, 3), lses[:, :1].expand(2, 64, 4))

@@ -14,6 +14,7 @@ from batchinfer_kernels.gpu.rope_store import rope, rope_store
 from batchinfer_kernels.rope_store import coded_reference, rope_store_reference
 from tests.kernels.gpu.pairs import every_pair
 from tests.kernels.gpu.poison import poisoned
+from tests.kernels.refused import assert_refused
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # One rounding of the stored type at values of about 4, where a contracted product tips it
@@ -203,8 +204,7 @@ def test_a_rounded_half_is_even_in_int8(device):
 def test_what_does_not_fit_is_refused(changed):
     case = Case()
     table = torch.ones(5, 32)
-    with pytest.raises(ValueError):
-        rope_store(**{**case.tensors, **case.caches(), "cos": table, "sin": table, **changed})
+    assert_refused("", rope_store, **{**case.tensors, **case.caches(), "cos": table, "sin": table, **changed})
 
 
 @pytest.mark.parametrize(
@@ -219,5 +219,4 @@ def test_what_does_not_fit_is_refused(changed):
 )
 def test_what_does_not_fit_q_alone_is_refused(changed):
     table = torch.ones(5, 32)
-    with pytest.raises(ValueError):
-        rope(**{"q": Case().tensors["q"], "cos": table, "sin": table, **changed})
+    assert_refused("", rope, **{"q": Case().tensors["q"], "cos": table, "sin": table, **changed})

@@ -28,6 +28,7 @@ from tests.kernels.gpu.attention_cases import (
     sharing,
     tree_of,
 )
+from tests.kernels.refused import assert_refused
 
 # (queries, context) → nodes of its tree: around the ends of blocks and tiles, where the text begins, behind a long
 # one, and chunks without
@@ -141,8 +142,7 @@ def test_a_graph_of_trees_is_refilled(device: str) -> None:
     later = plan.refilled(plan_attention(*lens, case.shape, device, (), room, tree=trees))
     wanted = other.reference(tree=trees)[0]
     assert_near(paged_attention(*other.tensors, later, ScoreRules(SCALE)), wanted, torch.float32)
-    with pytest.raises(ValueError, match="does not run"):
-        plan.refilled(plan_attention(*lens, case.shape, device, (), room))
+    assert_refused("does not run", plan.refilled, plan_attention(*lens, case.shape, device, (), room))
 
 
 def test_what_trees_do_not_have_is_refused(device: str) -> None:
@@ -154,5 +154,4 @@ def test_what_trees_do_not_have_is_refused(device: str) -> None:
     with pytest.raises(ValueError, match="no windows"):
         prefill_attention(*case.tensors, case.queries, case.contexts, ScoreRules(SCALE, 40), nearby=nearby)
     case, tree = case_of("few", device=device)
-    with pytest.raises(ValueError, match="no windows"):
-        attend_few(case, tree=tree, window=40)
+    assert_refused("no windows", attend_few, case, tree=tree, window=40)

@@ -1,0 +1,14 @@
+"""Operators refuse what does not fit; they do not read or write beside their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def assert_refused(words: str, call: Callable[..., object], *arguments: Any, **options: Any) -> None:
+    """Check that a call raises ValueError with these words, a regular expression."""
+    with pytest.raises(ValueError, match=words):
+        call(*arguments, **options)
