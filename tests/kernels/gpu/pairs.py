@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -13,26 +12,16 @@ import pytest
 def every_pair(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """A few of the combinations of the axes' values, in which each pair of values of two axes occurs at least once.
 
-    Greedy, as AETG (Cohen et al., 1997): of all combinations the one with most pairs that are missing, the first one of
-    equals. About as many as the two longest axes have pairs. Raises ValueError for fewer than two axes.
+    First come the combinations that add a pair of each two axes, then those that add one pair less, and so on.
     """
-    if len(axes) < 2:
-        raise ValueError("pairs are of two axes")
-    bits: dict[tuple[int, int, int, int], int] = {}
-    left = {at: _pairs(at, bits) for at in product(*(range(len(axis)) for axis in axes))}
-    missing = (1 << len(bits)) - 1
+    missing = {pair for at in _places(axes) for pair in _pairs(at)}
     chosen = []
-    # What a combination had missing is the most that it has now, so that few of them are looked at again
-    most = [(-pairs.bit_count(), at) for at, pairs in left.items()]
-    heapify(most)
-    while missing:
-        had, best = heappop(most)
-        has = -(left[best] & missing).bit_count()
-        if has > had:
-            heappush(most, (has, best))
-            continue
-        missing &= ~left[best]
-        chosen.append(best)
+    for least in range(len(axes) * (len(axes) - 1) // 2, 0, -1):
+        for at in _places(axes):
+            added = missing & _pairs(at)
+            if len(added) >= least:
+                missing -= added
+                chosen.append(at)
     return [tuple(axis[at] for axis, at in zip(axes, place, strict=True)) for place in sorted(chosen)]
 
 
@@ -51,7 +40,10 @@ def _others_slow(axes: Sequence[Sequence[Any]], few: list[tuple[Any, ...]]) -> l
     return [pytest.param(*case, marks=[] if case in few else [pytest.mark.slow]) for case in product(*axes)]
 
 
-def _pairs(at: tuple[int, ...], bits: dict[tuple[int, int, int, int], int]) -> int:
-    """Return a bit for each pair: such sets are compared fast."""
-    pairs = ((i, j, at[i], at[j]) for i, j in combinations(range(len(at)), 2))
-    return sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs)
+def _places(axes: Sequence[Sequence[Any]]) -> Iterator[tuple[int, ...]]:
+    """Each combination of the axes' values, as their places."""
+    return product(*(range(len(axis)) for axis in axes))
+
+
+def _pairs(at: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
+    return {(i, j, at[i], at[j]) for i, j in combinations(range(len(at)), 2)}
