@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
 from itertools import product
 from random import Random
 from typing import Any
@@ -51,13 +50,22 @@ def assert_multiplies(kernel: Compiled, *instructions: str) -> None:
     assert any(re.search(i, kernel.ptx) for i in instructions), kernel.summary()
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("target", TARGETS)
+def in_flight(kernel: Compiled) -> int:
+    """Return how many copies to shared memory a loop leaves in flight at most, where it waits for others."""
+    return max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.ptx)), default=0)
+
+
+SM_90_FIRST = first_of(("sm_90", *(target for target in TARGETS if target != "sm_90")), 1)
+
+
+@pytest.mark.parametrize("target", SM_90_FIRST)
 def test_prefill(target: str) -> None:
     (kernel,) = compiled("prefill", target, "bfloat16", 128, 4, 16, *PLAIN, False)
     if target in NVIDIA:
         assert_multiplies(kernel, PRODUCTS[target])
         assert kernel.wide_loads() >= 16, "q, and K and V in both loops"
+    if target == "sm_90":
+        assert in_flight(kernel) == 3, "a loop waits for the tile that it multiplies, not for later ones"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,7 @@ def test_encoder(target: str, dtype: str, dim: int, window: int | None, distance
         assert_multiplies(kernel, PRODUCTS[target], REGISTERS)
 
 
-@pytest.mark.parametrize("target", first_of(("sm_90", *(one for one in TARGETS if one != "sm_90")), 1))
+@pytest.mark.parametrize("target", SM_90_FIRST)
 def test_decode_with_prefixes(target: str) -> None:
     found = compiled("prefix", target, "bfloat16", 128, 4, 16, *PLAIN, False)
     assert len(found) == 3
@@ -86,37 +94,18 @@ def test_decode_with_prefixes(target: str) -> None:
     if target in NVIDIA:
         assert_multiplies(named(found, "prefix"), PRODUCTS[target])
         assert_multiplies(named(found, "decode"), REGISTERS)
+    if target == "sm_90":
+        assert in_flight(named(found, "prefix")) == 3
+        copies = re.findall(r"\bLDGSTS\.E\.(?:\w+\.)*128", named(found, "decode").sass)
+        assert len(copies) >= 32, "K and V of the next tiles travel while this one is multiplied"
 
 
-def test_keys_are_fetched_ahead() -> None:
-    """Asynchronous copies of 16 bytes: K and V of the next tiles travel while this one is multiplied."""
-    kernel = named(compiled("prefix", "sm_90", "bfloat16", 128, 4, 16, *PLAIN, False), "decode")
-    assert len(re.findall(r"\bLDGSTS\.E\.(?:\w+\.)*128", kernel.sass)) >= 32
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("work", "dim", "codes"),
-    [
-        ("prefill", 128, None),
-        ("prefill", 64, "int8"),
-        ("prefix", 256, None),
-        pytest.param("prefix", 128, None, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("work", "dim", "codes"), [("prefill", 64, "int8"), ("prefix", 256, None)])
 def test_products_do_not_wait_for_all_keys_in_flight(work: str, dim: int, codes: str | None) -> None:
-    """A loop begins by waiting for the tiles that it multiplies, and leaves those of three later products in flight."""
+    """Codes bring their scales."""
     found = compiled(work, "sm_90", "bfloat16", dim, 4, 16, None, None, codes, False)
-    a_product = 1 if codes is None else 2  # of which codes bring their scales
-    assert in_flight(named(found, work)) == 3 * a_product
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_codes_are_widened_after_wide_loads(target: str) -> None:
-    """float8_e4m3fn, which sm_80 does not know, is read as bits there."""
-    (kernel,) = compiled("prefill", target, "bfloat16", 128, 4, 16, None, None, "float8_e4m3fn", False)
-    assert_multiplies(kernel, PRODUCTS[target])
+    assert in_flight(named(found, work)) == (3 if codes is None else 6)
 
 
 @pytest.mark.sample(1)
@@ -134,40 +123,15 @@ def test_decode_makes_float16_of_two_codes_at_once(codes: str, target: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("target", "queries", "group", "codes"),
-    first_of(
-        [
-            ("sm_90", 8, 8, None),
-            ("sm_80", 8, 4, "float8_e4m3fn"),
-            *(
-                (target, queries, group, codes)
-                for target in TARGETS
-                for queries, group in ((2, 4), (4, 8), (8, 7), (8, 16))
-                for codes in (None, "int8")
-            ),
-        ],
-        1,
-    ),
-)
-def test_several_queries_a_sequence(target: str, queries: int, group: int, codes: str | None) -> None:
-    """64 rows are products of the larger instructions."""
-    found = compiled("few", target, queries, "bfloat16", 128, group, 16, 2000, None, codes, False)
-    assert [("merge" in kernel.kernel) for kernel in found] == [False, False, True]
-    if target in NVIDIA:
-        larger = PRODUCTS[target] if queries * group > 32 else REGISTERS
-        assert_multiplies(named(found, "decode"), larger)
-
-
-@pytest.mark.parametrize(
     ("target", "queries", "group", "codes", "deterministic"),
     first_of(
         [
             ("sm_90", 8, 8, None, False),
             ("sm_80", 8, 4, "int8", False),
             *(
-                (target, queries, group, codes, deterministic)
+                (target, *sizes, codes, deterministic)
                 for target in NVIDIA
-                for queries, group in ((4, 4), (8, 7))
+                for sizes in ((2, 4), (4, 4), (8, 7))
                 for codes in (None, "float8_e4m3fn")
                 for deterministic in (False, True)
             ),
@@ -175,32 +139,52 @@ def test_several_queries_a_sequence(target: str, queries: int, group: int, codes
         1,
     ),
 )
-def test_trees_of_drafts(
+def test_several_queries_a_sequence_and_trees_of_drafts(
     target: str, queries: int, group: int, codes: str | None, deterministic: bool
 ) -> None:
     """The keys behind which trees may begin are passed over by a loop of their own: the others' has as many in flight
-    as it has without trees."""
+    as it has without trees. 64 rows are products of the larger instructions."""
     sizes = ("bfloat16", 128, group, 16)
-    of_trees = compiled("few", target, queries, *sizes, None, None, codes, deterministic, True)
-    plain = compiled("few", target, queries, *sizes, None, None, codes, deterministic, False)
+    of_trees, plain = (
+        compiled("few", target, queries, *sizes, None, None, codes, deterministic, branching)
+        for branching in (True, False)
+    )
     assert in_flight(named(of_trees, "decode")) == in_flight(named(plain, "decode"))
+    assert "merge" in plain[-1].kernel
+    larger = PRODUCTS[target] if queries * group > 32 else REGISTERS
+    assert_multiplies(named(plain, "decode"), larger)
     (kernel,) = compiled("tree", target, *sizes, None, codes, deterministic)
     assert_multiplies(kernel, PRODUCTS[target], REGISTERS)
 
 
-def in_flight(kernel: Compiled) -> int:
-    """Return how many copies to shared memory a loop leaves in flight at most, where it waits for others."""
-    return max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.ptx)), default=0)
+def swept() -> Iterator[Any]:
+    """All of what registers depend on: target, bytes of a value, padded head size, mode, variant.
+
+    With each the rest is drawn (dtype, head size, group, block size): everything with everything would be 60 000 cases.
+    """
+    draw = Random(0).choice
+    for target, kind, padded, deterministic, variant in product(
+        TARGETS, KINDS, PADDED, (False, True), VARIANTS
+    ):
+        sizes = (draw(KINDS[kind]), draw(PADDED[padded]), draw(GROUPS), draw(BLOCKS))
+        name = "-".join(map(str, (target, *sizes, deterministic, variant)))
+        yield pytest.param(target, sizes, deterministic, variant, id=name)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("codes", [None, "int8"])
-def test_heads_that_16_does_not_divide_are_read_wide(codes: str | None) -> None:
-    """72 values are 9 times 16 bytes, or 8."""
-    compiled("prefill", "sm_80", "bfloat16", 72, 4, 16, None, None, codes, False)
+Sizes = tuple[str, int, int, int]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "sizes", "deterministic", "variant"), list(swept()))
+def test_sweep(target: str, sizes: Sizes, deterministic: bool, variant: tuple) -> None:
+    for work, count in (("prefill", 1), ("prefix", 3)):
+        found = compiled(work, target, *sizes, *variant, deterministic)
+        assert len(found) == count
+        if target in NVIDIA and sizes[0] != "float32":
+            assert_multiplies(named(found, work), PRODUCTS[target], REGISTERS)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "target", "dtype", "dim", "codes", "deterministic"),
     [
@@ -209,52 +193,11 @@ def test_heads_that_16_does_not_divide_are_read_wide(codes: str | None) -> None:
         ("decode", "sm_100", "bfloat16", 80, "int8", False),
     ],
 )
-def test_codes_of_heads_that_fill_no_tile_spill_nothing(
+def test_where_registers_are_scarcest(
     work: str, target: str, dtype: str, dim: int, codes: str, deterministic: bool
 ) -> None:
-    """Where registers are scarcest: scales, and what is masked, take some."""
+    """Scales, and what is masked, take some."""
     compiled(work, target, dtype, dim, 2, 128, 100, 30.0, codes, deterministic)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("work", ["prefill", "decode"])
-def test_one_arithmetic_where_it_is_deterministic(work: str) -> None:
-    kernel = named(compiled(work, "sm_90", "bfloat16", 128, 4, 16, *PLAIN, True), work)
-    assert_multiplies(kernel, PRODUCTS["sm_90"])
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a sweep varies beside what registers depend on."""
-
-    dtype: str
-    dim: int
-    group: int
-    block_size: int
-
-
-def swept() -> Iterator[Any]:
-    """All of what registers depend on: target, bytes of a value, padded head size, mode, variant.
-
-    With each the rest is drawn: everything with everything would be 60 000 cases.
-    """
-    draw = Random(0).choice
-    for target, kind, padded, deterministic, variant in product(
-        TARGETS, KINDS, PADDED, (False, True), VARIANTS
-    ):
-        sizes = Sizes(draw(KINDS[kind]), draw(PADDED[padded]), draw(GROUPS), draw(BLOCKS))
-        name = "-".join(map(str, (target, *astuple(sizes), deterministic, variant)))
-        yield pytest.param(target, sizes, deterministic, variant, id=name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("target", "sizes", "deterministic", "variant"), list(swept()))
-def test_sweep(target: str, sizes: Sizes, deterministic: bool, variant: tuple) -> None:
-    for work, count in (("prefill", 1), ("prefix", 3)):
-        found = compiled(work, target, *astuple(sizes), *variant, deterministic)
-        assert len(found) == count
-        if target in NVIDIA and sizes.dtype != "float32":
-            assert_multiplies(named(found, work), PRODUCTS[target], REGISTERS)
 
 
 @pytest.mark.slow
@@ -264,16 +207,8 @@ def test_sweep(target: str, sizes: Sizes, deterministic: bool, variant: tuple) -
 def test_sweep_of_trees(target: str, sizes: Sizes, deterministic: bool, variant: tuple) -> None:
     # With two loops and sums kept apart, some put eight values aside
     stack = 2 * STACK_LIMIT if deterministic else STACK_LIMIT
-    assert len(compiled("tree", target, *astuple(sizes), *variant[1:], deterministic, stack=stack)) == 1
-    few = compiled("few", target, 8, *astuple(sizes), *variant, deterministic, True, stack=stack)
+    assert len(compiled("tree", target, *sizes, *variant[1:], deterministic, stack=stack)) == 1
+    few = compiled("few", target, 8, *sizes, *variant, deterministic, True, stack=stack)
     assert len(few) == (4 if deterministic else 3), (
         "rows that nobody divides are merged where the mode says so"
     )
-
-
-def test_the_sweep_has_all_sizes() -> None:
-    sizes = [case.values[1] for case in swept()]
-    assert {s.dtype for s in sizes} == {dtype for dtypes in KINDS.values() for dtype in dtypes}
-    assert {s.dim for s in sizes} == {dim for dims in PADDED.values() for dim in dims}
-    assert {s.group for s in sizes} == set(GROUPS)
-    assert {s.block_size for s in sizes} == set(BLOCKS)

@@ -182,7 +182,7 @@ def launch_experts(
             grouped_mxfp4_matmul(x, weights, starts, bias, from_rows=from_rows, **options)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("target", "rows", "deterministic", "dtype", "int4"),
     [
