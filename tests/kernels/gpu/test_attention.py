@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention, prefill_items, prefill_tokens
 from batchinfer_kernels.gpu.prefix_attention import attend_prefixes
 from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_lse_reference
-from tests.examples import first_of
 from tests.kernels.gpu.attention_cases import (
     DTYPES,
     SCALE,
@@ -33,6 +33,7 @@ from tests.kernels.gpu.attention_cases import (
     sharing,
     splits_of,
 )
+from tests.kernels.gpu.pairs import every_pair
 from tests.kernels.refused import assert_refused
 
 # (queries, context): none, one, a whole prompt, chunks behind a cached part, around a block's and a tile's end
@@ -86,61 +87,53 @@ KERNELS = {
 }
 
 
-@pytest.fixture(params=KERNELS)
-def kernel(request) -> Kernel:
-    return KERNELS[request.param]
+# dtype, and that of a cache of codes
+KINDS = [
+    *((dtype, None) for dtype in DTYPES),
+    *product((torch.float32, torch.bfloat16), (torch.int8, torch.float8_e4m3fn)),
+]
+# K and V heads, queries for each, values of a head, keys of a block: padded in each of these, and not
+USUAL = (2, 2, 64, 16)
+SIZES = [
+    USUAL,
+    (1, 1, 128, 32),
+    (3, 3, 80, 48),
+    (1, 7, 256, 128),
+    (2, 16, 72, 16),
+    (2, 2, 96, 64),
+    (1, 5, 160, 16),
+]
+
+
+@pytest.mark.sample(14)
+@pytest.mark.parametrize(
+    ("name", "kind", "sizes", "soft_cap", "sunk"),
+    every_pair(list(KERNELS), KINDS, SIZES, [None, 1.5], [False, True]),
+)
+def test_sequences_of_any_length_share_a_launch(name, kind, sizes, soft_cap, sunk, device) -> None:
+    kernel, (kv_heads, group, dim, block_size), (dtype, cache_dtype) = KERNELS[name], sizes, kind
+    if kernel.prefixes is not None:  # which end with blocks
+        block_size = {48: 16, 128: 64}.get(block_size, block_size)
+    options = {"kv_heads": kv_heads, "group": group, "dim": dim, "dtype": dtype, "cache_dtype": cache_dtype}
+    chunks = kernel.chunks if sizes == USUAL else kernel.few
+    case = kernel.case(chunks, block_size, device=device, **options)
+    sinks = torch.linspace(-1, 2, kv_heads * group, device=device) if sunk else None
+    check(case, kernel.attend, soft_cap=soft_cap, sinks=sinks)
 
 
 @pytest.mark.sample(7)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sequences_of_any_length_share_a_launch(kernel, dtype, device) -> None:
-    check(kernel.case(dtype=dtype, device=device), kernel.attend)
-
-
-@pytest.mark.sample(8)
 @pytest.mark.parametrize(("name", "window"), [(name, w) for name, k in KERNELS.items() for w in k.windows])
 def test_a_window_hides_what_is_behind_it(name, window, device) -> None:
     case = KERNELS[name].case(device=device)
     if KERNELS[name].prefixes is None:  # whose blocks are those of sequences that still see them, too
         case.leave_behind(window)
-    check(case, KERNELS[name].attend, window)
-
-
-@pytest.mark.sample(7)
-@pytest.mark.parametrize(("soft_cap", "sunk"), [(1.5, False), (None, True), (2.0, True)])
-def test_soft_cap_and_sinks(kernel, soft_cap, sunk, device) -> None:
-    case = kernel.case(device=device)
-    sinks = torch.linspace(-1, 2, case.q.shape[1], device=device) if sunk else None
-    check(case, kernel.attend, soft_cap=soft_cap, sinks=sinks)
-    if kernel.prefixes is None:
-        check(case, kernel.attend, 20, soft_cap, sinks)
-
-
-# K and V heads, queries for each, values of a head, keys of a block: padded in each of these, and not
-SIZES = [(1, 1, 128, 32), (3, 3, 80, 48), (1, 7, 256, 128), (2, 16, 72, 16), (2, 2, 96, 64), (1, 5, 160, 16)]
-
-
-@pytest.mark.sample(7)
-@pytest.mark.parametrize(("kv_heads", "group", "dim", "block_size"), first_of(SIZES, 3))
-def test_sizes_of_heads_and_blocks(kernel, kv_heads, group, dim, block_size, device) -> None:
-    if kernel.prefixes is not None:  # which end with blocks
-        block_size = {48: 16, 128: 64}.get(block_size, block_size)
-    dtype = torch.float32 if dim == 80 else torch.float16
-    sizes = {"kv_heads": kv_heads, "group": group, "dim": dim, "dtype": dtype}
-    check(kernel.case(kernel.few, block_size, device=device, **sizes), kernel.attend)
+    check(case, KERNELS[name].attend, window, 2.0, torch.linspace(-1, 2, 4, device=device))
 
 
 @pytest.mark.parametrize(("group", "dtype"), [(16, torch.float16), (5, torch.float32)])
 def test_queries_of_more_rows_than_a_tile_has_are_several_programs(group, dtype, device) -> None:
     """With sequences that are split among programs, too: the longest has two parts."""
     check(paged_case(FEW, kv_heads=1, group=group, dtype=dtype, device=device), attend_few, 290, 2.0)
-
-
-@pytest.mark.sample(7)
-@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_caches_of_codes(kernel, dtype, cache_dtype, device) -> None:
-    check(kernel.case(kernel.few, dtype=dtype, cache_dtype=cache_dtype, device=device), kernel.attend)
 
 
 @pytest.mark.slow

@@ -79,6 +79,7 @@ def test_alone_in_a_batch_in_chunks_and_one_by_one(dtype, cache_dtype, extras, d
         assert torch.equal(step(case, [(1, at + 1)], [0], case.q[at : at + 1], **extras)[0], alone[at]), at
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "cache_dtype", "extras"), VARIANTS)
 def test_prefixes_shared_or_not(dtype, cache_dtype, extras, device) -> None:
     prefixes = [([0, 1, 2, 3], 128), ([1, 2, 3], 256)]
@@ -98,6 +99,7 @@ def test_prefixes_shared_or_not(dtype, cache_dtype, extras, device) -> None:
     assert torch.equal(turned, together[order])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "cache_dtype", "extras"), VARIANTS)
 def test_a_few_queries_together(dtype, cache_dtype, extras, device) -> None:
     """As a graph that verifies drafts runs them: beside others, over segments that only some of them see."""

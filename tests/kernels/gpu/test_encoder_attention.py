@@ -38,7 +38,7 @@ def biases(case) -> torch.Tensor:
     return 3 * torch.randn(heads, 2 * POSITIONS, generator=torch.Generator().manual_seed(5)).to(case.q.device)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
 def test_tokens_see_all_of_their_prompt_within_a_window_of_two_sides(device, window, deterministic) -> None:
@@ -48,6 +48,7 @@ def test_tokens_see_all_of_their_prompt_within_a_window_of_two_sides(device, win
         assert_near(found, one, torch.float32)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_depend_on_distances_in_any_dtype(device, dtype) -> None:
     case = prompts((130, 1, 17), dtype=dtype, device=device)
@@ -59,6 +60,7 @@ def test_scores_depend_on_distances_in_any_dtype(device, dtype) -> None:
     assert torch.equal(unlike[130], found[0][130]), "a token that sees itself alone"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kv_heads", "group", "dim"), [(3, 1, 32), (12, 1, 64), (1, 7, 80), (2, 2, 128)])
 def test_heads_of_any_shape(device, kv_heads, group, dim) -> None:
     case = prompts((33, 5, 64), kv_heads=kv_heads, group=group, dim=dim, device=device)
@@ -72,6 +74,7 @@ def test_what_lies_behind_a_prompt_is_not_read(device) -> None:
     assert not attended(case)[0].isnan().any()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("window", [None, 9])
 def test_segments_fold_to_the_same(device, window) -> None:
     case = prompts((130, 64, 3), device=device)

@@ -46,7 +46,7 @@ def assert_right(found: Tensor, step: LatentStep) -> None:
 MIXED = [(1, 1), (3, 40), (1, 70)]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("heads", "rank", "turned", "block_size", "chunks"),
@@ -77,7 +77,7 @@ def test_rows_that_are_long_are_attended_in_parts(device, monkeypatch):
     assert_right(attended(step, device, plan), step)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [3, 24])
 def test_few_queries_of_a_graph_share_what_is_read(device, heads, deterministic):
@@ -116,7 +116,7 @@ def test_a_graphs_list_serves_longer_contexts(device):
     assert_right(attended(late, device, grown), late)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [5, 20])
 def test_bits_do_not_depend_on_others_where_it_is_deterministic(device, monkeypatch, dtype, heads):

@@ -20,6 +20,7 @@ LAUNCH = "tests.kernels.gpu.matmul_cases:launch_way"
 PROCESSORS = 132
 WAYS = ("plain", "int8_weight", "int4_32", "int4_64_zeros", "int4_128", "fp8", "block_fp8", "int8")
 FLOAT8 = ("fp8", "block_fp8")
+SEVERAL = ("plain", "int8_weight", "int4_64_zeros", *FLOAT8, "int8")
 WIDENED = ("int8_weight", "int4_32", "int4_64", "int4_64_zeros", "int4_128")
 FEW, MANY = 8, 600
 ALL_ROWS = (FEW, 32, 64, 256, MANY)
@@ -94,10 +95,9 @@ def assert_leaves_tiles_in_flight(kernel: Compiled) -> None:
     assert waits[0] >= 2, f"{kernel.summary()}: {waits}"
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("target", "way", "rows"),
-    each_first(TARGETS, ("plain", "int8_weight", "int4_64_zeros", *FLOAT8, "int8"), (FEW, MANY)),
+    first_of([("sm_90", "plain", FEW), ("sm_90", "int8", MANY), *product(TARGETS, SEVERAL, (FEW, MANY))], 2),
 )
 def test_few_and_many_rows(target: str, way: str, rows: int) -> None:
     if can(target, way):
@@ -217,7 +217,7 @@ def test_few_and_many_rows_of_experts(target: str, coded: str | None, rows: int)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "rows", "deterministic"),
-    product(("sm_89", "sm_90", "sm_100"), (FEW_OF_EXPERTS, MANY_OF_EXPERTS), (False, True)),
+    list(product(("sm_89", "sm_90", "sm_100"), (FEW_OF_EXPERTS, MANY_OF_EXPERTS), (False, True))),
 )
 def test_scales_of_blocks_of_experts(target: str, rows: int, deterministic: bool) -> None:
     kernel = compiled_grouped(target, rows, coded="block_fp8", deterministic=deterministic, activation="silu")
