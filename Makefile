@@ -69,7 +69,7 @@ fix: $(READY)
 
 bench: $(READY)
 	$(BIN)/batchinfer bench
-	$(BIN)/python -m pytest -m slow -s tests/batchinfer/test_speed.py tests/kernels/test_tile_speed.py
+	$(BIN)/python -m pytest -m slow -s tests/batchinfer/test_speed.py
 
 clean:
 	rm -rf $(VENV) build results .batchinfer-* .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

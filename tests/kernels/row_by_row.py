@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.penalties import Penalties
 from batchinfer_kernels.sample import MIN_TEMPERATURE, NO_TOKEN, RowSampling
 
 _MULTIPLIERS, _WEYL, _WORD = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 0xFFFFFFFF
@@ -69,31 +68,3 @@ def _draw(logits: Tensor, sampling: RowSampling, row: int) -> int:
     # u × total may round to total
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     return int(torch.searchsorted(cumulated, target[None], right=True))
-
-
-def penalise(logits: Tensor, penalties: Penalties) -> None:
-    """Changes logits (rows, vocab) in place.
-
-    Repetition (Keskar et al., 2019) over prompt and answer: a positive logit is divided, another multiplied. Then
-    presence + frequency × count over the answer is subtracted, in float32. Then bans. Token ids beyond the vocabulary
-    are passed over. Raises ValueError when shapes or dtypes do not fit.
-    """
-    for i, row in enumerate(penalties.rows.tolist()):
-        start, prompt, length = (
-            int(t[i]) for t in (penalties.starts, penalties.prompt_lens, penalties.lengths)
-        )
-        ids = penalties.tokens[start : start + length].long()
-        values = logits[row].float()
-        _penalise(values, ids[:prompt], ids[prompt:], penalties, i)
-        banned = penalties.banned[i].long()
-        values[banned[(banned >= 0) & (banned < len(values))]] = float("-inf")
-        logits[row] = values.to(logits.dtype)
-
-
-def _penalise(values: Tensor, prompt: Tensor, answer: Tensor, penalties: Penalties, i: int) -> None:
-    """values: (vocab,) float32."""
-    prompt, answer = (ids[(ids >= 0) & (ids < len(values))] for ids in (prompt, answer))
-    seen, factor = torch.unique(torch.cat((prompt, answer))), penalties.repetition[i]
-    values[seen] = torch.where(values[seen] > 0, values[seen] / factor, values[seen] * factor)
-    said, counts = torch.unique(answer, return_counts=True)
-    values[said] -= penalties.presence[i] + penalties.frequency[i] * counts.float()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -59,31 +61,21 @@ def test_tokens_are_those_chosen_row_by_row(seed, candidates, monkeypatch):
         assert torch.equal(sample_reference(logits[one], sampling.rows(one)), wanted[one]), "alone"
 
 
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_penalties_are_those_of_each_row(seed, dtype):
-    random = np.random.default_rng(seed)
-    n, vocab = 40, 50
-    lengths, rows = random.integers(0, 30, n), random.permutation(n + 5)[:n]
-    floats = (
-        random.choice([1.0, 0.8, 1.9], n),
-        random.choice([0.0, -0.5, 1.5], n),
-        random.choice([0.0, 0.3], n),
-    )
-    penalties = Penalties(
-        torch.tensor(rows, dtype=torch.int32),
-        torch.tensor(random.integers(-1, vocab + 3, lengths.sum()), dtype=torch.int32),
-        torch.tensor(np.cumsum(lengths) - lengths),
-        torch.tensor(random.integers(0, lengths + 1), dtype=torch.int32),
-        torch.tensor(lengths, dtype=torch.int32),
-        *(torch.tensor(column, dtype=torch.float32) for column in floats),
-        torch.tensor(random.integers(-3, vocab + 3, (n, 3)), dtype=torch.int32),
-    )
-    got = (torch.randn(n + 5, vocab, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
-    wanted = got.clone()
-    penalise_reference(got, penalties)
-    row_by_row.penalise(wanted, penalties)
-    assert torch.equal(got, wanted)
+def test_penalties_by_hand(dtype):
+    """Tokens 1 and 2 were in the prompt, 2 and 3 (twice) in the answer, 4 and 5 are banned; others do not exist."""
+    tokens = torch.tensor([9, 1, 2, -1, 99, 3, 2, 3, -1, 50, 9], dtype=torch.int32)
+    integers = (torch.tensor([value], dtype=torch.int32) for value in (4, 9))
+    floats = (torch.tensor([value]) for value in (2.0, 1.0, 0.25))
+    banned = torch.tensor([[4, -1, 5, 60]], dtype=torch.int32)
+    row = torch.tensor([1], dtype=torch.int32)
+    penalties = Penalties(row, tokens, torch.tensor([1]), *integers, *floats, banned)
+    logits = torch.tensor([[8.0, 8.0, 8.0, -8.0, 8.0, 8.0]] * 2).to(dtype)
+    penalise_reference(logits, penalties)
+    assert logits.tolist() == [[8, 8, 8, -8, 8, 8], [8, 4, 2.75, -17.5, float("-inf"), float("-inf")]]
+    once = replace(penalties, repetition=torch.ones(1), banned=banned[:, :0])
+    penalise_reference(logits[:1], replace(once, rows=torch.zeros_like(row)))
+    assert logits[0].tolist() == [8, 8, 6.75, -9.5, 8, 8]
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 100])

@@ -5,7 +5,7 @@ operation on such a tensor is done in float32 and rounded to the nearest even. T
 a mantissa that is rounded up to float8, and round a fused multiply-add twice. A product of tiles goes through the BLAS,
 whose sums depend on some CPUs on where a row lies; a tensor core's do not, so here they are taken in float64.
 
-Three quarters of the interpreter's time went to work whose result nothing uses; it is not done here.
+Two thirds of the interpreter's time went to work whose result nothing uses; it is not done here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ def switch_on() -> None:
         _keep_shapes()
         _keep_what_operands_become()
         _call_builtins_directly()
-        _take_short_cuts()
         _mend_fma()
         _mend_dot()
         _mend_bfloat16()
@@ -235,7 +234,13 @@ def _keep_what_operands_become() -> None:
             return pair
         return done(self, lhs, *steps[0]), done(self, rhs, *steps[1])
 
+    to_tensor = interpreter.TritonSemantic.to_tensor
+
+    def as_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
+        return value if type(value) is tensor else to_tensor(self, value, check_type)
+
     interpreter.TritonSemantic.binary_op_type_checking_impl = become
+    interpreter.TritonSemantic.to_tensor = as_tensor
 
 
 def _call_builtins_directly() -> None:
@@ -271,124 +276,6 @@ def _call_builtins_directly() -> None:
     interpreter._patch_attr = patched
     tl.core._unwrap_if_constexpr = unwrapped
     interpreter.TensorHandle.__init__ = handle
-
-
-def _take_short_cuts() -> None:
-    """What a sum, a product or a comparison needs before NumPy takes it is found once for each two types: after that
-    it is one call of NumPy. Triton's own functions are asked wherever an operand would be converted to another type
-    or NumPy has no such numbers, and for everything once, to say which type the result has."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patched = interpreter._patch_attr
-    to_tensor = interpreter.TritonSemantic.to_tensor
-
-    def with_short_cuts(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        patched(obj, name, member, builder, scope)
-        if obj is tl.core.tensor and name in _IN_NUMPY:
-            scope.set_attr(obj, name, _short_cut(getattr(obj, name), *_IN_NUMPY[name]))
-
-    def as_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
-        return value if type(value) is tl.core.tensor else to_tensor(self, value, check_type)
-
-    interpreter._patch_attr = with_short_cuts
-    interpreter.TritonSemantic.to_tensor = as_tensor
-
-
-# Triton's names of types whose values are NumPy's, too
-_PLAIN = {
-    "int1",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "fp16",
-    "fp32",
-    "fp64",
-}
-# By operation: NumPy's function, and whether an operand may be a pointer
-_IN_NUMPY: dict[str, tuple[Any, bool]] = {
-    "__add__": (np.add, True),
-    "__sub__": (np.subtract, False),
-    "__mul__": (np.multiply, False),
-    "__and__": (np.bitwise_and, False),
-    "__or__": (np.bitwise_or, False),
-    "__lt__": (np.less, False),
-    "__le__": (np.less_equal, False),
-    "__gt__": (np.greater, False),
-    "__ge__": (np.greater_equal, False),
-    "__eq__": (np.equal, False),
-    "__ne__": (np.not_equal, False),
-}
-# What to do with a left and a right operand's values, and the types of the result and of its handle
-_Way = tuple[Callable[[Any, Any], Any], Any, Any]
-
-
-def _short_cut(
-    whole: Callable[[Any, Any], Any], function: Any, to_pointers: bool
-) -> Callable[[Any, Any], Any]:
-    """An operation of a tensor's, of which `whole` is Triton's own."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    tensor, handle = tl.core.tensor, interpreter.TensorHandle
-    ways: dict[tuple[str, Any], _Way | None] = {}
-
-    def learned(left: Any, right: Any, result: Any) -> _Way | None:
-        values = _with_pointers(left, right) if to_pointers and left.type.scalar.is_ptr() else None
-        values = values or _between_equals(function, left, right)
-        return None if values is None else (values, result.handle.dtype, result.type)
-
-    def operation(self: Any, other: Any) -> Any:
-        kind = type(other)
-        if kind is tensor:
-            key = self.type.name, other.type.name
-        elif kind is int or (kind is float and other):  # of zero there are two
-            key = self.type.name, (kind, other)
-        else:
-            return whole(self, other)
-        if key not in ways:
-            result = whole(self, other)
-            ways[key] = learned(self, other, result)
-            return result
-        way = ways[key]
-        if way is None:
-            return whole(self, other)
-        values, scalar, made = way
-        return tensor(handle(values(self.handle.data, other), scalar), made)
-
-    return operation
-
-
-def _between_equals(function: Any, left: Any, right: Any) -> Callable[[Any, Any], Any] | None:
-    """How values of one type become a result; None if they have several types, or NumPy has none for them."""
-    from triton.runtime.interpreter import interpreter_semantic
-
-    if left.type.scalar.name not in _PLAIN:
-        return None
-    if type(right) not in (int, float):
-        same = left.type.scalar.name == right.type.scalar.name
-        return (lambda data, other: function(data, other.handle.data)) if same else None
-    given, constant = interpreter_semantic.binary_op_type_checking_impl(left, right)
-    if given.type.scalar.name != left.type.scalar.name:
-        return None
-    number = constant.handle.data.reshape(-1)[:1].copy()
-    return lambda data, _: function(data, number)
-
-
-def _with_pointers(left: Any, right: Any) -> Callable[[Any, Any], Any] | None:
-    """How a pointer is moved by so many elements; None if these are no signed integers."""
-    width = np.uint64(max(1, left.type.scalar.element_ty.primitive_bitwidth // 8))
-    if type(right) is int:
-        by = np.array([right], np.int64).astype(np.uint64) * width
-        return lambda data, _: data + by
-    if right.type.scalar.name not in ("int32", "int64"):
-        return None
-    return lambda data, other: data + width * other.handle.data.astype(np.uint64)
 
 
 def _mend_fma() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import triton.language as tl
 
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, Compiled, compile_launch
 from tests.kernels.gpu.interpreter import fused, to_float8
-from tests.kernels.gpu.pairs import every_pair
 
 
 @triton.jit
@@ -89,16 +87,6 @@ def test_a_fused_multiply_add_rounds_once() -> None:
 def test_a_mantissa_that_is_rounded_up_carries_in_float8() -> None:
     bits = to_float8(np.array([1.9375, 1.97, -448.0, 0.0], np.float32))
     assert torch.from_numpy(bits).view(torch.float8_e4m3fn).tolist() == [2.0, 2.0, -448.0, 0.0]
-
-
-def test_a_thinned_sweep_has_each_pair_and_few_cases() -> None:
-    axes = [["a", "b", "c"], [1, 2], [None, 0.5, 1.5, 2.5], [False, True]]
-    cases = every_pair(*axes)
-    for i, j in combinations(range(len(axes)), 2):
-        assert {(case[i], case[j]) for case in cases} == set(product(axes[i], axes[j]))
-    assert 12 <= len(cases) <= 14  # of 48
-    with pytest.raises(ValueError, match="two axes"):
-        every_pair([1, 2])
 
 
 def test_products_that_the_assembler_serialises_are_seen() -> None:

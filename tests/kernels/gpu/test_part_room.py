@@ -90,32 +90,21 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[SharedPrefix]]:
     return [int(end) + draw(longer) for end in ends], shared
 
 
-@settings(max_examples=examples(20, 60), deadline=None)
-@given(trees(), st.booleans(), st.booleans())
-def test_no_step_takes_more_than_is_set_aside(tree, deterministic, captured) -> None:
+@settings(max_examples=examples(30, 120), deadline=None)
+@given(trees(), st.booleans(), st.booleans(), st.booleans(), st.data())
+def test_no_step_takes_more_than_is_set_aside(tree, deterministic, captured, drafts, data) -> None:
+    """With drafts, rows are tokens, of which a sequence has up to eight; each token has its parts."""
     contexts, shared = tree
-    longest, rows = max(contexts), len(contexts)
-    plan = planned(contexts, shared, longest if captured else None, deterministic)
+    rows, queries, most = len(contexts), None, 1
+    if drafts:
+        queries, most = data.draw(st.lists(st.integers(1, 8), min_size=rows, max_size=rows)), 8
+        # What is shared lies before all queries of a sequence
+        contexts, rows, captured = [context + 8 for context in contexts], sum(queries), True
+    longest = max(contexts)
+    plan = planned(contexts, shared, longest if captured else None, deterministic, queries)
     shape = AttentionShape(**LLAMA_8B, deterministic=deterministic)
     alone = part_bytes(planned([longest] * rows, [], None, deterministic)) if deterministic else 0
-    assert part_bytes(plan) <= alone + shape.spare_part_bytes(rows, longest, CPU)
-    if plan.prefixes is not None:
-        assert plan.prefixes.places[-1] <= plan.prefixes.parts
-
-
-@settings(max_examples=examples(20, 60), deadline=None)
-@given(trees(), st.booleans(), st.data())
-def test_no_step_with_drafts_takes_more_than_is_set_aside(tree, deterministic, data) -> None:
-    """Rows are tokens there, of which a sequence has up to eight; each token has its parts."""
-    contexts, shared = tree
-    drawn = data.draw(st.lists(st.integers(1, 8), min_size=len(contexts), max_size=len(contexts)))
-    # What is shared lies before all queries of a sequence
-    contexts = [context + 8 for context in contexts]
-    queries, rows, longest = drawn, sum(drawn), max(contexts)
-    plan = planned(contexts, shared, longest, deterministic, queries)
-    shape = AttentionShape(**LLAMA_8B, deterministic=deterministic)
-    alone = part_bytes(planned([longest] * rows, [], None, deterministic)) if deterministic else 0
-    assert part_bytes(plan) <= alone + shape.spare_part_bytes(rows, longest, CPU, 8)
+    assert part_bytes(plan) <= alone + shape.spare_part_bytes(rows, longest, CPU, most)
     if plan.prefixes is not None:
         assert plan.prefixes.places[-1] <= plan.prefixes.parts
 

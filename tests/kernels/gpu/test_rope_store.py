@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import product
 
 import pytest
 import torch
@@ -113,7 +112,7 @@ def ordered(codes: Tensor) -> Tensor:
         [False, True],
         [False, True],
         [0.0, 1.0],
-        [(2, 1), (20, 4), (20, 10), (64, 16), (64, 32), (128, 64), (80, 16), (96, 24)],
+        [(2, 1), (20, 4), (20, 10), (64, 16), (128, 64), (80, 16), (96, 24), (96, 48), (192, 96), (256, 32)],
     ),
 )
 def test_equals_the_reference(device, dtype, cache_dtype, normed, interleaved, offset, size):
@@ -131,23 +130,6 @@ def test_any_number_of_heads(device, tokens, q_heads, kv_heads):
 def test_heads_of_one_token_may_take_several_programs(device, monkeypatch):
     monkeypatch.setattr(module, "TILE", 64)
     Case(q_heads=11, kv_heads=5, dim=20, dtype=torch.bfloat16, normed=True, device=device).check()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtypes", "size", "normed", "interleaved"),
-    every_pair(
-        list(product(DTYPES, [None, torch.int8, torch.float8_e4m3fn])),
-        [(64, 32), (80, 40), (96, 48), (128, 16), (192, 96), (256, 32)],
-        [False, True],
-        [False, True],
-    ),
-    ids=str,
-)
-def test_equals_the_reference_in_all_kinds(device, dtypes, size, normed, interleaved):
-    """All dtypes of both with all sizes, and each of these with and without the rest."""
-    kind = (*dtypes, normed, interleaved)
-    Case(9, 12, 3, *size, *kind, block_size=16, device=device).check()
 
 
 def stored_codes(values: Tensor, cache_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,35 +170,29 @@ def test_a_rounded_half_is_even_in_int8(device):
     assert got.tolist() == wanted.tolist() == [0, 2, 2, 0, -2, -2, 126, 127, -127, 0, -4]
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"k_scale": torch.ones(3, 2, 4)},
-        {"q_norm": torch.ones(64)},
-        {"slots": torch.zeros(5, dtype=torch.int32)},
-        {"cos": torch.ones(5, 33), "sin": torch.ones(5, 33)},
-        {"cos": torch.ones(4, 32), "sin": torch.ones(4, 32)},
-        {"cos": torch.ones(5, 32).double(), "sin": torch.ones(5, 32).double()},
-        {"v": torch.ones(5, 3, 64)},
-        {"k_cache": torch.zeros(3, 2, 4, 64, dtype=torch.int8)},
-    ],
-)
-def test_what_does_not_fit_is_refused(changed):
-    case = Case()
-    table = torch.ones(5, 32)
-    assert_refused("", rope_store, **{**case.tensors, **case.caches(), "cos": table, "sin": table, **changed})
+WRONG_TABLES = [
+    {"cos": torch.ones(5, 33), "sin": torch.ones(5, 33)},
+    {"cos": torch.ones(4, 32), "sin": torch.ones(4, 32)},
+    {"cos": torch.ones(5, 32).double(), "sin": torch.ones(5, 32).double()},
+]
+WRONG_STEPS = [
+    {"k_scale": torch.ones(3, 2, 4)},
+    {"q_norm": torch.ones(64)},
+    {"slots": torch.zeros(5, dtype=torch.int32)},
+    {"v": torch.ones(5, 3, 64)},
+    {"k_cache": torch.zeros(3, 2, 4, 64, dtype=torch.int8)},
+]
+WRONG_ALONE = [
+    {"norm": torch.ones(64).bfloat16()},
+    {"norm": torch.ones(63)},
+    {"positions": torch.zeros(4, dtype=torch.int64)},
+]
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"norm": torch.ones(64).bfloat16()},
-        {"norm": torch.ones(63)},
-        {"cos": torch.ones(5, 33), "sin": torch.ones(5, 33)},
-        {"cos": torch.ones(4, 32), "sin": torch.ones(4, 32)},
-        {"positions": torch.zeros(4, dtype=torch.int64)},
-    ],
-)
-def test_what_does_not_fit_q_alone_is_refused(changed):
-    table = torch.ones(5, 32)
-    assert_refused("", rope, **{"q": Case().tensors["q"], "cos": table, "sin": table, **changed})
+def test_what_does_not_fit_is_refused():
+    case, table = Case(), torch.ones(5, 32)
+    alone = {"q": case.tensors["q"], "cos": table, "sin": table}
+    for changed in (*WRONG_TABLES, *WRONG_ALONE):
+        assert_refused("", rope, **{**alone, **changed})
+    for changed in (*WRONG_TABLES, *WRONG_STEPS):
+        assert_refused("", rope_store, **{**case.tensors, **case.caches(), **alone, **changed})
