@@ -88,6 +88,7 @@ def test_a_build_that_fails_says_why(monkeypatch, tmp_path):
     assert "cannot build the operators: no such thing" in str(building.error)
     with pytest.raises(NoCompiler, match="no such thing"):
         build.build_library(tmp_path / "cache")
+    assert not list((tmp_path / "cache").rglob("*.so"))
 
 
 def test_without_the_lock_each_builds_for_itself(monkeypatch, tmp_path):

@@ -286,21 +286,3 @@ def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(NoCompiler, match="no C compiler"):
         build.load_library(tmp_path)
-
-
-@pytest.mark.slow  # for seconds
-def test_a_build_is_kept(monkeypatch, tmp_path):
-    fast = tuple("-O0" if flag == "-O3" else flag for flag in build.FLAGS)  # an eighth of the time
-    monkeypatch.setattr(build, "FLAGS", fast)
-    assert build.load_library(tmp_path).lanes() > 0
-    (built,) = tmp_path.glob("*.so")
-    before = built.stat().st_mtime_ns
-    build.load_library(tmp_path)
-    assert built.stat().st_mtime_ns == before
-
-
-def test_a_failed_build_is_not_kept(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "FLAGS", ("--no-such-flag",))
-    with pytest.raises(NoCompiler, match="cannot build"):
-        build.load_library(tmp_path / "other")
-    assert not list((tmp_path / "other").rglob("*.so"))

@@ -96,15 +96,6 @@ def turns(count: int) -> np.ndarray:
     return np.tril(np.broadcast_to(np.arange(1, count + 1, dtype=np.int32), (count, count)))
 
 
-def test_groups_may_nest_as_deeply_as_there_are_sequences() -> None:
-    count = 1500
-    contexts = [BLOCK * (i + 1) for i in range(count)]
-    tables = StepTables.of(turns(count))
-    groups = prefix_groups([1] * count, contexts, tables, BLOCK, lambda blocks: blocks, Worth(2, 1))
-    assert len(groups) == count - 2
-    assert max(group.level for group in groups) == count - 3
-
-
 def test_a_cpus_plan_holds_as_many_levels() -> None:
     count = 1200
     pages = CachePages(BLOCK, 8, 1)

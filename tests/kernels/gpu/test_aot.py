@@ -28,26 +28,6 @@ def launch_double(n: int, block: int) -> torch.Tensor:
     return y
 
 
-@triton.jit
-def _crowded_product_kernel(
-    a_ptr, b_ptr, out_ptr, k, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
-):  # fmt: skip
-    """No GPU runs this well: with M × N = 128 × 256 and four warps a thread has 256 sums, and 255 registers."""
-    m, n, i = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
-    total = tl.zeros([M, N], tl.float32)
-    for start in range(0, k, K):
-        a = tl.load(a_ptr + m[:, None] * k + (start + i)[None, :])
-        b = tl.load(b_ptr + (start + i)[:, None] * N + n[None, :])
-        total = tl.dot(a, b, total)
-    tl.store(out_ptr + m[:, None] * N + n[None, :], total)
-
-
-def launch_crowded(columns: int) -> None:
-    a, b = torch.zeros(128, 64).bfloat16(), torch.zeros(64, columns).bfloat16()
-    sizes = {"M": 128, "N": columns, "K": 64}
-    _crowded_product_kernel[(1,)](a, b, torch.zeros(128, columns), 64, **sizes, num_warps=4, num_stages=3)
-
-
 def compiled(launch: str, target: str, *arguments: int) -> Compiled:
     (found,) = compile_launch(f"tests.kernels.gpu.test_aot:{launch}", arguments, target)
     return found
@@ -87,13 +67,3 @@ def test_a_fused_multiply_add_rounds_once() -> None:
 def test_a_mantissa_that_is_rounded_up_carries_in_float8() -> None:
     bits = to_float8(np.array([1.9375, 1.97, -448.0, 0.0], np.float32))
     assert torch.from_numpy(bits).view(torch.float8_e4m3fn).tolist() == [2.0, 2.0, -448.0, 0.0]
-
-
-def test_products_that_the_assembler_serialises_are_seen() -> None:
-    """Tensor cores then wait for each product before the next one begins."""
-    for _ in range(2):  # compiled, and found in the cache
-        crowded = compiled("launch_crowded", "sm_90", 256)
-        assert "serialized" in " ".join(crowded.losses)
-        with pytest.raises(AssertionError, match="serialized"):
-            crowded.check()
-    compiled("launch_crowded", "sm_90", 64).check()

@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from batchinfer_kernels.gpu import attention_launch, part_room
-from batchinfer_kernels.gpu.attention_parts import Own, Parts
 from batchinfer_kernels.gpu.attention_plan import Room, SharedPrefix, plan_attention
 from batchinfer_kernels.gpu.decode_attention import decode_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention, prefill_items, prefill_tokens
-from batchinfer_kernels.gpu.prefix_attention import attend_prefixes
-from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_lse_reference
+from batchinfer_kernels.paged_attention import ScoreRules
 from tests.kernels.gpu.attention_cases import (
     DTYPES,
     SCALE,
@@ -275,29 +273,6 @@ def test_chunks_in_the_group_read_their_keys_themselves(device) -> None:
     chunks = singles(CONTEXTS)
     chunks[2], chunks[5], chunks[7] = (17, 321), (3, 200), (0, 90)
     check(KERNELS["prefixes"].case(chunks, device=device), KERNELS["prefixes"].attend)
-
-
-def test_shared_parts_by_themselves(device) -> None:
-    """What the kernel leaves in a row's places is attention over these keys alone."""
-    case = KERNELS["prefixes"].case(device=device)
-    plan = plan_attention(case.queries, case.contexts, case.shape, device, SHARED)
-    assert plan.prefixes is not None
-    own = Own(plan.contexts, plan.splits_of(None), None, plan.prefixes.starts, plan.prefixes.places)
-    parts = Parts.of(case.q, plan.prefixes.parts, 2)
-    for tensor in (parts.values, parts.lses):
-        tensor.fill_(float("nan"))
-    attend_prefixes(plan.prefixes, own, parts, *case.tensors, ScoreRules(SCALE), None, None, False)
-    values, lses, counts = parts.values, parts.lses, plan.prefixes.places.diff()
-    assert counts.tolist() == [1, 2, 2, 3, 3, 1, 1, 0, 1], "no row has room for others' levels"
-    first = torch.tensor([0, 1, 2, 3, 4, 5, 6, 8])
-    wanted, lse = paged_attention_lse_reference(
-        case.q[first], case.k, case.v, case.table[first], [1] * 8, [128] * 8, ScoreRules(SCALE)
-    )
-    places = plan.prefixes.places[first].long()
-    assert_near(values[places], wanted, torch.float32)
-    assert_near(lses[places] * 0.6931471805599453, lse, torch.float32)
-    assert values[: plan.prefixes.parts].isfinite().all(), "all places of what is shared are filled"
-    assert values[plan.prefixes.parts :].isnan().all(), "own parts' places, which are not this kernel's"
 
 
 def test_a_room_pads_and_a_plan_is_refilled(device) -> None:

@@ -130,14 +130,3 @@ def test_room_for_longer_contexts_changes_nothing(device) -> None:
     )  # fmt: skip
     assert torch.equal(found, graph)
     assert torch.equal(short, found[:2])
-
-
-def test_the_default_mode_is_not_row_invariant(device) -> None:
-    """Else this file would test nothing, and its price would be paid for nothing."""
-    case = paged_case([(290, 290)], device=device)
-    prompt = prefill_attention(*case.tensors, [290], [290], ScoreRules(0.2))
-    lengths = torch.tensor([290], dtype=torch.int32, device=device)
-    splits = splits_of([290], case, segment=64)
-    last = decode_attention(case.q[-1:], case.k, case.v, case.table, lengths, splits, ScoreRules(0.2))
-    assert_near(last[0], prompt[-1], torch.float32)
-    assert not torch.equal(last[0], prompt[-1])

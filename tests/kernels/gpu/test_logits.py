@@ -19,6 +19,7 @@ from batchinfer_kernels.penalties import Penalties, penalise_reference
 from tests.kernels.gpu.pairs import each_first
 from tests.kernels.gpu.poison import poisoned
 from tests.kernels.gpu.sampling_cases import moved, penalties_of, some_logits
+from tests.kernels.refused import assert_refused
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LOG_TOLERANCE = 1e-5  # of logarithms in float32 of sums in another order
@@ -39,19 +40,6 @@ def test_masks_equal_their_reference(device, vocab, dtype):
     got = logits.to(device)
     mask(got, rows.to(device), bits.to(device))
     assert torch.equal(got.cpu(), wanted)
-
-
-def test_no_masks(device):
-    logits = some_logits(2, 40, 1.0, device)
-    before = logits.clone()
-    none = torch.zeros(0, dtype=torch.int32, device=device)
-    mask(logits, none, none.view(0, 1).expand(0, 2))
-    assert torch.equal(logits, before)
-
-
-def test_masks_of_bits_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="bits"):
-        mask(torch.zeros(1, 40), torch.zeros(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32))
 
 
 # ---- penalties
@@ -95,52 +83,6 @@ def test_long_histories_take_several_tiles(device, monkeypatch):
     check_penalties(
         some_logits(2, 50, 3.0, device), penalties_of(histories, [list(range(40)), [1]], [0, 1], device)
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_penalties_of_many_rows(device, seed):
-    """Up to 3 tiles of tokens a row, of which the interpreter passes over some hundred a second."""
-    random = np.random.default_rng(seed)
-    sizes = random.integers(0, 1500, (9, 2))
-    histories = [tuple(random.integers(0, 4000, n).tolist() for n in pair) for pair in sizes]
-    banned = [random.integers(0, 4000, random.integers(0, 9)).tolist() for _ in range(9)]
-    check_penalties(
-        some_logits(9, 4000, 3.0, device, seed),
-        penalties_of(histories, banned, random.permutation(9).tolist(), device),
-    )
-
-
-def test_no_penalties(device):
-    logits = some_logits(2, 20, 1.0, device)
-    before = logits.clone()
-    penalise(logits, penalties_of([], [], [], device))
-    assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"starts": torch.zeros(1, dtype=torch.int32)},
-        {"repetition": torch.zeros(2)},
-        {"banned": torch.zeros(2, 1, dtype=torch.int32)},
-        {"tokens": torch.zeros(4, dtype=torch.int64)},
-        {"tokens": torch.zeros(2, 2, dtype=torch.int32)},
-    ],
-)
-def test_penalties_that_do_not_fit_are_refused(changed):
-    with pytest.raises(ValueError):
-        penalise(torch.zeros(1, 8), replace(penalties_of([([1], [2])], [[]], [0], "cpu"), **changed))
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (1, 9)])
-def test_counts_that_do_not_fit_are_refused(shape):
-    with pytest.raises(ValueError, match="counts"):
-        penalise(
-            torch.zeros(1, 8),
-            penalties_of([([1], [2])], [[]], [0], "cpu"),
-            torch.zeros(shape, dtype=torch.int32),
-        )
 
 
 # ---- log-probabilities
@@ -198,17 +140,30 @@ def test_a_rows_log_probabilities_do_not_depend_on_the_others(device):
         assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, together, strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("vocab", [2, 4095, 4097, 32_000, 131_072])
-def test_log_probabilities_of_all_sizes(device, vocab):
-    check_log_probabilities(
-        some_logits(3, vocab, 4.0, device), torch.tensor([0, 1, vocab - 1], device=device), min(vocab, 20)
-    )
+# ---- what is refused, and nothing to do
 
 
-@pytest.mark.parametrize(
-    ("chosen", "most"), [(torch.zeros(3).long(), 1), (torch.zeros(2), 1), (torch.zeros(2).long(), 9)]
-)
-def test_tokens_that_do_not_fit_are_refused(chosen, most):
-    with pytest.raises(ValueError):
-        log_probabilities(torch.zeros(2, 8), chosen, most)
+def test_what_does_not_fit_is_refused():
+    logits, none = torch.zeros(1, 8), torch.zeros(1, dtype=torch.int32)
+    penalties = penalties_of([([1], [2])], [[]], [0], "cpu")
+    assert_refused("bits", mask, torch.zeros(1, 40), none, torch.zeros(1, 1, dtype=torch.int32))
+    for changed in (
+        {"starts": none},
+        {"repetition": torch.zeros(2)},
+        {"banned": torch.zeros(2, 1, dtype=torch.int32)},
+        {"tokens": torch.zeros(4, dtype=torch.int64)},
+        {"tokens": torch.zeros(2, 2, dtype=torch.int32)},
+    ):
+        assert_refused("", penalise, logits, replace(penalties, **changed))
+    for shape in ((0, 8), (1, 9)):
+        assert_refused("counts", penalise, logits, penalties, torch.zeros(shape, dtype=torch.int32))
+    for chosen, most in ((torch.zeros(3).long(), 1), (torch.zeros(2), 1), (torch.zeros(2).long(), 9)):
+        assert_refused("", log_probabilities, torch.zeros(2, 8), chosen, most)
+
+
+def test_no_rows(device):
+    logits = some_logits(2, 40, 1.0, device)
+    before, none = logits.clone(), torch.zeros(0, dtype=torch.int32, device=device)
+    mask(logits, none, none.view(0, 1).expand(0, 2))
+    penalise(logits, penalties_of([], [], [], device))
+    assert torch.equal(logits, before)

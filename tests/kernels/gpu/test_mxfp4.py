@@ -46,21 +46,6 @@ def stored(experts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     return codes.to(DEVICE), exponents.to(DEVICE)
 
 
-def check(
-    counts: tuple[int, ...],
-    dtype: torch.dtype,
-    inputs: int,
-    activation: Activation | None,
-    deterministic: bool = False,
-) -> None:
-    parts = stored(len(counts), 34, inputs)
-    x, bias = random(sum(counts), inputs, dtype=dtype), random(len(counts), 34, dtype=dtype, seed=2)
-    options: dict[str, Any] = {"activation": activation}
-    wanted = grouped_mxfp4_matmul_reference(x, *parts, starts_of(counts), bias, **options)
-    options["deterministic"] = deterministic
-    near(grouped_mxfp4_matmul(x, packed_mxfp4(*parts), starts_of(counts), bias, **options), wanted)
-
-
 @pytest.mark.parametrize(
     ("counts", "dtype", "inputs", "activation"),
     pairs_first(COUNTS, DTYPES, [32, 96, 288], [None, "clamped_swiglu"]),
@@ -68,7 +53,13 @@ def check(
 def test_experts_with_any_number_of_rows(
     counts: tuple[int, ...], dtype: torch.dtype, inputs: int, activation: Activation | None
 ) -> None:
-    check(counts, dtype, inputs, activation)
+    """Rows are read where they stand, and nothing beside them."""
+    parts, starts = stored(len(counts), 34, inputs), starts_of(counts)
+    x, bias = random(sum(counts), inputs, dtype=dtype), random(len(counts), 34, dtype=dtype, seed=2)
+    at = torch.arange(len(x), device=DEVICE).flip(0)
+    wanted = grouped_mxfp4_matmul_reference(x[at], *parts, starts, bias, activation=activation)
+    options: dict[str, Any] = {"activation": activation, "from_rows": at}
+    near(grouped_mxfp4_matmul(beside_nan(x), packed_mxfp4(*parts), starts, bias, **options), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -85,15 +76,6 @@ def test_every_code_with_every_exponent_is_exact(dtype: torch.dtype) -> None:
     got = grouped_mxfp4_matmul(x, weights, starts)
     assert torch.equal(got, wanted[finite].T)
     assert float(got.float().abs().amax()) == 6.0 * 2.0**125
-
-
-def test_rows_are_read_where_they_stand_and_nothing_beside_them() -> None:
-    parts, counts = stored(3, 34, 96), (4, 0, 7)
-    x, from_rows = random(5, 96, dtype=torch.bfloat16), torch.arange(11, device=DEVICE) * 3 % 5
-    weights = packed_mxfp4(*parts)
-    whole = grouped_mxfp4_matmul(x[from_rows], weights, starts_of(counts))
-    got = grouped_mxfp4_matmul(beside_nan(x), weights, starts_of(counts), from_rows=from_rows)
-    assert torch.equal(got, whole)
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
@@ -133,11 +115,6 @@ def test_int4_of_experts(
         last -= 1
     alone = starts_of(tuple(int(e == last) for e in range(len(counts))))
     assert torch.equal(grouped_int4_matmul(x[-1:], weights, alone, **given), whole[-1:])
-
-
-def test_no_rows_at_all() -> None:
-    weights = packed_mxfp4(*stored(3, 8, 32))
-    assert grouped_mxfp4_matmul(random(0, 32), weights, starts_of((0, 0, 0))).shape == (0, 8)
 
 
 @pytest.mark.parametrize(

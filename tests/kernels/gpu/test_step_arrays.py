@@ -55,31 +55,20 @@ def test_what_differs_is_copied_at_once(copied) -> None:
     arrays = StepArrays(DEVICE)
     first, second, third = (arrays.add(np.full(n, n)) for n in (3, 8, 5))
     assert copied == []
-    assert second.tensor.tolist() == [8] * 8
-    assert third.tensor.tolist() == [5] * 5
+    assert [one.tensor.tolist() for one in (second, third)] == [[8] * 8, [5] * 5]
     assert copied == [4 + 8 + 8], "with what aligns them"
+    fourth = arrays.add(np.ones(2))
+    assert fourth.tensor.tolist() == [1, 1]
+    assert copied[1:] == [4], "what was added later goes by itself"
     arrays.refill(arrays.again())
     later = arrays.again()
     later.put(second.number, np.zeros(8))
-    arrays.refill(later)
-    assert copied[1:] == [8], "nothing where nothing differs"
-    assert (first.tensor.tolist(), second.tensor.tolist()) == ([3] * 3, [0] * 8)
-    fourth = arrays.add(np.ones(2))
-    assert fourth.tensor.tolist() == [1, 1]
-    assert copied[2:] == [4], "what was added later goes by itself"
-    later = arrays.again()
-    later.put(first.number, np.full(3, 7))
     later.put(fourth.number, np.full(2, 7))
     arrays.refill(later)
-    assert (first.tensor.tolist(), third.tensor.tolist(), fourth.tensor.tolist()) == (
-        [7] * 3,
-        [5] * 5,
-        [7, 7],
-    )
-    other = StepArrays(DEVICE)
-    other.add(np.ones(3))
+    assert copied[2:] == [8, 4], "nothing where nothing differs"
+    assert [one.tensor.tolist() for one in (first, second, fourth)] == [[3] * 3, [0] * 8, [7, 7]]
     with pytest.raises(ValueError, match="do not fit"):
-        arrays.refill(other)
+        arrays.refill(StepArrays(DEVICE, arrays.values[:1]))
 
 
 def test_a_step_is_one_copy(copied) -> None:
