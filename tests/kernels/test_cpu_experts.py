@@ -273,18 +273,6 @@ def test_every_code_and_exponent_of_mxfp4_is_exact(compiled):
         assert torch.equal(got[usual], values.to(dtype)[usual])
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_a_broken_token_breaks_no_other(compiled, int8):
-    packed, _ = packed_pair(compiled, torch.float32, int8=int8)
-    x, choice, loads = torch.randn(9, 70), choice_of(9), torch.zeros(COUNT).long()
-    whole = compiled.experts(x, *packed, choice, loads)
-    x[4, 60] = float("nan")
-    got = compiled.experts(x, *packed, choice, loads)
-    assert got[4].isnan().all()
-    others = [0, 1, 2, 3, 5, 6, 7, 8]
-    assert torch.equal(got[others], whole[others])
-
-
 def test_what_does_not_fit_is_refused(compiled):
     (gate_up, down), _ = packed_pair(compiled, torch.float32)
     x, choice, loads = torch.randn(4, 70), choice_of(4), torch.zeros(COUNT).long()

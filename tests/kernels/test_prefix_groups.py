@@ -103,19 +103,6 @@ def test_a_cpus_plan_holds_as_many_levels() -> None:
     assert items.levels > 1000
 
 
-def test_a_query_within_a_shared_block_does_not_stand_between_those_that_share_it() -> None:
-    """On a CPU, too: the third sequence writes the last token of the second block."""
-    tables = np.array([[1, 2, 0], [1, 2, 5], [1, 2, 0], [1, 2, 7], [1, 2, 8]], np.int32)
-    contexts = [2 * BLOCK + 9, 3 * BLOCK, 2 * BLOCK, 3 * BLOCK, 3 * BLOCK]
-    groups = prefix_groups(
-        [1] * 5, contexts, StepTables.of(tables), BLOCK, lambda blocks: blocks, Worth(3, 1)
-    )
-    assert as_found(groups) == [
-        ((0, 1, 2, 3, 4), 0, 1, 0),
-        ((0, 1, 3, 4), 1, 2, 1),
-    ]
-
-
 @pytest.mark.parametrize(
     "step", [([], [], np.zeros((0, 3), np.int32)), ([1] * 3, [9] * 3, np.zeros((3, 0), np.int32))]
 )

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchinfer_kernels.cpu import compiled as compiled_module
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.packed import Kind, PackedWeight
-from batchinfer_kernels.int4_linear import SHARES, quantize_groups
+from batchinfer_kernels.int4_linear import quantize_groups
 from batchinfer_kernels.quantized_linear import quantize_weight
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -124,38 +123,3 @@ def test_few_different_values(seed: int, size: float, dtype: torch.dtype) -> Non
     compiled = CompiledOperators()
     assert_packed_alike(compiled, weight, 32)
     assert_same_bits(compiled.round_int8(weight), quantize_weight(weight))
-
-
-def close_calls(groups: Tensor) -> Tensor:
-    """Return the groups of which a sum of errors in float32 may or may not be less than that of an earlier scale."""
-    values = groups.float()
-    extreme = values.gather(1, values.abs().argmax(1, keepdim=True))
-    least, found = torch.full((len(values),), torch.inf, dtype=torch.float64), torch.zeros(len(values)).bool()
-    for share in SHARES:
-        scales = extreme * share / -8
-        wanted = values * (1 / scales)
-        off = (wanted.round().clamp(-8, 7) - wanted).double()
-        error = off.square().sum(1) * scales[:, 0].double().square()
-        most = torch.maximum(error, least)
-        found |= most.isfinite() & ((error - least).abs() <= values.shape[1] * 2**-24 * most)
-        least = torch.minimum(error, least)
-    return groups[found]
-
-
-def test_few_groups_are_left_to_the_reference_and_all_that_must_be(
-    compiled: CompiledOperators, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Tensor] = []
-
-    def noted(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        asked.append(weight)
-        return quantize_groups(weight, group)
-
-    weight = torch.randn(8000, 896, generator=torch.Generator().manual_seed(1)).bfloat16()
-    monkeypatch.setattr(compiled_module, "quantize_groups", noted)
-    assert_packed_alike(compiled, weight, 32)
-    (given_back,) = asked
-    assert len(given_back) < 400
-    close = close_calls(weight.view(-1, 32))
-    assert len(close) > 5
-    assert all((given_back == each).all(1).any() for each in close)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -36,25 +35,6 @@ def test_tiles_of_codes_have_the_rows_that_a_plan_counts_on(monkeypatch, arch: s
         for dim in (64, 128, 256):
             plain, coded = (attention_launch.choose_tiles(work, dtype, dim, c) for c in (False, True))
             assert coded.rows == plain.rows, (dtype, dim)
-
-
-@pytest.mark.parametrize("arch", ["", "80", "90", "100", "gfx942"])
-def test_trees_have_tiles_of_their_own_where_they_would_spill(arch: str) -> None:
-    """Others compile to what they compile to without trees."""
-    for dtype, dim, codes, rows, work in product(
-        (torch.float16, torch.float32),
-        (64, 128, 256),
-        ("none", "int8", "fp8"),
-        (1, 32, 64),
-        ("coded decode", "deterministic"),
-    ):
-        plain, trees = (
-            attention_launch._decode_tiles(arch, work, dtype, dim, codes, rows, has) for has in (False, True)
-        )
-        spills = ((dim, rows) == (128, 32) and codes != "none") or (dim, rows, codes) == (256, 64, "fp8")
-        fast = dtype == torch.float16 and work == "coded decode"
-        assert (trees != plain) == (arch == "90" and fast and spills)
-        assert (trees.rows * trees.warps, trees.keys) <= (plain.rows * plain.warps, plain.keys)
 
 
 def test_a_step_of_single_queries_needs_no_rows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -93,10 +94,8 @@ def launch_decompressed(dtype: str, plain: int, turned: int, value: int) -> None
     first_of(
         [
             ("sm_90", "bfloat16", (128, 64, 128)),
-            ("sm_80", "bfloat16", (128, 64, 128)),
-            *((target, dtype, (128, 64, 128)) for target in TARGETS for dtype in ("float16", "float32")),
-            *((target, "bfloat16", (72, 16, 96)) for target in TARGETS),
-            ("sm_100", "bfloat16", (128, 64, 128)),
+            *product(TARGETS, ("bfloat16", "float16", "float32"), [(128, 64, 128)]),
+            *product(TARGETS, ["bfloat16"], [(72, 16, 96)]),
         ],
         1,
     ),

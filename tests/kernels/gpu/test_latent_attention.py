@@ -10,7 +10,6 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu import attention_splits, part_room
 from batchinfer_kernels.gpu import latent_attention as kernels
-from batchinfer_kernels.gpu.attention_launch import PROGRAMS_PER_PROCESSOR
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, LaunchPlan, Room, plan_attention
 from batchinfer_kernels.gpu.latent_attention import latent_attention
 from batchinfer_kernels.gpu.latent_tiles import chunk_tokens, latent_tiles
@@ -167,15 +166,3 @@ def test_a_tile_is_filled_with_heads_of_tokens(heads):
     assert rows / (-(-rows // tiles.rows) * tiles.rows) > 0.5
     assert latent_tiles(torch.bfloat16, 512, heads, False).rows < max(2 * heads, 17)
     assert latent_tiles(torch.bfloat16, 512, rows, True) == latent_tiles(torch.bfloat16, 512, heads, True)
-
-
-@pytest.mark.parametrize("heads", [16, 128])
-def test_programs_of_a_long_row_fill_the_gpu_once(monkeypatch, heads):
-    """An item has a program for 64 heads."""
-    processors = 132
-    for module in ("attention_launch", "part_room"):
-        monkeypatch.setattr(f"batchinfer_kernels.gpu.{module}.processors", lambda _: processors)
-    shape = AttentionShape(torch.bfloat16, heads, 1, 576, latent=True)
-    splits = plan_attention([1], [200_000], shape, "cpu", room=Room(1 << 18)).splits_of(None)
-    programs = splits.count * -(-heads // latent_tiles(torch.bfloat16, 512, heads, False).rows)
-    assert 0.9 * PROGRAMS_PER_PROCESSOR * processors < programs < 1.1 * PROGRAMS_PER_PROCESSOR * processors
