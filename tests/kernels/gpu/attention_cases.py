@@ -129,28 +129,19 @@ def decode(
 
 
 def attend_sharing(
-    case: Case, prefixes=(), window=None, deterministic=False, tree=None, **extras
+    case: Case, prefixes=(), window=None, deterministic=False, tree=None, room=None, **extras
 ) -> tuple[Tensor, Tensor]:
     """`prefixes`: (sequences, keys), as `sharing` takes them."""
     outputs, shared = case.outputs(), [SharedPrefix(*p) for p in prefixes]
     shape = replace(case.shape, deterministic=deterministic)
-    plan = plan_attention(case.queries, case.contexts, shape, case.q.device, shared, None, [window], tree)
-    paged_attention(*case.tensors, plan, rules_of(SCALE, window, extras), **outputs, **case.scaling, **extras)
-    return outputs["out"], outputs["lse"]
-
-
-def attend_few(
-    case: Case, queries=8, prefixes=(), window=None, longest=1024, deterministic=False, tree=None, **extras
-):
-    """Attend as a graph that verifies drafts does: up to so many queries a sequence."""
-    outputs, shared = case.outputs(), [SharedPrefix(*p) for p in prefixes]
-    shape, room = (
-        replace(case.shape, deterministic=deterministic),
-        Room(longest, sharing=None, queries=queries),
-    )
     plan = plan_attention(case.queries, case.contexts, shape, case.q.device, shared, room, [window], tree)
     paged_attention(*case.tensors, plan, rules_of(SCALE, window, extras), **outputs, **case.scaling, **extras)
     return outputs["out"], outputs["lse"]
+
+
+def attend_few(case: Case, queries=8, longest=1024, **how) -> tuple[Tensor, Tensor]:
+    """Attend as a graph that verifies drafts does: up to so many queries a sequence."""
+    return attend_sharing(case, room=Room(longest, sharing=None, queries=queries), **how)
 
 
 def check(case: Case, attend, window=None, soft_cap=None, sinks=None, tree=None, **how: Any) -> None:

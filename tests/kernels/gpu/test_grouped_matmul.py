@@ -162,13 +162,7 @@ def test_combine(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     assert torch.equal(combine(made, order.argsort(), weights), combine_reference(made, order, weights))
 
 
-@pytest.mark.parametrize(
-    ("made", "order", "weights"),
-    [
-        (random(6, 4), torch.arange(5, device=DEVICE), random(3, 2)),
-        (random(6, 4), torch.arange(6, device=DEVICE), random(2, 2)),
-        (random(6), torch.arange(6, device=DEVICE), random(3, 2)),
-    ],
-)
-def test_what_does_not_fit_is_refused(made: Tensor, order: Tensor, weights: Tensor) -> None:
-    assert_refused("results", combine, made, order, weights)
+def test_what_does_not_fit_is_refused() -> None:
+    made, order, weights = random(6, 4), torch.arange(6, device=DEVICE), random(3, 2)
+    for wrong in ((made, order[:5], weights), (made, order, weights[:2]), (made[:, 0], order, weights)):
+        assert_refused("results", combine, *wrong)

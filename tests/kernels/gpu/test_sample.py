@@ -15,6 +15,7 @@ from batchinfer_kernels.sample import NO_TOKEN, RowSampling, sample_reference
 from tests.kernels import row_by_row
 from tests.kernels.gpu.poison import poisoned
 from tests.kernels.gpu.sampling_cases import KINDS, moved, random_kinds, row_sampling, some_logits
+from tests.kernels.refused import assert_refused
 
 # How far from the border between two tokens a draw has to lie for all implementations to agree on it: rounding of exp
 # and of sums in float32, by the sum of all
@@ -141,19 +142,14 @@ def test_rows_may_be_strided_and_out_given(device):
     assert sample(logits[:0]).shape == (0,)
 
 
-@pytest.mark.parametrize(
-    ("logits", "changed"),
-    [
-        (torch.zeros(2, 8).double(), {}),
-        (torch.zeros(3, 8), {}),
-        (torch.zeros(8, 2).T, {}),
-        (torch.zeros(2, 0), {}),
-        (torch.zeros(2, 8), {"top_k": torch.zeros(2, dtype=torch.int64)}),
-        (torch.zeros(2, 8), {"top_p": torch.zeros(2)}),
-        (torch.zeros(2, 8), {"keys": torch.zeros(2, 2, dtype=torch.int32)}),
-        (torch.zeros(1, 1).expand(2, (1 << 19) + 1).contiguous(), {}),
-    ],
-)
-def test_what_does_not_fit_is_refused(logits, changed):
-    with pytest.raises(ValueError):
-        sample(logits, replace(row_sampling([{}, {}]), **changed))
+def test_what_does_not_fit_is_refused():
+    logits, sampling = torch.zeros(2, 8), row_sampling([{}, {}])
+    for wrong in (logits.double(), torch.zeros(3, 8), torch.zeros(8, 2).T, logits[:, :0]):
+        assert_refused("", sample, wrong, sampling)
+    assert_refused("at most", sample, torch.zeros(2, 1).expand(2, (1 << 19) + 1).contiguous(), sampling)
+    for changed in (
+        {"top_k": torch.zeros(2, dtype=torch.int64)},
+        {"top_p": torch.zeros(2)},
+        {"keys": torch.zeros(2, 2, dtype=torch.int32)},
+    ):
+        assert_refused("", sample, logits, replace(sampling, **changed))
