@@ -16,6 +16,7 @@ from batchinfer_kernels.philox import philox, uniforms
 from batchinfer_kernels.sample import NO_TOKEN, sample_reference
 from tests.kernels import row_by_row
 from tests.kernels.gpu.sampling_cases import random_kinds, row_sampling
+from tests.kernels.refused import assert_refused
 
 
 def test_philox_known_answers():
@@ -94,15 +95,14 @@ def test_masks_by_hand(vocab):
     assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize(
-    ("rows", "shape", "dtype"),
-    [(2, (1, 2), torch.int32), (1, (1, 1), torch.int32), (1, (1, 2), torch.int64)],
-)
-def test_masks_that_do_not_fit_are_refused(rows, shape, dtype):
-    with pytest.raises(ValueError, match="bits"):
-        mask_reference(
-            torch.zeros(3, 40), torch.zeros(rows, dtype=torch.int32), torch.zeros(shape, dtype=dtype)
-        )
+def test_masks_that_do_not_fit_are_refused():
+    logits, rows, bits = (
+        torch.zeros(3, 40),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(1, 2, dtype=torch.int32),
+    )
+    for wrong in ((rows, bits), (rows[:1], bits[:, :1]), (rows[:1], bits.long())):
+        assert_refused("bits", mask_reference, logits, *wrong)
 
 
 def test_log_probabilities_by_hand():

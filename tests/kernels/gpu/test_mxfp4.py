@@ -3,7 +3,6 @@ what is read, and the bits of one row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -117,26 +116,20 @@ def test_int4_of_experts(
     assert torch.equal(grouped_int4_matmul(x[-1:], weights, alone, **given), whole[-1:])
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda: {"x": random(2, 64)}, "x is"),
-        (lambda: {"x": random(2, 32).int()}, "expected one of float32"),
-        (lambda: {"bias": random(2, 33)}, "bias is"),
-        (lambda: {"starts": torch.zeros(2)}, "starts are"),
-        (lambda: {"activation": "silu", "weights": packed_mxfp4(*stored(2, 33, 32))}, "even number"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change: Callable[[], dict[str, Any]], words: str) -> None:
-    weights = packed_mxfp4(*stored(2, 34, 32))
-    given: dict[str, Any] = {"x": random(2, 32), "weights": weights, "starts": starts_of((1, 1)), **change()}
-    assert_refused(words, grouped_mxfp4_matmul, **given)
-
-
-def test_codes_that_do_not_fit_are_refused() -> None:
+def test_what_does_not_fit_is_refused() -> None:
+    weights, odd = packed_mxfp4(*stored(2, 34, 32)), packed_mxfp4(*stored(2, 33, 32))
+    given: dict[str, Any] = {"x": random(2, 32), "weights": weights, "starts": starts_of((1, 1))}
+    for words, changed in (
+        ("x is", {"x": random(2, 64)}),
+        ("expected one of float32", {"x": random(2, 32).int()}),
+        ("bias is", {"bias": random(2, 33)}),
+        ("starts are", {"starts": torch.zeros(2)}),
+        ("even number", {"activation": "silu", "weights": odd}),
+    ):
+        assert_refused(words, grouped_mxfp4_matmul, **{**given, **changed})
     codes, exponents = stored(2, 34, 64)
-    for changed in ((codes.char(), exponents), (codes, exponents[:, :, :1]), (codes[0], exponents[0])):
-        assert_refused("codes and exponents", packed_mxfp4, *changed)
+    for parts in ((codes.char(), exponents), (codes, exponents[:, :, :1]), (codes[0], exponents[0])):
+        assert_refused("codes and exponents", packed_mxfp4, *parts)
 
 
 def launch_experts(
