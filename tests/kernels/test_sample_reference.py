@@ -65,10 +65,10 @@ def test_tokens_are_those_chosen_row_by_row(seed, candidates, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_penalties_by_hand(dtype):
     """Tokens 1 and 2 were in the prompt, 2 and 3 (twice) in the answer, 4 and 5 are banned; others do not exist."""
-    tokens = torch.tensor([9, 1, 2, -1, 99, 3, 2, 3, -1, 50, 9], dtype=torch.int32)
+    tokens = torch.tensor([5, 1, 2, -1, 99, 3, 2, 3, -1, 6, 5], dtype=torch.int32)
     integers = (torch.tensor([value], dtype=torch.int32) for value in (4, 9))
     floats = (torch.tensor([value]) for value in (2.0, 1.0, 0.25))
-    banned = torch.tensor([[4, -1, 5, 60]], dtype=torch.int32)
+    banned = torch.tensor([[4, -1, 5, 6]], dtype=torch.int32)
     row = torch.tensor([1], dtype=torch.int32)
     penalties = Penalties(row, tokens, torch.tensor([1]), *integers, *floats, banned)
     logits = torch.tensor([[8.0, 8.0, 8.0, -8.0, 8.0, 8.0]] * 2).to(dtype)
