@@ -2,50 +2,47 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-CODE = """
+from collections.abc import Iterator
 from contextlib import contextmanager
+
+import pytest
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton import knobs
+from triton.compiler.errors import CompilationError
+
 from batchinfer_kernels.gpu.compilations import announce_compilations
 from batchinfer_kernels.gpu.mask import _mask_kernel
-from tests.kernels.gpu.aot import StubDriver
-
-@contextmanager
-def compiling():
-    print("compiling")
-    yield
-    print("done")
-
-def launch(tile):
-    print(tile)
-    logits, rows, bits = torch.empty(2, 64), torch.arange(2), torch.empty(2, 2, dtype=torch.int32)
-    _mask_kernel.warmup(logits, 64, 64, rows, bits, 2, TILE=tile, grid=(1,))
-
-driver.set_active(StubDriver(GPUTarget("cuda", 90, 32)))
-announce_compilations(compiling)
-"""
+from tests.kernels.gpu.aot import compile_launch
 
 
-LAUNCHES = """
-launch(64)
-launch(64)
-launch(32)
-try: launch(63)
-except Exception as error: print(type(error).__name__)
-launch(16)
-"""
+def launch_masks() -> None:
+    """Run where kernels are compiled. A failed compilation, of a tile that is no power of two, does not keep the next
+    one silent."""
+    said: list[object] = []
+
+    @contextmanager
+    def compiling() -> Iterator[None]:
+        said.append("compiling")
+        yield
+        said.append("done")
+
+    def launch(tile: int) -> None:
+        said.append(tile)
+        logits, rows, bits = torch.empty(2, 64), torch.arange(2), torch.empty(2, 2, dtype=torch.int32)
+        _mask_kernel.warmup(logits, 64, 64, rows, bits, 2, TILE=tile, grid=(1,))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for hook in ("jit_cache_hook", "jit_post_compile_hook"):
+            patch.setattr(knobs.runtime, hook, None)
+        announce_compilations(compiling)
+        launch(64)
+        launch(64)
+        with pytest.raises(CompilationError):
+            launch(63)
+        launch(16)
+    both = ["compiling", "done"]
+    assert said == [64, *both, 64, 63, "compiling", 16, "done", *both]
 
 
 def test_each_compilation_is_announced_once() -> None:
-    """A failed one, of a tile that is no power of two, does not keep the next one silent."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", CODE + LAUNCHES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    said = ["compiling", "done"]
-    failed = ["63", "compiling", "CompilationError", "16", "done", *said]
-    assert done.stdout.split() == ["64", *said, "64", "32", *said, *failed]
+    assert len(compile_launch(f"{__name__}:launch_masks", (), "sm_90")) == 3
