@@ -44,7 +44,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=
     biased=st.booleans(),
     lengths=st.lists(st.integers(1, 140), min_size=1, max_size=5),
 )
-@settings(max_examples=examples(30, 380), deadline=None)
+@settings(max_examples=examples(20, 380), deadline=None)
 def test_whole_texts_whose_tokens_see_later_ones(
     seed, kind, kv_heads, group, dim, block_size, window, biased, lengths
 ):
@@ -76,7 +76,7 @@ def test_whole_texts_whose_tokens_see_later_ones(
     sunk=st.booleans(),
     lengths=LENGTHS,
 )
-@settings(max_examples=examples(50, 380), deadline=None)
+@settings(max_examples=examples(30, 380), deadline=None)
 def test_equals_the_reference(seed, kind, kv_heads, group, dim, block_size, window, soft_cap, sunk, lengths):
     way, dtype, codes = kind
     chunks = [(queries, queries + before) for queries, before in lengths]

@@ -29,7 +29,7 @@ from tests.examples import examples
 from tests.kernels.cpu_kit import DTYPES, WAYS, operators, threads_of
 from tests.kernels.gpu.pairs import pairs_first
 from tests.kernels.refused import assert_refused
-from tests.kernels.test_cpu_linear import TOLERANCE, packed_of
+from tests.kernels.test_cpu_linear import TOLERANCE, assert_near, packed_of
 
 COUNT = 5
 
@@ -104,23 +104,22 @@ def packed_experts(compiled, weight, int8: bool, bias=None, kind="plain") -> Pac
     counts=st.lists(st.sampled_from([0, 0, 1, 2, 5, 6, 7, 13, 40]), min_size=1, max_size=9),
     inputs=st.sampled_from([1, 3, 31, 64, 129]),
     outputs=st.sampled_from([2, 6, 62, 64, 66, 130]),
-    activation=st.sampled_from([None, "silu"]),
+    kind=st.sampled_from(["plain", "gated"]),
     biased=st.booleans(),
     int8=st.booleans(),
 )
 @settings(max_examples=examples(25, 120), deadline=None)
 def test_grouped_products_equal_the_reference(
-    tiles, seed, dtype, counts, inputs, outputs, activation, biased, int8
+    tiles, seed, dtype, counts, inputs, outputs, kind, biased, int8
 ):
     torch.manual_seed(seed)
-    compiled, kind = operators(tiles), "gated" if activation else "plain"
+    compiled = operators(tiles)
     x, weight = torch.randn(sum(counts), inputs), torch.randn(len(counts), outputs, inputs).to(dtype)
     x, starts = x.to(dtype), starts_of(counts)
     bias = torch.randn(len(counts), outputs).to(dtype) if biased else None
     got = compiled.grouped_linear(x, packed_experts(compiled, weight, int8, bias, kind), starts)
     weight, scales = coded(weight) if int8 else (weight, None)
-    wanted = grouped_matmul_reference(x, weight, starts, bias, scales=scales, activation=activation)
-    torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
+    assert_near(got, grouped_matmul_reference(x, weight, starts, bias, scales=scales), kind, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -178,7 +177,7 @@ def test_int8_experts_are_their_products_one_by_one(compiled, dtype):
     assert torch.equal(compiled.experts(x, *packed, choice, torch.zeros(COUNT).long()), wanted)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_token_does_not_depend_on_its_batch(compiled, dtype, int8):

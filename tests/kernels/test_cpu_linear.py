@@ -62,7 +62,7 @@ def wide(x, weight, bias):
     kind=st.sampled_from(["plain", "float", *GATES, *CURVES]),
     biased=st.booleans(),
 )
-@settings(max_examples=examples(40, 120), deadline=None)
+@settings(max_examples=examples(30, 120), deadline=None)
 def test_equals_torch(tiles, seed, dtype, rows, inputs, outputs, kind, biased):
     torch.manual_seed(seed)
     compiled = operators(tiles)
@@ -83,11 +83,11 @@ def finished(product, kind, dtype):
 
 def assert_near(got, product, kind, dtype, step=0.0):
     """`step`: by how much a product may be off. A gate and its up are multiplied, and so are their errors."""
-    wanted, size = finished(product, kind, dtype), 1 + float(product.abs().max())
+    wanted, size = finished(product, kind, dtype), 1 + max(product.abs().flatten().tolist(), default=0.0)
     assert got.dtype == wanted.dtype
     error = {torch.float32: 2e-6, torch.bfloat16: 8e-3}[wanted.dtype] * size + step
     apart = error * (2 * size if kind in GATES else 1)
-    assert float((got.float() - wanted.float()).abs().max()) <= apart
+    assert ((got.float() - wanted.float()).abs() <= apart).all()
 
 
 @pytest.mark.parametrize("tiles", WAYS)
@@ -100,7 +100,7 @@ def assert_near(got, product, kind, dtype, step=0.0):
     kind=st.sampled_from(["plain", "float", *GATES, *CURVES]),
     biased=st.booleans(),
 )
-@settings(max_examples=examples(40, 120), deadline=None)
+@settings(max_examples=examples(30, 120), deadline=None)
 def test_int8_equals_its_reference(tiles, seed, dtype, rows, inputs, outputs, kind, biased):
     torch.manual_seed(seed)
     compiled = operators(tiles)
@@ -216,7 +216,7 @@ def test_what_does_not_fit_is_refused(compiled):
     int8=st.booleans(),
     threads=st.integers(1, 2),
 )
-@settings(max_examples=examples(50, 150), deadline=None)
+@settings(max_examples=examples(30, 150), deadline=None)
 def test_the_greatest_result_is_the_first_of_equals(tiles, seed, dtype, rows, outputs, steps, int8, threads):
     """Few different values make many ties; all results of the first row are negative, so that padding would win."""
     torch.manual_seed(seed)

@@ -33,6 +33,7 @@ def compiled(launch: str, target: str, *arguments: int) -> Compiled:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_launch_compiles_as_it_is_specialised(target: str) -> None:
     aligned, odd = (compiled("launch_double", target, n, 1024) for n in (4096, 4095))

@@ -70,12 +70,14 @@ def test_every_code_is_exact(cache_dtype, device) -> None:
     torch.testing.assert_close(lse.flatten(), codes.float() * 0.5 * SCALE, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.sample(1)
 def test_queries_beyond_the_range_of_float16(cache_dtype, device) -> None:
     case = coded(cache_dtype, device)
     for size in (2.0**40, 2.0**-40):
         assert_equals_the_reference(scaled(replace(case, q=case.q * size), 1 / size), 8e-3)
 
 
+@pytest.mark.sample(1)
 def test_scales_of_values_beyond_the_range_of_float16(cache_dtype, device) -> None:
     """One key's may be 2^60 times another's, and as small as a key's of zeros."""
     case = coded(cache_dtype, device)

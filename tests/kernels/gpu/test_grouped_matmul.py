@@ -50,6 +50,7 @@ def test_experts_with_any_number_of_rows(
     check(x, weight, starts_of(counts), bias if activation else None, activation=activation)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_scales_of_blocks(dtype: torch.dtype, activation: Activation | None) -> None:

@@ -80,7 +80,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, int, int | None, dict[str, Any]]:
     return case, seed, window, rules
 
 
-@settings(max_examples=examples(6, 150), deadline=None, print_blob=True)
+@settings(max_examples=examples(4, 150), deadline=None, print_blob=True)
 @given(cases())
 def test_equals_the_reference(drawn: tuple[Case, int, int | None, dict[str, Any]]) -> None:
     case, seed, window, rules = drawn

@@ -41,6 +41,7 @@ def stored(
     return packed_int4(codes_there, scales_there, zeros_there, group, dtype), values.to(DEVICE)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("dtype", "group", "zeroed", "sizes"),
     pairs_first(DTYPES, [32, 96, 128, 1280], [False, True], [(1, 1), (70, 130), (37, 257), (200, 384)]),
@@ -61,7 +62,7 @@ def test_a_panel_has_the_values_and_nothing_beside_it_is_written(
         assert room[-8:].isnan().all()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dtype", "biased", "room"), pairs_first(DTYPES, [False, True], [10**6, 200 * 130, 3 * 130])
 )
@@ -122,7 +123,7 @@ def launch_widening(dtype: str, outputs: int, inputs: int, zeroed: bool) -> None
     widen(weight, 0, torch.zeros(outputs, inputs, dtype=kind))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("target", "dtype", "zeroed"), pairs_first(NVIDIA, ["bfloat16", "float16", "float32"], [True, False])
 )

@@ -46,7 +46,7 @@ def check(
     near(multiply(beside_nan(x), bias, **fixed, **options), multiply.wanted(x, bias, **options), name)
 
 
-@pytest.mark.sample(36)
+@pytest.mark.sample(27)
 @pytest.mark.parametrize(
     ("name", "dtype", "sizes", "biased"),
     every_pair(WAYS, DTYPES, [(3, 1, 1), (5, 63, 100), (7, 1100, 34), (66, 128, 64), *ROWS], [False, True]),
@@ -57,6 +57,7 @@ def test_odd_sizes_in_every_dtype(
     check(name, dtype, sizes, biased)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [65, 97, 129])
 def test_segments_of_any_number_of_tiles_are_added_up(rows: int) -> None:
     """Of 3, 4 and 5 tiles of 32 rows, which are what inputs that do not begin at multiples of 16 bytes get."""
@@ -93,11 +94,13 @@ def test_a_gated_layer_rounds_once(name: str, dtype: torch.dtype, activation: st
     check(name, dtype, (5, inputs, 74), activation=activation)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", WAYS)
 def test_logits_are_float32(name: str) -> None:
     check(name, torch.bfloat16, (3, 96, 50), biased=False, out_dtype=torch.float32)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", WAYS)
 def test_no_rows_and_no_outputs(name: str) -> None:
     multiply = way(name, random(50, 96, dtype=torch.bfloat16, seed=1))
@@ -120,6 +123,7 @@ def test_codes_of_a_weight_may_be_strided() -> None:
     assert torch.equal(int8_matmul(x, wide[:, 3:203], scales), int8_matmul(x, codes, scales))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", WAYS)
 def test_a_broken_row_breaks_no_other(name: str) -> None:
     multiply = way(name, random(37, 200, dtype=torch.bfloat16, seed=1))
@@ -131,6 +135,7 @@ def test_a_broken_row_breaks_no_other(name: str) -> None:
     assert torch.equal(got[[0, 1, 3, 4]], whole[[0, 1, 3, 4]])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_int8_is_what_the_cpu_computes(dtype: torch.dtype, activation: Any) -> None:
@@ -146,6 +151,7 @@ def test_int8_is_what_the_cpu_computes(dtype: torch.dtype, activation: Any) -> N
             near(got, wanted)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("rows", "inputs"), [(1, 1), (5, 127), (3, 2049), (2, 4500)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups_are_quantised_as_the_reference_does(rows: int, inputs: int, dtype: torch.dtype) -> None:
@@ -199,7 +205,7 @@ SHORT_AND_LONG = [  # every way of multiplying with few inputs; with many, two o
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "dtype", "inputs"), SHORT_AND_LONG)
 def test_a_row_does_not_depend_on_its_batch(name: str, dtype: torch.dtype, inputs: int) -> None:
     """Alone, among a few, at any place, and in a batch so large that segments are summed in turn."""

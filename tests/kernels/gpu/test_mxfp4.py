@@ -45,6 +45,7 @@ def stored(experts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     return codes.to(DEVICE), exponents.to(DEVICE)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("counts", "dtype", "inputs", "activation"),
     pairs_first(COUNTS, DTYPES, [32, 96, 288], [None, "clamped_swiglu"]),
@@ -88,6 +89,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     assert torch.equal(few, whole[30:60])
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("counts", "dtype", "inputs", "group", "zeroed"),
     pairs_first(COUNTS, DTYPES, [50, 130, 288], [32, 128], [False, True]),
@@ -183,6 +185,7 @@ def linear_of(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     return codes[0], exponents[0]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("rows", "dtype", "inputs", "activation", "deterministic"),
     pairs_first([1, 16, 37], DTYPES, [32, 96, 288], [None, "silu"], [False, True]),

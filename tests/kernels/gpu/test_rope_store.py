@@ -103,7 +103,7 @@ def ordered(codes: Tensor) -> Tensor:
     return torch.where(bits >= 128, 128 - bits, bits)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype", "normed", "interleaved", "offset", "size"),
     every_pair(
