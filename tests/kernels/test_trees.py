@@ -141,11 +141,6 @@ def test_what_is_near_says_what_is_seen(seed: int, lengths: list[tuple[int, int]
         first += queries
 
 
-def test_trees_have_no_windows():
-    step = poisoned_step(4, 6, 2, 64, 16, [(6, 90)])
-    assert_refused("no windows", step.reference, window=5, tree=mask_of(step, [[-1, -1]]))
-
-
 def some_moves(blocks: int, size: int, seed: int) -> list[tuple[int, int]]:
     """As those of paths: to the left, one behind the other."""
     rng, moves = random.Random(seed), []

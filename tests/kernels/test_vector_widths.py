@@ -10,7 +10,6 @@ import torch
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.int4_linear import quantize_groups
-from batchinfer_kernels.mxfp4 import mxfp4_values
 from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.tiles import OPTIONS
 from tests.kernels.cpu_kit import DTYPES, TOLERANCE
@@ -121,20 +120,6 @@ def test_a_query_of_latents_does_not_depend_on_the_others(operators, dtype, rank
     for n in (1, 7, 39):
         assert torch.equal(step.part(0, 0, n).attend(operators), together[:n])
     torch.testing.assert_close(together, step.reference(), **TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_mxfp4_has_the_bits_of_what_it_stands_for(operators, dtype):
-    """With usual exponents, and with those of the smallest and the largest numbers."""
-    generator = torch.Generator().manual_seed(3)
-    codes = torch.randint(0, 256, (2, 70, 48), generator=generator, dtype=torch.uint8)
-    exponents = torch.randint(118, 124, (2, 70, 3), generator=generator, dtype=torch.uint8)
-    exponents[0, :3] = torch.tensor([[0, 1, 2], [250, 251, 252], [3, 120, 0]], dtype=torch.uint8)
-    x, starts = torch.randn(61, 96, generator=generator).to(dtype) / 64, torch.tensor([0, 7, 61])
-    packed = operators.pack_expert_mxfp4(codes, exponents, None)
-    widened = operators.pack_experts(mxfp4_values(codes, exponents).to(dtype), None)
-    got, wanted = (operators.grouped_linear(x, weight, starts) for weight in (packed, widened))
-    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
