@@ -91,3 +91,4 @@ def test_its_cost_counts_what_is_read() -> None:
     # One start an output is read, too: as the sums of int8, which are not counted either
     assert found.bytes == activations + inputs * outputs // 2 + scales.nbytes
     assert found.coded_ops == 2 * tokens * inputs * outputs
+    assert found.flops == found.coded_ops + tokens * (3 * inputs + 2 + (2 + 2 * 7) * outputs), "7 groups"
