@@ -1,4 +1,4 @@
-"""The real engine in a process that is killed, or slow, once it has finished some of its rows.
+"""The real engine in a process that is killed once it has finished some of its rows.
 
 A second one after a killed one is killed at once.
 """
@@ -40,18 +40,7 @@ class Mortal:
         return output
 
 
-class Tired(Mortal):
-    """An engine whose steps wait once `last` rows were finished, so that a signal comes before the other rows."""
-
-    def step(self) -> Any:
-        if self._left <= 0:
-            time.sleep(SENT_S)
-        output = self._engine.step()
-        self._left -= len(output.completions)
-        return output
-
-
-def build(config: LoadConfig, *beside: Any) -> WrappedWeights:
+def build(config: LoadConfig, *beside: Any) -> MortalWeights:
     """Load as batchinfer.engine.load.build.load_weights does, with what it gets `beside` the configuration.
 
     DIES_AFTER: how many rows; DIED: a file, there from the first start on.
@@ -60,24 +49,19 @@ def build(config: LoadConfig, *beside: Any) -> WrappedWeights:
     if died.exists():
         os.kill(os.getpid(), signal.SIGKILL)
     died.touch()
-    return WrappedWeights(config, beside, Mortal, int(os.environ["DIES_AFTER"]))
+    return MortalWeights(config, beside, int(os.environ["DIES_AFTER"]))
 
 
-def tiring(config: LoadConfig, *beside: Any) -> WrappedWeights:
-    """Load engines that are slow after TIRES_AFTER rows."""
-    return WrappedWeights(config, beside, Tired, int(os.environ["TIRES_AFTER"]))
+class MortalWeights:
+    """The weights of engines that are killed after `last` rows."""
 
-
-class WrappedWeights:
-    """The weights of engines that are `wrapped` and behave otherwise after `last` rows."""
-
-    def __init__(self, config: LoadConfig, beside: tuple[Any, ...], wrapped: type[Mortal], last: int) -> None:
+    def __init__(self, config: LoadConfig, beside: tuple[Any, ...], last: int) -> None:
         from batchinfer.engine.load import build as building
 
-        self._loaded, self._wrapped, self._last = building.load_weights(config, *beside), wrapped, last
+        self._loaded, self._last = building.load_weights(config, *beside), last
 
     def engine(self, *arguments: Any) -> BuiltEngine:
         """Build as LoadedWeights.engine does."""
         built = self._loaded.engine(*arguments)
-        wrapped: Any = self._wrapped(built.engine, self._last)
-        return replace(built, engine=wrapped)
+        mortal: Any = Mortal(built.engine, self._last)
+        return replace(built, engine=mortal)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +12,17 @@ import pytest
 from transformers import AutoConfig
 
 from batchinfer import cli
-from batchinfer.core.errors import JobFileError, OutputConflict
+from batchinfer.core.errors import JobFileError, OutputConflict, Unavailable
+from batchinfer.engine.config import CalibrationOrder
 from batchinfer.job import load_job
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.pipeline.calibration import calibration
 from batchinfer.pipeline.calibration.calibration import Listener
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast.job import forecast_job
 from batchinfer.report.progress import Progress
 from batchinfer.verbs.prompts_job import prompts_job
 from batchinfer.verbs.quantize import export_job_model, quantize_job
-from tests import warm_commands
 from tests.batchinfer.int4_jobs import INT4, PLAIN, ROWS, make_divisible
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 from tests.checkpoints import make_tokenizer
@@ -46,16 +43,26 @@ def weights(job: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(state.glob("int4/*/*"))}
 
 
-def test_the_first_run_calibrates_and_later_ones_reuse(model: Path, tmp_path: Path) -> None:
+def test_the_first_run_calibrates_and_later_ones_reuse(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = write_job(tmp_path, model, ROWS, **PLAIN)
+    off = run(job, RunOptions(limit=2), *INT4, ("model.calibration", "off"))
+    assert (off.row["int4_kl"], off.row["calibration_s"]) == (None, None)
+    assert not weights(job)
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration, "calibrate_in_child", die_halfway)
+        with pytest.raises(Unavailable):
+            run(job, RunOptions(), *INT4)
     first = run(job, RunOptions(limit=3), *INT4)  # a trial has the weights of the whole job
-    assert first.exit_code == 0
+    assert (first.exit_code, first.row["computed_requests"]) == (0, 3), "without calibration it is other work"
     assert first.row["calibration_s"] > 0
     assert 0 < first.row["int4_kl"] < 5
     assert 0 <= first.row["int4_same_token"] <= 1
     assert first.row["int4_tokens"] > 20
     kept = weights(job)
     assert len(kept) > 5
+    assert not any("making" in path or "left" in path for path in kept)
     whole = run(job, RunOptions(), *INT4)
     assert (whole.row["calibration_s"], whole.row["reused_requests"]) == (None, 3)
     assert whole.row["int4_kl"] == first.row["int4_kl"]
@@ -68,57 +75,18 @@ def test_the_first_run_calibrates_and_later_ones_reuse(model: Path, tmp_path: Pa
     assert weights(job) == kept
 
 
-@pytest.mark.slow
-def test_replicas_and_one_engine_have_the_same_weights(model: Path, tmp_path: Path) -> None:
-    answers = []
-    for name, engines in (("one", "1"), ("two", "2")):
-        (tmp_path / name).mkdir()
-        job = write_job(tmp_path / name, model, ROWS, **PLAIN)
-        done = run(
-            job, RunOptions(), *INT4, ("engine.data_parallel", engines), ("engine.deterministic", "true")
-        )
-        assert done.exit_code == 0
-        answers.append([row["generated_text"] for row in table(job)])
-    assert answers[0] == answers[1]
-
-
-def test_without_calibration_it_is_other_work(model: Path, tmp_path: Path) -> None:
-    job = write_job(tmp_path, model, ROWS[:4], **PLAIN)
-    off = run(job, RunOptions(), *INT4, ("model.calibration", "off"))
-    assert (off.row["int4_kl"], off.row["calibration_s"]) == (None, None)
-    assert not weights(job)
-    plan = forecast_job(load_job(job, INT4), lambda _: None, lambda _: None).plan
-    assert (plan.present, plan.to_run) == (0, 4)
-
-
-def test_a_calibration_that_was_killed_begins_again(tmp_path: Path) -> None:
-    deep = tmp_path / "deep"
-    make_divisible(deep, num_hidden_layers=8)
-    job = write_job(tmp_path, deep, ROWS, **PLAIN)
-    command = [sys.executable, "-m", "batchinfer", "run", str(job), "--quiet"]
-    command += [part for key, value in INT4 for part in ("--set", f"{key}={value}")]
-    child = warm_commands.start(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-    making = tmp_path / "out" / ".batchinfer-res" / "int4" / "making"
-    end = time.monotonic() + 120
-    # A layer is written: the run starts no process at this moment, which could hold its lock a little longer
-    while not any(making.glob("*.safetensors")) and time.monotonic() < end:
-        time.sleep(0.001)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    assert any(making.glob("*.safetensors")), f"the run ended before it was killed: {child.returncode}"
-    (making / "left.safetensors").write_bytes(b"half of a file")
-    done = run(job, RunOptions(), *INT4)
-    assert done.exit_code == 0
-    assert done.row["calibration_s"] > 0
-    assert not making.exists()
-    assert not any("left" in path for path in weights(job))
+def die_halfway(order: CalibrationOrder, *_: Any) -> None:
+    (order.folder / "left.safetensors").write_bytes(b"half of a file")
+    raise Unavailable("the process that calibrates was killed")
 
 
 def test_the_verb_calibrates_again_only_when_asked(model: Path, tmp_path: Path) -> None:
-    job = load_job(write_job(tmp_path, model, ROWS, **PLAIN), ())
-    made = quantize_job(job, False, SILENT)
+    job, told = load_job(write_job(tmp_path, model, ROWS, **PLAIN), ()), list[str]()
+    made = quantize_job(job, False, Listener(SILENT.progress, told.append))
     assert made.made
     assert made.loss is not None
+    assert len(told) == 2  # nothing of experts
+    assert made.folder.name == name_of(model, "1")
     assert not quantize_job(job, False, SILENT).made
     with (tmp_path / "in.jsonl").open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in OTHERS)
@@ -129,24 +97,23 @@ def test_the_verb_calibrates_again_only_when_asked(model: Path, tmp_path: Path) 
     assert again.loss != made.loss
 
 
-def test_experts_with_few_tokens_are_told_of(model: Path, tmp_path: Path) -> None:
-    """Weights of models with experts are other ones than those that were made before experts were calibrated; a model
-    without keeps its."""
+def name_of(model: Path, version: str) -> str:
+    """Return the name of the folder of a model's calibrated weights."""
+    of = inspect_checkpoint(model).fingerprint({})
+    return hashlib.sha256(f"{of} {version}".encode()).hexdigest()[:24]
+
+
+def test_experts_with_few_tokens_are_told_of(tmp_path: Path) -> None:
+    """Weights of models with experts are other ones than those that were made before experts were calibrated."""
     sparse, told = tmp_path / "sparse", list[str]()
     make_divisible(sparse, "mixtral")
     job = load_job(write_job(tmp_path, sparse, ROWS[:6], **PLAIN), INT4)
-    listener = Listener(Progress(None, job="test", quiet=True), told.append)
-    found = quantize_job(job, False, listener)
+    found = quantize_job(job, False, Listener(SILENT.progress, told.append))
     assert re.match("[1-9]0? of 10 experts had fewer than 512 tokens of these rows", told[-1])
     made = inspect_checkpoint(found.folder).held_for("int4")
     assert all(linear.stored for linear in made.spec.linears() if linear.experts)
     assert not quantize_job(job, False, SILENT).made
-    (tmp_path / "dense").mkdir()
-    plain = quantize_job(load_job(write_job(tmp_path / "dense", model, ROWS, **PLAIN), INT4), False, listener)
-    assert len(told) == 3 + 2  # nothing of experts
-    for folder, name, version in ((found.folder, sparse, "1 experts"), (plain.folder, model, "1")):
-        of = inspect_checkpoint(name).fingerprint({})
-        assert folder.name == hashlib.sha256(f"{of} {version}".encode()).hexdigest()[:24]
+    assert found.folder.name == name_of(sparse, "1 experts")
 
 
 def test_an_exported_model_is_an_ordinary_checkpoint(model: Path, tmp_path: Path) -> None:
@@ -166,22 +133,6 @@ def test_an_exported_model_is_an_ordinary_checkpoint(model: Path, tmp_path: Path
     assert [row["generated_text"] for row in table(file)] == answers
     assert calibrated.row["int4_kl"] == pytest.approx(found.loss.kl if found.loss else None, rel=1e-6)
     assert other.row["int4_kl"] is None
-
-
-def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = write_job(tmp_path, model, ROWS, **PLAIN)
-    assert (
-        cli._guarded(["quantize", str(job), "--output", str(tmp_path / "out"), "--group", "64", "--json"])
-        == 0
-    )
-    said = json.loads(capsys.readouterr().out)
-    assert said["folder"] == str(tmp_path / "out")
-    assert said["loss"]["tokens"] > 0
-    # 96 inputs are no groups of 64: this layer stays as it was
-    form = dict(inspect_checkpoint(tmp_path / "out").held_for("int4").spec.layers[0].forms)
-    assert {name: one.group for name, one in form.items()} == {"qkv": 64, "o": 64, "gate_up": 64}
-    assert cli._guarded(["quantize", str(job), "--group", "64"]) == 2
-    assert "together with --output" in capsys.readouterr().err
 
 
 def test_what_cannot_be_calibrated(model: Path, tmp_path: Path) -> None:
@@ -212,26 +163,33 @@ def test_rows_that_are_all_errors_calibrate_nothing(model: Path, tmp_path: Path)
         quantize_job(load_job(job, ()), False, SILENT)
 
 
-def test_a_model_is_calibrated_on_a_file_of_prompts(
+def test_the_command_calibrates_on_a_file_of_prompts_as_on_a_job_with_these_rows(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a job with these rows would; nothing but the folder is left."""
+    """Nothing but the folder is left."""
     job = write_job(tmp_path, model, ROWS, **PLAIN)
-    assert cli._guarded(["quantize", str(job), "--output", str(tmp_path / "of-job"), "--quiet"]) == 0
     (tmp_path / "lines.txt").write_text("\n\n".join(row["text"] for row in ROWS))
-    before = {path.name for path in tmp_path.iterdir()}
-    files = {"of-rows": tmp_path / "in.jsonl", "of-lines": tmp_path / "lines.txt"}
-    for name, file in files.items():
-        given = ["--prompts", str(file), "--output", str(tmp_path / name), "--json"]
-        assert cli._guarded(["quantize", str(model), *given]) == 0
-        assert json.loads(capsys.readouterr().out)["folder"] == str(tmp_path / name)
-    assert {path.name for path in tmp_path.iterdir()} - before == {*files}
-    made = [
-        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
-        for name in ("of-job", *files)
-    ]
+    before, made = {path.name for path in tmp_path.iterdir()}, []
+    sources = {
+        "of-job": [str(job)],
+        "of-rows": [str(model), "--prompts", str(tmp_path / "in.jsonl")],
+        "of-lines": [str(model), "--prompts", str(tmp_path / "lines.txt")],
+    }
+    for name, source in sources.items():
+        output = ["--output", str(tmp_path / name), "--group", "64", "--json"]
+        assert cli._guarded(["quantize", *source, *output]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert said["folder"] == str(tmp_path / name)
+        assert said["loss"]["tokens"] > 0
+        made.append({path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")})
+    assert {path.name for path in tmp_path.iterdir()} - before == {*sources, "out"}
     assert made[0]
     assert made[0] == made[1] == made[2]
+    # 96 inputs are no groups of 64: this layer stays as it was
+    form = dict(inspect_checkpoint(tmp_path / "of-job").held_for("int4").spec.layers[0].forms)
+    assert {name: one.group for name, one in form.items()} == {"qkv": 64, "o": 64, "gate_up": 64}
+    assert cli._guarded(["quantize", str(job), "--group", "64"]) == 2
+    assert "together with --output" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("rows", "prompt"), [

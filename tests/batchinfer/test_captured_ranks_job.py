@@ -7,18 +7,20 @@ import importlib.util
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.setup import expert_places
 from batchinfer.plan.setup.setting import Setting
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
 from tests.batchinfer.medusa_heads import heads_of, save_heads
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
-from tests.batchinfer.test_drafts_job import WEIGHTS, echoing, repeating
+from tests.batchinfer.test_drafts_job import WEIGHTS, echoing
 from tests.batchinfer.test_placed_experts_job import skewed_model
 from tests.batchinfer.test_ranks_job import EXPERTS, FLOAT32, REAL, TENSOR
 from tests.batchinfer.test_replicas import report
@@ -36,6 +38,32 @@ DRAFTING = replace(REAL, engine="tests.batchinfer.engine.interpreted_gpu:build_d
 ON_GPUS = replace(REAL, engine="tests.batchinfer.engine.interpreted_gpu:build_capturing_later")
 
 
+def job(
+    folder: Path, model: Path, texts: list[str], engine: dict[str, Any], drafts: Any = "off", **sampling: Any
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    return write_job(
+        folder, model, [{"text": text} for text in texts], drafts=drafts,
+        prompt={"text": "text", "system": None, "user": None}, sampling={"ignore_eos": True, **sampling},
+        engine=ENGINE | engine, model={"path": str(model), "max_model_len": 96},
+    )  # fmt: skip
+
+
+def alike(
+    folder: Path, texts: list[str], options: RunOptions, sets: dict[str, int], drafts: Any, **sampling: Any
+) -> tuple[Path, dict[str, Any]]:
+    """Run the model in `folder` on a CPU and on GPUs, where it publishes the same. Return the file of the second job,
+    and its row in the report."""
+    alone = job(folder / "alone", folder / "model", texts, {"device": "cpu"}, **sampling)
+    on_gpus = {"device": "cuda", "data_parallel": 1}
+    path = job(folder / "ranks", folder / "model", texts, on_gpus, drafts, **sampling)
+    run(alone, REAL, FLOAT32)
+    row = run(path, options, FLOAT32, *((key, str(size)) for key, size in sets.items())).row
+    assert table(path) == table(alone)
+    assert (row["device"], row["worker_restarts"]) == ("cuda", 0)
+    return path, row
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "division"), [("llama", TENSOR), ("mixtral", EXPERTS)])
 def test_captured_steps_of_ranks_answer_as_one_process_does(
@@ -46,22 +74,9 @@ def test_captured_steps_of_ranks_answer_as_one_process_does(
     has_gpus(monkeypatch, "0", "1")
     experts = {"num_local_experts": 4} if family == "mixtral" else {}
     make_model_folder(tmp_path / "model", family, seed=2, num_hidden_layers=1, **experts)
-    rows = [{"text": f"of all rows {n}"} for n in range(5)]
-    found = []
-    for name, engine, options, sets in (
-        ("alone", {"device": "cpu"}, REAL, ()),
-        ("ranks", {"device": "cuda"}, ON_GPUS, ((division, "2"),)),
-    ):
-        (tmp_path / name).mkdir()
-        sampling = {"max_tokens": 6, "ignore_eos": True}
-        path = write_job(
-            tmp_path / name, tmp_path / "model", rows, prompt={"text": "text", "system": None, "user": None},
-            sampling=sampling, engine=ENGINE | engine, model={"path": str(tmp_path / "model"), "max_model_len": 64},
-        )  # fmt: skip
-        row = run(path, options, FLOAT32, *sets).row
-        found.append(table(path))
-    assert found[0] == found[1]
-    assert (row["device"], row["ranks"], row["worker_restarts"]) == ("cuda", 2, 0)
+    texts = [f"of all rows {n}" for n in range(5)]
+    path, row = alike(tmp_path, texts, ON_GPUS, {division: 2}, "off", max_tokens=6)
+    assert row["ranks"] == 2
     assert row["full_graph_steps"] > 0
     assert row["piecewise_graph_steps"] > 0
     assert row["eager_steps"] == 0  # pieces cover what is not captured as a whole, or not yet
@@ -84,62 +99,27 @@ def test_captured_ranks_have_experts_by_how_often_each_was_chosen(
         ("placed", 12, "cuda", ON_GPUS, ((EXPERTS, "2"),)),
         ("alone", 12, "cpu", REAL, ()),
     ):
-        (tmp_path / name).mkdir(exist_ok=True)
-        path = write_job(
-            tmp_path / name, model, [{"text": f"of all rows {n}"} for n in range(first, first + 12)],
-            prompt={"text": "text", "system": None, "user": None}, sampling={"max_tokens": 6, "ignore_eos": True},
-            engine=ENGINE | {"device": device}, model={"path": str(model), "max_model_len": 64},
-        )  # fmt: skip
-        row = run(path, options, FLOAT32, *sets).row
-        found.append((table(path), row))
-    placed, alone = found[1:]
-    assert placed[0] == alone[0]
-    assert (placed[1]["device"], placed[1]["expert_placement"], placed[1]["worker_restarts"]) == (
-        "cuda",
-        "loads",
-        0,
-    )
-    assert placed[1]["expert_copies"] > 0
-    assert placed[1]["full_graph_steps"] > 0
-    assert placed[1]["eager_steps"] == 0
+        texts = [f"of all rows {n}" for n in range(first, first + 12)]
+        path = job(tmp_path / name, model, texts, {"device": device}, max_tokens=6)
+        found.append((run(path, options, FLOAT32, *sets).row, table(path)))
+    (row, placed), (_, alone) = found[1:]
+    assert placed == alone
+    assert (row["device"], row["expert_placement"], row["worker_restarts"]) == ("cuda", "loads", 0)
+    assert row["expert_copies"] > 0
+    assert row["full_graph_steps"] > 0
+    assert row["eager_steps"] == 0
 
 
-@pytest.mark.parametrize(("ranks", "kind"), first_of(((2, "auto"), (1, "heads"), (1, "auto")), 1))
-def test_captured_steps_verify_drafts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str
-) -> None:
+@pytest.mark.parametrize("ranks", first_of([2, 1], 1))
+def test_captured_steps_verify_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """Every rank has the graphs of the others, and as many: none waits for one that captures."""
     has_gpus(monkeypatch, "0", "1")
     monkeypatch.setattr(Setting, "peaks", property(lambda _: Peaks(1e12, 1e9)))
     make_model_folder(tmp_path / "model", "llama", seed=2, num_hidden_layers=1)
-    rows = [{"text": f"row {n} has some words, and row {n} has"} for n in range(4 if ranks > 1 else 9)]
-    asked = kind if kind == "auto" else {"heads": str(repeating(tmp_path / "model", tmp_path / "heads"))}
-    # Heads know of no bias
-    biased = {"logit_bias": {"97": 40.0}} if kind == "auto" else {}
-    found = []
-    for name, engine, options, drafts in (
-        ("alone", {"device": "cpu"}, REAL, "off"),
-        (
-            "ranks",
-            {"device": "cuda", TENSOR.removeprefix("engine."): ranks, "data_parallel": 1},
-            DRAFTING,
-            asked,
-        ),
-    ):
-        (tmp_path / name).mkdir()
-        path = write_job(
-            tmp_path / name, tmp_path / "model", rows, prompt={"text": "text", "system": None, "user": None},
-            sampling={"max_tokens": 24, "ignore_eos": True, **biased}, drafts=drafts,
-            engine=ENGINE | engine,
-            model={"path": str(tmp_path / "model"), "max_model_len": 96},
-        )  # fmt: skip
-        row = run(path, options, FLOAT32).row
-        found.append(table(path))
-    assert found[0] == found[1]
-    assert (row["device"], row["ranks"], row["worker_restarts"]) == ("cuda", ranks, 0)
-    assert (row["heads_drafted"] > 0) == (kind == "heads")
-    if kind == "heads":  # which say the token once more, and are seldom right here
-        return
+    texts = [f"row {n} has some words, and row {n} has" for n in range(4 if ranks > 1 else 9)]
+    bias = {"97": 40.0}
+    path, row = alike(tmp_path, texts, DRAFTING, {TENSOR: ranks}, "auto", max_tokens=24, logit_bias=bias)
+    assert (row["ranks"], row["heads_drafted"]) == (ranks, 0)
     assert row["accepted_tokens"] > 10
     assert row["piecewise_graph_steps"] > 0
     assert row["eager_steps"] == 0  # pieces cover what is not captured as a whole, or not yet
@@ -159,26 +139,13 @@ def test_trees_are_verified_in_graphs(tmp_path: Path, monkeypatch: pytest.Monkey
     has_gpus(monkeypatch)
     monkeypatch.setattr(Setting, "peaks", property(lambda _: Peaks(1e12, 1e9)))
     make_model_folder(tmp_path / "model", "llama", seed=2, num_hidden_layers=2)
-    rows = [{"text": f"row {n} has some words, and row {n} has"} for n in range(3)]
     heads = {"medusa": saying_both, "eagle": echoing}[kind](tmp_path / "model", tmp_path / "heads")
     if kind == "eagle":
         edit_json(heads / "config.json", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
-    found = []
-    for name, engine, options, drafts in (
-        ("alone", {"device": "cpu"}, REAL, "off"),
-        ("trees", {"device": "cuda"}, DRAFTING, {"heads": str(heads)}),
-    ):
-        (tmp_path / name).mkdir()
-        sampling = {"max_tokens": 20, "ignore_eos": True, "logit_bias": dict.fromkeys(map(str, BOTH), 40.0)}
-        path = write_job(
-            tmp_path / name, tmp_path / "model", rows, prompt={"text": "text", "system": None, "user": None},
-            sampling=sampling, drafts=drafts, engine=ENGINE | engine,
-            model={"path": str(tmp_path / "model"), "max_model_len": 96},
-        )  # fmt: skip
-        row = run(path, options, FLOAT32).row
-        found.append(table(path))
-    assert found[0] == found[1]
-    assert (row["device"], row["worker_restarts"], row["eager_steps"]) == ("cuda", 0, 0)
+    texts = [f"row {n} has some words, and row {n} has" for n in range(3)]
+    bias = dict.fromkeys(map(str, BOTH), 40.0)
+    path, row = alike(tmp_path, texts, DRAFTING, {}, {"heads": str(heads)}, max_tokens=20, logit_bias=bias)
+    assert row["eager_steps"] == 0
     assert row["heads_drafted"] > row["heads_accepted"] > 5
     steps = report(path, "steps")
     assert any(step["accepted_tokens"] and step["launch"] == "full_graph" for step in steps)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +39,7 @@ from tests.batchinfer.medusa_heads import heads_of, save_heads
 from tests.batchinfer.mtp_layers import add_mtp, start_of
 from tests.batchinfer.pipeline.test_pipeline import no_engine, run, table, write_job
 from tests.batchinfer.plan.forecast.forecasts import planned
+from tests.checkpoints import edit_json, make_model_folder
 from tests.examples import first_of
 from tests.lora_adapters import make_adapter
 
@@ -219,20 +218,8 @@ def test_sampled_rows_and_rows_with_several_answers_have_no_earlier_ones(
     assert {*seen.given} <= {None}
 
 
-def small(model: Path, folder: Path) -> Path:
-    """Make a model that is the other one with other weights, by a little: it answers alike, mostly."""
-    copied = Path(shutil.copytree(model, folder))
-    noise = torch.Generator().manual_seed(1)
-    weights = {
-        name: (one.float() * (1 + 2e-3 * torch.randn(one.shape, generator=noise))).to(one.dtype)
-        for name, one in load_file(copied / WEIGHTS).items()
-    }
-    save_file(weights, copied / WEIGHTS, {"format": "pt"})
-    return copied
-
-
 def deep(model: Path, folder: Path) -> Path:
-    """Make a model of several times as many layers, of which the further ones change little: it answers alike."""
+    """Make a model with eight times the layers. The further ones change little: both models answer alike."""
     copied = Path(shutil.copytree(model, folder))
     config, weights = json.loads((copied / "config.json").read_text()), load_file(copied / WEIGHTS)
     own = config["num_hidden_layers"]
@@ -241,11 +228,16 @@ def deep(model: Path, folder: Path) -> Path:
             little = 0.002 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
             for further in range(own, 8 * own):
                 weights[name.replace(".0.", f".{further}.", 1)] = (values * little).clone()
-    config |= {"num_hidden_layers": 8 * own} | (
-        {"layer_types": config["layer_types"][:1] * 8 * own} if "layer_types" in config else {}
-    )
-    (copied / "config.json").write_text(json.dumps(config))
+    edit_json(copied / "config.json", num_hidden_layers=8 * own)
     save_file(weights, copied / WEIGHTS, {"format": "pt"})
+    return copied
+
+
+def windowed(model: Path, folder: Path) -> Path:
+    """Copy a model; each layer of the copy has a window."""
+    copied = Path(shutil.copytree(model, folder))
+    architecture = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    edit_json(copied / "config.json", **architecture, sliding_window=16)
     return copied
 
 
@@ -346,33 +338,22 @@ def asked_first(said: list[str]) -> int:
     return int(line.split(" answers ")[1].split()[0])
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ends", ["killed", "interrupted"])
-def test_a_draft_model_that_is_cut_short_goes_on_where_it_was(
-    tmp_path: Path, model: Path, large: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+def test_a_draft_model_that_is_killed_goes_on_where_it_was(
+    tmp_path: Path, model: Path, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its engine is killed, or the run gets a signal, when it has answered some rows: the job's has not begun."""
-    texts = [{"text": f"row {at} has some words"} for at in range(24)]
-    paths = [
+    """Its engine has answered some rows, and the job's engine has not begun."""
+    whole, cut = (
         job(tmp_path / name, large, {"model": str(model), "runs": "first"}, sampling={"max_tokens": 12})
         for name in ("whole", "cut")
-    ]
-    for path in paths:
-        changed(path, texts)
-    whole, cut = paths
+    )
+    for path in (whole, cut):
+        changed(path, [{"text": f"row {at} has some words"} for at in range(24)])
     _, said = notices(whole, REAL)
     assert asked_first(said) == 24
-    with monkeypatch.context() as patch:
-        if ends == "killed":
-            patch.setenv("DIES_AFTER", "9")
-            patch.setenv("DIED", str(tmp_path / "died"))
-            options = replace(REAL, engine="tests.batchinfer.dying_engine:build")
-        else:
-            patch.setattr(drafting._Sink, "take", interrupted_after(4))
-            patch.setenv("TIRES_AFTER", "4")
-            options = replace(REAL, engine="tests.batchinfer.dying_engine:tiring")
-        with pytest.raises(BatchInferError):
-            notices(cut, options)
+    monkeypatch.setenv("DIES_AFTER", "9")
+    monkeypatch.setenv("DIED", str(tmp_path / "died"))
+    with pytest.raises(BatchInferError):
+        notices(cut, replace(REAL, engine="tests.batchinfer.dying_engine:build"))
     assert not (tmp_path / "cut/out/res").exists()
     known = len(stored(tmp_path / "cut/out/.batchinfer-res/completions"))
     assert 4 <= known < 24
@@ -381,42 +362,12 @@ def test_a_draft_model_that_is_cut_short_goes_on_where_it_was(
     assert table(cut) == table(whole)
 
 
-def interrupted_after(count: int) -> Any:
-    """Make a sink's `take` after which, with so many answers, the process gets a signal, as by Ctrl-C."""
-    take, taken = drafting._Sink.take, list[int]()
-
-    def interrupting(self: Any, done: Any) -> None:
-        take(self, done)
-        taken.append(len(done.completions))
-        if sum(taken) >= count:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    return interrupting
-
-
-@pytest.mark.slow
-def test_a_draft_model_may_be_the_same_one_with_other_weights(tmp_path: Path, model: Path) -> None:
-    plain = job(tmp_path / "off", model, "off", sampling={"max_tokens": 40})
-    run(plain, REAL, FLOAT32)
-    path = job(
-        tmp_path / "int4",
-        model,
-        {"model": str(model), "quantization": "int4", "runs": "first"},
-        sampling={"max_tokens": 40},
-    )
-    got = run(path, REAL, FLOAT32)
-    assert table(path) == table(plain)
-    assert got.row["model_drafted"] > 0
-    assert got.row["quantization"] == "none"
-
-
 def test_rows_that_ask_a_draft_model_the_same_ask_once_and_never_again(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows differ in what is reported of their tokens, or are too long for the draft model."""
-    other = small(model, tmp_path / "small")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    other = tmp_path / "other"
+    make_model_folder(other, seed=1, max_position_embeddings=64)
     mixed = [{"text": text, "lp": lp} for text in ("one", "two", "word " * 80) for lp in (1, 2)]
     sections = {"sampling": {"max_tokens": 20, "from_columns": {"logprobs": "lp"}}}
     drafts = {"model": str(other), "runs": "first", "quantization": "int4"}
@@ -438,7 +389,8 @@ def test_drafts_end_before_tokens_that_the_model_has_not() -> None:
 
 def test_a_draft_models_greedy_answers_are_those_of_its_own_job(tmp_path: Path, model: Path) -> None:
     """So each of the two jobs leaves the other one nothing to compute with that model."""
-    other, shared = small(model, tmp_path / "small"), {"path": str(tmp_path / "store")}
+    other, shared = tmp_path / "other", {"path": str(tmp_path / "store")}
+    make_model_folder(other, seed=1)
     own = job(tmp_path / "own", other, "off", sampling={"max_tokens": 20}, cache=shared)
     answered = run(own, REAL, FLOAT32).row["distinct_requests"]
     drafts = {"model": str(other), "runs": "first"}
@@ -465,17 +417,13 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path, model: Path)
 
 @pytest.mark.parametrize(("sections", "reason"), [
     ({"engine": {"tensor_parallel_size": 2, "threads": 2}}, "divided among ranks"),
-    ({"model": "windowed"}, "every layer of the job's model has a window"),
+    ({}, "every layer of the job's model has a window"),
 ])  # fmt: skip
 def test_a_model_that_cannot_be_beside_is_refused_there_and_answers_first_else(
     tmp_path: Path, model: Path, sections: dict[str, Any], reason: str
 ) -> None:
-    if sections.get("model") == "windowed":
-        model = Path(shutil.copytree(model, tmp_path / "windowed"))
-        config = json.loads((model / "config.json").read_text())
-        told = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16}
-        (model / "config.json").write_text(json.dumps(config | told))
-        sections = {}
+    if not sections:
+        model = windowed(model, tmp_path / "windowed")
     drafts = {"model": str(model), "runs": "beside"}
     with pytest.raises(
         JobFileError, match=rf"drafts\.runs: beside: .*{reason}.*; use first, or leave it out"
@@ -532,36 +480,32 @@ def test_what_drafts_may_be(tmp_path: Path, model: Path, sections: dict[str, Any
     ("kind", "heads"),
     first_of(
         [
-            ("greedy", "eagle"),
+            ("sampled", "eagle"),
+            ("greedy", "trees"),
             *((kind, "medusa") for kind in ("penalised", "greedy", "schema", "replicas")),
-            *((kind, "eagle") for kind in WITH_MODELS if kind not in ("ladder", "greedy")),
+            *((kind, "eagle") for kind in WITH_MODELS if kind not in ("ladder", "sampled")),
+            *((kind, "trees") for kind in ("sampled", "penalised", "schema", "several")),
         ],
-        1,
+        2,
     ),
 )
 def test_rows_are_those_of_a_job_without_heads(
-    tmp_path: Path, model: Path, large: Path, kind: str, heads: str
+    tmp_path: Path, model: Path, large: Path, without: Callable[[Path, str], Plain], kind: str, heads: str
 ) -> None:
-    """Heads that say the token once more: answers of a small random model repeat themselves, where draws let them."""
-    sections = dict(WITH_MODELS[kind])
-    if "temperature" in sections["sampling"]:
-        sections["sampling"] = sections["sampling"] | {"temperature": 0.1}
-    float32 = () if kind == "deterministic" else (FLOAT32,)
-    plain = job(tmp_path / "off", large, "off", **sections)
-    wanted = run(plain, REAL, *float32)
-    folder = {"medusa": repeating, "eagle": echoing}[heads](large, tmp_path / "heads")
-    path = job(tmp_path / "job", large, {"heads": str(folder)}, **sections)
-    got = run(path, REAL, *float32)
-    assert (got.exit_code, table(path)) == (0, table(plain))
+    """Heads propose the last token again: answers of a small random model repeat themselves. Of trees only second
+    candidates are right, so chains would be wrong."""
+    base = model if heads == "trees" else large
+    folder = {"medusa": repeating, "eagle": echoing, "trees": second}[heads](base, tmp_path / "heads")
+    path = job(tmp_path / "job", base, {"heads": str(folder)}, **WITH_MODELS[kind])
+    got, wanted = run(path, REAL, *dtype_of(kind)), without(base, kind)
+    assert (got.exit_code, table(path)) == (0, wanted.table)
+    assert got.row["heads_drafted"] > got.row["heads_accepted"]
     if kind != "replicas":
         assert got.row["sampled_tokens"] == wanted.row["sampled_tokens"]
-    assert got.row["heads_drafted"] > got.row["heads_accepted"]
-    if kind not in (
-        "schema",
-        "replicas",
-    ):  # an engine of several may have too few rows to find some that pays
+    if kind not in ("schema", "replicas"):  # where too few rows may be left to find a draft that pays
         assert got.row["heads_accepted"] > 0
         assert got.row["proposing_s"] > 0
+        assert got.row["steps"] < wanted.row["steps"]
 
 
 def echoing(model: Path, folder: Path) -> Path:
@@ -616,103 +560,56 @@ def second(model: Path, folder: Path) -> Path:
 NEVER = 5  # a token
 
 
-@pytest.mark.parametrize("kind", first_of(["greedy", "sampled", "penalised", "schema", "several"], 1))
-def test_rows_are_those_of_a_job_without_trees(
-    tmp_path: Path, model: Path, without: Callable[[Path, str], Plain], kind: str
-) -> None:
-    """Of chains nothing would be right."""
-    wanted = without(model, kind)
-    path = job(
-        tmp_path / "job", model, {"heads": str(second(model, tmp_path / "heads"))}, **WITH_MODELS[kind]
-    )
-    got = run(path, REAL, FLOAT32)
-    assert (got.exit_code, table(path)) == (0, wanted.table)
-    assert got.row["sampled_tokens"] == wanted.row["sampled_tokens"]
-    assert got.row["heads_drafted"] > got.row["heads_accepted"]
-    if kind != "schema":
-        assert got.row["heads_accepted"] > 0
-        assert got.row["steps"] < wanted.row["steps"]
-
-
-def test_heads_are_checked_before_anything_runs_and_count_as_weights(tmp_path: Path, model: Path) -> None:
-    wide = repeating(model, tmp_path / "wide", 52)
-    with pytest.raises(
-        JobFileError, match=r"drafts\.heads: .*is of shape .52, 52., and the model's heads are of"
-    ):
-        run(job(tmp_path / "job", model, {"heads": str(wide)}), REAL)
-    ranks = {"tensor_parallel_size": 2, "threads": 2}
-    fitting = repeating(model, tmp_path / "fitting")
-    with pytest.raises(
-        JobFileError, match=r"drafts\.heads: a model that is divided among ranks has no heads"
-    ):
-        run(job(tmp_path / "ranks", model, {"heads": str(fitting)}, engine=ranks), REAL)
-    plain, found = (
-        planned(job(tmp_path / name, model, drafts), FLOAT32)
-        for name, drafts in (("plain", "off"), ("heads", {"heads": str(fitting)}))
-    )
-    assert plain.memory is not None
-    assert found.memory is not None
-    values = sum(one.numel() for one in load_file(fitting / "medusa_lm_head.safetensors").values())
-    assert found.memory.weights == plain.memory.weights + 4 * values
-
-
-def test_a_head_with_a_layer_counts_as_weights_and_as_cache(tmp_path: Path, model: Path, large: Path) -> None:
-    """Its layer's K and V of each token, and the state that it reads of it."""
-    folder = echoing(large, tmp_path / "eagle")
-    plain, found = (
-        planned(job(tmp_path / name, large, drafts), FLOAT32)
-        for name, drafts in (("plain", "off"), ("heads", {"heads": str(folder)}))
-    )
-    assert plain.memory is not None
-    assert found.memory is not None
-    tensors = load_file(folder / WEIGHTS).values()
-    values = sum(one.numel() for one in tensors if one.is_floating_point())
-    assert found.memory.weights == plain.memory.weights + 4 * values
-    tokens = found.memory.blocks * found.memory.block_size
-    assert tokens == plain.memory.blocks * plain.memory.block_size
-    layer, state = 2 * SIZES["num_key_value_heads"] * 12, SIZES["hidden_size"]
-    assert found.memory.kv_cache == plain.memory.kv_cache + 4 * tokens * (layer + state)
-
-
-def test_a_head_that_does_not_fit_is_refused_before_anything_runs(
+def test_heads_count_as_weights_and_those_with_a_layer_as_cache(
     tmp_path: Path, model: Path, large: Path
 ) -> None:
-    folder = echoing(large, tmp_path / "heads")
-    few = job(tmp_path / "few", model, {"heads": str(folder)})
-    with pytest.raises(
-        JobFileError, match=r"drafts\.heads: .*a model of 2 layers needs eagle_aux"
-    ) as refused:
-        run(few, REAL)
-    assert refused.value.exit_code == 78
-    windowed = Path(shutil.copytree(large, tmp_path / "windowed"))
-    config = json.loads((windowed / "config.json").read_text())
-    told = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16}
-    (windowed / "config.json").write_text(json.dumps(config | told))
-    with pytest.raises(JobFileError, match=r"drafts\.heads: every layer of the job's model has a window"):
-        run(job(tmp_path / "job", windowed, {"heads": str(folder)}), REAL)
+    """A layer has K and V of each token, and the state that it reads of it."""
+    folders = {"medusa": repeating(large, tmp_path / "medusa"), "eagle": echoing(large, tmp_path / "eagle")}
+    plain = planned(job(tmp_path / "plain", large, "off"), FLOAT32).memory
+    assert plain is not None
+    for name, file in (("medusa", "medusa_lm_head.safetensors"), ("eagle", WEIGHTS)):
+        drafts = {"heads": str(folders[name])}
+        found = planned(job(tmp_path / f"job-{name}", large, drafts), FLOAT32).memory
+        assert found is not None
+        tensors = load_file(folders[name] / file).values()
+        values = sum(one.numel() for one in tensors if one.is_floating_point())
+        assert found.weights == plain.weights + 4 * values
+        tokens = found.blocks * found.block_size
+        assert tokens == plain.blocks * plain.block_size
+        layer = 2 * SIZES["num_key_value_heads"] * 12 + SIZES["hidden_size"] if name == "eagle" else 0
+        assert found.kv_cache == plain.kv_cache + 4 * tokens * layer
 
 
-@pytest.mark.parametrize("kind", first_of(["greedy", "sampled", "schema"], 1))
-def test_rows_are_those_of_a_job_without_the_layer_for_further_tokens(
-    tmp_path: Path, model: Path, kind: str
+def test_heads_that_do_not_fit_are_refused_before_anything_runs(
+    tmp_path: Path, model: Path, large: Path
 ) -> None:
+    wide, eagle = repeating(model, tmp_path / "wide", 52), echoing(large, tmp_path / "eagle")
+    ranks = {"tensor_parallel_size": 2, "threads": 2}
+    for at, (base, heads, engine, reason) in enumerate((
+        (model, wide, {}, ".*is of shape .52, 52., and the model's heads are of"),
+        (large, eagle, ranks, "a model that is divided among ranks has no heads"),
+        (windowed(large, tmp_path / "windowed"), eagle, {}, "every layer of the job's model has a window"),
+    )):  # fmt: skip
+        with pytest.raises(JobFileError, match=rf"drafts\.heads: {reason}") as refused:
+            run(job(tmp_path / f"{at}", base, {"heads": str(heads)}, engine=engine), REAL)
+        assert refused.value.exit_code == 78
+
+
+def test_rows_are_those_of_a_job_without_the_layer_for_further_tokens(tmp_path: Path, model: Path) -> None:
     """It is in the model's own folder, and says what follows a token where nothing else counts: nearly nothing does."""
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     add_mtp(folder, 12, vocab=json.loads((model / "config.json").read_text())["vocab_size"])
     save_file(by_last_token(load_file(folder / WEIGHTS)), folder / WEIGHTS, {"format": "pt"})
-    sections = dict(JOBS[kind])
-    if kind == "greedy":
-        sections["sampling"] = {"max_tokens": 20}
-    plain = job(tmp_path / "off", folder, "off", **sections)
-    wanted = run(plain, REAL, FLOAT32)
-    path = job(tmp_path / "job", folder, {"heads": str(folder)}, **sections)
-    got = run(path, REAL, FLOAT32)
-    assert (got.exit_code, table(path)) == (0, table(plain))
-    assert got.row["sampled_tokens"] == wanted.row["sampled_tokens"]
-    assert got.row["heads_accepted"] > 0.6 * got.row["heads_drafted"] > 0
-    if kind == "greedy":
-        assert got.row["steps"] < 0.6 * wanted.row["steps"]
+    plain, path = (
+        job(tmp_path / name, folder, drafts, sampling={"max_tokens": 20})
+        for name, drafts in (("off", "off"), ("job", {"heads": str(folder)}))
+    )
+    wanted, got = (run(one, REAL, FLOAT32).row for one in (plain, path))
+    assert (got["exit_code"], table(path)) == (0, table(plain))
+    assert got["sampled_tokens"] == wanted["sampled_tokens"]
+    assert got["heads_accepted"] > 0.6 * got["heads_drafted"] > 0
+    assert got["steps"] < 0.6 * wanted["steps"]
 
 
 def by_last_token(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
