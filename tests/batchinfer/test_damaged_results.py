@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.pipeline import library, options
 from batchinfer.pipeline.result import RunResult
 from batchinfer.store.results.diff import DiffOptions
 from batchinfer.verbs.diff import compare_results
@@ -242,14 +241,3 @@ def test_errors_are_counted_from_a_result_that_is_whole(place: Place, cli_of: Cl
         flip(part, at)
         told = json.loads(run("run", job, "--json").out)
         assert (told["exit_status"], told["error_codes"]) == ("published", first["error_codes"])
-
-
-def test_the_library_raises_74(copy: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = options.RunOptions
-    monkeypatch.setattr(options, "RunOptions", lambda *given, **more: usual(*given, **more, engine=NO_ENGINE))
-    result = library.run(copy.folder / "job.yaml")
-    part = result.files()[1]
-    flip(part, 300)
-    with pytest.raises(BatchInferError, match=f"{part.name}: its sha256") as caught:
-        result.to_arrow()
-    assert caught.value.exit_code == 74

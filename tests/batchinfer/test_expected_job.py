@@ -30,10 +30,14 @@ def fake(cli_of: CliOf) -> Command:
 
 def newest(place: Place) -> dict[str, Any]:
     """The newest run's row."""
-    path = max(
-        (place.folder / "out/res-report").glob("run-*.parquet"), key=lambda one: one.stat().st_mtime_ns
-    )
-    return dict(pq.read_table(path).to_pylist()[0])
+    files = (place.folder / "out/res-report").glob("run-*.parquet")
+    return dict(pq.read_table(max(files, key=lambda path: path.stat().st_mtime_ns)).to_pylist()[0])
+
+
+def queried(results: Path, sql: str) -> list[dict[str, Any]]:
+    with opened_result(results, False) as opened, opened.answer(sql) as found:
+        rows: list[dict[str, Any]] = found.to_arrow_table().to_pylist()
+    return rows
 
 
 def answers(place: Place, fake: Command) -> dict[str, str]:
@@ -61,12 +65,8 @@ def test_labels_that_change_are_published_and_measured_without_computing(
     done = none("run", job)
     assert done.code == 0, done.err
     row = newest(place)
-    assert (row["labelled_rows"], row["unlabelled_rows"], row["exact_rows"], row["normalised_rows"]) == (
-        19,
-        1,
-        14,
-        15,
-    )
+    counts = ("labelled_rows", "unlabelled_rows", "exact_rows", "normalised_rows")
+    assert [row[name] for name in counts] == [19, 1, 14, 15]
     assert row["accuracy"] == pytest.approx(14 / 19)
     assert not row["computed_requests"]
     assert "73.7% of 19 labelled rows exactly, 78.9% normalised, 1 row not measured" in done.err + done.out
@@ -113,12 +113,9 @@ SHAPE = {
 
 def test_typed_answers_are_measured_by_field(tmp_path: Path, model: Path) -> None:
     """With a tiny model, labels of Parquet as a struct, some of one field only, and a rerun without any computing."""
-    labels = [
-        {"state": "open", "count": 1},
-        {"state": "paid", "count": None},
-        None,
-        {"state": None, "count": 3},
-    ] * 3
+    labels = 3 * [
+        {"state": "open", "count": 1}, {"state": "paid", "count": None}, None, {"state": None, "count": 3}
+    ]  # fmt: skip
     kind = pa.struct([("state", pa.string()), ("count", pa.int64())])
     table = pa.table({"text": [f"word {n}" for n in range(12)], "label": pa.array(labels, kind)})
     pq.write_table(table, tmp_path / "rows.parquet")
@@ -133,23 +130,14 @@ def test_typed_answers_are_measured_by_field(tmp_path: Path, model: Path) -> Non
     }
     done = run(job)
     rows = done.to_arrow().to_pylist()
-    wanted = [
-        all(row[name] == one for name, one in row["label"].items() if one is not None)
-        for row in rows
-        if row["label"]
-    ]
+    pairs = [(row, row["label"]) for row in rows if row["label"]]
+    wanted = [all(row[name] == one for name, one in label.items() if one is not None) for row, label in pairs]
     assert (done.row["labelled_rows"], done.row["unlabelled_rows"]) == (9, 3)
     assert done.row["exact_rows"] == sum(wanted)
-    by_field = {
-        name: [
-            row[name] == row["label"][name] for row in rows if row["label"] and row["label"][name] is not None
-        ]
-        for name in SHAPE["properties"]
-    }
-    with opened_result(tmp_path / "res", False) as opened, opened.answer("FROM accuracy") as found:
-        fields = {one["field"]: one for one in found.to_arrow_table().to_pylist()}
+    fields = {one["field"]: one for one in queried(tmp_path / "res", "FROM accuracy")}
     assert fields.keys() == {None, "state", "count"}
-    for name, right in by_field.items():
+    for name in SHAPE["properties"]:
+        right = [row[name] == label[name] for row, label in pairs if label[name] is not None]
         assert (fields[name]["labelled_rows"], fields[name]["exact_rows"]) == (6, sum(right))
 
     answered = [{"state": row["state"], "count": row["count"]} for row in rows]
@@ -173,14 +161,9 @@ def test_the_page_is_right(tmp_path: Path, model: Path, monkeypatch: pytest.Monk
     assert (done.row["labelled_rows"], done.row["unlabelled_rows"]) == (10, 2)
     assert done.row["exact_rows"] == sum(row["generated_text"] == row["sentiment"] for row in rows)
     assert done.row["normalised_rows"] == sum(near)
-    with opened_result(done.results, False) as opened:
-        with opened.answer(blocks["sql"][0]) as found:
-            wrong = found.to_arrow_table().num_rows
-        with opened.answer("SELECT sum(rows) FROM confusion") as found:
-            assert found.fetchall() == [(10,)]
-        with opened.answer(blocks["sql"][1]) as found:
-            confused = found.to_arrow_table().to_pylist()
-    assert wrong == 10 - done.row["exact_rows"]
+    wrong, confused = (queried(done.results, sql) for sql in blocks["sql"][:2])
+    assert queried(done.results, "SELECT sum(rows) AS n FROM confusion") == [{"n": 10}]
+    assert len(wrong) == 10 - done.row["exact_rows"]
     assert sum(one["rows"] for one in confused) == 10 - sum(near)
     assert {one["expected"] for one in confused} <= {"positive", "negative", "neutral"}
 
@@ -220,11 +203,8 @@ def test_labels_are_measured_with_their_probabilities(
     bins = np.minimum((p * 10).astype(int), 9)
     error = sum(abs((p - right)[bins == at].sum()) for at in range(10)) / len(p)
     assert done.row["calibration_error"] == pytest.approx(error)
-    with opened_result(done.results, False) as opened:
-        with opened.answer(blocks["sql"][2]) as found:
-            table = found.to_arrow_table().to_pylist()
-        with opened.answer("SELECT sum(rows) FROM confusion") as found:
-            assert found.fetchall() == [(30,)]
+    table = queried(done.results, blocks["sql"][2])
+    assert queried(done.results, "SELECT sum(rows) AS n FROM confusion") == [{"n": 30}]
     assert [one["from_probability"] * 10 for one in table] == pytest.approx(sorted({*bins.tolist()}))
     assert sum(one["rows"] for one in table) == 30
     write_page(done.results, tmp_path / "page.html")

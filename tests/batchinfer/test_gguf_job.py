@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType as Type
@@ -22,21 +22,24 @@ from tests.gguf_files import make_gguf, tokenizer_keys
 
 ROWS = [{"text": text} for text in ("alpha", "beta and gamma", "alpha and more", "delta")]
 MIXED = (Type.Q4_K, Type.Q6_K, Type.Q4_0)
+NAME = "models/tiny-Q4_K_M.gguf"
 
 
-def made(folder: Path, name: str = "tiny-Q4_K_M.gguf", **options: Any) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file in the folder `models`, and its dequantised checkpoint in `plain`."""
+    folder = tmp_path_factory.mktemp("gguf")
     keys = tokenizer_keys(make_tokenizer(folder / "plain"))
-    (folder / "models").mkdir(exist_ok=True)
-    make_gguf(folder / "models" / name, folder / "plain", "llama", MIXED, metadata=keys, **options)
-    return folder / "models" / name
+    (folder / "models").mkdir()
+    make_gguf(folder / NAME, folder / "plain", "llama", MIXED, metadata=keys)
+    return folder
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("named", ["file", "folder"])
-def test_answers_are_those_of_the_dequantised_checkpoint(tmp_path: Path, named: str) -> None:
-    file = made(tmp_path)
+@pytest.mark.parametrize("named", [NAME, "models"])
+def test_answers_are_those_of_the_dequantised_checkpoint(tmp_path: Path, folder: Path, named: str) -> None:
     answers = []
-    for model in (file if named == "file" else file.parent, tmp_path / "plain"):
+    for model in (folder / named, folder / "plain"):
         job_folder = tmp_path / f"job-{len(answers)}"
         job_folder.mkdir()
         job = write_job(job_folder, model, ROWS)
@@ -47,30 +50,24 @@ def test_answers_are_those_of_the_dequantised_checkpoint(tmp_path: Path, named: 
     assert len(set(answers[0])) > 1
 
 
-def test_codes_of_4_bits_stay_as_they_are_stored(tmp_path: Path) -> None:
-    file = made(tmp_path)
-    job = write_job(tmp_path, file, ROWS)
-    outcome = run(job, RunOptions(), ("model.quantization", "int4"))
+def test_values_of_4_bits_stay_as_they_are_stored(tmp_path: Path, folder: Path) -> None:
+    job, int4 = write_job(tmp_path, folder / NAME, ROWS), ("model.quantization", "int4")
+    outcome = run(job, RunOptions(), int4)
     assert (outcome.exit_code, outcome.row["quantization"]) == (0, "int4")
-    found = "\n".join(validate_job(load_job(job, (("model.quantization", "int4"),))))
+    found = "\n".join(validate_job(load_job(job, (int4,))))
     assert re.search(r"[\d.]+% of the weights of linear layers stay in int4 as they are stored", found)
-
-
-def test_validate_says_what_the_weights_take(tmp_path: Path) -> None:
-    found = "\n".join(validate_job(load_job(write_job(tmp_path, made(tmp_path), ROWS), ())))
+    found = "\n".join(validate_job(load_job(job, ())))
     assert (
         "weights stored as Q4_0 and Q4_K and Q6_K are dequantised when they are loaded: all weights" in found
     )
     assert "bfloat16" in found or "float32" in found
 
 
-def test_a_file_is_read_through_a_link_that_the_job_names(tmp_path: Path) -> None:
+def test_a_file_is_read_through_a_link_that_the_job_names(tmp_path: Path, folder: Path) -> None:
     """But none in a folder that leads elsewhere."""
-    file = made(tmp_path)
-    (tmp_path / "linked").mkdir()
-    link = tmp_path / "linked/x.gguf"
-    link.symlink_to(file)
-    assert open_checkpoint(link).spec == open_checkpoint(file).spec
+    link = tmp_path / "x.gguf"
+    link.symlink_to(folder / NAME)
+    assert open_checkpoint(link).spec == open_checkpoint(folder / NAME).spec
 
 
 def test_every_token_that_ends_a_turn_ends_an_answer(tmp_path: Path) -> None:
@@ -84,18 +81,18 @@ def test_every_token_that_ends_a_turn_ends_an_answer(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path / "x.gguf").decode([65, EOS]) != ""
 
 
-def test_a_job_with_another_model_in_the_folder_names_the_file(tmp_path: Path) -> None:
-    file = made(tmp_path)
-    made(tmp_path, "tiny-Q8_0.gguf")
+def test_a_job_with_another_model_in_the_folder_names_the_file(tmp_path: Path, folder: Path) -> None:
+    models = shutil.copytree(folder / "models", tmp_path / "models")
+    shutil.copy(folder / NAME, models / "tiny-Q8_0.gguf")
     with pytest.raises(
         JobFileError, match=r"holds 2 models in GGUF: .*name the file, such as .*tiny-Q4_K_M\.gguf"
     ):
-        validate_job(load_job(write_job(tmp_path, file.parent, ROWS), ()))
+        validate_job(load_job(write_job(tmp_path, models, ROWS), ()))
 
 
-def test_init_takes_a_file(tmp_path: Path) -> None:
-    file = made(tmp_path)
-    for model, ready in ((file, True), (file.parent, True), (tmp_path / "models/none.gguf", False)):
+def test_init_takes_a_file(tmp_path: Path, folder: Path) -> None:
+    for name, ready in ((NAME, True), ("models", True), ("models/none.gguf", False)):
+        model = folder / name
         starter = write_starter(tmp_path / f"new-{model.name}", str(model))
         assert starter.ready is ready
         if ready:

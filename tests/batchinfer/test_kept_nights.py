@@ -22,9 +22,7 @@ from batchinfer.pipeline.clean import clean_job
 from batchinfer.store.index.ingest import Ingestion
 from batchinfer.store.index.keeping import KeptIndex
 from batchinfer.store.kept.files import KEPT_FORMAT
-from batchinfer.store.results.result_files import StagedFile
 from batchinfer.store.results.reuse.answered import AnsweredRows
-from batchinfer.store.results.reuse.earlier_files import EarlierFiles
 from batchinfer.store.results.verify import verify_result
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, run, write_job
 from tests.batchinfer.test_nightly import aged
@@ -78,41 +76,6 @@ def check(path: Path) -> None:
     assert found == fresh
 
 
-def changed(rows: list[Any]) -> list[Any]:
-    rows = [*rows]
-    rows[3] = rows[3] | {"text": "somebody else"}
-    rows[4] = rows[4] | {"age": 1000}
-    rows[5] = rows[5] | {"id": "p8"}
-    rows[6] = "{not json"
-    rows[7] = rows[7] | {"text": None}
-    rows[20:20] = [{"id": f"n{n}", "text": f"new {n}", "age": n} for n in range(3)]
-    del rows[15]
-    return [*rows, rows[0] | {"id": "again"}]
-
-
-@pytest.mark.parametrize("sections", [
-    pytest.param({}, id="greedy", marks=pytest.mark.slow),
-    pytest.param({"sampling": {"max_tokens": 8, "temperature": 0.8}}, id="sampled", marks=pytest.mark.slow),
-    pytest.param({"sampling": {"max_tokens": 8}, "on_invalid": [{"temperature": 0.1}, {"temperature": 0.2}]},
-        id="ladder", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_what_is_published_is_what_a_fresh_state_publishes(
-    tmp_path: Path, model: Path, known: list[int], monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
-) -> None:
-    if "on_invalid" in sections:
-        monkeypatch.setenv("FAKE_ENGINE_LEVELS", "4")
-    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "11")
-    rows: list[Any] = people(30)
-    path = write_job(tmp_path, model, rows, **(FIELDS | sections))
-    run(path)
-    known.clear()
-    path = write_job(tmp_path, model, changed(rows), **(FIELDS | sections))
-    run(path)
-    sampled = "temperature" in (sections.get("sampling") or {})
-    assert sum(known) == (0 if sampled else 10), "other rows are others, or stand elsewhere"
-    check(path)
-
-
 def test_a_night_without_rows_leaves_the_state_usable(tmp_path: Path, model: Path) -> None:
     path = write_job(tmp_path, model, people(20), **FIELDS)
     run(path)
@@ -147,48 +110,6 @@ def test_what_the_version_before_kept_is_not_used_and_goes(
     assert sum(known) == 0
     assert not (kept / folder).exists()
     assert json.loads((kept / "kept.json").read_text())["format"] == KEPT_FORMAT
-    check(path)
-
-
-@pytest.mark.slow
-def test_files_of_the_result_that_stay_the_same_are_copied(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A change of the job changes them all."""
-    copied: list[int] = []
-    copy = EarlierFiles.copied
-
-    def noted(self: EarlierFiles, number: int, *rest: Any) -> StagedFile | None:
-        file = copy(self, number, *rest)
-        copied.extend([] if file is None else [number])
-        return file
-
-    monkeypatch.setattr(EarlierFiles, "copied", noted)
-    rows: list[Any] = people(30)
-    run(write_job(tmp_path, model, rows, **FIELDS))
-    assert copied == []
-    rows[25] = rows[25] | {"age": 1000}
-    path = write_job(tmp_path, model, rows, **FIELDS)
-    run(path)
-    assert copied == [0, 1]
-    check(path)
-    assert copied == [0, 1], "a job without state has nothing to copy"
-    run(write_job(tmp_path, model, rows, **FIELDS | {"sampling": {"max_tokens": 9}}))
-    assert copied == [0, 1]
-
-
-@pytest.mark.slow
-def test_a_row_whose_stored_error_is_tried_again_is_prepared(
-    tmp_path: Path, model: Path, known: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "3")
-    path = write_job(tmp_path, model, people(30), **FIELDS)
-    failed = run(path).row["rows_error"]
-    assert failed > 3
-    known.clear()
-    monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
-    assert run(path, replace(FAKE, retry_errors=True)).row["rows_error"] == 0
-    assert sum(known) == 30 - failed
     check(path)
 
 

@@ -3,15 +3,11 @@ the very bytes of a run that nothing disturbed, and leaves no process behind."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +16,9 @@ import pytest
 import torch
 
 from tests import warm_commands
-from tests.batchinfer.pipeline.test_orphans import MARK, marked
+from tests.batchinfer.marked_commands import MarkedCommand, send, started
 from tests.batchinfer.test_deterministic_job import published
-from tests.batchinfer.wrong_jobs import Place, environment, make_place
+from tests.batchinfer.wrong_jobs import Place, make_place
 from tests.checkpoints import make_model_folder
 from tests.examples import first_of
 from tests.patience import PATIENCE_S
@@ -85,74 +81,23 @@ def disturbances(dice: random.Random, later_s: float = 0.0) -> list[Disturbance]
     return sorted(found, key=lambda one: (one.who == RUN and not one.stopped_s, list(LIVES_S).index(one.who)))
 
 
-@dataclass(frozen=True)
-class Run:
-    """The command in a process of its own, and all that it starts, known by a mark in their environment."""
-
-    process: subprocess.Popen[str]
-    mark: str
-
-    def find(self, who: str) -> int | None:
-        """The process, as soon as it is there; None: the command ended before."""
-        while self.process.poll() is None:
-            for pid in marked(self.mark):
-                with suppress(FileNotFoundError, ProcessLookupError):
-                    line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    if who in line:
-                        return pid
-            time.sleep(0.01)
-        return None
-
-    def suffer(self, what: Disturbance) -> bool:
-        """Whether the process was there to be disturbed."""
-        pid = self.find(what.who)
-        until = time.monotonic() + what.after_s
-        while self.process.poll() is None and time.monotonic() < until:
-            time.sleep(0.01)
-        if pid is None or pid not in marked(self.mark):
-            return False
-        whole = marked(self.mark) if what.all_of_them else [pid]
-        if not send(what.signum, whole):
-            return False
-        if what.stopped_s:
-            time.sleep(what.stopped_s)
-            send(signal.SIGCONT, whole)
-        return True
-
-
-def send(signum: signal.Signals, pids: list[int]) -> bool:
-    """Whether one of them was still there."""
-    sent = 0
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signum)
-            sent += 1
-    return bool(sent)
-
-
-@contextmanager
-def running(folder: Path, command: Sequence[str] = COMMAND) -> Iterator[Run]:
-    """The command at work. What outlives it fails the test, and is ended."""
-    mark = uuid.uuid4().hex
-    with subprocess.Popen(
-        [sys.executable, "-m", *command, "run", "job.yaml", "--quiet"],
-        cwd=folder, env=environment(**{MARK: mark, "OMP_NUM_THREADS": "1"}), text=True, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    ) as process:  # fmt: skip
-        try:
-            yield Run(process, mark)
-            deadline = time.monotonic() + PATIENCE_S
-            while (left := marked(mark)) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert left == [], "processes outlive the command"
-        finally:
-            send(signal.SIGKILL, marked(mark))
-
-
-def ended(run: Run) -> tuple[int, str]:
-    """How the command ended, which it is to do by itself, and its last line."""
-    _, err = run.process.communicate(timeout=PATIENCE_S)
-    return run.process.returncode, err.strip().splitlines()[-1] if err.strip() else ""
+def suffers(command: MarkedCommand, what: Disturbance) -> bool:
+    """Disturb a process of the command; return True if the process was there."""
+    pids = list[int]()
+    while not pids and command.process.poll() is None:
+        pids = command.pids(what.who.encode())
+        time.sleep(0.01)
+    until = time.monotonic() + what.after_s
+    while command.process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    all_of_them = command.pids()
+    whole = all_of_them if what.all_of_them else pids[:1]
+    if not pids or pids[0] not in all_of_them or not send(what.signum, whole):
+        return False
+    if what.stopped_s:
+        time.sleep(what.stopped_s)
+        send(signal.SIGCONT, whole)
+    return True
 
 
 def make(folder: Path, model: Path) -> Place:
@@ -189,11 +134,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_children: None) -
 def disturb(place: Place, seed: int, command: Sequence[str] = COMMAND, later_s: float = 0.0) -> None:
     """Run the command with four disturbances, and once more if it failed."""
     told = [f"seed {seed}:"]
-    with running(place.folder, command) as run:
+    words = [*command, "run", "job.yaml", "--quiet"]
+    with started(place.folder, words, OMP_NUM_THREADS="1") as run:
         for what in disturbances(random.Random(seed), later_s):
-            told.append(f"{what}: {'done' if run.suffer(what) else 'too late'}")
-        code, last = ended(run)
-    told.append(f"exit {code} {last}")
+            told.append(f"{what}: {'done' if suffers(run, what) else 'too late'}")
+    code = run.process.returncode
+    told.append(f"exit {code} {run.said.read_text()[-200:]}")
     print("\n  ".join(told))
     if code != 0:
         whole(place)

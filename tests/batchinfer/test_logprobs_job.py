@@ -7,7 +7,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batchinfer.core.errors import JobFileError
+from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, run, table, write_job
@@ -45,19 +45,13 @@ def test_a_column_of_the_result_for_those_that_ask(tmp_path: Path, model: Path) 
 
 
 @pytest.mark.slow
-def test_without_asking_there_is_no_column(tmp_path: Path, model: Path) -> None:
-    path = write_job(tmp_path, model, people(3))
-    run(path)
-    assert "logprobs" not in table(path)[0]
-
-
-@pytest.mark.slow
 def test_asking_later_computes_again_and_then_no_more(tmp_path: Path, model: Path) -> None:
     """What is stored is given back to the bit, to equal rows as well; answers without them are not touched."""
     rows = [*people(12), people(1)[0] | {"id": "again"}]
     path = write_job(tmp_path, model, rows)
     run(path)
     plain = table(path)
+    assert "logprobs" not in plain[0]
     asking = (("sampling.logprobs", "3"),)
     first = run(path, FAKE, *asking)
     assert first.row["computed_requests"] == 12
@@ -69,24 +63,6 @@ def test_asking_later_computes_again_and_then_no_more(tmp_path: Path, model: Pat
     again = run(path, NO_ENGINE, *asking)
     assert again.row["reused_requests"] == 12
     assert table(path) == told
-
-
-@pytest.mark.slow
-def test_a_run_that_resumes_gives_equal_values(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sections: dict[str, Any] = {"sampling": {"max_tokens": 5, "logprobs": 4}, "commit": {"rows": 5}}
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    for folder in (whole, cut):
-        folder.mkdir()
-    run(write_job(whole, model, people(40), **sections))
-    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", "3")
-    monkeypatch.setenv("FAKE_ENGINE_BATCH", "5")
-    monkeypatch.setenv("FAKE_ENGINE_STARTS", str(tmp_path / "starts"))
-    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "1")
-    path = write_job(cut, model, people(40), **sections)
-    assert run(path).row["worker_restarts"] == 1
-    assert table(path) == table(whole / "job.yaml")
 
 
 def test_a_tiny_model_and_the_pages_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,13 +80,9 @@ def test_a_tiny_model_and_the_pages_queries(tmp_path: Path, monkeypatch: pytest.
     )
     assert run(path, REAL).exit_code == 0
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    tokenizer = load_tokenizer(model)
-    rows = (
-        duckdb.sql(f"FROM '{tmp_path}/results/tickets/*.parquet' ORDER BY row_id")
-        .to_arrow_table()
-        .to_pylist()
-    )
-    for row, given in zip(rows, people(9), strict=True):
+    tokenizer = Tokenizer.load(model)
+    rows = duckdb.sql(f"FROM '{tmp_path}/results/tickets/*.parquet' ORDER BY row_id").to_arrow_table()
+    for row, given in zip(rows.to_pylist(), people(9), strict=True):
         prompt = tokenizer.rust.encode(given["text"], add_special_tokens=True).ids
         assert len(prompt) == row["prompt_tokens"]
         answer = [token["token_id"] for token in row["logprobs"]]
@@ -127,12 +99,6 @@ def test_a_tiny_model_and_the_pages_queries(tmp_path: Path, monkeypatch: pytest.
     assert [row[2] for row in unsure] == sorted(row[2] for row in unsure)
     assert len(first) == 9 * 5
     assert all(0 < probability < 1 for _, _, probability in first)
-
-
-def load_tokenizer(model: Path) -> Any:
-    from batchinfer.input.tokenizer.tokenizer import Tokenizer
-
-    return Tokenizer.load(model)
 
 
 def queries() -> list[str]:
