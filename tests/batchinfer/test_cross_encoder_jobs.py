@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from batchinfer.core.errors import JobFileError
-from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole, published
+from tests.batchinfer.killed_runs import REAL, published
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table
 from tests.batchinfer.test_rerank_jobs import pairs, ranks_of_the_page
 from tests.batchinfer.test_score_jobs import write_job as write_any
@@ -81,24 +81,6 @@ def test_scores_are_those_of_transformers(tmp_path: Path, family: str, tells_typ
     assert run(path, NO_ENGINE).exit_code == 0, "another activation and another order compute nothing"
     np.testing.assert_allclose(scores(path), [*wanted[:8], wanted[9]][::-1], atol=1e-4)
     assert table(path)[1]["error_code"] == "prompt_too_long"
-
-
-@pytest.mark.slow
-def test_a_killed_run_ends_with_the_same_bytes(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two engines in one run, one engine with small steps that dies in the other; and a second night with more rows."""
-    rows, jobs = [*pairs(24), *pairs(3)], []
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-        jobs.append(write_job(tmp_path / name, checkpoint, rows, engine=DETERMINISTIC))
-    outcome, resumed = killed_and_whole(*jobs, monkeypatch, ("engine.max_num_seqs", "2"))
-    assert (outcome.row["computed_requests"], outcome.row["duplicate_rows"]) == (24, 3)
-    assert 0 < resumed.row["computed_requests"] < 24 - 8
-    first = scores(jobs[0])
-    write_job(tmp_path / "whole", checkpoint, [*rows[::-1], *pairs(25)[24:]], engine=DETERMINISTIC)
-    assert run(jobs[0], REAL).row["computed_requests"] == 1
-    assert scores(jobs[0])[:-1] == first[::-1]
 
 
 @pytest.mark.slow

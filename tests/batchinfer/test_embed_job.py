@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole
+from tests.batchinfer.killed_runs import REAL
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table
 from tests.batchinfer.pipeline.test_pipeline import write_job as write_any
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
@@ -89,30 +89,13 @@ def test_what_is_made_of_vectors_computes_nothing(tmp_path: Path, sentences: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_a_killed_run_ends_with_the_same_bytes(
-    tmp_path: Path, sentences: Path, monkeypatch: pytest.MonkeyPatch, pooling: str
-) -> None:
-    """Two engines in one run, one engine with small steps that dies in the other; and a second night."""
-    places = [tmp_path / name for name in ("whole", "killed")]
-    jobs = []
-    for place in places:
-        place.mkdir()
-        jobs.append(write_job(place, sentences, TEXTS, embed={"pooling": pooling}, engine=DETERMINISTIC))
-    whole = jobs[0]
-    outcome, resumed = killed_and_whole(*jobs, monkeypatch, ("engine.max_num_batched_tokens", "24"))
-    assert outcome.row["computed_requests"] == len(TEXTS)
-    assert 0 < resumed.row["computed_requests"] < len(TEXTS) - 8
-    first = embeddings(whole)
-    write_job(places[0], sentences, [*TEXTS[::-1], "new"], embed={"pooling": pooling}, engine=DETERMINISTIC)
-    assert run(whole, REAL).row["computed_requests"] == 1
-    np.testing.assert_array_equal(embeddings(whole)[:-1], first[::-1])
-
-
-@pytest.mark.slow
 def test_every_verb_knows_vectors(place: Place, cli_of: CliOf) -> None:
-    place.rows(*({"id": f"r{n}", "text": f"word {n // 2}", "generated_text": "kept"} for n in range(12)))
+
+    def write(words: int) -> None:
+        texts = (f"word {n * words // 12}" for n in range(12))
+        place.rows(*({"id": f"r{n}", "text": text, "generated_text": "kept"} for n, text in enumerate(texts)))
+
+    write(6)
     carried = "output: {path: out/res, columns: [generated_text]}"
     job = place.job("task: embed", prompt="prompt: {text: text}", sampling="", output=carried)
     verbs = cli_of(FAKE_ENGINE)
@@ -130,20 +113,14 @@ def test_every_verb_knows_vectors(place: Place, cli_of: CliOf) -> None:
     assert rows[0]["embedding"] == rows[1]["embedding"] != rows[2]["embedding"]
     queried = verbs("query", place.results, "SELECT len(embedding) AS n FROM results LIMIT 1", "--json")
     assert json.loads(queried.out) == {"n": 48}
-    for words in (
-        ("verify", place.results),
-        ("report", place.results),
-        ("status", job),
-        ("history", place.results),
-    ):
-        done = verbs(*words)
-        assert done.code == 0, (words, done.out, done.err)
+    for verb, of in (
+        ("verify", place.results), ("report", place.results), ("status", job), ("history", place.results),
+    ):  # fmt: skip
+        done = verbs(verb, of)
+        assert done.code == 0, (verb, done.out, done.err)
     before = place.folder / "before"
     shutil.copytree(place.results, before)
-    changed = place.rows(
-        *({"id": f"r{n}", "text": f"word {n // 4}", "generated_text": "kept"} for n in range(12))
-    )
-    assert changed.exists()
+    write(3)
     assert verbs("run", job).code == 0
     differs = verbs("diff", before, place.results)
     assert "answers changed: 10 rows" in differs.out

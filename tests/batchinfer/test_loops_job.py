@@ -12,6 +12,7 @@ from tests.batchinfer.engine.test_loops import looped
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, table, write_job
 from tests.batchinfer.test_to_openai import batch, bodies, chat, to
 from tests.checkpoints import make_model_folder
+from tests.examples import examples
 
 REAL = RunOptions()
 
@@ -24,7 +25,7 @@ def test_answers_that_loop_end_where_they_do(tmp_path: Path) -> None:
     """Each is the beginning of the answer without the option, to the bit; nothing of it is computed again."""
     model = tmp_path / "model"
     make_model_folder(model, seed=3)
-    rows = [row | {"stop_at": (None, 0, 8, 24)[i % 4]} for i, row in enumerate(people(24))]
+    rows = [row | {"stop_at": (None, 0, 8, 24)[i % 4]} for i, row in enumerate(people(examples(12, 24)))]
     sampling = {"max_tokens": 120, "ignore_eos": True, "logprobs": 0, "frequency_penalty": -0.2}
     path = write_job(tmp_path, model, rows, sampling=sampling, engine={"deterministic": True})
     assert run(path, REAL).exit_code == 0
