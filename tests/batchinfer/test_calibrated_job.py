@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,17 @@ from transformers import AutoConfig
 from batchinfer import cli
 from batchinfer.core.errors import JobFileError, OutputConflict, Unavailable
 from batchinfer.engine.config import CalibrationOrder
+from batchinfer.filesystem.state import state_of
 from batchinfer.job import load_job
-from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.machine.facts import this_machine
+from batchinfer.models.calibration.work import CalibrationOutcome
+from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.pipeline.calibration import calibration
-from batchinfer.pipeline.calibration.calibration import Listener
+from batchinfer.pipeline.calibration.calibration import MOST_WEIGHTS, Listener, write_calibrated
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast.job import forecast_job
+from batchinfer.plan.setup.job_setup import check_setup
 from batchinfer.report.progress import Progress
 from batchinfer.verbs.prompts_job import prompts_job
 from batchinfer.verbs.quantize import export_job_model, quantize_job
@@ -27,6 +34,7 @@ from tests.batchinfer.int4_jobs import INT4, PLAIN, ROWS, make_divisible
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 from tests.checkpoints import make_tokenizer
 from tests.published_formats import make_published
+from tests.settings import changed, has_gpus
 
 OTHERS = [{"text": f"gamma {number}"} for number in range(5)]
 SILENT = Listener(Progress(None, job="test", quiet=True), lambda _: None)
@@ -78,6 +86,34 @@ def test_the_first_run_calibrates_and_later_ones_reuse(
 def die_halfway(order: CalibrationOrder, *_: Any) -> None:
     (order.folder / "left.safetensors").write_bytes(b"half of a file")
     raise Unavailable("the process that calibrates was killed")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton")
+@pytest.mark.parametrize("short", [0, 1])
+def test_a_model_of_ranks_answers_where_it_fits_one_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int
+) -> None:
+    """`short`: bytes that a GPU has less than the model in int4 needs of it."""
+    has_gpus(monkeypatch, "0", "1")
+    model = make_divisible(tmp_path / "model", intermediate_size=128)
+    path = write_job(tmp_path, model, ROWS[:4], engine={"device": "cuda", "tensor_parallel_size": 2}, **PLAIN)
+    job, told, orders = load_job(path, INT4), list[str](), list[CalibrationOrder]()
+    setup = check_setup(job, state_of(job), this_machine(job.engine.device))
+    assert isinstance(setup.checkpoint, Checkpoint)
+    taken = loaded_bytes(setup.checkpoint.spec.quantized("int4"), setup.checkpoint.parameters, 4)
+    memory = -int(-taken // MOST_WEIGHTS) - short
+    hardware = replace(setup.setting.placement.hardware, memory_bytes=memory)
+    setup = replace(setup, setting=changed(setup.setting, hardware=hardware))
+
+    def calibrated(order: CalibrationOrder, *_: Any) -> CalibrationOutcome:
+        orders.append(order)
+        return CalibrationOutcome(None)
+
+    monkeypatch.setattr(calibration, "calibrate_in_child", calibrated)
+    assert write_calibrated(job, setup, tmp_path / "int4", Listener(SILENT.progress, told.append))
+    assert [order.answer_tokens > 0 for order in orders] == [not short]
+    assert any("too large for one GPU" in line for line in told) == bool(short)
+    assert orders[0].load.device == "cuda"
 
 
 def test_the_verb_calibrates_again_only_when_asked(model: Path, tmp_path: Path) -> None:

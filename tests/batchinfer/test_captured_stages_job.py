@@ -4,7 +4,6 @@ the place of graphs, and gloo that of NCCL."""
 from __future__ import annotations
 
 import importlib.util
-import io
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,12 +11,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
-from batchinfer.pipeline.run import run_job
-from batchinfer.pipeline.workers.interrupts import Interrupts
-from batchinfer.report.progress import Progress
-from tests.batchinfer import dying_rank
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 from tests.batchinfer.test_ranks_job import EXPERTS, FLOAT32, REAL, STAGES, TENSOR, assert_alike
@@ -31,9 +25,9 @@ if importlib.util.find_spec("triton") is None or DEVICE == "cuda":
 pytestmark = pytest.mark.skipif(
     len(getattr(os, "sched_getaffinity", lambda _: (0, 1))(0)) < 2, reason="needs two cores"
 )
-ON_GPUS, UNCAPTURED, DYING = (
+ON_GPUS, UNCAPTURED = (
     replace(REAL, engine=f"tests.batchinfer.engine.interpreted_gpu:build_{how}")
-    for how in ("preempting", "uncaptured", "dying")
+    for how in ("preempting", "uncaptured")
 )
 SHAPE = {"num_hidden_layers": 2, "num_key_value_heads": 2}
 ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_memory": "1MiB", "block_size": 8}
@@ -127,20 +121,3 @@ def test_captured_stages_keep_the_bits(tmp_path: Path, dtype: str) -> None:
     assert (row["device"], row["ranks"], row["worker_restarts"]) == ("cuda", 2, 0)
     check_launches(path, ON_GPUS)
     assert row["stage_wait_s"] is None, "no host waits for another stage"
-
-
-@pytest.mark.slow
-def test_a_lost_stage_ends_its_engine_which_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(dying_rank.AT, "7")
-    monkeypatch.setenv(dying_rank.HOW, "SIGKILL")
-    monkeypatch.setenv(dying_rank.DIED, str(tmp_path / "died"))
-    work, notices = Work(), list[str]()
-    alone, _ = work.found(tmp_path / "alone", REAL, {}, device="cpu")
-    path = work.job(tmp_path / "stages", device="cuda")
-    job = load_job(path, (FLOAT32, (STAGES, "2")))
-    row = run_job(job, DYING, Progress(io.StringIO(), quiet=True), Interrupts(), notices.append).row
-    assert (row["exit_code"], row["worker_restarts"]) == (0, 1)
-    assert any("rank 1 of 2 was killed" in notice for notice in notices)
-    assert table(path) == table(alone)

@@ -206,30 +206,6 @@ def test_a_damaged_part_of_the_store_is_never_published(copy: Place, cli_of: Cli
 
 
 @pytest.mark.slow
-def test_openai_lines_are_not_made_of_a_damaged_result(copy: Place, cli_of: CliOf) -> None:
-    job = copy.job(
-        **{
-            "prompt": "",
-            "input": "input: {path: batch.jsonl, format: openai}",
-            "output": "output: {path: out/new}",
-        }
-    )
-    copy.rows(*(_request(n) for n in range(20)), name="batch.jsonl")
-    run, out = cli_of(FAKE), copy.folder / "out.jsonl"
-    assert run("run", job, "-q", "--to-openai", out).code == 0
-    lines = out.read_bytes()
-    part = next((copy.folder / "out/new").glob("*.parquet"))
-    flip(part, part.stat().st_size // 2)
-    assert run("run", job, "-q", "--to-openai", out).code == 0
-    assert out.read_bytes() == lines
-
-
-def _request(number: int) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": f"Say word {number}"}], "max_tokens": 8}
-    return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
-
-
-@pytest.mark.slow
 def test_errors_are_counted_from_a_result_that_is_whole(place: Place, cli_of: CliOf) -> None:
     """What "already published" says of error rows is read from the result."""
     place.rows(*({"id": f"r{i}", "text": f"word {i}"} for i in range(19)), {"id": "bad"})

@@ -22,9 +22,8 @@ from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from batchinfer.report.tables.folder import report_folder
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
-from tests.checkpoints import edit_json, make_model_folder, make_tokenizer
+from tests.checkpoints import make_model_folder
 from tests.examples import first_of
-from tests.packed_weights import make_fp8
 from tests.settings import has_gpus
 
 if importlib.util.find_spec("triton") is None:
@@ -117,48 +116,6 @@ def test_codes_and_deterministic_from_the_file_to_the_report(
         f"SELECT t.logprob, t.top[1].logprob FROM (SELECT unnest(logprobs) AS t FROM {results})"
     )
     assert all(chosen <= likeliest < 0 for chosen, likeliest in found.fetchall())
-
-
-@pytest.fixture(scope="module")
-def stored_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Blocks of 128, the last ones of which are cut, so that q, k and v begin within one."""
-    made = tmp_path_factory.mktemp("fp8")
-    sizes = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 1}
-    make_fp8(made / "stored", made / "dequantised", "llama", "block", block=128, **sizes)
-    make_tokenizer(made / "stored")
-    return made / "stored"
-
-
-def first_tokens(path: Path) -> list[dict[int, float]]:
-    """The log-probabilities of each row's likeliest first tokens."""
-    results = f"'{path.parent}/out/res/*.parquet'"
-    found = duckdb.sql(f"SELECT logprobs[1].top FROM {results}").fetchall()
-    return [{one["token_id"]: one["logprob"] for one in top} for (top,) in found]
-
-
-@pytest.mark.slow
-def test_stored_fp8_runs_in_its_codes_and_its_answers_are_its_own(tmp_path: Path, stored_fp8: Path) -> None:
-    """On a GPU, and then on a CPU, which dequantises: the same model, and no answers of the other's."""
-    path = write_job(tmp_path / "job", stored_fp8, "stored")
-    edit_json(path, sampling={"max_tokens": 2, "temperature": 0, "ignore_eos": True, "logprobs": 20})
-    outcome = run(path)
-    assert (outcome.exit_code, outcome.row["rows_ok"], outcome.row["quantization"]) == (0, 3, "stored")
-    assert dict(outcome.row["ops"]) == {"decoder": "triton", "linear": "fp8"}
-    codes = first_tokens(path)
-    edit_json(path, model={"path": str(stored_fp8), "max_model_len": 64}, engine={"device": "cpu"})
-    options, progress = RunOptions(), Progress(io.StringIO(), quiet=True)
-    dequantised = run_job(load_job(path), options, progress, Interrupts(), lambda _: None)
-    assert (dequantised.row["device"], dequantised.row["quantization"]) == ("cpu", "none")
-    assert dequantised.row["decode_tokens_run"] == outcome.row["decode_tokens_run"] > 0
-    plain = first_tokens(path)
-    off = [
-        abs(row[token] - wanted[token])
-        for row, wanted in zip(codes, plain, strict=True)
-        for token in row.keys() & wanted
-    ]
-    assert len(off) > 40, "other tokens are the likeliest 20 of 3 rows"
-    span = min(max(row.values()) - min(row.values()) for row in plain)
-    assert 0 < sum(off) / len(off) < span / 10
 
 
 @pytest.mark.parametrize(

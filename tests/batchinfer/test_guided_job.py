@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -111,35 +110,6 @@ def test_a_job_with_another_schema_has_other_columns(place: Place, cli_of: CliOf
         kind = pa.int64() if shape is NUMBERS else pa.dictionary(pa.int32(), pa.string())
         assert pq.read_schema(file).field("count").type == kind
     assert found[0] == found[2], "what the first schema gave is still stored"
-
-
-@pytest.mark.slow
-def test_rows_are_one_piece_of_work_where_text_and_constraint_are_equal(place: Place, cli_of: CliOf) -> None:
-    """And a constraint that changes changes the work of its rows alone."""
-
-    def run(changing: str) -> dict[str, dict[str, Any]]:
-        patterns = {"a": "[a-c]{4}", "b": "[a-c]{4}", "c": changing}
-        rows = [{"id": name, "regex": pattern} for name, pattern in patterns.items()]
-        rows += [{"id": "choice", "choice": ["aaaa", "bbbb"]}, {"id": "free"}, {"id": "free too"}]
-        place.rows(*({"text": "same", **row} for row in rows))
-        names = "from_columns: [regex, choice]"
-        job = place.job(sampling=f"sampling: {{max_tokens: 12, temperature: 0, {names}}}")
-        done = cli_of(REAL)("run", job, "--replace")
-        assert done.code == 0, done.err
-        found = {row["custom_id"]: row for row in place.table()}
-        for name, pattern in patterns.items():
-            assert re.fullmatch(pattern, found[name]["generated_text"])
-        assert found["choice"]["generated_text"] in ("aaaa", "bbbb")
-        assert found["a"]["generated_text"] == found["b"]["generated_text"]
-        assert found["free"]["generated_text"] == found["free too"]["generated_text"]
-        return found
-
-    first = run("[0-9]{4}")
-    assert (run_row(place)["computed_requests"], run_row(place)["reused_requests"]) == (4, 0)
-    second = run("[x-z]{4}")
-    assert (run_row(place)["computed_requests"], run_row(place)["reused_requests"]) == (1, 3)
-    del first["c"], second["c"]
-    assert first == second
 
 
 def test_a_tokenizer_that_can_follow_nothing_is_told_before_the_model_loads(

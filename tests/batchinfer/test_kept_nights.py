@@ -114,20 +114,6 @@ def test_what_the_version_before_kept_is_not_used_and_goes(
 
 
 @pytest.mark.slow
-def test_answers_that_were_lost_are_computed_again(tmp_path: Path, model: Path, known: list[int]) -> None:
-    path = write_job(tmp_path, model, people(30), commit={"rows": 10, "seconds": 60.0}, **FIELDS)
-    run(path)
-    first, *_ = sorted((tmp_path / "out/.batchinfer-res/completions").glob("part-*.parquet"))
-    first.unlink()
-    (tmp_path / "out/res/_manifest.json").unlink()
-    known.clear()
-    lost = run(path).row["computed_requests"]
-    assert lost > 0
-    assert sum(known) == 30 - lost
-    check(path)
-
-
-@pytest.mark.slow
 def test_answers_that_are_lost_after_the_rows_were_read(
     tmp_path: Path, model: Path, known: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,11 @@ LIVES_S = {
     "workers.worker:main": 3.0,
 }
 RUN = next(iter(LIVES_S))
+OF_RANKS_S = {RUN: 4.5, "ranks.process:main": 3.0, "workers.worker:main": 3.0}
+# Ranks that divide layers do not promise the bits of one process
+GREEDY = (
+    "--set", "engine.deterministic=false", "--set", "model.dtype=float32", "--set", "sampling.temperature=0",
+)  # fmt: skip
 COMMAND = ("batchinfer",)
 IN_WAVES = ("tests.batchinfer.reading_slowly", "batchinfer")
 KILLS = (signal.SIGKILL, signal.SIGABRT, signal.SIGTERM)
@@ -65,20 +70,24 @@ class Disturbance:
         return f"{self.signum.name} of {self.who} {self.after_s:.2f} s after its start{stop}"
 
 
-def disturbances(dice: random.Random, later_s: float = 0.0) -> list[Disturbance]:
-    """Four for one run, in the order in which they are due: stops first, as a kill of the command ends it. `later_s`:
-    so much longer the command and its engine live."""
+def disturbances(dice: random.Random, lives_s: dict[str, float], later_s: float) -> list[Disturbance]:
+    """Draw four for one run, in the order in which they are due: stops first, as a kill of the command ends it.
+
+    Args:
+        lives_s: How long processes live, by what is on their command lines.
+        later_s: How much longer the command and its engine live.
+    """
     found = []
     for _ in range(4):
-        who = dice.choices(list(LIVES_S), weights=(3, 3, 1, 4))[0]
-        after_s = dice.uniform(0, LIVES_S[who] + (later_s if LIVES_S[who] > 1 else 0))
+        who = dice.choices(list(lives_s), weights=(3, 3, 1, 4)[: len(lives_s)])[0]
+        after_s = dice.uniform(0, lives_s[who] + (later_s if lives_s[who] > 1 else 0))
         if dice.random() < 0.35:
             found.append(
                 Disturbance(who, signal.SIGSTOP, after_s, dice.uniform(0.5, 4.0), dice.random() < 0.5)
             )
         else:
             found.append(Disturbance(who, dice.choice(KILLS), after_s))
-    return sorted(found, key=lambda one: (one.who == RUN and not one.stopped_s, list(LIVES_S).index(one.who)))
+    return sorted(found, key=lambda one: (one.who == RUN and not one.stopped_s, list(lives_s).index(one.who)))
 
 
 def suffers(command: MarkedCommand, what: Disturbance) -> bool:
@@ -112,9 +121,9 @@ def make(folder: Path, model: Path) -> Place:
     return place
 
 
-def whole(place: Place) -> None:
+def whole(place: Place, words: Sequence[str] = ()) -> None:
     """Run the command to its end, which nothing disturbs."""
-    command = [sys.executable, "-m", *COMMAND, "run", "job.yaml", "--quiet"]
+    command = [sys.executable, "-m", *COMMAND, "run", "job.yaml", "--quiet", *words]
     done = warm_commands.run(command, cwd=place.folder, capture_output=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -131,18 +140,23 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_children: None) -
     return folder / "model", published(place)
 
 
-def disturb(place: Place, seed: int, command: Sequence[str] = COMMAND, later_s: float = 0.0) -> None:
+def disturb(
+    place: Place,
+    seed: int,
+    command: Sequence[str] = COMMAND,
+    later_s: float = 0.0,
+    lives_s: dict[str, float] = LIVES_S,
+    words: Sequence[str] = (),
+) -> None:
     """Run the command with four disturbances, and once more if it failed."""
     told = [f"seed {seed}:"]
-    words = [*command, "run", "job.yaml", "--quiet"]
-    with started(place.folder, words, OMP_NUM_THREADS="1") as run:
-        for what in disturbances(random.Random(seed), later_s):
+    with started(place.folder, [*command, "run", "job.yaml", "--quiet", *words], OMP_NUM_THREADS="1") as run:
+        for what in disturbances(random.Random(seed), lives_s, later_s):
             told.append(f"{what}: {'done' if suffers(run, what) else 'too late'}")
     code = run.process.returncode
-    told.append(f"exit {code} {run.said.read_text()[-200:]}")
-    print("\n  ".join(told))
+    print("\n  ".join([*told, f"exit {code} {run.said.read_text()[-200:]}"]))
     if code != 0:
-        whole(place)
+        whole(place, words)
 
 
 # 20 kills what checks, the engine at work, and the command, which has rows left to go on with
@@ -169,3 +183,25 @@ def test_kills_between_waves_change_no_byte(
     assert published(place) == expected
     (report,) = sorted((place.folder / "out").glob("*-report/run-*.parquet"))[-1:]
     print(pq.read_table(report).select(["waves", "computed_requests", "reused_requests"]).to_pylist())
+
+
+@pytest.fixture(scope="module")
+def greedy(
+    tmp_path_factory: pytest.TempPathFactory, undisturbed: tuple[Path, list[str]]
+) -> tuple[Path, list[str]]:
+    """The checkpoint, and what the job publishes greedily."""
+    place = make(tmp_path_factory.mktemp("greedy") / "job", undisturbed[0])
+    whole(place, GREEDY)
+    return undisturbed[0], published(place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("seed", range(12))
+def test_kills_and_stops_of_ranks_change_no_byte(
+    seed: int, division: str, tmp_path: Path, greedy: tuple[Path, list[str]]
+) -> None:
+    model, expected = greedy
+    place = make(tmp_path / "job", model)
+    disturb(place, seed, lives_s=OF_RANKS_S, words=(*GREEDY, "--set", f"engine.{division}=2"))
+    assert published(place) == expected

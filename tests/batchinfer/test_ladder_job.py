@@ -19,7 +19,6 @@ from batchinfer.store.results.partial import partial_reader
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
 from tests.batchinfer.test_nightly import aged
 from tests.batchinfer.test_to_openai import batch, bodies, completion, to
-from tests.checkpoints import make_model_folder
 
 LADDER = [{"temperature": 0.1}, {"temperature": 0.2, "seed": 4}]
 LONGER = [*LADDER, {"temperature": 0.3}]
@@ -206,36 +205,6 @@ def test_openai_lines_have_the_answer_that_counts(tmp_path: Path, model: Path) -
     run(path, to(tmp_path / "out.jsonl"))
     reasons = [body["choices"][0]["finish_reason"] for body in bodies(tmp_path / "out.jsonl")]
     assert reasons == ["stop", "stop", "stop", "length"] * 2
-
-
-@pytest.mark.slow
-def test_a_tiny_model_climbs_as_its_job_says(tmp_path: Path) -> None:
-    """Answers loop or are cut; those of a rung are the ones of a job that asks for the same at once."""
-    model, store = tmp_path / "model", {"path": str(tmp_path / "store")}
-    make_model_folder(model, seed=3)
-    given = [{"text": f"number {n} " * (n % 5 + 1)} for n in range(24)]
-    sampling = {"max_tokens": 40, "frequency_penalty": -2, "repetition_stop": 8}
-    rung = {"frequency_penalty": 0.0, "temperature": 0.9, "max_tokens": 60}
-    shared: dict[str, Any] = {"cache": store, "engine": {"deterministic": True}}
-    both = [rung, {**rung, "seed": 3, "max_tokens": 120}]
-    path = job(
-        tmp_path / "a", model, given, on_invalid=both, prompt={}, input={}, sampling=sampling, **shared
-    )
-    assert run(path, RunOptions()).exit_code == 0
-    found = table(path)
-    assert {row["attempt"] for row in found} == {1, 2, 3}
-    for number, changes in enumerate(({}, rung), 1):
-        asked = {**sampling, **changes}
-        alone = job(
-            tmp_path / "b", model, given, on_invalid=None, prompt={}, input={}, sampling=asked, **shared
-        )
-        run(alone, RunOptions() if number > 1 else NO_ENGINE)
-        for row, other in zip(found, table(alone), strict=True):
-            if row["attempt"] == number:
-                assert row["generated_text"] == other["generated_text"]
-                assert other["finish_reason"] == "stop"
-            elif row["attempt"] > number:
-                assert other["finish_reason"] in ("length", "repetition")
 
 
 def test_each_sample_has_a_ladder_of_its_own(tmp_path: Path, model: Path, log: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.kernels.gpu import interpreter
@@ -20,7 +19,6 @@ if interpreter.is_wanted():
 import torch
 from torch import Tensor
 
-from batchinfer.engine.config import CalibrationOrder
 from batchinfer.engine.load import cache_fit, dummy_steps, layer_heads, loaded_model, settling
 from batchinfer.engine.load.build import LoadedWeights, load_weights
 from batchinfer.engine.ranks import joining
@@ -32,11 +30,10 @@ from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import CodedWeight, Experts, ExpertWeights, Head, Linear, Weight
 from batchinfer.models.ops.torch_ops import TorchOps
-from batchinfer.pipeline.calibration import process as calibrator
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import int4_values, packed_int4, packed_int4_experts
-from tests.batchinfer import costed_engine, dying_rank
+from tests.batchinfer import costed_engine
 from tests.batchinfer.engine.driver import PreemptingAhead
 from tests.batchinfer.engine.launched_references import launch_references
 from tests.batchinfer.engine.taped import QuicklyTaped, Taped, TapedGroup
@@ -165,12 +162,6 @@ def build_drafting(*arguments: Any, **named: Any) -> LoadedWeights:
     return costed_engine.build(*arguments, **named)
 
 
-def calibrate(order: CalibrationOrder, connection: Connection[Any, Any]) -> None:
-    """Calibrate a model as the process does that a job starts for it."""
-    stand_in(setattr, compiles=False)
-    calibrator.serve(order, connection)
-
-
 def build_without_triton(*arguments: Any) -> LoadedWeights:
     """The same on a machine that has no Triton."""
     choose.importlib.util.find_spec = lambda _: None  # type: ignore[attr-defined]
@@ -187,9 +178,3 @@ def build_uncaptured(*arguments: Any, **named: Any) -> LoadedWeights:
     """The same of a model whose steps cannot be captured."""
     sources.ModelSource.can_be_captured = False
     return build_preempting(*arguments, **named)
-
-
-def build_dying(*arguments: Any, **named: Any) -> dying_rank.DyingWeights:
-    """The same of a rank that is lost; see `dying_rank`."""
-    stand_in(setattr, compiles=False, quick=True)
-    return dying_rank.build(*arguments, **named)
