@@ -39,6 +39,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.fixture(autouse=True)
+def described_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describe the model in this process and not in one of its own, which would import transformers first."""
+    monkeypatch.setattr(open_checkpoint, "__defaults__", (describe,))
+
+
 def job(folder: Path, tmp_path: Path, **sections: object) -> Path:
     rows = [{"text": text} for text in TEXTS]
     plain = {"prompt": {"text": "text", "system": None, "user": None}, "sampling": {"max_tokens": 6}}
@@ -60,11 +66,7 @@ def test_validate_says_so(folder: Path, tmp_path: Path) -> None:
     assert "batchinfer has no code of its own for gpt_bigcode: transformers" in found
 
 
-def test_what_cannot_run_is_refused_by_validate(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model is described here and not in a process of its own, which would import transformers first."""
-    monkeypatch.setattr(open_checkpoint, "__defaults__", (describe,))
+def test_what_cannot_run_is_refused_by_validate(folder: Path, tmp_path: Path) -> None:
     path = job(folder, tmp_path, model={"quantization": "int8"})
     with pytest.raises(JobFileError, match="no layer is quantised"):
         validate_job(load_job(path, ()))

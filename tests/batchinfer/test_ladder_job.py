@@ -13,10 +13,9 @@ from batchinfer.core.errors import BatchInferError, ErrorBudgetExceeded
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import load_job
 from batchinfer.pipeline.clean import clean_job
-from batchinfer.pipeline.options import RunOptions
 from batchinfer.store.index.index import Index
 from batchinfer.store.results.partial import partial_reader
-from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
+from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table, write_job
 from tests.batchinfer.test_nightly import aged
 from tests.batchinfer.test_to_openai import batch, bodies, completion, to
 
@@ -168,23 +167,6 @@ def test_only_rows_without_a_rung_left_are_errors(tmp_path: Path, model: Path, l
     path = job(tmp_path / "b", model, sampling=sampling, on_error={"max_error_rate": 0.2})
     with pytest.raises(ErrorBudgetExceeded, match=r"of 40 rows are errors.*\n.*incomplete_output"):
         run(path)
-
-
-@pytest.mark.slow
-def test_errors_of_engines_are_not_the_ladders(
-    tmp_path: Path, model: Path, log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are what --retry-errors is for, on any rung; where an earlier attempt has an answer, that is published."""
-    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "3")
-    path = job(tmp_path / "j", model, on_error={"max_error_rate": 1})
-    run(path)
-    computed(log)
-    failed = [row for row in table(path) if row["status"] == "error"]
-    assert failed
-    assert {row["attempt"] for row in failed} == {1}
-    monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
-    run(path, RunOptions(engine=FAKE.engine, transport=FAKE.transport, retry_errors=True))
-    assert attempts(path) == [wanted(n % LEVELS, 3) for n in range(COUNT)]
 
 
 def test_answers_that_led_to_others_are_kept(tmp_path: Path, model: Path, log: Path) -> None:

@@ -18,7 +18,7 @@ from batchinfer.core.errors import JobFileError
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
-from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, run, table, write_job
+from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, table, write_job
 from tests.batchinfer.test_to_openai import chat, completion
 from tests.checkpoints import make_model_folder
 
@@ -42,27 +42,6 @@ def test_a_column_of_the_result_for_those_that_ask(tmp_path: Path, model: Path) 
             assert [(one["token_id"], one["logprob"]) for one in token["top"]] == [
                 (t, -t / 64) for t in likely
             ]
-
-
-@pytest.mark.slow
-def test_asking_later_computes_again_and_then_no_more(tmp_path: Path, model: Path) -> None:
-    """What is stored is given back to the bit, to equal rows as well; answers without them are not touched."""
-    rows = [*people(12), people(1)[0] | {"id": "again"}]
-    path = write_job(tmp_path, model, rows)
-    run(path)
-    plain = table(path)
-    assert "logprobs" not in plain[0]
-    asking = (("sampling.logprobs", "3"),)
-    first = run(path, FAKE, *asking)
-    assert first.row["computed_requests"] == 12
-    told = table(path)
-    assert [row["generated_text"] for row in told] == [row["generated_text"] for row in plain]
-    assert told[12]["logprobs"] == told[0]["logprobs"] is not None
-    run(path, NO_ENGINE)
-    assert table(path) == plain
-    again = run(path, NO_ENGINE, *asking)
-    assert again.row["reused_requests"] == 12
-    assert table(path) == told
 
 
 def test_a_tiny_model_and_the_pages_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
