@@ -291,16 +291,6 @@ def test_rows_are_those_of_a_job_without_a_draft_model(
         assert 0 < row["proposing_s"] < row["wall_s"]
 
 
-def test_no_engine_dies_of_proposals_that_fill_the_blocks_of_their_rows(
-    tmp_path: Path, model: Path, large: Path
-) -> None:
-    sections = {"sampling": {"max_tokens": 24, "min_tokens": 24}, "engine": {"max_num_seqs": 2}}
-    path = job(tmp_path / "model", large, {"model": str(model), "runs": "beside"}, **sections)
-    changed(path, [{"text": ("some words and a few more " * 2)[:length]} for length in range(14, 34, 2)])
-    row = run(path, REAL, FLOAT32).row
-    assert (row["rows_ok"], row["worker_restarts"]) == (10, 0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", ["first", "beside", "heads"])
 def test_rows_with_adapters_have_drafts_by_a_model_without(
