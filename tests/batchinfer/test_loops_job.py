@@ -25,7 +25,7 @@ def test_answers_that_loop_end_where_they_do(tmp_path: Path) -> None:
     """Each is the beginning of the answer without the option, to the bit; nothing of it is computed again."""
     model = tmp_path / "model"
     make_model_folder(model, seed=3)
-    rows = [row | {"stop_at": (None, 0, 8, 24)[i % 4]} for i, row in enumerate(people(examples(12, 24)))]
+    rows = [row | {"stop_at": (None, 0, 8, 24)[i % 4]} for i, row in enumerate(people(examples(8, 24)))]
     sampling = {"max_tokens": 120, "ignore_eos": True, "logprobs": 0, "frequency_penalty": -0.2}
     path = write_job(tmp_path, model, rows, sampling=sampling, engine={"deterministic": True})
     assert run(path, REAL).exit_code == 0
