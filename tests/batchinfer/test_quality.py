@@ -38,7 +38,7 @@ from batchinfer_kernels.paged_attention import CODES
 from batchinfer_kernels.rope_store import coded_reference
 from tests.batchinfer.engine.small_engine import Place, cpu_ops, quantized
 from tests.batchinfer.engine.teacher_forced import Forced, Row, Way, load
-from tests.jobs.test_quickstart_run import accuracy, run
+from tests.batchinfer.test_quickstart_job import accuracy, run
 
 QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart"
 SAMPLE, THINNED = 400, 40

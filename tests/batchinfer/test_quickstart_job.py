@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import duckdb
 import pytest
 from ruamel.yaml import YAML
+
+from tests import warm_commands
 
 JOB = Path(__file__).parents[2] / "jobs/quickstart/job.yaml"
 TYPED = JOB.with_name("typed.yaml")
@@ -19,20 +19,9 @@ LEAST = 0.97
 
 def run(output: Path, *arguments: str, job: Path = JOB) -> dict[str, object]:
     """The run table's row of `batchinfer run`, with the results in `output`."""
-    command = [
-        sys.executable,
-        "-m",
-        "batchinfer",
-        "run",
-        str(job),
-        "--json",
-        "--set",
-        f"output.path={output}",
-    ]
-    done = subprocess.run(
-        [*command, *arguments],
-        capture_output=True, text=True, timeout=1200, check=False, env=os.environ | {"OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
+    words = ["run", str(job), "--json", "--set", f"output.path={output}", *arguments]
+    command = [sys.executable, "-m", "batchinfer", *words]
+    done = warm_commands.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
     row: dict[str, object] = json.loads(done.stdout)
     return row
