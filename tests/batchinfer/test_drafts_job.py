@@ -27,7 +27,6 @@ from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.plans import earlier_drafts
 from batchinfer.pipeline.plans.earlier_drafts import drafted
-from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.stages import drafting
 from batchinfer.pipeline.workers.interrupts import Interrupts
@@ -313,15 +312,12 @@ def test_rows_with_adapters_have_drafts_by_a_model_without(
     assert plain.row["drafted_tokens"] == 0 < got.row["model_accepted"] + got.row["heads_accepted"]
 
 
-def notices(path: Path, options: RunOptions) -> tuple[Outcome, list[str]]:
+def asked_first(path: Path, options: RunOptions = REAL) -> int:
+    """Run a job, and return how many requests its draft model answered first."""
     said: list[str] = []
-    progress = Progress(io.StringIO(), quiet=True)
-    with Interrupts().installed() as interrupts:
-        return run_job(load_job(path, [FLOAT32]), options, progress, interrupts, said.append), said
-
-
-def asked_first(said: list[str]) -> int:
-    """Return how many requests a draft model answered first, as a run has said."""
+    run_job(
+        load_job(path, [FLOAT32]), options, Progress(io.StringIO(), quiet=True), Interrupts(), said.append
+    )
     (line,) = (line for line in said if line.endswith("requests first"))
     assert not any(line.startswith("the whole run") for line in said), "the draft model's time is not in it"
     return int(line.split(" answers ")[1].split()[0])
@@ -337,17 +333,15 @@ def test_a_draft_model_that_is_killed_goes_on_where_it_was(
     )
     for path in (whole, cut):
         changed(path, [{"text": f"row {at} has some words"} for at in range(24)])
-    _, said = notices(whole, REAL)
-    assert asked_first(said) == 24
+    assert asked_first(whole) == 24
     monkeypatch.setenv("DIES_AFTER", "9")
     monkeypatch.setenv("DIED", str(tmp_path / "died"))
     with pytest.raises(BatchInferError):
-        notices(cut, replace(REAL, engine="tests.batchinfer.dying_engine:build"))
+        asked_first(cut, replace(REAL, engine="tests.batchinfer.dying_engine:build"))
     assert not (tmp_path / "cut/out/res").exists()
     known = len(stored(tmp_path / "cut/out/.batchinfer-res/completions"))
     assert 4 <= known < 24
-    _, said = notices(cut, REAL)
-    assert asked_first(said) == 24 - known
+    assert asked_first(cut) == 24 - known
     assert table(cut) == table(whole)
 
 
