@@ -51,13 +51,8 @@ def result_of(place: Place) -> RunResult:
 
 def readers(place: Place, whole: Path) -> dict[str, Callable[[], Any]]:
     """All that read a result's values, each by a name; `whole`: a result that is the same."""
-
-    def queried() -> Any:
-        with asked(place.results, ROWS, partial=False) as answer:
-            return answer.fetchall()
-
     return {
-        "query": queried,
+        "query": lambda: _fetched(place.results),
         "report folder": lambda: _fetched(place.results.with_name("res-report")),
         "diff": lambda: compare_results(place.results, whole, DiffOptions()).different,
         "to_arrow": lambda: result_of(place).to_arrow().to_pylist(),

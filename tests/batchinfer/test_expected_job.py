@@ -17,6 +17,7 @@ from batchinfer.store.results.diff import DiffOptions
 from batchinfer.verbs.diff import compare_results
 from batchinfer.verbs.query import opened_result
 from batchinfer.verbs.report_page import write_page
+from tests.batchinfer.test_deterministic_job import last
 from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, CliOf, Command, Place
 
 PAGE = (Path(__file__).parents[2] / "docs" / "accuracy.md").read_text("utf-8")
@@ -26,12 +27,6 @@ LABELLED = "input: {path: rows.jsonl, id: id, expected: label}"
 @pytest.fixture
 def fake(cli_of: CliOf) -> Command:
     return cli_of(FAKE)
-
-
-def newest(place: Place) -> dict[str, Any]:
-    """The newest run's row."""
-    files = (place.folder / "out/res-report").glob("run-*.parquet")
-    return dict(pq.read_table(max(files, key=lambda path: path.stat().st_mtime_ns)).to_pylist()[0])
 
 
 def queried(results: Path, sql: str) -> list[dict[str, Any]]:
@@ -64,7 +59,7 @@ def test_labels_that_change_are_published_and_measured_without_computing(
     none = cli_of(NO_ENGINE)
     done = none("run", job)
     assert done.code == 0, done.err
-    row = newest(place)
+    row = last(place, "run")[0]
     counts = ("labelled_rows", "unlabelled_rows", "exact_rows", "normalised_rows")
     assert [row[name] for name in counts] == [19, 1, 14, 15]
     assert row["accuracy"] == pytest.approx(14 / 19)
@@ -74,7 +69,7 @@ def test_labels_that_change_are_published_and_measured_without_computing(
 
     labelled(place, found, 9)
     assert none("run", job).code == 0
-    assert newest(place)["accuracy"] == pytest.approx(9 / 19)
+    assert last(place, "run")[0]["accuracy"] == pytest.approx(9 / 19)
     assert place.published().keys() != first.keys()
     assert [one["label"] for one in place.table()][:9] == ["nothing like it"] * 9
 

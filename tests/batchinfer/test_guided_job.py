@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.batchinfer.input.tokenizer.made_tokenizers import words
+from tests.batchinfer.test_deterministic_job import last
 from tests.batchinfer.wrong_jobs import NO_ENGINE, CliOf, Place
 
 REAL = "batchinfer.engine.load.build:load_weights"
@@ -30,14 +31,6 @@ def schema(count: Mapping[str, Any]) -> dict[str, Any]:
 
 NUMBERS = schema({"type": "integer", "minimum": 0, "maximum": 99_999})
 TEXTS = schema({"enum": ["none", "few", "many"]})
-
-
-def run_row(place: Place) -> dict[str, Any]:
-    """Of the newest run in the report's table."""
-    newest = max(
-        (place.folder / "out/res-report").glob("run-*.parquet"), key=lambda path: path.stat().st_mtime_ns
-    )
-    return dict(pq.read_table(newest).to_pylist()[0])
 
 
 def write(place: Place, shape: Mapping[str, Any]) -> Path:
@@ -86,7 +79,7 @@ def test_a_killed_job_is_read_and_resumed(
     done = cli_of(REAL)("run", job)
     assert done.code == 0, done.err
     found = {row["custom_id"]: row for row in place.table()}
-    assert run_row(place)["reused_requests"] == len(partial)
+    assert last(place, "run")[0]["reused_requests"] == len(partial)
     assert check(list(found.values()), NUMBERS) > 8
     for row in partial:
         assert all(
@@ -103,7 +96,7 @@ def test_a_job_with_another_schema_has_other_columns(place: Place, cli_of: CliOf
     for shape, reused in ((NUMBERS, 0), (TEXTS, 0), (NUMBERS, 6)):
         done = run("run", write(place, shape), "--replace")
         assert done.code == 0, done.err
-        assert run_row(place)["reused_requests"] == reused
+        assert last(place, "run")[0]["reused_requests"] == reused
         assert check(place.table(), shape) > 3
         found.append(place.table())
         (file,) = place.results.glob("*.parquet")

@@ -60,14 +60,6 @@ class Disturbance:
     stopped_s: float = 0.0  # of SIGSTOP
     all_of_them: bool = False  # the whole job is stopped
 
-    def __str__(self) -> str:
-        stop = (
-            f" for {self.stopped_s:.1f} s{', all of them' if self.all_of_them else ''}"
-            if self.stopped_s
-            else ""
-        )
-        return f"{self.signum.name} of {self.who} {self.after_s:.2f} s after its start{stop}"
-
 
 def disturbances(dice: random.Random, lives_s: dict[str, float], later_s: float) -> list[Disturbance]:
     """Draw four for one run, in the order in which they are due: stops first, as a kill of the command ends it.

@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import BatchInferError, ErrorBudgetExceeded
@@ -15,8 +14,10 @@ from batchinfer.job import load_job
 from batchinfer.pipeline.clean import clean_job
 from batchinfer.store.index.index import Index
 from batchinfer.store.results.partial import partial_reader
+from tests.batchinfer.killed_runs import published
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table, write_job
 from tests.batchinfer.test_nightly import aged
+from tests.batchinfer.test_replicas import report
 from tests.batchinfer.test_to_openai import batch, bodies, completion, to
 
 LADDER = [{"temperature": 0.1}, {"temperature": 0.2, "seed": 4}]
@@ -58,15 +59,6 @@ def attempts(path: Path) -> list[tuple[int, str]]:
 
 def wanted(hardness: int, most: int) -> tuple[int, str]:
     return (hardness + 1, "stop") if hardness < most else (most, "length")
-
-
-def published(path: Path) -> list[bytes]:
-    return [file.read_bytes() for file in sorted((path.parent / "out/res").glob("*.parquet"))]
-
-
-def report(path: Path, name: str) -> list[dict[str, Any]]:
-    newest = sorted((path.parent / "out/res-report").glob(f"{name}-*.parquet"))[-1]
-    return list(pq.read_table(newest).to_pylist())
 
 
 @pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.slow)])
