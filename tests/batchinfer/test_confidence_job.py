@@ -23,6 +23,7 @@ from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, tabl
 from tests.checkpoints import make_model_folder
 
 REAL = RunOptions()
+ROWS = 4
 CHOICES = ["no", "no idea", "yes", "yellow"]
 Logits = Callable[[list[int]], torch.Tensor]
 
@@ -76,7 +77,7 @@ def job(folder: Path, model: Path, output: dict[str, Any], **sampling: Any) -> P
     return write_job(
         folder,
         model,
-        people(8),
+        people(ROWS),
         model={"path": str(model), "dtype": "float32"},
         sampling={"max_tokens": 60, **sampling},
         prompt={"system": None, "user": None, "text": "text"},
@@ -93,7 +94,7 @@ def test_a_choice_has_its_probability_among_the_choices(tmp_path: Path, tiny: Pa
     plain = table(path)
     assert run(path, REAL).row["computed_requests"] == len(plain), "answers without it are other work"
     rows, reference = table(path), Reference(tiny)
-    for row, given in zip(rows, people(8), strict=True):
+    for row, given in zip(rows, people(ROWS), strict=True):
         wanted = reference.of(given["text"], CHOICES)
         assert math.isclose(sum(wanted.values()), 1, abs_tol=1e-9)
         assert math.isclose(row["confidence"], wanted[row["generated_text"]], rel_tol=1e-3), row
@@ -122,7 +123,7 @@ def test_fields_have_theirs_in_a_map(tmp_path: Path, tiny: Path) -> None:
     path = job(tmp_path, tiny, {"confidence": True, "schema": SCHEMA}, max_tokens=120, temperature=1.5)
     assert run(path, REAL).exit_code == 0
     rows, reference = table(path), Reference(tiny)
-    for row, given in zip(rows, people(8), strict=True):
+    for row, given in zip(rows, people(ROWS), strict=True):
         found, text = dict(row["confidence"]), row["generated_text"]
         assert list(found) == ["kind", "who.age", "tags[0]", "tags[1]"]
         age = json.loads(text)["who"]["age"]

@@ -122,10 +122,10 @@ def test_rows_whose_grammar_takes_too_much_work_fail_beside_others_that_go_on(de
     """Measured with 49,152 tokens: 64 such rows cost up to 0.6 s of CPU time a step for masks and 0.8 s to take tokens,
     until each has failed."""
     constraints = GrammarConstraints(definition, [EOS], 300, 1)
-    rows = [constraints.start(SamplingParams(grammar='start: a\na: a a | "x" |')) for _ in range(3)]
+    rows = [constraints.start(SamplingParams(grammar='start: a\na: a a | "x" |')) for _ in range(2)]
     other = constraints.start(SamplingParams(regex="x+"))
     (x,) = tokenizers.Tokenizer.from_str(definition).encode("x", add_special_tokens=False).ids
-    bits = np.zeros((4, 10), np.int32)
+    bits = np.zeros((3, 10), np.int32)
     for _ in range(300):
         constraints.fill([*rows, other], bits)
         if all(row.failure for row in rows):
@@ -138,8 +138,8 @@ def test_rows_whose_grammar_takes_too_much_work_fail_beside_others_that_go_on(de
     assert None not in errors
     assert other.failure is None
     constraints.fill([*rows, other], bits)
-    assert not bits[:3].any()
-    assert allowed(bits[3]) == {x, EOS}
+    assert not bits[:2].any()
+    assert allowed(bits[2]) == {x, EOS}
 
 
 def allowed(row: np.ndarray) -> set[int]:
