@@ -45,7 +45,7 @@ def job(
     return write_job(
         folder, model, [{"text": text} for text in texts], drafts=drafts,
         prompt={"text": "text", "system": None, "user": None}, sampling={"ignore_eos": True, **sampling},
-        engine=ENGINE | engine, model={"path": str(model), "max_model_len": 96},
+        engine=ENGINE | engine, model={"path": str(model), "max_model_len": 64},
     )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ class Work:
         sections = {
             "prompt": {"text": "text", "system": None, "user": None},
             "sampling": {"max_tokens": 9, "ignore_eos": True},
-            "model": {"path": str(model), "max_model_len": 96},
+            "model": {"path": str(model), "max_model_len": 64},
         } | self.sections
         return write_job(folder, model, rows, engine=ENGINE | engine, **sections)
 
