@@ -188,7 +188,8 @@ def test_labels_are_measured_with_their_probabilities(
     Path("job.yaml").write_text(blocks["yaml"][1])
     set_here = {"model.path": model, "engine.device": "cpu", "output.path": "out/res"}
     done = run("job.yaml", set_here)
-    rows = [row for row in done.to_arrow().to_pylist() if row["mood"] is not None]
+    found = done.to_arrow().to_pylist()
+    rows = [row for row in found if row["mood"] is not None]
     p = np.array([row["probability"] for row in rows])
     right = np.array([row["label"] == row["mood"].strip().lower() for row in rows])
     assert (done.row["labelled_rows"], done.row["normalised_rows"]) == (30, right.sum())
@@ -204,9 +205,15 @@ def test_labels_are_measured_with_their_probabilities(
     assert sum(one["rows"] for one in table) == 30
     write_page(done.results, tmp_path / "page.html")
     assert "Probabilities and right answers" in (tmp_path / "page.html").read_text("utf-8")
-    Path("reviews.jsonl").write_text("\n".join(lines).replace("mixed", "negative"))
+    spelled = [
+        json.loads(line) | {"mood": f" {row['label'].upper()}"}
+        for line, row in zip(lines, found, strict=True)
+    ]
+    Path("reviews.jsonl").write_text("\n".join(map(json.dumps, spelled)))
     again = run("job.yaml", set_here)
-    assert (again.computed or 0, again.row["labelled_rows"]) == (0, 30)
+    assert (again.computed or 0, again.row["exact_rows"], again.row["normalised_rows"]) == (0, 0, 40)
+    every = np.array([row["probability"] for row in found])
+    assert again.row["brier_score"] == pytest.approx(((1 - every) ** 2).mean())
     head, *nights = cli_of(NO_ENGINE)("history", again.results).out.splitlines()
     assert head.endswith("calibration error  Brier score")
     figures = [
