@@ -134,9 +134,7 @@ class Sampler:
 
     def tries_argmax(self, plan: SamplingPlan) -> bool:
         """Whether each row's token is the argmax of its logits, or is likely to be and can be looked at on the host."""
-        return (
-            plan.argmax and plan.given is None and (not plan.masked or (self.on_host and all(plan.followed)))
-        )
+        return plan.argmax and (not plan.masked or (self.on_host and all(plan.followed)))
 
     def _corrected(self, ops: Ops, head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> Sampled:
         """The argmax of each row, and of those whose mask does not allow it what it does allow."""
@@ -174,10 +172,10 @@ class Sampler:
         edit(logits, plan)
         if plan.penalised is not None:
             ops.penalise(logits, _penalties(plan.penalised, device_tokens or DeviceTokens(), logits.device))
-        if plan.masked and plan.drawn is None and plan.given is None and not asking:
+        if plan.masked and plan.drawn is None and not asking:
             return self._greedy(ops, logits, plan)
         barred = self._masked(ops, logits, plan, asking) if plan.masked else None
-        tokens = _with_given(ops.sample(logits, _row_sampling(plan, len(logits), logits.device)), plan)
+        tokens = ops.sample(logits, _row_sampling(plan, len(logits), logits.device))
         return Sampled(tokens, asking.found(ops, tokens, self.eos_token_ids) if asking else None, barred)
 
     def _greedy(self, ops: Ops, logits: Tensor, plan: SamplingPlan) -> Sampled:
@@ -316,14 +314,6 @@ def _ends_together(values: Tensor, logits: Tensor, chosen: Tensor, own: list[int
     together = mine.index_select(1, ends).logsumexp(-1) - mine.logsumexp(-1)
     ended = (taken[:, None] == ends).any(-1)
     return values.index_copy(0, rows, torch.where(ended, together, values.index_select(0, rows)))
-
-
-def _with_given(tokens: Tensor, plan: SamplingPlan) -> Tensor:
-    """Return the tokens that were chosen, and in their place those that are given."""
-    if plan.given is None:
-        return tokens
-    (given,) = upload([plan.given.astype(np.int64)], tokens.device)
-    return torch.where(given >= 0, given, tokens)
 
 
 def _row_sampling(plan: SamplingPlan, rows: int, device: torch.device) -> RowSampling:

@@ -193,8 +193,6 @@ class SamplingPlan:
     among_allowed: list[bool] = field(default_factory=list)
     penalised: PenalisedRows | None = None
     drawn: DrawnRows | None = None  # None: no row's token is drawn
-    # (n,): tokens that are given, whose log-probabilities may be asked for; negative: chosen. None: all are chosen
-    given: Ints | None = None
     states: list[int] = field(default_factory=list)  # rows whose hidden states are asked for
     # Of each of these, ascending, which of the chunks that ask for states it is of
     state_chunks: list[int] = field(default_factory=list)
@@ -237,7 +235,6 @@ class SamplingPlan:
             chosen = chosen[first:end] - np.int32(begin)
         masked = [at for at, row in enumerate(self.masked) if first <= row < end]
         asking = [at for at, row in enumerate(self.asking) if first <= row < end]
-        given = self.given
         return SamplingPlan(
             self.argmax,
             [self.masked[at] - first for at in masked],
@@ -248,7 +245,6 @@ class SamplingPlan:
             [self.among_allowed[at] for at in asking],
             None if self.penalised is None else self.penalised.part(first, end),
             None if self.drawn is None else self.drawn.part(first, end),
-            None if given is None else given[first:end],
             stated,
             [self.state_chunks[at] for at in states],
             self.summed,
@@ -265,7 +261,6 @@ class SamplingPlan:
         if self is ARGMAX:
             return _argmax, ()
         lists = (self.masked, self.masks, self.followed, self.asking, self.likeliest, self.among_allowed)
-        given = None if self.given is None else self.given.tobytes()
         asked = (self.argmax, *lists, self.penalised, self.drawn)
         asked_for, chosen = self.scored, None if self.chosen is None else self.chosen.tobytes()
         scored = (
@@ -273,7 +268,7 @@ class SamplingPlan:
         )
         how, edits = (self.chooses, self.classified, chosen), (self.biased, self.allowed)
         states = (self.states, self.state_chunks, self.summed)
-        return _sampling, (asked, given, states, how, scored, *edits)
+        return _sampling, (asked, states, how, scored, *edits)
 
 
 ARGMAX = SamplingPlan()
@@ -284,7 +279,7 @@ def _argmax() -> SamplingPlan:
 
 
 def _sampling(
-    asked: tuple[Any, ...], given: bytes | None, states: tuple[list[int], list[int], bool],
+    asked: tuple[Any, ...], states: tuple[list[int], list[int], bool],
     how: tuple[bool, bool, bytes | None], scored: tuple[bytes, bytes, int] | None, *edits: Any,
 ) -> SamplingPlan:  # fmt: skip
     tokens = None
@@ -292,7 +287,7 @@ def _sampling(
         places, ids, likeliest = scored
         tokens = ScoredTokens(np.frombuffer(places, np.int32), np.frombuffer(ids, np.int32), likeliest)
     *said, chosen = how
-    fields: tuple[Any, ...] = (*asked, _ints(given), *states, *said, tokens, *edits, _ints(chosen))
+    fields: tuple[Any, ...] = (*asked, *states, *said, tokens, *edits, _ints(chosen))
     return SamplingPlan(*fields)
 
 
