@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tests.kernels.gpu import interpreter
@@ -17,7 +17,6 @@ if interpreter.is_wanted():
     interpreter.switch_on()
 
 import torch
-from torch import Tensor
 
 from batchinfer.engine.load import cache_fit, dummy_steps, layer_heads, loaded_model, settling
 from batchinfer.engine.load.build import LoadedWeights, load_weights
@@ -28,11 +27,6 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.ops import choose
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
-from batchinfer.models.ops.layers import CodedWeight, Experts, ExpertWeights, Head, Linear, Weight
-from batchinfer.models.ops.torch_ops import TorchOps
-from batchinfer_kernels.gated_activation import Activation
-from batchinfer_kernels.quantized_linear import quantized_linear_reference
-from batchinfer_kernels.quantized_matmul import int4_values, packed_int4, packed_int4_experts
 from tests.batchinfer import costed_engine
 from tests.batchinfer.engine.driver import PreemptingAhead
 from tests.batchinfer.engine.launched_references import launch_references
@@ -82,44 +76,6 @@ def stand_in(replace: Replace, compiles: bool = True, quick: bool = False) -> No
     if quick:
         replace(dummy_steps.DummySteps, "profile", lambda *_: 0)
         launch_references(replace)
-
-
-class ReferenceLinear(Head):
-    """A linear layer as its reference says what it is."""
-
-    def __init__(self, shape: Sequence[int], product: Callable[[Tensor], Tensor]) -> None:
-        (self.out_features, self.in_features), self._product = shape, product
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x)
-
-
-class ValueOps(TorchOps):
-    """torch's operators, with int4 as the values that it stands for, and a head in int8 as its reference has it."""
-
-    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        if isinstance(weight, CodedWeight):
-            parts = weight.codes, weight.scales, weight.zeros, weight.group
-            weight = int4_values(packed_int4(*parts, torch.float32))
-        return super().pack_linear(weight, bias)
-
-    def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        return super().pack_experts(_widened(gate_up), _widened(down), activation)
-
-    def pack_head(self, weight: Weight) -> Head:
-        if not isinstance(weight, CodedWeight):
-            return super().pack_head(weight)
-        codes = weight.codes, weight.scales
-        return ReferenceLinear(weight.shape, lambda x: quantized_linear_reference(x, *codes))
-
-
-def _widened(weights: ExpertWeights) -> ExpertWeights:
-    if weights.scales is None:
-        return weights
-    parts = weights.weight, weights.scales, weights.zeros, weights.group
-    packed = packed_int4_experts(*parts, torch.float32)
-    values = [int4_values(packed.of(expert)) for expert in range(len(weights.weight))]
-    return ExpertWeights(torch.stack(values), weights.bias)
 
 
 def triton_ops(model: Checkpoint, deterministic: bool = False) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.content_root import ContentRoots
@@ -16,11 +15,8 @@ from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.requests import planned_requests
-from batchinfer.report.tables.prefixes import PrefixTree
-from batchinfer.store.index.token_store import TokenStore
 from tests.batchinfer.engine.driver import Driver, distinct_tokens, driver_for
 from tests.batchinfer.store.small_index import good_row, write_index
 from tests.kernels.gpu.pairs import each_first
@@ -46,19 +42,13 @@ def tree(system: int, document: int, documents: int, questions: int, seed: int) 
     return rows
 
 
-def plan_of(rows: list[list[int]], folder: Path) -> tuple[Plan, TokenStore]:
-    text = PARAMS.to_json()
-    index = write_index(
-        folder / "x",
-        [good_row(i, row, 12 if i % 5 else 11, params=text) for i, row in enumerate(rows)],
-    )
-    return plan_job(index.index_parts, index.tokens, [], folder / "plan", ROOTS), index.tokens
-
-
 def planned(rows: list[list[int]], folder: Path, batch: int = REQUEST_BATCH) -> Iterator[list[Request]]:
     """The batches of requests that the feeder sends."""
-    plan, tokens = plan_of(rows, folder)
-    for _, requests in planned_requests(plan, tokens, batch, ROOTS):
+    text = PARAMS.to_json()
+    work = [good_row(i, row, 12 if i % 5 else 11, params=text) for i, row in enumerate(rows)]
+    index = write_index(folder / "x", work)
+    plan = plan_job(index.index_parts, index.tokens, [], folder / "plan", ROOTS)
+    for _, requests in planned_requests(plan, index.tokens, batch, ROOTS):
         yield requests
 
 
@@ -101,31 +91,6 @@ def test_each_node_runs_once(shape, room, budget, tmp_path):
     assert len(driver.finished) == len(rows)
     assert driver.preempted == 0
     assert distinct_tokens(rows) <= prompt_tokens(driver) <= MORE[room] * distinct_tokens(rows)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("size", [5, 16, 33])
-@pytest.mark.parametrize("shape", [(3, 10, 9, 9), (70, 50, 16, 5)], ids=str)
-def test_plan_engine_and_report_count_the_same_shared_tokens(shape, size, tmp_path):
-    """Where documents, too, stand together that have less than a block in common."""
-    rows = tree(*shape, seed=4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchinfer.plan.order.run_order.MANY", 1)
-        plan, tokens = plan_of(rows, tmp_path)
-    requests = [
-        request for _, some in planned_requests(plan, tokens, REQUEST_BATCH, ROOTS) for request in some
-    ]
-    driver = run(iter([requests]), blocks=4000 // size, size=size)
-    assert driver.cached == plan.shared_prefix_tokens == sum(map(len, rows)) - distinct_tokens(rows)
-    reported = PrefixTree()
-    for request in requests:
-        reported.add(request)
-    nodes = pq.read_table(reported.close().write(tmp_path, "r"))
-    assert sum(nodes["saved_tokens"].to_pylist()) == plan.shared_prefix_tokens
-    wanted = pq.read_table(plan.prefixes).select(["prefix_tokens", "own_tokens", "users"]).to_pylist()
-    assert sorted(
-        map(tuple, zip(*(nodes[name].to_pylist() for name in ("depth", "tokens", "users")), strict=True))
-    ) == sorted(tuple(node.values()) for node in wanted)
 
 
 @pytest.mark.sample(2)

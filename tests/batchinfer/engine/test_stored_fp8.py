@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,16 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
 
 import torch
-from torch import Tensor
 
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
-from batchinfer.models.ops.interface import Ops
-from batchinfer.models.ops.layers import CodedWeight, Experts, ExpertWeights, Linear, Weight
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer_kernels.arithmetic import WeightForm
-from batchinfer_kernels.block_fp8_matmul import BlockWeight, block_fp8_matmul_reference
-from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
-from batchinfer_kernels.fp8_matmul import fp8_matmul_reference
-from batchinfer_kernels.gated_activation import Activation
-from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
-from tests.batchinfer.engine.interpreted_gpu import DEVICE, ReferenceLinear, triton_ops
-from tests.batchinfer.engine.small_engine import Limits, Place, make_runner
-from tests.batchinfer.engine.teacher_forced import Row, farthest, forced_logits
+from tests.batchinfer.engine.coded_references import CodedOps, forced
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
+from tests.batchinfer.engine.small_engine import Limits
+from tests.batchinfer.engine.teacher_forced import farthest
 from tests.checkpoints import kept_folder
 from tests.kernels.gpu.float8_sums import float8_rounding
 from tests.packed_weights import make_fp8
@@ -62,68 +54,14 @@ def stored(kind: str) -> Checkpoint:
     return inspect_checkpoint(folders(kind)[0]).as_stored()
 
 
-class StoredExperts(Experts):
-    def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> None:
-        self._parts, self._activation = (gate_up, down), activation
-        self.loads = torch.zeros(len(gate_up.weight), dtype=torch.int64, device=gate_up.weight.device)
-
-    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        groups = group_by_expert(choice.experts, len(self.loads))
-        made = x[groups.order // choice.experts.shape[1]]
-        for part, activation in zip(self._parts, (self._activation, None), strict=True):
-            codes = {"scales": part.scales, "lines": part.lines, "activation": activation}
-            made = grouped_matmul_reference(made, part.weight, groups.starts, part.bias, **codes)
-        return combine_reference(made, groups.order, choice.weights)
-
-
-class StoredOps(TorchOps):
-    """torch's operators, with products of stored codes."""
-
-    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        return self._packed(weight, bias, None) or super().pack_linear(weight, bias)
-
-    def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
-        return self._packed(weight, bias, activation) or super().pack_gated(weight, bias, activation)
-
-    def _packed(self, weight: Weight, bias: Tensor | None, activation: Activation | None) -> Linear | None:
-        if not isinstance(weight, CodedWeight):
-            return None
-        outputs, inputs = weight.codes.shape
-        more = {"activation": activation}
-
-        def product(x: Tensor) -> Tensor:
-            if weight.lines is None:
-                return fp8_matmul_reference(x, weight.codes, weight.scales, bias, **more)
-            blocks = BlockWeight(weight.codes, weight.scales, weight.lines)
-            return block_fp8_matmul_reference(x, blocks, bias, **more)
-
-        return ReferenceLinear((outputs // (1 if activation is None else 2), inputs), product)
-
-    def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        if gate_up.scales is None:
-            return super().pack_experts(gate_up, down, activation)
-        return StoredExperts(gate_up, down, activation)
-
-
-def prompts() -> list[list[int]]:
-    rng = random.Random(3)
-    return [[rng.randrange(250) for _ in range(n)] for n in (1, 9, 23)]
-
-
-def forced(model: Checkpoint, ops: Ops, limits: Limits) -> dict[Place, Tensor]:
-    """Logits of answers that are given."""
-    rows = [Row(prompt, [7, 8]) for prompt in prompts()]
-    return forced_logits(make_runner(model, ops, limits, DEVICE), limits, rows)[0]
-
-
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind != "blocks" else []) for kind in KINDS]
 )
 def test_stored_codes_are_what_their_references_say(kind: str) -> None:
-    model, limits = stored(kind), Limits(budget=32)
-    wanted = forced(model, StoredOps(), limits)
-    got = forced(model, triton_ops(model), limits)
-    plain = forced(inspect_checkpoint(folders(kind)[1]), TorchOps(), limits)
+    model = stored(kind)
+    wanted = forced(model, CodedOps(), DEVICE)
+    got = forced(model, triton_ops(model), DEVICE)
+    plain = forced(inspect_checkpoint(folders(kind)[1]), TorchOps(), DEVICE)
     off, unquantised = farthest(got, wanted), farthest(plain, wanted)
     half = len(off) // 2
     assert off[half] < (unquantised[half] / 4 if float8_rounding() > 0 else 1e-5)
@@ -138,8 +76,8 @@ def test_stored_codes_are_what_their_references_say(kind: str) -> None:
 def test_a_row_has_the_same_bits_in_a_batch(kind: str) -> None:
     model = stored(kind)
     ops = triton_ops(model, deterministic=True)
-    alone = forced(model, ops, Limits(budget=4096, seqs=1, caching=False))
-    together = forced(model, ops, Limits(budget=24))
+    alone = forced(model, ops, DEVICE, Limits(budget=4096, seqs=1, caching=False))
+    together = forced(model, ops, DEVICE, Limits(budget=24))
     assert all(torch.equal(together[place], alone[place]) for place in alone)
 
 

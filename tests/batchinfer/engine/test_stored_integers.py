@@ -4,37 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.decoder.block import pack_layer
 from batchinfer.models.ops.attention import RopeTable
 from batchinfer.models.ops.cpu_layer import CompiledLayer
-from batchinfer.models.ops.interface import Ops
-from batchinfer.models.ops.layers import CodedWeight, Experts, ExpertWeights, Head, Linear, Weight, values_of
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer_kernels.arithmetic import WeightForm
-from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
-from batchinfer_kernels.gated_activation import Activation, gated_activation_reference
-from batchinfer_kernels.int4_linear import int4_linear_reference
-from batchinfer_kernels.quantized_linear import quantized_linear_reference
-from tests.batchinfer.engine.interpreted_gpu import DEVICE, ReferenceLinear, ValueOps, triton_ops
+from tests.batchinfer.engine.coded_references import CodedOps, ValueOps, forced
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
 from tests.batchinfer.engine.small_engine import (
     TRITON,
-    Limits,
-    Place,
     cpu_ops,
-    make_runner,
 )
-from tests.batchinfer.engine.teacher_forced import Row, farthest, forced_logits
+from tests.batchinfer.engine.teacher_forced import farthest
 from tests.checkpoints import kept_folder
 from tests.packed_weights import SINGLE
 from tests.published_formats import make_published
@@ -59,68 +49,11 @@ def stored() -> Checkpoint:
     return inspect_checkpoint(folder()).as_stored()
 
 
-class StoredExperts(Experts):
-    """Experts in int4, one after the other, as the reference of a linear layer has them."""
-
-    def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> None:
-        self._parts, self._activation = (gate_up, down), activation
-        self.loads = torch.zeros(len(gate_up.weight), dtype=torch.int64)
-
-    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        groups = group_by_expert(choice.experts, len(self.loads))
-        rows = x[groups.order // choice.experts.shape[1]]
-        into, back = self._parts
-        inner = gated_activation_reference(self._multiplied(rows, into, groups.starts), self._activation)
-        return combine_reference(self._multiplied(inner, back, groups.starts), groups.order, choice.weights)
-
-    def _multiplied(self, rows: Tensor, weights: ExpertWeights, starts: Tensor) -> Tensor:
-        assert weights.scales is not None
-        made = rows.new_empty(len(rows), weights.weight.shape[1])
-        for expert, (first, end) in enumerate(pairwise(starts.tolist())):
-            zeros = None if weights.zeros is None else weights.zeros[expert]
-            parts = weights.weight[expert], weights.scales[expert], zeros, weights.group
-            made[first:end] = int4_linear_reference(rows[first:end], *parts)
-        return made
-
-
-class StoredOps(TorchOps):
-    """torch's operators, with products of int8 as their reference has them."""
-
-    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        if not isinstance(weight, CodedWeight):
-            return super().pack_linear(values_of(weight, self.name), bias)
-        codes, scales, zeros, group = weight.codes, weight.scales, weight.zeros, weight.group
-        if group:
-            four = (codes, scales, zeros, group, bias)
-            return ReferenceLinear(codes.shape, lambda x: int4_linear_reference(x, *four))
-        return ReferenceLinear(codes.shape, lambda x: quantized_linear_reference(x, codes, scales, bias))
-
-    def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        return (
-            StoredExperts(gate_up, down, activation)
-            if gate_up.int4
-            else super().pack_experts(gate_up, down, activation)
-        )
-
-    def pack_head(self, weight: Weight) -> Head:
-        if not isinstance(weight, CodedWeight):
-            return super().pack_head(weight)
-        return ReferenceLinear(
-            weight.shape, lambda x: quantized_linear_reference(x, weight.codes, weight.scales)
-        )
-
-
-def forced(model: Checkpoint, ops: Ops, device: str) -> dict[Place, Tensor]:
-    """Logits of answers that are given."""
-    limits, rows = Limits(budget=32), [Row([3, 17, 99, 4, 200], [7, 8]), Row([5] * 20, [9, 1])]
-    return forced_logits(make_runner(model, ops, limits, device), limits, rows)[0]
-
-
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("gpu", marks=TRITON)])
 def test_stored_codes_are_multiplied_as_their_reference_says(kind: str) -> None:
     model, plain = stored(), inspect_checkpoint(folder())
     ops, device = (cpu_ops(model), "cpu") if kind == "cpu" else (triton_ops(model), DEVICE)
-    got, wanted = forced(model, ops, device), forced(model, StoredOps(), device)
+    got, wanted = forced(model, ops, device), forced(model, CodedOps(), device)
     off, unquantised = farthest(got, wanted), farthest(forced(plain, TorchOps(), "cpu"), wanted)
     assert off[len(off) // 2] < 1e-5 < unquantised[0]
     assert off[-1] < unquantised[len(off) // 2] / 2
@@ -165,7 +98,7 @@ def test_int4_is_multiplied_as_it_is_stored(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(found, plain[linear.name], rtol=1e-6, atol=1e-7)
     quantised = replace(model, spec=model.spec.quantized("int4"))
     assert {form.codes for form in quantised.spec.forms} == {"int4", "int8"}
-    got, wanted = (forced(quantised, ops, "cpu") for ops in (cpu_ops(quantised), StoredOps()))
+    got, wanted = (forced(quantised, ops, "cpu") for ops in (cpu_ops(quantised), CodedOps()))
     off = farthest(got, wanted)
     unquantised = farthest(forced(whole, TorchOps(), "cpu"), wanted)
     assert off[len(off) // 2] < 2e-5 < unquantised[0]

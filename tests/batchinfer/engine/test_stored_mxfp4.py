@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.config import load_config
@@ -18,16 +17,16 @@ from batchinfer.models.decoder.block import pack_layer
 from batchinfer.models.ops.attention import RopeTable
 from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.ops.cpu_ops import CpuOps
-from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.tiles import TileWay
+from tests.batchinfer.engine.coded_references import forced
 from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
-from tests.batchinfer.engine.small_engine import TRITON, Limits, Place, cpu_ops, make_runner
-from tests.batchinfer.engine.teacher_forced import Row, farthest, forced_logits
+from tests.batchinfer.engine.small_engine import TRITON, cpu_ops
+from tests.batchinfer.engine.teacher_forced import farthest
 from tests.checkpoints import kept_folder
 from tests.packed_weights import make_mxfp4
 from tests.published_formats import make_published
@@ -47,12 +46,6 @@ def folders() -> tuple[Path, Path]:
 
 def stored() -> Checkpoint:
     return inspect_checkpoint(folders()[0]).held_for("stored-mxfp4")
-
-
-def forced(model: Checkpoint, ops: Ops, device: str) -> dict[Place, Tensor]:
-    """Logits of answers that are given."""
-    limits, rows = Limits(budget=32), [Row([3, 17, 99, 4, 200], [7, 8]), Row([5] * 20, [9, 1])]
-    return forced_logits(make_runner(model, ops, limits, device), limits, rows)[0]
 
 
 def test_a_cpu_gives_the_dequantised_models_bits() -> None:

@@ -15,9 +15,10 @@ from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer.plan.setup.weights import can_calibrate
 from batchinfer_kernels.arithmetic import WeightForm
+from tests.batchinfer.engine.coded_references import forced
 from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
-from tests.batchinfer.engine.small_engine import TRITON, Limits, make_runner
-from tests.batchinfer.engine.teacher_forced import Row, farthest, forced_logits
+from tests.batchinfer.engine.small_engine import TRITON
+from tests.batchinfer.engine.teacher_forced import farthest
 from tests.batchinfer.models.ops.cusparselt_stand_in import stand_in
 from tests.checkpoints import edit_json
 from tests.packed_weights import SINGLE
@@ -47,11 +48,7 @@ def test_a_gpu_leaves_out_the_zeros(
         stored = plain
     model = inspect_checkpoint(stored).held_for("stored-sparse")
     dense = inspect_checkpoint(plain)
-    rows = [Row([3, 17, 99, 4, 200], [7, 8]), Row([5] * 20, [9, 1])]
-    got, wanted = (
-        forced_logits(make_runner(each, ops, Limits(budget=32), DEVICE), Limits(budget=32), rows)[0]
-        for each, ops in ((model, triton_ops(model)), (dense, TorchOps()))
-    )
+    got, wanted = forced(model, triton_ops(model), DEVICE), forced(dense, TorchOps(), DEVICE)
     assert farthest(got, wanted)[-1] < 2e-5
     assert library.products % 7 == 0, "four products of layer 1, and three of layer 0"
     assert library.products > 0

@@ -35,19 +35,17 @@ from batchinfer.engine.tensors.graph_sizes import batch_sizes
 from batchinfer.input.constraints.constrained import grammar_constraints
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.ops.interface import Ops
-from batchinfer.models.ops.layers import Head, Linear, Weight, values_of
 from batchinfer.models.ops.prompts import contest, flash_attention, prefill
 from batchinfer.models.ops.prompts.flash_attention import FlashAttentionPrefill
 from batchinfer.models.ops.prompts.flashinfer import FlashInferPrefill
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.arithmetic import Quantization
-from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.gpu import attention_plan, matmul_tiles, step_arrays
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
-from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from tests.batchinfer.engine import guided_rows
-from tests.batchinfer.engine.interpreted_gpu import DEVICE, ReferenceLinear, ValueOps, stand_in, triton_ops
+from tests.batchinfer.engine.coded_references import CodedOps, ValueOps, forced
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, stand_in, triton_ops
 from tests.batchinfer.engine.small_engine import (
     MAX_LEN,
     MIXED,
@@ -67,7 +65,7 @@ from tests.batchinfer.engine.small_engine import (
     quantized,
     request,
 )
-from tests.batchinfer.engine.teacher_forced import Row, different, farthest, forced_logits
+from tests.batchinfer.engine.teacher_forced import different, farthest
 from tests.batchinfer.models.ops.prompts import flash_attention_stand_in, flashinfer_stand_in
 from tests.checkpoints import kept_folder
 from tests.examples import first_of
@@ -102,7 +100,6 @@ VARIANTS = {
 ALWAYS = ("qwen2-mixed-windows", "qwen3-normed", "gemma2", "deepseek-v3", "gpt-oss")
 SHARED = 40
 OUTPUT = 3
-FORCED = 3
 SEGMENT = 32  # keys: a tile of float32
 SETTINGS = {
     "chunked": Limits(budget=32),
@@ -198,47 +195,20 @@ def test_prompts_are_decompressed_where_the_cache_keeps_latents(monkeypatch, set
     assert sum(lens) == read if setting == "whole" else 0 < sum(lens) < read
 
 
-class ReferenceOps(TorchOps):
-    """torch's operators, with linear layers that are quantised as the references of products say."""
-
-    def __init__(self, quantization: str) -> None:
-        super().__init__()
-        int8 = quantization == "int8"
-        self._quantize = quantize_weight if int8 else quantize_rows_fp8
-        self._product = quantized_linear_reference if int8 else fp8_matmul_reference
-
-    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        codes = self._quantize(values_of(weight, self.name))
-        return ReferenceLinear(weight.shape, lambda x: self._product(x, *codes, bias))
-
-    def pack_head(self, weight: Weight) -> Head:
-        codes = self._quantize(values_of(weight, self.name))
-        return ReferenceLinear(weight.shape, lambda x: self._product(x, *codes, None))
-
-
-def forced(ops: Ops, limits: Limits, device: str, variant: str = "llama") -> dict[Place, Tensor]:
-    rng = random.Random(12)
-    rows = [Row(prompt, [rng.randrange(250) for _ in range(FORCED)]) for prompt in prompts(2)]
-    return forced_logits(make_runner(model_of(variant), ops, limits, device), limits, rows)[0]
-
-
 @pytest.mark.parametrize("quantization", first_of(["int8", "fp8"], 1))
 def test_codes_are_what_their_reference_says(quantization):
     """Sums of int8 codes are exact, those of fp8 nearly, so that logits differ only by what attention and norms round,
     but where that turns the code of an activation into the next one."""
-    limits = SETTINGS["chunked"]
-    wanted = forced(ReferenceOps(quantization), limits, DEVICE)
-    coded = f"llama+{quantization}"
-    got = forced(triton_ops(model_of(coded)), limits, DEVICE, coded)
-    assert len(wanted) == FORCED * len(prompts(2))
-    off, unquantised = farthest(got, wanted), farthest(forced(TorchOps(), limits, DEVICE), wanted)
+    plain, model = model_of("llama"), model_of(f"llama+{quantization}")
+    got, wanted = (forced(model, ops, DEVICE) for ops in (triton_ops(model), CodedOps()))
+    off, unquantised = farthest(got, wanted), farthest(forced(plain, TorchOps(), DEVICE), wanted)
     half = len(off) // 2
     short = quantization == "fp8" and float8_rounding() > 0  # sums of few bits turn codes here and there
     assert off[half] < (unquantised[half] / 4 if short else 1e-5)
     assert off[-1] < unquantised[0] / 3, "further away than a model that is not quantised"
     if quantization == "fp8":
         return
-    cpu = forced(cpu_ops(model_of(coded)), limits, "cpu", coded)
+    cpu = forced(model, cpu_ops(model), "cpu")
     assert farthest(got, cpu)[-1] < unquantised[0] / 3, "a CPU's int8 is another one"
 
 
@@ -311,16 +281,6 @@ def test_a_row_has_the_same_bits_however_the_work_is_cut(quantization):
     cpu = on_the_cpu(variant, SETTINGS["whole"], prompts())
     for row in range(len(requests)):
         assert [int(wanted[row, at].argmax()) for at in range(OUTPUT)] == cpu.tokens(row)[:OUTPUT]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("short_segments")
-def test_the_default_mode_is_not_row_invariant():
-    """Else the test above would find nothing, and the price be paid for nothing."""
-    ops, requests = triton_ops(model_of("llama")), greedy(prompts(), 4, ignore_eos=True)
-    wanted = apart(ops, requests)
-    got, _ = logits_of(ops, SETTINGS["chunked"], requests)
-    assert sum(not torch.equal(got[place], wanted[place]) for place in wanted) > len(prompts())
 
 
 def gpus_config(quantization: Quantization, deterministic: bool, rows: int = 5) -> EngineConfig:

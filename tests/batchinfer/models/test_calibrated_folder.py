@@ -23,7 +23,7 @@ from batchinfer.models.calibration.work import Loss
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer_kernels.int4_feedback import codes_with_feedback
-from tests.batchinfer.engine.interpreted_gpu import ValueOps
+from tests.batchinfer.engine.coded_references import ValueOps
 from tests.batchinfer.engine.small_engine import cpu_ops, quantized
 from tests.batchinfer.far_device import FAR, far_away
 from tests.batchinfer.models.test_logits import check_logits
