@@ -117,11 +117,6 @@ class Slots:
         return chunk.sequence.tables[group][at // self._size], at % self._size
 
 
-def _contents(sequence: Sequence, tokens: list[int]) -> list[int]:
-    """A digest of what each token's K and V depend on."""
-    return list(accumulate(tokens, _digest, initial=hash(sequence.content_root)))[1:]
-
-
 def _digest(before: int, token: int) -> int:
     return hash((before, token))
 

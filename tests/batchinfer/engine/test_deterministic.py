@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from batchinfer.core.errors import Unavailable
 from batchinfer.engine.load.loaded_model import LoadedModel
@@ -223,29 +222,6 @@ def test_copied_blocks_change_no_bit_or_little_in_the_default_mode(block_size, d
     for place, row in wanted.items():
         off = found[place].max() - found[place][row.argmax()]
         assert off <= 8 * torch.finfo(torch.bfloat16).eps * row.abs().max()
-
-
-def test_a_row_that_depends_on_its_batch_is_found():
-    """What these tests would say of an operator that looks at the number of rows."""
-    loaded, wanted = yardstick("llama", "float32", "none")
-    real = loaded.runner.model
-
-    class Crooked:
-        forward = staticmethod(real.forward)
-
-        @staticmethod
-        def logits(hidden: Tensor) -> Tensor:
-            return real.logits(hidden) * (1 + 2**-23 * (len(hidden) > 4))
-
-    crooked = replace(loaded, runner=replace(loaded.runner, model=Crooked()))
-    assert len(different(Forced(crooked, rows(), Way()).run(), wanted)) > len(rows())
-
-
-def test_arithmetics_differ():
-    """Were one taken for another, the tests above would compare it with itself."""
-    place = (9, 3)
-    found = [yardstick("llama", *arithmetic)[1][place] for arithmetic in ARITHMETICS]
-    assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
 
 
 def refuse(**_: object) -> None:

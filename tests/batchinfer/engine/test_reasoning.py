@@ -146,12 +146,6 @@ def test_rows_alone_reason_and_then_obey() -> None:
 
 
 def test_the_batch_changes_nothing() -> None:
-    limits = WAYS["in small pieces"]
-    ran = run(cpu_runner(limits), limits)
-    assert ran.answers == alone().answers
-
-
-def test_looking_ahead_changes_nothing() -> None:
     """Rows whose reasoning is over, and that have no constraint, are looked ahead of again."""
     limits = WAYS["preempted"]
     ran = run(looking_ahead(cpu_runner(limits)), limits)

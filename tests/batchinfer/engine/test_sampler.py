@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers.generation import logits_process as hf
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.engine.runner.sampler import Sampler
@@ -34,13 +33,6 @@ def chosen(logits: torch.Tensor, rows: list[Sequence], *eos: int) -> list[int]:
     return Sampler(frozenset(eos)).sample(TorchOps(), logits, plan_of(rows, *eos)).tokens.tolist()
 
 
-def reshaped(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
-    """The logits after penalties and bans."""
-    got = logits.clone()
-    chosen(got, [sequence])
-    return got
-
-
 def test_a_row_draws_the_same_token_in_any_company():
     torch.manual_seed(1)
     logits = torch.randn(40, 50)
@@ -49,21 +41,6 @@ def test_a_row_draws_the_same_token_in_any_company():
     together = chosen(logits.clone(), rows)
     alone = [chosen(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(40)]
     assert together == alone
-
-
-def test_penalties_equal_transformers_and_their_definitions():
-    torch.manual_seed(2)
-    logits = torch.randn(1, 20)
-    sequence = make_sequence(0, [1, 2, 2], [3, 3, 4], repetition_penalty=1.7)
-    wanted = hf.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[1, 2, 2, 3, 3, 4]]), logits.clone())
-    got = reshaped(logits, sequence)
-    torch.testing.assert_close(got, wanted)
-    sequence = make_sequence(0, [1, 2, 2], [3, 3, 4], presence_penalty=0.5, frequency_penalty=0.25)
-    got = reshaped(logits, sequence)
-    lowered = (logits - got)[0]
-    assert lowered[3].item() == pytest.approx(0.5 + 2 * 0.25)
-    assert lowered[4].item() == pytest.approx(0.5 + 0.25)
-    assert lowered[1].item() == 0
 
 
 def test_min_tokens_bans_eos_and_stop_tokens_until_reached():

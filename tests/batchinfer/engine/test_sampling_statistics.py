@@ -43,19 +43,6 @@ Shares = NDArray[np.float64]
 
 CASES: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "temperature": {"temperature": 0.6},
-    "top_k": {"top_k": 6},
-    "top_p": {"top_p": 0.7},
-    "min_p": {"min_p": 0.15},
-    "repetition_penalty": {"repetition_penalty": 1.6},
-    "presence_penalty": {"presence_penalty": 1.5},
-    "frequency_penalty": {"frequency_penalty": 0.8},
-    "answer's penalties": {"presence_penalty": 1.2, "frequency_penalty": 0.8},
-    "logit_bias": {"logit_bias": ((0, 2.5), (7, -1.5), (EOS, -100.0))},
-    "allowed_token_ids": {"allowed_token_ids": (0, 4, 7, EOS, 20)},
-    # the last would begin in the prompt
-    "bad_words": {"bad_tokens": ((5,), (7, 2, EOS), (9, 2, 7), (2, 20), (1, 7, 5, 7, 2, 7))},
-    "min_tokens": {"min_tokens": 5, "stop_token_ids": (20,)},
     "all": {
         "temperature": 1.4,
         "top_k": 12,
@@ -69,6 +56,19 @@ CASES: dict[str, dict[str, Any]] = {
         "bad_tokens": ((4,), (2, 6)),
         "min_tokens": 9,
     },
+    "top_k": {"top_k": 6},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.15},
+    "repetition_penalty": {"repetition_penalty": 1.6},
+    "answer's penalties": {"presence_penalty": 1.2, "frequency_penalty": 0.8},
+    "logit_bias": {"logit_bias": ((0, 2.5), (7, -1.5), (EOS, -100.0))},
+    "allowed_token_ids": {"allowed_token_ids": (0, 4, 7, EOS, 20)},
+    # the last would begin in the prompt
+    "bad_words": {"bad_tokens": ((5,), (7, 2, EOS), (9, 2, 7), (2, 20), (1, 7, 5, 7, 2, 7))},
+    "min_tokens": {"min_tokens": 5, "stop_token_ids": (20,)},
+    "temperature": {"temperature": 0.6},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 0.8},
 }
 
 

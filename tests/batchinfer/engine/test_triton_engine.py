@@ -97,7 +97,7 @@ VARIANTS = {
     "deepseek-v2": ("deepseek_v2", {}),
     "deepseek-v3": ("deepseek_v3", {}),
 }
-ALWAYS = ("qwen2-mixed-windows", "qwen3-normed", "gemma2", "deepseek-v3", "gpt-oss")
+ALWAYS = ("qwen3-normed", "gemma2", "gpt-oss")
 SHARED = 40
 OUTPUT = 3
 SEGMENT = 32  # keys: a tile of float32
@@ -412,7 +412,9 @@ def test_transformers_code_on_the_gpus_path(monkeypatch):
 def test_all_of_the_gpus_path_in_int8_and_deterministic(monkeypatch):
     """Padding and graphs of longer contexts change no bit either."""
     loaded = loaded_as_a_job_does(monkeypatch, gpus_config("int8", deterministic=True, rows=4))
-    info, sampler = loaded.info, RecordingSampler(frozenset())
+    info, sampler, model = loaded.info, RecordingSampler(frozenset()), model_of("llama-one-layer")
+    linear = model.spec.head.values + sum(layer.values for layer in model.spec.linears())
+    assert info.weight_bytes == 4 * model.parameters - 3 * linear, "a byte for each value"
     assert (info.ops, info.linear, info.quantization, info.deterministic) == ("triton", "int8", "int8", True)
     requests = greedy(prompts(), 4, ignore_eos=True)[5:]
     noted: Any = Noted(replace(loaded.runner, sampler=sampler))
@@ -438,17 +440,15 @@ def test_all_of_the_gpus_path_in_int4(monkeypatch, many):
     assert run.answers == ran(variant, SETTINGS["chunked"], ValueOps(), DEVICE, rows).answers
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("processors", [78, 132])  # of an H20 and an H100
-@pytest.mark.parametrize(("kind", "deterministic"), [("int8", True), ("half", True)])
+@pytest.mark.parametrize("kind", ["int8", "half"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
-def test_what_a_product_is_compiled_for_is_met_in_the_warm_up(
-    kind, deterministic, outputs, inputs, processors
-):
+def test_what_a_product_is_compiled_for_is_met_in_the_warm_up(kind, outputs, inputs, processors):
     """The layers of an 8B model: tiles by the number of rows, and whether numbers are 1 or multiples of 16."""
 
     def compiled(rows: int) -> tuple[object, ...]:
-        cut = matmul_tiles.choose_cut(kind, outputs, rows, inputs, deterministic, processors)
+        cut = matmul_tiles.choose_cut(kind, outputs, rows, inputs, True, processors)
         numbers = (rows, cut.segment // cut.tiles.inputs, cut.splits)
         return cut.tiles, cut.in_turn, cut.splits > 1, *[(n == 1, n % 16 == 0) for n in numbers]
 
@@ -535,15 +535,3 @@ def test_an_engine_of_a_gpu_does_not_round_the_library_s_partial_sums(
     stand_in(monkeypatch.setattr)
     build.load_model(gpus)
     assert [getattr(products_as_torch_has_them, name) for name in SUMS] == [False, False]
-
-
-def test_int8_weights_take_a_byte_each(monkeypatch):
-    """What the report says of a model, and so what is left for the cache."""
-    stand_in(monkeypatch.setattr)
-    monkeypatch.setattr(build, "fit_cache", lambda runner, limits, room, *_: Fitted(runner, limits, 1))
-    plain, quantised, fp8 = (
-        build.load_model(gpus_config(q, False)).info.weight_bytes for q in ("none", "int8", "fp8")
-    )
-    spec = model_of("llama-one-layer").spec
-    linear = spec.head.values + sum(layer.values for layer in spec.linears())
-    assert plain - quantised == plain - fp8 == 3 * linear
