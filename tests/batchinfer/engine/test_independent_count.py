@@ -1,15 +1,9 @@
-"""FLOPs and bytes of a run equal what is counted without our costs: over transformers' eager model of the same
-checkpoint, fed the same rows.
-
-FLOPs: torch's counter over what transformers computes, less the (query, key) pairs that a causal mask hides. Bytes: the
-tensors that pass transformers' modules, and its parameters, each operand of an operator once; weights once a step.
-"""
+"""FLOPs of a run equal what torch counts over transformers' eager model of the same checkpoint, fed the same rows, less
+the (query, key) pairs that a causal mask hides."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,8 +21,6 @@ from batchinfer.report.tables.tables import run_row
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.small_engine import (
     Limits,
-    Noted,
-    NotedStep,
     Ran,
     checkpoint,
     cpu_ops,
@@ -44,7 +36,6 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 OUTPUT = 12
 PEAKS = Peaks(1e10, 1e10)
 LIMITS = Limits(budget=96, blocks=400)
-FLOAT = 4
 
 
 def rows(shared: bool) -> list[Request]:
@@ -56,10 +47,10 @@ def rows(shared: bool) -> list[Request]:
     return greedy(prompts, OUTPUT, ignore_eos=True)
 
 
-def run(family: str, requests: list[Request]) -> tuple[Ran, Noted]:
+def run(family: str, requests: list[Request]) -> Ran:
     model = checkpoint(family, **SIZES)
-    noted = Noted(make_runner(model, cpu_ops(model), LIMITS))
-    return drain(make_engine(noted, LIMITS, frozenset(), peaks=PEAKS), requests), noted
+    engine = make_engine(make_runner(model, cpu_ops(model), LIMITS), LIMITS, frozenset(), peaks=PEAKS)
+    return drain(engine, requests)
 
 
 def reported(ran: Ran, folder: Path) -> dict[str, Any]:
@@ -107,7 +98,7 @@ def counted_flops(model: Any, prompt: list[int], answer: list[int], cached: int)
 )
 def test_flops_are_those_that_torch_counts(family: str, shared: bool, tmp_path: Path) -> None:
     requests, model = rows(shared), eager(family)
-    ran, _ = run(family, requests)
+    ran = run(family, requests)
     expected = sum(
         counted_flops(
             model,
@@ -121,87 +112,3 @@ def test_flops_are_those_that_torch_counts(family: str, shared: bool, tmp_path: 
     row = reported(ran, tmp_path)
     assert row["flops"] == pytest.approx(expected, rel=0.01)
     assert row["mfu"] == pytest.approx(expected / (row["engine_wall_s"] * PEAKS.flops_per_s), rel=0.01)
-
-
-@dataclass
-class Passed:
-    """Bytes that pass a model's modules in one forward."""
-
-    token: float = 0.0  # in what every token passes
-    sampled: float = 0.0  # in the head and what is before it
-    weights: float = 0.0  # of what every token passes
-    head_weights: float = 0.0
-
-
-# How often each module's operand and its result pass: q, k and v are stored or turned, and attention reads q and writes
-# as much; norms read x and the residual and write both; what the activation wrote is read
-PASSES = {
-    "embed_tokens": (0, 2),
-    "input_layernorm": (0, 4),
-    "post_attention_layernorm": (0, 4),
-    "q_proj": (1, 5),
-    "k_proj": (0, 3),
-    "v_proj": (0, 3),
-    "o_proj": (1, 1),
-    "gate_proj": (1, 2),
-    "up_proj": (0, 2),
-    "down_proj": (2, 1),
-}
-
-
-def _note(passed: Passed, name: str, module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Count each operand of the operators that a step has: what one writes and another reads counts in both."""
-    last, given = name.rpartition(".")[2], inputs[0] if inputs else output
-    weights = sum(p.nbytes for p in module.parameters())
-    if last in PASSES:
-        operand, result = PASSES[last]
-        passed.token += operand * given.nbytes + result * output.nbytes
-        passed.weights += weights if last != "embed_tokens" else 0
-    elif last == "lm_head":  # the sampler reads the logits, and writes a token
-        passed.sampled += given.nbytes + 2 * output.nbytes + 8 * output.shape[1]
-        passed.head_weights += weights
-    elif name == "model.norm":  # adds the residual, of the rows that are sampled
-        passed.sampled += 4 * output.nbytes / output.shape[1]
-        passed.head_weights += weights
-
-
-def counted_bytes(model: Any, noted: Noted, requests: list[Request]) -> float:
-    prompts = {request.key: request.prompt.tolist() for request in requests}
-    passed, tokens, config = Passed(), 16, model.config
-    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
-    hooks = [module.register_forward_hook(partial(_note, passed, name)) for name, module in leaves]
-    with torch.no_grad():
-        model(torch.zeros(1, tokens, dtype=torch.long), logits_to_keep=1)
-    for hook in hooks:
-        hook.remove()
-    turned = config.num_hidden_layers * (4 * config.head_dim + 8)  # cos and sin, and where to store
-    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * FLOAT
-    total = 0.0
-    for step in noted.steps:
-        sampled = len(step.sampled)
-        total += passed.weights + (passed.head_weights if sampled else 0)
-        total += len(step.tokens) * (passed.token / tokens + turned)
-        total += sampled * passed.sampled + kept * _distinct(step, prompts)
-    return total
-
-
-def _distinct(step: NotedStep, prompts: dict[bytes, list[int]]) -> int:
-    """Count the cached tokens that a step reads: whole blocks of a prompt that several rows begin with once."""
-    size, blocks, others = LIMITS.block_size, set(), 0
-    for key, _, end in step.spans:
-        prompt = prompts[key]
-        whole = min(end, len(prompt)) // size
-        blocks |= {tuple(prompt[: (at + 1) * size]) for at in range(whole)}
-        others += end - whole * size
-    return len(blocks) * size + others
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_bytes_are_those_of_the_tensors(family: str, shared: bool, tmp_path: Path) -> None:
-    requests = rows(shared)
-    ran, noted = run(family, requests)
-    expected = counted_bytes(eager(family), noted, requests)
-    row = reported(ran, tmp_path)
-    assert row["bytes_moved"] == pytest.approx(expected, rel=0.01)
-    assert row["mbu"] == pytest.approx(expected / (row["engine_wall_s"] * PEAKS.bytes_per_s), rel=0.01)
