@@ -259,6 +259,33 @@ class _Reading:
         return tokens
 
 
+@dataclass
+class Watched:
+    """Stands before a runner, and calls `before` with each plan that is launched."""
+
+    runner: Any
+    before: Callable[[StepPlan], object]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.before(plan)
+        return self.runner.launch(plan)
+
+
+def spoil(runner: Any, bad: int, value: float = float("nan")) -> None:
+    """Have the model give hidden states that are no numbers behind one token."""
+    forward = runner.model.forward
+
+    def spoilt(token_ids: Tensor, *rest: Any) -> Any:
+        hidden = forward(token_ids, *rest)
+        hidden[token_ids == bad] = value
+        return hidden
+
+    runner.model.forward = spoilt
+
+
 def following(runner: Any, constraints: Constraints, on_host: bool = False) -> tuple[Any, ConstraintMasks]:
     """The runner, whose rows follow constraints, and what an engine needs for that."""
     masks = ConstraintMasks(constraints)

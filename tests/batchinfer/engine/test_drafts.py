@@ -23,12 +23,13 @@ from batchinfer.engine.drafts.source import Proposal
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.drafts.worth import Decoding, drafts_worth, host_seconds, waiting_pays
 from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.schedule.step_plan import StepPlan
 from batchinfer.engine.tensors.graph_sizes import GraphSteps
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.driver import sequence
 from tests.batchinfer.engine.hashing_model import EOS, SHAPE
 from tests.batchinfer.engine.random_work import EASY, Work, works
-from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, make_engine
+from tests.batchinfer.engine.small_engine import Limits, Ran, Watched, drain, greedy, make_engine
 from tests.batchinfer.engine.speculating import Drafts, assert_unchanged, remembered
 from tests.batchinfer.engine.test_look_ahead import AHEAD, WAYS, Way, run
 from tests.examples import examples
@@ -431,22 +432,16 @@ def test_one_slow_step_does_not_make_drafts_save_more(slow: int) -> None:
     """Each step takes a second, except a slow step before many drafts."""
     now, steps, rows = [0.0], [0], looping(2, 120)
 
-    class Timed:
-        runner: Any = Way().runner(Limits())
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.runner, name)
-
-        def launch(self, plan: Any) -> Any:
-            now[0] += 1000.0 if steps[0] == slow else 1.0
-            steps[0] += 1
-            return self.runner.launch(plan)
+    def launched(_: StepPlan) -> None:
+        now[0] += 1000.0 if steps[0] == slow else 1.0
+        steps[0] += 1
 
     def clock() -> float:
         return now[0]
 
     drafter = CostedDrafter([OwnText()], DraftedStepTimes(SHAPE, PEAKS), 64, clock=clock)
-    engine = make_engine(Timed(), Limits(), frozenset([EOS]), drafter=drafter, peaks=PEAKS, clock=clock)
+    timed = Watched(Way().runner(Limits()), launched)
+    engine = make_engine(timed, Limits(), frozenset([EOS]), drafter=drafter, peaks=PEAKS, clock=clock)
     ran = drain(engine, rows)
     assert ran.total("accepted_tokens") > 100
     saved = [step.drafts_saved_s for step in ran.steps if step.drafted_tokens]

@@ -26,6 +26,7 @@ from tests.batchinfer.engine.asking_heads import Asking, compare_drawn, compare_
 from tests.batchinfer.engine.random_work import EASY, Work, works
 from tests.batchinfer.engine.small_engine import (
     MIXED,
+    Watched,
     checkpoint,
     greedy,
 )
@@ -239,16 +240,7 @@ def test_rows_of_a_prefix_read_its_states_once() -> None:
     model, stored, _ = made("authors")
     runner, beside = with_head(model, stored, EASY)
     tokens = list[int]()
-
-    class Counting:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(beside.runner, name)
-
-        def launch(self, plan: Any) -> Any:
-            tokens.append(len(plan.tokens))
-            return beside.runner.launch(plan)
-
-    counting: Any = Counting()
+    counting: Any = Watched(beside.runner, lambda plan: tokens.append(len(plan.tokens)))
     shared = [at % 7 for at in range(30)]
     rows = [
         replace(one, shares_next=30)

@@ -25,6 +25,7 @@ from batchinfer.engine.loop.drafting import takes
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.schedule.step_plan import StepPlan
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.hashing_model import EOS, SHAPE, VOCAB, hashing_runner
 from tests.batchinfer.engine.random_work import EASY, Work, works
@@ -32,6 +33,7 @@ from tests.batchinfer.engine.small_engine import (
     MAX_LEN,
     Limits,
     Ran,
+    Watched,
     drain,
     following,
     greedy,
@@ -168,16 +170,7 @@ def test_proposals_of_every_length_fit_their_blocks(size: int, lengths: list[int
 def fed(rows: Seq[Any], limits: Limits = EASY, **more: Any) -> tuple[Ran, Any, list[int]]:
     """Run rows with the model; the tokens of each of its steps."""
     made, tokens = beside(limits, **more), list[int]()
-
-    class Counting:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(made.runner, name)
-
-        def launch(self, plan: Any) -> Any:
-            tokens.append(len(plan.tokens))
-            return made.runner.launch(plan)
-
-    counting: Any = Counting()
+    counting: Any = Watched(made.runner, lambda plan: tokens.append(len(plan.tokens)))
     drafter = Beside(ModelBeside(replace(made, runner=counting), PEAKS), random.Random(0), 4)
     engine = make_engine(Way().runner(limits), limits, frozenset([EOS]), drafter=drafter)
     return drain(engine, rows), drafter, tokens
@@ -277,17 +270,10 @@ class Slow:
         return self.now
 
     def timed(self, runner: Any) -> Any:
-        clock = self
+        return Watched(runner, self._launched)
 
-        class Timed:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(runner, name)
-
-            def launch(self, plan: Any) -> Any:
-                clock.now += clock._step_s + clock._token_s * len(plan.tokens)
-                return runner.launch(plan)
-
-        return Timed()
+    def _launched(self, plan: StepPlan) -> None:
+        self.now += self._step_s + self._token_s * len(plan.tokens)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from tests.batchinfer.engine.small_engine import (
     make_engine,
     make_runner,
     request,
+    spoil,
 )
 from tests.batchinfer.engine.speculating import Drafts, remembered
 from tests.examples import examples
@@ -144,14 +145,8 @@ def test_logits_that_are_not_finite_make_an_error() -> None:
     """Also where those of the answer are."""
     model, limits = checkpoint("llama"), Limits(budget=8, caching=False)
     runner = make_runner(model, TorchOps(), limits)
-    forward, bad = runner.model.forward, 259
-
-    def spoilt(token_ids: Any, *rest: Any) -> Any:
-        hidden = forward(token_ids, *rest)
-        hidden[token_ids == bad] = float("nan")
-        return hidden
-
-    runner.model.forward = spoilt  # type: ignore[method-assign]
+    bad = 259
+    spoil(runner, bad)
     prompts = [[1, bad, 2, 3], [1, bad, 2, 3], [1, 2, 3]]
     asked: list[dict[str, Any]] = [{"prompt_logprobs": 1}, {}, {"prompt_logprobs": 1}]
     requests = [request(n, one, 2, **how) for n, (one, how) in enumerate(zip(prompts, asked, strict=True))]

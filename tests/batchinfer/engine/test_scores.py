@@ -32,6 +32,7 @@ from tests.batchinfer.engine.small_engine import (
     looking_ahead,
     make_engine,
     make_runner,
+    spoil,
 )
 from tests.examples import examples
 
@@ -157,14 +158,8 @@ def test_preempted_prompts_run_again(ahead: bool) -> None:
 def test_logits_that_are_not_finite_make_an_error() -> None:
     model, limits = checkpoint("llama"), Limits(budget=8, caching=False)
     runner = make_runner(model, TorchOps(), limits)
-    forward, bad = runner.model.forward, 259
-
-    def spoilt(token_ids: Any, *rest: Any) -> Any:
-        hidden = forward(token_ids, *rest)
-        hidden[token_ids == bad] = float("nan")
-        return hidden
-
-    runner.model.forward = spoilt  # type: ignore[method-assign]
+    bad = 259
+    spoil(runner, bad)
     rows: tuple[Row, ...] = (((1, 2), ((3,), (4, 5))), ((1, 2), ((bad, 4), (3, 4))), ((1,), ((bad,),)))
     ran = drain(make_engine(runner, limits, frozenset()), asked(rows))
     found = [ran.completions[key_of(row)] for row in range(3)]

@@ -33,6 +33,7 @@ from tests.batchinfer.engine.small_engine import (
     looking_ahead,
     make_engine,
     make_runner,
+    spoil,
 )
 from tests.examples import examples
 
@@ -153,14 +154,8 @@ def test_a_sum_does_not_depend_on_chunks() -> None:
 def test_states_that_are_not_finite_make_an_error(pooling: Pooling, value: float) -> None:
     model, limits = checkpoint("llama"), Limits(budget=8, caching=False)
     runner = make_runner(model, TorchOps(), limits)
-    forward, bad = runner.model.forward, 259
-
-    def spoilt(token_ids: Any, *rest: Any) -> Any:
-        hidden = forward(token_ids, *rest)
-        hidden[token_ids == bad] = value
-        return hidden
-
-    runner.model.forward = spoilt  # type: ignore[method-assign]
+    bad = 259
+    spoil(runner, bad, value)
     prompts = [[1, 2, 3], [1] * 11 + [bad], [5, 6]]
     ran = drain(make_engine(runner, limits, frozenset()), asked(prompts, pooling))
     errors = [ran.completions[key_of(row)].error for row in range(3)]
