@@ -512,7 +512,7 @@ class Engine:
     def _take_back(self, taken: AcceptedTokens) -> None:
         """Give up the positions that were computed for rejected tokens."""
         if taken.end is None:
-            self._scheduler.take_back(taken.sequence, taken.useful_end, again=taken.count == 0)
+            self._scheduler.take_back(taken.sequence, taken.useful_end)
 
     def _finish(self, sequence: Sequence, end: End, now: float, output: StepOutput) -> None:
         self._let_go(sequence)

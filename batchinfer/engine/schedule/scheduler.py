@@ -252,14 +252,12 @@ class Scheduler:
         self._patience = 0
         self._batching.ended += 1
 
-    def take_back(self, sequence: Sequence, end: int, again: bool) -> None:
+    def take_back(self, sequence: Sequence, end: int) -> None:
         """Keep the first `end` positions of a sequence, which lie behind its prompt or end it: the others were computed
-        for tokens that were rejected. Frees the blocks beyond. `again`: no token came behind these positions, so that
-        the last one has to run again."""
-        before = sequence.computed_before_preemption
-        sequence.computed_before_preemption = end if again else min(before, end)
-        sequence.computed = computed = end - again
-        if self.tables.cut(sequence, computed):
+        for tokens that were rejected. Frees the blocks beyond."""
+        sequence.computed_before_preemption = min(sequence.computed_before_preemption, end)
+        sequence.computed = end
+        if self.tables.cut(sequence, end):
             self._patience = 0
 
     def has_room(self) -> bool:

@@ -335,7 +335,6 @@ def make_engine(
     windows = runner.layout.sizes.windows
     pool = PoisoningPool(limits, len(windows), getattr(runner, "caches", ()))
     kind = kind or (Preempting if limits.scarce and windows != (None,) else Scheduler)
-    kind = getattr(runner, "shown", lambda same: same)(kind)  # some runners look at what was scheduled
     scheduler = kind(config, pool, Hopeful() if limits.scarce else None, windows)
     return Engine(runner, scheduler, EngineLimits(ContentRoots(MAX_LEN, long_rope_beyond), eos), **more)
 

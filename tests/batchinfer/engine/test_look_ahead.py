@@ -118,8 +118,8 @@ def check(row: Request, answer: Completion) -> None:
         assert any(text.startswith(said) for text in row.params.choice)
 
 
-def run(way: Way, rows: Seq[Request], limits: Limits = EASY) -> Ran:
-    return way.run(Work(limits, list(rows), [], (None,), 0, 0), limits)
+def run(way: Way, rows: Seq[Request], limits: Limits = EASY, drafter: Drafter | None = None) -> Ran:
+    return way.run(Work(limits, list(rows), [], (None,), 0, 0), limits, drafter)
 
 
 def rows(count: int, most: int, **more: Any) -> list[Request]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.core.request import Request
 from batchinfer.engine.schedule.loops import LoopDetector
-from tests.batchinfer.engine.hashing_model import EOS
-from tests.batchinfer.engine.random_work import Work, works
-from tests.batchinfer.engine.small_engine import Limits, drain, make_engine, request
-from tests.batchinfer.engine.speculating import Drafts, Speculating, next_token
-from tests.batchinfer.engine.test_look_ahead import Way, run
-from tests.batchinfer.engine.test_token_counts import guesses
+from tests.batchinfer.engine.random_work import EASY, Work, works
+from tests.batchinfer.engine.small_engine import request
+from tests.batchinfer.engine.speculating import Drafts, remembered
+from tests.batchinfer.engine.test_look_ahead import WAYS, Way, run
 from tests.examples import examples
 
 
@@ -33,7 +29,7 @@ def looped(answer: Seq[int], least: int) -> bool:
 PIECES = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=9), st.integers(1, 9))
 
 
-@settings(max_examples=examples(300, 3000), deadline=None)
+@settings(max_examples=examples(100, 3000), deadline=None)
 @given(st.lists(PIECES, max_size=8), st.integers(0, 40))
 def test_a_loop_is_found_at_the_token_that_closes_it(pieces: list[tuple[list[int], int]], least: int) -> None:
     """Pieces that repeat, one after the other, of few different tokens: cycles within cycles, and ones that break."""
@@ -63,60 +59,32 @@ def test_a_token_takes_the_same_time_in_an_answer_of_any_length() -> None:
     assert Counted.reads < 2 * len(tokens)
 
 
-def circling(known: Seq[int], nan_every: int = 0) -> int:
-    """A model that falls into a circle of 1 to 3 tokens for a while, as often as not."""
-    at = len(known) // 30
-    period = random.Random(at).randrange(-2, 4)
-    return known[-period] if 0 < period < len(known) else next_token(known)
+def cut(answer: list[int], least: int, from_on: int) -> tuple[list[int], str]:
+    ends = (end for end in range(max(1, from_on), len(answer) + 1) if looped(answer[:end], least))
+    end = next(ends, None)
+    return answer[:end], "length" if end is None else "repetition"
 
 
-def rows_of(work: Work, least: int) -> list[Request]:
-    return [
-        request(row, one.prompt.tolist(), 80, repetition_stop=least, min_tokens=one.params.min_tokens)
+@settings(max_examples=examples(6, 250), deadline=None, print_blob=True)
+@given(
+    work=works(), way=WAYS, right=st.sampled_from([None, 0.5, 1.0]), least=st.sampled_from([1, 4, 6, 8, 16])
+)
+def test_answers_end_where_they_loop(work: Work, way: Way, right: float | None, least: int) -> None:
+    """With several tokens a step, drafts, look-ahead and preemptions; of two tokens, answers loop often."""
+    rows = [
+        request(row, one.prompt.tolist(), 30, allowed_token_ids=(1, 2), min_tokens=one.params.min_tokens)
         for row, one in enumerate(work.rows)
     ]
-
-
-def expected(one: Request, eos: int) -> tuple[list[int], str]:
-    answer: list[int] = []
-    while len(answer) < 80:
-        answer.append(circling([*one.prompt.tolist(), *answer]))
-        if len(answer) >= one.params.min_tokens:
-            if answer[-1] == eos:
-                return answer, "stop"
-            if looped(answer, one.params.repetition_stop):
-                return answer, "repetition"
-    return answer, "length"
-
-
-# While a step runs, one of its sequences is preempted, and the step is counted again for its drafts
-PREEMPTED = Work(
-    Limits(budget=3, seqs=3, blocks=30, block_size=4, scarce=True),
-    [
-        request(row, prompt, 0)
-        for row, prompt in enumerate([[0], [0, 0], [0, 0, 0, 0, 1], [0] * 7, [0, 0], [0]])
-    ],
-    arrivals=[0, 0, 3, 3, 3, 3],
-    windows=(12, None, 1),
-    nan_every=0,
-    seed=1735,
-)
-
-
-@settings(max_examples=examples(25, 250), deadline=None, print_blob=True)
-@given(
-    work=works(), right=st.sampled_from([None, 0.5, 1.0]), looks_ahead=st.booleans(), least=st.integers(1, 16)
-)
-@example(work=PREEMPTED, right=1.0, looks_ahead=True, least=8)
-def test_answers_end_where_they_loop(work: Work, right: float | None, looks_ahead: bool, least: int) -> None:
-    """With any number of tokens a step, drafts, look-ahead and preemptions."""
-    rows, limits = rows_of(work, least), work.limits
-    runner = Speculating(looks_ahead, windows=work.windows, random=random.Random(work.seed), model=circling)
-    runner.block_size, runner.barriers = limits.block_size, lambda one: one.key[-1] % 2 == 0
-    limits = replace(limits, blocks=limits.blocks + 40 * len(work.windows))
-    drafter = None if right is None else Drafts(guesses(work.seed, right))
-    got = drain(make_engine(runner, limits, frozenset([EOS]), drafter=drafter), rows, arrivals=work.arrivals)
-    assert got.answers == {one.key: expected(one, EOS) for one in rows}
+    endless = Way().run(replace(work, rows=rows, nan_every=0), EASY)
+    looping = [replace(one, params=replace(one.params, repetition_stop=least)) for one in rows]
+    limits = replace(work.limits, blocks=work.limits.blocks + 14 * len(work.windows))
+    drafter = None if right is None else Drafts(remembered(endless, right, work.seed))
+    got = way.run(replace(work, rows=looping, nan_every=0), limits, drafter)
+    least_tokens = {one.key: one.params.min_tokens for one in rows}
+    assert got.answers == {
+        key: cut(tokens, least, least_tokens[key]) for key, (tokens, _) in endless.answers.items()
+    }
+    event(f"looped: {any(reason == 'repetition' for _, reason in got.answers.values())}")
 
 
 @pytest.mark.parametrize("forces", [False, True])
