@@ -41,7 +41,7 @@ from tests.batchinfer.engine.small_engine import (
     make_runner,
     quantized,
 )
-from tests.batchinfer.engine.test_scores import SHAPES, Row, asked, check, drawn
+from tests.batchinfer.engine.test_scores import SHAPES, Row, asked, check, drawn, scored
 from tests.checkpoints import kept_folder
 from tests.examples import examples, first_of
 from tests.lora_adapters import make_adapter, merged
@@ -85,14 +85,7 @@ def adapters(family: str) -> dict[str, StoredAdapter]:
 @cache
 def reference(family: str, name: str, row: Row) -> tuple[Any, Any]:
     """What transformers says of each continuation with the merged model."""
-    model = merged(base(family), adapters(family)[name].path) if name else base(family)
-    logprobs, best = list[Any](), list[Any]()
-    for one in row[1]:
-        with torch.no_grad():
-            logits = model(torch.tensor([row[0] + one])).logits[0, len(row[0]) - 1 : -1].float()
-        logprobs.append(logits.log_softmax(-1)[range(len(one)), list(one)].numpy())
-        best.append((logits.argmax(-1) == torch.tensor(one)).numpy())
-    return np.concatenate(logprobs), np.concatenate(best)
+    return scored(merged(base(family), adapters(family)[name].path) if name else base(family), row)
 
 
 def with_adapters(requests: Sequence[Request], names: Sequence[str]) -> list[Request]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,13 +19,11 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
-from batchinfer.engine.tensors.graph_inputs import GraphInputs, GraphSize
+from batchinfer.engine.tensors.graph_inputs import GraphSize
 from batchinfer.engine.tensors.graph_sizes import SHORTEST, batch_sizes, context_bound
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.ops.attention import AttentionInputs, FixedPlan
-from batchinfer_kernels.step_tables import StepTables
 from tests.batchinfer.engine.driver import sequence
 from tests.batchinfer.engine.hashing_model import (
     EOS,
@@ -65,27 +62,6 @@ def test_the_bound_of_contexts_grows_in_few_steps(most, data):
     assert longest <= bound <= max(SHORTEST, 4 * longest)
     assert bound <= most
     assert len({context_bound(n, most) for n in range(1, most + 1, max(1, most // 99))}) <= 6
-
-
-def test_padding_has_no_context_and_writes_where_nobody_reads():
-    batch = HostBatch(
-        token_ids=np.array([5, 6]),
-        positions=np.array([8, 3]),
-        slots=[np.array([17, 3]), np.array([9, 7])],
-        tables=[StepTables.of(np.zeros((2, 1), np.int32))] * 2,
-        whole=[True, False],
-        sampled_rows=np.array([0, 1]),
-        sampling=[],
-        query_lens=[1, 1],
-        context_lens=[9, 4],
-    )
-    held = GraphInputs.of(batch, GraphSize(4, 16, 4, padding_slot=120), CPU)
-    first, second = held.inputs(batch, [torch.zeros(4, 4, dtype=torch.int32)] * 2)
-    assert (first.slots.tolist(), second.slots.tolist()) == ([17, 3, 120, 120], [9, 7, 120, 120])
-    assert first.context_lens == [9, 4, 0, 0]
-    assert first.query_lens == [1] * 4
-    assert (held.token_ids.tolist(), first.positions.tolist()) == ([5, 6, 0, 0], [8, 3, 0, 0])
-    assert (first.padding_slot, first.whole, second.whole) == (120, True, False)
 
 
 class Counting:

@@ -32,7 +32,7 @@ from batchinfer_kernels.gpu.prefill_attention import prefill_attention
 from tests.batchinfer.engine import guided_rows
 from tests.batchinfer.engine.interpreted_gpu import stand_in
 from tests.batchinfer.engine.small_engine import Ran, drain, folder, request
-from tests.batchinfer.engine.speculating import Drafts, remembered
+from tests.batchinfer.engine.speculating import Drafts, Guess, remembered
 from tests.examples import first_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
@@ -126,9 +126,26 @@ def on_a_cpu(model: str, rows: Callable[[], list[Request]] = work) -> Ran:
     return drain(loaded_on("cpu", model).engine(), rows())
 
 
-def verified(loaded: LoadedModel, right: float, wanted: Ran, rows: list[Request]) -> tuple[Ran, Drafts]:
-    drafts = Drafts(remembered(wanted, right, seed=4, most=7))
-    return drain(loaded.engine(drafter=drafts), rows), drafts
+def verified(
+    loaded: LoadedModel, guess: Guess, rows: list[Request], holds: float = 0.0, **how: Any
+) -> tuple[Ran, int, int]:
+    """Run rows with drafts; how many of these there were, and how many were right."""
+    drafts = Drafts(guess, holds=holds)
+    ran = drain(loaded.engine(drafter=drafts, **how), rows)
+    drafted, accepted = (sum(column) for column in zip(*drafts.took, strict=True))
+    return ran, drafted, accepted
+
+
+def noted_queries(monkeypatch: pytest.MonkeyPatch, kind: Callable[..., bool] = lambda *_: True) -> list[int]:
+    """Return what lists the most queries of a row in each plan for a graph, of steps of this kind."""
+    seen, plan = list[int](), TritonOps.plan_captured
+
+    def noted(*arguments: Any, queries: int, **more: Any) -> Any:
+        seen.extend([queries] * kind(*arguments))
+        return plan(*arguments, queries=queries, **more)
+
+    monkeypatch.setattr(TritonOps, "plan_captured", noted)
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -137,24 +154,17 @@ def verified(loaded: LoadedModel, right: float, wanted: Ran, rows: list[Request]
 def test_answers_are_those_without_drafts(monkeypatch: pytest.MonkeyPatch, model: str, right: float) -> None:
     wanted, loaded = on_a_cpu(model), loaded_for(monkeypatch, model)
     assert isinstance(loaded.runner, DeviceRunner)
-    graphs, seen = loaded.runner.graphs, list[int]()
+    graphs = loaded.runner.graphs
     assert graphs is not None
     assert graphs.steps.drafted == 32, "as many tokens as a step may have"
-    before, plan = graphs.captured, TritonOps.plan_captured
-
-    def noted(*arguments: Any, queries: int, **more: Any) -> Any:
-        seen.append(queries)
-        return plan(*arguments, queries=queries, **more)
-
-    monkeypatch.setattr(TritonOps, "plan_captured", noted)
-    got, drafts = verified(loaded, right, wanted, work())
+    before, seen = graphs.captured, noted_queries(monkeypatch)
+    got, drafted, accepted = verified(loaded, remembered(wanted, right, 4, most=7), work())
     assert got.answers == wanted.answers
     assert got.logprobs.keys() == wanted.logprobs.keys()
     assert "eager" not in {step.launch for step in got.steps}
     assert sum(step.launch == "full_graph" for step in got.steps) > 2
     assert {2, 4, 8} <= {*seen}
     assert graphs.captured > before
-    drafted, accepted = (sum(column) for column in zip(*drafts.took, strict=True))
     assert drafted > 20
     assert (accepted > drafted / 2) == (right > 0)
     assert len(got.steps) < len(wanted.steps) or not right
@@ -169,10 +179,10 @@ def test_drafts_change_no_bit_where_rows_are_deterministic(monkeypatch: pytest.M
     loaded = loaded_for(monkeypatch, "llama", seqs=2, deterministic=True)
     rows = work(6)[:3]
     wanted = drain(loaded.engine(), rows)
-    got, drafts = verified(loaded, 0.7, wanted, rows)
+    got, _, accepted = verified(loaded, remembered(wanted, 0.7, 4, most=7), rows)
     assert got.answers == wanted.answers
     assert got.logprobs == wanted.logprobs
-    assert sum(right for _, right in drafts.took) > 2
+    assert accepted > 2
 
 
 @pytest.mark.parametrize("parts", first_of([InParts, MicroBatches], 1))
@@ -182,11 +192,10 @@ def test_rows_with_drafts_draw_the_same_tokens_where_operators_are_launched_one_
     """Also in micro-batches, which part the drafts of a row."""
     wanted = on_a_cpu("llama", drawn_work)
     loaded, runner = launching(monkeypatch, parts())
-    drafts = Drafts(remembered(wanted, 0.8, seed=1, most=7))
-    got = drain(loaded.engine(runner=runner, drafter=drafts), drawn_work())
+    guess = remembered(wanted, 0.8, seed=1, most=7)
+    got, drafted, accepted = verified(loaded, guess, drawn_work(), runner=runner)
     assert got.answers == wanted.answers
     assert {step.launch for step in got.steps} == {"eager"}
-    drafted, accepted = (sum(column) for column in zip(*drafts.took, strict=True))
     assert drafted / 2 < accepted < drafted
     assert got.logprobs.keys() == wanted.logprobs.keys()
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from batchinfer.core.request import Request, Vector
+from batchinfer.core.request import Request
 from batchinfer.core.sampling import Pooling, SamplingParams
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits
@@ -29,13 +29,13 @@ from batchinfer.models.ops.torch_ops import TorchOps
 from tests.batchinfer.engine.driver import Piped
 from tests.batchinfer.engine.small_engine import (
     Limits,
-    Ran,
     drain,
     greedy,
     key_of,
     looking_ahead,
     make_runner,
 )
+from tests.batchinfer.engine.test_vectors import asked, vectors
 from tests.encoder_checkpoints import CROSS_ENCODERS, ENCODERS, encoder_folder
 from tests.examples import examples
 
@@ -82,20 +82,6 @@ def engine_of(
     scheduler = Scheduler(config, BlockPool(BLOCKS, 8, len(windows)), windows=windows)
     roots = inspect_checkpoint(encoder_folder("bert")).spec.content_roots(LONGEST)
     return Engine(runner, scheduler, EngineLimits(roots, frozenset()))
-
-
-def asked(ids: list[list[int]], pooling: Pooling) -> list[Request]:
-    params = SamplingParams.vector(pooling)
-    return [Request(key_of(row), np.array(one, np.int32), params) for row, one in enumerate(ids)]
-
-
-def vectors(ran: Ran) -> list[Floats]:
-    found = []
-    for row in range(len(ran.completions)):
-        output = ran.completions[key_of(row)].output
-        assert isinstance(output, Vector)
-        found.append(output.values)
-    return found
 
 
 @pytest.mark.parametrize("family", ENCODERS)

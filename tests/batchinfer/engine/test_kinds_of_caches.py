@@ -17,7 +17,6 @@ from batchinfer.core.errors import JobFileError, Unavailable
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.load.build import load_model
-from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.tensors.device_memory import allocate_caches, block_bytes
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.decoder.block import Block
@@ -32,7 +31,7 @@ from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.cost import ModelCost, StepShape
 from batchinfer_kernels.cpu.compilers import NoCompiler
 from batchinfer_kernels.paged_attention import CODES
-from tests.batchinfer.engine.interpreted_gpu import DEVICE, stand_in, triton_ops
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
 from tests.batchinfer.engine.small_engine import (
     TRITON,
     Limits,
@@ -323,23 +322,3 @@ def test_a_cpu_that_cannot_keep_codes_says_why(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("batchinfer.models.ops.choose.CompiledOperators", refuse)
     with pytest.raises(Unavailable, match=r"int8 needs .*no C compiler.* install one .*, or take it out"):
         load_model(engine_config("int8"))
-
-
-@TRITON
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("name", ["both", "int8"])
-def test_the_gpus_path_with_captured_steps(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Dummy steps, padded and captured decode steps, looking ahead."""
-    stand_in(monkeypatch.setattr, compiles=False)
-    sizes = {"longest": 60, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
-    config = engine_config(name)
-    loaded = load_model(replace(config, load=replace(config.load, device="cuda"), **sizes))
-    runner = loaded.runner
-    assert isinstance(runner, DeviceRunner)
-    assert runner.graphs is not None
-    assert runner.graphs.captured
-    rows = [prompt for prompt in prompts() if len(prompt) in (7, 33)][:3]
-    ran = drain(loaded.engine(), greedy(rows, 3))
-    wanted = [PlainDecoder(folder(name)).greedy(row, 3)[0] for row in rows]
-    assert [ran.tokens(row) for row in range(len(rows))] == wanted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.content_root import ContentRoots
-from batchinfer.core.samples import StepSample
 from batchinfer.engine.drafts.drafter import CostedDrafter
 from batchinfer.engine.drafts.model_beside import MOST_PROPOSED, BesideRunner, ModelBeside, spare_blocks
 from batchinfer.engine.drafts.model_choice import ModelChoice
@@ -41,22 +40,25 @@ from tests.batchinfer.engine.small_engine import (
     request,
     watcher,
 )
+from tests.batchinfer.engine.speculating import Drafts
 from tests.batchinfer.engine.test_drafts import PEAKS
 from tests.batchinfer.engine.test_look_ahead import WAYS, Way
 from tests.batchinfer.engine.word_constraints import WordConstraints
 from tests.examples import examples
 
 
-@dataclass
-class Beside:
-    """Drafts without regard to cost: asks the model about 80 % of rows, each time for up to `most` tokens."""
+class Beside(Drafts):
+    """Drafts without regard to cost: asks the model about 80 % of rows, each time for up to `most` tokens.
 
-    model: ModelBeside
-    random: random.Random
-    most: int = 5
-    always: bool = False  # ask about every row, for exactly `most` tokens
-    took: list[AcceptedTokens] = field(default_factory=list)
-    running: set[Sequence] = field(default_factory=set)
+    `always`: asks about every row, for exactly `most` tokens.
+    """
+
+    def __init__(
+        self, model: ModelBeside, random: random.Random, most: int = 5, always: bool = False
+    ) -> None:
+        super().__init__(lambda _: [], holds=0.3)
+        self.model, self.random, self.most, self.always = model, random, most, always
+        self.taken: list[AcceptedTokens] = []
 
     def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
         asked = [row for row in rows if self.model.takes(row) and (self.always or self.random.random() < 0.8)]
@@ -75,24 +77,15 @@ class Beside:
     def waits(self, sequence: Sequence) -> bool:
         return self.random.random() < 0.8
 
-    def holds(self, waiting: Seq[Sequence], ready: Seq[Sequence], plain: int) -> bool:
-        return self.random.random() < 0.3
-
     def verified(self, taken: AcceptedTokens) -> None:
-        self.took.append(taken)
+        self.taken.append(taken)
 
     def ended(self, sequence: Sequence) -> None:
         self.model.ended(sequence)
 
-    def learn(self, answer: Any) -> None:
-        pass
-
-    def stepped(self, sample: StepSample) -> StepSample:
-        return sample
-
     @property
     def drafted(self) -> int:
-        return sum(len(taken.drafts) for taken in self.took)
+        return sum(len(taken.drafts) for taken in self.taken)
 
 
 def beside(limits: Limits, windows: tuple[int | None, ...] = (None,), **more: Any) -> BesideRunner:
@@ -142,7 +135,7 @@ def test_a_model_that_is_the_jobs_is_always_right(work: Work, way: Way) -> None:
     assert got.logprobs == wanted.logprobs
     if drafter is None:
         return
-    wrong = [one for one in drafter.took if one.right < len(one.drafts) and one.end is None]
+    wrong = [one for one in drafter.taken if one.right < len(one.drafts) and one.end is None]
     assert work.windows != (None,) or not wrong
     assert not drafter.model._readings, "a row that has ended is remembered"
     event(f"verified: {drafter.drafted > 0}, preempted: {got.total('preemptions') > 0}")
@@ -164,7 +157,7 @@ def test_proposals_of_every_length_fit_their_blocks(size: int, lengths: list[int
     engine = make_engine(Way().runner(limits), limits, frozenset([EOS]), drafter=drafter)
     ran = drain(engine, rows)
     assert ran.answers == Way().run(Work(limits, rows, [], (None,), 0, 0), limits).answers
-    assert all(one.right == len(one.drafts) or one.end is not None for one in drafter.took)
+    assert all(one.right == len(one.drafts) or one.end is not None for one in drafter.taken)
 
 
 def fed(rows: Seq[Any], limits: Limits = EASY, **more: Any) -> tuple[Ran, Any, list[int]]:
@@ -186,7 +179,7 @@ def test_a_prefix_is_read_once() -> None:
     limits = replace(EASY, seqs=2)
     _, drafter, tokens = fed(rows, limits)
     assert drafter.drafted > 10
-    answered = sum(len(one.request.prompt) + 6 for one in {taken.sequence for taken in drafter.took})
+    answered = sum(len(one.request.prompt) + 6 for one in {taken.sequence for taken in drafter.taken})
     assert sum(tokens) < answered - 4 * 20 + 30, "each row's own tokens, and proposals that are read again"
     _, _, alone = fed(rows, replace(limits, caching=False))
     assert sum(alone) > sum(tokens) + 3 * 20
@@ -202,16 +195,18 @@ def test_a_block_that_others_wrote_is_read_again() -> None:
     ]
     _, drafter, _ = fed(rows, replace(EASY, seqs=1, caching=False, blocks=6))
     assert drafter.drafted > 60
-    assert all(one.right == len(one.drafts) or one.end is not None for one in drafter.took)
+    assert all(one.right == len(one.drafts) or one.end is not None for one in drafter.taken)
 
 
 def test_it_is_not_asked_about_rows_for_which_it_lacks_positions_or_tokens() -> None:
     short = {"roots": ContentRoots(20)}
     rows = greedy([[1, 2, 3], [1] * 30], 8, ignore_eos=True)
     _, drafter, _ = fed(rows, **short)
-    assert {taken.sequence.prompt_length for taken in drafter.took} == {3}
+    assert {taken.sequence.prompt_length for taken in drafter.taken} == {3}
     _, drafter, _ = fed(greedy([[1, 2, 3]], 60, ignore_eos=True), roots=ContentRoots(40))
-    assert max(len(taken.sequence.tokens) for taken in drafter.took) > 40 > drafter.drafted > 9, "up to there"
+    assert max(len(taken.sequence.tokens) for taken in drafter.taken) > 40 > drafter.drafted > 9, (
+        "up to there"
+    )
     few = {"vocab": VOCAB - 1}
     told = [
         request(0, [1, 2, 3], 9, ignore_eos=True),
@@ -221,7 +216,7 @@ def test_it_is_not_asked_about_rows_for_which_it_lacks_positions_or_tokens() -> 
         request(4, [1, 2], 9, stop_token_ids=(VOCAB - 1,)),
     ]
     _, drafter, _ = fed(told, **few)
-    assert {taken.sequence.request.key for taken in drafter.took} <= {told[0].key}
+    assert {taken.sequence.request.key for taken in drafter.taken} <= {told[0].key}
 
 
 def test_tokens_that_the_jobs_model_lacks_are_not_proposed() -> None:
@@ -230,7 +225,7 @@ def test_tokens_that_the_jobs_model_lacks_are_not_proposed() -> None:
     ran, drafter, _ = fed(rows, whole_vocab=6)
     assert ran.answers == fed(rows)[0].answers
     assert 0 < drafter.drafted < all_of_them.drafted
-    assert all(token < 6 for taken in drafter.took for token in taken.drafts)
+    assert all(token < 6 for taken in drafter.taken for token in taken.drafts)
 
 
 @given(

@@ -6,15 +6,12 @@ import random
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.engine.schedule.scheduler import Step
-from batchinfer.engine.schedule.step_shape import step_shape
 from tests.batchinfer.engine.driver import Driver, distinct_tokens, driver_for, sequence
-from tests.batchinfer.engine.small_engine import Limits, checkpoint, cpu_ops, make_runner
 from tests.examples import examples
 
 ENOUGH = 60  # longest rows that the cache has room for
@@ -149,21 +146,6 @@ def test_rows_that_are_rotated_in_another_way_share_nothing() -> None:
     rows = [sequence([7] * 20 + [key] * 5, most, key, roots=roots) for key, most in enumerate((5, 6))]
     assert [row.rope_offset for row in rows] == [0, 1000]
     assert not driver_for(rows, blocks=64, size=16).step().copies
-
-
-def test_bytes_of_copies_are_those_of_what_is_read_and_written() -> None:
-    model = checkpoint("llama")
-    runner = make_runner(model, cpu_ops(model), Limits())
-    moved = [
-        runner.cost.step(step_shape([], 0, 0, runner.layout, copied))["copy_parts"].bytes for copied in (0, 5)
-    ]
-    assert moved == [0, 0]  # a step that runs nothing does nothing
-    cost = next(operator for operator in runner.cost.operators if operator.name == "copy_parts")
-    block = sum(cache.k[:1, :, :1].nbytes + cache.v[:1, :, :1].nbytes for cache in runner.caches)
-    heads = model.spec.attention
-    padded = runner.caches[0].k.shape[3] / heads.head_dim
-    assert cost.copied.bytes == 2 * block / padded
-    assert torch.isnan(runner.caches[0].k).all()
 
 
 def test_what_a_row_that_does_not_fit_would_copy_is_not_held() -> None:

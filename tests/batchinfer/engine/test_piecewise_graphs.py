@@ -16,7 +16,6 @@ from torch import Tensor
 from batchinfer.engine.graphs.graph_capture import NotCaptured, R, Replay
 from batchinfer.engine.graphs.piecewise_graphs import EVEN, PiecewiseGraphs, token_sizes
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
-from batchinfer.models.decoder.attention import HeadsAttention
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
 from tests.batchinfer import made_up
@@ -202,33 +201,3 @@ def test_steps_that_are_not_captured_are_launched(caplog, recorder, most, sizes)
     assert max(tokens) > largest
     assert recorder.replays == 3 * sum(n <= largest for n in tokens)
     assert (recorder.replays > 0) == (largest > 0)
-
-
-def test_what_a_graph_would_not_see_is_not_seen_here(monkeypatch):
-    """Attention whose result lies elsewhere than where it was when the next piece was recorded."""
-
-    def elsewhere(self: Any, queries: Any, inputs: Any, cache: Any, plan: Any, out: Any = None) -> Any:
-        return attended(self, queries, inputs, cache, plan)
-
-    attended, model = HeadsAttention.attended, checkpoint("llama")
-    wanted = ran(runner_for(model, None), model).answers
-    monkeypatch.setattr(HeadsAttention, "attended", elsewhere)
-    assert ran(runner_for(model, None), model).answers == wanted
-    assert ran(runner_for(model, Taped()), model).answers != wanted
-
-
-def test_a_number_of_the_recording_is_replayed():
-    numbers, out = iter([2.0, 3.0]), torch.zeros(3)
-    _, replay = Taped().record(lambda: out.copy_(torch.ones(3) * next(numbers)))
-    replay()
-    assert out.tolist() == [2.0] * 3
-
-
-def test_a_capture_neither_waits_for_the_device_nor_copies_to_it():
-    for forbidden in (
-        lambda: torch.ones(1).item(),
-        lambda: torch.tensor([1, 2]),
-        lambda: torch.ones(2).nonzero(),
-    ):
-        with pytest.raises(RuntimeError, match="inside a capture"):
-            Taped().record(forbidden)

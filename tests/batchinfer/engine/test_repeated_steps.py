@@ -23,12 +23,11 @@ from batchinfer.engine.graphs.repeated_replays import RepeatedReplays
 from batchinfer.engine.load import loaded_model
 from batchinfer.engine.loop.repeated_steps import RepeatedSteps
 from batchinfer.engine.runner.device_runner import DeviceRunner
-from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
+from batchinfer.engine.runner.sampled import Sampled
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.batched_admission import AdmissionCosts
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.schedule.step_plan import SamplingPlan, StepPlan
-from batchinfer.models.ops.interface import Ops
+from batchinfer.engine.schedule.step_plan import StepPlan
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine import steps_at_once
 from tests.batchinfer.engine.driver import PreemptingAhead
@@ -336,23 +335,6 @@ def test_what_is_expected_of_a_job_is_what_the_documentation_says() -> None:
 # ---- on a GPU, with Triton's kernels
 
 
-class Keeping(Sampler):
-    """Keeps the logits of each step, in the order in which they were sampled."""
-
-    def __init__(self, eos: frozenset[int], kept: list[Tensor]) -> None:
-        super().__init__(eos)
-        object.__setattr__(self, "kept", kept)
-
-    def tries_argmax(self, plan: SamplingPlan) -> bool:
-        return False
-
-    def sample(
-        self, ops: Ops, logits: Tensor, plan: SamplingPlan, device_tokens: DeviceTokens | None = None
-    ) -> Sampled:
-        self.__dict__["kept"].append(logits.clone())
-        return super().sample(ops, logits, plan, device_tokens)
-
-
 @TRITON
 @pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -371,13 +353,18 @@ def test_on_a_gpu_logits_are_those_of_single_steps_to_the_bit(
     rows = [
         request(row, ids, 11 - row, ignore_eos=True, temperature=0.8 * row) for row, ids in enumerate(prompts)
     ]
-    found, logits = [], list[list[Tensor]]()
+    monkeypatch.setattr(Sampler, "tries_argmax", lambda *_: False)
+    found, logits, sample = [], list[list[Tensor]](), Sampler.sample
+
+    def noted(sampler: Sampler, ops: Any, given: Tensor, *rest: Any) -> Sampled:
+        logits[-1].append(given.clone())
+        return sample(sampler, ops, given, *rest)
+
+    monkeypatch.setattr(Sampler, "sample", noted)
     for steps in (1, 3):
         monkeypatch.setattr(loaded_model, "RepeatedSteps", lambda costs, n=steps: AlwaysRepeated(costs, n))
-        kept: list[Tensor] = []
-        runner: Any = replace(loaded.runner, sampler=Keeping(frozenset(), kept))
-        found.append(drain(loaded.engine(runner=runner), rows))
-        logits.append(kept)
+        logits.append([])
+        found.append(drain(loaded.engine(), rows))
     single, several = logits
     assert 3 < len(replayed) < len(single) == len(several)
     assert found[0].answers == found[1].answers

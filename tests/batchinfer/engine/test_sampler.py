@@ -33,16 +33,6 @@ def chosen(logits: torch.Tensor, rows: list[Sequence], *eos: int) -> list[int]:
     return Sampler(frozenset(eos)).sample(TorchOps(), logits, plan_of(rows, *eos)).tokens.tolist()
 
 
-def test_a_row_draws_the_same_token_in_any_company():
-    torch.manual_seed(1)
-    logits = torch.randn(40, 50)
-    kinds = [{"temperature": 0.8}, {"temperature": 1.1, "top_p": 0.7}, {}, {"temperature": 2.0, "top_k": 3}]
-    rows = [make_sequence(i, [1, 2], [3] * (i % 4), **kinds[i % 4]) for i in range(40)]
-    together = chosen(logits.clone(), rows)
-    alone = [chosen(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(40)]
-    assert together == alone
-
-
 def test_min_tokens_bans_eos_and_stop_tokens_until_reached():
     logits = torch.zeros(1, 6)
     logits[0, 5], logits[0, 4], logits[0, 1] = 9.0, 8.0, 1.0
@@ -196,18 +186,3 @@ def test_a_mask_is_filled_only_where_the_argmax_is_not_allowed():
     barred = checked.masked.of_rows(checked.masked.barred.numpy())
     assert [barred[row] for row in range(2)] == [False, True]
     assert not barred[6], "without its mask it would have taken the same token"
-
-
-def test_a_mask_of_every_token_changes_nothing():
-    logits = torch.randn(8, 40, generator=torch.Generator().manual_seed(4))
-    rows = [make_sequence(i, [1], [2], temperature=1.0, top_p=0.9) for i in range(8)]
-
-    class All(Multiples):
-        def fill(self, masks: list[int], bits: np.ndarray) -> None:
-            assert (bits == -1).all()
-
-    masks = All(rows)
-    got = Sampler(frozenset(), masks).sample(TorchOps(), logits.clone(), masks.plan()).tokens.tolist()
-    for row in rows:
-        row.mask = None
-    assert got == chosen(logits, rows)

@@ -7,7 +7,6 @@ right distribution exceed one with a probability below 1e-6.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import sqrt
@@ -30,7 +29,6 @@ from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.input.prompts.keys import token_bytes, work_key
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
-from tests.batchinfer.engine.small_engine import checkpoint
 from tests.examples import first_of
 
 DRAWS = 8_000
@@ -251,12 +249,3 @@ def test_filters_are_those_of_transformers(case: str) -> None:
     ]
     shares = np.exp(LOGITS.astype(np.float64) / params.temperature)
     np.testing.assert_allclose(filtered(shares / shares.sum(), params), theirs.numpy(), atol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton")
-def test_triton_draws_the_same() -> None:
-    from tests.batchinfer.engine.interpreted_gpu import triton_ops
-
-    params, ops = params_of("all"), triton_ops(checkpoint("llama", num_hidden_layers=1))
-    assert np.array_equal(draws(params, 40, ops, 1), draws(params, 40, TorchOps(), 1))

@@ -61,19 +61,20 @@ def drawn(seed: int, shapes: tuple[tuple[int, tuple[int, ...]], ...], vocab: int
 
 @cache
 def reference(family: str, rows: tuple[Row, ...], **options: Any) -> list[tuple[Any, Any]]:
-    """What transformers says of each continuation by itself."""
     source = folder(family, **options)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
-    found = []
-    for context, each in rows:
-        logprobs, best = list[Any](), list[Any]()
-        for one in each:
-            with torch.no_grad():
-                logits = model(torch.tensor([context + one])).logits[0, len(context) - 1 : -1].float()
-            logprobs.append(logits.log_softmax(-1)[range(len(one)), list(one)].numpy())
-            best.append((logits.argmax(-1) == torch.tensor(one)).numpy())
-        found.append((np.concatenate(logprobs), np.concatenate(best)))
-    return found
+    return [scored(model, row) for row in rows]
+
+
+def scored(model: Any, row: Row) -> tuple[Any, Any]:
+    """What transformers says of each continuation by itself."""
+    (context, each), logprobs, best = row, list[Any](), list[Any]()
+    for one in each:
+        with torch.no_grad():
+            logits = model(torch.tensor([context + one])).logits[0, len(context) - 1 : -1].float()
+        logprobs.append(logits.log_softmax(-1)[range(len(one)), list(one)].numpy())
+        best.append((logits.argmax(-1) == torch.tensor(one)).numpy())
+    return np.concatenate(logprobs), np.concatenate(best)
 
 
 def check(ran: Ran, wanted: list[tuple[Any, Any]], atol: float = 1e-4) -> None:

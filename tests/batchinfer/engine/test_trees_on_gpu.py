@@ -13,16 +13,22 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
 
-from batchinfer.core.request import Request
-from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
-from tests.batchinfer.engine.small_engine import Limits, Ran, checkpoint, drain, make_runner
-from tests.batchinfer.engine.speculating import Drafts, branching
-from tests.batchinfer.engine.test_drafted_graphs import InParts, launching, loaded_for, on_a_cpu, work
+from tests.batchinfer.engine.small_engine import Limits, checkpoint, drain, make_runner
+from tests.batchinfer.engine.speculating import branching
+from tests.batchinfer.engine.test_drafted_graphs import (
+    InParts,
+    launching,
+    loaded_for,
+    noted_queries,
+    on_a_cpu,
+    verified,
+    work,
+)
 from tests.batchinfer.engine.test_drafted_graphs import (
     _each_kind_of_step_is_captured as _each_kind_of_step_is_captured,
 )
@@ -30,13 +36,6 @@ from tests.batchinfer.engine.test_drafted_graphs import _sharing_pays as _sharin
 from tests.examples import first_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
-
-
-def verified(
-    loaded: LoadedModel, wanted: Ran, seed: int, rows: list[Request], **how: Any
-) -> tuple[Ran, Drafts]:
-    drafts = Drafts(branching(wanted, 0.8, seed, most=7), holds=0.3)
-    return drain(loaded.engine(drafter=drafts, **how), rows), drafts
 
 
 @pytest.mark.sample(1)
@@ -50,19 +49,12 @@ def test_answers_do_not_depend_on_trees(monkeypatch: pytest.MonkeyPatch, cache: 
     assert isinstance(loaded.runner, DeviceRunner)
     assert loaded.runner.follows_trees
     wanted = plain if cache == "auto" else drain(loaded.engine(), work())
-    of_trees, plan = list[int](), TritonOps.plan_captured
-
-    def noted(*arguments: Any, queries: int, **more: Any) -> Any:
-        of_trees.extend([queries] * (arguments[1].tree is not None))
-        return plan(*arguments, queries=queries, **more)
-
-    monkeypatch.setattr(TritonOps, "plan_captured", noted)
-    got, drafts = verified(loaded, wanted, 1, work())
+    of_trees = noted_queries(monkeypatch, lambda _, inputs, *__: inputs.tree is not None)
+    got, drafted, accepted = verified(loaded, branching(wanted, 0.8, 1, most=7), work(), holds=0.3)
     assert got.answers == wanted.answers
     assert got.logprobs.keys() == wanted.logprobs.keys()
     assert "eager" not in {step.launch for step in got.steps}
     assert {4, 8} <= {*of_trees}
-    drafted, accepted = (sum(column) for column in zip(*drafts.took, strict=True))
     assert 10 < accepted < drafted
     assert len(got.steps) < len(wanted.steps)
 
@@ -74,10 +66,10 @@ def test_trees_are_followed_where_operators_are_launched_one_by_one(
     """Also in micro-batches, which part the nodes of a tree."""
     wanted = on_a_cpu("llama")
     loaded, runner = launching(monkeypatch, parts())
-    got, drafts = verified(loaded, wanted, 1, work()[:5], runner=runner)
+    guess = branching(wanted, 0.8, 1, most=7)
+    got, drafted, accepted = verified(loaded, guess, work()[:5], holds=0.3, runner=runner)
     assert got.answers.items() <= wanted.answers.items()
     assert {step.launch for step in got.steps} == {"eager"}
-    drafted, accepted = (sum(column) for column in zip(*drafts.took, strict=True))
     assert drafted / 4 < accepted < drafted
 
 

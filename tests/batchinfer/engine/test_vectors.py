@@ -205,16 +205,6 @@ def test_texts_beside_change_nothing(data: st.DataObject, pooling: Pooling, asks
             np.testing.assert_allclose(text.prompt.logprobs.chosen, wanted.prompt.logprobs.chosen, atol=1e-3)
 
 
-def test_a_step_gives_vectors_and_tokens() -> None:
-    model, limits = checkpoint("llama"), Limits(budget=256, seqs=16)
-    engine = make_engine(make_runner(model, TorchOps(), limits), limits, frozenset())
-    engine.add(both((17, 40, 63), "mean"))
-    output = engine.step()
-    assert sorted(one.key for one in output.completions) == [key_of(row) for row in range(3)]
-    assert output.sample is not None
-    assert output.sample.sampled_tokens == 3
-
-
 def test_an_engine_makes_vectors_in_one_way() -> None:
     model = checkpoint("llama")
     engine = make_engine(make_runner(model, TorchOps(), Limits()), Limits(), frozenset())
