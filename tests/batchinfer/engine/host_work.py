@@ -146,18 +146,22 @@ def make_engine(load: Load, most: int, model: NoModel | None = None) -> Engine:
     return Engine(runner, scheduler, limits, repeated=at_once(load.at_once))
 
 
+def decoding(load: Load, most: int, model: NoModel | None = None) -> Engine:
+    """Return an engine whose rows all decode, and may get `most` tokens."""
+    engine = make_engine(load, most, model)
+    engine.add(load.requests(most))
+    while (sample := engine.step().sample) is None or sample.decode_tokens < load.rows:
+        pass
+    return engine
+
+
 def decode_steps(load: Load, steps: int = STEPS) -> Iterator[float]:
     """Seconds of each step once all rows decode, after some that do not count; of those that are launched at once,
     their part."""
     reading = load.rows * load.prompt // BUDGET
     most = 200 + (steps + 9) * load.at_once + reading  # no row ends while others are still read
     model = NoModel()
-    engine = make_engine(load, most, model)
-    engine.add(load.requests(most))
-    while True:
-        sample = engine.step().sample
-        if sample is not None and sample.decode_tokens == load.rows:
-            break
+    engine = decoding(load, most, model)
     model.ends = load.ends
     for _ in range(5):
         engine.step()

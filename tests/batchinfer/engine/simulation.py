@@ -48,13 +48,17 @@ def simulate(
     budget: int = 2048,
     cost: ModelCost = LLAMA_135M,
     peaks: Peaks = CPU,
-    overhead_s: float = 0.0,
 ) -> Simulated:
-    """Run the rows in this order; a step takes its roofline time and `overhead_s`."""
+    """Run the rows in this order; a step takes its roofline time."""
     layout = one_group([CacheSpec(1, 64)] * cost.layers, 16)
-    time = StepTime(peaks, host_step_s=overhead_s)
     machine = SimulatedEngine(
-        cost, layout, blocks, SchedulerConfig(seqs, budget), ContentRoots(100_000), time, looks_ahead=False
+        cost,
+        layout,
+        blocks,
+        SchedulerConfig(seqs, budget),
+        ContentRoots(100_000),
+        StepTime(peaks),
+        looks_ahead=False,
     )
     requests = [row.request(key) for key, row in enumerate(rows)]
     return simulate_requests(

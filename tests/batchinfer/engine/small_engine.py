@@ -212,7 +212,6 @@ class NotedStep:
     tokens: list[tuple[bytes, int]]  # the key of the row and the position of each token
     sampled: list[bytes]
     unread: int  # steps that were launched before it and whose tokens were not read yet
-    spans: list[tuple[bytes, int, int]]  # the key of each row, and its first and last position
 
 
 @dataclass
@@ -236,9 +235,8 @@ class Noted:
         each = list(zip(plan.requests, plan.starts.tolist(), plan.chunk_lengths.tolist(), strict=True))
         tokens = [(key, start + at) for (key, _), start, length in each for at in range(length)]
         answers = sampled_answers(plan)
-        spans = [(key, start, start + length) for (key, _), start, length in each]
         unread = len(self.steps) - self.read
-        self.steps.append(NotedStep(tokens, [key for key, _ in answers], unread, spans))
+        self.steps.append(NotedStep(tokens, [key for key, _ in answers], unread))
         sampler = getattr(self.runner, "sampler", None)
         if isinstance(sampler, RecordingSampler):
             sampler.told.extend((number_of(key), said) for key, said in answers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -22,20 +21,11 @@ from batchinfer.engine.kv.table_sizes import TableSizes
 from batchinfer.engine.load import ranked
 from batchinfer.engine.load.build import load_model
 from batchinfer.engine.load.loaded_model import LoadedModel
-from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec.spec import CacheSpec
-from tests.batchinfer.engine.small_engine import Limits, drain, folder, greedy
+from tests.batchinfer.engine.small_engine import drain, folder, greedy
 from tests.batchinfer.engine.test_engine import (
     MIXED,
-    OUTPUT,
-    SCARCE,
-    SETTINGS,
-    check_steps,
-    prompts,
-    reference,
-    run_engine,
 )
-from tests.examples import first_of
 
 
 def layout_of(windows: list[int | None], longest: int = 8192) -> CacheLayout:
@@ -131,16 +121,6 @@ def test_what_is_set_aside_is_used_up() -> None:
     job = JobSize(longest=10_000, max_num_seqs=4, max_num_batched_tokens=budget)
     blocks = cache_blocks(1, sizes, job, None, 10**9, "cpu")
     assert blocks > 4 * sizes.among_others(10_000) + sizes.for_chunks(budget)
-
-
-@pytest.mark.parametrize("limits", first_of([s for s in SETTINGS[::-1] if s.budget > 1], 1), ids=str)
-def test_torchs_operators_give_the_tokens_of_transformers(limits: Limits) -> None:
-    """Mixed batches, pieces of prompts, shared prefixes and preemptions; blocks that are free are poisoned."""
-    limits = replace(limits, **SCARCE["qwen2-mixed"]) if limits.scarce else limits
-    path, tokens, _ = reference("qwen2-mixed")
-    ran, _ = run_engine(path, limits, greedy(prompts(), OUTPUT), recorded=False, ops=TorchOps())
-    assert [ran.tokens(row) for row in range(len(tokens))] == tokens
-    check_steps(ran, limits)
 
 
 LONG = [[(7 * i + j) % 250 for j in range(250)] for i in range(12)]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from batchinfer.core.content_root import ContentRoots
-from batchinfer.core.request import Completion, Request
+from batchinfer.core.request import Request
 from batchinfer.core.samples import ConstraintWork
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.loop.engine import Engine
@@ -30,11 +30,6 @@ def engine_for(constraints: WordConstraints, on_host: bool = False) -> Engine:
 
 def run(rows: Seq[Request]) -> Ran:
     return drain(engine_for(WordConstraints(EOS)), rows)
-
-
-def one(*words: str, **params: Any) -> Completion:
-    (found,) = run([request(0, [3, 1, 4], 12, choice=words, **params)]).completions.values()
-    return found
 
 
 def test_what_has_to_come_is_not_sampled() -> None:
@@ -84,7 +79,8 @@ def test_what_is_cut_is_an_error_that_keeps_its_tokens(params: dict[str, Any], w
 
 def test_min_tokens_end_no_answer_in_an_error() -> None:
     """The constraint alone says when an answer may end."""
-    answer = one("bc", "bcd", min_tokens=9)
+    row = request(0, [3, 1, 4], 12, choice=("bc", "bcd"), min_tokens=9)
+    (answer,) = run([row]).completions.values()
     assert word([t for t in answer.tokens.token_ids if t != EOS]) in ("bc", "bcd")
     assert answer.finish_reason == "stop"
 

@@ -41,10 +41,7 @@ CPU = torch.device("cpu")
 
 def test_batch_sizes():
     assert batch_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
-    assert batch_sizes(27) == [1, 2, 4, 8, 16, 24, 27]
     assert batch_sizes(3) == [1, 2, 3]
-    assert batch_sizes(1) == [1]
-    assert batch_sizes(1024)[34:37] == [256, 272, 288]
     assert len(batch_sizes(1024)) == 67
 
 

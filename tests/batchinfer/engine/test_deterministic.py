@@ -19,7 +19,7 @@ from batchinfer.core.errors import Unavailable
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.models.ops import choose
 from batchinfer.models.ops.cpu_ops import CpuOps
-from batchinfer_kernels.arithmetic import Dtype, Quantization
+from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.compilers import NoCompiler
 from batchinfer_kernels.tiles import Grant
@@ -81,9 +81,11 @@ def checkpoint(name: str) -> Path:
 
 
 @cache
-def yardstick(name: str, dtype: Dtype, quantization: Quantization) -> tuple[LoadedModel, dict]:
+def yardstick(
+    name: str, dtype: Dtype, quantization: Quantization, kv_cache: KvCacheDtype = "auto"
+) -> tuple[LoadedModel, dict]:
     """The model, and the logits of every row alone."""
-    loaded = load(checkpoint(name), dtype, quantization)
+    loaded = load(checkpoint(name), dtype, quantization, kv_cache=kv_cache)
     return loaded, run_alone(loaded, rows())
 
 
@@ -113,19 +115,12 @@ def test_a_row_has_the_same_bits_however_the_work_is_cut(name, dtype, quantizati
     assert any(s.decode_tokens > 1 for s in forced.steps) or way.budget == 1
 
 
-@cache
-def coded_yardstick(dtype: Dtype) -> tuple[LoadedModel, dict]:
-    """As `yardstick`, with int8 codes in the cache."""
-    loaded = load(checkpoint("llama-wide"), dtype, kv_cache="int8")
-    return loaded, run_alone(loaded, rows())
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [1, 9, 11, 12])
 def test_codes_in_the_cache_change_no_bit_either(dtype, number):
     """MicroBatches of prompts, prefixes read together, blocks that are scarce, two threads."""
-    loaded, wanted = coded_yardstick(dtype)
+    loaded, wanted = yardstick("llama-wide", dtype, "none", "int8")
     assert different(Forced(loaded, rows(), WAYS[number]).run(), wanted) == []
     _, values = yardstick("llama-wide", dtype, "none")
     assert different(values, wanted) != [], "there are no codes"

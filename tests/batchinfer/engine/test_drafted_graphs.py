@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 SHARED = 40
 SEGMENT = 32  # keys, so that short rows have several
 PEAKS = Peaks(1e12, 1e9)
+GUIDED = importlib.util.find_spec("llguidance") is not None  # not on every machine with a GPU
 ASKED: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.9, "top_p": 0.9},
@@ -69,40 +71,48 @@ def _each_kind_of_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_graphs, "LATER_FIRST", 1)
 
 
-def loaded_for(monkeypatch: pytest.MonkeyPatch, model: str, **more: Any) -> LoadedModel:
+def loaded_for(monkeypatch: pytest.MonkeyPatch, path: Path, **more: Any) -> LoadedModel:
     stand_in(monkeypatch.setattr, compiles=False, quick=True)
-    return loaded_on("cuda", model, **more)
+    return loaded_on("cuda", path, **more)
 
 
 def launching(monkeypatch: pytest.MonkeyPatch, parts: MicroBatches) -> tuple[LoadedModel, DeviceRunner]:
     """Load a llama whose runner launches the operators of each step one by one, in these parts."""
     monkeypatch.setattr(DummySteps, "warm_up", lambda _: None)
-    loaded = loaded_for(monkeypatch, "llama")
+    loaded = loaded_for(monkeypatch, model_of("llama"))
     assert isinstance(loaded.runner, DeviceRunner)
     return loaded, replace(loaded.runner, graphs=None, mixed=None, micro_batches=parts)
 
 
-def loaded_on(device: Device, model: str, seqs: int = 4, **more: Any) -> LoadedModel:
-    family, options = MODELS[model]
-    load = LoadConfig(folder(family, **options), "float32", device, **more)
+def model_of(name: str) -> Path:
+    family, options = MODELS[name]
+    return folder(family, **options)
+
+
+def loaded_on(device: Device, path: Path, seqs: int = 4, **more: Any) -> LoadedModel:
     config = EngineConfig(
-        load, max_model_len=64, longest=62, max_num_seqs=seqs, max_num_batched_tokens=32, block_size=8,
-        kv_memory=2**20, drafts=("prompt",), peaks=PEAKS, logprobs=2,
+        LoadConfig(path, "float32", device, **more), max_model_len=64, longest=62, max_num_seqs=seqs,
+        max_num_batched_tokens=32, block_size=8, kv_memory=2**21, drafts=("prompt",), peaks=PEAKS, logprobs=2,
     )  # fmt: skip
-    guided = importlib.util.find_spec("llguidance") is not None
     return build.load_model(
-        config, constraints=grammar_constraints(guided_rows.tokenizer()) if guided else None
+        config, constraints=grammar_constraints(guided_rows.tokenizer()) if GUIDED else None
     )
+
+
+def rows_of(
+    prompts: Iterable[list[int]], asked: Iterable[dict[str, Any]] = ASKED, most: int = 14
+) -> list[Request]:
+    """Each row asks for something else, in turns."""
+    kinds = [one for one in asked if GUIDED or "regex" not in one]
+    return [request(row, prompt, most, **kinds[row % len(kinds)]) for row, prompt in enumerate(prompts)]
 
 
 def work(most: int = 14) -> list[Request]:
     """One row of each kind, and one more; every second prompt goes on behind what all of them begin with."""
     rng = random.Random(3)
     shared = [rng.randrange(250) for _ in range(SHARED)]
-    guided = importlib.util.find_spec("llguidance") is not None
-    asked = [one for one in ASKED if guided or "regex" not in one]
     prompts = [[*shared, rng.randrange(250)] if row % 2 else shared[: 3 + row] for row in range(6)]
-    return [request(row, prompt, most, **asked[row % len(asked)]) for row, prompt in enumerate(prompts)]
+    return rows_of(prompts, most=most)
 
 
 def drawn_work() -> list[Request]:
@@ -123,7 +133,7 @@ class InParts(MicroBatches):
 def on_a_cpu(model: str, rows: Callable[[], list[Request]] = work) -> Ran:
     """Rows without drafts by a CPU's operators, which take a hundredth of the interpreter's time. To be asked for
     before something stands in for a GPU."""
-    return drain(loaded_on("cpu", model).engine(), rows())
+    return drain(loaded_on("cpu", model_of(model)).engine(), rows())
 
 
 def verified(
@@ -152,7 +162,7 @@ def noted_queries(monkeypatch: pytest.MonkeyPatch, kind: Callable[..., bool] = l
     ("model", "right"), first_of([(model, right) for right in (0.8, 0.0) for model in MODELS], 1)
 )
 def test_answers_are_those_without_drafts(monkeypatch: pytest.MonkeyPatch, model: str, right: float) -> None:
-    wanted, loaded = on_a_cpu(model), loaded_for(monkeypatch, model)
+    wanted, loaded = on_a_cpu(model), loaded_for(monkeypatch, model_of(model))
     assert isinstance(loaded.runner, DeviceRunner)
     graphs = loaded.runner.graphs
     assert graphs is not None
@@ -176,7 +186,7 @@ def test_drafts_change_no_bit_where_rows_are_deterministic(monkeypatch: pytest.M
     segmented = partial(prefill_attention, segment=SEGMENT)
     monkeypatch.setattr("batchinfer_kernels.gpu.paged_attention.prefill_attention", segmented)
     monkeypatch.setattr(matmul_tiles, "LEAST_SEGMENT", 16)
-    loaded = loaded_for(monkeypatch, "llama", seqs=2, deterministic=True)
+    loaded = loaded_for(monkeypatch, model_of("llama"), seqs=2, deterministic=True)
     rows = work(6)[:3]
     wanted = drain(loaded.engine(), rows)
     got, _, accepted = verified(loaded, remembered(wanted, 0.7, 4, most=7), rows)
@@ -198,13 +208,3 @@ def test_rows_with_drafts_draw_the_same_tokens_where_operators_are_launched_one_
     assert {step.launch for step in got.steps} == {"eager"}
     assert drafted / 2 < accepted < drafted
     assert got.logprobs.keys() == wanted.logprobs.keys()
-
-
-def test_nothing_of_it_is_captured_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    stood = build.load_model
-    monkeypatch.setattr(build, "load_model", lambda config, **how: stood(replace(config, drafts=()), **how))
-    loaded = loaded_for(monkeypatch, "llama")
-    assert isinstance(loaded.runner, DeviceRunner)
-    assert loaded.runner.graphs is not None
-    assert loaded.runner.graphs.steps.drafted == 0
-    assert loaded.runner.graphs.captured == len(loaded.runner.graphs.sizes) + 1

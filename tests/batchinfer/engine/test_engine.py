@@ -9,12 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from batchinfer.core.request import Request
-from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.scheduler import Scheduler
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
@@ -217,33 +215,6 @@ def test_tokens_equal_transformers_where_nobody_looks_at_logits(variant: str) ->
     ran, _ = run_engine(folder, Limits(300, blocks=600), greedy(prompts(), OUTPUT), recorded=False)
     assert [ran.tokens(row) for row in range(len(tokens))] == tokens
     assert ran.total("copied_tokens") > 0
-
-
-def sampled(rows: list[list[int]]) -> list[Request]:
-    kinds = [
-        SamplingParams(max_tokens=20, temperature=1.0),
-        SamplingParams(max_tokens=20, temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2),
-        SamplingParams(max_tokens=20),
-        SamplingParams(max_tokens=20, temperature=1.5, min_p=0.02, frequency_penalty=0.3, min_tokens=5),
-    ]
-    keys = np.random.default_rng(4)
-    return [Request(keys.bytes(32), np.array(p, np.int32), kinds[i % len(kinds)]) for i, p in enumerate(rows)]
-
-
-@pytest.mark.parametrize("variant", first_of(("qwen3", "llama"), 1))
-def test_a_row_is_the_same_in_any_company_and_order(variant: str) -> None:
-    """Greedy and sampled rows run with 1, 7 and 64 sequences at once, and shuffled."""
-    folder, _, _ = reference(variant)
-    requests = sampled([p for p in prompts() if len(p) <= 129])
-
-    def answers(limits: Limits, rows: list[Request]) -> dict[bytes, tuple[list[int], str]]:
-        return run_engine(folder, limits, rows, recorded=False)[0].answers
-
-    wanted = answers(SETTINGS[0], requests)
-    assert len({tuple(tokens) for tokens, _ in wanted.values()}) > len(wanted) // 2
-    for limits in (Limits(2048, seqs=1), Limits(64, seqs=7, blocks=600), Limits(300, blocks=60)):
-        shuffled = random.Random(limits.seqs).sample(requests, len(requests))
-        assert answers(limits, shuffled) == wanted
 
 
 def test_a_row_that_no_cache_could_hold_becomes_an_error() -> None:

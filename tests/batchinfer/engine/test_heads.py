@@ -70,9 +70,6 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         JobFileError, match=r"0\.0\.linear\.weight is of shape .52, 52., and the model's heads are of"
     ):
         inspect_heads(wide, model)
-    other = save_heads(tmp_path / "other", heads_of(hidden, vocab + 1, 2, 1), 1)
-    with pytest.raises(JobFileError, match=r"0\.1\.weight is of shape"):
-        inspect_heads(other, model)
     deep = save_heads(tmp_path / "deep", heads_of(hidden, vocab, 2, 2), 1)
     with pytest.raises(JobFileError, match=r"has the tensor 0\.1\.linear\.bias, which no Medusa head has"):
         inspect_heads(deep, model)

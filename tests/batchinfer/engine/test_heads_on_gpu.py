@@ -17,20 +17,14 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
 
 from batchinfer.core.request import Request
-from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.drafts.model_beside import BesideRunner
-from batchinfer.engine.load import build
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.kept_states import KeptStates
-from batchinfer.input.constraints.constrained import grammar_constraints
-from batchinfer_kernels.arithmetic import Device
 from tests.batchinfer.eagle_heads import EagleOf, EagleReference, save_eagle
-from tests.batchinfer.engine import guided_rows
 from tests.batchinfer.engine.asking_heads import FEW, Asking, HeadReference, parts_at_a_block
-from tests.batchinfer.engine.interpreted_gpu import stand_in
 from tests.batchinfer.engine.small_engine import MIXED, checkpoint, drain, request
-from tests.batchinfer.engine.test_drafts import PEAKS
+from tests.batchinfer.engine.test_drafted_graphs import loaded_for, loaded_on, rows_of
 from tests.batchinfer.medusa_heads import heads_of, save_heads
 from tests.batchinfer.mtp_layers import add_mtp
 from tests.checkpoints import kept_folder
@@ -92,31 +86,13 @@ KINDS: dict[str, Any] = {
 }
 
 
-def loaded_for(monkeypatch: pytest.MonkeyPatch, model: Path, heads: Path) -> LoadedModel:
-    stand_in(monkeypatch.setattr, compiles=False, quick=True)
-    return loaded_on("cuda", model, heads)
-
-
-def loaded_on(device: Device, model: Path, heads: Path | None) -> LoadedModel:
-    config = EngineConfig(
-        LoadConfig(model, "float32", device, heads=heads), max_model_len=64, longest=62,
-        max_num_seqs=4, max_num_batched_tokens=32, block_size=BLOCK, kv_memory=2**21, drafts=("prompt",),
-        peaks=PEAKS, logprobs=2,
-    )  # fmt: skip
-    guided = importlib.util.find_spec("llguidance") is not None
-    masks = grammar_constraints(guided_rows.tokenizer()) if guided else None
-    return build.load_model(config, constraints=masks)
-
-
 def work(rows: int = 8) -> list[Request]:
     """Rows that begin alike up to the middle of a block, and others."""
     rng = random.Random(3)
-    guided = importlib.util.find_spec("llguidance") is not None
-    asked = [one for one in ASKED if guided or "regex" not in one]
     prompts = [
         [*SHARED, rng.randrange(250), row] if row % 3 else SHARED[: 3 + 2 * row] for row in range(rows)
     ]
-    made = [request(row, prompt, 14, **asked[row % len(asked)]) for row, prompt in enumerate(prompts)]
+    made = rows_of(prompts, ASKED)
     return [replace(one, shares_next=len(SHARED)) if row % 3 else one for row, one in enumerate(made)]
 
 
@@ -135,8 +111,8 @@ def test_heads_propose_what_those_of_the_reference_do(monkeypatch: pytest.Monkey
     """Behind steps that are replayed as a whole, with drafts and without, in pieces, and that copy parts of blocks; and
     answers are those without heads."""
     path, heads, reference = KINDS[kind]()
-    wanted = drain(loaded_on("cpu", path, None).engine(), work())
-    loaded = loaded_for(monkeypatch, path, heads)
+    wanted = drain(loaded_on("cpu", path).engine(), work())
+    loaded = loaded_for(monkeypatch, path, heads=heads)
     assert isinstance(loaded.runner, DeviceRunner)
     forget(loaded)
     answers = {key: one.tokens.token_ids.tolist() for key, one in wanted.completions.items()}
@@ -178,7 +154,7 @@ def compare(drafter: Asking, reference: HeadReference) -> int:
 def test_states_stay_as_they_were_when_later_steps_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph leaves the states of each of its steps in the same place."""
     path, heads, _ = medusa()
-    loaded, take = loaded_for(monkeypatch, path, heads), KeptStates.take
+    loaded, take = loaded_for(monkeypatch, path, heads=heads), KeptStates.take
     taken = list[tuple[torch.Tensor, torch.Tensor]]()
 
     def noted(kept: KeptStates, hidden: torch.Tensor, *step: Any) -> None:

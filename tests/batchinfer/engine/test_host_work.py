@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchinfer.engine.tensors import staging
-from tests.batchinfer.engine.host_work import Load, NoModel, make_engine
+from tests.batchinfer.engine.host_work import Load, NoModel, decoding
 
 
 def calls(run: Callable[[], Any]) -> int:
@@ -30,13 +30,7 @@ def calls(run: Callable[[], Any]) -> int:
 
 def calls_of_steps(load: Load, steps: int = 32) -> float:
     """Of a decode step, on average over two blocks of tokens."""
-    engine = make_engine(load, 3 * steps)
-    engine.add(load.requests(3 * steps))
-    while True:
-        sample = engine.step().sample
-        assert sample is not None
-        if sample.decode_tokens == load.rows:
-            break
+    engine = decoding(load, 3 * steps)
     engine.step()
     return calls(lambda: [engine.step() for _ in range(steps)]) / steps
 
@@ -44,10 +38,7 @@ def calls_of_steps(load: Load, steps: int = 32) -> float:
 def sent(load: Load, monkeypatch: pytest.MonkeyPatch, steps: int = 16) -> int:
     """Bytes that decode steps send to the device, from the second one on in which rows end."""
     model, total, staged = NoModel(), 0, staging._staged
-    engine = make_engine(load, 4 * steps, model)
-    engine.add(load.requests(4 * steps))
-    while (sample := engine.step().sample) is not None and sample.decode_tokens < load.rows:
-        pass
+    engine = decoding(load, 4 * steps, model)
     model.ends = load.ends
     engine.step()
     engine.step()

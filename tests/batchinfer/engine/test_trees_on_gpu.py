@@ -24,6 +24,7 @@ from tests.batchinfer.engine.test_drafted_graphs import (
     InParts,
     launching,
     loaded_for,
+    model_of,
     noted_queries,
     on_a_cpu,
     verified,
@@ -45,7 +46,7 @@ def test_answers_do_not_depend_on_trees(monkeypatch: pytest.MonkeyPatch, cache: 
     prefixes that rows share. Codes of K and V are moved with their scales: a node that is read as another one's would
     change what follows."""
     plain = on_a_cpu("llama")
-    loaded = loaded_for(monkeypatch, "llama", kv_cache=cache, deterministic=cache != "auto")
+    loaded = loaded_for(monkeypatch, model_of("llama"), kv_cache=cache, deterministic=cache != "auto")
     assert isinstance(loaded.runner, DeviceRunner)
     assert loaded.runner.follows_trees
     wanted = plain if cache == "auto" else drain(loaded.engine(), work())

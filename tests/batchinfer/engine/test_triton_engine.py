@@ -321,6 +321,7 @@ def test_all_of_the_gpus_path(monkeypatch):
     assert runner.graphs is not None
     before = runner.graphs.captured
     assert before == len(runner.graphs.sizes) + 1 == 5, "all sizes, and the largest with shared keys"
+    assert runner.graphs.steps.drafted == 0, "nothing has drafts"
     assert runner.mixed is not None
     assert (runner.mixed.sizes, runner.mixed.captured) == ([32], 2), (
         "before the layer's attention and behind it"
@@ -513,25 +514,15 @@ def test_answers_are_the_same_where_a_library_reads_windows(monkeypatch, variant
 SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
 
-@pytest.fixture
-def products_as_torch_has_them():
-    """They are a setting of the process, as it is before an engine is built; it is put back afterwards."""
+def test_an_engine_of_a_gpu_does_not_round_the_library_s_partial_sums(monkeypatch):
+    """They are a setting of the process, as it is before an engine is built."""
     products = torch.backends.cuda.matmul
-    before = [getattr(products, name) for name in SUMS]
     for name in SUMS:
-        setattr(products, name, True)
-    yield products
-    for name, value in zip(SUMS, before, strict=True):
-        setattr(products, name, value)
-
-
-def test_an_engine_of_a_gpu_does_not_round_the_library_s_partial_sums(
-    monkeypatch, products_as_torch_has_them
-):
+        monkeypatch.setattr(products, name, True)
     monkeypatch.setattr(build, "fit_cache", lambda runner, limits, room, *_: Fitted(runner, limits, 1))
     gpus = gpus_config("none", False)
     build.load_model(replace(gpus, load=replace(gpus.load, device="cpu")))
-    assert [getattr(products_as_torch_has_them, name) for name in SUMS] == [True, True]
+    assert [getattr(products, name) for name in SUMS] == [True, True]
     stand_in(monkeypatch.setattr)
     build.load_model(gpus)
-    assert [getattr(products_as_torch_has_them, name) for name in SUMS] == [False, False]
+    assert [getattr(products, name) for name in SUMS] == [False, False]
