@@ -159,7 +159,7 @@ def llama(quantization: Quantization, limits: Limits, places: int | None = None)
     return make_runner(model, ops, limits, adapters=adapters("llama"), places=places)
 
 
-@settings(max_examples=examples(6, 300), deadline=None)
+@settings(max_examples=examples(4, 300), deadline=None)
 @given(
     names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=9),
     shared=st.sampled_from([0, 8, 17, 20]),
@@ -239,11 +239,11 @@ def test_adapters_take_turns_in_their_places(kind: str) -> None:
     limits, names = Limits(seqs=4), ("one", "one", "", "two", "two", "two", "three", "", "three", "one")
     ops = cpu_ops(checkpoint("llama")) if kind == "cpu" else TorchOps()
     requests = generating(names, [8] * len(names))
-    for places, moves in ((1, 4), (2, 4), (3, 3), (None, 0)):
+    wanted = run(runner_of("llama", ops, limits), limits, requests)
+    for places, moves in ((1, 4), (2, 4), (3, 3)):
         runner = runner_of("llama", ops, limits, places=places)
         ran = run(runner, limits, requests)
         assert runner.state.adapters.moved == moves
-        wanted = run(runner_of("llama", ops, limits), limits, requests)
         assert ran.answers == wanted.answers
 
 

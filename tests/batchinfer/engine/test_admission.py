@@ -223,21 +223,6 @@ def test_wrong_estimates_cost_little_and_never_thrash(kind):
     assert guessed.seconds <= 1.15 * known.seconds
 
 
-@given(
-    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=1, max_size=60),
-    blocks=st.integers(30, 60),
-    stops=st.sampled_from([0.0, 0.02, 0.1, 0.5]),
-    seed=st.integers(0, 1 << 16),
-)
-@settings(max_examples=examples(20, 100), deadline=None, print_blob=True)
-def test_preemptions_stay_below_the_number_of_rows(rows, blocks, stops, seed):
-    sequences = [sequence([key] * prompt, output, key) for key, (prompt, output) in enumerate(rows)]
-    driver = driver_for(sequences, blocks=blocks, seqs=16, budget=64, seed=seed, stops=stops)
-    driver.drain()
-    assert driver.preempted <= len(rows)
-    assert max(s.preemptions for s in driver.finished) <= 6  # 5 were seen
-
-
 def test_short_answers_do_not_leave_the_batch_half_empty():
     """max_tokens fills the cache with 12 rows; the answers, a fiftieth as long, run 64 at once before long."""
     rng = random.Random(1)

@@ -44,7 +44,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def calibrate(
-    model: Path, folder: Path, device: Device, answer_tokens: int = 0, prompts: int = 4
+    model: Path, folder: Path, device: Device, answer_tokens: int = 0, prompts: int = 3
 ) -> tuple[Loss, list[int]]:
     """Write the folder; what it lost, and how many layers were done each time that it was told."""
     folder.mkdir()

@@ -26,7 +26,7 @@ from batchinfer.engine.schedule.draft_tree import DraftTree, node_bits, node_pat
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.hashing_model import EOS
 from tests.batchinfer.engine.random_work import EASY, Work, works
-from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, make_engine, request
+from tests.batchinfer.engine.small_engine import Ran, drain, greedy, make_engine
 from tests.batchinfer.engine.speculating import Drafts, assert_unchanged, branching
 from tests.batchinfer.engine.test_drafts import PEAKS
 from tests.batchinfer.engine.test_heads import state_of
@@ -49,32 +49,6 @@ def test_answers_do_not_depend_on_trees_of_drafts(work: Work, on_host: bool, rig
     event(
         f"accepted: {accepted > 0}, rejected: {accepted < drafted}, preempted: {got.total('preemptions') > 0}"
     )
-
-
-@pytest.mark.parametrize("constrained", [False, True])
-def test_preempted_rows_go_on_with_trees(constrained: bool) -> None:
-    """Rows that draw, have penalties and masks, in a cache that is too small for all of them."""
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"temperature": 1.2},
-        {"repetition_penalty": 1.3},
-        {"bad_tokens": ((1, 2), (3,)), "logprobs": 2},
-    ]
-    if constrained:
-        kinds[0] = {"choice": ("bcdbcdbcdbcdd", "bcdbcdbcdbccd", "bbbbbbbcccccbb", "cdcdcdcdcdcdcdc")}
-    rows = [
-        request(at, [at, 3, at % 5, 1, 2], 24, ignore_eos=not constrained or at % 4 > 0, **kinds[at % 4])
-        for at in range(9)
-    ]
-    limits = Limits(blocks=14, block_size=4, seqs=6, budget=30, scarce=True)
-    work = Work(limits, rows, [], (None,), 0, 5)
-    wanted = Way(forces=False).run(work, EASY)
-    drafts = Drafts(branching(wanted, 0.8, 5, most=20))
-    got = Way().run(work, limits, drafts)
-    assert (got.answers, got.logprobs) == (wanted.answers, wanted.logprobs)
-    assert got.total("preemptions") > 0
-    drafted, accepted = (sum(column) for column in zip(*drafts.took, strict=True))
-    assert 20 < accepted < drafted
 
 
 @given(

@@ -100,14 +100,14 @@ def loaded_on(device: Device, path: Path, seqs: int = 4, **more: Any) -> LoadedM
 
 
 def rows_of(
-    prompts: Iterable[list[int]], asked: Iterable[dict[str, Any]] = ASKED, most: int = 14
+    prompts: Iterable[list[int]], asked: Iterable[dict[str, Any]] = ASKED, most: int = 10
 ) -> list[Request]:
     """Each row asks for something else, in turns."""
     kinds = [one for one in asked if GUIDED or "regex" not in one]
     return [request(row, prompt, most, **kinds[row % len(kinds)]) for row, prompt in enumerate(prompts)]
 
 
-def work(most: int = 14) -> list[Request]:
+def work(most: int = 10) -> list[Request]:
     """One row of each kind, and one more; every second prompt goes on behind what all of them begin with."""
     rng = random.Random(3)
     shared = [rng.randrange(250) for _ in range(SHARED)]
@@ -187,15 +187,16 @@ def test_drafts_change_no_bit_where_rows_are_deterministic(monkeypatch: pytest.M
     monkeypatch.setattr("batchinfer_kernels.gpu.paged_attention.prefill_attention", segmented)
     monkeypatch.setattr(matmul_tiles, "LEAST_SEGMENT", 16)
     loaded = loaded_for(monkeypatch, model_of("llama"), seqs=2, deterministic=True)
-    rows = work(6)[:3]
+    rows = work(4)[1:3]
     wanted = drain(loaded.engine(), rows)
     got, _, accepted = verified(loaded, remembered(wanted, 0.7, 4, most=7), rows)
     assert got.answers == wanted.answers
     assert got.logprobs == wanted.logprobs
-    assert accepted > 2
+    assert accepted > 1
 
 
-@pytest.mark.parametrize("parts", first_of([InParts, MicroBatches], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [InParts, MicroBatches])
 def test_rows_with_drafts_draw_the_same_tokens_where_operators_are_launched_one_by_one(
     monkeypatch: pytest.MonkeyPatch, parts: type[MicroBatches]
 ) -> None:

@@ -194,7 +194,7 @@ def cases() -> Iterator[Any]:
                 yield pytest.param(variant, setting, id=f"{variant}-{setting}", marks=marks)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("variant", "limits"), list(cases()))
 def test_tokens_and_logits_equal_transformers(variant: str, limits: Limits) -> None:
     folder, tokens, logits = reference(variant)
@@ -215,15 +215,6 @@ def test_tokens_equal_transformers_where_nobody_looks_at_logits(variant: str) ->
     ran, _ = run_engine(folder, Limits(300, blocks=600), greedy(prompts(), OUTPUT), recorded=False)
     assert [ran.tokens(row) for row in range(len(tokens))] == tokens
     assert ran.total("copied_tokens") > 0
-
-
-def test_a_row_that_no_cache_could_hold_becomes_an_error() -> None:
-    folder, _, _ = reference("llama")
-    ran, _ = run_engine(folder, Limits(blocks=10), greedy([[1] * 90, [2] * 5], OUTPUT))
-    refused, other = (ran.completions[key] for key in sorted(ran.completions))
-    assert refused.error is not None
-    assert refused.error.code == "kv_cache_too_small"
-    assert other.finish_reason in ("length", "stop")
 
 
 def test_stops_lengths_and_limits() -> None:

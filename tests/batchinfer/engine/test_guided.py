@@ -23,7 +23,6 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.device_memory import allocate_caches
-from batchinfer.input.constraints.constrained import GrammarConstraint
 from batchinfer.models.ops.attention import LayerCache
 from tests.batchinfer.engine.guided_rows import KINDS, Row, check, constrained, rows, run, text_of
 from tests.batchinfer.engine.interpreted_gpu import NoMeter
@@ -122,26 +121,6 @@ def check_confidences(ran: Ran, alone: Ran, requests: list[Request]) -> None:
         np.testing.assert_allclose(found.chosen, wanted.chosen, atol=1e-4)
         certain += (found.chosen > -1e-6).tolist()
     assert {*certain} == {True, False}
-
-
-def test_greedy_rows_whose_argmax_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all rows are greedy, tokens are asked for one by one, and masks are filled for what is refused."""
-    asked: list[bool] = []
-    allows = GrammarConstraint.allows
-
-    def noted(self: GrammarConstraint, token: int) -> bool:
-        asked.append(allows(self, token))
-        return asked[-1]
-
-    monkeypatch.setattr(GrammarConstraint, "allows", noted)
-    loose = [asking(n, regex="[ -~\n]{15}", max_tokens=30) for n in range(6, 12)]
-    chosen = [*rows(wishes=("cut",)), *loose]
-    wanted = run(cpu_runner(ALONE), ALONE, chosen)
-    assert not asked
-    ran = run(cpu_runner(TOGETHER), TOGETHER, chosen)
-    assert ran.answers == wanted.answers
-    assert {*asked} == {True, False}
-    assert all(ran.requests[key].steered == wanted.requests[key].steered for key in wanted.requests)
 
 
 @pytest.mark.sample(2)

@@ -117,6 +117,7 @@ def test_heads_propose_what_those_of_the_reference_do(monkeypatch: pytest.Monkey
     forget(loaded)
     answers = {key: one.tokens.token_ids.tolist() for key, one in wanted.completions.items()}
     compared, right, launches, copied = 0, 0, set[str | None](), 0
+    taken = noted_states(monkeypatch)
     for seed in range(1 + (kind == "eagle")):  # caches hold what was there before
         assert loaded.beside is not None
         drafter = Asking(loaded.beside, answers, seed)
@@ -132,6 +133,21 @@ def test_heads_propose_what_those_of_the_reference_do(monkeypatch: pytest.Monkey
     assert right > 5
     assert launches == {"full_graph", "piecewise_graph"}
     assert copied > 0
+    assert kind != "medusa" or len(taken) == len(got.steps)
+
+
+def noted_states(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what lists the states that are kept of each step, and copies of them: they stay as they were when later
+    steps are launched, although a graph leaves the states of each of its steps in the same place."""
+    taken, take = list[tuple[torch.Tensor, torch.Tensor]](), KeptStates.take
+
+    def noted(kept: KeptStates, hidden: torch.Tensor, *step: Any) -> None:
+        assert all(torch.equal(one, copy) for one, copy in taken[-2:])
+        taken.append((hidden, hidden.clone()))
+        take(kept, hidden, *step)
+
+    monkeypatch.setattr(KeptStates, "take", noted)
+    return taken
 
 
 def compare(drafter: Asking, reference: HeadReference) -> int:
@@ -149,20 +165,3 @@ def compare(drafter: Asking, reference: HeadReference) -> int:
         # Nothing is proposed behind a token that ends the answer, nor of states that are no numbers
         assert proposed == wanted or (not proposed and wanted[0] in row.stop_token_ids)
     return sum(bool(proposed) for _, _, proposed in compared)
-
-
-def test_states_stay_as_they_were_when_later_steps_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph leaves the states of each of its steps in the same place."""
-    path, heads, _ = medusa()
-    loaded, take = loaded_for(monkeypatch, path, heads=heads), KeptStates.take
-    taken = list[tuple[torch.Tensor, torch.Tensor]]()
-
-    def noted(kept: KeptStates, hidden: torch.Tensor, *step: Any) -> None:
-        assert all(torch.equal(one, copy) for one, copy in taken[-2:])
-        taken.append((hidden, hidden.clone()))
-        take(kept, hidden, *step)
-
-    monkeypatch.setattr(KeptStates, "take", noted)
-    got = drain(loaded.engine(), [request(row, [row, 3, 5], 8) for row in range(3)])
-    assert sum(step.launch == "full_graph" for step in got.steps) > 4
-    assert len(taken) == len(got.steps)

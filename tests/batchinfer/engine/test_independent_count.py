@@ -1,5 +1,5 @@
 """FLOPs of a run equal what torch counts over transformers' eager model of the same checkpoint, fed the same rows, less
-the (query, key) pairs that a causal mask hides."""
+the (query, key) pairs that a causal mask hides; and those of every single token that ran."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from batchinfer.core.request import Request
+from batchinfer_kernels.cost import StepShape
 from tests.batchinfer.engine.small_engine import (
     Limits,
+    Noted,
     Ran,
     checkpoint,
     cpu_ops,
@@ -24,6 +26,7 @@ from tests.batchinfer.engine.small_engine import (
     make_runner,
 )
 from tests.kernels.gpu.pairs import each_first
+from tests.model_costs import llama_cost
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 OUTPUT = 12
@@ -90,3 +93,26 @@ def test_flops_are_those_that_torch_counts(family: str, shared: bool) -> None:
     )
     assert any(sample.cached_tokens for sample in ran.requests.values()) == shared
     assert ran.total("flops") == pytest.approx(expected, rel=0.01)
+
+
+def test_flops_of_preempted_work_count_once() -> None:
+    """2 × weights a token, the head for each sampled one, and 4 × heads × size for each pair of query and key."""
+    rng, model = Random(7), checkpoint("llama")
+    prompts = [[rng.randrange(250) for _ in range(rng.randrange(5, 70))] for _ in range(24)]
+    limits = Limits(budget=64, blocks=45, scarce=True)
+    noted = Noted(make_runner(model, cpu_ops(model), limits))
+    ran = drain(make_engine(noted, limits, frozenset()), greedy(prompts, 40, ignore_eos=True))
+    assert ran.total("preemptions") > 5, "nothing was forced"
+    once = {token for step in noted.steps for token in step.tokens}
+    pairs = len(model.spec.layers) * sum(at + 1 for _, at in once)
+    dense = noted.cost.active_parameters * len(once)
+    dense += noted.cost.head_parameters * sum(len(step.sampled) for step in noted.steps)
+    attention = model.spec.attention
+    assert ran.total("flops") == 2 * dense + 4 * pairs * attention.q_heads * attention.head_dim
+
+
+def test_the_head_is_not_read_by_a_step_that_samples_nothing() -> None:
+    model = llama_cost(2, 64, 128, 4, 2, 16, 1000, 2, 2)
+    costs = model.step(StepShape(5, 0, 30, 10))
+    unread = {name for name, cost in costs.items() if not cost.bytes}
+    assert unread == {"final_norm", "lm_head", "sample", "copy_parts"}

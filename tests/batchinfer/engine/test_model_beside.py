@@ -123,7 +123,7 @@ def run(work: Work, way: Way, limits: Limits, seed: int = 0) -> tuple[Ran, Besid
     return ran, drafter
 
 
-@settings(max_examples=examples(12, 300), deadline=None, print_blob=True)
+@settings(max_examples=examples(9, 300), deadline=None, print_blob=True)
 @given(works(may_constrain=True), WAYS)
 def test_a_model_that_is_the_jobs_is_always_right(work: Work, way: Way) -> None:
     """It is, if each position that it takes for read holds what it would: behind prefixes that others read, behind

@@ -105,7 +105,7 @@ def plain(row: Request) -> Request:
     return replace(row, params=replace(kept, logprobs=None))
 
 
-@settings(max_examples=examples(12, 400), deadline=None, print_blob=True)
+@settings(max_examples=examples(8, 400), deadline=None, print_blob=True)
 @given(works(), st.integers(2, 5), st.booleans(), st.booleans())
 def test_answers_and_work_are_those_of_single_steps(
     work: Work, steps: int, graphs: bool, preempts: bool
@@ -148,9 +148,9 @@ def test_rows_without_drafts_run_on_and_those_with_some_do_not() -> None:
 def test_rows_that_look_for_drafts_do_so_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is ever found, few launches are of one step for it, however many rows look."""
     monkeypatch.setattr(AlwaysRepeated, "may_wait", RepeatedSteps.may_wait)
-    limits, rng = replace(EASY, seqs=48, budget=400, blocks=48 * 40), random.Random(1)
-    rows = [request(i, [i % 7, 3, i % 5], rng.randrange(60, 160), ignore_eos=True) for i in range(64)]
-    work, ticks = Work(limits, rows, [0] * 64, (None,), 0, 0), iter(range(1 << 40))
+    limits, rng = replace(EASY, seqs=24, budget=200, blocks=24 * 40), random.Random(1)
+    rows = [request(i, [i % 7, 3, i % 5], rng.randrange(60, 160), ignore_eos=True) for i in range(32)]
+    work, ticks = Work(limits, rows, [0] * 32, (None,), 0, 0), iter(range(1 << 40))
     times = DraftedStepTimes(SHAPE, Peaks(1e12, 1e9))
     drafter = CostedDrafter([OtherAnswers()], times, 400, True, lambda: next(ticks) * 1e-12)
     shares = []

@@ -207,13 +207,6 @@ def test_a_block_is_free_once_nobody_uses_it_and_nobody_waits_for_it():
     assert (kept(pool), pool.available, pool.cached) == ([], 2, 0)
 
 
-def test_blocks_that_nobody_can_give_up_are_not_given():
-    pool = BlockPool(2, 1)
-    pool.allocate(2)
-    with pytest.raises(IndexError, match="1 KV blocks are missing"):
-        pool.allocate(1)
-
-
 def test_a_token_run_again_is_prefill_however_short_its_chunk():
     """Counted as a decode, it made `prefill - recomputed`, which the progress adds up, negative."""
     seq = sequence(list(range(4)), 8)

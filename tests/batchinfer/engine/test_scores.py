@@ -27,7 +27,6 @@ from tests.batchinfer.engine.small_engine import (
     cpu_ops,
     drain,
     folder,
-    greedy,
     key_of,
     looking_ahead,
     make_engine,
@@ -176,13 +175,3 @@ def test_a_request_too_large_for_the_cache_is_an_error_once() -> None:
     ran = drain(engine, asked(rows))
     codes = [error.code if (error := ran.completions[key_of(row)].error) else None for row in range(3)]
     assert codes == ["kv_cache_too_small", "kv_cache_too_small", None]
-
-
-def test_an_engine_runs_either_scores_or_texts() -> None:
-    engine = make_engine(make_runner(checkpoint("llama"), TorchOps(), Limits()), Limits(), frozenset())
-    engine.add(asked((((1, 2), ((3,), (4, 5))),)))
-    with pytest.raises(ValueError, match="scores cannot run some for tokens"):
-        engine.add(greedy([[1, 2]], 3))
-    assert sum(len(output.completions) for output in engine.drain()) == 1
-    engine.add(greedy([[1, 2]], 3))
-    assert sum(len(output.completions) for output in engine.drain()) == 1

@@ -253,7 +253,7 @@ def same_bits(
 @pytest.mark.usefixtures("short_segments")
 def test_a_row_has_the_same_bits_in_a_batch():
     """Its prompt in pieces or out of the cache, in steps of fewer and of more rows than a tile of theirs has."""
-    variant, requests = "llama-one-layer", greedy(prompts(), 3, ignore_eos=True)
+    variant, requests = "llama-one-layer", greedy(prompts(), 2, ignore_eos=True)
     ops = triton_ops(model_of(variant), deterministic=True)
     wanted = apart(ops, [requests[i] for i in (2, 7)], variant)
     run = same_bits(ops, Limits(budget=80), requests, wanted, variant)
@@ -326,11 +326,12 @@ def test_all_of_the_gpus_path(monkeypatch):
     assert (runner.mixed.sizes, runner.mixed.captured) == ([32], 2), (
         "before the layer's attention and behind it"
     )
-    wanted = on_the_cpu("llama-one-layer", SETTINGS["chunked"], prompts()).answers
+    rows = prompts(2)
+    wanted = on_the_cpu("llama-one-layer", SETTINGS["chunked"], rows).answers
     copies = copies_of_steps(monkeypatch)
     with recorded() as later:
         for _ in range(2):  # what comes again is captured, and is replayed in pieces until then
-            found = drain(loaded.engine(), greedy(prompts(), OUTPUT))
+            found = drain(loaded.engine(), greedy(rows, OUTPUT))
             assert found.answers == wanted
             assert "eager" not in {step.launch for step in found.steps}
     assert {step.launch for step in found.steps} == {"full_graph", "piecewise_graph"}
@@ -417,7 +418,7 @@ def test_all_of_the_gpus_path_in_int8_and_deterministic(monkeypatch):
     linear = model.spec.head.values + sum(layer.values for layer in model.spec.linears())
     assert info.weight_bytes == 4 * model.parameters - 3 * linear, "a byte for each value"
     assert (info.ops, info.linear, info.quantization, info.deterministic) == ("triton", "int8", "int8", True)
-    requests = greedy(prompts(), 4, ignore_eos=True)[5:]
+    requests = greedy(prompts(), 3, ignore_eos=True)[5:]
     noted: Any = Noted(replace(loaded.runner, sampler=sampler))
     run = drain(loaded.engine(runner=noted), requests)
     assert any(s.padded_tokens for s in run.steps), "three rows take the graph of four"
@@ -425,7 +426,7 @@ def test_all_of_the_gpus_path_in_int8_and_deterministic(monkeypatch):
     assert set(sizes) == {32}
     ops = triton_ops(model_of("llama-one-layer+int8"), deterministic=True)
     wanted = apart(ops, requests[1:2], "llama-one-layer+int8")
-    assert len(wanted) == 4
+    assert len(wanted) == 3
     assert different({place: sampler.seen[place] for place in wanted}, wanted) == []
 
 
@@ -496,19 +497,6 @@ def test_answers_are_the_same_where_a_library_reads_prompts(monkeypatch, install
     assert drain(loaded.engine(), greedy(prompts(), OUTPUT)).answers == wanted
     assert count() > before
     assert build.load_model(gpus_config("none", deterministic=True)).info.ops == "triton"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("short_segments")
-@pytest.mark.parametrize("variant", ["gpt-oss", "gemma2", "qwen2-mixed-windows"])
-def test_answers_are_the_same_where_a_library_reads_windows(monkeypatch, variant):
-    """Blocks that a window has left are given to others, and are not in the library's tables."""
-    count, limits = _flash_attention(monkeypatch), SETTINGS["chunked"]
-    ops = triton_ops(model_of(variant))
-    theirs = ops.with_prefill(FlashAttentionPrefill(ops.shape, limits.block_size, torch.device(DEVICE)))
-    wanted = on_the_cpu(variant, limits, prompts()).answers
-    assert ran(variant, limits, theirs, DEVICE, prompts()).answers == wanted
-    assert count() > 0
 
 
 SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
