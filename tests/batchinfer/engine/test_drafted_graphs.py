@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows and sinks": ("gpt_oss", {"sliding_window": 24}),
 }
 SHARED = 40
+ANSWER = 10  # tokens
 SEGMENT = 32  # keys, so that short rows have several
 PEAKS = Peaks(1e12, 1e9)
 GUIDED = importlib.util.find_spec("llguidance") is not None  # not on every machine with a GPU
@@ -100,14 +101,14 @@ def loaded_on(device: Device, path: Path, seqs: int = 4, **more: Any) -> LoadedM
 
 
 def rows_of(
-    prompts: Iterable[list[int]], asked: Iterable[dict[str, Any]] = ASKED, most: int = 10
+    prompts: Iterable[list[int]], asked: Iterable[dict[str, Any]] = ASKED, most: int = ANSWER
 ) -> list[Request]:
     """Each row asks for something else, in turns."""
     kinds = [one for one in asked if GUIDED or "regex" not in one]
     return [request(row, prompt, most, **kinds[row % len(kinds)]) for row, prompt in enumerate(prompts)]
 
 
-def work(most: int = 10) -> list[Request]:
+def work(most: int = ANSWER) -> list[Request]:
     """One row of each kind, and one more; every second prompt goes on behind what all of them begin with."""
     rng = random.Random(3)
     shared = [rng.randrange(250) for _ in range(SHARED)]

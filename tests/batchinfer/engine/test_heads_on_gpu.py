@@ -24,7 +24,7 @@ from batchinfer.engine.runner.kept_states import KeptStates
 from tests.batchinfer.eagle_heads import EagleOf, EagleReference, save_eagle
 from tests.batchinfer.engine.asking_heads import FEW, Asking, HeadReference, parts_at_a_block
 from tests.batchinfer.engine.small_engine import MIXED, checkpoint, drain, request
-from tests.batchinfer.engine.test_drafted_graphs import loaded_for, loaded_on, rows_of
+from tests.batchinfer.engine.test_drafted_graphs import ANSWER, loaded_for, loaded_on, rows_of
 from tests.batchinfer.medusa_heads import heads_of, save_heads
 from tests.batchinfer.mtp_layers import add_mtp
 from tests.checkpoints import kept_folder
@@ -42,7 +42,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"regex": "[a-c]{2}-[xy]{3,9}"},
     {"allowed_token_ids": FEW},
 )
-PLAIN, AMONG_FEW = (request(0, [1], 14, **ASKED[at]).params for at in (0, 4))
+PLAIN, AMONG_FEW = (request(0, [1], ANSWER, **ASKED[at]).params for at in (0, 4))
 
 
 class MedusaOf:
@@ -86,7 +86,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-def work(rows: int = 8) -> list[Request]:
+def work(rows: int = 6) -> list[Request]:
     """Rows that begin alike up to the middle of a block, and others."""
     rng = random.Random(3)
     prompts = [
