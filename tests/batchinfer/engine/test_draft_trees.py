@@ -35,7 +35,7 @@ from tests.examples import examples
 from tests.speed.draft_bounds import LLAMA_135M
 
 
-@settings(max_examples=examples(12, 300), deadline=None, print_blob=True)
+@settings(max_examples=examples(8, 300), deadline=None, print_blob=True)
 @given(works(may_constrain=True), st.booleans(), st.sampled_from([0.3, 0.6, 0.9]))
 def test_answers_do_not_depend_on_trees_of_drafts(work: Work, on_host: bool, right: float) -> None:
     """Rows of any kind, broken logits, arrivals, chunks, preemptions, forced tokens and constraints; the model's tokens

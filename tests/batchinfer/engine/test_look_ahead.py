@@ -81,7 +81,7 @@ WAYS = st.builds(Way, on_host=st.booleans()) | st.builds(
 )
 
 
-@settings(max_examples=examples(12, 250), deadline=None, print_blob=True)
+@settings(max_examples=examples(10, 250), deadline=None, print_blob=True)
 @given(works(may_constrain=True), WAYS)
 def test_answers_do_not_depend_on_how_the_work_is_cut(work: Work, way: Way) -> None:
     """Rows of any kind, broken logits, arrivals, chunks, windows, preemptions, look-ahead, graphs, micro-batches,

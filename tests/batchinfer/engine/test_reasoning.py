@@ -65,10 +65,10 @@ def _with_budgets() -> Iterator[Thinker]:
     number = 0
     for name, marks in MARKS.items():
         for kind in ("schema", "choice", "free"):
-            for wish in list(WISHES)[number % 2 :: 2]:
-                budget = BUDGETS[number % 3] if name == "opened" else BUDGETS[1 + number % 2]
-                number += 1
-                yield _made(number, kind, wish, marks, budget)
+            wish = list(WISHES)[number % len(WISHES)]
+            budget = BUDGETS[number % 3] if name == "opened" else BUDGETS[1 + number % 2]
+            number += 1
+            yield _made(number, kind, wish, marks, budget)
 
 
 @cache
@@ -138,7 +138,7 @@ def test_rows_alone_reason_and_then_obey() -> None:
     ran, found = alone(), Counter[str]()
     for one in work():
         found[check(one, ran.completions[one.request.key])] += 1
-    assert found["thought"] > 5, found
+    assert found["thought"] > 3, found
     assert found["direct"] + found["cut"] > 0, found
     (ended,) = (one for one in work() if (one.row.kind, one.row.wish) == ("regex", "greedy"))
     assert cut(ran.completions[ended.request.key].tokens.token_ids.tolist(), ended.marks).end == NATURAL

@@ -31,7 +31,7 @@ from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
 from tests.examples import first_of
 
-DRAWS = 8_000
+DRAWS = 4_000
 PLACES = 40  # of the answer, at which each row draws
 VOCAB, EOS = 23, 11
 PROMPT, ANSWER = [3, 3, 5, 1], [7, 5, 7, 2]

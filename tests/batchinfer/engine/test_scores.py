@@ -97,6 +97,7 @@ SHAPES = (
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "granite", "mixtral"])
 def test_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each node of a row's trie is run once, and the context of the row beside it comes from the cache."""

@@ -105,7 +105,7 @@ def test_int4_is_multiplied_as_it_is_stored(tmp_path: Path, name: str) -> None:
     assert off[-1] < unquantised[len(off) // 2] / 2
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @TRITON
 @pytest.mark.parametrize("many", [1, 1 << 20])
 @pytest.mark.parametrize("name", ["gptq", "w4a16 with zeros", "awq"])
