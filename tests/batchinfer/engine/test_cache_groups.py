@@ -170,11 +170,11 @@ def test_a_window_needs_less_memory_and_the_same_memory_holds_more_rows(monkeypa
     windows = loaded()
     least = windows.runner.layout.sizes.alone(300, 32) * windows.info.kv_bytes // windows.info.blocks
     memory = 3 * least
-    held = drain(loaded(memory).engine(), greedy(LONG, 50, ignore_eos=True))
+    held = drain(loaded(memory).engine(), greedy(LONG, 20, ignore_eos=True))
     without_windows(monkeypatch)
     whole = loaded()
     assert windows.info.kv_bytes < 0.6 * whole.info.kv_bytes
-    wanted = drain(loaded(memory).engine(), greedy(LONG, 50, ignore_eos=True))
+    wanted = drain(loaded(memory).engine(), greedy(LONG, 20, ignore_eos=True))
     assert held.answers == wanted.answers
     assert max(s.running for s in held.steps) >= 2 * max(s.running for s in wanted.steps)
     assert sum(s.preemptions for s in held.steps) == 0

@@ -13,8 +13,10 @@ def test_steps_and_the_host_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_NARROW", calibration._shape(64, 128, 2, 1, 2, 2_048))
     monkeypatch.setattr(calibration, "LONG_ENOUGH_S", 0.0)
     monkeypatch.setattr(calibration, "HOST_RUNS", ((6, 3), (2, 4)))
+    steps = [*calibration._steps()][::3]
+    monkeypatch.setattr(calibration, "_steps", lambda: steps)
     found = calibrate("float32", "none")
-    assert len(found.steps) == 2 * len(list(calibration._steps()))
+    assert len(found.steps) == 2 * len(steps)
     assert len({cost.layers for cost, *_ in found.steps}) == 2
     for cost, shape, rows, seconds in found.steps:
         assert seconds > 0

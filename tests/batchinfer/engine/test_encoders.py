@@ -103,7 +103,7 @@ def test_those_of_transformers(family: str) -> None:
     seqs=st.integers(1, 8),
     pooling=st.sampled_from(POOLINGS),
 )
-@settings(max_examples=examples(8, 300), deadline=None, print_blob=True)
+@settings(max_examples=examples(6, 300), deadline=None, print_blob=True)
 def test_no_batch_changes_a_vector(
     family: str, order: list[int], budget: int, seqs: int, pooling: Pooling
 ) -> None:
@@ -192,7 +192,7 @@ def test_logits_are_those_of_transformers(family: str) -> None:
     budget=st.integers(LONGEST, 400),
     seqs=st.integers(1, 8),
 )
-@settings(max_examples=examples(12, 300), deadline=None, print_blob=True)
+@settings(max_examples=examples(7, 300), deadline=None, print_blob=True)
 def test_no_batch_changes_a_logit(family: str, order: list[int], budget: int, seqs: int) -> None:
     """To the bit, whatever segments others have, and the order is that of the requests."""
     runner = runner_of(family)

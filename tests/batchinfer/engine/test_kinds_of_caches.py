@@ -99,6 +99,11 @@ def alike() -> list[list[int]]:
     return prompts()[len(LENGTHS) :]
 
 
+def short() -> list[list[int]]:
+    """The prompts that a plain decoder reads soon."""
+    return [prompt for prompt in prompts() if len(prompt) < 130]
+
+
 def check(name: str, ran: Ran, seen: dict[Place, Tensor], rows: list[list[int]], most: int = OUTPUT) -> None:
     """Every answer is the plain decoder's greedy one: each token is the likeliest after those before it."""
     end = MODELS[name].config["eos_token_id"]
@@ -115,17 +120,19 @@ def check(name: str, ran: Ran, seen: dict[Place, Tensor], rows: list[list[int]],
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("limits", "name"), each_first(ALWAYS, COMPARED), ids=str)
 def test_tokens_and_logits_equal_those_of_a_plain_decoder(name: str, limits: Limits) -> None:
-    limits = replace(limits, **SCARCE.get(name, {})) if limits.scarce else limits
-    ran, seen = run_engine(folder(name), limits, greedy(prompts(), OUTPUT))
-    check(name, ran, seen, prompts())
+    rows = short()
+    if limits.scarce:
+        limits, rows = replace(limits, **SCARCE.get(name, {})), prompts()
+    ran, seen = run_engine(folder(name), limits, greedy(rows, OUTPUT))
+    check(name, ran, seen, rows)
     check_steps(ran, limits)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["shared-windows", "both"])
 def test_torchs_operators_do_the_same(name: str) -> None:
-    ran, seen = run_engine(folder(name), SETTINGS[1], greedy(prompts(), OUTPUT), ops=TorchOps())
-    check(name, ran, seen, prompts())
+    ran, seen = run_engine(folder(name), SETTINGS[1], greedy(short(), OUTPUT), ops=TorchOps())
+    check(name, ran, seen, short())
 
 
 @TRITON

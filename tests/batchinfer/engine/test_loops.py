@@ -65,19 +65,19 @@ def cut(answer: list[int], least: int, from_on: int) -> tuple[list[int], str]:
     return answer[:end], "length" if end is None else "repetition"
 
 
-@settings(max_examples=examples(6, 250), deadline=None, print_blob=True)
+@settings(max_examples=examples(5, 250), deadline=None, print_blob=True)
 @given(
     work=works(), way=WAYS, right=st.sampled_from([None, 0.5, 1.0]), least=st.sampled_from([1, 4, 6, 8, 16])
 )
 def test_answers_end_where_they_loop(work: Work, way: Way, right: float | None, least: int) -> None:
     """With several tokens a step, drafts, look-ahead and preemptions; of two tokens, answers loop often."""
     rows = [
-        request(row, one.prompt.tolist(), 30, allowed_token_ids=(1, 2), min_tokens=one.params.min_tokens)
+        request(row, one.prompt.tolist(), 24, allowed_token_ids=(1, 2), min_tokens=one.params.min_tokens)
         for row, one in enumerate(work.rows)
     ]
     endless = Way().run(replace(work, rows=rows, nan_every=0), EASY)
     looping = [replace(one, params=replace(one.params, repetition_stop=least)) for one in rows]
-    limits = replace(work.limits, blocks=work.limits.blocks + 14 * len(work.windows))
+    limits = replace(work.limits, blocks=work.limits.blocks + 12 * len(work.windows))
     drafter = None if right is None else Drafts(remembered(endless, right, work.seed))
     got = way.run(replace(work, rows=looping, nan_every=0), limits, drafter)
     least_tokens = {one.key: one.params.min_tokens for one in rows}

@@ -45,7 +45,7 @@ def made(**options: Any) -> tuple[Checkpoint, StoredMtp, MtpReference]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("first", [1, 3], ids=["experts", "dense"])
-@settings(max_examples=examples(3, 80), deadline=None, print_blob=True)
+@settings(max_examples=examples(2, 80), deadline=None, print_blob=True)
 @given(work=works(may_constrain=False))
 def test_a_layer_proposes_what_that_of_the_reference_does(first: int, work: Work) -> None:
     """Over chunks, shared beginnings, copied blocks, preemptions, and drafts of which some were right."""

@@ -45,7 +45,7 @@ windows = st.lists(st.sampled_from([None, None, 1, 2, 5, 9, 16, 30]), min_size=1
     costs=st.sampled_from([None, None, *COSTS]),
     seed=st.integers(0, 1 << 16),
 )
-@settings(max_examples=examples(25, 300), deadline=None, print_blob=True)
+@settings(max_examples=examples(18, 300), deadline=None, print_blob=True)
 def test_every_sequence_finishes_and_reads_only_its_own_prefix(
     rows, blocks, block_size, max_num_seqs, budget, caching, hopeful, stops, windows, costs, seed
 ):

@@ -310,7 +310,7 @@ def loaded_as_a_job_does(monkeypatch, config: EngineConfig, compiles: bool = Fal
 def test_all_of_the_gpus_path(monkeypatch):
     monkeypatch.setattr(decode_graphs, "LATER_FIRST", 2)
     with recorded() as compiled:
-        loaded = loaded_as_a_job_does(monkeypatch, gpus_config("none", deterministic=False), compiles=True)
+        loaded = loaded_as_a_job_does(monkeypatch, gpus_config("none", False), compiles=True)
     info, runner = loaded.info, loaded.runner
     assert (info.ops, info.linear, info.blocks) == ("triton", "library", 51), (
         "five rows of 60 tokens, and a quarter more"
