@@ -24,12 +24,14 @@ from tests.batchinfer.engine.small_engine import Limits, Place, make_runner
 from tests.batchinfer.engine.teacher_forced import Row, forced_logits
 
 CHUNKED = Limits(budget=32)
-ROWS = [Row([3, 17, 99, 4, 200], [7, 8]), Row([5] * 20, [9, 1])]
+ROWS = (Row([3, 17, 99, 4, 200], [7, 8]), Row([5] * 20, [9, 1]))
 
 
-def forced(model: Checkpoint, ops: Ops, device: str, limits: Limits = CHUNKED) -> dict[Place, Tensor]:
+def forced(
+    model: Checkpoint, ops: Ops, device: str, limits: Limits = CHUNKED, rows: Sequence[Row] = ROWS
+) -> dict[Place, Tensor]:
     """Return the logits of answers that are given."""
-    return forced_logits(make_runner(model, ops, limits, device), limits, ROWS)[0]
+    return forced_logits(make_runner(model, ops, limits, device), limits, rows)[0]
 
 
 class ReferenceLinear(Head):
