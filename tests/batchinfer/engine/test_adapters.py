@@ -105,7 +105,7 @@ def run(runner: Any, limits: Limits, requests: list[Request], **more: Any) -> Ra
     return drain(make_engine(runner, limits, frozenset(), **more), requests)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("kind", ["cpu", "torch"])
 @pytest.mark.parametrize("family", MODULES)
 def test_scores_are_those_of_the_merged_models(family: str, kind: str) -> None:

@@ -123,7 +123,7 @@ def check_confidences(ran: Ran, alone: Ran, requests: list[Request]) -> None:
     assert {*certain} == {True, False}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["together", "preempted"])
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_drafts_change_no_answer(way: str, look_ahead: bool) -> None:

@@ -161,7 +161,7 @@ def test_rows_that_look_for_drafts_do_so_together(monkeypatch: pytest.MonkeyPatc
     assert shares[1] > 0.8 * shares[0] > 0.5
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("rows", "failing"), [(2, 4), (6, 4), (6, 5)])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_lack_of_memory_in_any_of_the_steps_changes_nothing(
