@@ -1,0 +1,186 @@
+"""Ranks are killed, stopped and without memory at random moments of their lives; and the command that has them is
+killed, stopped, or told to end.
+
+`pytest -s -m slow tests/batchinfer/test_lost_ranks.py` prints a line for each; LOST_RANKS_SEED draws other moments.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.pipeline.options import RunOptions
+from tests.batchinfer.hasty_run import SILENT_S
+from tests.batchinfer.killed_runs import published
+from tests.batchinfer.pipeline.test_orphans import MARK, marked
+from tests.batchinfer.pipeline.test_pipeline import run
+from tests.batchinfer.test_ranks_job import EXPERTS, FLOAT32, STAGES, TENSOR, job
+from tests.batchinfer.wrong_jobs import environment
+from tests.checkpoints import make_model_folder
+from tests.examples import everything, first_of
+from tests.node_processes import ENGINE, RANK
+from tests.patience import PATIENCE_S, wait_until
+from tests.settings import has_cores
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
+    pytest.mark.skipif(
+        len(getattr(os, "sched_getaffinity", lambda _: (0, 1))(0)) < 2, reason="needs two cores"
+    ),
+]
+SEED = os.environ.get("LOST_RANKS_SEED", "0")
+DIVISIONS: tuple[dict[str, int], ...] = (
+    {TENSOR: 2}, {STAGES: 2}, {EXPERTS: 2}, {TENSOR: 4}, {STAGES: 4}, {TENSOR: 2, STAGES: 2},
+)  # fmt: skip
+WHAT = ("SIGKILL", "memory", "SIGSTOP")
+WHO = ("a rank", "the command", "rank 0", "a rank")
+ALL = [  # 72
+    (division, who, "SIGTERM" if (who, what) == ("the command", "memory") else what)
+    for what in WHAT for who in WHO for division in DIVISIONS
+]  # fmt: skip
+QUICK = next(at for at, (_, who, what) in enumerate(ALL) if (who, what) == ("the command", "SIGKILL"))
+assert len(ALL) >= 60
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run of one process that nobody strikes."""
+
+    model: Path
+    files: list[bytes]
+    took_s: float  # the whole run
+
+
+@dataclass
+class Command:
+    """The command in a process group of its own; `mark` is in the environment of all its processes."""
+
+    process: subprocess.Popen[bytes]
+    mark: str
+    said: Path  # a file
+
+    def victims(self, who: str, ranks: int) -> list[int]:
+        """The processes that are meant, once all of them are there."""
+        if who == "the command":
+            return [self.process.pid]
+        kind, count = (ENGINE, 1) if who == "rank 0" else (RANK, ranks - 1)
+        found = [pid for pid in marked(self.mark) if kind in _command_line(pid)]
+        return found if len(found) == count else []
+
+    def strikes(self, who: str, ranks: int, after_s: float, what: str, chance: random.Random) -> bool:
+        """Let one of them suffer, so long after they came; whether the command was still there."""
+        while not (found := self.victims(who, ranks)):
+            if self.process.poll() is not None:
+                return False
+            time.sleep(0.01)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(after_s)
+            return False
+        with suppress(ProcessLookupError):
+            strike(chance.choice(found), what)
+        return True
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def strike(pid: int, what: str) -> None:
+    """Kill a process, stop it for longer than an engine may be silent, or let it have no more memory."""
+    if what == "memory":
+        resource.prlimit(pid, resource.RLIMIT_AS, (1, 1))
+        return
+    os.kill(pid, getattr(signal, what))
+    if what == "SIGSTOP":
+        time.sleep(2 * SILENT_S)  # one that loads may take its time, and goes on
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def started(path: Path, division: dict[str, int]) -> Iterator[Command]:
+    """Start the command, and see to it that no process is left in the end."""
+    sets = (FLOAT32, *((name, str(size)) for name, size in division.items()))
+    arguments = [part for name, value in sets for part in ("--set", f"{name}={value}")]
+    mark, said = uuid.uuid4().hex, path.parent / "said"
+    with said.open("wb") as file, subprocess.Popen(
+        [sys.executable, "-m", "tests.batchinfer.hasty_run", str(path), *arguments],
+        env=environment(**{MARK: mark}), start_new_session=True, stdout=file, stderr=file,
+    ) as process:  # fmt: skip
+        try:
+            yield Command(process, mark, said)
+            process.wait(PATIENCE_S)
+            wait_until(lambda: not marked(mark))
+        finally:
+            for pid in marked(mark):
+                os.kill(pid, signal.SIGKILL)
+
+
+def run_whole(path: Path, division: dict[str, int]) -> None:
+    """Run the job, undisturbed: in this process, which takes less time; in `make test-all` as a command."""
+    if everything():
+        with started(path, division) as command:
+            pass
+        assert command.process.returncode == 0, command.said.read_text()
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        has_cores(patch, 4)
+        sets = FLOAT32, *((name, str(size)) for name, size in division.items())
+        assert run(path, RunOptions(), *sets).exit_code == 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_children: None) -> Undisturbed:
+    """What one process answers, and how long that takes."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    sizes: dict[str, Any] = {"num_local_experts": 4, "num_hidden_layers": 4}
+    make_model_folder(folder / "model", "mixtral", **sizes)
+    path, began = job(folder / "job", folder / "model"), time.perf_counter()
+    run_whole(path, {})
+    return Undisturbed(folder / "model", published(path), time.perf_counter() - began)
+
+
+@pytest.mark.parametrize("number", first_of([QUICK, *(n for n in range(len(ALL)) if n != QUICK)], 1))
+def test_a_process_that_is_lost_costs_nothing(tmp_path: Path, undisturbed: Undisturbed, number: int) -> None:
+    """The command makes every loss good but its own, and that of memory while an engine loads, after which the same
+    command goes on. (Without memory it may not end: Python waits for a thread that could not begin.) What is published
+    has the bytes of a run that nobody disturbed, and no process is left."""
+    division, who, what = ALL[number]
+    chance = random.Random(f"{SEED} {number}")
+    share, ranks = chance.random(), 1
+    for size in division.values():
+        ranks *= size
+    for turn in range(20):
+        after_s = share * undisturbed.took_s / 1.3**turn
+        path = job(tmp_path / f"job {turn}", undisturbed.model)
+        with started(path, division) as command:
+            struck = command.strikes(who, ranks, after_s, what, chance)
+        code = command.process.returncode
+        print(
+            f"seed {SEED}, case {number}: {division}, {who}, {what} after {after_s:.2f} s: {struck=}, exit code {code}"
+        )
+        if struck:
+            break
+    assert struck, "it ended before it could be struck"
+    if who == "the command" and what != "SIGSTOP":
+        assert code != 0
+    elif code != 0:
+        assert what == "memory", command.said.read_text()
+    if code != 0:
+        run_whole(path, division)
+    assert published(path) == undisturbed.files
