@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +11,31 @@ import pyarrow as pa
 import pytest
 from pyarrow import feather
 
-from batchinfer.core.errors import BatchInferError, InputCorrupt, OutOfMemory
+from batchinfer.core.errors import InputCorrupt, OutOfMemory
 from batchinfer.core.request import RowError
 from batchinfer.input.files import list_inputs
 from batchinfer.input.formats import arrow
 from batchinfer.input.reader import Reader
-from tests.batchinfer.store.index.ingest_kit import carried, checkpoint, make_job, rows_of, run
+from tests.batchinfer.store.index.ingest_kit import carried, checkpoint, make_job, run
 
 ROWS = [{"id": i, "text": f"word {i}", "tags": ["a", "b"][: i % 3]} for i in range(2000)]
 TABLE = pa.Table.from_pylist(ROWS)
 
 
-def as_file(path: Path, table: pa.Table, compression: str | None = None, rows: int | None = None) -> Path:
-    with pa.ipc.new_file(
-        path, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)
-    ) as writer:
+def as_file(
+    path: Path,
+    table: pa.Table,
+    compression: str | None = None,
+    rows: int | None = None,
+    new: Callable[..., Any] = pa.ipc.new_file,
+) -> Path:
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with new(path, table.schema, options=options) as writer:
         writer.write_table(table, max_chunksize=rows)
     return path
 
 
-def as_stream(path: Path, table: pa.Table, compression: str | None = None, rows: int | None = None) -> Path:
-    with pa.ipc.new_stream(
-        path, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)
-    ) as writer:
-        writer.write_table(table, max_chunksize=rows)
-    return path
+as_stream = partial(as_file, new=pa.ipc.new_stream)
 
 
 def read(path: Path, columns: list[str] | None = None) -> list[Any]:
@@ -43,13 +43,6 @@ def read(path: Path, columns: list[str] | None = None) -> list[Any]:
     rows = [row for batch in reader.batches(columns) for row in batch.rows]
     assert reader.sha256.keys() == {str(path)}
     return [row.code if isinstance(row, RowError) else row for row in rows]
-
-
-def rows_or_message(path: Path) -> list[Any] | str:
-    try:
-        return read(path)
-    except BatchInferError as error:
-        return str(error)
 
 
 @pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
@@ -90,20 +83,6 @@ def test_types_of_all_kinds(tmp_path: Path) -> None:
     assert kept["nested"].to_pylist() == table["nested"].to_pylist()
 
 
-def bad_text(kind: pa.DataType) -> pa.Array:
-    values = pa.array([b"fine", b"\xff", b"fine too"], pa.binary())
-    return pa.StringArray.from_buffers(3, *values.buffers()[1:]) if kind == pa.string() else values.view(kind)
-
-
-def test_a_row_that_is_not_utf8_costs_itself(tmp_path: Path) -> None:
-    checkpoint(tmp_path / "model")
-    table = pa.table({"id": [1, 2, 3], "text": bad_text(pa.string())})
-    path = as_file(tmp_path / "x.arrow", table)
-    index = run(make_job(tmp_path, prompt={"user": "{{ text }}"}, columns=("id", "text"), path=str(path)))
-    assert [row["error_code"] for row in rows_of(index)] == [None, "bad_utf8", None]
-    assert carried(index)["text"].to_pylist() == ["fine", None, "fine too"]
-
-
 @pytest.mark.parametrize("write", [as_file, as_stream])
 def test_cut_short(tmp_path: Path, write: Callable[..., Path]) -> None:
     data = write(tmp_path / "x.arrow", TABLE, None, 700).read_bytes()
@@ -120,29 +99,6 @@ def test_not_arrow(tmp_path: Path) -> None:
     (tmp_path / "x.arrow").write_bytes(b"id,text\n1,a\n")
     with pytest.raises(InputCorrupt, match=r"x.arrow: not an Arrow file or stream"):
         read(tmp_path / "x.arrow")
-
-
-@pytest.mark.parametrize("compression", [None, "zstd"])
-def test_damage_is_rows_or_refused(tmp_path: Path, compression: str | None) -> None:
-    """Whatever byte is changed: no crash, no row out of nowhere."""
-    source = random.Random(5)
-    good = as_file(tmp_path / "x.arrow", TABLE.slice(0, 50), compression).read_bytes()
-    path = tmp_path / "bad.arrow"
-    for _ in range(200):
-        data = bytearray(good)
-        at = source.randrange(len(data))
-        data[at] ^= 1 << source.randrange(8)
-        path.write_bytes(data)
-        found = rows_or_message(path)
-        assert "bad.arrow" in found if isinstance(found, str) else len(found) <= 50, at
-
-
-def test_a_bomb(tmp_path: Path) -> None:
-    table = pa.table({"text": ["a" * 300_000_000]})
-    path = as_file(tmp_path / "x.arrow", table, "zstd")
-    assert path.stat().st_size < 200_000
-    with pytest.raises(InputCorrupt, match="decompression bomb"):
-        read(path)
 
 
 @pytest.mark.parametrize("compression", [None, "lz4"])

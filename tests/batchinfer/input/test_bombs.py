@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import BatchInferError, InputCorrupt
+from batchinfer.input import unpacked
 from batchinfer.input.files import list_inputs
 from batchinfer.input.formats.parquet_footer import BYTE_ARRAY, column_chunks
 from batchinfer.input.reader import Reader
@@ -26,11 +28,25 @@ def as_parquet(path: Path, table: pa.Table, **options: Any) -> Path:
     return path
 
 
-def as_arrow(path: Path, table: pa.Table) -> Path:
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
+def as_arrow(path: Path, table: pa.Table, compression: str | None = "zstd") -> Path:
+    options = pa.ipc.IpcWriteOptions(compression=compression)
     with pa.ipc.new_file(path, table.schema, options=options) as writer:
         writer.write_table(table, max_chunksize=100_000)
     return path
+
+
+# By the end of a file's name
+WRITERS = {
+    "parquet": as_parquet,
+    "plain.parquet": partial(as_parquet, use_dictionary=False),
+    "arrow": as_arrow,
+}
+
+
+@pytest.fixture
+def small_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What unpacks to more than 16 MiB in place of 256 may be a bomb."""
+    monkeypatch.setattr(unpacked, "_BOMB_BYTES", 16 << 20)
 
 
 def dictionary(bytes_each: int, rows: int) -> pa.Array:
@@ -50,44 +66,45 @@ def views(bytes_each: int, rows: int) -> pa.Array:
     return pa.Array.from_buffers(pa.string_view(), rows, [None, shown, pa.py_buffer(b"x" * bytes_each)])
 
 
-def no_columns(rows: int) -> pa.Table:
-    return pa.table({"a": pa.nulls(rows)})
+def in_struct(values: pa.Array) -> pa.Array:
+    return pa.StructArray.from_arrays([values], ["b"])
 
 
-MANY = 40_000_000
+MANY = 2_500_000
 WIDE = b"x" * (1 << 20)
-BOMBS: dict[str, tuple[str, Callable[[], pa.Table]]] = {
-    "a dictionary's value in many rows": ("parquet", lambda: pa.table({"a": dictionary(100 << 10, 4096)})),
-    "a short value in very many rows": ("parquet", lambda: pa.table({"a": dictionary(200, 2_000_000)})),
-    "in lists": ("parquet", lambda: pa.table({"a": in_lists(dictionary(100 << 10, 4096), 16)})),
-    "in a struct": ("parquet", lambda: pa.table({"a": pa.StructArray.from_arrays([dictionary(1 << 20, 400)], ["b"])})),
-    "rows of nulls": ("parquet", lambda: pa.table({"a": pa.nulls(5_000_000, pa.string())})),
-    "one row of many nulls": ("parquet", lambda: pa.table({"a": in_lists(pa.nulls(MANY, pa.string()), MANY)})),
-    "values of a fixed size": ("parquet", lambda: pa.table({"a": pa.array([WIDE] * 400, pa.binary(1 << 20))})),
-    "nulls of a fixed size": ("parquet", lambda: pa.table({"a": pa.nulls(400, pa.binary(1 << 20))})),
-    "an arrow dictionary": ("arrow", lambda: pa.table({"a": dictionary(1 << 20, 200_000)})),
-    "an arrow dictionary in a struct": (
-        "arrow", lambda: pa.table({"a": pa.StructArray.from_arrays([dictionary(1 << 20, 4000)], ["b"])})
-    ),
-    "an arrow dictionary in lists": ("arrow", lambda: pa.table({"a": in_lists(dictionary(1 << 20, 4000), 10)})),
-    "arrow views": ("arrow", lambda: pa.table({"a": views(1 << 20, 4000)})),
-    "arrow rows of nothing": ("arrow", lambda: no_columns(100_000_000)),
+BOMBS: dict[str, tuple[str, Callable[[], pa.Array]]] = {
+    "a dictionary's value in many rows": ("parquet", lambda: dictionary(100 << 10, 256)),
+    "a short value in very many rows": ("parquet", lambda: dictionary(200, 125_000)),
+    "in lists": ("parquet", lambda: in_lists(dictionary(100 << 10, 256), 16)),
+    "in a struct": ("parquet", lambda: in_struct(dictionary(1 << 20, 25))),
+    "rows of nulls": ("parquet", lambda: pa.nulls(312_500, pa.string())),
+    "one row of many nulls": ("parquet", lambda: in_lists(pa.nulls(MANY, pa.string()), MANY)),
+    "values of a fixed size": ("parquet", lambda: pa.array([WIDE] * 25, pa.binary(1 << 20))),
+    "nulls of a fixed size": ("parquet", lambda: pa.nulls(25, pa.binary(1 << 20))),
+    "a page that packs well": ("plain.parquet", lambda: pa.array([WIDE * 20])),
+    "an arrow value that packs well": ("arrow", lambda: pa.array([WIDE * 20])),
+    "an arrow dictionary": ("arrow", lambda: dictionary(1 << 20, 200_000)),
+    "an arrow dictionary in a struct": ("arrow", lambda: in_struct(dictionary(1 << 20, 250))),
+    "an arrow dictionary in lists": ("arrow", lambda: in_lists(dictionary(1 << 20, 250), 10)),
+    "arrow views": ("arrow", lambda: views(1 << 20, 250)),
+    "arrow rows of nothing": ("arrow", lambda: pa.nulls(6_250_000)),
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("small_bombs")
 @pytest.mark.parametrize("kind", BOMBS)
 def test_refused_before_the_first_row(tmp_path: Path, kind: str) -> None:
     form, made = BOMBS[kind]
-    path = (as_parquet if form == "parquet" else as_arrow)(tmp_path / f"x.{form}", made())
-    assert path.stat().st_size < 2_000_000
+    path = WRITERS[form](tmp_path / f"x.{form}", pa.table({"a": made()}))
+    assert path.stat().st_size < 125_000
     tracemalloc.start()
     before = pa.total_allocated_bytes()
     with pytest.raises(InputCorrupt, match=rf"x\.{form}: .* would unpack to .* decompression bomb"):
         next(Reader.open(list_inputs(str(path), tmp_path)).batches())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 16 << 20
-    assert pa.total_allocated_bytes() - before < 64 << 20
+    assert peak < 2 << 20
+    assert pa.total_allocated_bytes() - before < 4 << 20
 
 
 def test_a_value_that_is_wider_than_any_row(tmp_path: Path) -> None:
@@ -98,10 +115,11 @@ def test_a_value_that_is_wider_than_any_row(tmp_path: Path) -> None:
         next(Reader.open(list_inputs(str(path), tmp_path)).batches())
 
 
+@pytest.mark.usefixtures("small_bombs")
 def test_a_packed_line_without_end(tmp_path: Path) -> None:
     """gzip packs no more than 1,032-fold, zstd 30,000-fold."""
     path = tmp_path / "x.jsonl.zst"
-    path.write_bytes(pa.compress(b"x" * (300 << 20), "zstd", asbytes=True))
+    path.write_bytes(pa.compress(b"x" * (20 << 20), "zstd", asbytes=True))
     with pytest.raises(InputCorrupt, match="decompression bomb"):
         list(Reader.open(list_inputs(str(path), tmp_path)).batches())
 
@@ -112,32 +130,29 @@ def hashes(count: int) -> list[str]:
     return [source.randbytes(9).hex() for _ in range(count)]
 
 
-HONEST: dict[str, tuple[str, Callable[[], pa.Table]]] = {
-    "one system prompt in all rows": (
-        "parquet",
-        lambda: pa.table({"s": dictionary(3000, 100_000), "t": hashes(100_000)}),
-    ),
-    "few labels in many rows": (
-        "arrow", lambda: pa.table({"a": pa.array(["yes", "no"] * 200_000).dictionary_encode()})
-    ),
-    "a short table of one text": ("parquet", lambda: pa.table({"a": dictionary(2000, 50_000)})),
-}  # fmt: skip
+HONEST: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "one system prompt in all rows": ("parquet", lambda: {"s": dictionary(3000, 6000), "t": hashes(6000)}),
+    "few labels in many rows": ("arrow", lambda: {"a": pa.array(["yes", "no"] * 12_000).dictionary_encode()}),
+    "a short table of one text": ("parquet", lambda: {"a": dictionary(2000, 3000)}),
+}
 
 
+@pytest.mark.usefixtures("small_bombs")
 @pytest.mark.parametrize("kind", HONEST)
 def test_honest_repetition_is_read(tmp_path: Path, kind: str) -> None:
     form, made = HONEST[kind]
-    table = made()
-    path = (as_parquet if form == "parquet" else as_arrow)(tmp_path / f"x.{form}", table)
+    table = pa.table(made())
+    path = WRITERS[form](tmp_path / f"x.{form}", table)
     reader = Reader.open(list_inputs(str(path), tmp_path))
     assert next(reader.batches()).rows[0] == table.slice(0, 1).to_pylist()[0]
 
 
+@pytest.mark.usefixtures("small_bombs")
 def test_the_rows_of_a_query_may_be_so(tmp_path: Path) -> None:
-    """Many answers to one prompt: the job's own file of 200,000 equal rows is no bomb."""
-    query = "select repeat('x', 2000) as a from range(200000)"
+    """Many answers to one prompt: the job's own file of equal rows is no bomb."""
+    query = "select repeat('x', 2000) as a from range(12000)"
     file = materialise(query, tmp_path / "job.yaml", tmp_path / "scratch" / "rows.parquet")
-    assert file.size < 300_000
+    assert file.size < 20_000
     assert len(next(Reader.open([file]).batches()).rows) > 0
 
 
@@ -177,11 +192,11 @@ def read_mutants(folder: Path, seeds: range) -> None:
         "n": list(range(90)),
         "s": pa.array([{"b": 1}, None, {"b": 2}] * 30),
     })  # fmt: skip
-    good = {"parquet": as_parquet(folder / "x.parquet", table).read_bytes()}
-    good["arrow"] = as_arrow(folder / "x.arrow", table).read_bytes()
+    good = {form: write(folder / f"x.{form}", table).read_bytes() for form, write in WRITERS.items()}
+    good["plain.arrow"] = as_arrow(folder / "x.arrow", table, None).read_bytes()
     for seed in seeds:
         source = random.Random(seed)
-        form = source.choice(["parquet", "arrow"])
+        form = source.choice([*good])
         path = folder / f"bad.{form}"
         path.write_bytes(mutated(good[form], source))
         found = rows_or_error(path)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from batchinfer.core.errors import BatchInferError, InputCorrupt, JobFileError
+from batchinfer.core.errors import InputCorrupt, JobFileError
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.input.files import list_inputs
@@ -168,30 +164,3 @@ def test_a_missing_column_is_a_mistake(tmp_path: Path) -> None:
     path = write(tmp_path / "x.csv", HEAD + b"1,a\n")
     with pytest.raises(JobFileError, match=r"no column 'body'; it has: id, text"):
         run(make_job(tmp_path, prompt={"user": "{{ body }}"}, path=str(path)))
-
-
-def rows_or_message(path: Path) -> list[Any] | str:
-    try:
-        return read(path, 100)
-    except BatchInferError as error:
-        return str(error)
-
-
-FIELDS = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=20)
-
-
-@given(st.lists(st.tuples(FIELDS, FIELDS), max_size=20))
-def test_what_python_writes_is_read(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]
-) -> None:
-    text = io.StringIO()
-    csv.writer(text, quoting=csv.QUOTE_ALL).writerows([("id", "text"), *rows])
-    path = write(tmp_path_factory.mktemp("csv") / "x.csv", text.getvalue().encode())
-    assert read(path) == [row(a or None, b or None) for a, b in rows]
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_are_rows_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    path = write(tmp_path_factory.mktemp("csv") / "x.csv", data)
-    found = rows_or_message(path)
-    assert str(path) in found if isinstance(found, str) else len(found) <= data.count(b"\n") + 1
