@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import date, datetime
@@ -30,19 +29,6 @@ EDGES = [0, 1, -1, 2, 3, 5, 0.5, -0.5, 0.1, 0.3, 1.0, 2.5, 1e-7, 1e15, 1e22, 2**
          2**63, 2**64, -(2**53) - 1, -(2**63), 10**18, 10**18 + 1, 120.88995980580641, 0.36712383142708804,
          9007199254740993.0, 1e300, 5e-324]  # fmt: skip
 STEPS = [1, 2, 3, 7, 10, 0.1, 0.25, 0.07, 0.5, 2.5, 0.01, 1e-7, 1000, 0.30000000000000004, 0, -1]
-FORMATS = [
-    "date",
-    "date-time",
-    "time",
-    "uuid",
-    "ipv4",
-    "ipv6",
-    "email",
-    "hostname",
-    "uri",
-    "duration",
-    "colour",
-]
 TEXTS = ["", "a", "b", "ab", 'q"\\', "ä😀", "\n", "\x01", "\x7f", "1"]
 NAMES = ["a", "b", "cc", "ä", 'q"', "$ref", "type", ""]
 LEGACY: list[dict[str, Any]] = [
@@ -140,7 +126,7 @@ class SchemaMaker:
         if pick.random() < 0.3:
             made["minLength"] = pick.choice([0, 1, 2, 2.0])
         if pick.random() < 0.4:
-            made["format"] = pick.choice(FORMATS)
+            made["format"] = pick.choice([*_CHECKS, "colour"])
             made.pop("maxLength", None)
         if pick.random() < 0.2:
             made["pattern"] = pick.choice(["^[a-c]{1,3}$", "b", "^2", "^[0-9a-f-]+$", "[^a]"])
@@ -191,11 +177,8 @@ class SchemaMaker:
 
     def _combined(self, depth: int) -> dict[str, Any]:
         pick = self._random
-        made = {
-            pick.choice(["anyOf", "oneOf", "allOf"]): [
-                self._schema(depth - 1) for _ in range(pick.randint(0, 2) or 2)
-            ]
-        }
+        keyword = pick.choice(["anyOf", "oneOf", "allOf"])
+        made: dict[str, Any] = {keyword: [self._schema(depth - 1) for _ in range(pick.randint(0, 2) or 2)]}
         return made | self._schema(depth - 1) if pick.random() < 0.3 else made
 
     def _reference(self, depth: int) -> dict[str, Any]:
@@ -209,11 +192,8 @@ class SchemaMaker:
 class Counts:
     """What was tried, and what came of it."""
 
-    schemas: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
+    followed: int = 0  # schemas that are not refused
     texts: int = 0
-    twice: int = 0  # answers with a name that stands twice, which answer_check refuses
-    rejected: Counter[str] = field(default_factory=Counter)
     wrong: list[tuple[str, str, str]] = field(default_factory=list)
 
 
@@ -365,38 +345,17 @@ def mutated(text: str, rng: random.Random) -> str:
 def try_schema(schema: dict[str, Any], seed: int, counts: Counts, walks: int = 6) -> None:
     """Count one schema: refused, or all of its answers valid."""
     rng = random.Random(seed)
-    counts.schemas += 1
     try:
         grammar = compiled(schema)
-    except BadConstraint as error:
-        counts.refused[re.sub(r"[-\d.]+|'.*'|\".*\"", "…", str(error))[:90]] += 1
+    except BadConstraint:
         return
+    counts.followed += 1
     texts = {found for _ in range(walks) if (found := drawn(grammar, rng)) is not None}
     texts = {text for text in texts if not _HUGE.search(text)}
     tried = texts | {near for text in texts for _ in range(4) if accepts(grammar, near := mutated(text, rng))}
     for text in tried:
         counts.texts += 1
-        if named_twice(text):
-            counts.twice += 1
-        elif not _HUGE.search(text) and (why := problem(schema, text)) is not None:
+        if named_twice(text) or _HUGE.search(text):  # the check of answers refuses a name that stands twice
+            continue
+        if (why := problem(schema, text)) is not None:
             counts.wrong.append((json.dumps(schema), text, why))
-    for value in (
-        0,
-        1,
-        -1,
-        5,
-        "a",
-        "",
-        True,
-        None,
-        [],
-        {},
-        [1],
-        {"a": 1},
-        1.5,
-        [None],
-        {"a": True, "b": "a"},
-    ):
-        said = json.dumps(value)
-        if not accepts(grammar, said) and problem(schema, said) is None:
-            counts.rejected[f"{said} under {json.dumps(schema)}"] += 1

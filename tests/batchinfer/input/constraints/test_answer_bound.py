@@ -106,22 +106,21 @@ def alternatives(cases: list[Case]) -> Case:
     return {"anyOf": [schema for schema, _ in cases]}, st.one_of(*(values for _, values in cases))
 
 
-def bounded() -> st.SearchStrategy[Case]:
-    return st.recursive(
-        leaves(),
-        lambda inner: st.one_of(
-            st.builds(arrays, inner, st.integers(0, 3)),
-            st.dictionaries(TEXTS, inner, max_size=3).map(objects),
-            st.lists(inner, min_size=1, max_size=3).map(alternatives),
-        ),
-        max_leaves=5,
-    )
+BOUNDED = st.recursive(
+    leaves(),
+    lambda inner: st.one_of(
+        st.builds(arrays, inner, st.integers(0, 3)),
+        st.dictionaries(TEXTS, inner, max_size=3).map(objects),
+        st.lists(inner, min_size=1, max_size=3).map(alternatives),
+    ),
+    max_leaves=5,
+)
 
 
 @settings(max_examples=examples(25, 150), deadline=None)
 @given(st.data())
 def test_no_valid_value_is_longer_than_the_bound(data: st.DataObject) -> None:
-    schema, values = data.draw(bounded())
+    schema, values = data.draw(BOUNDED)
     text = written(data.draw(values))
     assert len(text.encode()) <= bytes_of(schema), (schema, text)
 
@@ -226,19 +225,7 @@ def test_no_text_that_a_pattern_matches_is_wider(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("pattern", [
-    "a+",
-    "a{2,}",
-    "a*?",
-    "(?i)a",
-    "(?=a)",
-    "a\\b",
-    "(a",
-    "a)",
-    "[a",
-    "[[a]]",
-    "[a&&b]",
-    "a{,3}",
-    "a$b",
+    "a+", "a{2,}", "a*?", "(?i)a", "(?=a)", "a\\b", "(a", "a)", "[a", "[[a]]", "[a&&b]", "a{,3}", "a$b",
 ])  # fmt: skip
 def test_what_is_not_understood_has_no_width(pattern: str) -> None:
     with pytest.raises(NoWidth):

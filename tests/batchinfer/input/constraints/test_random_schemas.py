@@ -22,15 +22,13 @@ def tried(seeds: Iterable[int]) -> Counts:
 def test_answers_under_random_schemas_are_valid() -> None:
     counts = tried(range(120))
     assert counts.wrong == []
-    assert counts.schemas - sum(counts.refused.values()) > 40
+    assert counts.followed > 40
     assert counts.texts > 300
 
 
 @pytest.mark.slow
 def test_answers_under_many_random_schemas_are_valid() -> None:
-    counts = tried(range(10_000, 30_000))
-    print(counts.schemas, sum(counts.refused.values()), counts.texts, counts.twice, len(counts.rejected))
-    assert counts.wrong == []
+    assert tried(range(10_000, 30_000)).wrong == []
 
 
 @pytest.mark.parametrize("form", ["date", "date-time", "time", "uuid"])
