@@ -121,26 +121,15 @@ def test_answers_are_those_that_are_valid(schema: Any, right: list[str], wrong: 
     assert found == dict.fromkeys(right, True) | dict.fromkeys(wrong, False)
 
 
-@pytest.mark.parametrize("form", ["date", "date-time"])
-@pytest.mark.parametrize(("day", "there_is"), [
-    ("2024-02-29", True),
-    ("2000-02-29", True),
-    ("0004-02-29", True),
-    ("9999-12-31", True),
-    ("0001-01-01", True),
-    ("2023-02-29", False),
-    ("1900-02-29", False),
-    ("0885-02-29", False),
-    ("0000-01-01", False),
-    ("0000-02-29", False),
-    ("2024-02-30", False),
-    ("2024-04-31", False),
-    ("2024-13-01", False),
-])  # fmt: skip
-def test_days_are_those_of_the_calendar(form: str, day: str, there_is: bool) -> None:
-    text = day if form == "date" else f"{day}T10:00:00Z"
-    assert accepts({"type": "string", "format": form}, f'"{text}"') is there_is
-    assert accepts({"type": "string", "format": form, "pattern": "^[0-9]"}, f'"{text}"') is there_is
+DAYS = ["2024-02-29", "2000-02-29", "0004-02-29", "9999-12-31", "0001-01-01"]
+NO_DAYS = ["2023-02-29", "1900-02-29", "0000-01-01", "0000-02-29", "2024-02-30", "2024-04-31", "2024-13-01"]
+
+
+@pytest.mark.parametrize("more", [{}, {"pattern": "^[0-9]"}], ids=["", "pattern"])
+@pytest.mark.parametrize(("form", "end"), [("date", ""), ("date-time", "T10:00:00Z")])
+def test_days_are_those_of_the_calendar(form: str, end: str, more: dict[str, str]) -> None:
+    schema = {"type": "string", "format": form, **more}
+    assert [day for day in DAYS + NO_DAYS if accepts(schema, f'"{day}{end}"')] == DAYS
 
 
 @pytest.mark.parametrize(("time", "fits"), [

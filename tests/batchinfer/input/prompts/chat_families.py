@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.reasoning_models import DEEPSEEK_R1, MAGISTRAL
+
 _TURNS = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{%- endfor %}"
@@ -66,14 +68,6 @@ DEEPSEEK_V31 = """
     {%- if not thinking %}{{ '</think>' }}{%- else %}{{ '<think>' }}{%- endif %}
 {% endif %}
 """
-DEEPSEEK_R1 = (
-    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    "{% set content = message['content'] %}{% if '</think>' in content %}"
-    "{% set content = content.split('</think>')[-1] %}{% endif %}{{ '<Assistant>' + content + eos_token }}"
-    "{% else %}{{ '<User>' + message['content'] }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<Assistant><think>\\n' }}{% endif %}"
-)
 GPT_OSS = """
 {%- macro render_builtin_tools(browser, python) %}
     {%- if browser %}{{- "## browser\\n" }}{%- endif %}{%- if python %}{{- "## python\\n" }}{%- endif %}
@@ -106,21 +100,6 @@ GPT_OSS = """
     {{- "<|start|>" + message.role + "<|message|>" + message.content + "<|end|>" }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
-"""
-MAGISTRAL = """
-{%- set default_system_message = 'First draft your thinking process until you arrive at a response.' %}
-{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] %}{%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = default_system_message %}{%- set loop_messages = messages %}
-{%- endif %}
-{{- '[SYSTEM_PROMPT]' + system_message + '[/SYSTEM_PROMPT]' }}
-{%- for message in loop_messages %}
-    {%- if message['role'] == 'user' %}{{- '[INST]' + message['content'] + '[/INST]' }}
-    {%- elif message['role'] == 'assistant' %}{{- message['content'] + eos_token }}
-    {%- else %}{{- raise_exception('Only user, system and assistant roles are supported!') }}{%- endif %}
-{%- endfor %}
 """
 GRANITE33 = """
 {%- if messages[0]['role'] == 'system' %}
@@ -222,27 +201,6 @@ LLAMA31 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
-GEMMA3 = """
-{{ bos_token }}
-{%- if messages[0]['role'] == 'system' -%}
-    {%- set first_user_prefix = messages[0]['content'] + '\\n\\n' -%}{%- set loop_messages = messages[1:] -%}
-{%- else -%}{%- set first_user_prefix = "" -%}{%- set loop_messages = messages -%}{%- endif -%}
-{%- for message in loop_messages -%}
-    {%- if (message['role'] == 'assistant') -%}{%- set role = "model" -%}
-    {%- else -%}{%- set role = message['role'] -%}{%- endif -%}
-    {{ '<start_of_turn>' + role + '\\n' + (first_user_prefix if loop.first else "") }}
-    {%- if message['content'] is string -%}{{ message['content'] | trim }}{%- endif -%}
-    {{ '<end_of_turn>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{'<start_of_turn>model\\n'}}{%- endif -%}
-"""
-PHI4_REASONING = (
-    "<|im_start|>system<|im_sep|>You are Phi, trained to think step by step.<|im_end|>"
-    "{% for message in messages %}{% if (message['role'] == 'user') %}"
-    "{{'<|im_start|>user<|im_sep|>' + message['content'] + '<|im_end|>'}}{% elif (message['role'] == 'assistant') %}"
-    "{{'<|im_start|>assistant<|im_sep|>'}}{% generation %}{{message['content'] + '<|im_end|>'}}{% endgeneration %}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
-)
 GLM45 = """[gMASK]<sop>
 {%- macro visible_text(content) -%}
     {%- if content is string -%}{{- content }}
@@ -266,14 +224,6 @@ GLM45 = """[gMASK]<sop>
     <|assistant|>{{- '\\n<think></think>' if (enable_thinking is defined and not enable_thinking) else '' -}}
 {%- endif -%}
 """
-KIMI_K2 = (
-    "{%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif -%}"
-    "{% for message in messages %}{%- if loop.first and messages[0]['role'] != 'system' -%}"
-    "<|im_system|>system<|im_middle|>You are Kimi.<|im_end|>{% endif %}"
-    "<|im_{{ message['role'] }}|>{{ message.get('name') or message['role'] }}<|im_middle|>"
-    "{{ message['content'] }}<|im_end|>{%- endfor -%}"
-    "{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}"
-)
 COMMAND_R7B = """
 {{- bos_token }}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>
 {%- if safety_mode is defined and safety_mode | upper == 'STRICT' %}# Strict{%- else %}# Contextual{%- endif %}
@@ -294,7 +244,6 @@ def _family(source: str, *told: dict[str, Any], reads: str = "") -> Family:
 _THINKING = ({"enable_thinking": False}, {"enable_thinking": True})
 FAMILIES = {
     "qwen3": _family(QWEN3, *_THINKING, {"enable_thinking": 0}, reads="enable_thinking"),
-    "qwen3-thinking": _family(f"{_TURNS}{_OPEN}{{{{- '<think>\\n' }}}}{{%- endif %}}"),
     "deepseek-v3.1": _family(DEEPSEEK_V31, {"thinking": True}, {"thinking": False}, reads="thinking"),
     "deepseek-r1": _family(DEEPSEEK_R1),
     "gpt-oss": _family(
@@ -328,10 +277,7 @@ FAMILIES = {
         {"custom_tools": [{"name": "f", "deep": {"b": [1, None]}}], "tools_in_user_message": False},
         reads="custom_tools tools_in_user_message date_string",
     ),
-    "gemma-3": _family(GEMMA3),
-    "phi-4-reasoning": _family(PHI4_REASONING),
     "glm-4.5": _family(GLM45, *_THINKING, reads="enable_thinking"),
-    "kimi-k2": _family(KIMI_K2),
     "command-r7b": _family(
         COMMAND_R7B,
         {"documents": [{"title": "Ä \\ \"", "n": 3}], "safety_mode": "strict"},

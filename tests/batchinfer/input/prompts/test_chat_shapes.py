@@ -82,7 +82,7 @@ def template(source: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("name", [*EXACT, *ODD])
-@settings(max_examples=examples(20, 100))
+@settings(max_examples=examples(8, 100))
 @given(data=st.data(), roles=ROLES, system=st.booleans())
 def test_the_text_is_the_templates_own(
     name: str, data: st.DataObject, roles: list[str], system: bool
