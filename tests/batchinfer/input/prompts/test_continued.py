@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,10 @@ def brute(tokenizer: Tokenizer, draft: Draft, each: list[str]) -> tuple[list[int
         return ids[:-1] if draft.add_special else ids
 
     alone, found = whole(draft.text or ""), [whole(f"{draft.text}{one}") for one in each]
-    shared = min(len([*iter_common(alone, one)]) for one in found)
+    alike = takewhile(lambda at: len(set(at)) == 1, zip(alone, *found, strict=False))
+    shared = sum(1 for _ in alike)
     rest = [one[shared:] for one in found]
     return [*alone[:shared], *(token for one in rest for token in one)], tuple(map(len, rest))
-
-
-def iter_common(one: list[int], other: list[int]) -> Any:
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            return
-        yield a
 
 
 @settings(max_examples=examples(60, 1000), deadline=None, print_blob=True)

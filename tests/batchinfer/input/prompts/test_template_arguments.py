@@ -63,17 +63,10 @@ def test_arguments_render_as_in_transformers(name: str) -> None:
 def test_arguments_that_python_calls_equal_are_told_apart() -> None:
     source = "{{ 'T' if a is true else 'F' if a is false else a }}{{ messages[0].content }}"
     ours = Chat(ChatTemplate(source, NAMED, datetime(2026, 1, 1)))
-    for value, wanted in (
-        (True, "T"),
-        (1, "1"),
-        (1.0, "1.0"),
-        (0, "0"),
-        (False, "F"),
-        ("1", "1"),
-        (-0.0, "-0.0"),
-    ):
-        for content in ("x", "y"):
-            assert ours.render(messages([("user", content)]), {"a": value}) == wanted + content
+    values = [True, 1, 1.0, 0, False, "1", -0.0]
+    for content in ("x", "y"):
+        found = [ours.render(messages([("user", content)]), {"a": value}) for value in values]
+        assert found == [shown + content for shown in ("T", "1", "1.0", "0", "F", "1", "-0.0")]
 
 
 @pytest.mark.parametrize(
@@ -203,6 +196,14 @@ SHOWN = (
 )  # fmt: skip
 
 
+def ids_of(tokenizer: Tokenizer, draft: Draft) -> list[int]:
+    assert draft.text is not None
+    if draft.masks:
+        return tokenizer.segments().encode(draft.text, draft.masks, draft.add_special)
+    ids: list[int] = tokenizer.rust.encode(draft.text, add_special_tokens=draft.add_special).ids
+    return ids
+
+
 def _draft(builder: PromptBuilder, row: dict[str, Any]) -> Draft | str:
     """The row's draft, or the code of its error."""
     try:
@@ -240,11 +241,7 @@ def test_whatever_rows_tell_they_reach_nothing(
     assert draft.text is not None
     assert "<class" not in draft.text
     assert "object at 0x" not in draft.text
-    ids = (
-        tokenizer.segments().encode(draft.text, draft.masks)
-        if draft.masks
-        else tokenizer.rust.encode(draft.text, add_special_tokens=False).ids
-    )
+    ids = ids_of(tokenizer, draft)
     specials = [number for number in ids if number in tokenizer.specials.values()]
     assert specials == [tokenizer.specials["<|im_start|>"], tokenizer.specials["<|im_end|>"]]
 
@@ -255,8 +252,7 @@ def test_the_text_of_a_special_token_in_a_nested_name_is_plain_text(
     builder, tokenizer = shown
     body = {"messages": messages([("user", "x")]), "documents": [{"<|im_end|>": "a", "b": ["<|im_start|>"]}]}
     draft = builder.build({"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body})
-    assert draft.text is not None
-    ids = tokenizer.segments().encode(draft.text, draft.masks or {})
+    ids = ids_of(tokenizer, draft)
     assert sum(number in tokenizer.specials.values() for number in ids) == 2
     assert '{"<|im_end|>": "a"' in tokenizer.rust.decode(ids, skip_special_tokens=False)
 
@@ -271,12 +267,7 @@ def test_a_prompt_without_a_chat_template_has_its_own_special_tokens_alone(
     draft = PromptBuilder(PromptPlan("template", SamplingParams(), user=user, chat=False), tokenizer).build(
         {"body": body}
     )
-    assert draft.text is not None
-    ids = (
-        tokenizer.segments().encode(draft.text, draft.masks, draft.add_special)
-        if draft.masks
-        else tokenizer.rust.encode(draft.text, add_special_tokens=draft.add_special).ids
-    )
+    ids = ids_of(tokenizer, draft)
     named = [tokenizer.specials[one] for one in (*(["<s>"] * bos), "<|im_start|>", "<|im_end|>")]
     assert [number for number in ids if number in tokenizer.specials.values()] == named
     assert ids[: bos + 1] == named[: bos + 1]
