@@ -9,10 +9,8 @@ import pytest
 
 from batchinfer.machine.hardware import Hardware
 from batchinfer.pipeline.options import RunOptions
-from batchinfer.plan.order.backlog import share_of
 from tests.batchinfer.pipeline.test_pipeline import people, run, write_job
 from tests.batchinfer.plan.forecast.forecasts import machine_of, planned, text
-from tests.batchinfer.plan.order.test_backlog import rows
 from tests.batchinfer.test_replicas import TWO, pytestmark  # noqa: F401  (two engines need two cores)
 
 GPU = replace(machine_of(1e12), device="cuda", cores=None, memory_bytes=80 << 30)
@@ -60,11 +58,3 @@ def test_of_a_part_the_whole_is_forecast(job: Path, monkeypatch: pytest.MonkeyPa
     assert part.simulated < 0.9
     assert part.seconds == pytest.approx(whole.seconds, rel=0.2)
     assert part.run.sampled_tokens == pytest.approx(whole.run.sampled_tokens, rel=0.1)
-
-
-def test_a_share_is_an_even_one() -> None:
-    requests = rows(*[(3, 20, 10)] * 200)
-    mine = share_of(requests, 3)
-    assert len(mine) == pytest.approx(200, rel=0.1)
-    assert share_of(requests, 1) == requests
-    assert [request.key for request in share_of(requests[:1], 3)] == [requests[0].key]

@@ -69,15 +69,12 @@ def test_counts(tmp_path: Path) -> None:
     assert sum(users) + sum(1 for row in rows if row.get("key") in keys[:5]) == 60
 
 
-def test_an_empty_index_gives_an_empty_plan(tmp_path: Path) -> None:
-    plan = plan_rows(tmp_path, [])
-    assert (plan.rows, plan.to_run, plan.longest) == (0, 0, 0)
+@pytest.mark.parametrize("rows", [[], [bad_row(0), bad_row(1)]], ids=["no rows", "error rows"])
+def test_without_good_rows_the_plan_is_empty(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    plan = plan_rows(tmp_path, rows)
+    assert (plan.rows, plan.error_rows) == (len(rows), len(rows))
+    assert (plan.distinct, plan.to_run, plan.longest) == (0, 0, 0)
     assert list(plan.batches(10)) == []
-
-
-def test_only_error_rows_give_an_empty_plan(tmp_path: Path) -> None:
-    plan = plan_rows(tmp_path, [bad_row(0), bad_row(1)])
-    assert (plan.rows, plan.error_rows, plan.distinct, plan.to_run) == (2, 2, 0, 0)
 
 
 def test_rows_that_share_with_rows_in_flight_come_first(tmp_path: Path) -> None:
@@ -134,36 +131,17 @@ def test_an_output_token_weighs_more_than_a_prompt_token(tmp_path: Path) -> None
     assert order == [140, 101, 305]
 
 
-def test_two_level_tree_counts_each_node_once(tmp_path: Path) -> None:
-    rows = []
-    for document in range(3):
-        for branch in range(2):
-            for question in range(2):
-                tokens = [document] * 32 + [7 + branch] * 32 + [question, 3]
-                rows.append(good_row(len(rows), tokens))
-    plan = plan_rows(tmp_path, rows)
-    # 3 documents of 4 rows: (4-1)*32 each; 2 branches of 2 rows: (2-1)*32 each
-    assert plan.shared_prefix_tokens == 3 * 3 * 32 + 6 * 32
-    assert {row["prefix_tokens"] for row in planned(plan)} == {64}
-
-
-def test_windows_are_the_plan_in_order(tmp_path: Path) -> None:
+def test_windows_are_the_plan_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "_ROWS_PER_GROUP", 16)  # windows lie in one group and across two
     plan = plan_rows(tmp_path, mixed_rows(100))
     batches = list(plan.batches(9))
     assert [len(w) for w in batches[:-1]] == [9] * (len(batches) - 1)
     assert [key for w in batches for key in w.keys] == [row["key"] for row in planned(plan)]
     assert [n for w in batches for n in w.numbers("seq").tolist()] == list(range(plan.to_run))
     assert [n for w in batches for n in w.numbers("bucket").tolist()] == [4] * plan.to_run
-
-
-@pytest.mark.parametrize(("rows", "every"), [(9, 2), (9, 3), (7, 5), (40, 2), (9, 50)])
-def test_some_windows_are_those_in_the_middle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, every: int
-) -> None:
-    monkeypatch.setattr(planner, "_ROWS_PER_GROUP", 16)  # windows lie in one group and across two
-    plan = plan_rows(tmp_path, mixed_rows(100))
-    wanted = [w.keys for w in plan.batches(rows)][every // 2 :: every]
-    assert [w.keys for w in plan.batches(rows, every)] == wanted
+    for rows, every in ((9, 2), (9, 3), (7, 5), (40, 2), (9, 50)):  # of some, the windows in the middle
+        wanted = [w.keys for w in plan.batches(rows)][every // 2 :: every]
+        assert [w.keys for w in plan.batches(rows, every)] == wanted
 
 
 tree_prompts = st.lists(

@@ -193,28 +193,3 @@ def test_places_that_lie_near_one_another_are_read_together(rows, gap, at_once):
         prompt[:BLOCK] for prompt in wanted
     ]
     assert reads <= 1 + np.count_nonzero(gaps[1:] > gap) + end // at_once
-
-
-@given(st.lists(st.integers(0, 9), max_size=60))
-def test_a_forest_is_the_one_that_a_stack_finds(shared):
-    """Nodes are opened and closed one by one, as a parser does with brackets."""
-    shared[:1] = [0][: len(shared)]
-    opened, nodes = [(0, 0)], []  # depth, first prompt
-    for prompt, depth in enumerate([*shared, 0]):
-        first = prompt - 1
-        while opened[-1][0] > depth:
-            deep, first = opened.pop()
-            nodes.append((first, deep, prompt - first))
-        if opened[-1][0] < depth:
-            opened.append((depth, first))
-    forest = prefix_forest(np.array(shared, np.int32))
-    columns = (forest.first.tolist(), forest.depth.tolist(), forest.users.tolist())
-    found = list(zip(*columns, strict=True))
-    assert found == sorted(nodes)
-    for prompt, node in enumerate(forest.node_of.tolist()):
-        around = [depth for first, depth, users in nodes if first <= prompt < first + users]
-        assert max(around, default=0) == (0 if node == ROOT else forest.depth[node])
-    for node, parent in enumerate(forest.parent.tolist()):
-        first, depth, users = found[node]
-        above = [d for f, d, u in nodes if f <= first and first + users <= f + u and d < depth]
-        assert max(above, default=0) == (0 if parent == ROOT else forest.depth[parent])

@@ -21,7 +21,6 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
-from batchinfer.engine.schedule.step_shape import step_shape
 from batchinfer.engine.tensors.graph_sizes import SHORTEST, batch_sizes
 from batchinfer.plan.simulation import simulator
 from batchinfer.plan.simulation.clock import Captures, Launching
@@ -42,7 +41,7 @@ from batchinfer.plan.simulation.step_time import (
     measured_step_time,
     shape_of,
 )
-from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds, step_total
+from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, step_total
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner, with_graphs
 from tests.batchinfer.engine.simulation import LLAMA_8B, LLAMA_135M
 from tests.batchinfer.engine.small_engine import MAX_LEN, Limits, at_once, drain, make_engine, watcher
@@ -107,12 +106,6 @@ def test_beginning_and_end_are_counted_once(start: int, each: int, few: int, mor
     found, whole = extrapolated(*parts, few + more + left), run(start, each, few + more + left)
     for field in fields(Simulated):
         assert getattr(found, field.name) == pytest.approx(getattr(whole, field.name)), field.name
-
-
-def test_parts_have_to_differ() -> None:
-    part = SimulatedPart(5, run(1, 1, 5))
-    with pytest.raises(ValueError, match="parts of 5 and 5 tokens"):
-        extrapolated(part, part, 10)
 
 
 @st.composite
@@ -319,12 +312,6 @@ def test_a_steps_shape_is_found_again_from_what_the_report_keeps(cost: ModelCost
     ):
         moved = step_total(cost.step(shape)).bytes
         assert shape_of(cost, shape.tokens, shape.sampled, cost.model_flops(shape), moved) == shape
-
-
-def test_a_step_takes_its_roofline_at_the_least() -> None:
-    runner = hashing_runner(ModelRunner, 40, 4)
-    shape = step_shape([], 0, 0, runner.layout)
-    assert StepTime(PEAKS).device_s(shape, runner.cost) == roofline_seconds(runner.cost.step(shape), PEAKS)
 
 
 @pytest.mark.parametrize("seqs", [1, 3])

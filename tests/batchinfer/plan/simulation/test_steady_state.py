@@ -140,20 +140,6 @@ def test_no_number_of_places_to_fill_together_is_better(case):
     assert found >= max(once, *others) - 0.005
 
 
-@pytest.mark.slow
-def test_filling_places_together_keeps_a_device_busy():
-    """Where each step that reads prompts is launched operator by operator."""
-    once, together = shares("1B", 512, 64, 500, pieces=False)
-    assert together > 1.1 * once
-
-
-@pytest.mark.slow
-def test_steps_that_are_captured_in_pieces_keep_a_device_busy():
-    """More than those that are launched operator by operator."""
-    (pieces, _), (operators, _) = (shares("1B", 512, 64, 500, pieces=way) for way in (True, False))
-    assert pieces > 1.1 * operators
-
-
 if __name__ == "__main__":
     found = [(*sys.argv[1:4], True)] if len(sys.argv) > 1 else EVERY
     for which, *sizes, captured in found:
