@@ -61,9 +61,8 @@ def test_steps_that_read_prompts_are_replayed_in_pieces_up_to_a_size():
     launching = Launching(Captures(rows=8, longest=5000, tokens=64))
     assert launching.mode(*chunks(4, 0, 16), decodes=False, shares=False) == "piecewise_graph"
     assert launching.mode(*chunks(4, 0, 17), decodes=False, shares=False) == "eager"
-    assert launching.mode(*chunks(4, 9), decodes=False, shares=True) == "piecewise_graph", (
-        "something is copied"
-    )
+    copies = launching.mode(*chunks(4, 9), decodes=False, shares=True)
+    assert copies == "piecewise_graph"
 
 
 def test_decode_steps_are_replayed_as_one_graph_up_to_a_size():
@@ -77,9 +76,8 @@ def test_kinds_that_the_warm_up_leaves_out_are_captured_when_they_come_for_the_t
     kinds = [(chunks(3, 9), True), (chunks(3, SHORTEST), False), (chunks(5, SHORTEST), False)]
     found = [[launching.mode(*step, True, shares) for step, shares in kinds] for _ in range(4)]
     assert found == [["piecewise_graph"] * 3] * 2 + [["full_graph"] * 3] * 2
-    assert launching.mode(*chunks(4, SHORTEST + 7), True, False) == "full_graph", (
-        "three rows take the graph of four"
-    )
+    three_take_the_graph_of_four = launching.mode(*chunks(4, SHORTEST + 7), True, False)
+    assert three_take_the_graph_of_four == "full_graph"
 
 
 def test_without_captures_all_is_launched_by_operators():
@@ -94,13 +92,7 @@ def run(start: int, each: int, size: int) -> Simulated:
     return Simulated(**(counts | times))  # type: ignore[arg-type]
 
 
-@given(
-    st.integers(0, 1000),
-    st.integers(0, 100),
-    st.integers(1, 100),
-    st.integers(1, 100),
-    st.integers(0, 10_000),
-)
+@given(*(st.integers(*bounds) for bounds in ((0, 1000), (0, 100), (1, 100), (1, 100), (0, 10_000))))
 def test_beginning_and_end_are_counted_once(start: int, each: int, few: int, more: int, left: int) -> None:
     parts = [SimulatedPart(size, run(start, each, size)) for size in (few, few + more)]
     found, whole = extrapolated(*parts, few + more + left), run(start, each, few + more + left)
@@ -147,6 +139,14 @@ def machine(limits: Limits, runner: ModelRunner, time: StepTime, looks_ahead: bo
         looks_ahead,
         captures=Captures(0, 0, 0) if looks_ahead else None,
     )
+
+
+def work_of(params: Sequence[SamplingParams], length: int = 9) -> tuple[list[Request], dict[bytes, int]]:
+    """Requests whose prompts share nothing, and answers that become as long as they may."""
+    work = [
+        Request(bytes([n]) * 32, np.arange(length, dtype=np.int32) + n, own) for n, own in enumerate(params)
+    ]
+    return work, {request.key: request.params.max_tokens for request in work}
 
 
 def counts(steps: Sequence[StepSample]) -> list[dict[str, int]]:
@@ -213,12 +213,7 @@ def test_rows_of_another_adapter_share_nothing() -> None:
 def test_time_is_the_devices_and_the_hosts() -> None:
     limits = Limits(budget=40, seqs=4, blocks=40, block_size=4)
     runner = hashing_runner(ModelRunner, limits.blocks, limits.block_size)
-    prompts = [np.arange(9, dtype=np.int32) + n for n in range(8)]
-    work = [
-        Request(bytes([n]) * 32, prompt, SamplingParams(max_tokens=6, ignore_eos=True))
-        for n, prompt in enumerate(prompts)
-    ]
-    outputs = dict.fromkeys((request.key for request in work), 6)
+    work, outputs = work_of([SamplingParams(max_tokens=6, ignore_eos=True)] * 8)
     time = StepTime(PEAKS, 0.5, 0.25, host_step_s=0.01, host_row_s=0.001)
     made = machine(limits, runner, time, looks_ahead=False)
     steps = [output.sample for output in simulated_steps(made, work, outputs) if output.sample]
@@ -244,8 +239,7 @@ def test_steps_launched_at_once_take_the_host_once(penalty: float) -> None:
     runner = hashing_runner(DeviceRunner, limits.blocks, limits.block_size)
     params = [SamplingParams(max_tokens=41, ignore_eos=True)] * 3
     params.append(replace(params[0], presence_penalty=penalty))
-    work = [Request(bytes([n]) * 32, np.arange(9, dtype=np.int32) + n, own) for n, own in enumerate(params)]
-    outputs = dict.fromkeys((request.key for request in work), 41)
+    work, outputs = work_of(params)
     time = StepTime(PEAKS, host_step_s=1.0, host_row_s=0.1, host_repeat_s=0.01, host_repeat_row_s=0.001)
     made = replace(machine(limits, runner, time, looks_ahead=True), repeats=True)
     with patch.object(simulator, "_repeated", lambda _: at_once(4)):
@@ -318,9 +312,7 @@ def test_a_steps_shape_is_found_again_from_what_the_report_keeps(cost: ModelCost
 def test_memory_of_the_cache_takes_time_when_it_is_first_used_and_never_again(seqs: int) -> None:
     """Of six rows one after another only the first takes blocks that nobody had; of three at a time three do."""
     runner = hashing_runner(ModelRunner, 20, 4)
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
-    work = [Request(bytes([n]) * 32, np.full(8, n, np.int32), params) for n in range(6)]
-    outputs = {request.key: 4 for request in work}
+    work, outputs = work_of([SamplingParams(max_tokens=4, ignore_eos=True)] * 6, length=8)
     made = machine(
         Limits(budget=40, seqs=seqs, caching=False, blocks=20, block_size=4), runner, StepTime(PEAKS), False
     )

@@ -82,20 +82,18 @@ def test_equal_stages_wait_for_the_first_and_the_last_step_alone() -> None:
 
 
 def test_a_stage_keeps_what_it_made_until_the_next_one_takes_it() -> None:
-    schedule = StageSchedule(2)
-    assert schedule.run([StageWork(1.0), StageWork(5.0)], 0.0, 0.0) == 6.0
-    assert schedule.run([StageWork(1.0), StageWork(5.0)], 0.0, 0.0) == 11.0
-    # its second step was done after 2 seconds, and taken after 6
-    assert schedule.run([StageWork(1.0), StageWork(0.0)], 0.0, 0.0) == 11.0
-    kept = StageSchedule(2)
-    ends = [
-        kept.run([StageWork(first), StageWork(last)], 0.0, 0.0) for first, last in ((1, 5), (1, 5), (8, 0))
-    ]
-    assert ends == [6.0, 11.0, 14.0], "the first stage has room for its third step after 6 seconds"
-    asked = StageSchedule(2)
-    assert asked.run([StageWork(1.0), StageWork(1.0)], 0.0, 0.0, asked_s=7.0) == 8.0
-    alone = StageSchedule(1)
-    assert alone.run([StageWork(1.0)], 0.0, 0.0, asked_s=7.0) == 1.0
+    for third, end in (
+        ((1, 0), 11.0),
+        ((8, 0), 14.0),
+    ):  # the first stage takes its third step after 6 seconds
+        schedule = StageSchedule(2)
+        steps = [[StageWork(first), StageWork(last)] for first, last in ((1, 5), (1, 5), third)]
+        assert [schedule.run(work, 0.0, 0.0) for work in steps] == [6.0, 11.0, end]
+    for stages, end in (
+        (2, 8.0),
+        (1, 1.0),
+    ):  # the last of several takes a step once its results are asked for
+        assert StageSchedule(stages).run([StageWork(1.0)] * stages, 0.0, 0.0, asked_s=7.0) == end
 
 
 def test_a_ring_sends_each_part_twice_round() -> None:
@@ -132,8 +130,8 @@ def machine(
     )
 
 
-def run(on: SimulatedEngine, rows: int = 160) -> Simulated:
-    requests = [Row(100 + key % 60, 20 + key % 50).request(key) for key in range(rows)]
+def run(on: SimulatedEngine) -> Simulated:
+    requests = [Row(100 + key % 60, 20 + key % 50).request(key) for key in range(96)]
     return simulate(on, requests, {request.key: request.params.max_tokens for request in requests})
 
 
@@ -148,14 +146,14 @@ def test_one_stage_of_everything_is_the_plain_simulation() -> None:
 def test_over_a_free_link_tensor_ranks_take_what_their_parts_cost(tensor: int) -> None:
     """As an engine takes whose model is one rank's part, and a little more than the whole one divided by the ranks:
     each reads all norms and hidden states."""
-    divided = machine(SPEC, Division(tensor))
-    part = replace(machine(SPEC), cost=divided.stages[0].cost)
-    assert run(divided).seconds == run(part).seconds
-    host_s = run(machine(SPEC)).steps * 1e-4
-    alone_s, divided_s = (run(on).seconds - host_s for on in (machine(SPEC), divided))
+    on = machine(SPEC, Division(tensor))
+    divided, part = run(on), run(replace(machine(SPEC), cost=on.stages[0].cost))
+    assert divided.seconds == part.seconds
+    alone = run(machine(SPEC))
+    alone_s, divided_s = (one.seconds - alone.steps * 1e-4 for one in (alone, divided))
     assert alone_s / tensor < divided_s < 1.5 * alone_s / tensor
-    slower = run(machine(SPEC, Division(tensor), DeviceLink("slow", 1e9, 1e-5))).seconds
-    assert slower > run(divided).seconds
+    slower = run(machine(SPEC, Division(tensor), DeviceLink("slow", 1e9, 1e-5)))
+    assert slower.seconds > divided.seconds
 
 
 def test_a_collective_takes_what_the_traffic_says() -> None:
