@@ -38,6 +38,7 @@ def with_prompts(folder: Path, **more: Any) -> None:
 
 def test_without_modules(tmp_path: Path) -> None:
     assert found(tmp_path) == Embedding("last", True, HIDDEN)
+    assert job_embedding(job_of(tmp_path), HIDDEN, causal=False) == Embedding("mean", True, HIDDEN)
     assert found(tmp_path, pooling="mean", normalize=False, dimensions=7) == Embedding("mean", False, 7)
     with pytest.raises(JobFileError, match=r"embed\.dimensions: is 49.*1 to 48"):
         found(tmp_path, dimensions=49)
@@ -51,10 +52,9 @@ def test_modules_say_what_the_job_does_not(tmp_path: Path, mode: str, pooling: A
     write_modules(tmp_path / "m", mode, normalizes=False)
     assert found(tmp_path) == Embedding(pooling, False, HIDDEN)
     assert found(tmp_path, pooling="last", normalize=True) == Embedding("last", True, HIDDEN)
-    (tmp_path / "m/1_Pooling/config.json").write_text(
-        json.dumps({"pooling_mode": mode.removesuffix("_tokens")})
-    )
-    assert found(tmp_path) == Embedding(pooling, False, HIDDEN), "as version 5 writes it"
+    as_version_5 = {"pooling_mode": mode.removesuffix("_tokens")}
+    (tmp_path / "m/1_Pooling/config.json").write_text(json.dumps(as_version_5))
+    assert found(tmp_path) == Embedding(pooling, False, HIDDEN)
 
 
 @pytest.mark.parametrize(("mode", "more", "words"), [
@@ -78,20 +78,14 @@ def test_what_is_not_computed_is_refused(
         assert job_embedding(job_of(tmp_path), HIDDEN, causal=False) == Embedding("cls", True, HIDDEN)
 
 
-def test_an_encoder_without_modules_has_the_mean(tmp_path: Path) -> None:
-    assert job_embedding(job_of(tmp_path), HIDDEN, causal=False) == Embedding("mean", True, HIDDEN)
-
-
 def test_layers_behind_the_pooling(tmp_path: Path) -> None:
     job_of(tmp_path)
     write_modules(tmp_path / "m", "mean_tokens")
     write_dense(tmp_path / "m", (HIDDEN, 20, 30), ("Tanh", "Identity"))
     made = found(tmp_path)
     assert made is not None
-    assert [(one.inputs, one.outputs, one.activation) for one in made.dense] == [
-        (HIDDEN, 20, "Tanh"),
-        (20, 30, "Identity"),
-    ]
+    layers = [(one.inputs, one.outputs, one.activation) for one in made.dense]
+    assert layers == [(HIDDEN, 20, "Tanh"), (20, 30, "Identity")]
     assert (made.dimensions, Embedding.from_json(json.loads(json.dumps(made.to_json())))) == (30, made)
     assert "dense" not in Embedding("mean", True, HIDDEN).to_json(), "or results would be made anew"
     with pytest.raises(JobFileError, match=r"is 31, and the model's vectors have 30 dimensions"):
@@ -126,9 +120,7 @@ def test_prompts(tmp_path: Path) -> None:
     with_prompts(tmp_path, default_prompt_name="query")
     assert found(tmp_path) == found(tmp_path, prompt="query")
     assert found(tmp_path, prompt="none") == Embedding("mean", True, HIDDEN)
-    assert found(tmp_path, "{token_ids: t}") == Embedding("mean", True, HIDDEN), (
-        "prompts are put before texts"
-    )
+    assert found(tmp_path, "{token_ids: t}") == Embedding("mean", True, HIDDEN)  # it is put before texts
     pooling = tmp_path / "m/1_Pooling/config.json"
     pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"include_prompt": False}))
     assert found(tmp_path, prompt="document") == Embedding("mean", True, HIDDEN)

@@ -42,30 +42,26 @@ def test_stored_answers_stay_valid(
     assert changed(SETTING, **changes).numerics.context(checkpoint, "m", "t").hex() == digest
 
 
+def digest_of(**more: Any) -> bytes:
+    """Return the digest of the parts that every context has, and some more."""
+    parts = {"model": "m", "tokenizer": "t", "dtype": "bfloat16", "max_model_len": 512, "eos": [257]}
+    parts |= {"numerics": NUMERICS_VERSION, **more}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
 def test_an_option_at_its_default_is_absent_from_the_context(checkpoint: Checkpoint) -> None:
     """So one that is added later changes no key of a job that does not use it."""
-    parts = {
-        "model": "m", "tokenizer": "t", "dtype": "bfloat16", "max_model_len": 512, "eos": [257],
-        "numerics": NUMERICS_VERSION,
-    }  # fmt: skip
-    wanted = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
-    assert SETTING.numerics.context(checkpoint, "m", "t") == wanted
-    assert changed(SETTING, block_size=16).numerics.context(checkpoint, "m", "t") == wanted
+    assert SETTING.numerics.context(checkpoint, "m", "t") == digest_of()
+    assert changed(SETTING, block_size=16).numerics.context(checkpoint, "m", "t") == digest_of()
 
 
 def test_codes_multiplied_as_integers_have_deterministic_answers_of_their_own(checkpoint: Checkpoint) -> None:
     """Where they were widened first, the same job had other bits; in float32 they are widened still."""
-
-    def widened(dtype: str) -> bytes:
-        parts = {
-            "model": "m", "tokenizer": "t", "dtype": dtype, "max_model_len": 512, "eos": [257],
-            "numerics": NUMERICS_VERSION, "deterministic": True, "kv_cache_dtype": "int8",
-        }  # fmt: skip
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
-
     coded = changed(SETTING, kv_cache="int8", deterministic=True)
-    assert changed(coded, dtype="float32").numerics.context(checkpoint, "m", "t") == widened("float32")
-    assert coded.numerics.context(checkpoint, "m", "t") != widened("bfloat16")
+    widened = {"deterministic": True, "kv_cache_dtype": "int8"}
+    in_float32 = changed(coded, dtype="float32").numerics.context(checkpoint, "m", "t")
+    assert in_float32 == digest_of(**widened, dtype="float32")
+    assert coded.numerics.context(checkpoint, "m", "t") != digest_of(**widened)
 
 
 def test_answers_that_were_checked_against_columns_are_apart(checkpoint: Checkpoint) -> None:

@@ -55,12 +55,6 @@ def test_one_engine_a_gpu(
     assert (config.kv_memory, config.memory) == (None, None)
 
 
-def test_more_engines_than_gpus_are_refused(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    job = job_of(tmp_path, ("engine.data_parallel", "5"))
-    with pytest.raises(JobFileError, match="5 engines need 5 GPUs, but this process may use only 3"):
-        resolve(job, checkpoint, GPUS)
-
-
 def test_engines_on_a_cpu_divide_it(
     tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +118,7 @@ def test_machines_have_as_many_engines_or_as_many_ranks_of_one(
     specs = worker_specs(job, setting, "a:b")
     each = [one for spec in specs for one in (spec, *spec.others)]
     assert [[one.place.node for one in (spec, *spec.others)] for spec in specs] == machines
-    many = len(each) // 2
+    many, spanned, placement = len(each) // 2, len({*machines[0]}), setting.placement
     wanted = [
         (EnginePlace(node=1, part=(part, many)), 6)
         if number
@@ -132,16 +126,11 @@ def test_machines_have_as_many_engines_or_as_many_ranks_of_one(
         for part, number in zip(chain(*parts), chain(*machines), strict=True)
     ]
     assert [(one.place, one.load.threads) for one in each] == wanted
-    assert setting.placement.division.machines == len({*machines[0]})
-    assert (setting.placement.machines_used, setting.for_rows(1).placement.machines_used) == (
-        2,
-        len({*machines[0]}),
-    )
-    alone = setting.placement.hardware.peaks(setting.numerics.dtype)
+    assert placement.division.machines == setting.for_rows(1).placement.machines_used == spanned
+    assert placement.machines_used == 2
+    alone = placement.hardware.peaks(setting.numerics.dtype)
     assert alone is not None
-    assert setting.peaks == alone.times(setting.placement.division.machines).part(
-        setting.placement.engines_here
-    )
+    assert setting.peaks == alone.times(spanned).part(placement.engines_here)
 
 
 @pytest.mark.parametrize(("settings", "said"), [
@@ -171,6 +160,7 @@ def test_machines_that_would_have_different_shares_are_refused(
         ),
         ({"tensor_parallel_size": 2, "data_parallel": 3}, JobFileError, "3 engines of 2 ranks each need 6 cores"),
         ({"tensor_parallel_size": 2, "threads": 1}, JobFileError, "2 ranks need 2 cores"),
+        ({"data_parallel": 5, "device": "cuda"}, JobFileError, "5 engines need 5 GPUs, but .* only 3"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_divided_is_refused(

@@ -26,6 +26,7 @@ from tests.settings import changed, setting_of
 CPU = Hardware("Test CPU", "cpu", 2, None, {"bfloat16": 2e12, "int8": 4e12}, 3e10, "measured")
 SETTING = setting_of(CPU)
 HERE = MachineFacts(CPU, cores=6, free_memory=90 << 30, fast_bf16=True)
+ASKED = ("model.quantization", "int8"), ("engine.deterministic", "true")
 GPU_HERE = MachineFacts(Hardware("a GPU", "cuda", None, None), gpus=())
 
 
@@ -71,23 +72,20 @@ def test_a_job_is_set_up_for_the_machine_that_its_caller_describes(
 
 
 def test_the_options_reach_the_engine(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    job = job_of(tmp_path, ("model.quantization", "int8"), ("engine.deterministic", "true"))
+    job = job_of(tmp_path, *ASKED, ("model.dtype", "bfloat16"))
     setting = resolve(job, checkpoint, HERE)
     config = setting.load_config(job)
     assert (setting.numerics.quantization, setting.numerics.deterministic) == ("int8", True)
     assert (config.quantization, config.deterministic) == ("int8", True)
+    assert setting.numerics.text == "bfloat16 with int8 weights, deterministic"
     plain = resolve(job_of(tmp_path), checkpoint, HERE).load_config(job_of(tmp_path))
     assert (plain.quantization, plain.deterministic) == ("none", False)
-
-
-@pytest.mark.parametrize(("quantization", "deterministic", "text"), [
-    ("none", False, "bfloat16"),
-    ("int8", False, "bfloat16 with int8 weights"),
-    ("none", True, "bfloat16, deterministic"),
-])  # fmt: skip
-def test_the_arithmetic_in_words(quantization: str, deterministic: bool, text: str) -> None:
-    setting = changed(SETTING, quantization=quantization, deterministic=deterministic)  # type: ignore[arg-type]
-    assert setting.numerics.text == text
+    for device, dtype in (("auto", "auto"), ("cuda", "float32"), ("cuda", "float16")):
+        job = job_of(tmp_path, *ASKED, ("engine.device", device), ("model.dtype", dtype))
+        setting = resolve(job, checkpoint, GPU_HERE)
+        config = setting.load_config(job)
+        assert (config.device, config.quantization, config.deterministic) == ("cuda", "int8", True)
+        assert setting.model_cost(checkpoint).weight_itemsize == 1, "what the plan forecasts is int8's, too"
 
 
 def test_quantised_linear_layers_have_their_own_peak(checkpoint: Checkpoint) -> None:
@@ -119,14 +117,10 @@ def test_a_cache_of_fp8_is_refused_on_a_cpu_and_codes_of_latents_anywhere(
 ) -> None:
     with pytest.raises(JobFileError, match=r"kv_cache_dtype.*fp8: only a GPU can read and write it"):
         resolve(job_of(tmp_path, ("model.kv_cache_dtype", "fp8")), checkpoint, HERE)
-    assert (
-        resolve(job_of(tmp_path, ("model.kv_cache_dtype", "int8")), checkpoint, HERE).numerics.kv_cache
-        == "int8"
-    )
+    coded = ("model.kv_cache_dtype", "int8")
+    assert resolve(job_of(tmp_path, coded), checkpoint, HERE).numerics.kv_cache == "int8"
     with pytest.raises(JobFileError, match=r"kv_cache_dtype.*int8 is not available in float16 on a CPU"):
-        resolve(
-            job_of(tmp_path, ("model.kv_cache_dtype", "int8"), ("model.dtype", "float16")), checkpoint, HERE
-        )
+        resolve(job_of(tmp_path, coded, ("model.dtype", "float16")), checkpoint, HERE)
     make_checkpoint(tmp_path / "latent", "deepseek_v3")
     latent = inspect_checkpoint(tmp_path / "latent")
     assert latent.refusals(False, True, False) == []
@@ -220,11 +214,8 @@ def test_codes_of_fp8_are_computed_as_they_are_stored_where_the_gpu_can(
 ) -> None:
     job = job_of(tmp_path, ("model.dtype", "bfloat16"))
     found = {gpu: resolve(job, stored, named(gpu)) for gpu in ("h100", "a100")}
-    assert {gpu: setting.numerics.quantization for gpu, setting in found.items()} == {
-        "h100": "stored",
-        "a100": "none",
-    }
     h100, a100 = found.values()
+    assert (h100.numerics.quantization, a100.numerics.quantization) == ("stored", "none")
     assert h100.numerics.text == "bfloat16 with stored fp8 weights"
     assert h100.peaks == Peaks(989.4e12, 3.35e12, 1978.9e12)
     assert h100.numerics.context(stored, "m", "t") != a100.numerics.context(stored, "m", "t")
@@ -245,9 +236,6 @@ def test_stored_codes_are_refused_where_there_are_none_or_nothing_multiplies_the
         resolve(job, stored, HERE)
 
 
-ASKED = ("model.quantization", "int8"), ("engine.deterministic", "true")
-
-
 def test_a_cpu_that_auto_finds_refuses_what_it_cannot_do_in_float16(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
@@ -263,18 +251,6 @@ def test_a_cpu_that_auto_finds_refuses_what_it_cannot_do_in_float16(
     assert "use dtype: bfloat16 or float32" in str(refused.value)
     assert resolve(job_of(tmp_path, ("model.dtype", "float16")), checkpoint, HERE).numerics.dtype == "float16"
     assert resolve(half, checkpoint, GPU_HERE).numerics.text == "float16 with int8 weights, deterministic"
-
-
-@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_the_options_reach_an_engine_on_a_gpu(
-    tmp_path: Path, checkpoint: Checkpoint, device: str, dtype: str
-) -> None:
-    job = job_of(tmp_path, *ASKED, ("engine.device", device), ("model.dtype", dtype))
-    setting = resolve(job, checkpoint, GPU_HERE)
-    config = setting.load_config(job)
-    assert (config.device, config.quantization, config.deterministic) == ("cuda", "int8", True)
-    assert setting.model_cost(checkpoint).weight_itemsize == 1, "what the plan forecasts is int8's, too"
 
 
 class OfAnother:
@@ -293,16 +269,9 @@ class OfAnother:
 
 
 def test_what_a_model_cannot_is_refused_with_the_job(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    asked = (
-        ("model.quantization", "int8"),
-        ("engine.deterministic", "true"),
-        ("model.kv_cache_dtype", "fp8"),
-        ("engine.device", "cuda"),
-    )
+    asked = (*ASKED, ("model.kv_cache_dtype", "fp8"), ("engine.device", "cuda"))
     with pytest.raises(JobFileError) as caught:
         resolve(job_of(tmp_path, *asked), OfAnother(checkpoint, "transformers 5.23.0"), GPU_HERE)  # type: ignore[arg-type]
-    assert [(one.where, one.message) for one in caught.value.mistakes] == [
-        ("model.quantization", "is not to be had"),
-        ("engine.deterministic", "is not to be had"),
-        ("model.kv_cache_dtype", "is not to be had"),
-    ]
+    keys = ("model.quantization", "engine.deterministic", "model.kv_cache_dtype")
+    told = [(one.where, one.message) for one in caught.value.mistakes]
+    assert told == [(key, "is not to be had") for key in keys]
