@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchinfer.machine.hardware import Hardware
-from batchinfer.plan.forecast import job
-from batchinfer.plan.forecast.lint import Linter
-from tests.batchinfer.plan.forecast.forecasts import machine_of, runs_on
+from tests.batchinfer.plan.forecast.forecasts import machine_of, quick_plan, runs_on
 
 
 @pytest.fixture
@@ -18,12 +16,15 @@ def known_peaks(monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
 
 @pytest.fixture
-def whole_plan() -> None:
-    """For tests of other quantisations and of lint findings."""
+def quantizations() -> None:
+    """For tests of other quantisations."""
+
+
+@pytest.fixture
+def findings() -> None:
+    """For tests of lint findings."""
 
 
 @pytest.fixture(autouse=True)
 def _quick_plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "whole_plan" not in request.fixturenames:
-        monkeypatch.setattr(job, "quantized_forecasts", lambda *_: [])
-        monkeypatch.setattr(Linter, "findings", lambda _: [])
+    quick_plan(monkeypatch, *({"quantizations", "findings"} & {*request.fixturenames}))

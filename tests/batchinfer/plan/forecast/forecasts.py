@@ -10,7 +10,9 @@ from batchinfer.job import load_job
 from batchinfer.machine import facts
 from batchinfer.machine.devices import devices_called, devices_of
 from batchinfer.machine.hardware import Hardware
+from batchinfer.plan.forecast import job
 from batchinfer.plan.forecast.job import JobForecast, forecast_job
+from batchinfer.plan.forecast.lint import Linter
 from batchinfer.plan.forecast.text import forecast_lines
 
 
@@ -39,3 +41,11 @@ def machine_of(peak: float) -> Hardware:
 def runs_on(monkeypatch: pytest.MonkeyPatch, machine: Hardware) -> None:
     """Have jobs find this machine, whatever was measured here."""
     monkeypatch.setattr(facts, "detect", lambda device, gpu=None: machine)
+
+
+def quick_plan(monkeypatch: pytest.MonkeyPatch, *kept: str) -> None:
+    """Leave out what takes a forecast most of its time, but for what is `kept`: quantizations, findings."""
+    if "quantizations" not in kept:
+        monkeypatch.setattr(job, "quantized_forecasts", lambda *_: [])
+    if "findings" not in kept:
+        monkeypatch.setattr(Linter, "findings", lambda _: [])

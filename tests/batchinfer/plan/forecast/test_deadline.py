@@ -66,10 +66,8 @@ def test_the_share_of_the_rows_that_a_stopped_run_has_done(
     tmp_path: Path, engine_s: float | None, done: int | None, said: str
 ) -> None:
     tokens = {"token_count": [90, 40, 30, 20], "expected_tokens": [10, 10, 0, 0]}
-    columns = {
-        name: pa.array(values, pa.int32()) for name, values in {**tokens, "users": [2, 1, 1, 1]}.items()
-    }
-    pq.write_table(pa.table(columns), tmp_path / "plan.parquet")
+    schema = pa.schema([(name, pa.int32()) for name in (*tokens, "users")])
+    pq.write_table(pa.table({**tokens, "users": [2, 1, 1, 1]}, schema), tmp_path / "plan.parquet")
     plan = Plan(tmp_path / "plan.parquet", tmp_path, 10, 2, 7, 1, 3, 4, 180, 20, 0, 5, 100)
     found = StopForecast.of(NOON + timedelta(seconds=110), NOON, plan, 10.0, engine_s, upper_bound=False)
     assert found.rows_done == done
@@ -82,12 +80,8 @@ def test_plan_has_the_forecast_of_a_run_that_stops(tmp_path: Path, model: Path, 
     job = load_job(write_job(tmp_path, model, people(3)))
     at = datetime.now().astimezone() + timedelta(hours=1)
     found = forecast_job(job, lambda _: None, lambda _: None, stop_at=at)
-    assert forecast_json(found, None)["stop"] == {
-        "at": at.isoformat(),
-        "share": 1.0,
-        "rows_done": 3,
-        "left_s": 0.0,
-    }
+    told = {"at": at.isoformat(), "share": 1.0, "rows_done": 3, "left_s": 0.0}
+    assert forecast_json(found, None)["stop"] == told
     assert any(line.startswith("  stop ") for line in forecast_lines(found, None))
 
 
@@ -177,9 +171,7 @@ def test_plan_says_whether_it_will_be_met(
 
 
 def test_a_run_tells_of_its_goodput(tmp_path: Path, model: Path) -> None:
-    in_an_hour = moment(
-        3570
-    )  # half a minute less: spare time is rounded, and a quick run would print an hour
+    in_an_hour = moment(3570)  # nearly: spare time is rounded, and a quick run would print an hour
     path = write_job(tmp_path, model, [*people(20), people(1)[0] | {"id": "again"}], deadline=in_an_hour)
     row = run(path).row
     assert (row["deadline_met"], row["deadline_rows"]) == (True, 21)
@@ -190,7 +182,6 @@ def test_a_run_tells_of_its_goodput(tmp_path: Path, model: Path) -> None:
     assert (late["deadline_met"], late["deadline_rows"], late["deadline_output_tokens"]) == (False, 0, 0)
     assert late["goodput_tokens_per_s"] is None, "nothing can be done in no time"
     assert "2026-01-01 06:00, missed by" in summary(late)
-    assert run(write_job(tmp_path, model, people(26))).row["deadline_met"] is None
 
 
 def test_of_an_hour_that_comes_twice_the_time_that_is_to_come_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from batchinfer.machine.facts import MachineFacts
 from batchinfer.machine.hardware import hardware_called
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast import engine as engine_module
+from batchinfer.plan.forecast import job as job_module
 from batchinfer.plan.forecast import layouts as module
 from batchinfer.plan.forecast.divided import chooses_among_all, divided_spec
 from batchinfer.plan.forecast.engine import ForecastEngine, simulated_engine
@@ -111,14 +112,16 @@ def test_a_large_model_is_laid_out_on_eight_gpus(laid_out: tuple[Path, JobForeca
     assert told["layouts"][-1]["refused"] is not None
 
 
-def test_the_chosen_layout_is_one_that_the_job_can_have(laid_out: tuple[Path, JobForecast]) -> None:
+def test_the_chosen_layout_is_one_that_the_job_can_have(
+    laid_out: tuple[Path, JobForecast], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, before = laid_out
     first = before.layouts[0]
     options = [(f"engine.{name}", str(value)) for name, value in first.options.items()]
+    monkeypatch.setattr(job_module, "layout_forecasts", lambda *_: ())
     found = planned(path, *options, hardware="8xh100")
     assert (before.forecast, found.misfit) == (None, None)
     assert found.forecast.seconds == pytest.approx(first.seconds, rel=0.2)
-    assert found.layouts[0].options == first.options
 
 
 def test_one_device_and_a_small_model_need_no_rank(tmp_path: Path, model: Path) -> None:
@@ -141,8 +144,9 @@ def test_what_cannot_be_divided_is_refused_with_what_can(tmp_path: Path) -> None
     assert found.layouts[0].name == "8 engines"
 
 
-def test_ranks_on_several_machines_are_not_offered(tmp_path: Path, llama_70b: Path) -> None:
-    found = planned(job_of(tmp_path, llama_70b, 24, 8), hardware="2x4xh100")
+def test_ranks_on_several_machines_are_not_offered(tmp_path: Path) -> None:
+    shallow = hollow_checkpoint(tmp_path / "shallow", num_hidden_layers=8)
+    found = planned(job_of(tmp_path, shallow, 24, 8), hardware="2x4xh100")
     across = next(one for one in found.layouts if one.tensor == 8)
     assert across.not_run == "all ranks of an engine run on one machine as yet"
     within = next(one for one in found.layouts if (one.tensor, one.stages) == (4, 1))
@@ -192,7 +196,7 @@ def test_ranks_on_a_cpu_share_what_the_cache_may_take(tmp_path: Path, model: Pat
 
 @pytest.mark.usefixtures("known_peaks")
 @two_cores
-def test_tensor_ranks_of_a_cpu_send_each_other_sums(tmp_path: Path, model: Path, whole_plan: None) -> None:
+def test_tensor_ranks_of_a_cpu_send_each_other_sums(tmp_path: Path, model: Path, quantizations: None) -> None:
     path = write_job(tmp_path, model, people(60), sampling={"max_tokens": 9, "ignore_eos": True})
     alone, divided = planned(path), planned(path, ("engine.tensor_parallel_size", "2"))
     assert (divided.forecast.waits, divided.forecast.run.steps) == (None, alone.forecast.run.steps)

@@ -20,7 +20,7 @@ from tests.published_formats import make_published
 
 NAMES: tuple[Quantization, ...] = ("none", "int8", "int4")
 FLOAT32 = ("model.dtype", "float32")
-pytestmark = pytest.mark.usefixtures("whole_plan")
+pytestmark = pytest.mark.usefixtures("quantizations")
 
 
 @pytest.fixture
@@ -36,16 +36,17 @@ def test_each_takes_what_a_job_with_it_would_take(tmp_path: Path, model: Path, m
     found = planned(path, FLOAT32)
     assert [one.quantization for one in found.quantizations] == list(NAMES)
     assert [one.chosen for one in found.quantizations] == [True, False, False]
+    took = [one.seconds or 0 for one in found.quantizations]
+    assert took[0] > took[1] > took[2] > 0
     for one in found.quantizations:
-        job = planned(path, FLOAT32, ("model.quantization", one.quantization))
+        chosen = ("model.quantization", one.quantization)
+        job = found if one.chosen else planned(path, FLOAT32, chosen)
         assert job.forecast.seconds == pytest.approx(one.seconds)
-        assert [other.seconds for other in job.quantizations] == [o.seconds for o in found.quantizations]
+        assert [other.seconds for other in job.quantizations] == took
         source = checkpoint_source(model, quantization=one.quantization)
         assert isinstance(source, ModelSource)
         cost = source.cost(Arithmetic(torch.float32, torch.device("cpu")))
         assert one.weight_bytes == source.weight_bytes(cost)
-    took = [one.seconds or 0 for one in found.quantizations]
-    assert took[0] > took[1] > took[2] > 0
     said = text(found)
     assert "model.quantization: none (this job) " in said
     assert "seconds without what earlier runs tell" in said
