@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,23 +13,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.drafts.model_beside import spare_blocks
 from batchinfer.engine.schedule.budget import HOST_STEP_S, further_host_s
-from batchinfer.job import load_job
 from batchinfer.machine.hardware import Hardware
 from batchinfer.pipeline.options import RunOptions
-from batchinfer.pipeline.run import run_job
-from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.plan.forecast import run as run_forecast
 from batchinfer.plan.forecast import step_times as step_times_module
+from batchinfer.plan.forecast.job import JobForecast
+from batchinfer.plan.forecast.run import RunForecast, forecast_run
 from batchinfer.plan.forecast.step_times import step_times
 from batchinfer.plan.forecast.text import forecast_json
 from batchinfer.plan.simulation.answer_lengths import AnswerLengths
 from batchinfer.plan.simulation.step_parts import PARTS
 from batchinfer.plan.simulation.step_time import HOST_ROW, HOST_STEP, StepTime
-from batchinfer.report.progress import Progress
 from batchinfer.report.summary import summary
 from batchinfer.report.tables.columns.declared import REQUESTS, RUN, STEPS
 from batchinfer.report.tables.earlier_runs import (
@@ -44,7 +42,7 @@ from batchinfer.report.tables.earlier_runs import (
 from batchinfer.report.tables.folder import table_path
 from batchinfer_kernels.cost import Peaks, StepShape
 from tests.batchinfer.pipeline.test_pipeline import people, run, write_job
-from tests.batchinfer.plan.forecast.forecasts import planned, runs_on, text
+from tests.batchinfer.plan.forecast.forecasts import machine_of, planned, quick_plan, runs_on, text
 from tests.model_costs import llama_cost
 from tests.settings import setting_of
 
@@ -53,6 +51,29 @@ REAL = RunOptions()
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+class Nights(NamedTuple):
+    """The forecasts of a job before and after its first run, which answered half of the rows that it then has."""
+
+    first: JobForecast
+    row: dict[str, Any]
+    second: JobForecast
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def nights(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Nights:
+    folder = tmp_path_factory.mktemp("nights")
+    with pytest.MonkeyPatch.context() as patch:
+        quick_plan(patch)
+        runs_on(patch, machine_of(1e10))
+        path = write_job(folder, model, people(30), sampling={"max_tokens": 50})
+        first, row = planned(path), run(path).row
+        write_job(folder, model, people(60), sampling={"max_tokens": 50})
+        before, second = files(folder), planned(path)
+        assert files(folder) == before, "a forecast changes nothing of a job"
+        return Nights(first, row, second, folder)
 
 
 def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
@@ -149,9 +170,8 @@ def test_a_first_forecast_knows_what_steps_take_and_the_next_one_what_they_took(
     runs_on(monkeypatch, replace(known_peaks, step_times={"float32": times}))
     first = planned(path)
     assert first.forecast.times.known == "measured"
-    assert 3 * least.run.seconds <= first.forecast.seconds <= 6 * least.run.seconds, (
-        "computing and moving add up here"
-    )
+    # computing and moving add up here
+    assert 3 * least.run.seconds <= first.forecast.seconds <= 6 * least.run.seconds
     assert least.seconds > 2 * least.run.seconds + least.run.steps * HOST_STEP_S
     assert spread(least) > spread(first.forecast)
     assert "`batchinfer doctor --measure` measured on this machine" in text(first)
@@ -167,29 +187,25 @@ def test_a_first_forecast_knows_what_steps_take_and_the_next_one_what_they_took(
     assert "as fast as in 1 earlier run" in text(second)
 
 
-def test_nothing_of_a_job_is_changed(tmp_path: Path, model: Path) -> None:
-    path = write_job(tmp_path, model, people(20))
-    run(path)
-    write_job(tmp_path, model, people(25))
-    before = files(tmp_path)
-    found = planned(path)
-    assert (found.plan.present, found.plan.to_run) == (20, 5)
-    assert files(tmp_path) == before
-
-
-def test_answers_are_as_long_as_those_of_earlier_runs(
-    tmp_path: Path, model: Path, known_peaks: Hardware
-) -> None:
-    path = write_job(tmp_path, model, people(30), sampling={"max_tokens": 50})
-    run(path)  # of the fake engine
-    write_job(tmp_path, model, people(60), sampling={"max_tokens": 50})
-    found = planned(path)
+def test_answers_are_as_long_as_those_of_earlier_runs(nights: Nights) -> None:
+    found = nights.second
+    assert (found.plan.present, found.plan.to_run) == (30, 30)
     assert found.forecast.answers_from == 1
-    report = next((tmp_path / "out").glob("res-report"))
-    lengths = pq.read_table(next(report.glob("requests-*.parquet"))).column("completion_tokens").to_numpy()
+    requests = next((nights.folder / "out/res-report").glob("requests-*.parquet"))
+    lengths = pq.read_table(requests).column("completion_tokens").to_numpy()
     mean = found.forecast.run.sampled_tokens / found.plan.to_run
     assert lengths.min() <= mean <= lengths.max()
     assert "if they are as long as in 1 earlier run" in text(found)
+
+
+def test_idle_time_of_devices_is_forecast_by_cause(nights: Nights) -> None:
+    first, second = nights.first, nights.second
+    assert (first.idle.load_s, first.idle.publish_s, first.idle.runs) == (None, None, 0)
+    assert 0 < first.idle.plan_s < first.idle.total_s < 30
+    assert "not known before the first run" in text(first)
+    assert (second.idle.load_s, second.idle.tail_s, second.idle.runs) == (nights.row["idle_load_s"], 0.0, 1)
+    assert second.idle.publish_s == pytest.approx(2 * nights.row["idle_publish_s"])
+    assert forecast_json(second, None)["idle"]["runs"] == 1
 
 
 def test_a_draft_model_has_a_forecast_of_its_own(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
@@ -284,24 +300,29 @@ def test_of_a_large_job_a_part_is_simulated(
     assert part.run.seconds == pytest.approx(whole.run.seconds, rel=0.05)
 
 
+@pytest.mark.parametrize(("raised", "lines"), [
+    (OutOfMemory("of the engine"), ()),
+    (MemoryError(), ("no forecast: too little memory to simulate the job",)),
+    (ZeroDivisionError("by zero"), ("no forecast: ZeroDivisionError: by zero; please report it",)),
+])  # fmt: skip
 def test_a_defect_of_the_forecast_costs_a_run_its_forecast_alone(
-    tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, lines: tuple[str, ...]
 ) -> None:
-    def divides(*_: Any) -> None:
-        raise ZeroDivisionError("float division by zero")
+    monkeypatch.setattr(run_forecast, "forecast_engine", Mock(side_effect=raised))
+    assert forecast_run(Mock(), Mock(), Mock(), Mock()) == RunForecast(None, lines)
 
-    monkeypatch.setattr(run_forecast, "forecast_engine", divides)
-    said: list[str] = []
-    path = write_job(tmp_path, model, people(6), sampling={"max_tokens": 3})
-    ended = run_job(load_job(path, []), REAL, Progress(io.StringIO(), quiet=True), Interrupts(), said.append)
-    assert ended.row["rows_ok"] == 6
-    assert ended.row["forecast_s"] is None
-    assert "no forecast: ZeroDivisionError: float division by zero; please report it" in said
+
+def test_a_run_that_would_simulate_for_long_makes_no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Mock(answers_from=0, run_budget_s=lambda: 1.5, simulation_s=lambda _: 4.6)
+    monkeypatch.setattr(run_forecast, "forecast_engine", lambda *_: engine)
+    assert forecast_run(Mock(), Mock(), Mock(), Mock()) == RunForecast()
+    assert not engine.forecast.called
 
 
 def test_of_many_earlier_steps_an_even_sample_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of a million took a tenth of a millisecond, the others two."""
-    took = np.repeat([1e-4, 2e-3], 500_000)
+    """Half of them took a tenth of a millisecond, the others two."""
+    monkeypatch.setattr(step_times_module, "MOST_STEPS", 500)
+    took = np.repeat([1e-4, 2e-3], 10_000)
     columns = {name: np.full(len(took), 8.0) for name in STEP_COLUMNS} | {
         LAUNCHED_STEPS: np.full(len(took), 2),  # the time of the host is that of two steps
         "prefill_tokens": np.zeros(len(took)),
@@ -315,7 +336,7 @@ def test_of_many_earlier_steps_an_even_sample_counts(monkeypatch: pytest.MonkeyP
     looked_at = Mock(side_effect=step_times_module.shape_of)
     monkeypatch.setattr(step_times_module, "shape_of", looked_at)
     found = step_times(setting, cost, EarlierSteps(1, columns))
-    assert looked_at.call_count == step_times_module.MOST_STEPS, "a million take minutes"
+    assert looked_at.call_count == 500, "a million take minutes"
     expected = StepTime(Peaks(1e12, 1e11)).device_s(StepShape(8, 8, 0, 0), cost)
     assert found.known == "runs"
     assert found.time.decode_efficiency == pytest.approx(expected / took.mean(), rel=0.01)
@@ -353,15 +374,8 @@ def test_lengths_are_spread_as_those_of_prompts_of_about_the_same_length() -> No
 @pytest.mark.parametrize("cores", [2, None])
 def test_steps_count_where_machine_and_arithmetic_are_the_same(tmp_path: Path, cores: int | None) -> None:
     """A GPU has no count of cores. Older tables do not say how many steps were launched at once: one."""
-    alike: dict[str, Any] = {
-        "model": "m",
-        "hardware": "a",
-        "cores": cores,
-        "device": "cpu",
-        "dtype": "float32",
-        "quantization": "none",
-        "deterministic": False,
-    }
+    arithmetic = {"dtype": "float32", "quantization": "none", "deterministic": False}
+    alike: dict[str, Any] = {"model": "m", "hardware": "a", "cores": cores, "device": "cpu", **arithmetic}
     steps = {name: pa.array([1.0, 2.0]) for name in STEP_COLUMNS}
     machines = [alike, {**alike, "hardware": "b"}, {**alike, "model": "n"}, alike]
     for night, machine in enumerate(machines):
@@ -403,44 +417,13 @@ def test_energy_is_forecast_from_a_run(
     assert "J, if the machine takes as much power as in earlier runs" in text(again)
 
 
-def test_idle_time_of_devices_is_forecast_by_cause(
-    tmp_path: Path, model: Path, known_peaks: Hardware
-) -> None:
-    path = write_job(tmp_path, model, people(40))
-    first = planned(path)
-    assert first.idle is not None
-    assert (first.idle.load_s, first.idle.publish_s, first.idle.runs) == (None, None, 0)
-    assert 0 < first.idle.plan_s < first.idle.total_s < 30
-    assert "not known before the first run" in text(first)
-    assert run(path).exit_code == 0
-    report = next((tmp_path / "out").glob("res-report"))
-    row = pq.read_table(next(report.glob("run-*"))).to_pylist()[0]
-    write_job(tmp_path, model, people(80))
-    second = planned(path)
-    assert second.idle is not None
-    assert (second.idle.load_s, second.idle.tail_s, second.idle.runs) == (row["idle_load_s"], 0.0, 1)
-    assert second.idle.publish_s == pytest.approx(2 * row["idle_publish_s"])
-    assert forecast_json(second, None)["idle"]["runs"] == 1
-
-
 def test_report_tables_that_cannot_be_read_are_done_without(tmp_path: Path) -> None:
     assert earlier_lengths(tmp_path) is None
     table_path(tmp_path, REQUESTS, "20261110T000000Z-0000000").write_bytes(b"no Parquet")
-    pq.write_table(
-        pa.table({"prompt_tokens": [5]}), table_path(tmp_path, REQUESTS, "20261111T000000Z-0000000")
-    )
+    narrow = table_path(tmp_path, REQUESTS, "20261111T000000Z-0000000")
+    pq.write_table(pa.table({"prompt_tokens": [5]}), narrow)
     assert earlier_lengths(tmp_path) is None
     whole = pa.table({"prompt_tokens": [5], "completion_tokens": [9], "cut": [False]})
     pq.write_table(whole, table_path(tmp_path, REQUESTS, "20261109T000000Z-0000000"))
     found = earlier_lengths(tmp_path)
     assert (found.runs, found.answers.tolist()) == (1, [9])
-
-
-def test_a_run_that_would_simulate_for_long_makes_no_forecast(
-    tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_forecast, "MOST_S", 0.0)
-    monkeypatch.setattr(run_forecast, "TOO_MUCH", 0.0)
-    first = run(write_job(tmp_path, model, people(20)), REAL)
-    assert first.row["rows_ok"] == 20
-    assert (first.row["forecast_s"], first.row["forecast_error"]) == (None, None)
