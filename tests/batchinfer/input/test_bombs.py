@@ -21,6 +21,7 @@ from batchinfer.input.formats.parquet_footer import BYTE_ARRAY, column_chunks
 from batchinfer.input.reader import Reader
 from batchinfer.input.sql import materialise
 from batchinfer.input.unpacked import column_size
+from tests.examples import examples
 
 
 def as_parquet(path: Path, table: pa.Table, **options: Any) -> Path:
@@ -184,26 +185,6 @@ def mutated(good: bytes, source: random.Random) -> bytes:
     return bytes(data)
 
 
-def read_mutants(folder: Path, seeds: range) -> None:
-    """Rows, or an error of ours that names the file: nothing else, and not more than the file could hold."""
-    table = pa.table({
-        "t": pa.array(["a", "b", None] * 30).dictionary_encode(),
-        "l": pa.array([["x"], None, ["y", "z"]] * 30),
-        "n": list(range(90)),
-        "s": pa.array([{"b": 1}, None, {"b": 2}] * 30),
-    })  # fmt: skip
-    good = {form: write(folder / f"x.{form}", table).read_bytes() for form, write in WRITERS.items()}
-    good["plain.arrow"] = as_arrow(folder / "x.arrow", table, None).read_bytes()
-    for seed in seeds:
-        source = random.Random(seed)
-        form = source.choice([*good])
-        path = folder / f"bad.{form}"
-        path.write_bytes(mutated(good[form], source))
-        found = rows_or_error(path)
-        assert found < 10_000 if isinstance(found, int) else found.exit_code in (65, 71, 74), (seed, found)
-        assert isinstance(found, int) or "bad." in str(found), (seed, found)
-
-
 def rows_or_error(path: Path) -> int | BatchInferError:
     try:
         return sum(len(batch.rows) for batch in Reader.open(list_inputs(str(path), path.parent)).batches())
@@ -212,12 +193,23 @@ def rows_or_error(path: Path) -> int | BatchInferError:
 
 
 def test_mutants(tmp_path: Path) -> None:
-    read_mutants(tmp_path, range(300))
-
-
-@pytest.mark.slow
-def test_many_mutants(tmp_path: Path) -> None:
-    read_mutants(tmp_path, range(1000, 11_000))
+    """Rows, or an error of ours that names the file: nothing else, and not more than the file could hold."""
+    table = pa.table({
+        "t": pa.array(["a", "b", None] * 30).dictionary_encode(),
+        "l": pa.array([["x"], None, ["y", "z"]] * 30),
+        "n": list(range(90)),
+        "s": pa.array([{"b": 1}, None, {"b": 2}] * 30),
+    })  # fmt: skip
+    good = {form: write(tmp_path / f"x.{form}", table).read_bytes() for form, write in WRITERS.items()}
+    good["plain.arrow"] = as_arrow(tmp_path / "x.arrow", table, None).read_bytes()
+    for seed in range(examples(300, 10_000)):
+        source = random.Random(seed)
+        form = source.choice([*good])
+        path = tmp_path / f"bad.{form}"
+        path.write_bytes(mutated(good[form], source))
+        found = rows_or_error(path)
+        assert found < 10_000 if isinstance(found, int) else found.exit_code in (65, 71, 74), (seed, found)
+        assert isinstance(found, int) or "bad." in str(found), (seed, found)
 
 
 @pytest.mark.parametrize(

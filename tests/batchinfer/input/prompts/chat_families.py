@@ -10,10 +10,6 @@ from typing import Any
 
 from tests.reasoning_models import DEEPSEEK_R1, MAGISTRAL
 
-_TURNS = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-)
 _OPEN = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
 
 
@@ -169,15 +165,6 @@ SMOLLM3 = """
     {%- else -%}{{ "<|im_start|>assistant\\n<think>\\n\\n</think>\\n" }}{%- endif -%}
 {%- endif -%}
 """
-HERMES3 = (
-    "{%- macro json_to_python_type(json_spec) %}{%- set basic_type_map = {'string': 'str', 'number': 'float'} %}"
-    "{%- if basic_type_map[json_spec.type] is defined %}{{- basic_type_map[json_spec.type] }}"
-    "{%- elif json_spec.type is iterable %}{%- for type in json_spec.type %}"
-    "{{- json_to_python_type({'type': type}) }}{%- endfor %}{%- endif %}{%- endmacro %}"
-    "{{- bos_token }}{%- if tools is iterable and tools | length > 0 %}{%- for tool in tools %}"
-    "{{- json_to_python_type(tool.function.parameters) }}{%- endfor %}{%- endif %}"
-    f"{_TURNS}{_OPEN}{{%- endif %}}"
-)
 LLAMA31 = """
 {{- bos_token }}
 {%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
@@ -200,29 +187,6 @@ LLAMA31 = """
     {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
-"""
-GLM45 = """[gMASK]<sop>
-{%- macro visible_text(content) -%}
-    {%- if content is string -%}{{- content }}
-    {%- elif content is iterable and content is not mapping -%}{%- for item in content -%}{{- item }}{%- endfor -%}
-    {%- else -%}{{- content }}{%- endif -%}
-{%- endmacro -%}
-{%- set ns = namespace(last_user_index=-1) %}
-{%- for m in messages %}{%- if m.role == 'user' %}{% set ns.last_user_index = loop.index0 -%}{%- endif %}{%- endfor %}
-{% for m in messages %}
-{%- if m.role == 'user' -%}<|user|>
-{{ visible_text(m.content) }}
-{%- set told = visible_text(m.content).endswith("/nothink") %}
-{{- '/nothink' if (enable_thinking is defined and not enable_thinking and not told) else '' -}}
-{%- elif m.role == 'assistant' -%}<|assistant|>
-{{ visible_text(m.content) }}
-{%- elif m.role == 'system' -%}<|system|>
-{{ visible_text(m.content) }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    <|assistant|>{{- '\\n<think></think>' if (enable_thinking is defined and not enable_thinking) else '' -}}
-{%- endif -%}
 """
 COMMAND_R7B = """
 {{- bos_token }}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>
@@ -270,14 +234,12 @@ FAMILIES = {
         {"python_tools": ["def f(): ..."]},
         reads="enable_thinking xml_tools python_tools custom_instructions",
     ),
-    "hermes-3": _family(HERMES3),
     "llama-3.1": _family(
         LLAMA31,
         {"date_string": "1 Jan 2026"},
         {"custom_tools": [{"name": "f", "deep": {"b": [1, None]}}], "tools_in_user_message": False},
         reads="custom_tools tools_in_user_message date_string",
     ),
-    "glm-4.5": _family(GLM45, *_THINKING, reads="enable_thinking"),
     "command-r7b": _family(
         COMMAND_R7B,
         {"documents": [{"title": "Ä \\ \"", "n": 3}], "safety_mode": "strict"},
