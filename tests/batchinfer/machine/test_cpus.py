@@ -40,9 +40,6 @@ def test_a_quota_of_the_older_kind_bounds_the_cores(
     written(tmp_path / "fs" / mounted / "job" / "cpu.cfs_quota_us", quota)
     written(tmp_path / "fs" / mounted / "job" / "cpu.cfs_period_us", "100000")
     assert usable_cpus(tmp_path / "fs", membership) == min(CORES, wanted or CORES)
-
-
-def test_without_control_groups_affinity_counts(tmp_path: Path) -> None:
     assert usable_cpus(tmp_path, tmp_path / "missing") == CORES
 
 

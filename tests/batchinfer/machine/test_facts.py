@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -79,10 +80,10 @@ def test_a_gpu_that_the_driver_does_not_list_is_one(monkeypatch: pytest.MonkeyPa
     assert (found.hardware.name, found.has_gpu, found.devices) == ("unknown GPU", True, 1)
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_tiles_are_those_that_the_system_grants(monkeypatch: pytest.MonkeyPatch, given: bool) -> None:
-    monkeypatch.setattr(facts, "tile_grant", lambda: Grant(given))
-    assert this_machine("cpu").tiles is given
+def test_tiles_are_those_that_the_system_grants(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in (False, True):
+        monkeypatch.setattr(facts, "tile_grant", partial(Grant, given))
+        assert this_machine("cpu").tiles is given
 
 
 @pytest.mark.parametrize(("arm", "fast", "dtype", "sums"), [

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from batchinfer.machine import hardware
 from batchinfer.machine.doctor import doctor, peaks_text, products_text, steps_text
 from batchinfer.machine.hardware import Gpu, Hardware, detect, read_cache, remember
+from batchinfer_kernels.cost import Peaks
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30)
 
@@ -22,8 +23,7 @@ H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30)
 def test_the_cpu_is_named_and_unknown_before_it_is_measured(tmp_path: Path) -> None:
     here = detect("cpu", cache=tmp_path / "none.json")
     assert here.name
-    assert here.cores is not None
-    assert here.cores >= 1
+    assert (here.cores or 0) >= 1
     assert here.memory_bytes is None or here.memory_bytes > 2**28
     assert (here.source, here.bandwidth, dict(here.peak_flops)) == ("unknown", None, {})
     assert here.peaks("float32") is None
@@ -43,13 +43,9 @@ def test_measured_peaks_come_back_for_the_same_machine_only(tmp_path: Path) -> N
     remember(gpu, cache)
     found = detect("cpu", cache=cache)
     assert found.source == "measured"
-    peaks = found.peaks("float32")
-    assert peaks is not None
-    assert (peaks.flops_per_s, peaks.bytes_per_s) == (1.5e11, 4e10)
+    assert found.peaks("float32") == Peaks(1.5e11, 4e10)
     assert found.peaks("bfloat16") is None
-    assert found.step_time("float32", "int8") == {"rows": 1e-5}, (
-        "kept though another device was measured later"
-    )
+    assert found.step_time("float32", "int8") == {"rows": 1e-5}  # though another device was measured later
     assert found.step_time("float32") is None
     assert found.peak_by == {"float32": "compiled"}
     assert "float32 150 GFLOP/s by compiled" in peaks_text(found)
@@ -64,16 +60,11 @@ def test_measured_peaks_come_back_for_the_same_machine_only(tmp_path: Path) -> N
 def test_well_known_gpus_have_datasheet_peaks_and_others_have_none(tmp_path: Path) -> None:
     known = detect("cuda:0", gpu=H100, cache=tmp_path / "none")
     assert known.source == "datasheet"
-    peaks = known.peaks("bfloat16")
-    assert peaks is not None
-    assert peaks.flops_per_s == pytest.approx(989.4e12)
-    quantised = known.peaks("bfloat16", "int8")
-    assert quantised is not None
-    assert quantised.fastest == pytest.approx(1978.9e12)
-    assert (
-        detect("cuda", gpu=Gpu("Tesla V100-SXM2-16GB", None), cache=tmp_path).peaks("float16", "int8") is None
-    )
-    assert detect("cuda", gpu=Gpu("Tesla T4", None), cache=tmp_path / "none").peaks("bfloat16") is None
+    assert known.peaks("bfloat16") == Peaks(989.4e12, 3.35e12)
+    assert known.peaks("bfloat16", "int8") == Peaks(989.4e12, 3.35e12, 1978.9e12)
+    for name, dtype, quantization in (("V100-SXM2-16GB", "float16", "int8"), ("T4", "bfloat16", "none")):
+        old = detect("cuda", gpu=Gpu(f"Tesla {name}", None), cache=tmp_path / "none")
+        assert old.peaks(dtype, quantization) is None
     other = detect("cuda", gpu=Gpu("NVIDIA Imaginary 1", 2**30), cache=tmp_path / "none")
     assert (other.source, other.bandwidth) == ("unknown", None)
 
@@ -127,11 +118,6 @@ def test_a_cache_that_is_missing_is_no_warning(tmp_path: Path, caplog: pytest.Lo
     assert caplog.text == ""
 
 
-def test_unknown_peaks_cannot_be_kept(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no peaks"):
-        remember(Hardware("x", "cpu", 2, None), tmp_path / "hardware.json")
-
-
 def test_the_cache_follows_xdg() -> None:
     assert hardware.cache_path({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/batchinfer/hardware.json")
     assert hardware.cache_path({"HOME": "/h"}) == Path("/h/.cache/batchinfer/hardware.json")
@@ -149,11 +135,7 @@ def test_fast_bf16_is_read_from_the_flags(text: str, fast: bool, tmp_path: Path)
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(text)
     assert hardware.has_fast_bf16(cpuinfo) is fast
-
-
-def test_a_machine_without_cpuinfo_has_no_fast_bf16(tmp_path: Path) -> None:
     assert not hardware.has_fast_bf16(tmp_path / "none")
-    assert hardware.cpu_flags(tmp_path / "none") == frozenset()
 
 
 def test_nvidia_smi_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
