@@ -40,28 +40,31 @@ def test_what_is_nested_too_deeply_to_be_read_exactly_is_written_all_the_same() 
     assert written(json.loads(deep)) == deep
 
 
-@pytest.mark.parametrize("kind", ["mapping", "text", "file", "row"])
-def test_a_schema_keeps_its_digits(place: Place, kind: str) -> None:
-    if kind == "row":
-        row = parse_row(f'{{"json_schema": {SCHEMA}}}'.encode())
-        assert CHECKS["json_schema"]("json_schema", row["json_schema"]) == SCHEMA
-        return
-    (place.folder / "schema.json").write_text(SCHEMA)
+def output_of(kind: str, schema: str, place: Place) -> str:
+    (place.folder / "schema.json").write_text(schema)
     given = {
-        "mapping": f"schema: {SCHEMA}",
-        "text": f"schema: '{SCHEMA}'",
+        "mapping": f"schema: {schema}",
+        "text": f"schema: '{schema}'",
         "file": "schema_file: schema.json",
     }
-    job = load_job(place.job(output=f"output: {{path: out/res, {given[kind]}}}"), [], None)
+    return f"output: {{path: out/res, {given[kind]}}}"
+
+
+@pytest.mark.parametrize("kind", ["mapping", "text", "file"])
+def test_a_schema_keeps_its_digits(place: Place, kind: str) -> None:
+    job = load_job(place.job(output=output_of(kind, SCHEMA, place)), [], None)
     assert job.params().json_schema == SCHEMA
+
+
+def test_a_schema_of_a_row_keeps_its_digits() -> None:
+    row = parse_row(f'{{"json_schema": {SCHEMA}}}'.encode())
+    assert CHECKS["json_schema"]("json_schema", row["json_schema"]) == SCHEMA
 
 
 @pytest.mark.parametrize("kind", ["text", "file"])
 def test_a_name_that_stands_twice_is_refused(place: Place, kind: str) -> None:
     twice = SCHEMA.replace('"required"', '"properties":{},"required"')
-    (place.folder / "schema.json").write_text(twice)
-    given = f"schema: '{twice}'" if kind == "text" else "schema_file: schema.json"
-    path = place.job(output=f"output: {{path: out/res, {given}}}")
+    path = place.job(output=output_of(kind, twice, place))
     with pytest.raises(
         JobFileError, match="has the name 'properties' twice in one object; leave one of them out"
     ):

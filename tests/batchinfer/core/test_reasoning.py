@@ -41,10 +41,9 @@ def test_what_stands_between_the_markers_is_the_reasoning(
     given = ReasoningTokens(() if opened else (11,), (10,))
     start = 0 if opened else 1
     ids = [*([] if opened else [11]), *inside, 10, *behind]
-    assert cut(ids, given) == (start, start + len(inside), start + len(inside) + 1, True)
-    assert cut(ids[: start + len(inside)], given)[:2] == (
-        (start, start + len(inside)) if ids[:start] or opened else (0, 0)
-    )
+    end = start + len(inside)
+    assert cut(ids, given) == (start, end, end + 1, True)
+    assert cut(ids[:end], given)[:2] == ((start, end) if ids[:start] or opened else (0, 0))
 
 
 def test_an_answer_may_do_without_reasoning() -> None:

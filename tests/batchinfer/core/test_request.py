@@ -125,8 +125,7 @@ def test_each_constraint_has_its_digest() -> None:
         SamplingParams(json_object=True),
     ]
     assert len({one.constraint_digest for one in params}) == len(params)
-    same = SamplingParams(regex="a", temperature=1.0).constraint_digest
-    assert same == params[1].constraint_digest
+    assert SamplingParams(regex="a", temperature=1.0).constraint_digest == params[1].constraint_digest
 
 
 IDS = np.array([5, 3, 2**31 - 1], np.int32)

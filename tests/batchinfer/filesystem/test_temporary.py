@@ -27,13 +27,8 @@ LONG_AGO = 1_000_000_000
 
 
 def holding() -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", HOLDS],
-        env=environment(),
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+    command, pipe = [sys.executable, "-c", HOLDS], subprocess.PIPE
+    return subprocess.Popen(command, env=environment(), text=True, stdin=pipe, stdout=pipe)
 
 
 def folder_of(process: subprocess.Popen[str]) -> Path:
@@ -57,9 +52,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(temporary: Path) -> N
         dies.send_signal(signal.SIGKILL)
         dies.wait(PATIENCE_S)
         others = [
-            temporary / "batchinfer-plan-archives",
-            temporary / "batchinfer-plan-x.tmp",
-            temporary / "tmpabc",
+            temporary / name for name in ("batchinfer-plan-archives", "batchinfer-plan-x.tmp", "tmpabc")
         ]
         for other in others:
             other.mkdir()
