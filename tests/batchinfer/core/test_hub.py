@@ -127,7 +127,7 @@ class TestRefusals:
         assert "pull" not in text
 
     @pytest.mark.parametrize("lost", ["config.json", "model.safetensors"])
-    def test_an_incomplete_download_is_called_so(
+    def test_an_incomplete_download_is_told(
         self, tmp_path: Path, cache: Path, model: Path, lost: str
     ) -> None:
         snapshot = put_into_cache(cache, model)
@@ -146,9 +146,7 @@ class TestRefusals:
         text = refusal(job_at(tmp_path / "job", "org/tiny"))
         assert "model-00002-of-00003.safetensors and 1 more missing" in text
 
-    def test_other_weights_are_left_to_the_check_of_the_checkpoint(
-        self, tmp_path: Path, cache: Path, model: Path
-    ) -> None:
+    def test_other_weights_are_checked_later(self, tmp_path: Path, cache: Path, model: Path) -> None:
         snapshot = put_into_cache(cache, model)
         (snapshot / "model.safetensors").rename(snapshot / "pytorch_model.bin")
         assert missing_files(snapshot) == []
@@ -156,9 +154,7 @@ class TestRefusals:
 
 
 class TestRuns:
-    def test_answers_belong_to_the_model_not_to_how_it_is_named(
-        self, tmp_path: Path, cache: Path, model: Path
-    ) -> None:
+    def test_answers_belong_to_a_model_not_a_name(self, tmp_path: Path, cache: Path, model: Path) -> None:
         put_into_cache(cache, model)
         store = {"path": str(tmp_path / "store")}
         for where, named, told in (("a", str(model), str(model)), ("b", "org/tiny", f"org/tiny@{COMMIT}")):
@@ -227,9 +223,7 @@ class TestOtherVerbs:
         assert (str(starter.model), starter.ready) == ("org/tiny", True)
         assert load_job(tmp_path / "new" / "job.yaml").model.path == snapshot
 
-    def test_init_says_how_to_pull_what_is_not_there(
-        self, tmp_path: Path, cache: Path, model: Path, cli_of: CliOf
-    ) -> None:
+    def test_init_says_how_to_pull(self, tmp_path: Path, cache: Path, model: Path, cli_of: CliOf) -> None:
         snapshot = put_into_cache(cache, model)
         (snapshot / "model.safetensors").unlink()  # cut short
         for name in ("org/other@v2", "org/tiny"):

@@ -35,9 +35,7 @@ def test_a_cut_names_places_of_the_answer(ids: list[int], given: ReasoningTokens
 
 
 @given(st.lists(st.integers(0, 9)), st.lists(st.integers(0, 12)), st.booleans())
-def test_what_stands_between_the_markers_is_the_reasoning(
-    inside: list[int], behind: list[int], opened: bool
-) -> None:
+def test_text_between_markers_is_reasoning(inside: list[int], behind: list[int], opened: bool) -> None:
     given = ReasoningTokens(() if opened else (11,), (10,))
     start = 0 if opened else 1
     ids = [*([] if opened else [11]), *inside, 10, *behind]

@@ -71,9 +71,7 @@ def by_rename(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [in_place, by_rename])
-def test_a_changed_file_is_read_again_though_its_time_is_put_back(
-    file: Path, settled: None, change: Callable[[Path], None]
-) -> None:
+def test_a_file_changed_with_its_old_time(file: Path, settled: None, change: Callable[[Path], None]) -> None:
     assert digest_of(file) == sha256(OLD)
     before = file.stat()
     change(file)
@@ -88,7 +86,7 @@ def test_what_was_written_a_moment_ago_is_not_remembered(file: Path, reads: list
     assert not cache.exists()
 
 
-def test_what_changes_while_it_is_read_is_not_remembered(
+def test_a_change_while_reading_is_noticed(
     file: Path, settled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = digests._sha256

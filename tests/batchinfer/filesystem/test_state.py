@@ -92,9 +92,7 @@ def test_a_folder_in_place_of_the_state_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gate", [True, False], ids=["", "without state.lock"])
-def test_whether_a_run_works_is_read_from_a_read_only_state(
-    gate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_is_running_in_a_read_only_state(gate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, real = StateFolder(tmp_path / "res"), os.open
 
     def read_only(path: Path, flags: int, mode: int = 0o777) -> int:
@@ -128,9 +126,7 @@ def test_old_generations_go_after_an_hour(tmp_path: Path) -> None:
     assert not list(state.generations.iterdir())
 
 
-def test_too_little_space_differs_from_what_is_free_as_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_is_told_in_enough_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it read: needs about 0.00 GiB of disk, 0.00 GiB are free."""
     state = StateFolder(tmp_path / "not" / "yet" / "res")
     state.check_space(1)

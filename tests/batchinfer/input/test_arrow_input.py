@@ -102,9 +102,7 @@ def test_not_arrow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "lz4"])
-def test_a_batch_that_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
-) -> None:
+def test_too_large_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None) -> None:
     path = as_file(tmp_path / "x.arrow", TABLE, compression)
     monkeypatch.setattr(arrow, "available_memory", lambda: 20_000)
     with pytest.raises(OutOfMemory, match=r"record batch 0 takes .* max_chunksize=10000"):

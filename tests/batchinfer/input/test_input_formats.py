@@ -68,9 +68,7 @@ def orc_file() -> bytes:
     ("rows.txt", b"just words\n", ("neither its name nor its content", "input.format")),
     ("rows.json", b'\n [{"text": "x"}]', ("one JSON array", "jq -c '.[]' rows.json")),
 ])  # fmt: skip
-def test_what_is_said_about_other_files(
-    tmp_path: Path, name: str, data: bytes, words: tuple[str, ...]
-) -> None:
+def test_other_files_are_refused(tmp_path: Path, name: str, data: bytes, words: tuple[str, ...]) -> None:
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(InputCorrupt) as caught:

@@ -116,9 +116,7 @@ def test_a_dictionary_of_one_value_is_doubtful(tmp_path: Path, small_bounds: Non
 
 
 @pytest.mark.parametrize("first", ["a", "a.b"])
-def test_a_field_of_a_struct_is_not_taken_for_a_column_of_its_path(
-    tmp_path: Path, small_bounds: None, first: str
-) -> None:
+def test_a_field_is_no_column_of_its_path(tmp_path: Path, small_bounds: None, first: str) -> None:
     """Both have the path a.b; the column's values are short, and the field's are long."""
     path = tmp_path / "a.parquet"
     short, long = ["x", "y"] * 3000, ["x" * 5 * WIDE, "y" * 5 * WIDE] * 3000

@@ -22,9 +22,7 @@ def written(path: Path, text: str) -> Path:
     ("text", "wanted"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", None)]
 )
 @pytest.mark.parametrize("folder", ["", "system.slice", "system.slice/nightly.service"])
-def test_a_quota_anywhere_above_bounds_the_cores(
-    tmp_path: Path, folder: str, text: str, wanted: int | None
-) -> None:
+def test_a_quota_bounds_the_cores(tmp_path: Path, folder: str, text: str, wanted: int | None) -> None:
     """systemd's CPUQuota stands in the service's own group, a container's in the root of what it sees."""
     membership = written(tmp_path / "cgroup", "0::/system.slice/nightly.service")
     written(tmp_path / "fs" / folder / "cpu.max", text)
@@ -33,9 +31,7 @@ def test_a_quota_anywhere_above_bounds_the_cores(
 
 @pytest.mark.parametrize(("quota", "wanted"), [("150000", 2), ("50000", 1), ("-1", None)])
 @pytest.mark.parametrize("mounted", ["cpu,cpuacct", "cpu"])
-def test_a_quota_of_the_older_kind_bounds_the_cores(
-    tmp_path: Path, mounted: str, quota: str, wanted: int | None
-) -> None:
+def test_older_quotas_bound_the_cores(tmp_path: Path, mounted: str, quota: str, wanted: int | None) -> None:
     membership = written(tmp_path / "cgroup", "5:memory:/job\n4:cpu,cpuacct:/job")
     written(tmp_path / "fs" / mounted / "job" / "cpu.cfs_quota_us", quota)
     written(tmp_path / "fs" / mounted / "job" / "cpu.cfs_period_us", "100000")
@@ -43,9 +39,7 @@ def test_a_quota_of_the_older_kind_bounds_the_cores(
     assert usable_cpus(tmp_path, tmp_path / "missing") == CORES
 
 
-def test_cores_are_divided_by_memory_nodes_and_physical_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cores_are_divided_by_nodes_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes of two cores with two threads each, as Linux numbers them; the first thread may not be used."""
     written(tmp_path / "node/node0/cpulist", "0-1,4-5")
     written(tmp_path / "node/node1/cpulist", "2-3,6-7")

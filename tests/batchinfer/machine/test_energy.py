@@ -86,9 +86,7 @@ class FakeNvml(SimpleNamespace):
 
 
 @pytest.mark.parametrize(("gpus", "joules"), [(["GPU-ab"], 1.5), (["GPU-ab", "GPU-cd"], 6.0)])
-def test_the_gpus_that_compute_are_asked(
-    monkeypatch: pytest.MonkeyPatch, gpus: list[str], joules: float
-) -> None:
+def test_gpus_that_compute_are_asked(monkeypatch: pytest.MonkeyPatch, gpus: list[str], joules: float) -> None:
     """All look at one counter, which rises with each look: two see four rises between them."""
     nvml = FakeNvml()
     nvml.__spec__ = SimpleNamespace()

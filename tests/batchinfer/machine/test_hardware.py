@@ -95,9 +95,7 @@ def test_a_gpu_that_is_not_there_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp
     '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": 1,'
         ' "products": {"int8": {"large": {"torch": -1}}}}}}',
 ])  # fmt: skip
-def test_a_damaged_cache_is_said_and_ignored(
-    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_cache_is_ignored(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = tmp_path / "hardware.json"
     cache.write_text(text)
     with caplog.at_level(logging.WARNING):

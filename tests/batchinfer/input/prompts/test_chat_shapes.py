@@ -84,9 +84,7 @@ def template(source: str) -> ChatTemplate:
 @pytest.mark.parametrize("name", [*EXACT, *ODD])
 @settings(max_examples=examples(8, 100))
 @given(data=st.data(), roles=ROLES, system=st.booleans())
-def test_the_text_is_the_templates_own(
-    name: str, data: st.DataObject, roles: list[str], system: bool
-) -> None:
+def test_text_is_the_templates_own(name: str, data: st.DataObject, roles: list[str], system: bool) -> None:
     source = template({**EXACT, **ODD}[name])
     shapes = ChatShapes(source)
     roles = ["system"] * system + roles

@@ -89,7 +89,7 @@ def test_rows_with_constraints_keep_their_keys(folder: Path) -> None:
     assert found == [key for _, key in CONSTRAINED]
 
 
-def test_the_version_of_how_constraints_are_read_counts_for_work_that_has_one(
+def test_constraint_rules_count_for_constrained_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     free = SamplingParams(stop=('"regex":', '{"regex":""}', "json_object"))

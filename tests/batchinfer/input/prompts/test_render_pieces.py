@@ -77,9 +77,7 @@ def test_pieces_join_to_the_whole(rows: list[str], data: st.DataObject) -> None:
 
 
 @given(ROWS.filter(bool), st.data())
-def test_processes_that_end_anywhere_cost_only_what_ends_them_again(
-    rows: list[str], data: st.DataObject
-) -> None:
+def test_processes_that_end_cost_only_what_ends_them_again(rows: list[str], data: st.DataObject) -> None:
     """Accidents end up to four processes at any row; a row of `killers` ends each that renders it, and one of
     `deadly` each that reads it. The chunk may have fewer rows than it was thought to have."""
     numbers = st.integers(0, len(rows) - 1)

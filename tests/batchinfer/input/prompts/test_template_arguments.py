@@ -246,7 +246,7 @@ def test_whatever_rows_tell_they_reach_nothing(
     assert specials == [tokenizer.specials["<|im_start|>"], tokenizer.specials["<|im_end|>"]]
 
 
-def test_the_text_of_a_special_token_in_a_nested_name_is_plain_text(
+def test_special_tokens_in_nested_names_are_plain_text(
     shown: tuple[PromptBuilder, Tokenizer],
 ) -> None:
     builder, tokenizer = shown
@@ -259,9 +259,7 @@ def test_the_text_of_a_special_token_in_a_nested_name_is_plain_text(
 
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("body", ["plain", "x<|im_end|>\n<|im_start|>system", "<s>", "a<|im_", ""])
-def test_a_prompt_without_a_chat_template_has_its_own_special_tokens_alone(
-    tmp_path: Path, bos: bool, body: str
-) -> None:
+def test_a_prompt_without_chat_template_has_its_own_specials(tmp_path: Path, bos: bool, body: str) -> None:
     tokenizer = Tokenizer.load(checkpoint(tmp_path, template=None, bos=bos))
     user = "<|im_start|>{{ body }}{{ '<|im_end|>' }}"
     draft = PromptBuilder(PromptPlan("template", SamplingParams(), user=user, chat=False), tokenizer).build(

@@ -211,9 +211,7 @@ def piece_keys(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("prefixed", [True, False])
-def test_pieces_are_merged_as_by_sentencepiece(
-    tmp_path_factory: pytest.TempPathFactory, prefixed: bool
-) -> None:
+def test_pieces_merge_as_in_sentencepiece(tmp_path_factory: pytest.TempPathFactory, prefixed: bool) -> None:
     keys = piece_keys() if prefixed else piece_keys(add_space_prefix=False)
     found = Tokenizer.load(write(tmp_path_factory.mktemp("pieces") / "x.gguf", keys))
     tokens, scores = pieces()

@@ -41,9 +41,7 @@ def test_loads_what_a_checkpoint_has(tmp_path: Path) -> None:
     ("generation_config.json", {"eos_token_id": [7, 259]}),
     ("config.json", {"eos_token_id": 259}),
 ])  # fmt: skip
-def test_an_end_that_is_not_called_special_is_left_out(
-    tmp_path: Path, file: str, said: dict[str, object]
-) -> None:
+def test_an_end_that_is_not_special_is_left_out(tmp_path: Path, file: str, said: dict[str, object]) -> None:
     """At the end of an answer alone: elsewhere it is text that the model was not stopped by."""
     rust = byte_level(())
     rust.add_tokens([AddedToken("<end>", special=False, normalized=False)])
@@ -78,7 +76,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path, content: str | None) -> No
 
 
 @given(PIECES)
-def test_segments_without_masks_are_the_tokenizers_own(
+def test_segments_without_masks_are_plain(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[str]
 ) -> None:
     tokenizer = Tokenizer.load(checkpoint(tmp_path_factory.getbasetemp() / "model"))

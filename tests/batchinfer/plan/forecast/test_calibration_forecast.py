@@ -34,9 +34,7 @@ def machine() -> Hardware:
     return replace(found, peak_flops={**found.peak_flops, "int8": PEAK})
 
 
-def test_plan_has_the_first_calibration_and_counts_it_before_the_deadline(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_has_a_first_calibration(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs_on(monkeypatch, machine())
     job = write_job(tmp_path, model, ROWS, **PLAIN, deadline="06:00")
     found = planned(job, *INT4)

@@ -62,9 +62,7 @@ def test_what_is_no_time_is_a_mistake(text: str, tmp_path: Path, model: Path) ->
     (1e6, 5, r"50% of the rows \(5 of 10\)"),
     (None, None, "not known without a forecast"),
 ])  # fmt: skip
-def test_the_share_of_the_rows_that_a_stopped_run_has_done(
-    tmp_path: Path, engine_s: float | None, done: int | None, said: str
-) -> None:
+def test_share_of_a_stopped_run(tmp_path: Path, engine_s: float | None, done: int | None, said: str) -> None:
     tokens = {"token_count": [90, 40, 30, 20], "expected_tokens": [10, 10, 0, 0]}
     schema = pa.schema([(name, pa.int32()) for name in (*tokens, "users")])
     pq.write_table(pa.table({**tokens, "users": [2, 1, 1, 1]}, schema), tmp_path / "plan.parquet")
@@ -154,9 +152,7 @@ def moment(seconds: float) -> str:
     return (datetime.now().astimezone() + timedelta(seconds=seconds)).isoformat(timespec="seconds")
 
 
-def test_plan_says_whether_it_will_be_met(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_tells_if_it_will_be_met(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs_on(monkeypatch, machine_of(1e6))
     for wanted, words in (
         (1e6, "forecast to finish at least"),

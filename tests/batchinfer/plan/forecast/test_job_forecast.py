@@ -102,9 +102,7 @@ def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, k
     assert not (tmp_path / "out").exists(), "nothing was run or written"
 
 
-def test_a_run_takes_the_steps_and_tokens_that_plan_showed_and_stands_beside_its_forecast(
-    tmp_path: Path, model: Path, known_peaks: Hardware
-) -> None:
+def test_a_run_takes_the_steps_that_plan_showed(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
     """Where the lengths of answers are known beforehand, and a step gives each row one token. The tiny real model, the
     real engine."""
     path = write_job(
@@ -239,9 +237,7 @@ def test_a_model_beside_takes_memory(tmp_path: Path, model: Path, known_peaks: H
     assert forecast_json(plain, None)["draft_model"] is None
 
 
-def test_where_a_draft_model_runs_is_chosen(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_place_of_a_draft_model(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside, where few rows wait for memory; first, where there is no room, or peaks are not known."""
     peaks = {"float32": 1e12, "int8": 1e12}
     runs_on(monkeypatch, Hardware("a machine", "cpu", 2, 8 << 30, peaks, 1e9, "measured"))
@@ -267,9 +263,7 @@ def test_what_costs_money_and_time_is_said(tmp_path: Path, model: Path, known_pe
     assert "cost" not in text(found)
 
 
-def test_without_peaks_no_time_is_made_up(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_peaks_no_time_is_known(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs_on(monkeypatch, Hardware("a machine", "cpu", 2, 8 << 30))
     found = planned(write_job(tmp_path, model, people(5)))
     assert (found.forecast.seconds, found.forecast.mfu, found.forecast.mbu) == (None, None, None)

@@ -110,9 +110,7 @@ def test_rows_that_differ_only_in_space_and_case_are_counted(tmp_path: Path, mod
     assert findings(ticket_job(tmp_path / "again", model, "Greet {{ text }}", rows + rows)) == {}
 
 
-def test_of_many_rows_the_first_ones_are_looked_at(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lint_looks_at_the_first_rows(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lint, "MOST_ROWS", 20)
     path = ticket_job(tmp_path, model, "{{ text }}\n" + INSTRUCTIONS, tickets(40))
     part = findings(path)["text_behind_fields"]

@@ -83,9 +83,7 @@ def test_rows_over_the_context_are_counted(tmp_path: Path, model: Path) -> None:
     assert (cut.rows_over, cut.plan.error_rows) == (None, 0)
 
 
-def test_a_job_that_does_not_fit_is_told(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_does_not_fit(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = Hardware(
         "a small GPU", "cuda", None, 1 << 16, {"float32": 1e12, "bfloat16": 1e12}, 1e11, "datasheet"
     )

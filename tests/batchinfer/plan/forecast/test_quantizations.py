@@ -53,9 +53,7 @@ def test_each_takes_what_a_job_with_it_would_take(tmp_path: Path, model: Path, m
     assert [one["quantization"] for one in forecast_json(found, None)["quantizations"]] == list(NAMES)
 
 
-def test_memory_is_compared_where_no_time_is_known(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_alone_is_compared(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs_on(monkeypatch, Hardware("a machine", "cpu", 2, 8 << 30, {}, None, "unknown"))
     found = planned(write_job(tmp_path, model, people(5)), FLOAT32)
     assert [one.seconds for one in found.quantizations] == [None] * 3

@@ -36,7 +36,7 @@ def tokens(requests: list[Request]) -> int:
 
 
 @given(groups=GROUPS, wanted=st.integers(0, 70), engines=st.integers(1, 5))
-def test_nothing_is_lost_and_a_cut_costs_little(
+def test_cuts_lose_no_row_and_are_cheap(
     groups: list[tuple[int, int, int]], wanted: int, engines: int
 ) -> None:
     requests, backlog, taken = rows(*groups), Backlog(), []

@@ -182,7 +182,7 @@ def test_plan_properties(tree: list[Any], rows_per_part: int) -> None:
         heads = [tuple(prompt[:depth]) for prompt in prompts if len(prompt) > depth]
         runs = [head for head, _ in groupby(heads)]
         assert len(runs) == len(set(runs)), f"rows that share {depth} tokens are torn apart"
-    _assert_nodes_are_told(work, prompts, nodes)
+    _check_nodes(work, prompts, nodes)
 
 
 def _shared(prompts: list[list[int]]) -> int:
@@ -191,9 +191,7 @@ def _shared(prompts: list[list[int]]) -> int:
     return len(heads) - len(set(heads))
 
 
-def _assert_nodes_are_told(
-    work: list[dict[str, Any]], prompts: list[list[int]], nodes: list[dict[str, Any]]
-) -> None:
+def _check_nodes(work: list[dict[str, Any]], prompts: list[list[int]], nodes: list[dict[str, Any]]) -> None:
     """Every row's group is a node that its prompt begins with, and nodes have as many users as rows below them."""
     users = dict.fromkeys(range(len(nodes)), 0)
     heads: dict[int, list[int]] = {}
@@ -244,9 +242,7 @@ def test_nodes_are_held_few_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sum(node.saved_tokens for node in usual[-1]) == plan.shared_prefix_tokens
 
 
-def test_long_rows_are_taken_few_at_a_time_into_the_same_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_rows_are_taken_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [good_row(i, [*range(16 * (i % 7)), i], 1 + i % 5) for i in range(90)]
     usual = planned(plan_rows(tmp_path / "a", rows))
     monkeypatch.setattr(sorted_prompts, "_CHAIN_BYTES", 100)
@@ -265,9 +261,7 @@ def test_many_rows_plan_under_a_small_memory_limit(tmp_path: Path) -> None:
     assert plan.to_run == len(keys_in(rows))
 
 
-def test_what_is_raised_while_prompts_are_hashed_is_raised_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_while_prompts_are_hashed_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal may come then; DuckDB alone would tell of a damaged file."""
 
     class Stopped(Exception):

@@ -27,9 +27,7 @@ def asking(folder: Path, size: str) -> Job:
 
 
 @pytest.mark.parametrize("setting", [CPU, GPU], ids=["cpu", "cuda"])
-def test_more_than_the_memory_minus_the_weights_is_refused(
-    setting: Setting, checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_more_than_memory_has_is_refused(setting: Setting, checkpoint: Checkpoint, tmp_path: Path) -> None:
     models = [PlacedModel(checkpoint, setting)]
     check_kv_memory(asking(tmp_path, "63MiB"), models)
     for size in ("64MiB", "900GiB"):  # of the first, the weights need a part
@@ -41,9 +39,7 @@ def test_more_than_the_memory_minus_the_weights_is_refused(
     check_kv_memory(asking(tmp_path, "900GiB"), [PlacedModel(checkpoint, unknown)])
 
 
-def test_weights_count_once_for_each_engine_of_a_cpu_and_in_parts_for_ranks(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_weights_count_for_each_engine_and_in_parts_for_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
     weights = PlacedModel(checkpoint, CPU).weight_bytes
     for setting, times in (
         (CPU, 1),

@@ -66,9 +66,7 @@ def test_modules_say_what_the_job_does_not(tmp_path: Path, mode: str, pooling: A
     ("lasttoken", ("Normalize",), r"modules Transformer, Pooling, Normalize, Normalize; computed are"),
     ("none", (), r"its pooling has 0 modes"),
 ])  # fmt: skip
-def test_what_is_not_computed_is_refused(
-    tmp_path: Path, mode: str, more: tuple[str, ...], words: str
-) -> None:
+def test_modules_that_are_refused(tmp_path: Path, mode: str, more: tuple[str, ...], words: str) -> None:
     job_of(tmp_path)
     write_modules(tmp_path / "m", mode, True, *more)
     with pytest.raises(JobFileError, match=words):

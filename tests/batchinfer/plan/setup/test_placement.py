@@ -55,9 +55,7 @@ def test_one_engine_a_gpu(
     assert (config.kv_memory, config.memory) == (None, None)
 
 
-def test_engines_on_a_cpu_divide_it(
-    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_share_a_cpu(tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = [(0, 1), (2, 3), (4, 5)]
     monkeypatch.setattr("batchinfer.pipeline.workers.places.divided_cores", lambda parts: cores[:parts])
     settings = (("engine.data_parallel", "3"), ("engine.threads", "5"), ("engine.kv_memory", "9GiB"))
@@ -72,9 +70,7 @@ def test_engines_on_a_cpu_divide_it(
     assert resolve(job_of(tmp_path), checkpoint, CORES).placement.replicas == 1
 
 
-def test_ranks_have_a_place_each(
-    tmp_path: Path, checkpoint: Checkpoint, eight: list[tuple[int, ...]]
-) -> None:
+def test_each_rank_has_a_place(tmp_path: Path, checkpoint: Checkpoint, eight: list[tuple[int, ...]]) -> None:
     """Those of an engine beside each other, on a CPU's cores or on GPUs; the engine has the peaks of all."""
     divided = (("engine.data_parallel", "2"), ("engine.pipeline_parallel_size", "2"), ("engine.threads", "4"))
     job = job_of(tmp_path, ("model.dtype", "bfloat16"), *divided)
@@ -180,9 +176,7 @@ def test_a_single_engine_has_the_machine_to_itself(tmp_path: Path, checkpoint: C
     assert (config.load.threads, config.memory) == (None, None)
 
 
-def test_bits_that_are_promised_do_not_come_from_gpus_of_several_kinds(
-    tmp_path: Path, checkpoint: Checkpoint
-) -> None:
+def test_promised_bits_come_from_gpus_of_one_kind(tmp_path: Path, checkpoint: Checkpoint) -> None:
     machine, deterministic = replace(GPUS, several_kinds=True), ("engine.deterministic", "true")
     assert resolve(job_of(tmp_path), checkpoint, machine).placement.replicas == 3
     with pytest.raises(JobFileError, match="all engines need GPUs of one kind"):

@@ -98,9 +98,7 @@ def test_quantised_linear_layers_have_their_own_peak(checkpoint: Checkpoint) -> 
     assert changed(quantized, hardware=unmeasured).peaks is None
 
 
-def test_a_cache_of_codes_reaches_the_engine_of_a_gpu_and_what_is_forecast(
-    tmp_path: Path, checkpoint: Checkpoint
-) -> None:
+def test_a_cache_of_codes_reaches_engine_and_forecast(tmp_path: Path, checkpoint: Checkpoint) -> None:
     job = job_of(tmp_path, ("model.kv_cache_dtype", "fp8"), ("model.dtype", "bfloat16"))
     setting = resolve(job, checkpoint, GPU_HERE)
     assert setting.load_config(job).kv_cache == "fp8"
@@ -112,9 +110,7 @@ def test_a_cache_of_codes_reaches_the_engine_of_a_gpu_and_what_is_forecast(
     assert coded * 2 * spec.head_dim == whole * (spec.head_dim + 4), "a byte a value, and a scale a head"
 
 
-def test_a_cache_of_fp8_is_refused_on_a_cpu_and_codes_of_latents_anywhere(
-    tmp_path: Path, checkpoint: Checkpoint
-) -> None:
+def test_caches_that_are_refused_in_fp8_and_of_latents(tmp_path: Path, checkpoint: Checkpoint) -> None:
     with pytest.raises(JobFileError, match=r"kv_cache_dtype.*fp8: only a GPU can read and write it"):
         resolve(job_of(tmp_path, ("model.kv_cache_dtype", "fp8")), checkpoint, HERE)
     coded = ("model.kv_cache_dtype", "int8")
@@ -142,9 +138,7 @@ def test_fp8_has_a_peak_of_its_own_and_no_cpu(tmp_path: Path, checkpoint: Checkp
     assert "only a GPU can multiply in fp8" in text
 
 
-def test_int4_is_other_work_on_a_gpu_which_does_not_quantise_activations(
-    tmp_path: Path, checkpoint: Checkpoint
-) -> None:
+def test_int4_on_a_gpu_leaves_activations_as_they_are(tmp_path: Path, checkpoint: Checkpoint) -> None:
     job = job_of(tmp_path, ("model.quantization", "int4"), ("model.dtype", "bfloat16"))
     gpu = resolve(job, checkpoint, named("h100"))
     cpu = changed(SETTING, quantization="int4")
@@ -157,9 +151,7 @@ def test_int4_is_other_work_on_a_gpu_which_does_not_quantise_activations(
     assert ran["lm_head"] == there["lm_head"], "in int8 on both"
 
 
-def test_weights_in_4_bits_are_stored_where_that_is_asked_for_and_mxfp4_everywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stored_int4_if_asked_and_mxfp4_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_published(tmp_path / "int4", tmp_path / "plain", "gptq")
     make_mxfp4(tmp_path / "mxfp4", tmp_path / "plain")
     four, experts = (inspect_checkpoint(tmp_path / name) for name in ("int4", "mxfp4"))
@@ -209,9 +201,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return inspect_checkpoint(folder / "m")
 
 
-def test_codes_of_fp8_are_computed_as_they_are_stored_where_the_gpu_can(
-    tmp_path: Path, stored: Checkpoint, checkpoint: Checkpoint
-) -> None:
+def test_stored_fp8_is_multiplied_by_gpus(tmp_path: Path, stored: Checkpoint, checkpoint: Checkpoint) -> None:
     job = job_of(tmp_path, ("model.dtype", "bfloat16"))
     found = {gpu: resolve(job, stored, named(gpu)) for gpu in ("h100", "a100")}
     h100, a100 = found.values()
@@ -226,9 +216,7 @@ def test_codes_of_fp8_are_computed_as_they_are_stored_where_the_gpu_can(
     assert resolve(job, stored, HERE).numerics.quantization == "none"
 
 
-def test_stored_codes_are_refused_where_there_are_none_or_nothing_multiplies_them(
-    tmp_path: Path, stored: Checkpoint, checkpoint: Checkpoint
-) -> None:
+def test_stored_codes_that_are_refused(tmp_path: Path, stored: Checkpoint, checkpoint: Checkpoint) -> None:
     job = job_of(tmp_path, ("model.quantization", "stored"))
     with pytest.raises(JobFileError, match=r"the checkpoint stores no weights that can be"):
         resolve(job, checkpoint, named("h100"))
@@ -236,9 +224,7 @@ def test_stored_codes_are_refused_where_there_are_none_or_nothing_multiplies_the
         resolve(job, stored, HERE)
 
 
-def test_a_cpu_that_auto_finds_refuses_what_it_cannot_do_in_float16(
-    tmp_path: Path, checkpoint: Checkpoint
-) -> None:
+def test_a_cpu_refuses_what_it_cannot_do_in_float16(tmp_path: Path, checkpoint: Checkpoint) -> None:
     """All of it at once, together with what else is wrong. On a GPU it runs."""
     half = job_of(tmp_path, *ASKED, ("model.dtype", "float16"))
     wrong = job_of(tmp_path, *ASKED, ("model.dtype", "float16"), ("model.max_model_len", "9999"))

@@ -155,9 +155,7 @@ def counts(steps: Sequence[StepSample]) -> list[dict[str, int]]:
 
 @settings(max_examples=examples(26, 80), deadline=None, print_blob=True)
 @given(rows(), LIMITS, st.sampled_from([ModelRunner, DeviceRunner, DeviceRunner]), st.integers(1, 4))
-def test_each_step_is_that_of_the_real_engine(
-    work: list[Request], limits: Limits, kind: Any, steps: int
-) -> None:
+def test_steps_are_those_of_the_engine(work: list[Request], limits: Limits, kind: Any, steps: int) -> None:
     """Chunks, batches, sharing, preemption, padding of steps that looked ahead, steps at once, flops and bytes."""
     runner = hashing_runner(kind, limits.blocks, limits.block_size)
     repeated = partial(at_once, steps if kind is DeviceRunner else 1)
@@ -176,9 +174,7 @@ def test_each_step_is_that_of_the_real_engine(
 
 @settings(max_examples=examples(8, 20), deadline=None, print_blob=True)
 @given(rows(), LIMITS, st.integers(1, 12), st.integers(4, 40))
-def test_steps_are_launched_as_by_the_real_engine(
-    work: list[Request], limits: Limits, most: int, longest: int
-) -> None:
+def test_steps_launch_as_in_the_engine(work: list[Request], limits: Limits, most: int, longest: int) -> None:
     runner = hashing_runner(DeviceRunner, limits.blocks, limits.block_size)
     runner = with_graphs(runner, most, longest, limits.blocks)
     real = drain(make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher), work)

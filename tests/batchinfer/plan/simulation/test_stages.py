@@ -62,9 +62,7 @@ def test_a_schedule_keeps_its_bounds(steps: list[list[StageWork]]) -> None:
 
 
 @given(STEPS, st.floats(0, 5))
-def test_steps_begin_once_stages_are_told_and_end_once_they_are_launched(
-    steps: list[list[StageWork]], told: float
-) -> None:
+def test_steps_begin_when_told_and_end_once_launched(steps: list[list[StageWork]], told: float) -> None:
     steps = last_hands_on_nothing(steps)
     early, late = StageSchedule(len(steps[0])), StageSchedule(len(steps[0]))
     for work in steps:
