@@ -110,9 +110,7 @@ def test_refused_before_the_first_row(tmp_path: Path, kind: str) -> None:
 
 def test_a_value_that_is_wider_than_any_row(tmp_path: Path) -> None:
     path = as_parquet(tmp_path / "x.parquet", pa.table({"a": pa.nulls(2, pa.binary(1 << 25))}))
-    with pytest.raises(
-        InputCorrupt, match="column 'a': every value takes 33,554,432 bytes; at most 16,777,216"
-    ):
+    with pytest.raises(InputCorrupt, match="column 'a': every value takes 33,554,432 bytes; at most"):
         next(Reader.open(list_inputs(str(path), tmp_path)).batches())
 
 
@@ -212,12 +210,10 @@ def test_mutants(tmp_path: Path) -> None:
         assert isinstance(found, int) or "bad." in str(found), (seed, found)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"version": "1.0"}, {"use_dictionary": False}, {"row_group_size": 7}]
-)
-def test_a_footer_as_pyarrow_reads_it(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("more", [{}, {"version": "1.0"}, {"use_dictionary": False}, {"row_group_size": 7}])
+def test_a_footer_as_pyarrow_reads_it(tmp_path: Path, more: dict[str, Any]) -> None:
     table = pa.table({"t": ["a", None] * 20, "n": list(range(40)), "s": [{"b": [1.5], "c": "x"}] * 40})
-    path = as_parquet(tmp_path / "x.parquet", table, **options)
+    path = as_parquet(tmp_path / "x.parquet", table, **more)
     metadata = pq.read_metadata(path)
     theirs = [metadata.row_group(g).column(c) for g in range(metadata.num_row_groups) for c in range(4)]
     with path.open("rb") as raw:

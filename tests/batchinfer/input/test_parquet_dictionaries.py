@@ -18,9 +18,7 @@ from batchinfer.input.formats.parquet_footer import ColumnChunk, column_chunks
 from tests.examples import examples
 
 WIDE = 64
-CELLS = st.lists(
-    st.tuples(st.sampled_from([0, 1, 7, WIDE, WIDE + 1, 5 * WIDE]), st.integers(0, 5)), max_size=9
-)
+CELLS = st.lists(st.tuples(st.sampled_from([0, 1, WIDE, WIDE + 1, 5 * WIDE]), st.integers(0, 5)), max_size=9)
 
 
 def doubtful(path: Path, forged: int | None = None) -> DoubtfulColumns:
@@ -42,9 +40,7 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpacked, "_BOMB_RATIO", 2)
 
 
-@settings(
-    max_examples=examples(25, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(25, 150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     cells=CELLS,
     times=st.integers(1, 300),

@@ -75,9 +75,7 @@ def test_our_own_joins_take_less_where_less_is_there(
 def test_our_own_joins_say_what_they_were_given(tmp_path: Path) -> None:
     query = "select list(i) as whole from range(30000000) t(i)"
     with (
-        pytest.raises(
-            OutOfMemory, match="a quarter of the memory that is available, at most 1 GiB"
-        ) as caught,
+        pytest.raises(OutOfMemory, match="a quarter of the memory that is available") as caught,
         duck.connection(tmp_path / "state" / "spill", "64MiB") as database,
     ):
         database.execute(f"create temp table t as {query}")

@@ -28,9 +28,8 @@ def spec_of(layers: int = 3, chosen: int = 1) -> ModelSpec:
     """The layers behind the first one have 8 experts each."""
     spec = llama_spec(layers, 64, 128, 4, 2, 16, vocab=100)
     routed = ExpertsSpec(Routing(8, chosen), 128, "silu")
-    return replace(
-        spec, layers=(spec.layers[0], *(replace(each, feed_forward=routed) for each in spec.layers[1:]))
-    )
+    with_experts = (replace(each, feed_forward=routed) for each in spec.layers[1:])
+    return replace(spec, layers=(spec.layers[0], *with_experts))
 
 
 def history(tokens: list[int], steps: int = 1000) -> EarlierExperts:

@@ -336,9 +336,7 @@ def named_twice(text: str) -> bool:
 def mutated(text: str, rng: random.Random) -> str:
     """A text near another one, perhaps still JSON."""
     at = rng.randrange(len(text) + 1)
-    put = rng.choice(
-        ["", "0", "1", "9", ".5", "-", "e3", '"', "\\u0061", "null", ", ", "a", "00", "\\ud83d\\ude00"]
-    )
+    put = rng.choice(["", "0", "1", "9", ".5", "-", "e3", '"', "\\u0061", "null", ", ", "\\ud83d\\ude00"])
     return text[:at] + put + text[at + rng.randint(0, 2) :]
 
 

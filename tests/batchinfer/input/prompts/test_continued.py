@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -88,15 +89,14 @@ def test_the_tokens_are_those_of_whole_texts(
 ) -> None:
     """Of a job's labels only the end of a prompt is encoded with each, and once for all prompts that end so."""
     continued = ContinuedPrompts(tokenizer, tokenizer.segments(), labels if of_job else ())
+    encoded = partial(encode, tokenizer)
     for text in prompts:
         each = labels if of_job else labels[:1]
         draft = Draft(SamplingParams.scores(), text, add_special=special, continuations=tuple(each))
-        beside = [encode(tokenizer, one) for one in continued.to_encode(draft)]
+        beside = [*map(encoded, continued.to_encode(draft))]
         assert sum(len(one) for one in beside) < 500
         try:
-            ids, params = continued.joined(
-                draft, encode(tokenizer, draft), beside, lambda one: encode(tokenizer, one)
-            )
+            ids, params = continued.joined(draft, encoded(draft), beside, encoded)
         except RowProblem:
             wanted, lengths = brute(tokenizer, draft, each)
             assert min(lengths) == 0 or sum(lengths) == len(wanted), "nothing is scored, or behind nothing"

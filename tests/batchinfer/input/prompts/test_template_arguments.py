@@ -54,10 +54,8 @@ def test_arguments_render_as_in_transformers(name: str) -> None:
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_bpe(), chat_template=family.source, **NAMED)
     ours = Chat(ChatTemplate(family.source, NAMED, datetime.now()))
     for chat, told in itertools.product(CHATS * 2, family.told):
-        wanted = theirs.apply_chat_template(
-            messages(chat), tokenize=False, add_generation_prompt=True, **told
-        )
-        assert ours.render(messages(chat), told) == wanted
+        text = theirs.apply_chat_template(messages(chat), tokenize=False, add_generation_prompt=True, **told)
+        assert ours.render(messages(chat), told) == text
 
 
 def test_arguments_that_python_calls_equal_are_told_apart() -> None:
@@ -262,13 +260,11 @@ def test_special_tokens_in_nested_names_are_plain_text(
 def test_a_prompt_without_chat_template_has_its_own_specials(tmp_path: Path, bos: bool, body: str) -> None:
     tokenizer = Tokenizer.load(checkpoint(tmp_path, template=None, bos=bos))
     user = "<|im_start|>{{ body }}{{ '<|im_end|>' }}"
-    draft = PromptBuilder(PromptPlan("template", SamplingParams(), user=user, chat=False), tokenizer).build(
-        {"body": body}
-    )
+    plan = PromptPlan("template", SamplingParams(), user=user, chat=False)
+    draft = PromptBuilder(plan, tokenizer).build({"body": body})
     ids = ids_of(tokenizer, draft)
     named = [tokenizer.specials[one] for one in (*(["<s>"] * bos), "<|im_start|>", "<|im_end|>")]
     assert [number for number in ids if number in tokenizer.specials.values()] == named
     assert ids[: bos + 1] == named[: bos + 1]
-    assert (
-        tokenizer.rust.decode(ids, skip_special_tokens=False) == f"{'<s>' * bos}<|im_start|>{body}<|im_end|>"
-    )
+    decoded = tokenizer.rust.decode(ids, skip_special_tokens=False)
+    assert decoded == f"{'<s>' * bos}<|im_start|>{body}<|im_end|>"

@@ -14,9 +14,8 @@ WORDS = ["no", "es", "yes", '": "', "true", "▁yes", "▁no", "▁▁"]
 def byte_level(specials: tuple[str, ...] = ("<s>", "</s>", "<|end|>"), **parts: Any) -> Tokenizer:
     """Bytes, three words, and special tokens 259, 260, …; `parts` are set on it."""
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ye", "yes", "Ġyes"]
-    made = Tokenizer(
-        models.BPE({piece: at for at, piece in enumerate(pieces)}, [("y", "e"), ("ye", "s"), ("Ġ", "yes")])
-    )
+    merges = [("y", "e"), ("ye", "s"), ("Ġ", "yes")]
+    made = Tokenizer(models.BPE({piece: at for at, piece in enumerate(pieces)}, merges))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     for name, value in parts.items():

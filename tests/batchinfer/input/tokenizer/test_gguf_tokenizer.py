@@ -129,21 +129,14 @@ def test_deepseeks_words_are_of_the_letters_that_its_tokenizer_lists(tmp_path: P
 
 def test_the_file_has_what_a_folder_would_have(tmp_path: Path) -> None:
     fast = make_tokenizer(tmp_path / "folder")
-    file = write(tmp_path / "x.gguf", tokenizer_keys(fast))
+    keys = tokenizer_keys(fast)
+    file = write(tmp_path / "x.gguf", keys)
     found, folder = Tokenizer.load(file), Tokenizer.load(tmp_path / "folder")
-    assert (found.chat_template, found.specials, found.vocab_size) == (
-        folder.chat_template,
-        folder.specials,
-        folder.vocab_size,
-    )
-    assert {name: found.named[name] for name in ("bos_token", "eos_token")} == {
-        "bos_token": "<|bos|>",
-        "eos_token": "<|im_end|>",
-    }
-    again = Tokenizer.load(write(tmp_path / "y.gguf", tokenizer_keys(fast)))
-    other = Tokenizer.load(
-        write(tmp_path / "z.gguf", {**tokenizer_keys(fast), "tokenizer.chat_template": "x"})
-    )
+    for name in ("chat_template", "specials", "vocab_size"):
+        assert getattr(found, name) == getattr(folder, name)
+    assert (found.named["bos_token"], found.named["eos_token"]) == ("<|bos|>", "<|im_end|>")
+    again = Tokenizer.load(write(tmp_path / "y.gguf", keys))
+    other = Tokenizer.load(write(tmp_path / "z.gguf", {**keys, "tokenizer.chat_template": "x"}))
     assert found.fingerprint == again.fingerprint != other.fingerprint
     (tmp_path / "folder/x.gguf").write_bytes(b"GGUF")  # is not asked where there is a tokenizer.json
     assert Tokenizer.load(tmp_path / "folder").fingerprint == folder.fingerprint

@@ -20,9 +20,7 @@ from tests.batchinfer.input.tokenizer.made_tokenizers import byte_level
 from tests.batchinfer.store.index.ingest_kit import CHATML, byte_bpe, checkpoint
 from tests.checkpoints import make_tokenizer
 
-PIECES = st.lists(
-    st.sampled_from(["<|im_start|>", "<|im_end|>", "a b", " ", "\n", "é漢🙂", "the"]), max_size=8
-)
+PIECES = st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "a b", " ", "\n", "é漢🙂"]), max_size=8)
 
 
 def test_loads_what_a_checkpoint_has(tmp_path: Path) -> None:
@@ -138,9 +136,7 @@ def test_an_id_that_is_too_high_is_refused(tmp_path: Path) -> None:
     raw = json.loads(path.read_text())
     raw["model"]["vocab"]["far away"] = 2**32 - 1
     path.write_text(json.dumps(raw))
-    with pytest.raises(
-        JobFileError, match=r"token 'far away' the id 4,294,967,295; ids must be below 1,048,576"
-    ):
+    with pytest.raises(JobFileError, match=r"token 'far away' the id 4,294,967,295; ids must be"):
         Tokenizer.load(tmp_path)
 
 

@@ -77,9 +77,8 @@ def test_more_tokens_layers_and_slower_machines_take_longer(
 
     def seconds(sample: CalibrationSample, peak: float = PEAK) -> float:
         runs_on(monkeypatch, replace(machine_of(peak), peak_flops={"float32": peak, "int8": peak}))
-        found = calibration_forecast(
-            check_setup(job, state_of(job), this_machine(job.engine.device)), sample
-        ).seconds
+        setup = check_setup(job, state_of(job), this_machine(job.engine.device))
+        found = calibration_forecast(setup, sample).seconds
         assert found is not None
         return found
 

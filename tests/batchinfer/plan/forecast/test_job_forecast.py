@@ -223,9 +223,8 @@ def test_a_draft_model_has_a_forecast_of_its_own(tmp_path: Path, model: Path, kn
 def test_a_model_beside_takes_memory(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
     drafts = {"model": str(model), "runs": "beside"}
     engine = {"kv_memory": "16MiB"}
-    found, plain = (
-        planned(write_job(tmp_path, model, people(5), engine=engine, drafts=one)) for one in (drafts, "off")
-    )
+    found = planned(write_job(tmp_path, model, people(5), engine=engine, drafts=drafts))
+    plain = planned(write_job(tmp_path, model, people(5), engine=engine, drafts="off"))
     assert found.drafting is None
     assert found.memory.weights == 2 * plain.memory.weights
     size, blocks = plain.memory.kv_cache // plain.memory.blocks, found.memory.blocks

@@ -53,10 +53,8 @@ def tickets(count: int) -> list[dict[str, Any]]:
 
 def ticket_job(folder: Path, model: Path, user: str, rows: list[dict[str, Any]], **sections: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    sampling = {"max_tokens": 2, "ignore_eos": True}
-    return write_job(
-        folder, model, rows, prompt={"system": None, "user": user}, sampling=sampling, **sections
-    )
+    prompt, sampling = {"system": None, "user": user}, {"max_tokens": 2, "ignore_eos": True}
+    return write_job(folder, model, rows, prompt=prompt, sampling=sampling, **sections)
 
 
 def tokens_to_run(path: Path) -> int:

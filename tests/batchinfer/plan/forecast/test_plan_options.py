@@ -84,9 +84,7 @@ def test_rows_over_the_context_are_counted(tmp_path: Path, model: Path) -> None:
 
 
 def test_a_job_that_does_not_fit(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = Hardware(
-        "a small GPU", "cuda", None, 1 << 16, {"float32": 1e12, "bfloat16": 1e12}, 1e11, "datasheet"
-    )
+    tiny = Hardware("a GPU", "cuda", None, 1 << 16, {"float32": 1e12, "bfloat16": 1e12}, 1e11, "datasheet")
     runs_on(monkeypatch, tiny)
     found = planned(write_job(tmp_path, model, people(5)), hardware=tiny)
     assert (found.memory, found.forecast) == (None, None)

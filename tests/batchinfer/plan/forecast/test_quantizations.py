@@ -62,12 +62,11 @@ def test_memory_alone_is_compared(tmp_path: Path, model: Path, monkeypatch: pyte
 
 
 def test_zeros_that_a_gpu_leaves_out_are_one_of_the_choices(tmp_path: Path) -> None:
-    make_published(tmp_path / "sparse", tmp_path / "plain", "2:4 sparse")
-    make_tokenizer(tmp_path / "sparse")
+    model = tmp_path / "sparse"
+    make_published(model, tmp_path / "plain", "2:4 sparse")
+    make_tokenizer(model)
     gpu = Hardware("a GPU", "cuda", None, 8 << 30, {"bfloat16": 1e14, "int8": 2e14}, 1e10, "datasheet")
-    job = write_job(
-        tmp_path, tmp_path / "sparse", people(5), model={"max_model_len": 100, "dtype": "bfloat16"}
-    )
+    job = write_job(tmp_path, model, people(5), model={"max_model_len": 100, "dtype": "bfloat16"})
     dense, coded, sparse = planned(job, hardware=gpu).quantizations
     assert [one.quantization for one in (dense, coded, sparse)] == ["none", "int8", "stored-sparse"]
     assert (dense.chosen, sparse.chosen) == (False, True)

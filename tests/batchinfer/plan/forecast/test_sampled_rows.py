@@ -69,9 +69,8 @@ def test_a_sample_tells_of_the_whole(tmp_path: Path, model: Path, monkeypatch: p
 
 def test_a_sample_of_a_table_has_its_columns(tmp_path: Path, model: Path) -> None:
     pq.write_table(pa.Table.from_pylist(varied(900)), tmp_path / "in.parquet", row_group_size=100)
-    path = write_job(
-        tmp_path, model, input={"path": "in.parquet"}, output={"path": "out", "columns": ["text"]}
-    )
+    output = {"path": "out", "columns": ["text"]}
+    path = write_job(tmp_path, model, input={"path": "in.parquet"}, output=output)
     found = planned(path, sample=64)
     assert (found.sample.of_rows, found.plan.rows) == (900, 900)
     assert 48 <= found.sample.rows <= 80

@@ -21,9 +21,8 @@ def rows(*groups: tuple[int, int, int]) -> list[Request]:
         for member in range(members):
             prompt = np.zeros(shared + own, np.int32)
             key = len(made).to_bytes(32, "big")
-            made.append(
-                Request(key, prompt, SamplingParams(max_tokens=1), shared if member < members - 1 else 0)
-            )
+            shares_next = shared if member < members - 1 else 0
+            made.append(Request(key, prompt, SamplingParams(max_tokens=1), shares_next))
     return made
 
 

@@ -20,9 +20,8 @@ from tests.examples import examples
 
 ROOTS = np.zeros(9, np.uint64)
 # A path is made of stretches of 5 tokens, which fill no whole blocks
-paths = st.lists(
-    st.tuples(st.lists(st.integers(0, 1), max_size=20), st.integers(1, 40)), min_size=1, max_size=40
-)
+path = st.lists(st.integers(0, 1), max_size=20)
+paths = st.lists(st.tuples(path, st.integers(1, 40)), min_size=1, max_size=40)
 
 
 def prompts_of(tree: list[tuple[list[int], int]]) -> list[np.ndarray]:
@@ -67,9 +66,8 @@ def brute_force(prompts: list[np.ndarray]) -> dict[bytes, tuple[int, bytes | Non
 @settings(max_examples=examples(13, 40), deadline=None, print_blob=True)
 def test_the_forest_is_the_one_of_brute_force(tree, batch):
     prompts, forest = in_order(prompts_of(tree), batch)
-    heads = [
-        prompts[f][:d].tobytes() for f, d in zip(forest.first.tolist(), forest.depth.tolist(), strict=True)
-    ]
+    ends = zip(forest.first.tolist(), forest.depth.tolist(), strict=True)
+    heads = [prompts[first][:depth].tobytes() for first, depth in ends]
     found = {
         head: (users, None if parent == ROOT else heads[parent])
         for head, users, parent in zip(heads, forest.users.tolist(), forest.parent.tolist(), strict=True)
@@ -97,9 +95,9 @@ def test_the_order_walks_the_forest_by_effort(many, tree, data):
         places = depth_first(kept_together(forest), effort).tolist()
     assert sorted(places) == list(range(len(prompts)))
     step = BLOCK if many else 1
-    assert [row for _, row in sorted(zip(places, range(len(prompts)), strict=True))] == walk(
-        list(range(len(prompts))), prompts, effort.tolist(), 0, step
-    )
+    rows = list(range(len(prompts)))
+    ordered = [row for _, row in sorted(zip(places, rows, strict=True))]
+    assert ordered == walk(rows, prompts, effort.tolist(), 0, step)
 
 
 def walk(rows: list[int], prompts: list[np.ndarray], effort: list[int], depth: int, step: int) -> list[int]:
@@ -189,7 +187,6 @@ def test_places_that_lie_near_one_another_are_read_together(rows, gap, at_once):
         for start, count in zip(starts.tolist(), counts[some].tolist(), strict=True)
     ]
     assert found == wanted
-    assert [[token - 1 for token in tail.tolist() if token] for tail in tails] == [
-        prompt[:BLOCK] for prompt in wanted
-    ]
+    heads = [[token - 1 for token in tail.tolist() if token] for tail in tails]
+    assert heads == [prompt[:BLOCK] for prompt in wanted]
     assert reads <= 1 + np.count_nonzero(gaps[1:] > gap) + end // at_once

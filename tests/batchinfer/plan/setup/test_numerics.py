@@ -106,9 +106,8 @@ def test_bits_of_another_order_of_sums_are_kept_apart_where_they_are_promised(
     """Elsewhere another order is too little for another answer."""
     values = ORDERS[option]
     settings = [changed(SETTING, **changes, **{option: value}) for value in values]
-    assert len({one.numerics.context(checkpoint, "m", "t") for one in settings}) == (
-        len(values) if apart else 1
-    )
+    contexts = {one.numerics.context(checkpoint, "m", "t") for one in settings}
+    assert len(contexts) == (len(values) if apart else 1)
 
 
 def test_another_version_of_transformers_has_answers_of_its_own(checkpoint: Checkpoint) -> None:

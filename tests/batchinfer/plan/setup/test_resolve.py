@@ -58,9 +58,7 @@ def test_a_job_is_set_up_for_the_machine_that_its_caller_describes(
     checkpoint = replace(checkpoint, spec=replace(checkpoint.spec, dtype="bfloat16"))
     driver = this_machine("cpu")
     job = job_of(tmp_path, ("engine.pipeline_parallel_size", "2"), ("engine.data_parallel", "3"))
-    with pytest.raises(
-        JobFileError, match="3 engines of 2 ranks each need 6 cores, but this process may use only 1"
-    ):
+    with pytest.raises(JobFileError, match=r"3 engines of 2 ranks each need 6 cores, but .* only 1"):
         resolve(job, checkpoint, driver)
     setting = resolve(job, checkpoint, HERE)
     assert (setting.numerics.dtype, setting.numerics.tiles) == ("bfloat16", False)

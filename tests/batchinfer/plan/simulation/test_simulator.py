@@ -309,9 +309,8 @@ def test_memory_of_the_cache_takes_time_when_it_is_first_used_and_never_again(se
     """Of six rows one after another only the first takes blocks that nobody had; of three at a time three do."""
     runner = hashing_runner(ModelRunner, 20, 4)
     work, outputs = work_of([SamplingParams(max_tokens=4, ignore_eos=True)] * 6, length=8)
-    made = machine(
-        Limits(budget=40, seqs=seqs, caching=False, blocks=20, block_size=4), runner, StepTime(PEAKS), False
-    )
+    limits = Limits(budget=40, seqs=seqs, caching=False, blocks=20, block_size=4)
+    made = machine(limits, runner, StepTime(PEAKS), looks_ahead=False)
     more = simulate(replace(made, time=StepTime(PEAKS, first_use_s=1e-3)), work, outputs).seconds
     least = simulate(made, work, outputs).seconds
     blocks = seqs * 3  # 8 tokens of the prompt, and 3 of the answer are run

@@ -82,9 +82,7 @@ def run(engine: SimulatedEngine, prompt: int, output: int, rows: int) -> Simulat
     """Rows whose answers' lengths are drawn at random about `output`, and not known beforehand."""
     lengths = np.minimum(np.random.default_rng(1).geometric(1 / output, rows), 8 * output)
     params = SamplingParams(max_tokens=8 * output)
-    requests = [
-        Request(i.to_bytes(32, "big"), np.full(prompt, 1000 + i, np.int32), params) for i in range(rows)
-    ]
+    requests = [Request(i.to_bytes(32, "big"), np.full(prompt, i, np.int32), params) for i in range(rows)]
     outputs = {request.key: int(length) for request, length in zip(requests, lengths, strict=True)}
     with patch.object(clock, "LATER_FIRST", 1):  # as later in a job: each kind of step has its graph
         return simulate(engine, requests, outputs)

@@ -59,9 +59,8 @@ def test_what_parts_take_is_found_again_from_two_models() -> None:
 def test_steps_of_another_model_are_forecast() -> None:
     """Also where steps scatter, as real ones do: by 5 % each."""
     rng = np.random.default_rng(11)
-    noisy = [
-        step._replace(seconds=step.seconds * rng.normal(1, 0.05)) for step in [*timed(NARROW), *timed(WIDE)]
-    ]
+    steps = [*timed(NARROW), *timed(WIDE)]
+    noisy = [step._replace(seconds=step.seconds * rng.normal(1, 0.05)) for step in steps]
     found = fitted(noisy, PEAKS)
     assert all(value >= 0 for value in found.values())
     real = timed(LLAMA_135M)

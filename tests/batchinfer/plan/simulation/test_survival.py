@@ -41,9 +41,8 @@ def test_beyond_what_was_seen_answers_go_on_ending() -> None:
     assert found.length(0.95, 64) == 64
     assert 64 < found.length(0.95, 256) < 128
     assert found.length(0.999, 100) == 100
-    assert found.mean(256) == pytest.approx(
-        np.mean([found.length((n + 0.5) / 999, 256) for n in range(999)]), rel=0.01
-    )
+    mean = np.mean([found.length((n + 0.5) / 999, 256) for n in range(999)])
+    assert found.mean(256) == pytest.approx(mean, rel=0.01)
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=60), st.integers(1, 80))
