@@ -49,43 +49,28 @@ def test_an_option_that_is_added_later_changes_no_text(given: dict[str, Any]) ->
 
 def test_the_defaults_stay() -> None:
     """A stored text leaves them out: with another default it would mean other parameters, under the same key."""
+    none = (
+        "logprobs",
+        "json_schema",
+        "regex",
+        "grammar",
+        "tool_call",
+        "thinking_budget",
+        "pooling",
+        "prompt_logprobs",
+    )
+    empty = ("stop", "stop_token_ids", "choice", "logit_bias", "allowed_token_ids", "bad_words", "bad_tokens")
+    false = ("ignore_eos", "json_object", "include_stop", "classified", "confidence")
+    zero = ("min_tokens", "temperature", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
+    # a new parameter is added here; one that is here never changes
     assert {f.name: f.default for f in fields(SamplingParams)} == {
-        "max_tokens": 256,
-        "min_tokens": 0,
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "seed": 0,
-        "stop": (),
-        "stop_token_ids": (),
-        "ignore_eos": False,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "logprobs": None,
-        "json_schema": None,
-        "json_object": False,
-        "regex": None,
-        "choice": (),
-        "grammar": None,
-        "tool_call": None,
-        "repetition_stop": 0,
-        "include_stop": False,
-        "logit_bias": (),
-        "allowed_token_ids": (),
-        "bad_words": (),
-        "bad_tokens": (),
-        "thinking_budget": None,
-        "after_reasoning": (),
-        "pooling": None,
-        "scored": (),
-        "classified": False,
-        "second_segment": 0,
-        "confidence": False,
-        "adapter": "",
-        "prompt_logprobs": None,
-    }, "a new parameter is added here; one that is here never changes"
+        **dict.fromkeys(none),
+        **dict.fromkeys((*empty, "after_reasoning", "scored"), ()),
+        **dict.fromkeys(false, False),
+        **dict.fromkeys((*zero, "repetition_stop", "second_segment"), 0),
+        **dict.fromkeys(("top_p", "repetition_penalty"), 1.0),
+        **{"max_tokens": 256, "adapter": ""},
+    }
 
 
 @pytest.mark.parametrize(("params", "text"), [

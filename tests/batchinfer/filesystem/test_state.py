@@ -209,7 +209,6 @@ def test_a_result_leads_to_the_state_of_its_job(tmp_path: Path, path: str, root:
 
 
 def test_a_result_of_a_night_long_ago_leads_there_too(tmp_path: Path) -> None:
-    """Its own part of the state is gone."""
     made(dated(tmp_path, "2026-01-02"))
     assert find_state(tmp_path / "res" / "2025-01-02").completions == tmp_path / ".batchinfer-res/completions"
 

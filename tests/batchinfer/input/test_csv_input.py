@@ -128,7 +128,6 @@ def test_headers_must_agree(tmp_path: Path) -> None:
 
 
 def test_columns_parameters_and_ids(tmp_path: Path) -> None:
-    """Values are text in the results; where a number is needed, it is parsed."""
     checkpoint(tmp_path / "model")
     data = b"id,text,most,warm,n\n1,a,5,,007\n2,b,,0.5,\n3,c,many,1,x\n4\n5,d,7,TRUE,y\n"
     job = make_job(

@@ -87,7 +87,6 @@ def _seconds(data: bytes) -> float:
 
 @pytest.mark.parametrize("kind", WORST)
 def test_a_record_of_the_limit_takes_its_bytes_a_few_times(kind: str) -> None:
-    """A quoted record of up to 512 KiB and a quarter of a million lines."""
     size = 1 << (19 if everything() else 17)
     tracemalloc.start()
     for _ in _records(chunked(b'1,"' + WORST[kind] * (size // len(WORST[kind]))), size):

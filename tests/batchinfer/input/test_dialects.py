@@ -30,7 +30,6 @@ def rows(path: Path, **options: Any) -> list[Any]:
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("encoding", sorted(ENCODINGS))
 def test_every_encoding_that_a_job_may_name(tmp_path: Path, encoding: str) -> None:
-    """Whatever of a text an encoding has comes back, from CSV and JSON lines, across the ends of chunks."""
     text = "é ü ж あ 語 한 Ω 'x' " * 30
     text = text.encode(encoding, "ignore").decode(encoding)
     lines = 1000

@@ -28,14 +28,11 @@ def test_no_two_formats_share_a_name() -> None:
     assert len(suffixes) == len(set(suffixes))
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        ("a.jsonl", "jsonl"), ("a.NDJSON.gz", "jsonl"), ("a.json.zst", "jsonl"), ("a.parquet", "parquet"),
-        ("a.pq", "parquet"), ("a.csv", "csv"), ("a.tsv.gz", "csv"), ("a.arrow", "arrow"), ("a.feather", "arrow"),
-        ("a.parquet.gz", None), ("a.xlsx", None), ("csv", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "form"), [
+    ("a.jsonl", "jsonl"), ("a.NDJSON.gz", "jsonl"), ("a.json.zst", "jsonl"), ("a.parquet", "parquet"),
+    ("a.pq", "parquet"), ("a.csv", "csv"), ("a.tsv.gz", "csv"), ("a.arrow", "arrow"), ("a.feather", "arrow"),
+    ("a.parquet.gz", None), ("a.xlsx", None), ("csv", None),
+])  # fmt: skip
 def test_by_name(name: str, form: str | None) -> None:
     found = named_by(name)
     assert (found.name if found else None) == form

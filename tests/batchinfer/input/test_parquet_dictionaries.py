@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,41 +41,28 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpacked, "_BOMB_RATIO", 2)
 
 
-@settings(max_examples=examples(25, 150), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    cells=CELLS,
-    times=st.integers(1, 300),
-    nulls=st.integers(0, 40),
-    group=st.sampled_from([1, 17, 1000, 1 << 20]),
-    fallback=st.sampled_from([64, 1 << 20]),
-    page=st.sampled_from([32, 1 << 20]),
-    version=st.sampled_from(["1.0", "2.0"]),
+OPTIONS = st.fixed_dictionaries(
+    {
+        "row_group_size": st.sampled_from([1, 17, 1000, 1 << 20]),
+        "dictionary_pagesize_limit": st.sampled_from([64, 1 << 20]),
+        "data_page_size": st.sampled_from([32, 1 << 20]),
+        "data_page_version": st.sampled_from(["1.0", "2.0"]),
+    }
 )
+
+
+@settings(max_examples=examples(25, 150), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cells=CELLS, times=st.integers(1, 300), nulls=st.integers(0, 40), options=OPTIONS)
 def test_nothing_large_is_overlooked(
-    tmp_path: Path,
-    small_bounds: None,
-    cells: list[tuple[int, int]],
-    times: int,
-    nulls: int,
-    group: int,
-    fallback: int,
-    page: int,
-    version: str,
+    tmp_path: Path, small_bounds: None, cells: list[tuple[int, int]], times: int, nulls: int, options: Any
 ) -> None:
     own = [chr(97 + letter) * size for size, letter in cells]
     column = pa.array([None] * nulls + own * times, pa.string())
     path = tmp_path / "a.parquet"
     table = pa.table({"a": column, "b": pa.array([own] * len(column), pa.list_(pa.string()))})
-    pq.write_table(
-        table,
-        path,
-        row_group_size=group,
-        dictionary_pagesize_limit=fallback,
-        data_page_size=page,
-        data_page_version=version,
-    )
+    pq.write_table(table, path, **options)
     found, longest = doubtful(path), max(map(len, own), default=0)
-    if fallback > 64 and longest > WIDE:  # all values are in dictionaries
+    if options["dictionary_pagesize_limit"] > 64 and longest > WIDE:  # all values are in dictionaries
         assert "a" in found.wide
     size = path.stat().st_size
     for name in table.schema.names:
@@ -103,7 +91,6 @@ def test_a_chunk_that_does_not_begin_with_its_dictionary_is_doubtful(tmp_path: P
 
 
 def test_a_dictionary_of_one_value_is_doubtful(tmp_path: Path, small_bounds: None) -> None:
-    """A plain page that is read first would have one value, too."""
     path = tmp_path / "a.parquet"
     for values, wide in ((1, {"a"}), (2, set[str]())):
         words = ["x" * (WIDE - number) for number in range(values)]

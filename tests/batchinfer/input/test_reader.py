@@ -420,7 +420,6 @@ def test_a_sample_of_long_lines_holds_whole_rows_only(tmp_path: Path, form: str)
 
 
 def test_a_sample_of_a_short_file_is_all_of_it(tmp_path: Path) -> None:
-    """Its last line needs no newline."""
     path = write(tmp_path / "in.jsonl", GOOD + b"\n" + GOOD)
     reader = Reader.open(list_inputs(str(path), tmp_path), sample=SampleSize(512))
     assert [row for batch in reader.batches() for row in batch.rows] == [{"a": 1}] * 2

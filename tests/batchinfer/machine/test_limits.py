@@ -97,7 +97,6 @@ def test_too_few_processes_are_told(place: Place) -> None:
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
-    """That of any control group above, too."""
     proc, above = tmp_path / "proc", tmp_path / "groups" / "box"
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text("0::/box/job\n")
@@ -140,7 +139,6 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ids=repr,
 )
 def test_memory_that_runs_out_is_no_bug(error: Exception) -> None:
-    """Neither in the command's process nor in the engine's."""
     meant = known(error)
     assert isinstance(meant, OutOfMemory)
     assert "lower engine.kv_memory, raise the limit of the process" in str(meant)

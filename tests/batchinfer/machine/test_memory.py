@@ -49,7 +49,6 @@ def test_a_limit_on_memory_can_be_lifted(lift: str, code: int) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_a_thread_that_ends_meanwhile_has_no_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its entry was listed, and is gone when it is opened."""
     listed = Path.glob
     gone = Path("/proc/self/task/0/children")
     monkeypatch.setattr(Path, "glob", lambda folder, pattern: [gone, *listed(folder, pattern)])

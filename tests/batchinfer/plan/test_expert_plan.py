@@ -55,7 +55,6 @@ def test_hot_experts_are_repeated_where_there_is_room(peaks: Peaks | None) -> No
 
 
 def test_copies_stay_within_their_memory() -> None:
-    """As many in each layer: of two layers, each rank may have one more of each."""
     spec = spec_of()
     none = planned_experts(spec, 2, history(HOT), None, 4, 2 * EXPERT_BYTES - 1)
     assert (none.repeated, none.placement) == (0, none.placement)

@@ -143,7 +143,6 @@ def test_no_valid_value_is_longer_than_the_bound(data: st.DataObject) -> None:
     ({"allOf": [{"type": "string", "maxLength": 1}]}, '"\\u0007"'),
 ])  # fmt: skip
 def test_the_bound_is_reached(schema: Any, longest: str) -> None:
-    """By what the engine could write: the bound is exact, and a byte less would cut an answer."""
     assert accepts(schema, longest)
     slack = 1 if schema.get("multipleOf") else 0
     limit = schema.get("exclusiveMaximum")

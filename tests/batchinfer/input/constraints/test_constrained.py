@@ -141,7 +141,6 @@ def test_tokens_are_allowed_one_by_one_as_by_the_mask(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "Metaspace" not in kind])
 def test_text_that_a_normalizer_would_change_is_written_as_it_is(kind: str) -> None:
-    """It has to come: as tokens of the same text in another form, which may not."""
     make, eos = KINDS[kind]
     found = answer(make(), eos, SamplingParams(choice=(DECOMPOSED,)), 0)
     assert (found.text, found.failure) == (DECOMPOSED, None)
@@ -165,13 +164,11 @@ def test_each_of_several_ends_ends_an_answer() -> None:
 
 @pytest.mark.parametrize("beyond", [[], [262], [10**9]])
 def test_what_ends_an_answer_may_lie_beyond_the_vocabulary(beyond: list[int]) -> None:
-    """As in checkpoints whose generation_config.json names tokens that the tokenizer lacks."""
     found = [answer(byte_level(), (260, *beyond), SamplingParams(regex="x*"), seed) for seed in range(8)]
     assert {one.ids[-1] for one in found} == {260}
 
 
 def test_a_model_with_fewer_tokens_than_its_tokenizer_gets_none_that_it_lacks() -> None:
-    """Neither by a mask nor because it has to come."""
     whole = answer(byte_level(), (260,), SamplingParams(choice=("yes yes",)), 0, vocab=262)
     assert whole.ids == [257, 258], "its longest tokens"
     for seed in range(4):

@@ -154,7 +154,6 @@ def test_times_are_those_of_a_column(time: str, fits: bool) -> None:
 ])  # fmt: skip
 @pytest.mark.parametrize("of_the_job", [SamplingParams(), SamplingParams(regex="x")])
 def test_a_row_with_an_empty_constraint_is_an_error(of_the_job: SamplingParams, own: dict[str, Any]) -> None:
-    """It was answered with free text, or by the job's own constraint."""
     with pytest.raises(RowProblem, match=next(iter(own))):
         override(of_the_job, own)
     assert override(of_the_job, dict.fromkeys(own)) == of_the_job

@@ -59,16 +59,9 @@ ODD = {
     "equals": "{{ 'A' if messages[0].content == 'a' else messages[0].content }}",
     "empty": "{{ messages[0].content if messages[0].content else 'nothing' }}",
 }
+THINKING = ["</think>x", "<think>\ny\n</think>\n\nz", "<tool_response>q</tool_response>"]
 CONTENT = st.text(alphabet="ab{}%<>/&\n \t'é漢🙂\u2028", max_size=12) | st.sampled_from(
-    [
-        "",
-        "a",
-        "</think>x",
-        "<think>\ny\n</think>\n\nz",
-        "<tool_response>q</tool_response>",
-        "{{ a }}",
-        "\ue0f20\ue0f3",
-    ]
+    ["", "a", *THINKING, "{{ a }}", "\ue0f20\ue0f3"]
 )
 ROLES = st.lists(st.sampled_from(["user", "assistant"]), min_size=1, max_size=4)
 

@@ -68,48 +68,44 @@ TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'
     ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
 ])  # fmt: skip
 def test_other_names_mean_the_same(body: dict[str, Any], params: dict[str, Any]) -> None:
-    """And take the place of the constraint that the job has."""
     job = SamplingParams(regex="x")
     constrained = {"json_schema", "json_object", "regex", "choice", "grammar"} & params.keys()
     wanted = replace(job, **(({"regex": None} if constrained else {}) | params))
     assert override_openai(job, {"prompt": "", **body}, "prompt") == wanted
 
 
-@pytest.mark.parametrize(
-    ("body", "code", "message"),
-    [
-        ({"max_tokens": 8, "max_new_tokens": 9}, "bad_parameter", "max_new_tokens: is given together with max_tokens"),
-        ({"max_new_tokens": 0}, "bad_parameter", "max_new_tokens: must be a whole number from 1"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "bad_parameter", "guided_choice: .* with guided_regex"),
-        (
-            {"guided_regex": "a", "response_format": {"type": "json_object"}},
-            "bad_parameter",
-            "guided_regex: is given together with response_format",
-        ),
-        ({"structured_outputs": {"choice": []}}, "bad_parameter", "structured_outputs.choice: is an empty list"),
-        ({"structured_outputs": "json"}, "bad_parameter", "structured_outputs: must be an object, not text"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "unknown_field", "body.structured_outputs.structural_tag"),
-        ({"structured_outputs": {"disable_any_whitespace": True}}, "unknown_field", "disable_any_whitespace"),
-        ({"extra_body": {"top_k": 5}}, "unknown_field", "body.extra_body: .* Python client"),
-        ({"logit_bias": [5]}, "bad_parameter", "logit_bias: must be a mapping from token ids to numbers"),
-        ({"logit_bias": {"x": 1}}, "bad_parameter", "logit_bias: has 'x' for a token id"),
-        ({"logit_bias": {"-1": 1}}, "bad_parameter", "logit_bias: has '-1' for a token id"),
-        ({"logit_bias": {"5": 101}}, "bad_parameter", "bias of token 5 must be a number from -100 to 100, not 101"),
-        ({"logit_bias": {"5": True}}, "bad_parameter", "bias of token 5 must be a number .* not bool"),
-        ({"logit_bias": {"5": 1, "05": 1}}, "bad_parameter", "logit_bias: names token 5 twice"),
-        ({"logit_bias": {str(n): 1 for n in range(1025)}}, "bad_parameter", "has 1,025 tokens; the limit is 1,024"),
-        ({"allowed_token_ids": []}, "bad_parameter", "allowed_token_ids: is an empty list"),
-        ({"allowed_token_ids": [-1]}, "bad_parameter", "allowed_token_ids: must be a whole number from 0"),
-        ({"allowed_token_ids": {}}, "bad_parameter", "allowed_token_ids: must be a list of token ids, not an object"),
-        ({"allowed_token_ids": [5] * 4097}, "bad_parameter", "has 4,097 ids; give 1 to 4,096"),
-        ({"bad_words": [""]}, "bad_parameter", "bad_words: each text has 1 to 512 characters"),
-        ({"bad_words": [5]}, "bad_parameter", "bad_words: must be text or a list of texts"),
-        ({"bad_words": ["x"] * 257}, "bad_parameter", "bad_words: has 257 texts; the limit is 256"),
-        ({"best_of": 4}, "unknown_field", "body.best_of: must be 1"),
-        ({"echo": 1}, "bad_parameter", "echo: must be true or false, not"),
-        ({"top_k": -2}, "bad_parameter", "top_k: must be a whole number from 0"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("body", "code", "message"), [
+    ({"max_tokens": 8, "max_new_tokens": 9}, "bad_parameter", "max_new_tokens: is given together with max_tokens"),
+    ({"max_new_tokens": 0}, "bad_parameter", "max_new_tokens: must be a whole number from 1"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "bad_parameter", "guided_choice: .* with guided_regex"),
+    (
+        {"guided_regex": "a", "response_format": {"type": "json_object"}},
+        "bad_parameter",
+        "guided_regex: is given together with response_format",
+    ),
+    ({"structured_outputs": {"choice": []}}, "bad_parameter", "structured_outputs.choice: is an empty list"),
+    ({"structured_outputs": "json"}, "bad_parameter", "structured_outputs: must be an object, not text"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "unknown_field", "body.structured_outputs.structural_tag"),
+    ({"structured_outputs": {"disable_any_whitespace": True}}, "unknown_field", "disable_any_whitespace"),
+    ({"extra_body": {"top_k": 5}}, "unknown_field", "body.extra_body: .* Python client"),
+    ({"logit_bias": [5]}, "bad_parameter", "logit_bias: must be a mapping from token ids to numbers"),
+    ({"logit_bias": {"x": 1}}, "bad_parameter", "logit_bias: has 'x' for a token id"),
+    ({"logit_bias": {"-1": 1}}, "bad_parameter", "logit_bias: has '-1' for a token id"),
+    ({"logit_bias": {"5": 101}}, "bad_parameter", "bias of token 5 must be a number from -100 to 100, not 101"),
+    ({"logit_bias": {"5": True}}, "bad_parameter", "bias of token 5 must be a number .* not bool"),
+    ({"logit_bias": {"5": 1, "05": 1}}, "bad_parameter", "logit_bias: names token 5 twice"),
+    ({"logit_bias": {str(n): 1 for n in range(1025)}}, "bad_parameter", "has 1,025 tokens; the limit is 1,024"),
+    ({"allowed_token_ids": []}, "bad_parameter", "allowed_token_ids: is an empty list"),
+    ({"allowed_token_ids": [-1]}, "bad_parameter", "allowed_token_ids: must be a whole number from 0"),
+    ({"allowed_token_ids": {}}, "bad_parameter", "allowed_token_ids: must be a list of token ids, not an object"),
+    ({"allowed_token_ids": [5] * 4097}, "bad_parameter", "has 4,097 ids; give 1 to 4,096"),
+    ({"bad_words": [""]}, "bad_parameter", "bad_words: each text has 1 to 512 characters"),
+    ({"bad_words": [5]}, "bad_parameter", "bad_words: must be text or a list of texts"),
+    ({"bad_words": ["x"] * 257}, "bad_parameter", "bad_words: has 257 texts; the limit is 256"),
+    ({"best_of": 4}, "unknown_field", "body.best_of: must be 1"),
+    ({"echo": 1}, "bad_parameter", "echo: must be true or false, not"),
+    ({"top_k": -2}, "bad_parameter", "top_k: must be a whole number from 0"),
+])  # fmt: skip
 def test_problems_name_the_field_as_the_request_does(body: dict[str, Any], code: str, message: str) -> None:
     field = "prompt" if "echo" in body else "messages"
     with pytest.raises(RowProblem, match=message) as raised:

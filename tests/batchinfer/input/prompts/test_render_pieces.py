@@ -113,7 +113,6 @@ def test_processes_that_end_cost_only_what_ends_them_again(rows: list[str], data
 
 
 def test_a_row_that_found_no_memory_is_prepared_again_by_itself() -> None:
-    """Rows before it may have taken it."""
     short = prepared(["a", "!", "b"])
     short.prompts.errors = {1: SHORT}
     pieces = RowPieces(3, FIELDS)

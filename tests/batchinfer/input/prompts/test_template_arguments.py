@@ -67,18 +67,15 @@ def test_arguments_that_python_calls_equal_are_told_apart() -> None:
         assert found == [shown + content for shown in ("T", "1", "1.0", "0", "F", "1", "-0.0")]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages }}{{ tools }}{{ add_generation_prompt }}{{ bos_token }}{{ eos_token }}",
-        "{{ strftime_now('%d') }}{{ raise_exception('x') }}{{ range(3) }}{{ namespace() }}",
-        "{% set x = 1 %}{{ x }}",
-        "{% if messages %}{% set x = 1 %}{% else %}{% set x = 2 %}{% endif %}{{ x }}",
-        "{% for x, y in messages %}{{ x }}{{ loop.index }}{% endfor %}",
-        "{% macro f(x, y=1) %}{{ x }}{{ y }}{{ caller }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ f(1) }}",
-        "{{ self.x }}",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("source", [
+    "{{ messages }}{{ tools }}{{ add_generation_prompt }}{{ bos_token }}{{ eos_token }}",
+    "{{ strftime_now('%d') }}{{ raise_exception('x') }}{{ range(3) }}{{ namespace() }}",
+    "{% set x = 1 %}{{ x }}",
+    "{% if messages %}{% set x = 1 %}{% else %}{% set x = 2 %}{% endif %}{{ x }}",
+    "{% for x, y in messages %}{{ x }}{{ loop.index }}{% endfor %}",
+    "{% macro f(x, y=1) %}{{ x }}{{ y }}{{ caller }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ f(1) }}",
+    "{{ self.x }}",
+])  # fmt: skip
 def test_what_a_template_has_or_sets_itself_is_no_argument(source: str) -> None:
     assert not arguments_read(source)
 
@@ -124,24 +121,21 @@ def test_a_request_tells_in_three_ways() -> None:
     assert arguments().of_request({"chat_template_kwargs": {"add_generation_prompt": True}}).unread == ()
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"chat_template_kwargs": [1]}, "chat_template_kwargs: must be an object, not a list"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages: .*it cannot be set"),
-        ({"chat_template_kwargs": {"tools": [1]}}, "chat_template_kwargs.tools: .*it cannot be set"),
-        ({"chat_template_kwargs": {"eos_token": ""}}, "eos_token: .*it cannot be set"),
-        ({"chat_template_kwargs": {"raise_exception": ""}}, "raise_exception: .*it cannot be set"),
-        ({"chat_template_kwargs": {"strftime_now": ""}}, "strftime_now: .*it cannot be set"),
-        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "add_generation_prompt: .*it cannot be set"),
-        ({"reasoning_effort": 3}, "reasoning_effort: must be text such as low, not a number"),
-        ({"documents": {"a": 1}}, "documents: must be a list of objects"),
-        ({"documents": ["a"]}, "documents: must be a list of objects"),
-        ({"chat_template_kwargs": {"a": float("inf")}}, "has a number that is not finite"),
-        ({"chat_template_kwargs": {"a": datetime(2026, 1, 1)}}, "holds a datetime"),
-        ({"chat_template_kwargs": {"a": {1: 2}}}, "a name that is no text"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("body", "words"), [
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs: must be an object, not a list"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages: .*it cannot be set"),
+    ({"chat_template_kwargs": {"tools": [1]}}, "chat_template_kwargs.tools: .*it cannot be set"),
+    ({"chat_template_kwargs": {"eos_token": ""}}, "eos_token: .*it cannot be set"),
+    ({"chat_template_kwargs": {"raise_exception": ""}}, "raise_exception: .*it cannot be set"),
+    ({"chat_template_kwargs": {"strftime_now": ""}}, "strftime_now: .*it cannot be set"),
+    ({"chat_template_kwargs": {"add_generation_prompt": False}}, "add_generation_prompt: .*it cannot be set"),
+    ({"reasoning_effort": 3}, "reasoning_effort: must be text such as low, not a number"),
+    ({"documents": {"a": 1}}, "documents: must be a list of objects"),
+    ({"documents": ["a"]}, "documents: must be a list of objects"),
+    ({"chat_template_kwargs": {"a": float("inf")}}, "has a number that is not finite"),
+    ({"chat_template_kwargs": {"a": datetime(2026, 1, 1)}}, "holds a datetime"),
+    ({"chat_template_kwargs": {"a": {1: 2}}}, "a name that is no text"),
+])  # fmt: skip
 def test_wrong_arguments_of_a_request(body: dict[str, Any], words: str) -> None:
     with pytest.raises(RowProblem, match=words) as found:
         arguments().of_request(body)

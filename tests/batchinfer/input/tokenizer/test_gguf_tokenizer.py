@@ -223,7 +223,6 @@ def test_pieces_merge_as_in_sentencepiece(tmp_path_factory: pytest.TempPathFacto
 
 
 def test_special_tokens_of_phi_3_take_white_space_along(tmp_path: Path) -> None:
-    """As its own tokenizer.json says of all but some, and as llama.cpp knows."""
     tokens, scores = pieces()
     x, text = len(tokens) - 1, merged("ab", tokens, scores, True)
     for arch, swallowed in (("phi3", True), ("llama", False)):

@@ -237,7 +237,6 @@ def test_a_model_beside_takes_memory(tmp_path: Path, model: Path, known_peaks: H
 
 
 def test_the_place_of_a_draft_model(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside, where few rows wait for memory; first, where there is no room, or peaks are not known."""
     peaks = {"float32": 1e12, "int8": 1e12}
     runs_on(monkeypatch, Hardware("a machine", "cpu", 2, 8 << 30, peaks, 1e9, "measured"))
     drafts = {"model": str(model), "quantization": "int8"}
@@ -313,7 +312,6 @@ def test_a_run_that_would_simulate_for_long_makes_no_forecast(monkeypatch: pytes
 
 
 def test_of_many_earlier_steps_an_even_sample_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of them took a tenth of a millisecond, the others two."""
     monkeypatch.setattr(step_times_module, "MOST_STEPS", 500)
     took = np.repeat([1e-4, 2e-3], 10_000)
     columns = {name: np.full(len(took), 8.0) for name in STEP_COLUMNS} | {

@@ -168,7 +168,6 @@ def test_stages_send_over_the_slowest_link_between_them() -> None:
 @pytest.mark.usefixtures("known_peaks")
 @two_cores
 def test_the_forecast_takes_stages_into_account(tmp_path: Path, model: Path) -> None:
-    """It has the steps of the run: those of two engines that take turns, with a half of the rows each."""
     path = write_job(tmp_path, model, people(40), sampling={"max_tokens": 9, "ignore_eos": True},
                      engine={"max_num_seqs": 8, "max_num_batched_tokens": 96}, drafts="off")  # fmt: skip
     staged = ("engine.pipeline_parallel_size", "2")
@@ -306,7 +305,6 @@ def test_the_simulation_is_near_published_figures(tmp_path: Path, llama_70b: Pat
 
 @pytest.mark.parametrize("layout", first_of([(one,) for one in LAYOUTS], 0))
 def test_the_table_of_the_page_is_simulated(tmp_path: Path, llama_70b: Path, layout: tuple[int, int]) -> None:
-    """Of its columns the one of many answer tokens, launched as graphs."""
     page, division = (ROOT / "docs/large-models.md").read_text(), Division(*layout)
     row = next(line for line in page.splitlines() if line.startswith(f"| {name_of(division)} | "))
     told = float(row.split("|")[4].strip(" *").replace(",", ""))

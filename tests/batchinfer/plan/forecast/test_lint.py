@@ -19,20 +19,7 @@ from tests.batchinfer.plan.forecast.forecasts import planned, quick_plan, text
 
 pytestmark = pytest.mark.usefixtures("findings")
 
-WORDS = [
-    "alpha",
-    "beta",
-    "gamma",
-    "delta",
-    "epsilon",
-    "zeta",
-    "eta",
-    "theta",
-    "iota",
-    "kappa",
-    "lambda",
-    "mu",
-]
+WORDS = ["alpha", "beta", "gamma", "delta", "psi", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]
 INSTRUCTIONS = (
     "Say in one short sentence what the customer wants, and whether it is urgent.\n"
     "Do not greet, and do not apologise to anyone."

@@ -94,7 +94,6 @@ def test_a_job_that_does_not_fit(tmp_path: Path, model: Path, monkeypatch: pytes
 
 
 def test_duckdb_reads_the_forecasts_of_many_jobs(tmp_path: Path, model: Path, cli_of: CliOf) -> None:
-    """The query of docs/cli.md."""
     rows: list[Any] = [*people(30), "{not json"]
     path = write_job(tmp_path, model, rows, on_error={"max_error_rate": 0.5}, deadline="2030-01-01T06:00")
     plans, run = tmp_path / "plans.jsonl", cli_of()

@@ -78,7 +78,6 @@ def test_a_group_inside_a_group_is_kept_whole() -> None:
 
 
 def test_a_large_group_is_divided_where_its_prefix_costs_little() -> None:
-    """512 tokens more are little beside 128 rows of 81; not if 20 engines run them."""
     requests = rows((128, 512, 80))
     assert cut(requests, 16, 2) == (16, 512)
     assert cut(requests, 16, 20) == (64, 0)

@@ -87,7 +87,6 @@ def test_the_forest_is_the_one_of_brute_force(tree, batch):
 @given(tree=paths, data=st.data())
 @settings(max_examples=examples(10, 30), deadline=None, print_blob=True)
 def test_the_order_walks_the_forest_by_effort(many, tree, data):
-    """What shares a token stands together among many rows, among few what shares a block."""
     prompts, forest = in_order(prompts_of(tree), 1000)
     effort = np.array([data.draw(st.integers(0, 9)) for _ in prompts], np.int64)
     with pytest.MonkeyPatch.context() as patch:
@@ -167,7 +166,6 @@ class Counted:
 )
 @settings(deadline=None)
 def test_places_that_lie_near_one_another_are_read_together(rows, gap, at_once):
-    """Prompts of so many tokens, each so far behind the one before it."""
     counts = np.array([count for count, _ in rows], np.int32)
     gaps = np.array([gap for _, gap in rows], np.int64)
     offsets = np.cumsum(counts + gaps) - counts

@@ -71,7 +71,6 @@ def test_engines_share_a_cpu(tmp_path: Path, checkpoint: Checkpoint, monkeypatch
 
 
 def test_each_rank_has_a_place(tmp_path: Path, checkpoint: Checkpoint, eight: list[tuple[int, ...]]) -> None:
-    """Those of an engine beside each other, on a CPU's cores or on GPUs; the engine has the peaks of all."""
     divided = (("engine.data_parallel", "2"), ("engine.pipeline_parallel_size", "2"), ("engine.threads", "4"))
     job = job_of(tmp_path, ("model.dtype", "bfloat16"), *divided)
     setting = resolve(job, checkpoint, CORES)
@@ -92,18 +91,15 @@ def test_each_rank_has_a_place(tmp_path: Path, checkpoint: Checkpoint, eight: li
 NODES = ("engine.nodes", "{listen: 'here:7700', token_file: token, count: 1}")
 
 
-@pytest.mark.parametrize(
-    ("settings", "machines", "parts"),
-    [
-        # the machine of each process of each engine, and which part of the machine's processes it is
-        ({}, [[0], [1]], [[0], [0]]),
-        ({"data_parallel": 6}, [[0], [1]] * 3, [[0], [0], [1], [1], [2], [2]]),
-        ({"tensor_parallel_size": 2}, [[0, 0], [1, 1]], [[0, 1], [0, 1]]),
-        ({"pipeline_parallel_size": 2}, [[0, 1]], [[0, 0]]),
-        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, [[0, 0, 1, 1]], [[0, 1, 0, 1]]),
-        ({"pipeline_parallel_size": 2, "data_parallel": 2}, [[0, 0], [1, 1]], [[0, 1], [0, 1]]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "machines", "parts"), [
+    # the machine of each process of each engine, and which part of the machine's processes it is
+    ({}, [[0], [1]], [[0], [0]]),
+    ({"data_parallel": 6}, [[0], [1]] * 3, [[0], [0], [1], [1], [2], [2]]),
+    ({"tensor_parallel_size": 2}, [[0, 0], [1, 1]], [[0, 1], [0, 1]]),
+    ({"pipeline_parallel_size": 2}, [[0, 1]], [[0, 0]]),
+    ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, [[0, 0, 1, 1]], [[0, 1, 0, 1]]),
+    ({"pipeline_parallel_size": 2, "data_parallel": 2}, [[0, 0], [1, 1]], [[0, 1], [0, 1]]),
+])  # fmt: skip
 def test_machines_have_as_many_engines_or_as_many_ranks_of_one(
     tmp_path: Path, checkpoint: Checkpoint, eight: list[tuple[int, ...]],
     settings: dict[str, int], machines: list[list[int]], parts: list[list[int]],
@@ -144,21 +140,18 @@ def test_machines_that_would_have_different_shares_are_refused(
         resolve(job, checkpoint, replace(CORES, cores=8))
 
 
-@pytest.mark.parametrize(
-    ("settings", "refusal", "said"),
-    [
-        ({"tensor_parallel_size": 2, "deterministic": True}, Unavailable, "engine.expert_parallel_size keep the bits"),
-        ({"tensor_parallel_size": 3}, CannotSplit, r"can be divided among 1, 2"),
-        ({"pipeline_parallel_size": 5}, CannotSplit, r"engine.pipeline_parallel_size is \d+ at the most"),
-        (
-            {"pipeline_parallel_size": 2, "device": "cuda", "nodes": '{listen: "10.0.0.1:7", token_file: t, count: 1}'},
-            CannotSplit, "among GPUs of one machine alone",
-        ),
-        ({"tensor_parallel_size": 2, "data_parallel": 3}, JobFileError, "3 engines of 2 ranks each need 6 cores"),
-        ({"tensor_parallel_size": 2, "threads": 1}, JobFileError, "2 ranks need 2 cores"),
-        ({"data_parallel": 5, "device": "cuda"}, JobFileError, "5 engines need 5 GPUs, but .* only 3"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "refusal", "said"), [
+    ({"tensor_parallel_size": 2, "deterministic": True}, Unavailable, "engine.expert_parallel_size keep the bits"),
+    ({"tensor_parallel_size": 3}, CannotSplit, r"can be divided among 1, 2"),
+    ({"pipeline_parallel_size": 5}, CannotSplit, r"engine.pipeline_parallel_size is \d+ at the most"),
+    (
+        {"pipeline_parallel_size": 2, "device": "cuda", "nodes": '{listen: "10.0.0.1:7", token_file: t, count: 1}'},
+        CannotSplit, "among GPUs of one machine alone",
+    ),
+    ({"tensor_parallel_size": 2, "data_parallel": 3}, JobFileError, "3 engines of 2 ranks each need 6 cores"),
+    ({"tensor_parallel_size": 2, "threads": 1}, JobFileError, "2 ranks need 2 cores"),
+    ({"data_parallel": 5, "device": "cuda"}, JobFileError, "5 engines need 5 GPUs, but .* only 3"),
+])  # fmt: skip
 def test_what_cannot_be_divided_is_refused(
     tmp_path: Path, checkpoint: Checkpoint,
     settings: dict[str, Any], refusal: type[BatchInferError], said: str,

@@ -223,7 +223,6 @@ def test_stored_codes_that_are_refused(tmp_path: Path, stored: Checkpoint, check
 
 
 def test_a_cpu_refuses_what_it_cannot_do_in_float16(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    """All of it at once, together with what else is wrong. On a GPU it runs."""
     half = job_of(tmp_path, *ASKED, ("model.dtype", "float16"))
     wrong = job_of(tmp_path, *ASKED, ("model.dtype", "float16"), ("model.max_model_len", "9999"))
     with pytest.raises(JobFileError) as refused:

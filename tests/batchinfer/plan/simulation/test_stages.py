@@ -168,7 +168,6 @@ def test_a_collective_takes_what_the_traffic_says() -> None:
 
 @pytest.mark.parametrize("stages", first_of([4, 2], 1))
 def test_stages_take_at_least_what_the_slowest_one_takes(stages: int) -> None:
-    """And at most what one rank takes for all of it, with as many steps as there are."""
     division = Division(1, stages)
     found, alone = run(machine(SPEC, division)), run(machine(SPEC))
     assert found.sampled_tokens == alone.sampled_tokens
@@ -188,7 +187,6 @@ def test_engines_that_take_turns_share_the_cache() -> None:
 
 
 def test_attention_of_a_stage_is_its_share() -> None:
-    """The parts of all stages add up to the whole, but for what is rounded."""
     shape, whole = StepShape(64, 64, 64 * 900 * 8, 64 * 900 * 8), model_cost(SPEC, 2)
     parts = stages_of(SPEC, Division(1, 4), FREE)
     time = StepTime(RANK)

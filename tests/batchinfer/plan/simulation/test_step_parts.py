@@ -57,7 +57,6 @@ def test_what_parts_take_is_found_again_from_two_models() -> None:
 
 
 def test_steps_of_another_model_are_forecast() -> None:
-    """Also where steps scatter, as real ones do: by 5 % each."""
     rng = np.random.default_rng(11)
     steps = [*timed(NARROW), *timed(WIDE)]
     noisy = [step._replace(seconds=step.seconds * rng.normal(1, 0.05)) for step in steps]
@@ -69,7 +68,6 @@ def test_steps_of_another_model_are_forecast() -> None:
 
 
 def test_steps_that_something_disturbed_hardly_count() -> None:
-    """Five of 26 took half as long again, or three times as long."""
     steps = [*timed(NARROW), *timed(WIDE)]
     for at, times in ((1, 1.5), (8, 3.0), (11, 1.5), (17, 3.0), (22, 1.5)):
         steps[at] = steps[at]._replace(seconds=steps[at].seconds * times)
@@ -92,7 +90,6 @@ def test_no_part_is_left_out(cost: ModelCost) -> None:
 
 
 def test_a_measurement_that_lacks_a_part_is_none() -> None:
-    """As one of another version may."""
     whole = {**TRUTH, HOST_STEP: 1e-4, HOST_ROW: 1e-5}
     made = StepTime.calibrated(PEAKS, whole)
     assert made.host_s(10) == pytest.approx(2e-4)

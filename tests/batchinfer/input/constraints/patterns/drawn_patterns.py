@@ -12,35 +12,24 @@ ODD = [
     *map(chr, (0x200B, 0xFFFD, 0xFFFF, 0x10000, 0x1D7D9, 0x1F600, 0x1F1E9, 0x10FFFF)),
     *"aäbzAZß_09-/\\\"'^$.*+?()[]{}|&~:,;<>#@!%=` ΩαЯ中あ٣²Ⅷé",
 ]
-_CATEGORIES = ["L", "Lu", "Letter", "Nd", "P", "Zs", "Cc", "C", "S", "gc=Ll", "General_Category=Mn"]
-_BINARY = [
-    "ASCII",
-    "Any",
-    "Alphabetic",
-    "White_Space",
-    "Emoji",
-    "ID_Start",
-    "Script=Greek",
-    "scx=Latn",
-    "sc=Hani",
+_PROPERTIES = [
+    *("L", "Lu", "Letter", "Nd", "P", "Zs", "Cc", "C", "S", "gc=Ll", "General_Category=Mn"),
+    *(
+        "ASCII",
+        "Any",
+        "Alphabetic",
+        "White_Space",
+        "Emoji",
+        "ID_Start",
+        "Script=Greek",
+        "scx=Latn",
+        "sc=Hani",
+    ),
 ]
 _ESCAPES = [
-    r"\d",
-    r"\D",
-    r"\w",
-    r"\W",
-    r"\s",
-    r"\S",
-    r"\n",
-    r"\t",
-    r"\r",
-    r"\f",
-    r"\v",
-    r"\0",
-    r"\cJ",
-    r"\x41",
+    *(r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", r"\n", r"\t", r"\r", r"\f", r"\v", r"\0", r"\cJ", r"\x41"),
+    *(r"\u0085", r"\u2028", r"\u{1F600}", r"\ud83d\ude00", r"\x7f", r"\u{0}", r"\/", r"\."),
 ]
-_CODES = [r"\u0085", r"\u2028", r"\u{1F600}", r"\ud83d\ude00", r"\x7f", r"\u{0}", r"\/", r"\."]
 _BEYOND = [
     *("(?i)", "(?i:a)", "(?x)", "(?-u:a)", "(?P<n>a)", "(?P=n)", "(?>a)", "(?#x)", r"\A", r"\z", r"\Z", r"\a"),
     *(r"\h", r"\R", r"\x{41}", r"\pL", r"\p{greek}", r"\p{^L}", r"\p{IsL}", r"\Q", r"\1", r"\2", r"\k<n>", r"\b"),
@@ -87,7 +76,7 @@ class DrawnPattern:
         elif kind < 0.5:
             made = self._class()
         elif kind < 0.75:
-            made = draw.choice([".", *_ESCAPES, *_CODES, self._property()])
+            made = draw.choice([".", *_ESCAPES, self._property()])
         else:
             made = self._literal()
         return made + draw.choice(("", "", "", "", "*", "+", "?", "{2}", "{1,2}", "{0,}", "*?", "{0}"))
@@ -100,7 +89,7 @@ class DrawnPattern:
         return f"\\{char}" if char in "^$\\.*+?()[]{}|" else char
 
     def _property(self) -> str:
-        return f"\\{self._draw.choice('ppP')}{{{self._draw.choice(_CATEGORIES + _BINARY)}}}"
+        return f"\\{self._draw.choice('ppP')}{{{self._draw.choice(_PROPERTIES)}}}"
 
     def _class(self) -> str:
         members = (self._member() for _ in range(self._draw.choice((0, 1, 2, 3, 4))))
@@ -109,7 +98,7 @@ class DrawnPattern:
     def _member(self) -> str:
         draw = self._draw
         if draw.random() < 0.3:
-            return draw.choice([*_ESCAPES, *_CODES, self._property()])
+            return draw.choice([*_ESCAPES, self._property()])
         first, last = sorted(draw.choices(ODD, k=2))
         return self._shown(first) if draw.random() < 0.5 else f"{self._shown(first)}-{self._shown(last)}"
 
