@@ -52,7 +52,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @settings(max_examples=examples(25, 150), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(cells=CELLS, times=st.integers(1, 300), nulls=st.integers(0, 40), options=OPTIONS)
+@given(cells=CELLS, times=st.integers(1, 100), nulls=st.integers(0, 40), options=OPTIONS)
 def test_nothing_large_is_overlooked(
     tmp_path: Path, small_bounds: None, cells: list[tuple[int, int]], times: int, nulls: int, options: Any
 ) -> None:

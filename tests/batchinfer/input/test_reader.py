@@ -25,7 +25,6 @@ from batchinfer.input.files import list_inputs
 from batchinfer.input.json_text import parse_row
 from batchinfer.input.protocol import TextOptions
 from batchinfer.input.reader import Reader, SampleSize
-from batchinfer.input.rows import RowProblem
 from batchinfer.input.sql import materialise, query_columns
 
 GOOD = b'{"a": 1}'
@@ -365,15 +364,6 @@ def test_a_failing_query_is_a_mistake_in_the_job(tmp_path: Path, sql: str) -> No
     with pytest.raises(JobFileError, match=r"input\.sql") as caught:
         queried(tmp_path, sql)
     assert caught.value.exit_code == 78
-
-
-@given(st.binary(max_size=300))
-def test_any_bytes_are_a_row_or_a_row_problem(data: bytes) -> None:
-    try:
-        message = str(len(parse_row(data)))
-    except RowProblem as problem:
-        message = problem.error.message
-    assert len(message.encode()) <= 2048
 
 
 @given(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.reasoning_models import DEEPSEEK_R1, MAGISTRAL
+from tests.reasoning_models import DEEPSEEK_R1, MAGISTRAL, QWEN3
 
 _OPEN = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
 
@@ -22,29 +22,6 @@ class Family:
     told: tuple[dict[str, Any], ...] = field(default=({},))
 
 
-QWEN3 = """
-{%- if tools %}
-    {{- '<|im_start|>system\\n# Tools\\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
-{%- endif %}
-{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == "user" and message.content is string %}
-        {%- set ns.multi_step_tool = false %}{%- set ns.last_query_index = index %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if message.content is string %}{%- set content = message.content %}
-    {%- else %}{%- set content = '' %}{%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}
-"""
 DEEPSEEK_V31 = """
 {% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}
 {% if not thinking is defined %}{% set thinking = false %}{% endif %}
@@ -131,40 +108,6 @@ NEMOTRON3 = (
     f"{_OPEN}{{%- if enable_thinking %}}{{{{- '<think>\\n' }}}}{{%- else %}}{{{{- '<think></think>' }}}}{{%- endif %}}"
     "{%- endif %}"
 )
-SMOLLM3 = """
-{%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
-{%- if enable_thinking -%}{%- set reasoning_mode = "/think" -%}{%- else -%}{%- set reasoning_mode = "/no_think" -%}
-{%- endif -%}
-{{- "<|im_start|>system\\n" -}}
-{%- if messages[0].role == "system" -%}
-    {%- set system_message = messages[0].content -%}
-    {%- if "/no_think" in system_message -%}{%- set reasoning_mode = "/no_think" -%}{%- endif -%}
-    {%- set custom_instructions = system_message.replace("/no_think", "").rstrip() -%}
-{%- endif -%}
-{{- "Reasoning Mode: " + reasoning_mode + "\\n\\n" -}}
-{%- if custom_instructions -%}{{- custom_instructions + "\\n\\n" -}}
-{%- else -%}{{- "You are a helpful AI assistant named SmolLM.\\n\\n" -}}{%- endif -%}
-{%- if xml_tools or python_tools or tools -%}
-    {{- "### Tools\\n\\n" -}}
-    {%- if xml_tools -%}{%- for tool in xml_tools -%}{{- (tool | string) + "\\n" -}}{%- endfor -%}{%- endif -%}
-    {%- if python_tools -%}{%- for tool in python_tools -%}{{- (tool | string) + "\\n" -}}{%- endfor -%}{%- endif -%}
-{%- endif -%}
-{{- "<|im_end|>\\n" -}}
-{%- for message in messages -%}
-    {%- set content = message.content if message.content is string else "" -%}
-    {%- if message.role == "user" -%}{{ "<|im_start|>user\\n" + content + "<|im_end|>\\n" }}
-    {%- elif message.role == "assistant" -%}
-        {% generation %}
-        {%- if reasoning_mode == "/think" -%}{{ "<|im_start|>assistant\\n" + content.lstrip("\\n") + "<|im_end|>\\n" }}
-        {%- else -%}{{ "<|im_start|>assistant\\n<think>\\n\\n</think>\\n" + content + "<|im_end|>\\n" }}{%- endif -%}
-        {% endgeneration %}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {%- if reasoning_mode == "/think" -%}{{ "<|im_start|>assistant\\n" }}
-    {%- else -%}{{ "<|im_start|>assistant\\n<think>\\n\\n</think>\\n" }}{%- endif -%}
-{%- endif -%}
-"""
 LLAMA31 = """
 {{- bos_token }}
 {%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
@@ -226,13 +169,6 @@ FAMILIES = {
     ),
     "nemotron-3": _family(
         NEMOTRON3, *_THINKING, {"truncate_history_thinking": False}, reads="enable_thinking truncate_history_thinking"
-    ),
-    "smollm3": _family(
-        SMOLLM3,
-        *_THINKING,
-        {"xml_tools": [{"name": "f", "size": 1.5}], "custom_instructions": "Be nice."},
-        {"python_tools": ["def f(): ..."]},
-        reads="enable_thinking xml_tools python_tools custom_instructions",
     ),
     "llama-3.1": _family(
         LLAMA31,

@@ -131,7 +131,7 @@ THINNED = [("1B", 128, 64, True), ("8B", 128, 64, False)]
 def test_no_number_of_places_to_fill_together_is_better(case):
     """By half a percent, whatever the model, prompts and answers, and whether steps are captured in pieces."""
     name, prompt, output, pieces = case
-    rows, sizes = (300, SIZES[1::2]) if case in THINNED else (1000, SIZES)
+    rows, sizes = (200, SIZES[1::2]) if case in THINNED else (1000, SIZES)
     once, found = shares(name, prompt, output, rows, pieces)
     others = list(counted(*case[:3], rows, pieces, sizes))
     print(*case, f"at once {once:.4f}, by costs {found:.4f}, by numbers", *(f"{one:.4f}" for one in others))
