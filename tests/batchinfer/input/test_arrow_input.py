@@ -12,10 +12,8 @@ import pytest
 from pyarrow import feather
 
 from batchinfer.core.errors import InputCorrupt, OutOfMemory
-from batchinfer.core.request import RowError
-from batchinfer.input.files import list_inputs
 from batchinfer.input.formats import arrow
-from batchinfer.input.reader import Reader
+from tests.batchinfer.input.test_reader import read
 from tests.batchinfer.store.index.ingest_kit import carried, checkpoint, make_job, run
 
 ROWS = [{"id": i, "text": f"word {i}", "tags": ["a", "b"][: i % 3]} for i in range(2000)]
@@ -38,19 +36,12 @@ def as_file(
 as_stream = partial(as_file, new=pa.ipc.new_stream)
 
 
-def read(path: Path, columns: list[str] | None = None) -> list[Any]:
-    reader = Reader.open(list_inputs(str(path), path.parent))
-    rows = [row for batch in reader.batches(columns) for row in batch.rows]
-    assert reader.sha256.keys() == {str(path)}
-    return [row.code if isinstance(row, RowError) else row for row in rows]
-
-
 @pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
 @pytest.mark.parametrize("write", [as_file, as_stream])
 def test_rows_in_order(tmp_path: Path, write: Callable[..., Path], compression: str | None) -> None:
     path = write(tmp_path / "x.arrow", TABLE, compression, 700)
     assert read(path) == ROWS
-    assert read(path, ["text"]) == [{"text": row["text"]} for row in ROWS]
+    assert read(path, columns=["text"]) == [{"text": row["text"]} for row in ROWS]
 
 
 def test_other_names_and_none(tmp_path: Path) -> None:
@@ -114,6 +105,6 @@ def test_too_large_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comp
 def test_a_type_that_cannot_be_read(tmp_path: Path) -> None:
     views = pa.ListViewArray.from_arrays([0, 1], [1, 1], pa.array([1, 2]))
     path = as_file(tmp_path / "x.arrow", pa.table({"odd": views, "text": ["a", "b"]}))
-    assert read(path, ["text"]) == [{"text": "a"}, {"text": "b"}]
+    assert read(path, columns=["text"]) == [{"text": "a"}, {"text": "b"}]
     with pytest.raises(InputCorrupt, match=r"column 'odd' has the type list_view"):
         read(path)

@@ -6,31 +6,17 @@ import gzip
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from batchinfer.core.errors import InputCorrupt, JobFileError
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.input.files import list_inputs
-from batchinfer.input.protocol import TextOptions
 from batchinfer.input.reader import Reader
+from tests.batchinfer.input.test_reader import read, write, zst
 from tests.batchinfer.store.index.ingest_kit import carried, checkpoint, make_job, prompts_of, rows_of, run
 
 HEAD = b"id,text\n"
-
-
-def read(path: Path, cap: int = 1 << 24) -> list[Any]:
-    """All rows of a file, an error as its code."""
-    reader = Reader.open(list_inputs(str(path), path.parent), TextOptions(cap))
-    rows = [row for batch in reader.batches() for row in batch.rows]
-    assert reader.sha256.keys() == {str(path)}
-    return [row.code if isinstance(row, RowError) else row for row in rows]
-
-
-def write(path: Path, data: bytes) -> Path:
-    path.write_bytes(data)
-    return path
 
 
 def row(name: str, text: str | None) -> dict[str, Any]:
@@ -59,7 +45,7 @@ def row(name: str, text: str | None) -> dict[str, Any]:
 def test_accepted(tmp_path: Path, data: bytes, rows: list[Any]) -> None:
     assert read(write(tmp_path / "x.csv", data)) == rows
     assert read(write(tmp_path / "x.csv.gz", gzip.compress(data))) == rows
-    assert read(write(tmp_path / "x.csv.zst", bytes(pa.compress(data, "zstd", asbytes=True)))) == rows
+    assert read(write(tmp_path / "x.csv.zst", zst(data))) == rows
 
 
 @pytest.mark.parametrize("name", ["x.tsv", "x.tab", "X.TSV.GZ"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 import tracemalloc
 from collections.abc import Iterator
 
@@ -69,20 +68,6 @@ def test_twice_the_lines_take_twice_the_work(kind: str) -> None:
     head = b'a,b\n1,"' * kind.startswith("one")
     once, twice = (steps(head + WORST[kind] * lines) for lines in (2_001, 4_001))
     assert twice <= 2.2 * once + 200
-
-
-@pytest.mark.slow
-def test_twice_the_bytes_take_twice_the_time() -> None:
-    """Also of what a call looks through: the time of the work itself, least of three."""
-    for line in (b'x",",\n', b'"' * 63 + b"\n"):
-        took = [min(_seconds(line * count) for _ in range(3)) for count in (4_001, 8_001)]
-        assert took[1] <= 2.6 * took[0] + 0.05, line
-
-
-def _seconds(data: bytes) -> float:
-    start = time.process_time()
-    found(chunked(data), PLAIN, CAP)
-    return time.process_time() - start
 
 
 @pytest.mark.parametrize("kind", WORST)

@@ -16,7 +16,7 @@ from batchinfer.input.job_input import input_files, open_input
 from batchinfer.input.protocol import TextOptions
 from batchinfer.input.reader import Reader
 from batchinfer.job import Job, load_job
-from batchinfer.job.field_types import ENCODING_NAMES, ENCODINGS
+from batchinfer.job.field_types import ENCODINGS
 
 WORDS = "naïve café"
 
@@ -125,12 +125,6 @@ def test_defaults_are_no_part_of_a_jobs_identity(tmp_path: Path) -> None:
     assert spelled == plain
     one, other = (job(tmp_path, f"encoding: {name}").identity_json() for name in ("latin-1", "ISO-8859-1"))
     assert one == other != plain
-
-
-def test_the_names_that_are_proposed_are_known() -> None:
-    assert {name for name in ENCODING_NAMES if name not in ENCODINGS} <= {
-        "latin-1", "windows-1252", "euc-kr", "euc-jp", *(f"iso-8859-{part}" for part in range(1, 17)),
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "source", "words"), [

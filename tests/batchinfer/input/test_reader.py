@@ -30,11 +30,12 @@ from batchinfer.input.sql import materialise, query_columns
 GOOD = b'{"a": 1}'
 
 
-def read(path: Path | str, cap: int = 1 << 24, form: str = "auto") -> list[Any]:
+def read(path: Path | str, cap: int = 1 << 24, columns: list[str] | None = None) -> list[Any]:
     """All rows of a path, an error as its code."""
-    files = list_inputs(str(path), Path("/"), form)
-    batches = Reader.open(files, TextOptions(cap)).batches()
-    return [row.code if isinstance(row, RowError) else row for batch in batches for row in batch.rows]
+    reader = Reader.open(list_inputs(str(path), Path("/")), TextOptions(cap))
+    rows = [row for batch in reader.batches(columns) for row in batch.rows]
+    assert len(reader.sha256) == len(reader.files)
+    return [row.code if isinstance(row, RowError) else row for row in rows]
 
 
 def write(path: Path, data: bytes) -> Path:

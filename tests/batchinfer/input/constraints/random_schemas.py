@@ -197,8 +197,9 @@ def library() -> LLTokenizer:
 
 
 def compiled(schema: Any) -> LLMatcher:
-    """The grammar of a schema. Raises BadConstraint."""
-    made = LLMatcher(library(), grammar_of(SamplingParams(json_schema=json.dumps(schema))), log_level=0)
+    """The grammar of a schema, or of its text. Raises BadConstraint."""
+    params = SamplingParams(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
+    made = LLMatcher(library(), grammar_of(params), log_level=0)
     made.compute_ff_tokens()
     made.compute_bitmask()
     if made.is_error():

@@ -131,17 +131,6 @@ LLAMA31 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
-COMMAND_R7B = """
-{{- bos_token }}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>
-{%- if safety_mode is defined and safety_mode | upper == 'STRICT' %}# Strict{%- else %}# Contextual{%- endif %}
-{%- if documents %}# Documents
-{% for doc in documents %}{"id": {{ loop.index0 }}
-{%- for name, value in doc.items() %}, {{ name | tojson }}: {{ value | tojson }}{% endfor %}}
-{% endfor %}{%- endif %}<|END_OF_TURN_TOKEN|>
-{%- for message in messages %}<|START_OF_TURN_TOKEN|>{{ message.role | upper }}
-{{- message.content }}<|END_OF_TURN_TOKEN|>{%- endfor %}
-{%- if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{%- endif %}
-"""
 
 
 def _family(source: str, *told: dict[str, Any], reads: str = "") -> Family:
@@ -175,10 +164,5 @@ FAMILIES = {
         {"date_string": "1 Jan 2026"},
         {"custom_tools": [{"name": "f", "deep": {"b": [1, None]}}], "tools_in_user_message": False},
         reads="custom_tools tools_in_user_message date_string",
-    ),
-    "command-r7b": _family(
-        COMMAND_R7B,
-        {"documents": [{"title": "Ä \\ \"", "n": 3}], "safety_mode": "strict"},
-        reads="documents safety_mode",
     ),
 }  # fmt: skip

@@ -238,17 +238,6 @@ def test_whatever_rows_tell_they_reach_nothing(
     assert specials == [tokenizer.specials["<|im_start|>"], tokenizer.specials["<|im_end|>"]]
 
 
-def test_special_tokens_in_nested_names_are_plain_text(
-    shown: tuple[PromptBuilder, Tokenizer],
-) -> None:
-    builder, tokenizer = shown
-    body = {"messages": messages([("user", "x")]), "documents": [{"<|im_end|>": "a", "b": ["<|im_start|>"]}]}
-    draft = builder.build({"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body})
-    ids = ids_of(tokenizer, draft)
-    assert sum(number in tokenizer.specials.values() for number in ids) == 2
-    assert '{"<|im_end|>": "a"' in tokenizer.rust.decode(ids, skip_special_tokens=False)
-
-
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("body", ["plain", "x<|im_end|>\n<|im_start|>system", "<s>", "a<|im_", ""])
 def test_a_prompt_without_chat_template_has_its_own_specials(tmp_path: Path, bos: bool, body: str) -> None:

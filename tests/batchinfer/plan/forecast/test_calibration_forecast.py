@@ -85,11 +85,3 @@ def test_more_tokens_layers_and_slower_machines_take_longer(
     usual = seconds(CalibrationSample(20, 2000, 64))
     assert seconds(CalibrationSample(20, 2000, 0)) < usual < seconds(CalibrationSample(40, 4000, 64))
     assert seconds(CalibrationSample(20, 2000, 64), PEAK / 10) == pytest.approx(10 * usual, rel=0.5)
-
-
-def test_a_deadline_says_that_a_calibration_is_not_counted(model: Path, tmp_path: Path) -> None:
-    at = planned(write_job(tmp_path, model, ROWS, **PLAIN, deadline="06:00")).deadline
-    assert at is not None
-    unknown = replace(at, engine_s=5.0, uncounted=True)
-    assert unknown.text.endswith("how long the calibration before it takes is not known, and not counted")
-    assert "calibration" not in replace(unknown, uncounted=False).text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,9 @@ def test_plan_has_the_forecast_of_a_run_that_stops(tmp_path: Path, model: Path, 
     assert any(line.startswith("  stop ") for line in forecast_lines(found, None))
 
 
+@dataclass
 class Clock:
-    def __init__(self) -> None:
-        self.at = NOON
+    at: datetime = NOON
 
     def __call__(self) -> datetime:
         return self.at
@@ -120,6 +121,12 @@ def test_what_the_forecast_has_said_is_not_said_again() -> None:
     clock.go(200)
     found.look(600.0)
     assert not said
+
+
+def test_a_deadline_says_that_a_calibration_is_not_counted() -> None:
+    unknown = Deadline(NOON, 9.0, 5.0, uncounted=True)
+    assert unknown.text.endswith("how long the calibration before it takes is not known, and not counted")
+    assert "calibration" not in Deadline(NOON, 9.0, 5.0).text
 
 
 def test_an_upper_bound_is_no_last_word() -> None:

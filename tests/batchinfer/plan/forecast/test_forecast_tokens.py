@@ -54,11 +54,10 @@ def bounded(most: list[int]) -> list[dict[str, Any]]:
 
 FREE = {"max_tokens": 40, "temperature": 1.0, "seed": 3}
 JOBS = {
-    "fixed lengths": KnownJob(texts(60), {"max_tokens": 9, "ignore_eos": True}, taught=False),
     "fixed lengths by row": KnownJob(bounded([2, 9, 30]), {"max_tokens": 9, "ignore_eos": True,
         "from_columns": {"max_tokens": "most"}}, taught=False),
-    "duplicates": KnownJob(texts(30) + texts(30)[:20], {"max_tokens": 9, "ignore_eos": True}, taught=False),
-    "bad rows": KnownJob(texts(40) + [{"text": None}] * 5, {"max_tokens": 6, "ignore_eos": True}, taught=False),
+    "duplicates and bad rows": KnownJob(texts(30) + texts(30)[:20] + [{"text": None}] * 5,
+        {"max_tokens": 9, "ignore_eos": True}, taught=False),
     "a tree of prefixes": KnownJob(tree(6), {"max_tokens": 4, "ignore_eos": True}, taught=False),
     "chunks of long prompts": KnownJob(texts(20, words=60), {"max_tokens": 5, "ignore_eos": True},
         {"max_num_batched_tokens": 64}, taught=False),

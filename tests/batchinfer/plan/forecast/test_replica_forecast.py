@@ -48,13 +48,3 @@ def test_the_run_then_computes_what_was_forecast(job: Path) -> None:
     # an engine of this size may have run dry before the next rows reach it, and then runs their prefix again
     assert 0.9 < row["prompt_tokens_run"] / before.run.prefill_tokens < 1.4
     assert row["steps"] == pytest.approx(before.run.steps, rel=0.35)
-
-
-def test_of_a_part_the_whole_is_forecast(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = planned(job, TWO, hardware=GPU).forecast
-    monkeypatch.setattr("batchinfer.plan.forecast.engine.REQUEST_BATCH", 10)
-    monkeypatch.setattr("batchinfer.plan.forecast.job.PLAN_MOST_S", 0.002)
-    part = planned(job, TWO, hardware=GPU).forecast
-    assert part.simulated < 0.9
-    assert part.seconds == pytest.approx(whole.seconds, rel=0.2)
-    assert part.run.sampled_tokens == pytest.approx(whole.run.sampled_tokens, rel=0.1)

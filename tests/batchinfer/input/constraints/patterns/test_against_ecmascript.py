@@ -6,14 +6,14 @@ import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.input.constraints.grammar import LIMITS, BadConstraint, grammar_of
 from tests.batchinfer.input.constraints.patterns.drawn_patterns import DrawnPattern
 from tests.batchinfer.input.constraints.patterns.ecmascript import matches
+from tests.batchinfer.input.constraints.random_schemas import library
 from tests.examples import examples
 
 TEXTS, WALKS, STEPS = 30, 4, 30
@@ -24,12 +24,6 @@ LIMITED = (
     *("is no intersection", "write the characters themselves", "sets flags", "names a second group"),
     *("no answer can follow it", "takes too much work", "Regex is empty", "Unable to determine"),
 )
-
-
-@cache
-def tokenizer() -> LLTokenizer:
-    """A token a byte."""
-    return LLTokenizer("byte")
 
 
 @dataclass
@@ -78,7 +72,7 @@ def compiled(pattern: str, searched: bool) -> LLMatcher | str:
     schema = json.dumps({"type": "string", "pattern": pattern})
     params = SamplingParams(json_schema=schema) if searched else SamplingParams(regex=pattern)
     try:
-        made = LLMatcher(tokenizer(), grammar_of(params), log_level=0, limits=LIMITS)
+        made = LLMatcher(library(), grammar_of(params), log_level=0, limits=LIMITS)
     except BadConstraint as error:
         return str(error)
     return str(made.get_error()) if made.is_error() else made
