@@ -49,16 +49,8 @@ def test_an_option_that_is_added_later_changes_no_text(given: dict[str, Any]) ->
 
 def test_the_defaults_stay() -> None:
     """A stored text leaves them out: with another default it would mean other parameters, under the same key."""
-    none = (
-        "logprobs",
-        "json_schema",
-        "regex",
-        "grammar",
-        "tool_call",
-        "thinking_budget",
-        "pooling",
-        "prompt_logprobs",
-    )
+    constraints = ("json_schema", "regex", "grammar", "tool_call")
+    none = (*constraints, "logprobs", "prompt_logprobs", "thinking_budget", "pooling")
     empty = ("stop", "stop_token_ids", "choice", "logit_bias", "allowed_token_ids", "bad_words", "bad_tokens")
     false = ("ignore_eos", "json_object", "include_stop", "classified", "confidence")
     zero = ("min_tokens", "temperature", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")

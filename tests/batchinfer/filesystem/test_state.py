@@ -42,7 +42,6 @@ def test_a_second_run_is_told_who_holds_the_lock(tmp_path: Path) -> None:
     state = StateFolder(tmp_path / "res")
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(state.results)], stdout=subprocess.PIPE)
     try:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(Locked, match=f"process {holder.pid} is running"):
             made(state)

@@ -33,7 +33,6 @@ def holding() -> subprocess.Popen[str]:
 
 def folder_of(process: subprocess.Popen[str]) -> Path:
     """Once it is there, and old."""
-    assert process.stdout is not None
     folder = Path(process.stdout.readline().strip())
     os.utime(folder, (LONG_AGO, LONG_AGO))
     return folder

@@ -71,5 +71,4 @@ def test_this_machine_tells() -> None:
     load = CoreLoad()
     sum(range(3_000_000))
     others = load.look()
-    assert others is not None
     assert 0 <= others <= len(CORES)

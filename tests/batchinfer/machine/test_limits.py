@@ -83,13 +83,8 @@ def test_as_much_address_space_as_is_asked_for_is_enough(place: Place) -> None:
 )
 def test_too_few_processes_are_told(place: Place) -> None:
     rights = "+dac_override,+fowner"
-    another = (
-        "setpriv",
-        "--reuid=54321",
-        "--clear-groups",
-        f"--inh-caps={rights}",
-        f"--ambient-caps={rights}",
-    )
+    caps = (f"--{kind}-caps={rights}" for kind in ("inh", "ambient"))
+    another = ("setpriv", "--reuid=54321", "--clear-groups", *caps)
     code, told = ended(place, "-u 10", *another)
     assert (code, len(told.splitlines())) == (69, 1)
     assert f"9 more processes and threads may be started, and batchinfer needs {NEEDED} on" in told

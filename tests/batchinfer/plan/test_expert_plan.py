@@ -40,10 +40,8 @@ def history(tokens: list[int], steps: int = 1000) -> EarlierExperts:
 def test_hot_experts_are_repeated_where_there_is_room(peaks: Peaks | None) -> None:
     spec = spec_of()
     found = planned_experts(spec, 2, history(HOT), peaks, 4, PLENTY)
-    assert found.placement is not None
     assert found.placement.layers[0] == ()
     assert found.in_ranges == pytest.approx(1.8)
-    assert found.expected is not None
     assert found.expected < 1.05
     assert found.repeated >= 2
     for layer in (1, 2):
@@ -59,7 +57,6 @@ def test_copies_stay_within_their_memory() -> None:
     none = planned_experts(spec, 2, history(HOT), None, 4, 2 * EXPERT_BYTES - 1)
     assert (none.repeated, none.placement) == (0, none.placement)
     found = planned_experts(spec, 2, history(HOT), None, 4, 2 * EXPERT_BYTES)
-    assert found.placement is not None
     assert all(len(share) <= 5 for shares in found.placement.layers for share in shares)
     assert 1 <= found.repeated <= 4
     assert planned_experts(spec, 2, history(HOT), None, 4, -1).repeated == 0
@@ -80,7 +77,6 @@ def test_copies_that_would_only_be_read_are_not_made() -> None:
 def test_experts_that_few_steps_read_count_for_less() -> None:
     """Of two tokens a step, one or both go to the hot expert: the others are seldom read."""
     found = planned_experts(spec_of(), 2, history(HOT, 2), FAST_PRODUCTS, 4, 0)
-    assert found.placement is not None
     assert found.placement.layers[1] != ranged(8, 2)
 
 

@@ -77,7 +77,6 @@ def test_a_reply_holds_what_was_prepared() -> None:
     assert found.prompts.errors == made.prompts.errors
     assert found.prompts.tokens.tolist() == made.prompts.tokens.tolist()
     assert found.prompts.answers(2).tolist() == [3, 2, 1024]
-    assert found.prompts.dimensions is not None
     assert found.prompts.dimensions.tolist() == [0, 0, 7]
     more = found.prompts.further
     assert (more.rows.tolist(), more.counts.tolist(), more.tokens.tolist()) == ([0, 0], [1, 2], [4, 5, 6])
@@ -86,7 +85,6 @@ def test_a_reply_holds_what_was_prepared() -> None:
     assert (rung.params_of.tolist(), rung.max_tokens.tolist()) == ([1, -1, -1], [7, 0, 0])
     assert rung.keys == made.prompts.rungs[0].keys
     assert found.facts.ids.to_pylist() == ["ä", None, None]
-    assert found.facts.endpoints is not None
     assert found.facts.endpoints.to_pylist() == ["/v1", None, None]
     assert found.facts.carried[0].to_pylist() == ["[1]", None, None]
     assert found.facts.kinds == [{"json", "null"}]

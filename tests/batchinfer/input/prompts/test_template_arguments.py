@@ -161,7 +161,6 @@ def test_unread_names_are_counted_and_only_the_first_are_kept() -> None:
     assert len(unread.rows) == 20
     assert unread.rows["same"] == 1000
     text = unread_text(unread.rows)
-    assert text is not None
     assert text.isprintable()
     assert len(text) < 3000
     assert "'same' (1,000 rows)" in text
@@ -189,7 +188,6 @@ SHOWN = (
 
 
 def ids_of(tokenizer: Tokenizer, draft: Draft) -> list[int]:
-    assert draft.text is not None
     if draft.masks:
         return tokenizer.segments().encode(draft.text, draft.masks, draft.add_special)
     ids: list[int] = tokenizer.rust.encode(draft.text, add_special_tokens=draft.add_special).ids
@@ -230,7 +228,6 @@ def test_whatever_rows_tell_they_reach_nothing(
     if isinstance(draft, str):
         assert draft in ("bad_parameter", "template_error")
         return
-    assert draft.text is not None
     assert "<class" not in draft.text
     assert "object at 0x" not in draft.text
     ids = ids_of(tokenizer, draft)

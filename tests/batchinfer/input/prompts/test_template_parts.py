@@ -49,7 +49,6 @@ def test_what_cannot_be_moved_is_left_alone(source: str) -> None:
 
 def test_columns_lines_and_what_waits() -> None:
     parts = template_parts("Be kind.\n\n{{ a }} of {{ b }}\nAnswer:")
-    assert parts is not None
     assert [(part.columns, part.first_line, part.last_line, part.waits) for part in parts] == [
         ((), 1, 1, False),
         (("a", "b"), 3, 3, False),
@@ -61,7 +60,6 @@ def test_columns_lines_and_what_waits() -> None:
 def test_the_parts_in_order_are_the_template(lines: list[str]) -> None:
     source = "\n".join(lines)
     parts = template_parts(source)
-    assert parts is not None
     assert in_order(parts, source) == source
     starts = [part.first_line for part in parts]
     assert all(

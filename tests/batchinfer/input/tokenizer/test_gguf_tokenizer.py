@@ -114,7 +114,6 @@ def test_deepseeks_words_are_of_the_letters_that_its_tokenizer_lists(tmp_path: P
     others = "ƻʔʰͺՠֈꞐꟺꬰꭨ𐕰𖹀𝐀𝟋𝼀東가1_"
     file = write(tmp_path / "x.gguf", tokenizer_keys(Wrapped(trained("gpt-2")), pre="deepseek-llm"))
     cut = Tokenizer.load(file).rust.pre_tokenizer
-    assert cut is not None
 
     def parts(text: str) -> int:
         return len(cut.pre_tokenize_str(text))

@@ -31,12 +31,10 @@ OFF = [{"role": "user", "content": "Two? /no_think"}]
 def test_its_markers_are_found(name: str, tmp_path: Path) -> None:
     fast = make_reasoning_tokenizer(tmp_path, name)
     found = find_reasoning("auto", Tokenizer.load(tmp_path))
-    assert found is not None
     assert (found.begin, found.end) == MARKS[name]
     if name == "granite":
         assert found.tokens is None  # written as other text is
     else:
-        assert found.tokens is not None
         assert [fast.decode(ids) for ids in found.tokens[:2]] == list(MARKS[name])
 
 
@@ -45,11 +43,8 @@ def test_what_a_job_says_counts_more_than_the_template(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(tmp_path)
     assert find_reasoning("none", tokenizer) is None
     named = find_reasoning(("<|im_start|>", "<|pad|>"), tokenizer)
-    assert named is not None
-    assert named.tokens is not None
     assert fast.decode(named.tokens.end) == "<|pad|>"
     written = find_reasoning(("(", ")"), tokenizer)
-    assert written is not None
     assert written.tokens is None
 
 
@@ -76,8 +71,6 @@ def test_a_prompt_says_whether_it_has_begun_the_reasoning(
     fast = make_reasoning_tokenizer(tmp_path, name)
     tokenizer = Tokenizer.load(tmp_path)
     reasoning = find_reasoning("auto", tokenizer)
-    assert reasoning is not None
-    assert reasoning.tokens is not None
     text = fast.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
     begun = "So, first of" if ends else ""
     prompts = [

@@ -219,23 +219,15 @@ def test_logits_are_gathered_where_more_than_the_best_is_asked_for(
     assert chooses_among_all(load_job(write_job(tmp_path, model, people(1), **sections))) is all_of_them
 
 
-class Work(NamedTuple):
-    """A job: rows, words of their prompts, tokens of their answers, and rows that run at once."""
-
-    rows: int
-    words: int
-    output: int
-    seqs: int
-
-
-WORKS = [Work(300, 2, 60, 64), Work(240, 120, 6, 64), Work(200, 60, 30, 256), Work(16, 8, 40, 64)]
+# Rows, words of their prompts, tokens of their answers, and rows that run at once
+WORKS = [(300, 2, 60, 64), (240, 120, 6, 64), (200, 60, 30, 256), (16, 8, 40, 64)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["8xh100", "8xa100-pcie"])
 @pytest.mark.parametrize("work", WORKS)
 def test_the_choice_is_that_of_an_exhaustive_search(
-    tmp_path: Path, llama_70b: Path, work: Work, hardware: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, llama_70b: Path, work: tuple[int, ...], hardware: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every layout is simulated, with all rows; the chosen one is the fastest of all, or takes no longer."""
     searched = dict[tuple[int, int], float]()
@@ -249,7 +241,8 @@ def test_the_choice_is_that_of_an_exhaustive_search(
         return plain(fitting, prompts)
 
     monkeypatch.setattr(module, "_timed", timed)
-    path = job_of(tmp_path, llama_70b, work.rows, work.output, work.words, max_num_seqs=work.seqs)
+    rows, words, output, seqs = work
+    path = job_of(tmp_path, llama_70b, rows, output, words, max_num_seqs=seqs)
     chosen = planned(path, hardware=hardware).layouts[0]
     assert len(searched) >= 8
     assert searched[chosen.tensor, chosen.stages] == min(searched.values())
@@ -266,10 +259,6 @@ class Published(NamedTuple):
     output: int
     rows: int
     tokens_per_s: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.gpus}-{self.prompt}-{self.output}"
 
 
 # TensorRT-LLM 1.0, docs/source/performance/perf-overview.md, Llama 3.3 70B in FP8 on two H100 SXM; and 0.6.1,

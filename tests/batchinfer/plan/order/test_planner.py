@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -41,16 +42,12 @@ ROOTS = ContentRoots(1 << 20)
 
 
 def plan_rows(
-    folder: Path,
-    rows: list[dict[str, Any]],
-    *,
-    present: list[bytes] = (),
-    rows_per_part: int = 1000,
-    **more: Any,
+    folder: Path, rows: list[Any], *, stored: Iterable[Any] = (), rows_per_part: int = 1000, **more: Any
 ) -> Plan:
+    """Plan rows, answers of which are stored."""
     index = write_index(folder / "x", rows, rows_per_part=rows_per_part)
     with CompletionStore(folder / "completions") as store:
-        store.append(answer(key) for key in present)
+        store.append(stored)
         store.commit()
         return plan_job(index.index_parts, index.tokens, store.parts(), folder / "plan", ROOTS, **more)
 
@@ -58,7 +55,7 @@ def plan_rows(
 def test_counts(tmp_path: Path) -> None:
     rows = mixed_rows(70, distinct=20)
     keys = keys_in(rows)
-    plan = plan_rows(tmp_path, rows, present=keys[:5])
+    plan = plan_rows(tmp_path, rows, stored=map(answer, keys[:5]))
     assert (plan.rows, plan.error_rows, plan.distinct) == (70, 10, len(keys))
     assert plan.duplicates == 70 - 10 - len(keys)
     assert (plan.present, plan.to_run) == (5, len(keys) - 5)
@@ -82,12 +79,8 @@ def test_rows_that_share_with_rows_in_flight_come_first(tmp_path: Path) -> None:
     and before longer rows; what is shared with rows that have their answers may have to run again."""
     rows = [good_row(n, [group] * 40 + [n], 8 * (group + 1)) for n, group in enumerate([0, 1, 2, 3] * 3)]
     keys = [row["key"] for row in rows]
-    index = write_index(tmp_path / "x", rows)
-    with CompletionStore(tmp_path / "completions") as store:
-        store.append([answer(keys[2])])
-        store.commit()
-        begun = {"begun": [keys[2], keys[0], keys[1]], "in_flight": [keys[0], keys[1]]}
-        plan = plan_job(index.index_parts, index.tokens, store.parts(), tmp_path / "a", ROOTS, **begun)
+    begun = {"begun": [keys[2], keys[0], keys[1]], "in_flight": [keys[0], keys[1]]}
+    plan = plan_rows(tmp_path, rows, stored=[answer(keys[2])], **begun)
     groups = [keys.index(row["key"]) % 4 for row in planned(plan)]
     assert groups == [1, 1, 0, 0, 3, 3, 3, 2, 2]
     assert not {row["key"] for row in planned(plan)} & set(begun["begun"])
@@ -98,13 +91,9 @@ def test_rows_that_share_with_rows_in_flight_come_first(tmp_path: Path) -> None:
 def test_retryable_errors_are_run_again_only_when_asked(tmp_path: Path) -> None:
     rows = [good_row(i, [i]) for i in range(4)]
     keys = keys_in(rows)
-    index = write_index(tmp_path / "x", rows)
-    with CompletionStore(tmp_path / "completions") as store:
-        store.append([answer(keys[0]), failure(keys[1], retryable=True), failure(keys[2], retryable=False)])
-        store.commit()
-        work = index.index_parts, index.tokens
-        usual = plan_job(*work, store.parts(), tmp_path / "a", ROOTS)
-        again = plan_job(*work, store.parts(), tmp_path / "b", ROOTS, retry_errors=True)
+    stored = [answer(keys[0]), failure(keys[1], retryable=True), failure(keys[2], retryable=False)]
+    usual = plan_rows(tmp_path / "a", rows, stored=stored)
+    again = plan_rows(tmp_path / "b", rows, stored=stored, retry_errors=True)
     assert {row["key"] for row in planned(usual)} == {keys[3]}
     assert {row["key"] for row in planned(again)} == {keys[1], keys[3]}
 
@@ -165,8 +154,9 @@ def test_plan_properties(tree: list[Any], rows_per_part: int) -> None:
     present = keys_in([row for row, (*_, there) in zip(rows, tree, strict=True) if there])
     folder = Path(tempfile.mkdtemp())
     try:
-        plan = plan_rows(folder / "a", rows, present=present, rows_per_part=rows_per_part)
-        other = plan_rows(folder / "b", rows, present=present[::-1], threads=1)
+        answers = [*map(answer, present)]
+        plan = plan_rows(folder / "a", rows, stored=answers, rows_per_part=rows_per_part)
+        other = plan_rows(folder / "b", rows, stored=answers[::-1], threads=1)
         work, same = planned(plan), planned(other)
         nodes = pq.read_table(plan.prefixes).to_pylist()
     finally:

@@ -81,7 +81,6 @@ def test_layers_behind_the_pooling(tmp_path: Path) -> None:
     write_modules(tmp_path / "m", "mean_tokens")
     write_dense(tmp_path / "m", (HIDDEN, 20, 30), ("Tanh", "Identity"))
     made = found(tmp_path)
-    assert made is not None
     layers = [(one.inputs, one.outputs, one.activation) for one in made.dense]
     assert layers == [(HIDDEN, 20, "Tanh"), (20, 30, "Identity")]
     assert (made.dimensions, Embedding.from_json(json.loads(json.dumps(made.to_json())))) == (30, made)

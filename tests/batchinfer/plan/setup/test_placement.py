@@ -84,7 +84,6 @@ def test_each_rank_has_a_place(tmp_path: Path, checkpoint: Checkpoint, eight: li
     setting = resolve(on_gpus, checkpoint, GPUS)
     assert (setting.placement.replicas, setting.placement.gpus) == (1, ("0", "1"))  # of three
     alone = GPU.peaks(setting.numerics.dtype)
-    assert alone is not None
     assert setting.peaks == alone.times(2)
 
 
@@ -121,7 +120,6 @@ def test_machines_have_as_many_engines_or_as_many_ranks_of_one(
     assert placement.division.machines == setting.for_rows(1).placement.machines_used == spanned
     assert placement.machines_used == 2
     alone = placement.hardware.peaks(setting.numerics.dtype)
-    assert alone is not None
     assert setting.peaks == alone.times(spanned).part(placement.engines_here)
 
 

@@ -129,16 +129,10 @@ LIMITS = st.builds(
 
 
 def machine(limits: Limits, runner: ModelRunner, time: StepTime, looks_ahead: bool) -> SimulatedEngine:
-    return SimulatedEngine(
-        runner.cost,
-        runner.layout,
-        limits.blocks,
-        SchedulerConfig(limits.seqs, limits.budget, limits.caching),
-        ContentRoots(MAX_LEN),
-        time,
-        looks_ahead,
-        captures=Captures(0, 0, 0) if looks_ahead else None,
-    )
+    config, roots = SchedulerConfig(limits.seqs, limits.budget, limits.caching), ContentRoots(MAX_LEN)
+    captures = Captures(0, 0, 0) if looks_ahead else None
+    sizes = runner.cost, runner.layout, limits.blocks
+    return SimulatedEngine(*sizes, config, roots, time, looks_ahead, captures=captures)
 
 
 def work_of(params: Sequence[SamplingParams], length: int = 9) -> tuple[list[Request], dict[bytes, int]]:

@@ -158,7 +158,6 @@ def test_a_collective_takes_what_the_traffic_says() -> None:
     """Two sums a layer and that of the embeddings, of hidden states; and the best logit of each row, or all of them."""
     link = DeviceLink("a link", 1e9, 1e-5, share=1.0)
     (stage,) = stages_of(SPEC, Division(2), link)
-    assert stage.sends is not None
     sums = (2 * 8 + 1) * 2 * (100 * 512 * 2 / 2 / 1e9 + 1e-5)
     assert stage.sends.sums_s(100, 10) == pytest.approx(sums + 10 * 16 / 1e9 + 1e-5)
     asks = replace(stage.sends, all_logits=True)

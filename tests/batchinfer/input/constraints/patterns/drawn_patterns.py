@@ -13,18 +13,8 @@ ODD = [
     *"aäbzAZß_09-/\\\"'^$.*+?()[]{}|&~:,;<>#@!%=` ΩαЯ中あ٣²Ⅷé",
 ]
 _PROPERTIES = [
-    *("L", "Lu", "Letter", "Nd", "P", "Zs", "Cc", "C", "S", "gc=Ll", "General_Category=Mn"),
-    *(
-        "ASCII",
-        "Any",
-        "Alphabetic",
-        "White_Space",
-        "Emoji",
-        "ID_Start",
-        "Script=Greek",
-        "scx=Latn",
-        "sc=Hani",
-    ),
+    *("L", "Lu", "Letter", "Nd", "P", "Zs", "Cc", "C", "S", "gc=Ll", "General_Category=Mn", "Script=Greek"),
+    *("ASCII", "Any", "Alphabetic", "White_Space", "Emoji", "ID_Start", "scx=Latn", "sc=Hani"),
 ]
 _ESCAPES = [
     *(r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", r"\n", r"\t", r"\r", r"\f", r"\v", r"\0", r"\cJ", r"\x41"),
