@@ -32,6 +32,8 @@ def test_many_tiny_files_fit_by_default(tmp_path: Path, many: Path, monkeypatch:
     query = f"select * from '{many}/*.jsonl'"
     file = materialise(query, tmp_path / "job.yaml", tmp_path / "scratch" / "rows.parquet")
     assert pq.read_metadata(file.path).num_rows == 80
+    monkeypatch.setattr(sql_input, "available_memory", lambda: 20 << 30)
+    assert sql_input.default_memory() == 10 << 30, "half of what is available"
 
 
 def test_too_little_says_which_option(tmp_path: Path, many: Path) -> None:
@@ -54,11 +56,6 @@ def test_what_is_larger_is_spilled(tmp_path: Path) -> None:
     file = materialise(query, tmp_path / "job.yaml", tmp_path / "scratch" / "rows.parquet", 96 << 20)
     assert pq.read_metadata(file.path).num_rows == rows
     assert {path.name for path in (tmp_path / "scratch").iterdir()} == {"rows.parquet"}
-
-
-def test_a_query_may_take_half_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sql_input, "available_memory", lambda: 20 << 30)
-    assert sql_input.default_memory() == 10 << 30
 
 
 @pytest.mark.parametrize(("available", "taken"), [(64 << 30, 1 << 30), (2 << 30, 512 << 20), (0, 128 << 20)])

@@ -108,29 +108,6 @@ NEMOTRON3 = (
     f"{_OPEN}{{%- if enable_thinking %}}{{{{- '<think>\\n' }}}}{{%- else %}}{{{{- '<think></think>' }}}}{{%- endif %}}"
     "{%- endif %}"
 )
-LLAMA31 = """
-{{- bos_token }}
-{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
-{%- if not tools_in_user_message is defined %}{%- set tools_in_user_message = true %}{%- endif %}
-{%- if not date_string is defined %}
-    {%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}
-    {%- else %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
-{%- endif %}
-{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}{%- set messages = messages[1:] %}
-{%- else %}{%- set system_message = "" %}{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" }}
-{%- if tools is not none and not tools_in_user_message %}
-    {{- "You have access to the following functions.\\n\\n" }}
-    {%- for t in tools %}{{- t | tojson(indent=4) + "\\n\\n" }}{%- endfor %}
-{%- endif %}
-{{- system_message + "<|eot_id|>" }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
-"""
 
 
 def _family(source: str, *told: dict[str, Any], reads: str = "") -> Family:
@@ -158,11 +135,5 @@ FAMILIES = {
     ),
     "nemotron-3": _family(
         NEMOTRON3, *_THINKING, {"truncate_history_thinking": False}, reads="enable_thinking truncate_history_thinking"
-    ),
-    "llama-3.1": _family(
-        LLAMA31,
-        {"date_string": "1 Jan 2026"},
-        {"custom_tools": [{"name": "f", "deep": {"b": [1, None]}}], "tools_in_user_message": False},
-        reads="custom_tools tools_in_user_message date_string",
     ),
 }  # fmt: skip

@@ -110,14 +110,11 @@ def test_a_run_takes_the_steps_that_plan_showed(tmp_path: Path, model: Path, kno
     before = planned(path)
     row = run(path, REAL).row
     forecast = before.forecast.run
-    facts = {
-        "steps": forecast.steps,
+    alike = ("steps", "sampled_tokens", "preemptions", "flops")
+    facts = {name: getattr(forecast, name) for name in alike} | {
         "prompt_tokens_run": forecast.prefill_tokens,
         "decode_tokens_run": forecast.decode_tokens,
         "prefix_saved_tokens": forecast.cached_tokens,
-        "sampled_tokens": forecast.sampled_tokens,
-        "preemptions": forecast.preemptions,
-        "flops": forecast.flops,
         "bytes_moved": forecast.bytes,
         "forecast_s": before.forecast.seconds,
         "forecast_steps": forecast.steps,

@@ -49,12 +49,8 @@ def test_cuts_lose_no_row_and_are_cheap(
         assert piece[-1].shares_next == 0
         divided = requests[len(taken) - 1].shares_next
         # of that, what the piece before it, cut off behind the same rows, may have paid for
-        paid = min(
-            [
-                requests[end - 1].shares_next if end else 0,
-                *(r.shares_next for r in requests[end : len(taken)]),
-            ]
-        )
+        shared = [request.shares_next for request in requests[end : len(taken)]]
+        paid = min([requests[end - 1].shares_next if end else 0, *shared])
         rest = range(len(taken), len(requests))
         last = next((at for at in rest if requests[at].shares_next < divided), len(taken))
         group = tokens(requests[end : last + 1]) // max(1, engines - 1)
