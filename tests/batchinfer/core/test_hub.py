@@ -127,9 +127,7 @@ class TestRefusals:
         assert "pull" not in text
 
     @pytest.mark.parametrize("lost", ["config.json", "model.safetensors"])
-    def test_an_incomplete_download_is_told(
-        self, tmp_path: Path, cache: Path, model: Path, lost: str
-    ) -> None:
+    def test_an_incomplete_download(self, tmp_path: Path, cache: Path, model: Path, lost: str) -> None:
         snapshot = put_into_cache(cache, model)
         (snapshot / lost).unlink()
         text = refusal(job_at(tmp_path / "job", "org/tiny"))

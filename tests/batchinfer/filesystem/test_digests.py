@@ -86,9 +86,7 @@ def test_what_was_written_a_moment_ago_is_not_remembered(file: Path, reads: list
     assert not cache.exists()
 
 
-def test_a_change_while_reading_is_noticed(
-    file: Path, settled: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_while_reading_is_seen(file: Path, settled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     read = digests._sha256
 
     def meddled(opened: object) -> str:

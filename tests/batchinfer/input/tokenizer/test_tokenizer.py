@@ -74,9 +74,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path, content: str | None) -> No
 
 
 @given(PIECES)
-def test_segments_without_masks_are_plain(
-    tmp_path_factory: pytest.TempPathFactory, pieces: list[str]
-) -> None:
+def test_unmasked_segments_are_plain(tmp_path_factory: pytest.TempPathFactory, pieces: list[str]) -> None:
     tokenizer = Tokenizer.load(checkpoint(tmp_path_factory.getbasetemp() / "model"))
     text = "".join(pieces)
     assert tokenizer.segments().encode(text, {}) == tokenizer.rust.encode(text, add_special_tokens=False).ids
