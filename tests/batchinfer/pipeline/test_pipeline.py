@@ -7,9 +7,7 @@ import json
 import random
 import shutil
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,9 +30,8 @@ from tests.memory_transport import FakeTransport
 
 # One plan of all rows, however long a busy machine reads.
 FAKE = RunOptions(engine="tests.fake_engine:build", transport=FakeTransport(), waves_from_s=float("inf"))
-NO_ENGINE = RunOptions(
-    engine="tests.batchinfer.pipeline.test_pipeline:no_engine"
-)  # a run that needs an engine fails
+# a run that needs an engine fails
+NO_ENGINE = RunOptions(engine="tests.batchinfer.pipeline.test_pipeline:no_engine")
 
 
 def no_engine(*_: object) -> None:
@@ -106,18 +103,6 @@ def test_rows_come_back_in_order_with_their_columns_duplicates_and_errors(tmp_pa
     assert (outcome.row["rows_ok"], outcome.row["rows_error"]) == (48, 2)
 
 
-def test_engines_are_ended_when_the_run_is_over_however_it_ends(tmp_path, model, monkeypatch):
-    for name, fails in (("whole", False), ("failed", True)):
-        transport = FakeTransport()
-        (tmp_path / name).mkdir()
-        path = write_job(tmp_path / name, model, people(5))
-        if fails:
-            monkeypatch.setattr("batchinfer.pipeline.stages.publishing.note_use", no_engine)
-        with pytest.raises(BatchInferError) if fails else nullcontext():
-            run(path, replace(FAKE, transport=transport))
-        assert [link.closed for link in transport.started] == [True]
-
-
 def test_the_same_job_again_needs_no_engine_and_changes_no_byte(tmp_path, model):
     path = write_job(tmp_path, model, people(20))
     run(path)
@@ -128,21 +113,6 @@ def test_the_same_job_again_needs_no_engine_and_changes_no_byte(tmp_path, model)
     (tmp_path / "out/.batchinfer-res/published.json").unlink()  # and without the shortcut: joined anew
     assert run(path, NO_ENGINE).row["reused_requests"] == 20
     assert {p.name: p.read_bytes() for p in (tmp_path / "out/res").iterdir()} == before
-
-
-@pytest.mark.slow
-def test_a_nightly_run_computes_only_what_is_new_or_has_another_prompt(tmp_path, model):
-    path = write_job(tmp_path, model, people(20))
-    run(path)
-    rows = people(25)
-    random.Random(0).shuffle(rows)
-    write_job(tmp_path, model, rows)
-    outcome = run(path)
-    assert outcome.row["computed_requests"] == 5
-    assert outcome.row["reused_requests"] == 20
-    assert len(table(path)) == 25
-    write_job(tmp_path, model, prompt={"system": "Be rude."})
-    assert run(path).row["computed_requests"] == 25
 
 
 @pytest.mark.slow
@@ -186,16 +156,6 @@ def test_the_engines_errors_count_and_are_retried_only_when_asked(tmp_path, mode
     assert mended.row["rows_error"] == 0
 
 
-def test_a_run_stops_early_when_the_budget_cannot_hold(tmp_path, model, monkeypatch):
-    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "1")
-    monkeypatch.setenv("FAKE_ENGINE_BATCH", "4")
-    path = write_job(tmp_path, model, people(2000))
-    with pytest.raises(ErrorBudgetExceeded):
-        run(path)
-    stored = (tmp_path / "out/.batchinfer-res/completions").glob("*.json")
-    assert 20 < sum(json.loads(p.read_text())["rows"] for p in stored) < 1000
-
-
 def test_a_run_over_its_budget_loses_no_answer_and_the_next_run_needs_no_engine(tmp_path, model, monkeypatch):
     log = tmp_path / "log"
     monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "2")
@@ -205,6 +165,7 @@ def test_a_run_over_its_budget_loses_no_answer_and_the_next_run_needs_no_engine(
     with pytest.raises(ErrorBudgetExceeded):
         run(path)
     computed = log.read_text().split()
+    assert len(computed) < 100, "the run stopped as soon as the budget could not hold"
     store = tmp_path / "out/.batchinfer-res/completions"
     codes = duckdb.sql(f"SELECT error_code FROM '{store}/*.parquet'").fetchall()
     assert len(codes) == len(computed), "what was computed is stored"
@@ -214,25 +175,12 @@ def test_a_run_over_its_budget_loses_no_answer_and_the_next_run_needs_no_engine(
     ) as caught:
         run(path, NO_ENGINE)
     assert f"batchinfer show {tmp_path / 'out/res'} --errors --partial" in str(caught.value)
+    assert f"--retry-errors runs {failed} of them again" in str(caught.value)
     retried = replace(FAKE, retry_errors=True)  # these errors do not count, as their rows run again
     monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
     assert run(path, retried).row["rows_error"] == 0
     again = log.read_text().split()[len(computed) :]
     assert len(computed) + len(again) == 200 + failed
-
-
-def test_an_engine_that_dies_loses_nothing(tmp_path, model, monkeypatch):
-    monkeypatch.setenv("FAKE_ENGINE_DIES_AFTER_ROWS", "15")
-    monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
-    monkeypatch.setenv("FAKE_ENGINE_BATCH", "5")
-    path = write_job(tmp_path, model, people(40))
-    with pytest.raises(BatchInferError, match="same command resumes") as caught:
-        run(path)
-    assert caught.value.exit_code == 69
-    monkeypatch.delenv("FAKE_ENGINE_DIES_AFTER_ROWS")
-    outcome = run(path)
-    assert outcome.row["reused_requests"] == 15
-    assert len(table(path)) == 40
 
 
 def phases_of(row: dict[str, Any]) -> dict[str, float]:
@@ -248,25 +196,13 @@ def test_every_moment_of_a_run_is_in_a_phase(tmp_path, model, monkeypatch):
     monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.5")
     path = write_job(tmp_path, model, people(30))
     starts = replace(FAKE, already_s=0.7)
-    works = (run(path, starts, ("output.path", f"out/{turn}")).row for turn in range(10))
+    works = (
+        run(path, starts, ("output.path", f"out/{turn}")).row for turn in range(10)
+    )  # the first one, mostly
     assert any(phases_of(row)["other"] <= 0.05 * row["wall_s"] for row in works)
-    done = [run(path, NO_ENGINE, ("output.path", "out/0")).row for _ in range(3)]  # has nothing to do
-    assert any(phases_of(row)["other"] <= 0.05 * row["wall_s"] for row in done)
-    assert done[-1]["engine_s"] is None
-    assert set(phases_of(done[-1])) == {"startup", "close", "other"}
-
-
-@pytest.mark.slow
-def test_a_run_that_fails_has_its_phases_too(tmp_path, model, monkeypatch):
-    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", "0")
-    path = write_job(tmp_path, model, people(30))
-    with pytest.raises(BatchInferError):
-        run(path)
-    (report,) = (tmp_path / "out/res-report").glob("run-*.parquet")
-    (row,) = pq.read_table(report).to_pylist()
-    spent = phases_of(row)
-    assert spent["engine"] > 0
-    assert "publish" not in spent
+    done = run(path, NO_ENGINE, ("output.path", "out/0")).row  # has nothing to do
+    assert done["engine_s"] is None
+    assert set(phases_of(done)) == {"startup", "close", "other"}
 
 
 def test_what_duplicates_saved_is_counted(tmp_path, model):
@@ -280,16 +216,6 @@ def test_what_duplicates_saved_is_counted(tmp_path, model):
     again = run(write_job(tmp_path, model, [*rows, people(1)[0] | {"id": "late"}, {"text": "new"}])).row
     assert (again["duplicate_rows"], again["duplicate_saved_tokens"]) == (8, 0)
     assert again["duplicate_saved_output_tokens"] == 0
-
-
-@pytest.mark.slow
-def test_a_trial_publishes_beside_and_its_answers_are_kept(tmp_path, model):
-    path = write_job(tmp_path, model, people(30))
-    run(path, replace(FAKE, limit=10))
-    trial = pq.read_table(tmp_path / "out/res-first-10")
-    assert trial.num_rows == 10
-    assert not (tmp_path / "out/res").exists()
-    assert run(path).row["reused_requests"] == 10
 
 
 def test_parquet_and_sql_keep_types(tmp_path, model):
@@ -335,29 +261,6 @@ def test_an_interrupted_query_is_asked_again(tmp_path, model, monkeypatch):
     assert not any(r["generated_text"] is None for r in table(path))
 
 
-def test_an_openai_batch_goes_in_and_comes_out(tmp_path, model):
-    bodies = [{"messages": [{"role": "user", "content": f"hello {i}"}], "max_tokens": 4} for i in range(3)]
-    rows = [
-        {
-            "custom_id": f"c{i}",
-            "method": "POST",
-            "url": "/v1/chat/completions",
-            "body": {"model": "m", **body},
-        }
-        for i, body in enumerate(bodies)
-    ]
-    rows.append(rows[0] | {"custom_id": "bad", "body": {"model": "m", "messages": []}})
-    path = write_job(
-        tmp_path, model, rows, prompt=None, on_error={"max_error_rate": 0.5}
-    )  # found out by itself
-    run(path, replace(FAKE, to_openai=tmp_path / "batch.jsonl"))
-    lines = [json.loads(line) for line in (tmp_path / "batch.jsonl").read_text().splitlines()]
-    assert [line["custom_id"] for line in lines] == ["c0", "c1", "c2", "bad"]
-    answer = lines[0]["response"]["body"]["choices"][0]["message"]
-    assert (answer["role"], answer["content"]) == ("assistant", table(path)[0]["generated_text"])
-    assert lines[3]["error"] is not None
-
-
 # With a model ---------------------------------------------------------------------------------------------------
 
 
@@ -390,36 +293,30 @@ def answers(folder: Path, model: Path, rows: list[dict[str, Any]], seqs: int) ->
     return Counter((r["text"], float(r["temperature"]), r["generated_text"]) for r in got)
 
 
-@pytest.mark.parametrize("seqs", [1, pytest.param(7, marks=pytest.mark.slow)])
-def test_answers_do_not_depend_on_the_batch_or_the_order_of_rows(tmp_path, model, seqs):
+def test_answers_do_not_depend_on_the_batch_or_the_order_of_rows(tmp_path, model):
     rows = mixed_rows()
     wanted = answers(tmp_path / "seqs64", model, rows, 64)
-    assert len({k for k in wanted if k[0] == "the same"}) == 4, (
-        "equal sampled rows must get different samples"
-    )
+    assert len({k for k in wanted if k[0] == "the same"}) == 4, "equal sampled rows get different samples"
     random.Random(9).shuffle(rows)
-    assert answers(tmp_path / "shuffled", model, rows, seqs) == wanted
+    assert answers(tmp_path / "shuffled", model, rows, 1) == wanted
 
 
 def test_stop_strings_end_an_answer_and_are_cut_off(tmp_path, model):
-    rows = [{"text": f"n {i}"} for i in range(6)]
-    path = write_job(tmp_path, model, rows, sampling={"max_tokens": 24, "ignore_eos": True})
+    rows = [{"text": f"n {i}", "include_stop": included} for included in (False, True) for i in range(6)]
+    sampling: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "from_columns": ["include_stop"]}
+    path = write_job(tmp_path, model, rows, sampling=sampling)
     run(path, RunOptions())
     full = [r["generated_text"] for r in table(path)]
     stop = full[0][10:13]
-    path = write_job(tmp_path, model, rows, sampling={"max_tokens": 24, "ignore_eos": True, "stop": [stop]})
-    run(path, RunOptions())
-    cut = table(path)
-    assert [r["generated_text"] for r in cut] == [text.split(stop)[0] for text in full]
-    assert cut[0]["finish_reason"] == "stop"
-    assert cut[0]["completion_tokens"] < 24
-    run(path, RunOptions(), ("sampling.include_stop", "true"))
-    kept = table(path)
-    assert [r["generated_text"] for r in kept] == [
-        "".join(text.partition(stop)[:2]) if stop in text else text for text in full
-    ]
-    assert [r["completion_tokens"] for r in kept] == [r["completion_tokens"] for r in cut]
-    assert len(list((tmp_path / "out/res-report").glob("steps-*.parquet"))) == 3
+    run(write_job(tmp_path, model, rows, sampling=sampling | {"stop": [stop]}), RunOptions())
+    found = table(path)
+    cut = [text.split(stop)[0] for text in full[:6]]
+    with_stop = ["".join(text.partition(stop)[:2]) for text in full[6:]]
+    assert [r["generated_text"] for r in found] == cut + with_stop
+    assert found[0]["finish_reason"] == "stop"
+    assert found[0]["completion_tokens"] < 24
+    assert [r["completion_tokens"] for r in found[:6]] == [r["completion_tokens"] for r in found[6:]]
+    assert len(list((tmp_path / "out/res-report").glob("steps-*.parquet"))) == 2
     assert not list(tmp_path.rglob("experts-*")), "a model without experts has no table of theirs"
 
 
@@ -445,44 +342,3 @@ def test_the_run_table_says_of_an_error_what_the_process_says(
     (row,) = pq.read_table(report).to_pylist()
     assert (said["exit_code"], said["exit_status"]) == (code, status)
     assert (row["exit_code"], row["exit_status"]) == (code, status)
-
-
-def test_a_result_over_its_budget_is_published_and_no_success_the_second_time_either(tmp_path, model):
-    path = write_job(tmp_path, model, [*people(20), "{"], on_error={"publish": True})
-    first = run(path)
-    assert len(table(path)) == 21
-    second = run(path, NO_ENGINE)
-    assert (first.exit_code, second.exit_code) == (65, 65)
-    assert second.error == first.error.replace("are published", "are already published")
-    assert second.row["exit_status"] == "already published over budget"
-    write_job(tmp_path, model, on_error={"publish": True, "max_error_rate": 0.5})
-    assert run(path, NO_ENGINE).exit_code == 0
-
-
-@pytest.mark.slow
-def test_errors_that_may_pass_are_told_with_their_cure(tmp_path, model, monkeypatch):
-    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "1")
-    path = write_job(tmp_path, model, people(4))
-    with pytest.raises(ErrorBudgetExceeded, match="--retry-errors runs 4 of them again"):
-        run(path)
-
-
-@pytest.mark.slow
-def test_a_template_that_tells_the_day_makes_new_work_every_day(tmp_path, model, monkeypatch):
-    folder = tmp_path / "model"
-    shutil.copytree(model, folder)
-    template = "{{ strftime_now('%d %b %Y') }} {{ messages[-1].content }}"
-    (folder / "chat_template.jinja").write_text(template)
-    path = write_job(tmp_path, folder, people(3))
-    for day, computed in ((1, 3), (1, 0), (2, 3)):
-        at_noon(monkeypatch, day)
-        assert (run(path).row["computed_requests"] or 0) == computed
-
-
-def at_noon(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime:
-            return datetime(2026, 1, day, 12, tzinfo=tz or UTC)
-
-    monkeypatch.setattr("batchinfer.pipeline.open_run.datetime", Clock)
