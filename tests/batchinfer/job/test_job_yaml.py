@@ -196,13 +196,7 @@ ANYTHING = st.recursive(
 )
 
 
-@given(
-    st.dictionaries(
-        NAMES,
-        st.dictionaries(NAMES, ANYTHING, max_size=4) | ANYTHING,
-        max_size=7,
-    )
-)
+@given(st.dictionaries(NAMES, st.dictionaries(NAMES, ANYTHING, max_size=4) | ANYTHING, max_size=7))
 @PLAIN
 def test_any_values(tmp_path: Path, tree: dict[str, object]) -> None:
     only_job_file_errors(tmp_path, json.dumps(tree, ensure_ascii=True).encode(), [])
