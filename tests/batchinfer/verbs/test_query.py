@@ -284,6 +284,8 @@ def test_where_there_is_no_result(finished: Place, ask: Command) -> None:
     ):
         ended = ask(folder)
         assert (ended.code, words in ended.err) == (66, True), ended.err
+    over = ask(finished.results, "--partial")
+    assert (over.code, "no unfinished run" in over.err) == (66, True)
 
 
 def test_a_damaged_result_is_no_usage_error(copy: Place, ask: Command) -> None:

@@ -20,7 +20,7 @@ from batchinfer.filesystem.state import StateFolder
 from batchinfer.pipeline.progress_file import PROGRESS_FORMAT
 from batchinfer.report.progress import RECORD_EVERY_S, Progress, ProgressState
 from batchinfer.verbs.status import RunStatus, prometheus_lines, status_of, write_prometheus
-from tests.batchinfer.cli.test_cli import SLOW, committed, finish, long_job, started
+from tests.batchinfer.cli.test_cli import SLOW, committed, long_job, started
 from tests.batchinfer.wrong_jobs import FAKE, ROWS, CliOf, Command, Place
 from tests.patience import PATIENCE_S, wait_until
 
@@ -61,24 +61,13 @@ def test_a_run_is_seen_while_it_works_and_after_a_signal(place: Place, run: Comm
     assert (ended["exit_code"], ended["run_id"], ended["output"]) == (130, told["run_id"], str(place.results))
     assert "the same command continues" in ended["message"]
     assert ended["message"].startswith(f"interrupted; {told['rows']} answers are stored")
-    assert finish(place, "run", "job.yaml", "-q").code == 0
+    assert run("run", job, "-q").code == 0
     ended = status_of(place.results)
     assert (ended.state, ended.rows, ended.phase, ended.share) == ("finished", ended.rows_total, None, None)
     shown = run("status", job).out
     assert "phase" not in shown
     assert re.search(r"started  20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC\n", shown)
     assert (last_run(place)["exit_code"], last_run(place)["message"]) == (0, None)
-
-
-def test_a_killed_run_has_crashed(place: Place, run: Command) -> None:
-    long_job(place)
-    with started(place, "run", "job.yaml", **SLOW) as process:
-        wait_until(lambda: committed(place) >= 4)
-        process.kill()
-        process.wait(PATIENCE_S)
-    told = run("status", place.results)
-    assert (told.code, "crashed; the same command continues where it stopped" in told.out) == (0, True)
-    assert not (place.folder / "out/res-report/last_run.json").exists()
 
 
 def test_errors_are_told_by_code(place: Place, run: Command) -> None:
