@@ -25,6 +25,7 @@ from batchinfer.store.results.manifest import (
     file_name,
     generation_of,
 )
+from tests import warm_commands
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
 from tests.batchinfer.wrong_jobs import alive, children, environment, hears_signals
 from tests.patience import PATIENCE_S, wait_until
@@ -77,7 +78,7 @@ def test_a_signal_ends_a_verb_that_works(
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     arguments = make(tmp_path, model)
-    with subprocess.Popen(
+    with warm_commands.start(
         [sys.executable, "-m", "batchinfer", *arguments], cwd=tmp_path, text=True, start_new_session=True,
         env=environment(TMPDIR=str(temporary)), preexec_fn=hears_signals,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -92,5 +93,5 @@ def test_a_signal_ends_a_verb_that_works(
         finally:
             process.kill()
     assert (process.returncode, out, err) == (128 + signum, "", "batchinfer: interrupted\n")
-    assert not alive(below)
+    wait_until(lambda: not alive(below))
     assert not list(temporary.iterdir()), "what it wrote is left behind"

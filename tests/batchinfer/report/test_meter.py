@@ -91,6 +91,18 @@ def test_totals_are_the_sums_and_the_table_holds_every_step(
     assert table.schema.equals(SCHEMAS[STEPS])
     shared = [f.name for f in fields(StepSample)]
     assert [tuple(row[n] for n in shared) for row in table.to_pylist()] == [astuple(s) for s in steps]
+    check_itl(steps, percentiles_of(measured, "itl"))
+
+
+def check_itl(steps: list[StepSample], found: list[float | None]) -> None:
+    """Each decoded token counts once."""
+    ends = [s.started_s + s.duration_s for s in steps]
+    gaps = np.repeat(np.diff(ends), [s.decode_tokens for s in steps[1:]])
+    if gaps.size:
+        expected = np.percentile(gaps, [50, 90, 99], method="inverted_cdf")
+        assert found == pytest.approx(expected.tolist(), abs=1e-9)
+    else:
+        assert found == [None] * 3
 
 
 @settings(max_examples=examples(4, 20), deadline=None)
@@ -114,20 +126,6 @@ def test_percentiles_are_those_of_numpy(requests: list[RequestSample]) -> None:
             assert found == pytest.approx(np.percentile(values, [50, 90, 99]).tolist())
         else:
             assert found == [None] * 3
-
-
-@settings(max_examples=examples(4, 20), deadline=None)
-@given(steps=step_lists())
-def test_itl_counts_each_decoded_token_once(steps: list[StepSample]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        found = percentiles_of(measure(steps, [], Path(folder)), "itl")
-    ends = [s.started_s + s.duration_s for s in steps]
-    gaps = np.repeat(np.diff(ends), [s.decode_tokens for s in steps[1:]])
-    if gaps.size:
-        expected = np.percentile(gaps, [50, 90, 99], method="inverted_cdf")
-        assert found == pytest.approx(expected.tolist(), abs=1e-9)
-    else:
-        assert found == [None] * 3
 
 
 def test_idle_is_the_time_between_steps_of_one_engine(tmp_path: Path, step: Any) -> None:

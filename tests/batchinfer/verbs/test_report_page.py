@@ -61,19 +61,13 @@ def test_a_result_has_a_page(copy: Place, ask: Command) -> None:
     assert "no json" not in page.text  # no text of a row
 
 
-def test_a_report_folder_gives_the_same_page(copy: Place, ask: Command) -> None:
-    other = copy.folder / "other.html"
-    assert ask(copy.results).out.startswith(f"wrote {report_of(copy) / 'report.html'} (")
-    assert ask(report_of(copy), "--output", other).code == 0
-    assert other.read_bytes() == (report_of(copy) / "report.html").read_bytes()
-
-
-def test_a_page_is_replaced_and_nothing_else(copy: Place, ask: Command) -> None:
-    page, mine = copy.folder / "page.html", copy.folder / "mine.html"
-    assert ask(copy.results, "-o", page).code == 0
-    page.write_bytes(page.read_bytes() + b"<!-- older -->")
-    assert ask(copy.results, "-o", page).code == 0
-    assert not page.read_bytes().endswith(b"<!-- older -->")
+def test_a_page_is_replaced_by_that_of_a_report_folder_and_nothing_else_is(copy: Place, ask: Command) -> None:
+    page, mine = report_of(copy) / "report.html", copy.folder / "mine.html"
+    assert ask(copy.results).out.startswith(f"wrote {page} (")
+    written = page.read_bytes()
+    page.write_bytes(written + b"<!-- older -->")
+    assert ask(report_of(copy), "--output", page).code == 0
+    assert page.read_bytes() == written
     mine.write_text("<!doctype html>\nmine")
     ended = ask(copy.results, "-o", mine)
     assert ended.code == 73
@@ -108,9 +102,8 @@ def test_the_newest_run_of_this_result_is_shown_or_the_one_that_is_named(copy: P
 
 def test_a_result_that_no_run_has_published(tmp_path: Path, ask: Command) -> None:
     results = tmp_path / "res"
-    write_tables(
-        tmp_path / "res-report", output=str(results), exit_status="interrupted", exit_code=130, rows_ok=None
-    )
+    facts = {"exit_status": "interrupted", "exit_code": 130, "rows_ok": None}
+    write_tables(tmp_path / "res-report", 20, 20, output=str(results), **facts)
     assert ask(results).code == 0
     assert (
         "interrupted, exit code 130"

@@ -37,8 +37,7 @@ def deaths_until_found(count: int, killer: int) -> int:
     return deaths
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("count", "most", "mean"), [(1, 1, 1), (8, 4, 3.0), (256, 9, 5.5)])
+@pytest.mark.parametrize(("count", "most", "mean"), [(1, 1, 1), (8, 4, 3.0), (64, 7, 4.5)])
 def test_halving_takes_few_deaths(count: int, most: int, mean: float) -> None:
     deaths = [deaths_until_found(count, killer) for killer in range(count)]
     assert max(deaths) <= most
