@@ -27,7 +27,7 @@ from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Phase, Progress
 from batchinfer.store.index.ingest import Ingestion, IngestProgress
 from batchinfer.verbs.status import status_of
-from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, run, table, write_job
+from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, table, write_job
 from tests.batchinfer.wrong_jobs import Place
 from tests.memory_transport import FakeTransport
 from tests.patience import wait_until
@@ -142,7 +142,6 @@ def test_a_run_whose_rows_all_have_answers_is_published(tmp_path: Path, model: P
     """The engine's last step, which is under way at the stop time, answers the rest of the rows."""
     path = write_job(tmp_path, model, people(ROWS))
     assert Watched(event).run(path).row["exit_status"] == "published"
-    assert run(path, NO_ENGINE).row["exit_status"] == "already published"
 
 
 def test_a_run_that_handles_no_signals_stops_too(tmp_path: Path, model: Path) -> None:
