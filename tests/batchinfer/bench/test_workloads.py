@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from batchinfer.bench.export import export_workload
 from batchinfer.bench.workloads import VOCAB, WORKLOADS, describe, make_workload
 from batchinfer.core.errors import UsageError
+from tests.examples import examples
 
 NAMES = list(WORKLOADS)
 
@@ -62,7 +63,7 @@ def test_their_sizes_are_those_that_were_published():
     }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10, 30), deadline=None)
 @given(st.sampled_from(NAMES), st.integers(1, 80), st.integers(40, 40_000))
 def test_a_vocabulary_changes_ids_and_no_lengths(name, rows, vocab):
     usual, found = make_workload(name, VOCAB, rows), make_workload(name, vocab, rows)
@@ -96,7 +97,7 @@ def test_four_rows_in_ten_are_duplicates():
     assert len(found.rows) == 128
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10, 30), deadline=None)
 @given(st.integers(2, 300))
 def test_one_output_is_twenty_times_the_median(rows):
     outputs = [row.max_tokens for row in make_workload("long-tail", VOCAB, rows).rows]
