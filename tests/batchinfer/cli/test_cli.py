@@ -86,33 +86,20 @@ def sections() -> dict[str, str]:
     return {part.splitlines()[0].strip().strip("`"): part for part in parts}
 
 
-def options(verb: Any) -> list[Any]:
-    return [parameter for parameter in verb.params if parameter.name != "help"]
-
-
-@pytest.mark.parametrize("name", verbs())
-def test_every_verb_and_option_has_help_and_is_documented(name: str) -> None:
-    verb, text = verbs()[name], sections()[name]
-    assert verb.help
-    for parameter in options(verb):
-        assert parameter.help, f"{name} {parameter.name}"
-        shown = parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar
-        assert f"`{shown}" in text, f"{shown} of {name} is not in {REFERENCE.name}"
-
-
-@pytest.mark.parametrize("name", verbs())
-def test_nothing_is_documented_that_is_not_there(name: str) -> None:
-    known = {
-        option
-        for parameter in options(verbs()[name])
-        for option in (*parameter.opts, *parameter.secondary_opts)
-    }
-    told = set(re.findall(r"(?m)^\| `(--[a-z-]+)", sections()[name]))
-    assert told == {option for option in known if option.startswith("--")}
-
-
-def test_the_sections_are_the_verbs() -> None:
+def test_every_verb_and_option_has_help_and_is_documented_and_nothing_else_is() -> None:
     assert [name for name in sections() if name != "Exit codes"] == list(verbs())
+    for name, verb in verbs().items():
+        text, known = sections()[name], set[str]()
+        assert verb.help
+        for parameter in verb.params:
+            if parameter.name == "help":
+                continue
+            assert parameter.help, f"{name} {parameter.name}"
+            shown = parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar
+            assert f"`{shown}" in text, f"{shown} of {name} is not in {REFERENCE.name}"
+            known |= {*parameter.opts, *parameter.secondary_opts}
+        told = set(re.findall(r"(?m)^\| `(--[a-z-]+)", text))
+        assert told == {option for option in known if option.startswith("--")}, name
 
 
 def kinds(of: type[errors.BatchInferError]) -> Iterator[type[errors.BatchInferError]]:

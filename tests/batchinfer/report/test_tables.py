@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pyarrow.parquet as pq
 import pytest
 
@@ -17,7 +16,7 @@ from batchinfer.report.tables import folder, spool
 from batchinfer.report.tables.columns.declared import RUN, SCHEMAS, TABLE_FORMAT
 from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.meter import Measured, Meter
-from batchinfer.report.tables.spool import Spool, write_row
+from batchinfer.report.tables.spool import Spool
 from batchinfer.report.tables.tables import RunRow, run_row, versions, write_run
 from batchinfer_kernels.cost import Peaks
 
@@ -198,15 +197,6 @@ def test_the_table_comes_back_as_it_was(tmp_path: Path, facts: RunRow, machine: 
     assert found == {name: row[name] for name in found}
 
 
-def test_duckdb_reads_all_runs(tmp_path: Path, facts: RunRow) -> None:
-    for number in range(3):
-        row = run_row(facts, None, None) | {"run_id": f"r{number}"}
-        write_run(tmp_path, row)
-    query = f"select count(*), min(error_codes['bad_json']), min(mfu) from '{tmp_path}/run-*.parquet'"
-    with duckdb.connect(":memory:") as connection:
-        assert connection.execute(query).fetchone() == (3, 2, None)
-
-
 def test_a_row_must_name_exactly_the_columns(tmp_path: Path, facts: RunRow) -> None:
     row = run_row(facts, None, None)
     with pytest.raises(ValueError, match="surprise"):
@@ -282,14 +272,3 @@ def test_who_writes_beside_another_run_sweeps_nothing(tmp_path: Path) -> None:
     with folder.writing(tmp_path, lock):
         assert not list(tmp_path.glob("steps-*"))
     theirs.abort()
-
-
-def test_the_report_lies_beside_the_results() -> None:
-    assert folder.report_folder(Path("/d/res")) == Path("/d/res-report")
-
-
-def test_write_row_leaves_nothing_on_a_wrong_value(tmp_path: Path, facts: RunRow) -> None:
-    row = run_row(facts, None, None) | {"rows": "many"}
-    with pytest.raises((TypeError, ValueError)):
-        write_row(tmp_path / "x.parquet", SCHEMAS[RUN], row)
-    assert list(tmp_path.iterdir()) == []
