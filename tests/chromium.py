@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,24 +62,16 @@ class Chromium:
                     raise RuntimeError(f"{method}: {answer['error']}")
                 return answer["result"]
 
-    def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> float:
-        """Load a file; returns the seconds until its load event, when its scripts have run."""
-        mobile = width < 600
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=mobile,
-        )
+    def open(self, path: Path, *, width: int = 1280, dark: bool = False) -> None:
+        """Load a file, and wait for its load event, when its scripts have run."""
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self._loaded = False
-        began = time.perf_counter()
         self.call("Page.navigate", url=path.absolute().as_uri())
         while not self._loaded:
             self._read()
-        return time.perf_counter() - began
 
     def evaluate(self, script: str) -> Any:
         """The JSON value of an expression in the page."""
@@ -89,13 +79,6 @@ class Chromium:
         if "exceptionDetails" in found:
             raise RuntimeError(str(found["exceptionDetails"]))
         return found["result"].get("value")
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._held:

@@ -172,16 +172,6 @@ def test_nothing_loads_where_nothing_is_missing(tmp_path: Path, model: Path) -> 
 
 
 @SLOW
-def test_it_loads_with_the_first_new_row_of_the_night(tmp_path: Path, model: Path) -> None:
-    rows = people(2 * BATCH)
-    Seen().run(write_job(tmp_path, model, rows))
-    seen = Seen()
-    path = write_job(tmp_path, model, [*rows, {"id": "new", "text": "new", "age": 1}])
-    assert seen.run(path).row["reused_requests"] == 2 * BATCH
-    assert seen.order("open", *seen.reads[-2:], "Load", "planning", "Configure")
-
-
-@SLOW
 def test_an_error_that_may_be_retried_is_missing_if_it_is_to_be(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

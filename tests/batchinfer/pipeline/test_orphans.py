@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -54,13 +55,14 @@ def marked(mark: str) -> list[int]:
 
 
 def killed_after(delay_s: float, command: list[str], cwd: Path, **env: str) -> list[int]:
-    """Those that outlived a command which was killed then; none but a failing test leaves them running."""
+    """Return what outlived a command that was killed then, if it still ran. Only a failing test leaves it running."""
     mark = uuid.uuid4().hex
     with subprocess.Popen(
         [sys.executable, *command], cwd=cwd, start_new_session=True, env=environment(**{MARK: mark}, **env),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     ) as process:  # fmt: skip
-        time.sleep(delay_s)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(delay_s)
         process.kill()
     deadline = time.monotonic() + GONE_S
     while (left := marked(mark)) and time.monotonic() < deadline:
@@ -75,18 +77,7 @@ def killed_after(delay_s: float, command: list[str], cwd: Path, **env: str) -> l
 def test_children_end_with_a_parent_that_is_killed_while_it_starts_them(turn: int, tmp_path: Path) -> None:
     """The parent kills itself while it starts one child after another: some have not begun, some run already."""
     delay = random.Random(turn).uniform(0.02, 0.4)
-    mark = uuid.uuid4().hex
-    subprocess.run(
-        [sys.executable, "-c", PARENT, str(delay)],
-        env=environment(**{MARK: mark}),
-        check=False,
-        timeout=PATIENCE_S,
-    )
-    deadline = time.monotonic() + GONE_S
-    while (left := marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
+    left = killed_after(PATIENCE_S, ["-c", PARENT, str(delay)], tmp_path)
     assert left == [], f"killed after {delay} s"
 
 

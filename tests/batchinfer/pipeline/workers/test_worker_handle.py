@@ -72,8 +72,7 @@ def receive_for_ever(host: WorkerHandle, done: list[bytes]) -> None:
         done += [c.key for p in host.receive(0.1) for c in p.completions]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at-once", "after-its-death"])
-def test_what_was_finished_before_a_failure_is_received_before_the_failure(late):
+def test_what_was_finished_before_a_failure_is_received_before_the_failure():
     requests = [Request(bytes([i] * 32), np.array([1, 2], np.int32), SamplingParams()) for i in range(5)]
     with WorkerHandle(
         WorkerSpec(LOAD, None, "tests.batchinfer.pipeline.workers.test_worker_handle:failing"), PROCESSES
@@ -82,9 +81,8 @@ def test_what_was_finished_before_a_failure_is_received_before_the_failure(late)
         while host.info is None:
             host.receive(0.1)
         host.submit(requests)
-        if late:
-            host.link.wait(PATIENCE_S)
-            host.submit(requests)  # nobody reads it, and nothing is lost by it
+        host.link.wait(PATIENCE_S)
+        host.submit(requests)  # nobody reads it, and nothing is lost by it
         done: list[bytes] = []
         with pytest.raises(BatchInferError, match="out of memory") as caught:
             receive_for_ever(host, done)
