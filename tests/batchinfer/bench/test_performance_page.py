@@ -16,15 +16,21 @@ AVX2 = json.loads((MEASUREMENTS / "cpu-2026-11-28.json").read_text("utf-8"))
 OURS, OPENVINO, VLLM = "batchinfer 0.1.0", "OpenVINO GenAI 2026.4.1", "vLLM 0.32 (CPU)"
 
 
-def runs(engine: str, dtype: str, workload: str) -> list[dict]:
+WORKLOADS = ("shared-prefix", "mixed", "decode")
+PAGE = (ROOT / "docs" / "performance.md").read_text("utf-8")
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def values(record: dict, engine: str, dtype: str, workload: str, key: str = "seconds") -> list[float]:
+    """What was measured in the runs of a record."""
     place = (engine, dtype, workload)
-    return [r for r in RECORD["runs"] if (r["engine"], r["dtype"], r["workload"]) == place]
+    return [r[key] for r in record["runs"] if (r["engine"], r["dtype"], r["workload"]) == place]
 
 
 def typical(engine: str, dtype: str, workload: str, key: str = "seconds") -> float:
-    found = runs(engine, dtype, workload)
+    found = values(RECORD, engine, dtype, workload, key)
     assert len(found) >= 3
-    return median(r[key] for r in found)
+    return median(found)
 
 
 def cells(workload: str) -> list[str]:
@@ -38,36 +44,29 @@ def cells(workload: str) -> list[str]:
     return row
 
 
-@pytest.mark.parametrize("workload", ["shared-prefix", "mixed", "decode"])
-def test_the_table_is_that_of_the_record(workload):
-    page = (ROOT / "docs" / "performance.md").read_text("utf-8")
-    found = re.search(rf"(?m)^\| `{workload}` \|(.*s.*)\|$", page)
+def row_of(page: str, workload: str) -> list[str]:
+    """The cells of a workload's row in the first table of a page."""
+    found = re.search(rf"(?m)^\| `{workload}`[^|]*\|(.*s.*)\|$", page)
     assert found is not None
-    assert [cell.strip() for cell in found[1].split("|")] == cells(workload)
+    return [cell.strip() for cell in found[1].split("|")]
 
 
-@pytest.mark.parametrize("workload", ["shared-prefix", "mixed", "decode"])
-def test_the_readme_says_the_same(workload):
-    row = cells(workload)
-    found = re.search(rf"(?m)^\| `{workload}`[^|]*\|(.*)\|$", (ROOT / "README.md").read_text("utf-8"))
-    assert found is not None
-    assert [cell.strip() for cell in found[1].split("|")] == [row[0], row[1], row[2], row[5]]
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_the_tables_are_those_of_the_record(workload):
+    wanted = cells(workload)
+    assert row_of(PAGE, workload) == wanted
+    assert row_of(README, workload) == [wanted[0], wanted[1], wanted[2], wanted[5]]
 
 
-def on_avx2(engine: str, dtype: str, workload: str, key: str = "seconds") -> list[float]:
-    place = (engine, dtype, workload)
-    return [r[key] for r in AVX2["runs"] if (r["engine"], r["dtype"], r["workload"]) == place]
-
-
-@pytest.mark.parametrize("workload", ["shared-prefix", "mixed", "decode"])
+@pytest.mark.parametrize("workload", WORKLOADS)
 def test_the_table_of_avx2_is_that_of_its_record(workload):
-    openvino, ours = (on_avx2(engine, "float32", workload) for engine in (OPENVINO, OURS))
-    other, coded = (on_avx2(engine, "int8", workload) for engine in (OPENVINO, OURS))
+    openvino, ours = (values(AVX2, engine, "float32", workload) for engine in (OPENVINO, OURS))
+    other, coded = (values(AVX2, engine, "int8", workload) for engine in (OPENVINO, OURS))
     ratios = [mine / theirs for mine, theirs in zip(ours, openvino, strict=True)]
     shares, coded_shares = (
-        on_avx2(OURS, dtype, workload, "roofline_efficiency") for dtype in ("float32", "int8")
+        values(AVX2, OURS, dtype, workload, "roofline_efficiency") for dtype in ("float32", "int8")
     )
-    wanted = [
+    assert row_of(PAGE[PAGE.index("## On AVX2") :], workload) == [
         f"{median(openvino):.1f} s",
         f"{median(ours):.1f} s",
         f"{median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})",
@@ -76,28 +75,20 @@ def test_the_table_of_avx2_is_that_of_its_record(workload):
         f"{median(coded):.1f} s",
         f"{median(coded_shares):.0%}"[:-1] + " %",
     ]
-    page = (ROOT / "docs" / "performance.md").read_text("utf-8")
-    found = re.search(rf"(?m)^\| `{workload}` \|(.*)\|$", page[page.index("## On AVX2") :])
-    assert found is not None
-    assert [cell.strip() for cell in found[1].split("|")] == wanted
-    said = re.search(
-        r"both in float32, ([\d.]+), ([\d.]+) and ([\d.]+)\.", (ROOT / "README.md").read_text("utf-8")
-    )
+    said = re.search(r"both in float32, ([\d.]+), ([\d.]+) and ([\d.]+)\.", README)
     assert said is not None
-    at = ["shared-prefix", "mixed", "decode"].index(workload)
-    assert said[at + 1] == f"{median(ratios):.2f}"
+    assert said[1 + WORKLOADS.index(workload)] == f"{median(ratios):.2f}"
 
 
 def test_what_deduplication_saves_is_that_of_the_record():
-    page = (ROOT / "docs" / "performance.md").read_text("utf-8")
     took = {
         name: median(RECORD["duplicates"][name]) for name in ("seconds", "without_deduplication", "decode")
     }
-    found = re.search(r"repeated: ([\d.]+) s, ([\d.]+) of the ([\d.]+) s that `decode`", page)
+    found = re.search(r"repeated: ([\d.]+) s, ([\d.]+) of the ([\d.]+) s that `decode`", PAGE)
     assert found is not None
     wanted = (f"{took['seconds']:.1f}", f"{took['seconds'] / took['decode']:.2f}", f"{took['decode']:.1f}")
     assert found.groups() == wanted
-    off = re.search(r"took ([\d.]+) s, of which\s+[\d.]+ s are ([\d.]+):", page)
+    off = re.search(r"took ([\d.]+) s, of which\s+[\d.]+ s are ([\d.]+):", PAGE)
     assert off is not None
     other = took["without_deduplication"]
     assert off.groups() == (f"{other:.1f}", f"{took['seconds'] / other:.2f}")
