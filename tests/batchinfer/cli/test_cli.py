@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -381,33 +379,6 @@ def test_a_signal(signum: signal.Signals, code: int, place: Place, cli_of: CliOf
     first, second = runs(place)
     assert (first["exit_code"], first["computed_requests"]) == (code, done)
     assert (second["reused_requests"], second["computed_requests"]) == (done, len(MANY) - done)
-
-
-def interrupt_the_group(place: Place, when: Callable[[], bool]) -> None:
-    """As Ctrl-C does in a terminal: the children hear it, too."""
-    with started(place, "run", "job.yaml", **SLOW) as process:
-        wait_until(when)
-        os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, out) == (130, ""), err
-    assert "the same command continues" in err
-    assert "Traceback" not in err
-    assert place.published() == {}
-
-
-def test_ctrl_c_while_the_model_loads(place: Place) -> None:
-    long_job(place)
-    interrupt_the_group(place, lambda: any(place.state.glob("scratch/*/plan")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after_s", [0.0, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0])
-def test_ctrl_c_at_any_time(after_s: float, place: Place, cli_of: CliOf) -> None:
-    """From the moment on when the run has its lock."""
-    long_job(place)
-    lock = place.state / "state.json"
-    interrupt_the_group(place, lambda: lock.exists() and time.time() > lock.stat().st_mtime + after_s)
-    continue_to_the_end(place, cli_of)
 
 
 def test_the_parent_is_killed(place: Place, cli_of: CliOf) -> None:

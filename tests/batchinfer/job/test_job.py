@@ -130,10 +130,6 @@ def test_kv_memory(tmp_path: Path, text: str, value: object) -> None:
     assert (got, type(got)) == (value, type(value))
 
 
-def test_one_stop_is_a_list_of_one(tmp_path: Path) -> None:
-    assert load(tmp_path, MINIMAL, ("sampling.stop", '"\\n"')).sampling.params().stop == ("\n",)
-
-
 @pytest.mark.parametrize(("text", "pairs"), [
     ("[]", ()),
     ("{}", ()),
@@ -147,8 +143,10 @@ def test_parameters_from_columns(tmp_path: Path, text: str, pairs: tuple[tuple[s
 
 
 def test_other_inputs_and_prompts(tmp_path: Path) -> None:
-    query = load(tmp_path, MINIMAL.replace("path: rows.jsonl", 'sql: "select 1 as q", id: q'))
+    text = MINIMAL.replace("path: rows.jsonl", 'sql: "select 1 as q", id: q')
+    query, other = load(tmp_path, text), load(tmp_path, text, ("input.sql_memory", "2GiB"))
     assert (query.input.sql, query.input.path) == ("select 1 as q", None)
+    assert query.identity_json() == other.identity_json(), "its memory does not change its rows"
     openai = load(
         tmp_path,
         MINIMAL.replace('prompt: {user: "{{ q }}"}\n', "").replace(
@@ -246,6 +244,7 @@ def test_overrides(tmp_path: Path) -> None:
         ("commit", "{rows: 7}"),
         ("input.limit", ""),
         ("model.max_model_len", "auto"),
+        ("sampling.stop", '"\\n"'),
     )
     assert (job.engine.max_num_seqs, job.engine.threads) == (65, "auto")
     assert job.output.columns == ("a", "b c")
@@ -254,6 +253,7 @@ def test_overrides(tmp_path: Path) -> None:
     assert (job.prompt.user, job.prompt.text) == (None, "q")
     assert (job.commit.rows, job.commit.seconds) == (7, 30.0)
     assert (job.input.limit, job.model.max_model_len) == (None, None)
+    assert job.sampling.params().stop == ("\n",), "one stop is a list of one"
 
 
 def test_an_override_of_one_alias_leaves_the_other(tmp_path: Path) -> None:
@@ -304,12 +304,6 @@ def test_identity_is_what_the_rows_depend_on(tmp_path: Path, key: str, value: st
     plain, other = load(tmp_path).identity_json(), load(tmp_path, MINIMAL, (key, value)).identity_json()
     assert (plain == other) is same
     assert json.dumps(json.loads(plain), sort_keys=True, separators=(",", ":")) == plain
-
-
-def test_the_memory_of_a_query_does_not_change_its_rows(tmp_path: Path) -> None:
-    text = MINIMAL.replace("path: rows.jsonl", 'sql: "select 1 as q"')
-    sizes = ("auto", "2GiB")
-    assert len({load(tmp_path, text, ("input.sql_memory", size)).identity_json() for size in sizes}) == 1
 
 
 def test_a_parameter_that_is_written_out_counts_for_openai_requests(tmp_path: Path) -> None:

@@ -171,22 +171,6 @@ def test_nothing_loads_where_nothing_is_missing(tmp_path: Path, model: Path) -> 
     assert not {"Load", "Configure"} & {*changed.events}
 
 
-@SLOW
-def test_an_error_that_may_be_retried_is_missing_if_it_is_to_be(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "2")
-    path = write_job(tmp_path, model, people(20), on_error={"max_error_rate": 1.0})
-    Seen().run(path)
-    monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
-    joined_anew(path)
-    kept, retried = Seen(), Seen()
-    kept.run(path)
-    assert "Load" not in kept.events
-    assert retried.run(path, retry_errors=True).row["rows_error"] == 0
-    assert retried.order("open", "Load", "planning", "Configure")
-
-
 @pytest.mark.slow
 def test_a_run_that_finds_its_rows_read_loads_before_it_plans(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch

@@ -129,22 +129,22 @@ def test_rows_are_counted_while_reading(clock: Clock) -> None:
     ]
 
 
-def test_reading_has_a_total_in_bytes(clock: Clock) -> None:
+@pytest.mark.parametrize(
+    ("most_rows", "bytes_read", "line"),
+    [
+        (None, 250, "reading 25% · 100 rows/s · about 30 s left · 1,000 rows\n"),
+        (2000, 1, "reading 50% · 100 rows/s · about 10 s left · 1,000 rows\n"),
+    ],
+)
+def test_reading_ends_with_the_bytes_or_at_the_row_limit(
+    clock: Clock, most_rows: int | None, bytes_read: int, line: str
+) -> None:
     stream = io.StringIO()
     with Progress(stream, clock=clock) as progress:
-        progress.phase("reading")
+        progress.phase("reading", most_rows)
         clock.now += 10
-        progress.read(1000, 250, 1000)
-    assert stream.getvalue() == "reading 25% · 100 rows/s · about 30 s left · 1,000 rows\n"
-
-
-def test_reading_ends_at_the_row_limit_where_that_comes_first(clock: Clock) -> None:
-    stream = io.StringIO()
-    with Progress(stream, clock=clock) as progress:
-        progress.phase("reading", 2000)
-        clock.now += 10
-        progress.read(1000, 1, 1000)
-    assert stream.getvalue() == "reading 50% · 100 rows/s · about 10 s left · 1,000 rows\n"
+        progress.read(1000, bytes_read, 1000)
+    assert stream.getvalue() == line
 
 
 def test_what_is_done_leaves_no_time_and_what_is_not_is_no_100_percent(clock: Clock, step: Any) -> None:
@@ -280,25 +280,6 @@ def test_quiet_prints_nothing(clock: Clock, step: Any) -> None:
             clock.now += 100
             progress.step(step())
         assert stream.getvalue() == ""
-
-
-def test_a_terminal_gets_a_bar(clock: Clock, step: Any) -> None:
-    screen = Screen()
-    with Progress(screen, clock=clock) as progress:
-        progress.phase("loading model")
-        clock.now += 1
-        progress.tick()
-        progress.running(rows=10, prompt_tokens=900, expected_tokens=100)
-        for _ in range(5):
-            clock.now += 1
-            progress.step(step(prefill_tokens=95, recomputed_tokens=0, cached_tokens=0, sampled_tokens=5))
-    text = screen.getvalue()
-    assert "loading model …" in text
-    assert "running  50%" in text
-    assert "500 of 1k tokens" in text
-    assert "100 tok/s" in text
-    assert "about 5 s left" in text
-    assert "10 of" not in text
 
 
 def test_an_empty_job_divides_by_nothing(clock: Clock) -> None:

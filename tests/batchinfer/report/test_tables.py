@@ -164,17 +164,15 @@ def test_int8_linear_layers_are_measured_against_their_own_peak(facts: RunRow, m
     assert run_row(quantized, machine, None)["peak_flops_per_s"] is None
 
 
-def test_unknown_hardware_gives_null_and_never_zero(
+def test_what_is_not_known_is_null_and_never_zero(
     tmp_path: Path, facts: RunRow, step: Any, request_sample: Any
 ) -> None:
+    """Of unknown hardware, and of a run without an engine."""
     bare = Hardware("Test CPU", "cpu", 2, None)
     row = run_row(facts, bare, measured_by(tmp_path, step, request_sample))
-    for name in ("mfu", "mbu", "peak_flops_per_s", "peak_bytes_per_s", "datasheet_flops_per_s"):
-        assert row[name] is None
+    unknown = ("mfu", "mbu", "peak_flops_per_s", "peak_bytes_per_s", "datasheet_flops_per_s")
+    assert {row[name] for name in unknown} == {None}
     assert row["flops"] == 4000
-
-
-def test_a_run_without_an_engine_knows_nothing_of_speed(tmp_path: Path, facts: RunRow) -> None:
     row = run_row(facts, None, None)
     assert row["mfu"] is row["steps"] is row["ttft_p50_s"] is None
     with Meter(tmp_path, "m") as meter:
@@ -220,15 +218,6 @@ def test_a_failed_rename_leaves_the_older_table(
     with pytest.raises(OSError, match="No space"):
         write_run(tmp_path, run_row(facts, None, None) | {"job": "other"})
     assert path.read_bytes() == before
-
-
-def test_a_spool_is_finished_once(tmp_path: Path) -> None:
-    done = Spool(tmp_path / "x.parquet", SCHEMAS[RUN])
-    done.finish()
-    done.abort()
-    assert done.path.exists()
-    with pytest.raises(ValueError, match="before"):
-        done.finish()
 
 
 def test_details_of_the_newest_runs_are_kept_and_every_run_row(tmp_path: Path) -> None:

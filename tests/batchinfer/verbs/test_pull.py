@@ -24,7 +24,6 @@ from tests import warm_commands
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, table, write_job
 from tests.batchinfer.wrong_jobs import hears_signals
 from tests.checkpoints import make_tokenizer
-from tests.foreign_models import make_foreign
 from tests.gguf_files import make_gguf, tokenizer_keys
 from tests.hub_server import Hub, files_of, serving, sha256
 from tests.lora_adapters import make_adapter
@@ -83,15 +82,6 @@ def pull(hub: Hub, cache: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[
 
 def snapshot(cache: Path, commit: str = FIRST) -> Path:
     return cache / "models--org--tiny" / "snapshots" / commit
-
-
-@pytest.mark.slow
-def test_a_model_of_transformers_own_can_be_run(tmp_path: Path, pull: Pull) -> None:
-    make_foreign(tmp_path / "phi", "phi")
-    make_tokenizer(tmp_path / "phi")
-    with serving(Hub("org/phi", {FIRST: files_of(tmp_path / "phi")}, {"main": FIRST})) as hub:
-        code, out, err = pull("org/phi", of=hub)
-    assert (code, "cannot be run" in err) == (0, False), out + err
 
 
 def test_a_pulled_model_answers_as_its_folder_does(
