@@ -313,5 +313,4 @@ def build(
         raise getattr(errors, refusal)("the fake engine was asked to refuse the checkpoint")
     if mortal and _asked("DIES_LOADING", 0):
         _die(end)
-    time.sleep(_asked("LOAD_S", 0.0))
     return FakeWeights(load, untimed, end, mortal)

@@ -184,7 +184,7 @@ def _die(code: int) -> None:
 
 
 # What is asked of the fake engine that only processes side by side can do
-OF_PROCESSES = ("LOAD_S", "DIES_SENDING", "HANGS_AT_STEP", "HANGS_OF_MORE_TOKENS", "TOGETHER", "RELOAD_S")
+OF_PROCESSES = ("DIES_SENDING", "HANGS_AT_STEP", "HANGS_OF_MORE_TOKENS", "TOGETHER", "RELOAD_S")
 
 
 class FakeTransport(MemoryTransport):

@@ -80,12 +80,7 @@ def test_figures_are_consistent(every, name):
     assert found["steps"] >= max(row.max_tokens for row in workload.rows)
     assert found["rows_run"] == len(set(workload.rows))
     assert found["preemptions"] == found["recomputed_tokens"] == found["padding_share"] == 0
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_bounds_hold(every, name):
-    """The ideal job needs no more than the run, and no efficiency exceeds what it is a part of."""
-    found = every[name]
+    # the ideal job needs no more than the run, and no efficiency exceeds what it is a part of
     assert 0 < found["ideal_s"] <= found["roofline_s"] * (1 + 1e-9)
     assert found["plan_efficiency"] <= found["roofline_efficiency"] * (1 + 1e-9)
     assert 0 < found["mfu"] <= found["roofline_efficiency"]

@@ -179,16 +179,25 @@ def test_a_finished_job_has_nothing_to_do(finished: Place, cli_of: CliOf) -> Non
     assert finished.published() == before
 
 
-def test_the_folder_of_a_job_stands_for_it(place: Place, cli_of: CliOf) -> None:
+def test_the_folder_of_a_job_stands_for_it(
+    place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the current folder for a job that is not named."""
     run = cli_of(FAKE)
     assert run("run", place.folder, "-q") == Ended(0, "", "")
     assert json.loads(run("status", place.folder, "--json").out)["state"] == "finished"
     assert len(json.loads(run("history", place.folder, "--json").out)["runs"]) == 1
     assert run("clean", place.folder, "--dry-run", "--set", "cache.keep=7").code == 0
+    monkeypatch.chdir(place.folder)
+    for verb in ("validate", "preview", "plan", "run", "status", "clean") if everything() else ("validate",):
+        assert run(verb).code == 0, verb
     (place.folder / "job.yaml").unlink()
-    got = run("run", place.folder)
-    assert got.code == 66
-    assert f"there is no job file {place.folder / 'job.yaml'}" in got.err
+    for verb in ("validate", "preview", "plan", "run", "status", "clean"):
+        ended = run(verb)
+        assert (ended.code, ended.out) == (66, "")
+        assert "there is no job file job.yaml" in ended.err
+    monkeypatch.chdir(place.folder.parent)
+    assert "there is no job file job/job.yaml" in run("run", place.folder).err
 
 
 def test_validate(finished: Place, cli_of: CliOf) -> None:
@@ -255,20 +264,6 @@ def test_paths_are_shown_as_they_are_typed(
     assert str(place.folder) not in shown
     assert f"{folder}/job.yaml" in shown
     assert str(place.results.relative_to(place.folder.parent)) in shown
-
-
-def test_verbs_mean_the_job_of_the_current_folder(
-    place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = cli_of()
-    monkeypatch.chdir(place.folder.parent)
-    for verb in ("validate", "preview", "plan", "run", "status", "clean"):
-        ended = run(verb)
-        assert (ended.code, ended.out) == (66, "")
-        assert "there is no job file job.yaml" in ended.err
-    monkeypatch.chdir(place.folder)
-    for verb in ("validate", "preview", "plan", "run", "status", "clean") if everything() else ("validate",):
-        assert run(verb).code == 0, verb
 
 
 def test_a_job_file_with_a_similar_name_is_proposed(place: Place, cli_of: CliOf) -> None:

@@ -45,15 +45,6 @@ def test_a_slice_of_keys_is_its_own_text() -> None:
     assert hexadecimal(keys.slice(0, 0)).to_pylist() == []
 
 
-def test_what_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "broken").write_bytes(b"PAR1 no")
-    with pytest.raises(pa.ArrowInvalid):
-        write_rows(
-            tmp_path / "report", "run-1", [index_part(tmp_path / "a", 0, KEYS[:3]), tmp_path / "broken"]
-        )
-    assert list((tmp_path / "report").iterdir()) == []
-
-
 def test_rows_that_are_written_beside_other_work_are_there_once_that_is_finished(tmp_path: Path) -> None:
     parts = [
         index_part(tmp_path / "a", 0, [KEYS[0], None, KEYS[1]]),
@@ -66,16 +57,15 @@ def test_rows_that_are_written_beside_other_work_are_there_once_that_is_finished
     assert pq.read_table(path).equals(wanted)
 
 
-def test_rows_that_are_written_beside_work_that_fails_leave_nothing(tmp_path: Path) -> None:
-    parts = [index_part(tmp_path / "a", 0, KEYS)]
-    with pytest.raises(ZeroDivisionError), RowsBeside(tmp_path / "report", "run-1", parts, "row_id"):
-        raise ZeroDivisionError
-    assert list((tmp_path / "report").iterdir()) == []
-
-
-def test_what_fails_beside_other_work_is_raised_where_it_is_finished(tmp_path: Path) -> None:
-    (tmp_path / "broken").write_bytes(b"PAR1 no")
-    parts = [index_part(tmp_path / "a", 0, KEYS), tmp_path / "broken"]
-    with RowsBeside(tmp_path / "report", "run-1", parts, "row_id") as table, pytest.raises(pa.ArrowInvalid):
+def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
+    """Half way, and beside other work: there it is raised where it is finished, and other work may fail, too."""
+    report, broken = tmp_path / "report", tmp_path / "broken"
+    broken.write_bytes(b"PAR1 no")
+    parts = [index_part(tmp_path / "a", 0, KEYS), broken]
+    with pytest.raises(pa.ArrowInvalid):
+        write_rows(report, "run-1", parts)
+    with RowsBeside(report, "run-1", parts, "row_id") as table, pytest.raises(pa.ArrowInvalid):
         table.finish()
-    assert list((tmp_path / "report").iterdir()) == []
+    with pytest.raises(ZeroDivisionError), RowsBeside(report, "run-1", parts[:1], "row_id"):
+        raise ZeroDivisionError
+    assert list(report.iterdir()) == []

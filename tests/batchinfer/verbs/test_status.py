@@ -19,7 +19,7 @@ from batchinfer.filesystem.durable import FileOps
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.pipeline.progress_file import PROGRESS_FORMAT
 from batchinfer.report.progress import RECORD_EVERY_S, Progress, ProgressState
-from batchinfer.verbs.status import RunStatus, prometheus_lines, status_of, write_prometheus
+from batchinfer.verbs.status import RunStatus, Standing, prometheus_lines, status_of, write_prometheus
 from tests.batchinfer.cli.test_cli import SLOW, committed, long_job, started
 from tests.batchinfer.wrong_jobs import FAKE, ROWS, CliOf, Command, Place
 from tests.patience import PATIENCE_S, wait_until
@@ -147,23 +147,15 @@ def test_a_disk_that_fails_is_told_once_and_fails_no_run(
 
 # --- watching
 
+WATCHED: list[Standing] = ["running", "running", "finished"]
+
 
 def test_watching_ends_with_the_run(place: Place, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = iter(
-        [
-            RunStatus("running", "/d/res", rows=1),
-            RunStatus("running", "/d/res"),
-            RunStatus("finished", "/d/res"),
-        ]
-    )
+    seen = iter([RunStatus(state, "/d/res") for state in WATCHED])
     monkeypatch.setattr("batchinfer.verbs.status.status_of", lambda _: next(seen))
     monkeypatch.setattr(status_verb, "WATCH_EVERY_S", 0)
     ended = run("status", place.results, "--watch", "--json")
-    assert [json.loads(line)["state"] for line in ended.out.splitlines()] == [
-        "running",
-        "running",
-        "finished",
-    ]
+    assert [json.loads(line)["state"] for line in ended.out.splitlines()] == WATCHED
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
