@@ -87,6 +87,7 @@ def test_commands_from_a_pipe(piped) -> None:
 
 def test_an_empty_pipe_gets_the_first_rows(piped) -> None:
     assert len(piped("\n", "--json").out.splitlines()) == 20
+    assert piped("select 1 as n;\n", "--json").out == '{"n":1}\n', "and no other pipe does"
 
 
 def test_help_prompt_and_docs_name_the_tables_that_a_query_has(piped) -> None:

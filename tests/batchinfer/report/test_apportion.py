@@ -144,6 +144,30 @@ def test_what_did_not_finish_takes_its_part() -> None:
     assert some.sum() == pytest.approx(whole[:40].sum(), rel=0.3)
 
 
+def test_attention_of_answers_is_split_by_the_tokens_before_them() -> None:
+    """Two rows answer in the steps 2 and 3, and the longer one goes on alone."""
+    steps = {
+        "prompt_tokens": np.array([5.0, 30, 0, 0, 0, 0]),
+        "decode_tokens": np.array([0.0, 0, 2, 2, 1, 1]),
+        "scheduled_s": np.arange(6.0),
+        "ended_s": np.arange(1.0, 7.0),
+        **{name: np.ones(6) for name in ("model_s", "bytes", "roofline_s")},
+    }
+    requests = {
+        "prompt_tokens": np.array([5.0, 10, 20]),
+        "cached_tokens": np.zeros(3),
+        "completion_tokens": np.array([1.0, 3, 5]),
+        "unrun_tokens": np.ones(3),
+        "scheduled_s": np.array([0.0, 1, 1]),
+        "first_token_s": np.array([1.0, 2, 2]),
+        "finished_s": np.array([1.0, 4, 6]),
+    }
+    split = Apportionment(steps, np.ones(6))
+    split.add(requests)
+    answer = split.shares(requests)["model_s"].answer
+    assert answer.tolist() == pytest.approx([0, 11 / 32 + 12 / 34, 21 / 32 + 22 / 34 + 2])
+
+
 def test_what_ended_before_any_step_took_nothing() -> None:
     ran = simulated(10, 256, 4000, False, seed=6)
     early = RequestSample(b"e" * 32, 10, 3, 0, 0, 0.0, 0.1, 0.1, 0.1)
