@@ -153,8 +153,6 @@ class FakeEngine:
         _wait_for_others()
         if not mortal:  # the start that takes the place of one that died
             time.sleep(_asked("RELOAD_S", 0.0))
-        if mortal and _asked("DIES_CONFIGURED", 0):
-            _die(end)
         self._waiting: deque[tuple[Request, float]] = deque()  # and when it came
         self._started, self._counted_s = time.perf_counter(), 0.0
         self._steps = 0

@@ -270,25 +270,6 @@ def test_what_keeps_it_from_loading_is_told_while_rows_are_read(
     assert not {"planning", "Configure"} & {*seen.events}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["DIES_LOADING", "DIES_CONFIGURED"])
-def test_it_may_die_in_either_step(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    """Another one is started once the plan is there; where that dies, too, the run ends."""
-    monkeypatch.setenv("FAKE_ENGINE_STARTS", str(tmp_path / "starts"))
-    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "3")
-    monkeypatch.setenv(f"FAKE_ENGINE_{fault}", "1")
-    dead, alive = Seen(), Seen()
-    path = write_job(tmp_path, model, people(2 * BATCH))
-    assert refused(path, dead).exit_code == 69
-    configured = ["Configure"] * (fault == "DIES_CONFIGURED")
-    restarted = ["open", "Load", "planning", *configured, "open", "Load", "Configure"]
-    assert dead.order(*restarted)
-    assert alive.run(path).row["worker_restarts"] == 1
-    assert alive.order(*restarted)
-
-
 def test_a_signal_ends_both(tmp_path: Path, model: Path) -> None:
     """Whenever it comes; and then the same command does the work."""
     path, again = write_job(tmp_path, model, people(BATCH + 1)), Seen()

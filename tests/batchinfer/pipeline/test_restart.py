@@ -15,14 +15,13 @@ import pytest
 
 from batchinfer.core.errors import BatchInferError, Interrupted
 from batchinfer.job import load_job
-from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.pipeline.workers.transport import PROCESSES
 from batchinfer.report.progress import Progress
-from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, phases_of, table, write_job
+from tests.batchinfer.pipeline.test_pipeline import FAKE, people, phases_of, table, write_job
 from tests.examples import first_of
 
 ROWS, BATCH = 40, 5
@@ -263,23 +262,6 @@ def test_a_worker_that_always_dies_while_loading_ends_the_job(job: Path, faulty:
     assert (caught.value.exit_code, ran.starts) == (69, 2)
 
 
-def test_no_worker_is_started_after_a_signal(
-    job: Path, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    faulty(99, DIES_AT_STEP=3)
-    ran, take = Ran(job), Collector.take
-
-    def signalled(self: Any, progress: Any) -> None:
-        take(self, progress)
-        ran.interrupts.pending = signal.SIGTERM
-
-    monkeypatch.setattr(Collector, "take", signalled)
-    with pytest.raises(BatchInferError):
-        ran()
-    assert ran.starts == 1
-    assert ran.row["worker_restarts"] == 0
-
-
 def test_a_signal_while_a_new_worker_loads_is_not_waited_out(
     job: Path, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,13 +280,6 @@ def test_a_signal_while_a_new_worker_loads_is_not_waited_out(
         ran()
     assert (ran.row["exit_code"], ran.row["worker_restarts"]) == (143, 1)
     assert not [notice for notice in ran.notices if "rows being computed have" in notice]
-
-
-def test_what_a_worker_refuses_it_is_not_asked_again(job: Path) -> None:
-    ran = Ran(job, NO_ENGINE)
-    with pytest.raises(BatchInferError, match="must not need an engine"):
-        ran()
-    assert ran.row["worker_restarts"] == 0
 
 
 def test_a_worker_that_dies_when_all_is_done_costs_nothing(job: Path, faulty: Faulty) -> None:
