@@ -106,9 +106,8 @@ def test_what_cannot_be_made_is_named(name, rows, told):
         make_workload(name, VOCAB, rows)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_export_holds_the_same_rows(name, tmp_path: Path):
-    workload = make_workload(name, 1000, 20)
+def test_an_export_holds_the_same_rows(tmp_path: Path):
+    workload = make_workload("mixed", 1000, 20)
     export_workload(workload, tmp_path / "rows.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [(tuple(line["prompt_token_ids"]), line["max_tokens"]) for line in lines] == [

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -157,23 +156,6 @@ def test_examples_are_few_and_hold_no_text_unless_asked(write: Write) -> None:
         ("r1", SECRET, "other 1"),
     ]
     assert [(e.a, e.b) for e in errors.examples] == [(SECRET, "why x")]
-
-
-@pytest.mark.slow
-def test_many_rows_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than fits into the database's memory: the join spills."""
-    monkeypatch.setattr("batchinfer.filesystem.duck.working_memory", lambda: 128 << 20)
-    for name, every in (("a", 0), ("b", 1000)):
-        changed = f"i % {every} = 0" if every else "false"
-        nulls = ", ".join(f"NULL::VARCHAR AS {one}" for one in ("error_code", "error_class", "error_message"))
-        columns = ", ".join(f"hash(i, {at}) AS n{at}" for at in range(12))
-        duckdb.sql(
-            f"""COPY (SELECT i AS row_id, 'f' AS file, i AS row_index, 'id-' || i AS custom_id, 'ok' AS status,
-                CASE WHEN {changed} THEN 'x' ELSE md5(i::VARCHAR) END AS generated_text, 'stop' AS finish_reason,
-                1::INT AS prompt_tokens, 1::INT AS completion_tokens, {nulls}, NULL::BOOL AS retryable, {columns}
-                FROM range(1000000) t(i)) TO '{tmp_path}/{name}.parquet'"""
-        )
-    assert counts(found(tmp_path / "a.parquet", tmp_path / "b.parquet")) == {("answer", None): 1000}
 
 
 # --- the verb
