@@ -45,7 +45,7 @@ def bench(*workloads: str, **options: Any) -> BenchReport:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, tuple[WorkloadResult, dict[str, Any]]]:
-    """One run of each workload, and two of one: what was measured, and what the report says of it."""
+    """Results and JSON reports of one run per workload, and of two runs of duplicates."""
     short = [name for name in WORKLOADS if name not in ("duplicates", "long-context")]
     asked = [((*short,), 12, 1), (("duplicates",), 12, 2), (("long-context",), 2, 1)]
     reports = [bench(*names, rows=rows, repeat=runs, max_tokens=MOST) for names, rows, runs in asked]
@@ -80,7 +80,7 @@ def test_figures_are_consistent(every, name):
     assert found["steps"] >= max(row.max_tokens for row in workload.rows)
     assert found["rows_run"] == len(set(workload.rows))
     assert found["preemptions"] == found["recomputed_tokens"] == found["padding_share"] == 0
-    # the ideal job needs no more than the run, and no efficiency exceeds what it is a part of
+    # the ideal job needs at most the time of the run, and no efficiency exceeds its whole
     assert 0 < found["ideal_s"] <= found["roofline_s"] * (1 + 1e-9)
     assert found["plan_efficiency"] <= found["roofline_efficiency"] * (1 + 1e-9)
     assert 0 < found["mfu"] <= found["roofline_efficiency"]

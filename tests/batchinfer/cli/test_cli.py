@@ -114,7 +114,7 @@ def test_every_exit_code_is_documented() -> None:
 TORCH = {"torch", "transformers", "tokenizers"}
 FILES = {"duckdb", "pyarrow", "numpy"}
 RUN = {"batchinfer.pipeline.run", "batchinfer.plan.simulation.simulator"}
-# What each verb does not import. One process runs them all, so each may import what those before it do.
+# Modules that a verb does not import. One process runs all verbs in this order, so imports only add up.
 UNUSED: list[tuple[list[str], set[str]]] = [
     # a shell's completion starts the program at each key
     (["--help"], {*TORCH, *FILES, *RUN, "jinja2", "pydantic", "batchinfer.models.families.family"}),

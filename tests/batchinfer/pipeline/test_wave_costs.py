@@ -201,8 +201,8 @@ def cost(folder: Path, kind: str, rows: int, shuffled: bool) -> Cost:
 
 
 def run_again(index: Made) -> Iterator[tuple[float, float]]:
-    """Yield the part of the tokens of one plan that run more where some parts run before the others are known: what is
-    expected, and what does."""
+    """Run some parts of the index before the others are known. Yield the expected and the actual share of tokens that
+    run again."""
     once = index.plan(PARTS, "once", [], [])
     for parts in (1, PARTS // 2):
         plan = index.plan(parts, f"first-{parts}", [], [])

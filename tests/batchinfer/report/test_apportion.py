@@ -145,7 +145,7 @@ def test_what_did_not_finish_takes_its_part() -> None:
 
 
 def test_attention_of_answers_is_split_by_the_tokens_before_them() -> None:
-    """Two rows answer in the steps 2 and 3, and the longer one goes on alone."""
+    """Two rows answer in the steps 2 and 3, only the longer one in the steps 4 and 5."""
     steps = {
         "prompt_tokens": np.array([5.0, 30, 0, 0, 0, 0]),
         "decode_tokens": np.array([0.0, 0, 2, 2, 1, 1]),

@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of a few steps, for tests of what is there at all; tests change copies of it only."""
+    """The report of a few steps; tests change copies of it only."""
     folder = tmp_path_factory.mktemp("short")
     write_tables(folder, steps=60, requests=50)
     return folder

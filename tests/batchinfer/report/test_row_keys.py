@@ -58,7 +58,7 @@ def test_rows_that_are_written_beside_other_work_are_there_once_that_is_finished
 
 
 def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
-    """Half way, and beside other work: there it is raised where it is finished, and other work may fail, too."""
+    """Damaged parts raise an error, in a thread only at the end. Other work may fail meanwhile, too."""
     report, broken = tmp_path / "report", tmp_path / "broken"
     broken.write_bytes(b"PAR1 no")
     parts = [index_part(tmp_path / "a", 0, KEYS), broken]

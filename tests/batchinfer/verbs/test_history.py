@@ -92,7 +92,7 @@ class Runs:
         self.nights = 0
 
     def add(self, *speeds: float) -> Path:
-        """Write runs that computed so many tokens a second for a minute. Return the table of the last one."""
+        """Write runs of a minute at these speeds in tokens per second. Return the table of the last one."""
         for speed in speeds:
             started = START + timedelta(days=self.nights)
             self.nights += 1

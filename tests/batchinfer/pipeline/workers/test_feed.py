@@ -87,7 +87,7 @@ def test_a_step_that_never_ends_is_not_waited_for(monkeypatch):
 
 
 def test_a_model_that_is_loading_is_not_waited_for():
-    """Neither by the first worker nor by one in the place of another that had the rows in work and died."""
+    """The first worker of a run may load, or the worker that replaces a dead one."""
     first, again = SilentHost(), SilentHost(fake_engine.build(CONFIG.load).engine(CONFIG).info)
     again.dies = True
     for host in (first, again):
