@@ -268,7 +268,7 @@ def mixed_rows() -> list[dict[str, Any]]:
     """Greedy and sampled rows, equal sampled rows among them, prompts of many lengths."""
     rng = random.Random(2)
     rows = []
-    for i in range(18):
+    for i in range(9):
         text = " ".join(rng.choice(["ant", "bee", "cat", "dog"]) for _ in range(rng.randrange(1, 30)))
         rows.append({"id": f"r{i}", "text": text, "temperature": (0, 0.9, 1.4)[i % 3]})
     return rows + [{"id": f"same{i}", "text": "the same", "temperature": 1.0} for i in range(4)]

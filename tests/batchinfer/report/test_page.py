@@ -227,7 +227,7 @@ def test_the_prefix_tree_has_the_prefixes_that_saved_most(whole: ReportedRun, pa
 
 
 def test_prefixes_beyond_the_most_that_are_shown_are_one_row(tmp_path: Path) -> None:
-    write_tables(tmp_path, steps=20, requests=2000)
+    write_tables(tmp_path, steps=20, requests=1200)
     run = read_run(tmp_path)
     table = ParsedPage(page(run)).tables["prefixes-table"]
     ((number, saved),) = run.fetch(f"SELECT count(*), sum(cached_tokens) FROM {run.own('prefixes')}")

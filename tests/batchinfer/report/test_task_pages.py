@@ -54,11 +54,7 @@ def test_each_task_has_a_summary_and_a_page_of_its_own(tmp_path: Path, task: str
     assert "decode_tokens" not in parsed.tables["throughput-table"].columns
     shown = {name for name, table in parsed.tables.items() if "completion_tokens" in table.columns}
     assert not shown, "tables about the tokens of answers"
-
-
-def test_a_page_counts_the_labels_of_a_run_whose_result_was_replaced(tmp_path: Path) -> None:
-    facts = TASKS["classify"][0]
-    write_tables(tmp_path, steps=20, requests=30, meaningless=OF_OUTPUT, task="classify", **facts)
-    parsed = ParsedPage(page(read_run(tmp_path)))
-    assert parsed.tables["labels-table"].column("rows") == [200, 100]
-    assert "probabilities-table" not in parsed.tables
+    if task == "classify":  # of a run whose result was replaced, labels are counted all the same
+        replaced = ParsedPage(page(read_run(tmp_path))).tables
+        assert replaced["labels-table"].column("rows") == [200, 100]
+        assert "probabilities-table" not in replaced
