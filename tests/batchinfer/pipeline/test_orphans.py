@@ -72,7 +72,7 @@ def killed_after(delay_s: float, command: list[str], cwd: Path, **env: str) -> l
     return left
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("turn", range(6))
 def test_children_end_with_a_parent_that_is_killed_while_it_starts_them(turn: int, tmp_path: Path) -> None:
     """The parent kills itself while it starts one child after another: some have not begun, some run already."""

@@ -66,7 +66,7 @@ def rows_of(folder: Path, table: str) -> pa.Table:
     return pq.read_table(table_path(folder, table, "r"))
 
 
-@settings(max_examples=examples(4, 20), deadline=None)
+@settings(max_examples=examples(3, 20), deadline=None)
 @given(steps=step_lists(), buffer_rows=st.integers(1, 5))
 def test_totals_are_the_sums_and_the_table_holds_every_step(
     steps: list[StepSample], buffer_rows: int
@@ -105,7 +105,7 @@ def check_itl(steps: list[StepSample], found: list[float | None]) -> None:
         assert found == [None] * 3
 
 
-@settings(max_examples=examples(4, 20), deadline=None)
+@settings(max_examples=examples(3, 20), deadline=None)
 @given(requests=st.lists(request_samples(), min_size=1, max_size=20))
 def test_percentiles_are_those_of_numpy(requests: list[RequestSample]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -99,9 +99,7 @@ def asking(load: LoadConfig, constraints: None, untimed: Untimed) -> Asking:
     return Asking(load, untimed, fake_engine.end_process, mortal=False)
 
 
-@pytest.mark.parametrize(
-    ("how", "count"), [("chooses", 2), ("dies", 2), ("hangs", 2), ("dies", 1), ("raises", 1)]
-)
+@pytest.mark.parametrize(("how", "count"), [("chooses", 2), ("dies", 2), ("hangs", 2), ("raises", 1)])
 def test_processes_agree_whatever_becomes_of_the_first_that_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, count: int
 ) -> None:
