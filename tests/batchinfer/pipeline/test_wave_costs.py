@@ -29,7 +29,7 @@ from batchinfer.pipeline.plans.waves import LEAD_S, MOST_AGAIN, waves_again
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.requests import planned_requests
-from batchinfer.plan.simulation.simulator import counting_engine, simulate
+from batchinfer.plan.simulation.simulator import counting_engine, machine_clock, simulate
 from batchinfer.store.index.index import INDEX_SCHEMA
 from batchinfer.store.index.token_store import TokenStore
 from tests.batchinfer.engine.simulation import LLAMA_8B
@@ -177,7 +177,8 @@ def cost(folder: Path, kind: str, rows: int, shuffled: bool) -> Cost:
     plan = index.plan(PARTS, "once", [], [])
     once = simulate(ENGINE, requests(plan, index), outputs)
     read_s = once.seconds / 20
-    waves, tokens, engine = Wavy(index, read_s / PARTS), 0, counting_engine(ENGINE, outputs)
+    waves, tokens = Wavy(index, read_s / PARTS), 0
+    engine = counting_engine(ENGINE, outputs, {}, machine_clock(ENGINE))
     while engine.unfinished or not waves.ended:
         engine.add(waves.next(2 * SEQS - engine.unfinished))
         if not engine.unfinished:
