@@ -26,7 +26,6 @@ from batchinfer.cli.schema_verb import schema
 from batchinfer.cli.show_verb import show
 from batchinfer.cli.status_verb import status
 from batchinfer.cli.terminal import say
-from batchinfer.cli.worker_verb import worker
 from batchinfer.core.errors import Interrupted, UsageError
 from batchinfer.core.version import __version__
 from batchinfer.pipeline.workers.interrupts import Interrupts
@@ -47,7 +46,6 @@ for _verb in (
     pull,
     quantize,
     doctor,
-    worker,
     status,
     show,
     query,

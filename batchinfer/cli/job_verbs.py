@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchinfer.cli.options import DEFAULT_JOB, Date, JobPath, Json, Overrides, Price, Quiet, load
+from batchinfer.cli.options import DEFAULT_JOB, Date, JobPath, Json, Overrides, Price, Quiet, Ray, load
 from batchinfer.cli.terminal import (
     columns_of_terminal,
     is_terminal,
@@ -74,6 +75,7 @@ StopAt = Annotated[
 def run(
     job_file: JobPath = DEFAULT_JOB,
     overrides: Overrides = None,
+    ray: Ray = None,
     date: Date = None,
     limit: Limit = None,
     replace: Replace = False,
@@ -90,8 +92,8 @@ def run(
     from batchinfer.pipeline.workers import standby as engines
 
     stops = _stop_time(stop_at)
-    with engines.EngineStandby() as standby:
-        job = load(job_file, overrides, date)
+    with nullcontext() if ray else engines.EngineStandby() as standby:
+        job = load(job_file, overrides, date, ray)
         progress = _opened(job, quiet, as_json)
         # takes as long as all before, and somebody may wait
         from batchinfer.pipeline.library import run_loaded
@@ -184,6 +186,7 @@ def _painted(text: str, good: bool) -> str:
 def validate(
     job_file: JobPath = DEFAULT_JOB,
     overrides: Overrides = None,
+    ray: Ray = None,
     date: Date = None,
     defaults: Annotated[
         bool, typer.Option("--defaults", help="Show every option, also those that have their default value.")
@@ -194,7 +197,7 @@ def validate(
     """Check a job as `run` does, including the first rows of every file, without computing anything."""
     from batchinfer.verbs.validate import validate_job
 
-    job = load(job_file, overrides, date)
+    job = load(job_file, overrides, date, ray)
     with job.located():
         found = validate_job(job)
     if as_json:
@@ -211,13 +214,14 @@ def preview(
     job_file: JobPath = DEFAULT_JOB,
     rows: Annotated[int, typer.Option("--rows", "-n", min=1, help="How many rows to show.")] = 3,
     overrides: Overrides = None,
+    ray: Ray = None,
     date: Date = None,
     as_json: Json = False,
 ) -> None:
     """Show the first rows as the model would read them: rendered text, tokens, parameters."""
     from batchinfer.verbs.preview import preview_job, sampling_of_all
 
-    job = load(job_file, overrides, date)
+    job = load(job_file, overrides, date, ray)
     untold = not as_json
     with job.located():
         for row in preview_job(job, rows, tell):
@@ -252,6 +256,7 @@ Sample = Annotated[
 def plan(
     job_file: JobPath = DEFAULT_JOB,
     overrides: Overrides = None,
+    ray: Ray = None,
     date: Date = None,
     price_per_hour: Price = None,
     hardware: HardwareName = None,
@@ -261,15 +266,19 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Read every row and say what a run would do and how long it would take, without loading the model."""
+    from batchinfer.filesystem.state import state_of
     from batchinfer.machine.devices import devices_called
+    from batchinfer.pipeline.engine_machine import engine_machine
     from batchinfer.plan.forecast.job import forecast_job
     from batchinfer.plan.forecast.text import forecast_json, forecast_lines
     from batchinfer.report.progress import Progress
 
     machine = None if hardware is None else devices_called(hardware)
     stops = _stop_time(stop_at)
-    job = load(job_file, overrides, date)
+    job = load(job_file, overrides, date, ray)
     with job.located(), Progress(sys.stderr, job=job.name, quiet=quiet or as_json) as progress:
+        on_cluster = job.ray is not None and machine is None
+        facts = engine_machine(job, state_of(job), notice=progress.note).facts if on_cluster else None
         progress.phase("reading", job.input.limit)
         found = forecast_job(
             job,
@@ -278,6 +287,7 @@ def plan(
             machine,
             sample,
             None if stops is None else stops.at,
+            facts,
         )
     if as_json:
         say_json({"exit_code": 0, **forecast_json(found, price_per_hour)})

@@ -23,6 +23,14 @@ Overrides = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. engine.max_num_seqs=64."
     ),
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run the engines on this Ray cluster: auto, or HOST:PORT (sets ray.address).",
+    ),
+]
 Date = Annotated[
     str | None, typer.Option(metavar="YYYY-MM-DD", help="Value of ${date} in the job file; today by default.")
 ]
@@ -58,12 +66,13 @@ def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = 
     return target
 
 
-def load(path: Path, overrides: list[str] | None, date: str | None) -> Job:
-    """The job, with what `--set` and `--date` say. Raises JobFileError, UsageError."""
+def load(path: Path, overrides: list[str] | None, date: str | None, ray: str | None = None) -> Job:
+    """The job, with what `--set`, `--date` and `--ray` say. Raises JobFileError, UsageError."""
     from batchinfer.job import load_job
     from batchinfer.job.file import job_file_in
 
-    return load_job(job_file_in(path), pairs_of(overrides), date)
+    pairs = pairs_of(overrides) + ([] if ray is None else [("ray.address", ray)])
+    return load_job(job_file_in(path), pairs, date)
 
 
 def pairs_of(overrides: list[str] | None) -> list[tuple[str, str]]:

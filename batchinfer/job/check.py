@@ -82,6 +82,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_expected(sections, _result_columns(values, sections.get("sampling", {}))),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
         *_ranks(sections.get("engine", {})),
+        *_ray(sections),
         *_folders(sections, file),
         *_drafts(values),
     ]
@@ -418,6 +419,21 @@ def _ranks(engine: Mapping[str, Any]) -> Iterator[Finding]:
     if tensor is not None and experts is not None and tensor > 1 and experts > 1:
         message = f"is {experts}, beside tensor_parallel_size, which is {tensor} and divides experts, too"
         yield Finding(("engine", "expert_parallel_size"), message, "give one of the two")
+
+
+def _ray(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    """The engines of a Ray cluster are counted once, and bounds are in order."""
+    ray, asked = sections.get("ray"), sections.get("engine", {}).get("data_parallel", "auto")
+    if ray is None:
+        return
+    if asked != "auto":
+        message = f"is {asked}, and ray is given: on a Ray cluster, ray.engines is the number of engines"
+        yield Finding(("engine", "data_parallel"), message, "remove it")
+    bounds = ray.get("engines")
+    if isinstance(bounds, Mapping):
+        least, most = _whole(bounds, "min", 1), _whole(bounds, "max", 256)
+        if least is not None and most is not None and least > most:
+            yield Finding(("ray", "engines"), f"has min {least} above max {most}", "swap the two")
 
 
 def task_columns(task: str) -> tuple[str, ...]:

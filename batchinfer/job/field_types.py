@@ -77,18 +77,24 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-_EVERYWHERE = ("0.0.0.0", "0")
-
-
-def _host_port(value: object) -> object:
-    """Return what may be an address and a port. One that stands for all addresses of a machine would listen where
-    nobody has thought of."""
-    if not isinstance(value, str):
+def _ray_address(value: object) -> object:
+    """Return an address of a Ray cluster. Ray's client addresses (ray://) are refused: they have no node IDs."""
+    if not isinstance(value, str) or value == "auto":
         return value
     host, colon, port = value.rpartition(":")
     if not colon or not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", host) or not re.fullmatch(r"[0-9]{1,5}", port):
         return ()  # fits no type, so that the field's own words answer
-    return value if 1 <= int(port) <= 65535 and host not in _EVERYWHERE else ()
+    return value if 1 <= int(port) <= 65535 else ()
+
+
+def _label_pairs(value: object) -> object:
+    """Return {ray.io/accelerator-type: H100} as pairs."""
+    if not isinstance(value, dict):
+        return value
+    for name, wanted in value.items():
+        if not isinstance(wanted, str) or not wanted:
+            raise ValueError(f"found {found(wanted)} for {name}; it must be the text of a label")
+    return tuple(value.items())
 
 
 def _folder(info: Info) -> Path:
@@ -453,13 +459,17 @@ Bytes = Annotated[
     BeforeValidator(_size, json_schema_input_type=Text | Annotated[int, Field(ge=1, le=MAX_BYTES)]),
     Right("a size such as 16MiB"),
 ]
-HostPort = Annotated[
+RayAddress = Annotated[
     Text,
-    BeforeValidator(_host_port),
-    Right(
-        "HOST:PORT, such as 10.0.0.1:7700: one address of this machine, not all, and a port from 1 to 65535"
-    ),
+    BeforeValidator(_ray_address),
+    Right("auto, or HOST:PORT of the cluster's head, such as 10.0.0.1:6379"),
 ]
+Labels = Annotated[
+    tuple[tuple[str, str], ...],
+    BeforeValidator(_label_pairs, json_schema_input_type=dict[str, Text]),
+    Right("a mapping from labels of nodes to their values, as in {ray.io/accelerator-type: H100}"),
+]
+Engines = Annotated[int, Field(ge=1, le=256)]
 MinRows = Annotated[
     int | float,
     BeforeValidator(

@@ -33,9 +33,10 @@ from batchinfer.job.field_types import (
     Delimiter,
     DraftSources,
     Encoding,
-    HostPort,
+    Engines,
     JsonSchema,
     KvMemory,
+    Labels,
     MaxLength,
     MinRows,
     ModelPath,
@@ -43,6 +44,7 @@ from batchinfer.job.field_types import (
     OneOrMorePaths,
     PathField,
     Quote,
+    RayAddress,
     SqlMemory,
     Text,
     Whole,
@@ -58,7 +60,7 @@ from batchinfer.job.section import Section, shown
 from batchinfer.job.tasks import TASK_SECTIONS, Task
 from batchinfer.job.template_file import read_template_file
 from batchinfer.job.variables import Variables
-from batchinfer.job.wording import findings_of
+from batchinfer.job.wording import Right, findings_of
 from batchinfer_kernels.arithmetic import AskedQuantization, Device, Dtype, KvCacheDtype
 
 _OUTPUT_PATH = ("output", "path")
@@ -236,30 +238,6 @@ class OutputSection(Section):
     rows_per_file: Whole = Field(default=100_000, description="Rows per result file.")
 
 
-class NodesSection(Section):
-    """Other machines that join the run and compute with it."""
-
-    listen: HostPort = Field(
-        description="Address of this machine, and port, at which the run waits for them: HOST:PORT."
-    )
-    token_file: PathField = Field(
-        description="File with the secret that they have too: 32 characters or more, readable by its owner alone."
-    )
-    count: Annotated[int, Field(ge=1, le=255)] = Field(description="How many join, this machine not counted.")
-    wait_s: float = Field(
-        default=300.0,
-        gt=0,
-        le=86_400,
-        description="Seconds that the run waits for them, or for one in place of a lost one.",
-    )
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Return the host and the port of `listen`."""
-        host, _, port = self.listen.rpartition(":")
-        return host, int(port)
-
-
 class EngineSection(Section):
     """How the engine works; nothing here changes what is asked of the model."""
 
@@ -299,25 +277,55 @@ class EngineSection(Section):
         default="auto",
         description="Which whole experts each process has. auto: by how often earlier runs chose each, once there are.",
     )
-    nodes: NodesSection | None = Field(
-        default=None,
-        description="Other machines on which engines run, or parts of one. null: none, and nothing listens.",
-    )
     deterministic: bool = Field(
         default=False,
         description="Whether answers are the same to the bit whatever other rows run. A little slower.",
     )
 
-    @property
-    def machines(self) -> int:
-        """Count the machines that compute, this one included."""
-        return 1 if self.nodes is None else 1 + self.nodes.count
 
-    @property
-    def spans_machines(self) -> bool:
-        """Whether one engine is divided among all machines: where its stages are, and not several are asked for."""
-        evenly = self.pipeline_parallel_size % self.machines == 0
-        return self.machines > 1 and evenly and self.data_parallel in ("auto", 1)
+class RayEngines(Section):
+    """Bounds of the number of engines on a Ray cluster."""
+
+    min: Engines = Field(default=1, description="At least this many, if need be after a wait for free nodes.")
+    max: Engines = Field(default=256, description="At most this many.")
+
+
+class RaySection(Section):
+    """An existing Ray cluster on which the engines run; nothing here changes answers."""
+
+    address: RayAddress = Field(description="auto: the cluster of this machine, or HOST:PORT of another one.")
+    engines: Annotated[Engines | RayEngines | None, Right("a number of engines, or {min: 1, max: 8}")] = (
+        Field(
+            default=None,
+            description="Number of engines. null: as many as the cluster has room for at the start.",
+        )
+    )
+    cpus: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None,
+        description="CPUs that an engine reserves, and its threads. null: all of the smallest node that has an engine.",
+    )
+    gpus: Annotated[int, Field(ge=0, le=64)] | None = Field(
+        default=None, description="GPUs that an engine reserves. null: one for each of its ranks; 0 on CPUs."
+    )
+    labels: Labels = Field(
+        default=(),
+        json_schema_extra={"default": {}},
+        description="Labels that a node must have, such as {ray.io/accelerator-type: H100}.",
+    )
+    classes: Literal["same", "any"] = Field(
+        default="same",
+        description="Whether all engines run on one class of machine (same), or on several models of CPU or GPU (any).",
+    )
+    wait_s: float = Field(
+        default=600.0, gt=0, le=86_400, description="Seconds that a run without any engine waits for one."
+    )
+
+    def engine_count(self, room: int) -> int:
+        """Return the number of engines of a run on a cluster with room for `room` engines."""
+        if isinstance(self.engines, int):
+            return self.engines
+        bounds = self.engines or RayEngines()
+        return max(bounds.min, min(bounds.max, room))
 
 
 class OnErrorSection(Section):
@@ -401,6 +409,9 @@ class Job(Section):
     output: OutputSection = Field(description="Where the results go, and which columns they have.")
     engine: EngineSection = Field(
         default=EngineSection(), description="How the engine works; auto fits most machines."
+    )
+    ray: RaySection | None = Field(
+        default=None, description="The Ray cluster on which engines run. null: none, and nothing listens."
     )
     drafts: Annotated[Literal["auto", "off"] | DraftSources | DraftModelSection, DRAFTS] = Field(
         default="auto",

@@ -156,6 +156,10 @@ def _cure(value: object, expected: str) -> str | None:
 
 def _unknown(model: type[BaseModel], owner: type[BaseModel], loc: Loc) -> Finding:
     key = str(loc[-1])
+    if loc[-2:] == ("engine", "nodes"):
+        return Finding(
+            loc, "was removed; several machines need a Ray cluster", "use ray.address, or --ray auto"
+        )
     place = f"the section {loc[-2]}" if len(loc) > 1 else "a job file"
     return Finding(loc, f"{place} has no key {shorten(key)}", _nearest(model, owner, key))
 

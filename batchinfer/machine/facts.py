@@ -43,6 +43,7 @@ class MachineFacts:
     fast_bf16: bool = False  # whether the CPU multiplies bfloat16 in hardware
     tiles: bool = False  # whether the CPU grants its matrix tiles
     arm: bool = False
+    engines: int = 1  # for which a cluster has room; each gets what the other fields describe
 
     @property
     def device(self) -> Device:

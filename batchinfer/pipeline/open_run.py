@@ -10,15 +10,15 @@ from datetime import datetime
 from batchinfer.filesystem.state import StateFolder, state_of
 from batchinfer.job import Job
 from batchinfer.machine.facts import this_machine
+from batchinfer.pipeline.engine_machine import engine_machine
 from batchinfer.pipeline.openai_file import openai_file
 from batchinfer.pipeline.operators_build import OperatorsBuild, operators_built
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import RunReport
 from batchinfer.pipeline.stop_text import stop_line, stopped_early
 from batchinfer.pipeline.workers.engine_entry import ENGINE
-from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.pipeline.workers.interrupts import CONTINUES, Interrupts
 from batchinfer.pipeline.workers.launch import Launch
-from batchinfer.pipeline.workers.nodes.opening import nodes_joining
 from batchinfer.plan.setup.job_setup import Setup, check_setup
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import Stopwatch
@@ -58,17 +58,22 @@ def opened(
     if options.limit is not None:
         job = job.first_rows(options.limit)
     state = state_of(job)
-    setup = check_setup(job, state, this_machine(job.engine.device), options.replace)
+    here = None if job.ray is None else this_machine("cpu")
+    machine = engine_machine(
+        job, state, options.transport, notice, waiting=lambda: interrupts.raise_pending(CONTINUES)
+    )
+    setup = check_setup(job, state, machine.facts, options.replace, reader=here)
     timestamps = options.openai_timestamps
     openai = openai_file(job, options.to_openai, state, whole, timestamps=timestamps, replace=options.replace)
     with (
         state.lock(),
         interrupts.stopping_at(None if stop is None else stop.at, stopped_early(job, options)),
         ExitStack() as at_end,
-        operators_built(setup.setting.numerics, notice, options.engine == ENGINE) as operators,
-        nodes_joining(job, options.transport, state, interrupts, notice) as transport,
+        operators_built(
+            setup.setting.numerics, notice, options.engine == ENGINE and here is None
+        ) as operators,
     ):
-        options = replace(options, transport=transport)
+        options = replace(options, transport=machine.transport)
         report = RunReport(job, setup.setting, watch)
         report.note(trial=options.limit is not None, price_per_hour=options.price_per_hour)
         now = datetime.now().astimezone()

@@ -61,7 +61,7 @@ def operators_built(
     numerics: Numerics, notice: Callable[[str], None], ours: bool = True
 ) -> Iterator[OperatorsBuild]:
     """Compile in the background where the device is a CPU whose operators are not there. A build that goes on when the
-    block is left is ended: nobody needs it. `ours`: whether the engine is one that has operators."""
+    block is left is ended: nobody needs it. `ours`: whether the engine has operators, and runs on this machine."""
     build = _build_for(numerics.device, numerics.kv_cache == "int8") if ours else None
     try:
         yield OperatorsBuild(build, notice)

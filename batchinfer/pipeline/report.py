@@ -140,8 +140,7 @@ class RunReport:
     def open_meter(self, setting: Setting, cost: ModelCost) -> Meter:
         """The meter that the engines' samples go to; `setting`: theirs; `cost`: of the model that they ran."""
         self._setting, placement = setting, setting.placement
-        ranks, machines = placement.division.ranks, placement.machines_used
-        self.note(replicas=placement.replicas, ranks=ranks, machines=machines)
+        self.note(replicas=placement.replicas, ranks=placement.division.ranks)
         self._meter = Meter(self.folder, self._run_id, Machine(cost, setting.peaks, placement.replicas))
         return self._meter
 

@@ -15,7 +15,7 @@ from batchinfer.filesystem.state import state_of
 from batchinfer.filesystem.temporary import temporary_folder
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
-from batchinfer.machine.facts import this_machine
+from batchinfer.pipeline.engine_machine import engine_machine
 from batchinfer.plan.setup.input_check import check_input, first_index
 from batchinfer.plan.setup.job_setup import check_setup
 from batchinfer.store.index.index import Index
@@ -86,7 +86,7 @@ def _ends(items: list[str], most: int) -> list[str]:
 def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[PreviewedRow]:
     """Yield the first rows as the model reads them; `notice` gets the warnings of the check of the input."""
     state = state_of(job)
-    setup = check_setup(job, state, this_machine(job.engine.device), replace=True)
+    setup = check_setup(job, state, engine_machine(job, state).facts, replace=True)
     for warning in check_input(job, setup, state).warnings:
         notice(warning)
     fewest = rows if job.input.limit is None else min(rows, job.input.limit)

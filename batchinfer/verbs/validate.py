@@ -11,7 +11,7 @@ from batchinfer.input.prompts.chat_template import chat_environment
 from batchinfer.input.prompts.template_check import template_fault
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
-from batchinfer.machine.facts import this_machine
+from batchinfer.pipeline.engine_machine import engine_machine
 from batchinfer.plan.setup.checks import kv_memory_warnings
 from batchinfer.plan.setup.input_check import check_input, dry_run
 from batchinfer.plan.setup.job_setup import check_setup
@@ -20,7 +20,7 @@ from batchinfer.plan.setup.job_setup import check_setup
 def validate_job(job: Job) -> list[str]:
     """Check a job as a run does before it computes, and prepare its first rows; return what was found out, as lines."""
     state = state_of(job)
-    setup = check_setup(job, state, this_machine(job.engine.device))
+    setup = check_setup(job, state, engine_machine(job, state).facts)
     checkpoint, tokenizer, numerics = setup.checkpoint, setup.tokenizer, setup.setting.numerics
     found = [
         f"model: {checkpoint.spec.family}, {size(checkpoint.weight_bytes)} of weights, "

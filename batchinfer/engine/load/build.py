@@ -133,8 +133,7 @@ class LoadedWeights:
         runner = staged(runner, company, limits.max_num_batched_tokens, self.arithmetic.dtype)
         runner = self.proposers.watching(runner, longest, limits.max_num_seqs)
         dtype = self.arithmetic.dtype
-        machines = company.division.machines
-        parts = company.everyone, turns, self.proposers.loaded, machines
+        parts = company.everyone, turns, self.proposers.loaded
         memory = CacheMemory(config, source, runner, limits, dtype, longest, *parts)
         counters = model.expert_loads if captured else None
         fitted = fit_cache(runner, limits, self.cost, memory.room(), counters, config, self.untimed)

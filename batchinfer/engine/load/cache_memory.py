@@ -49,7 +49,6 @@ class CacheMemory:
     group: Group
     turns: int = 1  # engines that have a part of it each
     beside: KeptBeside | None = None  # whose cache lies in the same blocks
-    machines: int = 1  # that the ranks of the group are on
 
     @property
     def block_bytes(self) -> int:
@@ -70,14 +69,13 @@ class CacheMemory:
         if self._states is not None:
             self._states.drop()  # those that a profile run had
         free, memory, ranks = _free_bytes(device), config.kv_memory, self.group.size
-        here = ranks // self.machines
         if device.type == "cpu":
-            free //= here
+            free //= ranks
             memory = memory // ranks if isinstance(memory, int) else memory
         if device.type == "cpu" and config.memory is not None:
             weights = self.source.weight_bytes(self.runner.cost)
             weights += 0 if self.beside is None else self.beside.weight_bytes
-            free = min(free, max(0, config.memory // here - weights))
+            free = min(free, max(0, config.memory // ranks - weights))
         if self.beside is not None:
             spare = self.beside.spare_bytes(self.runner.layout.block_size, limits.max_num_seqs)
             needed += spare

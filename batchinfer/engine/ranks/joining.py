@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -15,40 +14,13 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import DistBackendError
 
 from batchinfer.core.errors import Unavailable
-from batchinfer.engine.ranks.seat import UNDIVIDED, Division, Exchange, Seat
+from batchinfer.engine.ranks.seat import UNDIVIDED, Division, Seat
 from batchinfer.models.parallel.group import Alone, Group, SpentTime, TimedGroup, TorchGroup
 
 # A rank that computes, or is stopped, keeps the others waiting: whoever watches the engine decides how long. One that
 # ends is noticed at once.
 _ENDLESS = timedelta(days=365)
-
-
-class ToldStore(c10d.Store):
-    """A store of torch's that holds what ranks tell each other, for the time in which they meet. Values are set once,
-    and whoever asks for one that is not there yet waits until it is told."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        super().__init__()
-        self._exchange = exchange
-        self._known: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes | str) -> None:
-        """Tell the others."""
-        told = value.encode() if isinstance(value, str) else bytes(value)
-        self._known[key] = told
-        self._exchange.tell(key, told)
-
-    def get(self, key: str) -> bytes:
-        """Return what was told, once it was."""
-        while key not in self._known:
-            name, value = self._exchange.hear()
-            self._known[name] = value
-        return self._known[key]
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all were told, for as long as it takes: whoever watches the engine decides how long."""
-        for key in keys:
-            self.get(key)
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +52,8 @@ def join(seat: Seat | None, device: torch.device) -> Company:
     if seat is None:
         return Company()
     rank, division = seat.rank, seat.division
-    exchange = seat.exchange
-    store = _file_store(seat) if exchange is None else ToldStore(exchange)
-    met = partial(_met, device=device, address=seat.address)
+    store = _file_store(seat)
+    met = partial(_met, device=device)
     everyone: Group = met(c10d.PrefixStore("everyone", store), rank, division.ranks)
     peers = everyone if division.stages == 1 else Alone()
     if division.stages > 1 and division.peers > 1:
@@ -139,21 +110,21 @@ def _kind(device: torch.device) -> torch.Tensor:
     return torch.tensor([found.multi_processor_count, found.major, found.minor], device=device)
 
 
-def _met(store: c10d.Store, rank: int, size: int, device: torch.device, address: str) -> TorchGroup:
+def _met(store: c10d.Store, rank: int, size: int, device: torch.device) -> TorchGroup:
     processes = c10d.ProcessGroup(store, rank, size)
     on_gpu = device.type == "cuda"
     kind = c10d.ProcessGroup.BackendType.NCCL if on_gpu else c10d.ProcessGroup.BackendType.GLOO
     processes._set_default_backend(kind)
-    backend = _nccl(store, rank, size) if on_gpu else _gloo(store, rank, size, address)
+    backend = _nccl(store, rank, size) if on_gpu else _gloo(store, rank, size)
     processes._register_backend(torch.device(device.type), kind, backend)
     return TorchGroup(processes)
 
 
-def _gloo(store: c10d.Store, rank: int, size: int, address: str) -> Any:
-    """Return what speaks on CPUs, and listens on that address alone: gloo's own choice would be the host's name."""
+def _gloo(store: c10d.Store, rank: int, size: int) -> Any:
+    """Return the backend of CPUs. It listens on the loopback only: gloo's default is the address of the host's name."""
     made: Any = distributed.ProcessGroupGloo  # what its stubs say of options is not what it takes
     options = made._Options()
-    options._devices = [made.create_device(hostname=address)]
+    options._devices = [made.create_device(hostname=_LOOPBACK)]
     options._timeout = _ENDLESS
     return made(store, rank, size, options)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +11,6 @@ class Division:
 
     tensor: int = 1  # ranks that compute each layer together
     stages: int = 1  # parts of the layers, one behind the other
-    machines: int = 1  # that the ranks are on, in their order and as many on each
     experts: int = 1  # ranks that divide the experts of each layer among them, and have all else of it each
 
     @property
@@ -26,11 +22,6 @@ class Division:
     def peers(self) -> int:
         """Count the ranks with the same layers."""
         return self.tensor * self.experts
-
-    @property
-    def ranks_here(self) -> int:
-        """Count the ranks of one machine."""
-        return self.ranks // self.machines
 
     def peer(self, rank: int) -> int:
         """Return which of the ranks with the same layers this one is."""
@@ -52,23 +43,12 @@ class Division:
 UNDIVIDED = Division()
 
 
-class Exchange(Protocol):
-    """Tells all ranks what one of them tells, where they share no file."""
-
-    def tell(self, key: str, value: bytes) -> None:
-        """Tell the others."""
-
-    def hear(self) -> tuple[str, bytes]:
-        """Return what another rank tells, waiting for it. Raises EOFError when they are gone."""
-
-
 @dataclass(frozen=True, slots=True)
 class Seat:
     """A rank's seat says who it is, and where it meets the others."""
 
     rank: int
     division: Division
-    # the path of a file, empty at first, in which each writes where the others reach it; "": they are told
-    meeting: str = ""
-    address: str = LOOPBACK  # of this machine: where the rank listens for the others
-    exchange: Exchange | None = None  # which tells them; not sent to another process
+    meeting: (
+        str  # the path of a file, empty at first, in which each rank writes the address at which it listens
+    )

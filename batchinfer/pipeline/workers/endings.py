@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 from batchinfer.core.errors import BatchInferError, OutOfMemory, lacks_memory
 from batchinfer.pipeline.workers.messages import EnginePlace, Failed
 
+Leave = Callable[
+    [int], NoReturn
+]  # ends an engine with an exit status, after the parent was sent all messages
 
-def leave() -> NoReturn:
-    """End this process at once: the parent has heard everything. Torch and CUDA would take their time to tear down what
-    the system takes back anyway."""
-    os._exit(0)
+
+def leave(status: int) -> NoReturn:
+    """End this process at once. Torch and CUDA would take their time to tear down what the system takes back anyway."""
+    os._exit(status)
 
 
 def settle(place: EnginePlace) -> None:

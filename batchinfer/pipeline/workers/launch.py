@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.pipeline.workers.messages import EnginePlace, WorkerSpec
+from batchinfer.pipeline.workers.messages import WorkerSpec
 from batchinfer.pipeline.workers.standby import EngineStandby
 from batchinfer.pipeline.workers.transport import ProcessLink, Transport
 from batchinfer.pipeline.workers.worker_handle import OF_ONE, WorkerHandle
@@ -37,11 +37,9 @@ class Launch:
                 self._workers.append(self._from_standby(spec) or WorkerHandle(spec, self._transport))
 
     def _from_standby(self, spec: WorkerSpec) -> WorkerHandle | None:
-        """Return a worker that is the process which stands by, if there is one and nothing had to be settled before its
-        imports, as the ways to ranks on nodes are."""
+        """Return a worker that is the process which stands by, if there is one and the transport can use it."""
         standby = self._standby
-        fits = spec.place == EnginePlace() and not any(other.place.node for other in spec.others)
-        if standby is None or spec.factory != standby.factory or not fits:
+        if standby is None or spec.factory != standby.factory or not self._transport.takes_standby(spec):
             return None
         child = standby.taken()
         if child is None:

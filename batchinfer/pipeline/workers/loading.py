@@ -19,13 +19,12 @@ from batchinfer.pipeline.workers.messages import (
     Ask,
     Chosen,
     Configure,
-    ListensAt,
     Load,
     Loaded,
     Pulse,
     WorkerSpec,
 )
-from batchinfer.pipeline.workers.ranks.meeting import FollowingExchange, Parent
+from batchinfer.pipeline.workers.ranks.meeting import Parent
 from batchinfer.pipeline.workers.ranks.others import OtherRanks
 
 T = TypeVar("T")
@@ -105,10 +104,8 @@ class RankLoading:
         return found
 
     def _loaded(self, load_weights: Callable[..., Any]) -> Any:
-        seat, recv = self._seat, self._connection.recv
-        if not seat.meeting:
-            seat = replace(seat, exchange=FollowingExchange(self._connection))
-        weights = load_weights(self._spec.load, seat=seat)
+        recv = self._connection.recv
+        weights = load_weights(self._spec.load, seat=self._seat)
         self._connection.send(Loaded(time.perf_counter()))
         config = replace(received(recv, Configure).config, load=self._spec.load)
         return weights.follower(config, self._agreed)
@@ -128,11 +125,9 @@ def imported(factory: str) -> Callable[..., Any]:
 
 
 def received(recv: Callable[[], object], kind: type[T]) -> T:
-    """Return the next message, which is of that kind; what ranks still tell that have met already is passed over.
-    Raises EOFError when who sends is gone, or sends another."""
+    """Return the next message. Raises EOFError if the sender is gone, or if the message is of another kind."""
     with receiving():
-        while isinstance(message := recv(), ListensAt):
-            continue
+        message = recv()
     if not isinstance(message, kind):
         raise EOFError(f"{type(message).__name__} was sent instead of {kind.__name__}")
     return message

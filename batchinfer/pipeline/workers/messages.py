@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -12,9 +12,8 @@ import numpy as np
 from batchinfer.core.request import Completion, Request, TokenIds
 from batchinfer.core.samples import ExpertTokens, RankUse, RequestSample, StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
-from batchinfer.engine.ranks.seat import LOOPBACK, UNDIVIDED, Division
+from batchinfer.engine.ranks.seat import UNDIVIDED, Division
 from batchinfer.pipeline.workers.engine_entry import ENGINE
-from batchinfer.pipeline.workers.nodes.wire_end import WireEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +22,6 @@ class EnginePlace:
 
     cores: tuple[int, ...] = ()  # empty: all that this process may use
     gpu: str | None = None  # as CUDA_VISIBLE_DEVICES names it; None: all that CUDA may use
-    # Which of the nodes that joined the run; 0: none, it is this machine. A node chooses cores and GPUs itself
-    node: int = 0
-    part: tuple[int, int] = (0, 1)  # of a node: which of so many equal parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +36,14 @@ class WorkerSpec:
     division: Division = UNDIVIDED
     # How the other ranks load their parts of the same engine, from rank 1 on, where it has any
     others: tuple[WorkerSpec, ...] = ()
-    # The ways to those of the others that are on nodes, by rank: made when it is started
-    wires: Mapping[int, WireEnd] = field(default_factory=dict)
-    address: str = LOOPBACK  # of this machine, where ranks on several machines listen for each other
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A worker on a cluster reports that it runs, and on which machine."""
+
+    node: str
+    machine_class: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +121,6 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class ListensAt:
-    """A rank tells the others where it listens; the leading rank passes it on."""
-
-    key: str
-    value: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Ready:
     """A worker reports that its engine can work."""
 
@@ -175,23 +168,3 @@ class Left:
     other_cores: float | None = None
     expert_tokens: ExpertTokens = field(default_factory=dict)  # of its model's layers that have experts
     ranks: tuple[RankUse, ...] = ()  # what each of its ranks had and took; none where it is one alone
-
-
-ALL = (
-    WorkerSpec,
-    Load,
-    Loaded,
-    Configure,
-    Add,
-    Learn,
-    Finish,
-    Ask,
-    Answer,
-    Chosen,
-    ListensAt,
-    Ready,
-    WorkDone,
-    Pulse,
-    Failed,
-    Left,
-)

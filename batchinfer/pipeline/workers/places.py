@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from batchinfer.job import Job
@@ -14,35 +14,20 @@ from batchinfer.plan.setup.setting import Setting
 
 def worker_specs(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
     """Return a specification for each engine. A single process has its machine to itself."""
-    division, machines = setting.placement.division, _machines(setting.placement)
-    counts, begun, here = Counter(machines), Counter[int](), _here(job, setting, factory)
-    asked = None if job.engine.threads == "auto" else job.engine.threads
-    each = []
-    for machine in machines:
-        part = begun[machine]
-        begun[machine] += 1
-        if machine:
-            place = EnginePlace(node=machine, part=(part, counts[machine]))
-            each.append(replace(here[0], place=place, load=replace(here[0].load, threads=asked)))
-        else:
-            each.append(here[part])
+    placement = setting.placement
+    ranks, processes = placement.division.ranks, _processes(job, setting, factory)
+    if placement.apart:
+        processes *= placement.replicas
     return [
-        replace(each[first], division=division, others=tuple(each[first + 1 : first + division.ranks]))
-        for first in range(0, len(each), division.ranks)
+        replace(
+            processes[first], division=placement.division, others=tuple(processes[first + 1 : first + ranks])
+        )
+        for first in range(0, len(processes), ranks)
     ]
 
 
-def _machines(placement: Placement) -> list[int]:
-    """Return the machine of each rank of each engine, those of an engine beside each other; 0: this one."""
-    division = placement.division
-    if division.machines > 1:
-        return [rank // division.ranks_here for rank in range(division.ranks)]
-    engines = range(placement.replicas)
-    return [engine % placement.machines for engine in engines for _ in range(division.ranks)]
-
-
-def _here(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
-    """Return the specification of each process of this machine."""
+def _processes(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
+    """Return the specification of each process of a machine."""
     load, placement = setting.load_config(job), setting.placement
     if placement.processes_here == 1:
         return [WorkerSpec(load, job.model.path, factory)]
@@ -53,8 +38,10 @@ def _here(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
     ]
 
 
-def _places(placement: Placement) -> list[EnginePlace]:
-    """Return a place for each rank of each engine of this machine, those of an engine beside each other."""
+def _places(placement: Placement) -> Sequence[EnginePlace]:
+    """Return a place for each rank of each engine that shares this machine, those of an engine beside each other."""
+    if placement.apart:
+        return [EnginePlace()] * placement.processes_here  # the node decides
     if placement.machine.device == "cuda":
         return [EnginePlace(gpu=gpu) for gpu in placement.gpus]
     return [EnginePlace(cores) for cores in divided_cores(placement.processes_here)]

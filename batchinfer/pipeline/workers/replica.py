@@ -88,8 +88,13 @@ class Replica:
 
     @property
     def loads_first(self) -> bool:
-        """Whether it has not come to work yet."""
-        return self.info is None and not self.gone and not self.restarts
+        """Whether it loads its first engine."""
+        return self.info is None and not self.gone and not self.restarts and not self.waits
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for resources."""
+        return not self.gone and not self.worker.placed
 
     @property
     def is_ready(self) -> bool:
@@ -133,6 +138,9 @@ class Replica:
         """Note that it has said nothing, once more. Ends a process that has work, or loads, and has said nothing for
         too long while this process ran: a step is forecast to take `longest_step_s` at the most."""
         loads = self.info is None
+        if self.waits:
+            self._silence.again()
+            return
         if not self.worker.decides:
             self._choosing.again()
         elif self._choosing.look() > CHOOSING_S:
@@ -227,9 +235,9 @@ class Replica:
         self.worker.configure(self._config)
         self._silence.again()
 
-    def reopen(self) -> None:
-        """Take note that another process may work in its place: what ended the last one has nothing to do with it."""
-        self.gone, self.fruitless = False, 0
+    def excuse(self) -> None:
+        """Forget the deaths of the engine: the last one was no fault of it."""
+        self.fruitless = 0
 
     def close(self) -> None:
         """End the process."""

@@ -45,8 +45,8 @@ class ReplicaPool:
     `rows`: how many there are in the plan. `name_rows` says in words which rows some keys stand for, `notice` tells a
     user of a death, `death_log` keeps its traceback, and the time inside `loading` is that in which no engine can work
     yet. `longest_step_s` forecasts the longest step of an engine: one that is silent for far longer is ended and
-    replaced. `transport` starts workers. An engine that has lost the node on which it ran, or a part of it did, waits
-    for another node.
+    replaced. `transport` starts workers. An engine that has lost its machine is started again, and may have to wait for
+    resources.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ReplicaPool:
     @property
     def left(self) -> bool:
         """Whether nothing more is to be heard."""
-        return not self._vacancies and all(replica.gone or replica.worker.left for replica in self._replicas)
+        return all(replica.gone or replica.worker.left for replica in self._replicas)
 
     @property
     def wants_more(self) -> bool:
@@ -155,7 +155,8 @@ class ReplicaPool:
     def receive(self, timeout_s: float) -> list[WorkDone]:
         """Return the work that has come, waiting for at most `timeout_s` when there is nothing. Raises the error that
         ended the last engine."""
-        self._fill_vacancies()
+        live = self._live
+        self._vacancies.look(all_wait=bool(live) and all(replica.waits for replica in live))
         with self._loading() if self.info is None else nullcontext():
             heard = [done for replica in self._speaking(timeout_s) for done in self._told_others(replica)]
         self._agreement.settle(replica.worker for replica in self._live)
@@ -169,7 +170,6 @@ class ReplicaPool:
         """Tell all engines to drop what waits, finish what runs within `within_s` seconds, and leave."""
         self._finishing = True
         self._backlog.take_all()
-        self._vacancies.clear()
         for replica in self._live:
             if replica.info is None:
                 replica.close()
@@ -347,20 +347,20 @@ class ReplicaPool:
             replica.close()  # what it still had to say was of no use to anybody
             return
         death = replica.died()
-        self._isolated_deaths += death.isolated is not None
-        vacant = crash is not None and self._may_wait(replica)
-        again = crash is not None and not vacant and self._may_restart(replica)
-        if crash is not None and not (again or vacant or others):
+        lost = crash is not None and replica.worker.link.lost
+        if lost:
+            replica.excuse()
+        elif death.isolated is not None:
+            self._isolated_deaths += 1
+        again = crash is not None and self._may_restart(replica)
+        if crash is not None and not (again or others):
             raise crash.error(self._told(death)) from error
         what = self._logged(replica, error, death)
-        if crash is not None and crash.silent and not vacant:
+        if crash is not None and crash.silent:
             self._take_back_silent(replica, death)
         else:
-            self._take_back(replica, death, blamed=crash is not None and not vacant)
-        if vacant:
-            self._leave_vacant(replica, what)
-        else:
-            self._go_on(replica, what, again)
+            self._take_back(replica, death, blamed=crash is not None and not lost)
+        self._go_on(replica, what, again)
 
     def _logged(self, replica: Replica, error: BatchInferError, death: Death) -> str:
         """Write the engine's traceback to the log file. Return what happened, and the name of that file.
@@ -434,30 +434,6 @@ class ReplicaPool:
         if self._interrupts.pending is not None or self._finishing:
             return False
         return self._isolated_deaths < MOST_ISOLATED
-
-    # Lost nodes
-
-    def _may_wait(self, replica: Replica) -> bool:
-        """Whether it has lost its node, and can be started once another one has its place; perhaps one has already."""
-        return self._may_start and self._transport.lost(replica.worker.link)
-
-    def _leave_vacant(self, replica: Replica, what: str) -> None:
-        replica.close()
-        self._vacancies.add(replica)
-        others = "; the other engines go on" if self._live else ""
-        self._notice(f"{self._who(replica)}{what}{others}; a node that joins takes the place of the lost one")
-
-    def _fill_vacancies(self) -> None:
-        """Start engines whose nodes have joined. Raises Unavailable when none did for too long, and no engine is
-        left."""
-        if self._may_start:
-            for replica in self._vacancies.take_filled():
-                self._notice(
-                    f"{self._who(replica)}a node has joined in place of the lost one; starting a new engine"
-                )
-                replica.reopen()
-                self._restart(replica)
-        self._vacancies.look(alone=not self._live)
 
     def _named(self, death: Death) -> str:
         """Say in words which rows were in work."""

@@ -7,9 +7,21 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Protocol
 
-from batchinfer.machine.spawning import Child, Ended, receiving
+from batchinfer.machine.spawning import Child, receiving
 from batchinfer.pipeline.workers.engine_entry import WORKER
-from batchinfer.pipeline.workers.messages import WorkerSpec
+from batchinfer.pipeline.workers.messages import EnginePlace, WorkerSpec
+
+
+class End(Protocol):
+    """How a worker ended. Its text completes "the engine's process ..."."""
+
+    @property
+    def out_of_cpu_time(self) -> bool:
+        """Whether a limit on CPU time ended it."""
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether it was killed because memory ran out."""
 
 
 class Link(Protocol):
@@ -25,7 +37,15 @@ class Link(Protocol):
     def receive(self) -> object:
         """Return the next message of the worker. Raises EOFError once the worker has ended and all was received."""
 
-    def wait(self, within_s: float) -> Ended | None:
+    @property
+    def placed(self) -> bool:
+        """Whether the worker runs. A cluster may let it wait for resources."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether the worker ended because its machine is gone."""
+
+    def wait(self, within_s: float) -> End | None:
         """Return how the worker ended; None: it has not within `within_s` seconds."""
 
     def kill(self) -> None:
@@ -41,22 +61,25 @@ class Transport(Protocol):
     def start(self, spec: WorkerSpec) -> Link:
         """Start a worker. Raises OSError where none can be started."""
 
+    def takes_standby(self, spec: WorkerSpec) -> bool:
+        """Return True if a process that stands by can become this worker."""
+
     def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
         """Return the links that can be received from; waits for the first one for so long."""
 
-    def lost(self, link: Link) -> bool:
-        """Whether a worker that has died has lost what it ran on, and did not die by itself."""
-
-    def missing(self, spec: WorkerSpec) -> str:
-        """Say what has been lost without which a worker cannot be started, and which may come back; "": nothing."""
+    @property
+    def wanted(self) -> str:
+        """Name the resources that a worker waits for: "a node of the Ray cluster with 8 free CPUs"."""
 
     @property
-    def patience_s(self) -> float:
-        """Return for how many seconds a run without any engine waits for what is missing."""
+    def wait_s(self) -> float:
+        """Return the seconds that a run without a running worker waits for resources."""
 
 
 class ProcessLink:
     """A pipe to a worker that is a process of its own."""
+
+    placed, lost = True, False
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -87,17 +110,18 @@ class ProcessTransport:
         by_pipe = {link.connection: link for link in links if isinstance(link, ProcessLink)}
         return [by_pipe[pipe] for pipe in wait(list(by_pipe), timeout_s)]  # type: ignore[index]
 
-    def lost(self, link: Link) -> bool:
-        """Return that it has not: it ran on this machine."""
-        return False
+    def takes_standby(self, spec: WorkerSpec) -> bool:
+        """Return True if nothing of the specification must be settled before the imports of the process."""
+        return spec.place == EnginePlace()
 
-    def missing(self, spec: WorkerSpec) -> str:
-        """Return that nothing is: processes are started on this machine."""
+    @property
+    def wanted(self) -> str:
+        """Return nothing: a process never waits for resources."""
         return ""
 
     @property
-    def patience_s(self) -> float:
-        """Return that a run waits for nothing."""
+    def wait_s(self) -> float:
+        """Return 0: a process never waits for resources."""
         return 0.0
 
 

@@ -15,7 +15,7 @@ from batchinfer.engine.config import EngineInfo
 from batchinfer.machine.garbage import loaded_for_good
 from batchinfer.machine.memory import peak_memory
 from batchinfer.machine.spawning import receiving
-from batchinfer.pipeline.workers.endings import failure, leave, settle
+from batchinfer.pipeline.workers.endings import Leave, failure, leave, settle
 from batchinfer.pipeline.workers.loading import EngineLoading
 from batchinfer.pipeline.workers.messages import (
     Add,
@@ -40,21 +40,31 @@ PULSE_S = 5.0  # while requests are taken in, whose constraints are compiled
 
 def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
     """Entry point of the spawned process."""
-    parent = Parent(connection)
+    leave(run_engine(spec, Parent(connection), leave))
+
+
+def run_engine(spec: WorkerSpec, parent: Parent, leave: Leave) -> int:
+    """Run an engine until the parent needs it no more. Return the exit status.
+
+    Args:
+        spec: The engine.
+        parent: The connection to the parent.
+        leave: Ends the engine at once, from any thread.
+    """
     try:
         settle(spec.place)
-        _work(spec, parent)
-        leave()
+        _work(spec, parent, leave)
     except (BrokenPipeError, EOFError):
-        leave()  # the parent is gone, or wants no engine: nobody is left to tell
-    except BaseException as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
+        return 0  # the parent is gone, or needs no engine
+    except BaseException as error:  # noqa: BLE001 - the parent must hear of every error
         parent.send(failure(error))
-        raise SystemExit(1) from None
+        return 1
+    return 0
 
 
-def _work(spec: WorkerSpec, parent: Parent) -> None:
+def _work(spec: WorkerSpec, parent: Parent, leave: Leave) -> None:
     """Make the engine, with its other ranks, and work until the parent wants no more."""
-    ranks = OtherRanks(spec, parent)
+    ranks = OtherRanks(spec, parent, leave)
     with ranks.blamed():
         built = EngineLoading(spec, parent, ranks).engine()
         worker = _Worker(built, parent, ranks)

@@ -32,6 +32,7 @@ from batchinfer.pipeline.workers.messages import (
     Left,
     Load,
     Loaded,
+    Placed,
     Pulse,
     Ready,
     WorkDone,
@@ -89,6 +90,7 @@ class WorkerHandle:
         self.other_cores: float | None = None
         self.expert_tokens: ExpertTokens = {}  # known then, too
         self.ranks: tuple[RankUse, ...] = ()  # likewise; none where it is one alone
+        self.placement: Placed | None = None  # of a worker that runs on a cluster
         self.info: EngineInfo | None = None  # known once it is ready
         # Whether it waits for an answer to its question what the engines of a run choose, and whether it was told to
         # choose, and has not said yet what; and what it chose
@@ -116,6 +118,11 @@ class WorkerHandle:
             self._loads = True
             self._begins("loading")
             self.link.send(Load())
+
+    @property
+    def placed(self) -> bool:
+        """Whether the worker runs. A cluster may let it wait for resources."""
+        return self.link.placed
 
     @property
     def loaded(self) -> bool:
@@ -202,7 +209,9 @@ class WorkerHandle:
         self.link.close()
 
     def _note(self, message: object) -> None:
-        if isinstance(message, Loaded):
+        if isinstance(message, Placed):
+            self.placement = message
+        elif isinstance(message, Loaded):
             self._loaded = True
             self._begins("getting ready" if self._configured else "waiting for the plan", message.at)
         elif isinstance(message, Ready):

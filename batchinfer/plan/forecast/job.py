@@ -97,16 +97,19 @@ def forecast_job(
     devices: Devices | None = None,
     sample: int | None = None,
     stop_at: datetime | None = None,
+    cluster: MachineFacts | None = None,
 ) -> JobForecast:
     """Read, render and tokenise every row, plan the job and simulate it. Nothing of a job's state is changed.
 
     `notice` gets the warnings about quantisation and the input. `devices`: those of a machine other than this one.
     `sample`: about how many rows to render and tokenise instead of all. `stop_at`: when the run stops, if it does.
-    Raises what `run` raises before it computes, but OutOfMemory: that is part of the forecast.
+    `cluster`: what an engine gets on a Ray cluster. Raises what `run` raises before it computes, but OutOfMemory: that
+    is part of the forecast.
     """
     state = state_of(job)
-    here = this_machine(job.engine.device if devices is None else "cpu")
-    machine = here if devices is None else MachineFacts(devices.hardware)
+    elsewhere = cluster if devices is None else MachineFacts(devices.hardware)
+    here = this_machine(job.engine.device if elsewhere is None else "cpu")
+    machine = elsewhere or here
     setup = check_setup(job, state, machine, replace=True, reader=here)
     for warning in (*setup.warnings, *check_input(job, setup, state).warnings):
         notice(warning)

@@ -170,11 +170,6 @@ def check_division_of(job: Job, checkpoint: StoredModel, device: Device, quantiz
         raise CannotSplit("a model that transformers' code computes is not divided among ranks")
     if division.ranks > 1 and isinstance(checkpoint, Checkpoint):
         check_division(checkpoint.spec.quantized(quantization).caching(job.model.kv_cache_dtype), division)
-    if division.machines > 1 and device == "cuda":
-        raise CannotSplit(
-            "engine.pipeline_parallel_size: one engine is divided among GPUs of one machine alone as yet; leave "
-            "engine.nodes out, or the sizes of each engine within a machine"
-        )
     if job.engine.deterministic and job.engine.tensor_parallel_size > 1:
         raise Unavailable(
             "engine.deterministic promises the bits of one process, and ranks that compute each layer together "

@@ -218,7 +218,8 @@ def ingest_workers(job: Job, setting: Setting, machine: MachineFacts) -> int:
     computes later; an engine on a GPU is loaded meanwhile, and keeps a core."""
     if job.input.workers != "auto":
         return job.input.workers
-    cores = (machine.cores or 1) - (setting.placement.replicas if setting.device == "cuda" else 0)
+    keeps_cores = setting.device == "cuda" and not setting.placement.apart
+    cores = (machine.cores or 1) - (setting.placement.replicas if keeps_cores else 0)
     return max(1, cores if machine.free_memory is None else min(cores, machine.free_memory // WORKER_BYTES))
 
 

@@ -19,10 +19,10 @@ _MUCH_MEMORY = 1 << 62  # if unknown
 class Placement:
     """Places the engines of a job on machines and GPUs."""
 
-    machine: MachineFacts  # that engines run on; nodes are taken to be as this machine is
+    machine: MachineFacts  # that engines run on; on a cluster, the part of a node that each engine gets
     replicas: int = 1  # engines that share the work
     division: Division = UNDIVIDED  # of the ranks of each
-    machines: int = 1  # that engines run on, this one and its nodes: as many on each, or one engine on all
+    apart: bool = False  # whether `machine` describes what each engine has to itself, as on a cluster
     # one for each of several ranks of all engines of this machine, as CUDA_VISIBLE_DEVICES names them
     gpus: tuple[str, ...] = ()
 
@@ -38,19 +38,14 @@ class Placement:
         return self.machine.hardware
 
     @property
-    def machines_used(self) -> int:
-        """Count the machines that have an engine, or a part of one."""
-        return max(self.division.machines, min(self.machines, self.replicas))
-
-    @property
     def engines_here(self) -> int:
-        """Count the engines of this machine, one of which may have ranks elsewhere."""
-        return self.replicas if self.division.machines > 1 else -(-self.replicas // self.machines)
+        """Count the engines that share the machine."""
+        return 1 if self.apart else self.replicas
 
     @property
     def processes_here(self) -> int:
-        """Count the ranks of all engines that run on this machine."""
-        return self.engines_here * self.division.ranks_here
+        """Count the ranks of all engines that share the machine."""
+        return self.engines_here * self.division.ranks
 
     @property
     def free_memory(self) -> int:
@@ -71,7 +66,7 @@ class Placement:
             return whole
         if self.machine.device == "cuda":
             return whole.times(self.division.ranks)
-        return whole.times(self.division.machines).part(self.engines_here)
+        return whole.part(self.engines_here)
 
 
 def thread_shares(threads: int | None, engines: int, cores: int) -> list[int]:
@@ -85,18 +80,21 @@ def placement_of(job: Job, machine: MachineFacts) -> Placement:
     whose GPUs are not known.
 
     Raises:
-        JobFileError: The machine has room for fewer engines, or its nodes cannot get as many.
+        JobFileError: The machine has room for fewer engines.
     """
-    division, asked = division_of(job), _engines_of_a_machine(job)
-    replicas, gpus = _engines_here(job, machine, asked)
-    return Placement(machine, _machines_sharing(job) * replicas, division, job.engine.machines, gpus)
+    division = division_of(job)
+    if job.ray is not None:
+        _engines_here(job, machine, 1)  # raises if there is no room for the ranks
+        return Placement(machine, job.ray.engine_count(machine.engines), division, apart=True)
+    replicas, gpus = _engines_here(job, machine, job.engine.data_parallel)
+    return Placement(machine, replicas, division, gpus=gpus)
 
 
 def _engines_here(
     job: Job, machine: MachineFacts, asked: int | Literal["auto"]
 ) -> tuple[int, tuple[str, ...]]:
-    """Return how many engines this machine has, and their GPUs."""
-    ranks, room = division_of(job).ranks_here, _room(job, machine)
+    """Return how many engines the machine has, and their GPUs."""
+    ranks, room = division_of(job).ranks, _room(job, machine)
     on_gpu = machine.device == "cuda"
     if room is None or (not on_gpu and asked == "auto" and ranks == 1):
         return 1 if asked == "auto" else asked, ()
@@ -131,30 +129,7 @@ def _room(job: Job, machine: MachineFacts) -> int | None:
 def division_of(job: Job) -> Division:
     """Return how the job divides its model among ranks."""
     engine = job.engine
-    machines = engine.machines if engine.spans_machines else 1
-    return Division(
-        engine.tensor_parallel_size, engine.pipeline_parallel_size, machines, engine.expert_parallel_size
-    )
-
-
-def _machines_sharing(job: Job) -> int:
-    """Return how many machines have engines of their own."""
-    return 1 if job.engine.spans_machines else job.engine.machines
-
-
-def _engines_of_a_machine(job: Job) -> int | Literal["auto"]:
-    """Return how many engines each machine has. Raises JobFileError where they are not as many on each."""
-    asked, machines = job.engine.data_parallel, _machines_sharing(job)
-    if asked == "auto":
-        return asked
-    if asked % machines:
-        text = (
-            f"{asked} engine{'s' if asked > 1 else ''} cannot be shared out among {machines} machines, this one and "
-            f"engine.nodes.count others; use a multiple of {machines}, or leave it out. One engine is divided among "
-            f"them by a multiple of {machines} as engine.pipeline_parallel_size"
-        )
-        raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
-    return asked // machines
+    return Division(engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.expert_parallel_size)
 
 
 def _first_parallel(job: Job) -> str:

@@ -57,7 +57,7 @@ class Setting:
             "deterministic": numerics.deterministic,
             "replicas": placement.replicas,
             "ranks": placement.division.ranks,
-            "machines": placement.machines_used,
+            "machines": 1,
         }
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -16,12 +15,11 @@ from batchinfer.core.samples import RankUse
 from batchinfer.engine.ranks.seat import Seat
 from batchinfer.machine.spawning import Child, Ended, receiving
 from batchinfer.machine.waiting import Waited
+from batchinfer.pipeline.workers.endings import Leave
 from batchinfer.pipeline.workers.engine_entry import RANK
 from batchinfer.pipeline.workers.heartbeat import BEAT_S, STARTING_S
-from batchinfer.pipeline.workers.messages import Failed, Finish, Left, ListensAt, Loaded, Pulse, WorkerSpec
-from batchinfer.pipeline.workers.nodes.remote_process import RemoteProcess
-from batchinfer.pipeline.workers.nodes.wire import Wire
-from batchinfer.pipeline.workers.ranks.meeting import LeadingExchange, Meeting, Parent
+from batchinfer.pipeline.workers.messages import Failed, Finish, Left, Loaded, Pulse, WorkerSpec
+from batchinfer.pipeline.workers.ranks.meeting import Meeting, Parent
 
 MISSED_S = 5 * BEAT_S  # that a rank may say nothing once it has
 _OTHERS_S = 0.5  # so long after one rank has ended the others are heard: one of them may know why
@@ -60,17 +58,22 @@ class RollCall:
 
 
 class OtherRanks:
-    """The ranks from 1 on, a process each; as many as there are specifications, which may be none. Those that have a
-    wire run on a node, and were started there already.
+    """The ranks from 1 on, a process each; as many as there are specifications, which may be none.
 
     A rank that ends before it is told to ends the engine: its parts of the weights and of the cache are gone. This
     process then tells the parent why and ends, whatever it is doing: it may wait for that rank for ever. The kernel
     ends the other ranks with it.
     """
 
-    def __init__(self, spec: WorkerSpec, parent: Parent) -> None:
-        """Start them: they import what they need, and wait to be told to load. Raises OSError."""
-        self._parent, self._size = parent, 1 + len(spec.others)
+    def __init__(self, spec: WorkerSpec, parent: Parent, leave: Leave) -> None:
+        """Start the processes: they import what they need, and wait for the message to load. Raises OSError.
+
+        Args:
+            spec: The engine.
+            parent: The connection to the parent.
+            leave: Ends the engine at once, from any thread.
+        """
+        self._parent, self._leave, self._size = parent, leave, 1 + len(spec.others)
         self._changed = threading.Condition()
         self._loaded = 0
         self._roll_call = RollCall(range(1, self._size))
@@ -79,36 +82,23 @@ class OtherRanks:
         # of the layers of all stages; the ranks of a stage count the same
         self.expert_tokens: dict[int, list[int]] = {}
         self.seat: Seat | None = None  # of this process; None: there are no other ranks
-        self._children: list[Child | RemoteProcess] = []
+        self._children: list[Child] = []
         self._sending = threading.Lock()
-        self._exchange = LeadingExchange(self.tell)
         self._meeting: Meeting | None = None
         if not spec.others:
             return
-        if spec.wires:
-            self.seat = Seat(0, spec.division, address=spec.address, exchange=self._exchange)
-        else:
-            self._meeting = Meeting(spec.division)
-            self.seat = self._meeting.seat(0)
-        self._children += [self._rank(rank, other, spec) for rank, other in enumerate(spec.others, 1)]
+        self._meeting = meeting = Meeting(spec.division)
+        self.seat = meeting.seat(0)
+        for rank, other in enumerate(spec.others, 1):
+            self._children.append(Child(RANK, other, meeting.seat(rank), files=meeting.files))
         threading.Thread(target=self._watch, daemon=True, name="ranks").start()
 
-    def _rank(self, rank: int, other: WorkerSpec, spec: WorkerSpec) -> Child | RemoteProcess:
-        """Return the process of a rank, which is started unless it runs on a node."""
-        if (end := spec.wires.get(rank)) is not None:
-            return RemoteProcess(Wire.of(end))
-        assert not other.place.node, "ranks on nodes are started before"
-        if self._meeting is None:
-            return Child(RANK, other, Seat(rank, spec.division, address=spec.address))
-        return Child(RANK, other, self._meeting.seat(rank), files=self._meeting.files)
-
-    def tell(self, message: object, but: int | None = None) -> None:
-        """Send a message to all of them, but to that rank. Should one be gone, this process soon ends."""
+    def tell(self, message: object) -> None:
+        """Send a message to all of them. Should one be gone, this process soon ends."""
         with self._sending:
-            for rank, child in enumerate(self._children, 1):
-                if rank != but:
-                    with suppress(BrokenPipeError, ConnectionResetError):
-                        child.connection.send(message)
+            for child in self._children:
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    child.connection.send(message)
 
     def silent(self) -> str:
         """Name a rank that loads and has said nothing for a while, whatever it does; "": none."""
@@ -152,9 +142,6 @@ class OtherRanks:
                 if isinstance(message, Pulse):
                     if message.untimed:
                         self._roll_call.done(rank)
-                elif isinstance(message, ListensAt):
-                    self.tell(message, but=rank)
-                    self._exchange.told(message)
                 elif isinstance(message, Loaded | Left):
                     self._note(message)
                     left |= {rank} if isinstance(message, Left) else set()
@@ -176,7 +163,7 @@ class OtherRanks:
         ends = [(rank, failed), *self._also_ended(rank)]
         with suppress(BrokenPipeError, ConnectionResetError):
             self._parent.send(min((self._told(*end) for end in ends), key=_rank_of_cause))
-        os._exit(1)
+        self._leave(1)
 
     def _also_ended(self, first: int) -> Iterator[tuple[int, Failed | None]]:
         """Yield what the ranks say that end now, too: when one is killed, the others find that it is gone."""
@@ -209,7 +196,7 @@ def _rank_of_cause(failed: Failed) -> int:
     return 0 if not failed.detail else 1 if failed.exit_code == OutOfMemory.exit_code else 2
 
 
-def _heard(child: Child | RemoteProcess) -> Any:
+def _heard(child: Child) -> Any:
     """Return the next message of a rank; None: it has ended."""
     try:
         with receiving():

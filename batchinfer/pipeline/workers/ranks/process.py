@@ -26,12 +26,12 @@ def main(spec: WorkerSpec, seat: Seat, connection: Connection[Any, Any]) -> None
         with loaded_for_good():
             _follow(follower, parent)
     except EOFError:  # the leading rank is gone
-        leave()
+        leave(0)
     except BaseException as error:  # noqa: BLE001 - whatever it was, the leading rank must hear of it
         with suppress(BrokenPipeError, ConnectionResetError):
             parent.send(failure(error))
-        raise SystemExit(1) from None
-    leave()
+        leave(1)
+    leave(0)
 
 
 def _follow(follower: Any, connection: Parent) -> None:

@@ -60,9 +60,7 @@ SETTING: tuple[Column, ...] = (
     Column("ops", TEXTS, "", "operators that were chosen, for the `decoder` and for its `linear` layers"),
     count("replicas", "engines", "engines that shared the work; times of the run are means over them"),
     count("ranks", "ranks", "processes, each with a part of the model, that were one engine together"),
-    count(
-        "machines", "machines", "machines on which the engines ran: this one, and its nodes (`engine.nodes`)"
-    ),
+    count("machines", "machines", "machines on which engines ran: this one, or nodes of the Ray cluster"),
     count("threads", "threads", "CPU threads of the operators, of all engines together"),
     real("other_cores", "cores", "CPU cores that other processes used while the engine ran, on average"),
     real(

@@ -1,0 +1,81 @@
+"""The machine on which the engines of a job run, and how they are started there."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from batchinfer.core.errors import Unavailable
+from batchinfer.filesystem.remembered import read_strings
+from batchinfer.filesystem.state import StateFolder
+from batchinfer.job import Job
+from batchinfer.machine.facts import MachineFacts, this_machine
+from batchinfer.pipeline.workers.transport import PROCESSES, Transport
+
+RAY_FROM, RAY_BELOW = (2, 52), (3,)
+_INSTALL = "pip install 'batchinfer-engine[ray]'"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMachine:
+    """Where engines run: this machine, or nodes of a Ray cluster."""
+
+    facts: MachineFacts
+    transport: Transport
+
+
+def engine_machine(
+    job: Job,
+    state: StateFolder,
+    otherwise: Transport = PROCESSES,
+    notice: Callable[[str], None] = lambda _: None,
+    waiting: Callable[[], None] | None = None,
+) -> EngineMachine:
+    """Return where the engines of a job run.
+
+    Args:
+        job: The job.
+        state: Its state, which knows digests of model files.
+        otherwise: The transport of a job without `ray.address`.
+        notice: Gets a line for what a user should know.
+        waiting: Called while the run waits for a node; raises an error to end the wait. None: do not wait.
+
+    Raises:
+        Unavailable: ray is not installed, or there is no cluster, or none of its nodes can run an engine.
+    """
+    if job.ray is None:
+        return EngineMachine(this_machine(job.engine.device), otherwise)
+    _check_ray()
+    from batchinfer.pipeline.workers.ray.cluster import cluster_engines
+    from batchinfer.pipeline.workers.ray.ray_transport import RayTransport
+
+    def wait(seconds: float) -> bool:
+        if waiting is None:
+            return False
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            waiting()
+            time.sleep(0.1)
+        return True
+
+    engines = cluster_engines(job, notice, wait)
+    notice(
+        f"Ray cluster {engines.address}: {engines.machine.engines} engines with {engines.share} each fit, "
+        f"on {engines.facts.machine_class}"
+    )
+    any_class = job.ray.classes == "any" and not job.engine.deterministic
+    transport = RayTransport(engines, any_class, job.ray.wait_s, read_strings(state.fingerprints))
+    return EngineMachine(engines.machine, transport)
+
+
+def _check_ray() -> None:
+    """Raise Unavailable if ray is not installed, or in a version that was not tested."""
+    if importlib.util.find_spec("ray") is None:
+        raise Unavailable(f"ray.address: ray is not installed; run {_INSTALL}")
+    found = version("ray")
+    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
+    if not RAY_FROM <= numbers < RAY_BELOW:
+        raise Unavailable(f"ray.address: ray {found} is installed, and 2.52 to 2.x is needed; run {_INSTALL}")

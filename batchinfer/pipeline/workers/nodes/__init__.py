@@ -1,1 +1,0 @@
-"""Other machines that offer themselves to a run: how they join it, and processes that the run has there."""

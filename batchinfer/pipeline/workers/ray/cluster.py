@@ -1,0 +1,228 @@
+"""The connection to a Ray cluster, and the machines on it that can run the engines of a job."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from batchinfer.core.errors import Unavailable
+from batchinfer.core.wording import counted
+from batchinfer.job import Job
+from batchinfer.machine.facts import MachineFacts
+from batchinfer.pipeline.workers.ray.machine_facts import NodeFacts, node_facts, share_of
+from batchinfer.plan.setup.placement import division_of
+
+CONNECT_S = 30.0
+_FACTS_S = 120.0  # a node imports batchinfer for the first time, perhaps from a cold disk
+_NAMED = 8  # nodes in a message
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShare:
+    """What an engine reserves of a node."""
+
+    cpus: int
+    gpus: int
+    labels: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        gpus = f" and {counted(self.gpus, 'GPU')}" if self.gpus else ""
+        labels = "".join(f", {name}={wanted}" for name, wanted in self.labels)
+        return f"{counted(self.cpus, 'CPU')}{gpus}{labels}"
+
+    def fits(self, node: Node) -> int:
+        """Return how many engines a node has room for when nothing else runs on it."""
+        if any(node.labels.get(name) != wanted for name, wanted in self.labels):
+            return 0
+        by_gpus = int(node.gpus // self.gpus) if self.gpus else sys.maxsize
+        return min(int(node.cpus // self.cpus), by_gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of the cluster, as Ray lists it."""
+
+    number: str  # Ray's node ID
+    address: str
+    cpus: float
+    gpus: float
+    labels: dict[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.cpus:g} CPUs, {self.gpus:g} GPUs)"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterEngines:
+    """The engines that a job gets on a cluster."""
+
+    address: str
+    share: EngineShare
+    facts: NodeFacts  # of the class of machine that the setting is made for; of the node with the least free memory
+    machine: MachineFacts  # what one engine has to itself
+    others: tuple[str, ...]  # IDs of nodes of other classes
+
+
+def connect(address: str) -> str:
+    """Connect this process to a cluster, unless it is connected. Return the address of the cluster.
+
+    Raises:
+        Unavailable: There is no cluster at the address, or it does not answer within CONNECT_S seconds.
+    """
+    if not ray.is_initialized():
+        with _handlers_kept():
+            _connect(address)
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _connect(address: str) -> None:
+    """Connect in a thread: Ray tries for minutes, and no option limits that time."""
+    failed: list[BaseException] = []
+
+    def initialise() -> None:
+        try:
+            ray.init(
+                address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False
+            )
+        except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+            failed.append(error)
+
+    thread = threading.Thread(target=initialise, daemon=True, name="ray.init")
+    thread.start()
+    thread.join(CONNECT_S)
+    where = f"ray.address {address}: "
+    if thread.is_alive():
+        raise Unavailable(
+            f"{where}no Ray cluster answers within {CONNECT_S:.0f} s; check it with `ray status`"
+        )
+    if failed:
+        reason = str(failed[0]).strip().splitlines() or [type(failed[0]).__name__]
+        raise Unavailable(f"{where}{reason[0]}; check it with `ray status`") from failed[0]
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Restore what `ray.init` replaces: the handler of SIGTERM, and `sys.excepthook`."""
+    handler, hook = signal.getsignal(signal.SIGTERM), sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+def cluster_engines(
+    job: Job, notice: Callable[[str], None], waiting: Callable[[float], bool]
+) -> ClusterEngines:
+    """Connect to the cluster of a job, and describe the machines on which its engines will run.
+
+    Args:
+        job: A job with `ray.address`.
+        notice: Gets a line for what a user should know.
+        waiting: Waits some seconds for a node to join; returns False if the run must not wait any longer.
+
+    Raises:
+        Unavailable: There is no cluster, or no node can run an engine.
+    """
+    assert job.ray is not None
+    address = connect(job.ray.address)
+    share, eligible = _eligible(job)
+    waited_s = 0.0
+    while not eligible:
+        shown = ", ".join(map(str, nodes()[:_NAMED])) or "none"
+        text = f"no node of the Ray cluster {address} can have an engine with {share}; its nodes: {shown}"
+        if waited_s >= job.ray.wait_s or not waiting(_WAIT_S):
+            raise Unavailable(f"{text}; lower ray.cpus or ray.gpus, or check ray.labels")
+        if not waited_s % 60:
+            notice(f"{text}; waiting up to {job.ray.wait_s - waited_s:.0f} s for a node that can")
+        waited_s += _WAIT_S
+        share, eligible = _eligible(job)
+    by_class = defaultdict(list[tuple[Node, NodeFacts]])
+    for node, facts in zip(eligible, _facts_of(eligible, share), strict=True):
+        by_class[facts.machine_class].append((node, facts))
+    room = {name: sum(share.fits(node) for node, _ in of) for name, of in by_class.items()}
+    chosen = min(room, key=lambda name: (-room[name], name))
+    least = min((facts for _, facts in by_class[chosen]), key=lambda one: one.machine.free_memory or 0)
+    any_class = job.ray.classes == "any" and not job.engine.deterministic
+    others = (
+        ()
+        if any_class
+        else tuple(node.number for name, of in by_class.items() if name != chosen for node, _ in of)
+    )
+    if others:
+        notice(
+            f"engines run on nodes of one class, {chosen}; {counted(len(others), 'node')} of other classes unused"
+        )
+    engines = sum(room.values()) if any_class else room[chosen]
+    return ClusterEngines(
+        address, share, least, replace(share_of(least, share.cpus), engines=engines), others
+    )
+
+
+_WAIT_S = 5.0
+
+
+def _eligible(job: Job) -> tuple[EngineShare, list[Node]]:
+    """Return what an engine reserves, and the nodes that can have one."""
+    assert job.ray is not None
+    asked, found = job.ray, nodes()
+    on_gpu = job.engine.device != "cpu" and asked.gpus != 0
+    gpus = asked.gpus if asked.gpus is not None else division_of(job).ranks
+    if not on_gpu or (job.engine.device == "auto" and not any(node.gpus >= gpus for node in found)):
+        gpus = 0
+    if asked.gpus:
+        gpus = asked.gpus
+    least = EngineShare(asked.cpus or 1, gpus, asked.labels)
+    eligible = [node for node in found if least.fits(node)]
+    if asked.cpus is None and eligible:
+        whole = min(int(node.cpus) for node in eligible)
+        engines = min(least.fits(node) for node in eligible) if gpus else 1  # GPUs of a node share its CPUs
+        least = replace(least, cpus=max(1, whole // engines))
+    return least, eligible
+
+
+def nodes() -> list[Node]:
+    """Return the nodes that are alive."""
+    return [
+        Node(
+            one["NodeID"],
+            one["NodeManagerAddress"],
+            one["Resources"].get("CPU", 0.0),
+            one["Resources"].get("GPU", 0.0),
+            one.get("Labels") or {},
+        )
+        for one in ray.nodes()
+        if one["Alive"]
+    ]
+
+
+def _facts_of(eligible: Sequence[Node], share: EngineShare) -> list[NodeFacts]:
+    """Ask each node for its facts. Raises Unavailable."""
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(node_facts)
+    device = "cuda" if share.gpus else "cpu"
+    asked = [
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.number, soft=False)).remote(
+            device
+        )
+        for node in eligible
+    ]
+    try:
+        return list(ray.get(asked, timeout=_FACTS_S))
+    except RayError as error:
+        first = str(error).strip().splitlines()[-1]
+        raise Unavailable(
+            f"the nodes of the Ray cluster cannot run batchinfer: {first}; they need the same Python, batchinfer and "
+            "torch as this machine"
+        ) from error

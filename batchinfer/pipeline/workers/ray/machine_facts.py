@@ -1,0 +1,93 @@
+"""The facts of a node of a Ray cluster: what decides whether its engine computes as the others do."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import ray
+
+from batchinfer.core.version import __version__
+from batchinfer.machine.facts import MachineFacts, this_machine
+from batchinfer_kernels.arithmetic import Device
+
+# The instruction sets by which the compiled operators, and the libraries that torch calls, choose their code
+_INSTRUCTION_SETS = ("avx", "avx2", "avx_vnni", "amx", "asimd", "bf16", "fma", "i8mm", "sve")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """The description of a node. It travels to the driver as plain values."""
+
+    name: str  # the address of the node
+    machine: MachineFacts
+    versions: tuple[tuple[str, str], ...]  # by the names that messages use
+    instructions: tuple[str, ...] = ()  # of the CPU; empty for an engine on GPUs
+
+    @property
+    def machine_class(self) -> str:
+        """Return the class of the machine. Engines on machines of one class compute the same bits."""
+        hardware, machine = self.machine.hardware, self.machine
+        if machine.device == "cuda":
+            capability = ".".join(map(str, machine.capability or ()))
+            return f"{hardware.name} (compute capability {capability or 'unknown'})"
+        tiles = ", matrix tiles" if machine.tiles else ""
+        return f"{hardware.name} ({' '.join(self.instructions) or platform.machine()}{tiles})"
+
+
+def node_facts(device: Device) -> NodeFacts:
+    """Describe this machine, in a task of Ray. `device`: the device that engines use."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from a task that reserves none
+    machine = this_machine(device)
+    instructions = () if machine.device == "cuda" else tuple(_instructions())
+    return NodeFacts(ray.util.get_node_ip_address(), machine, tuple(_versions()), instructions)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    major, minor, _ = platform.python_version_tuple()
+    yield from (("batchinfer", __version__), ("Python", f"{major}.{minor}"))
+    for name in ("torch", "triton"):
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            yield name, "not installed"
+
+
+def _instructions() -> Iterator[str]:
+    """Yield the instruction sets of this CPU that programs choose their code by."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return
+    line = next((one for one in text.splitlines() if one.startswith(("flags", "Features"))), "")
+    for flag in sorted(line.partition(":")[2].split()):
+        if flag in _INSTRUCTION_SETS or flag.startswith(("avx512", "amx_", "sve")):
+            yield flag
+
+
+def share_of(facts: NodeFacts, cpus: int) -> MachineFacts:
+    """Return what an engine with `cpus` of a node's CPUs has to itself. Engines on GPUs have whole GPUs."""
+    machine = facts.machine
+    if machine.device == "cuda":
+        return replace(machine, cores=cpus)
+    part = min(1.0, cpus / (machine.cores or cpus))
+    free = None if machine.free_memory is None else int(machine.free_memory * part)
+    hardware = machine.hardware
+    if part < 1:  # the times of steps were measured with all cores
+        rates = {name: rate * part for name, rate in hardware.peak_flops.items()}
+        bandwidth = None if hardware.bandwidth is None else hardware.bandwidth * part
+        hardware = replace(
+            hardware, cores=cpus, peak_flops=rates, bandwidth=bandwidth, step_times={}, products={}
+        )
+    return replace(machine, hardware=hardware, cores=cpus, free_memory=free)
+
+
+def version_differences(expected: NodeFacts, found: NodeFacts) -> str:
+    """Say which versions differ: "torch 2.12.0 instead of 2.13.0"; empty: none."""
+    theirs = dict(found.versions)
+    pairs = ((name, theirs.get(name), wanted) for name, wanted in expected.versions)
+    return ", ".join(f"{name} {has} instead of {wanted}" for name, has, wanted in pairs if has != wanted)

@@ -1,0 +1,216 @@
+"""The way of messages to engines on a Ray cluster."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayError
+
+from batchinfer.pipeline.workers.messages import Add, Loaded, Placed, WorkerSpec
+from batchinfer.pipeline.workers.ray.cluster import ClusterEngines
+from batchinfer.pipeline.workers.ray.engine_actor import GROUPS, EngineActor, EngineEnded, EngineOrder
+from batchinfer.pipeline.workers.ray.model_files import digests, folders_of
+from batchinfer.pipeline.workers.transport import Link
+
+_SPLIT_BYTES = (
+    64 << 10
+)  # a call with larger arguments goes through Ray's object store, which takes ten times as long
+_ROW_BYTES = 512  # of a request without its tokens
+# What Ray says of an actor whose node is gone, and of one that was killed because the node had no memory left
+_NODE_GONE = ("its node has died", "node was preempted", "node is drain", "node was drain", "node failure")
+_NO_MEMORY = ("OOM", "memory pressure", "OutOfMemory")
+_MOST_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class ActorEnd:
+    """How an actor ended."""
+
+    text: str
+    lost: bool = False  # its node is gone, or cannot be reached
+    out_of_memory: bool = False
+    out_of_cpu_time: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def of(cls, error: Exception) -> ActorEnd:
+        """Return the end that an error of Ray's reports."""
+        text = str(error)
+        if isinstance(error, ActorUnavailableError) or any(one in text for one in _NODE_GONE):
+            return cls("lost its node", lost=True)
+        if isinstance(error, OutOfMemoryError) or any(one in text for one in _NO_MEMORY):
+            return cls(f"was killed by Ray because memory ran out: {_reason(text)}", out_of_memory=True)
+        return cls(f"has died: {_reason(text)}")
+
+
+def _reason(text: str) -> str:
+    """Return the sentence in which Ray says why an actor died."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reason = next((line for line in lines if "because" in line or "Worker exit" in line), lines[-1])
+    return reason.partition(" Some common causes")[0][:_MOST_CHARACTERS]
+
+
+class RayLink:
+    """The driver's end of an actor. One call of `take` is always open: it returns when the actor has messages."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._taken = actor.take.remote()
+        self._messages: deque[object] = deque()
+        self._end: ActorEnd | None = None
+        self.placed = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether the node of the actor is gone."""
+        return self._end is not None and self._end.lost
+
+    @property
+    def open_call(self) -> Any:
+        """Return the open call; None if there is something to receive already."""
+        return None if self._messages or self._end is not None else self._taken
+
+    def send(self, message: object) -> None:
+        """Send a message, if the actor is still there."""
+        if self._end is None:
+            for part in _parts(message):
+                self._actor.give.remote(part)
+
+    def poll(self, timeout_s: float) -> bool:
+        """Return True if there is something to receive, waiting for it for that long."""
+        if self.open_call is None:
+            return True
+        ready, _ = ray.wait([self._taken], timeout=timeout_s)
+        if ready:
+            self.fetch()
+        return bool(ready)
+
+    def fetch(self) -> None:
+        """Receive what the open call has returned."""
+        try:
+            found = ray.get(self._taken)
+        except RayError as error:
+            self._end, self.placed = ActorEnd.of(error), True
+            return
+        for message in found:
+            self.placed |= isinstance(message, Placed)
+            if isinstance(message, EngineEnded):
+                self._end = ActorEnd(f"ended with exit status {message.status}")
+                return
+            # Moments are those of the driver's clock
+            self._messages.append(Loaded(time.perf_counter()) if isinstance(message, Loaded) else message)
+        self._taken = self._actor.take.remote()
+
+    def receive(self) -> object:
+        """Return the next message. Raises EOFError after the last one."""
+        while not self._messages:
+            if self._end is not None:
+                raise EOFError("the actor has ended")
+            self.poll(1.0)
+        return self._messages.popleft()
+
+    def wait(self, within_s: float) -> ActorEnd | None:
+        """Return how the actor ended; None: it has not within that many seconds."""
+        until = time.monotonic() + within_s
+        while self._end is None and (left_s := until - time.monotonic()) > 0:
+            if ray.wait([self._taken], timeout=left_s)[0]:
+                self.fetch()
+        return self._end
+
+    def kill(self) -> None:
+        """End the actor now. Ray does not say when it has ended; nothing that it sends from now on is received."""
+        ray.kill(self._actor, no_restart=True)
+        self._end = self._end or ActorEnd("was ended")
+
+    def close(self) -> None:
+        """End the actor; safe to call twice."""
+        self.kill()
+
+
+def _parts(message: object) -> Iterator[object]:
+    """Yield a message in parts that Ray sends within a call, if it can be divided."""
+    if not isinstance(message, Add):
+        yield message
+        return
+    part, size = list[Any](), 0
+    for request in message.requests:
+        taken = _ROW_BYTES + 4 * len(request.prompt)
+        if part and size + taken > _SPLIT_BYTES:
+            yield Add(part)
+            part, size = [], 0
+        part.append(request)
+        size += taken
+    yield Add(part)
+
+
+class RayTransport:
+    """Starts actors, each with the share of a node that the job asks for."""
+
+    def __init__(
+        self, engines: ClusterEngines, any_class: bool, wait_s: float, known: MutableMapping[str, str]
+    ) -> None:
+        """known: sha256 of files by `file_identity`, as of `file_sha256`."""
+        self._engines, self._any_class, self._known = engines, any_class, known
+        self._files: dict[Path, Mapping[str, str]] = {}
+        self.wait_s = wait_s
+        self._actor: Any = ray.remote(concurrency_groups=GROUPS)(EngineActor)
+
+    def start(self, spec: WorkerSpec) -> Link:
+        """Start an actor. It waits for resources, if need be."""
+        share, others = self._engines.share, self._engines.others
+        labels = dict(share.labels) | ({"ray.io/node-id": f"!in({','.join(others)})"} if others else {})
+        files = {path: self._digests(path) for path in folders_of(spec)}
+        order = EngineOrder(
+            _with_threads(spec, share.cpus), share.cpus, self._engines.facts, self._any_class, files
+        )
+        actor = self._actor.options(
+            num_cpus=share.cpus,
+            num_gpus=share.gpus,
+            label_selector=labels,
+            max_restarts=0,
+            max_task_retries=0,
+            enable_task_events=False,
+        ).remote(order)
+        return RayLink(actor)
+
+    def _digests(self, path: Path) -> Mapping[str, str]:
+        if path not in self._files:
+            self._files[path] = digests(path, self._known)
+        return self._files[path]
+
+    def takes_standby(self, spec: WorkerSpec) -> bool:
+        """Return False: engines run on nodes."""
+        return False
+
+    def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
+        """Return the links that have something to receive, an end included; waits for the first one."""
+        ours = [link for link in links if isinstance(link, RayLink)]
+        waiting = {link.open_call: link for link in ours if link.open_call is not None}
+        if waiting:
+            timeout_s = timeout_s if len(waiting) == len(ours) else 0
+            ready, rest = ray.wait([*waiting], timeout=timeout_s)
+            if ready and rest:
+                ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+            for call in ready:
+                waiting[call].fetch()
+        return [link for link in ours if link.open_call is None]
+
+    @property
+    def wanted(self) -> str:
+        """Name the node that an engine waits for."""
+        return f"node of the Ray cluster {self._engines.address} with {self._engines.share} free"
+
+
+def _with_threads(spec: WorkerSpec, cpus: int) -> WorkerSpec:
+    """Return the specification with as many CPU threads as the actor reserves CPUs, if the job names no other."""
+    if spec.load.threads is not None:
+        return spec
+    return replace(spec, load=replace(spec.load, threads=cpus))
