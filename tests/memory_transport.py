@@ -53,6 +53,9 @@ class InMemory(Protocol):
 class MemoryLink:
     """See batchinfer.pipeline.workers.transport.Link."""
 
+    placed = True
+    lost = False
+
     def __init__(self, worker: InMemory) -> None:
         self.worker = worker
         self.closed = False
@@ -120,15 +123,10 @@ class MemoryTransport:
             time.sleep(min(timeout_s, LOOK_S))
         return said
 
-    def lost(self, link: Link) -> bool:
+    def takes_standby(self, spec: WorkerSpec) -> bool:
         return False
 
-    def missing(self, spec: WorkerSpec) -> str:
-        return ""
-
-    @property
-    def patience_s(self) -> float:
-        return 0.0
+    wanted, wait_s = "", 0.0
 
 
 class FakeWorker:

@@ -9,6 +9,7 @@ from batchinfer.machine.waiting import Waited
 from batchinfer.pipeline.workers.transport import Transport
 from batchinfer.pipeline.workers.worker_handle import CONTINUES
 
+FIRST_S = 10.0  # an engine that starts at once has nothing to say
 TELL_S = 60.0  # between two lines about the wait
 
 
@@ -17,7 +18,7 @@ class Vacancies:
 
     def __init__(self, transport: Transport, notice: Callable[[str], None]) -> None:
         self._transport, self._notice = transport, notice
-        self._waited, self._tell_at_s = Waited(), 0.0
+        self._waited, self._tell_at_s = Waited(), FIRST_S
 
     def look(self, all_wait: bool) -> None:
         """Note that time has passed. Raises Unavailable after `transport.wait_s`.
@@ -27,7 +28,7 @@ class Vacancies:
         """
         if not all_wait:
             self._waited.again()
-            self._tell_at_s = 0.0
+            self._tell_at_s = FIRST_S
             return
         limit_s, waited_s = self._transport.wait_s, self._waited.look()
         if waited_s >= limit_s:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray._private import worker as ray_worker
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -25,6 +26,7 @@ from batchinfer.plan.setup.placement import division_of
 
 CONNECT_S = 30.0
 _FACTS_S = 120.0  # a node imports batchinfer for the first time, perhaps from a cold disk
+_WAIT_S = 5.0  # between two looks for a node
 _NAMED = 8  # nodes in a message
 
 
@@ -98,6 +100,8 @@ def _connect(address: str) -> None:
         except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
             failed.append(error)
 
+    # Ray would print errors of its nodes on stdout. No option of Ray prevents that
+    ray_worker.print_to_stdstream = lambda *_, **__: None
     thread = threading.Thread(target=initialise, daemon=True, name="ray.init")
     thread.start()
     thread.join(CONNECT_S)
@@ -149,7 +153,7 @@ def cluster_engines(
             notice(f"{text}; waiting up to {job.ray.wait_s - waited_s:.0f} s for a node that can")
         waited_s += _WAIT_S
         share, eligible = _eligible(job)
-    by_class = defaultdict(list[tuple[Node, NodeFacts]])
+    by_class: defaultdict[str, list[tuple[Node, NodeFacts]]] = defaultdict(list)
     for node, facts in zip(eligible, _facts_of(eligible, share), strict=True):
         by_class[facts.machine_class].append((node, facts))
     room = {name: sum(share.fits(node) for node, _ in of) for name, of in by_class.items()}
@@ -169,9 +173,6 @@ def cluster_engines(
     return ClusterEngines(
         address, share, least, replace(share_of(least, share.cpus), engines=engines), others
     )
-
-
-_WAIT_S = 5.0
 
 
 def _eligible(job: Job) -> tuple[EngineShare, list[Node]]:

@@ -54,12 +54,12 @@ class EngineActor:
         self._inbox, self._outbox = SimpleQueue[object](), SimpleQueue[object]()
         threading.Thread(target=self._run, daemon=True, name="engine").start()
 
-    @ray.method(concurrency_group=INBOX)  # type: ignore[attr-defined]
+    @ray.method(concurrency_group=INBOX)
     def give(self, message: object) -> None:
         """Take a message of the driver."""
         self._inbox.put(self._configured(message))
 
-    @ray.method(concurrency_group=OUTBOX)  # type: ignore[attr-defined]
+    @ray.method(concurrency_group=OUTBOX)
     def take(self) -> list[object]:
         """Return the next messages to the driver, waiting for the first one."""
         found = [self._outbox.get()]

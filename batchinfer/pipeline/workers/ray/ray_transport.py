@@ -24,7 +24,7 @@ _SPLIT_BYTES = (
 _ROW_BYTES = 512  # of a request without its tokens
 # What Ray says of an actor whose node is gone, and of one that was killed because the node had no memory left
 _NODE_GONE = ("its node has died", "node was preempted", "node is drain", "node was drain", "node failure")
-_NO_MEMORY = ("OOM", "memory pressure", "OutOfMemory")
+_NO_MEMORY = ("NODE_OUT_OF_MEMORY", "low on memory", "memory pressure")
 _MOST_CHARACTERS = 300
 
 
@@ -46,16 +46,17 @@ class ActorEnd:
         text = str(error)
         if isinstance(error, ActorUnavailableError) or any(one in text for one in _NODE_GONE):
             return cls("lost its node", lost=True)
-        if isinstance(error, OutOfMemoryError) or any(one in text for one in _NO_MEMORY):
+        told = text.partition(" Some common causes")[0]
+        if isinstance(error, OutOfMemoryError) or any(one in told for one in _NO_MEMORY):
             return cls(f"was killed by Ray because memory ran out: {_reason(text)}", out_of_memory=True)
-        return cls(f"has died: {_reason(text)}")
+        return cls(f"was killed or crashed ({_reason(text)})")
 
 
 def _reason(text: str) -> str:
     """Return the sentence in which Ray says why an actor died."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = next((line for line in lines if "because" in line or "Worker exit" in line), lines[-1])
-    return reason.partition(" Some common causes")[0][:_MOST_CHARACTERS]
+    return reason.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0][:_MOST_CHARACTERS]
 
 
 class RayLink:
