@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup quickstart test test-all test-room test-gpu gpu-suite check fix bench clean
+.PHONY: setup quickstart test test-all test-ray test-room test-gpu gpu-suite check fix bench clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -25,14 +25,21 @@ quickstart: $(READY)
 ON_TWO := -n 2 --dist worksteal
 
 test: $(READY)
-	BATCHINFER_TEST_DURATIONS=build/test-durations.json $(BIN)/python -m pytest $(ON_TWO) -m "not slow"
+	BATCHINFER_TEST_DURATIONS=build/test-durations.json $(BIN)/python -m pytest $(ON_TWO) -m "not slow and not ray"
+	$(BIN)/python -m pytest $(RAY_TESTS) -m "ray and not slow"
+
+# Jobs on a Ray cluster, which these tests start on this machine. They run alone: a busy node is taken to be lost.
+RAY_TESTS := tests/batchinfer/test_ray_job.py
+
+test-ray: $(READY)
+	$(BIN)/python -m pytest $(RAY_TESTS)
 
 # The operators also run as on Arm CPUs where Debian's gcc-aarch64-linux-gnu and qemu-user are installed. PART=2/8: the
 # second of eight parts of about the same length.
 PART ?=
 
 test-all: $(READY)
-	BATCHINFER_TEST_EVERYTHING=1 BATCHINFER_TEST_PART=$(PART) $(BIN)/python -m pytest $(ON_TWO)
+	BATCHINFER_TEST_EVERYTHING=1 BATCHINFER_TEST_PART=$(PART) $(BIN)/python -m pytest $(ON_TWO) -m "not ray"
 
 # The tests of a room, and of the whole jobs that import it: make test-room ROOM=engine
 OF_ROOM = $(wildcard tests/batchinfer/$(ROOM)/ tests/$(ROOM)/)

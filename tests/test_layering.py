@@ -129,6 +129,7 @@ CHILDREN = (
     "batchinfer.pipeline.workers.endings",
     "batchinfer.pipeline.workers.ranks.others",
     "batchinfer.pipeline.workers.ranks.process",
+    "batchinfer.pipeline.workers.ray.engine_actor",
     "batchinfer.pipeline.workers.worker",
     "batchinfer.machine.spawning",
 )

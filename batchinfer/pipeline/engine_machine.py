@@ -16,12 +16,12 @@ from batchinfer.machine.facts import MachineFacts, this_machine
 from batchinfer.pipeline.workers.transport import PROCESSES, Transport
 
 RAY_FROM, RAY_BELOW = (2, 52), (3,)
-_INSTALL = "pip install 'batchinfer-engine[ray]'"
+_INSTALL = "`pip install '.[ray]'` in the clone of batchinfer"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMachine:
-    """Where engines run: this machine, or nodes of a Ray cluster."""
+    """Engines run on this machine, or on nodes of a Ray cluster."""
 
     facts: MachineFacts
     transport: Transport

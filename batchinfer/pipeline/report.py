@@ -99,9 +99,13 @@ class RunReport:
         """The time inside belongs to that phase alone, also when an exception leaves it; phases may nest."""
         return self._watch.timed(phase)
 
-    def happened(self, process: str, activity: str, began: float, ended: float) -> None:
-        """Note what a process did between two moments of `time.perf_counter`."""
-        self._activities.append(Activity(process, activity, self._watch.at(began), self._watch.at(ended)))
+    def happened(self, process: str, activity: str, began: float, ended: float, *on: str | None) -> None:
+        """Note what a process did between two moments of `time.perf_counter`. `on`: its node and the class of that."""
+        self._activities.append(
+            Activity(process, activity, self._watch.at(began), self._watch.at(ended), *on)
+        )
+        if nodes := {one.node for one in self._activities} - {None}:
+            self.note(machines=len(nodes))
 
     def keys_beside(self, index_parts: Sequence[Path], ids: str) -> RowsBeside:
         """Begin to write which request answered which row, in another thread, where each row has but one. `ids`: the

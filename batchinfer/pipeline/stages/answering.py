@@ -205,8 +205,8 @@ def tell_draining(run: OpenRun, within_s: float) -> None:
 def note_figures(run: OpenRun, pool: ReplicaPool, collector: Collector, facts: Mapping[str, Any]) -> None:
     """Note for the run's report what the engines turned out to be, what running the plan took and saved, and these
     facts."""
-    for engine, activity, began, ended in pool.activities:
-        run.report.happened(f"engine {engine}", activity, began, ended)
+    for one in pool.activities:
+        run.report.happened(f"engine {one.engine}", one.activity, one.began, one.ended, *one.on)
     run.report.ran(pool.infos, pool.peak_rss, pool.other_cores, pool.expert_tokens, pool.ranks)
     run.report.note(
         worker_restarts=pool.restarts,

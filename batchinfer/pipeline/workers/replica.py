@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.request import Completion, Request, RowError
@@ -46,8 +47,14 @@ class Death:
     fruitless: int  # deaths in a row, this one included, between which it got next to nothing done
 
 
-# The number of an engine in its run, what it did, and between which moments of `time.perf_counter`
-WorkerActivity = tuple[int, str, float, float]
+class WorkerActivity(NamedTuple):
+    """An activity of an engine's process lies between two moments of `time.perf_counter`."""
+
+    engine: int  # its number in the run
+    activity: str
+    began: float
+    ended: float
+    on: tuple[str, str] | tuple[()] = ()  # on a cluster: its node, and the class of that machine
 
 
 class Replica:
@@ -190,7 +197,10 @@ class Replica:
     @property
     def activities(self) -> list[WorkerActivity]:
         """Return what its processes did so far."""
-        return [*self._past, *((self._engine, *activity) for activity in self.worker.activities)]
+        on, worker = (), self.worker
+        if worker.placement is not None:
+            on = (worker.placement.node, worker.placement.machine_class)
+        return [*self._past, *(WorkerActivity(self._engine, *one, on) for one in worker.activities)]
 
     @property
     def ranks(self) -> list[EngineRank]:

@@ -12,7 +12,7 @@ from batchinfer.pipeline.workers.engine_entry import WORKER
 from batchinfer.pipeline.workers.messages import EnginePlace, WorkerSpec
 
 
-class End(Protocol):
+class WorkerEnd(Protocol):
     """How a worker ended. Its text completes "the engine's process ..."."""
 
     @property
@@ -45,7 +45,7 @@ class Link(Protocol):
     def lost(self) -> bool:
         """Whether the worker ended because its machine is gone."""
 
-    def wait(self, within_s: float) -> End | None:
+    def wait(self, within_s: float) -> WorkerEnd | None:
         """Return how the worker ended; None: it has not within `within_s` seconds."""
 
     def kill(self) -> None:

@@ -40,11 +40,12 @@ PULSE_S = 5.0  # while requests are taken in, whose constraints are compiled
 
 def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
     """Entry point of the spawned process."""
-    leave(run_engine(spec, Parent(connection), leave))
+    run_engine(spec, Parent(connection), leave)
+    leave(0)
 
 
-def run_engine(spec: WorkerSpec, parent: Parent, leave: Leave) -> int:
-    """Run an engine until the parent needs it no more. Return the exit status.
+def run_engine(spec: WorkerSpec, parent: Parent, leave: Leave) -> None:
+    """Run an engine until the parent needs it no more. Raises SystemExit after a failure, which the parent was sent.
 
     Args:
         spec: The engine.
@@ -55,11 +56,10 @@ def run_engine(spec: WorkerSpec, parent: Parent, leave: Leave) -> int:
         settle(spec.place)
         _work(spec, parent, leave)
     except (BrokenPipeError, EOFError):
-        return 0  # the parent is gone, or needs no engine
+        return  # the parent is gone, or needs no engine
     except BaseException as error:  # noqa: BLE001 - the parent must hear of every error
         parent.send(failure(error))
-        return 1
-    return 0
+        raise SystemExit(1) from None
 
 
 def _work(spec: WorkerSpec, parent: Parent, leave: Leave) -> None:

@@ -18,6 +18,8 @@ class Activity(NamedTuple):
     activity: str
     from_s: float
     until_s: float
+    node: str | None = None
+    machine_class: str | None = None
 
 
 def write_activities(folder: Path, run_id: str, activities: Iterable[Activity]) -> Path:

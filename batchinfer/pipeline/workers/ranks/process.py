@@ -30,7 +30,7 @@ def main(spec: WorkerSpec, seat: Seat, connection: Connection[Any, Any]) -> None
     except BaseException as error:  # noqa: BLE001 - whatever it was, the leading rank must hear of it
         with suppress(BrokenPipeError, ConnectionResetError):
             parent.send(failure(error))
-        leave(1)
+        raise SystemExit(1) from None
     leave(0)
 
 

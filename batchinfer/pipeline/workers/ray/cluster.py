@@ -32,7 +32,7 @@ _NAMED = 8  # nodes in a message
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """What an engine reserves of a node."""
+    """An engine reserves this share of a node."""
 
     cpus: int
     gpus: int
@@ -43,7 +43,7 @@ class EngineShare:
         labels = "".join(f", {name}={wanted}" for name, wanted in self.labels)
         return f"{counted(self.cpus, 'CPU')}{gpus}{labels}"
 
-    def fits(self, node: Node) -> int:
+    def fits(self, node: ClusterNode) -> int:
         """Return how many engines a node has room for when nothing else runs on it."""
         if any(node.labels.get(name) != wanted for name, wanted in self.labels):
             return 0
@@ -52,7 +52,7 @@ class EngineShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ClusterNode:
     """A node of the cluster, as Ray lists it."""
 
     number: str  # Ray's node ID
@@ -97,7 +97,7 @@ def _connect(address: str) -> None:
             ray.init(
                 address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False
             )
-        except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+        except Exception as error:  # noqa: BLE001 - the thread that waits raises it
             failed.append(error)
 
     # Ray would print errors of its nodes on stdout. No option of Ray prevents that
@@ -153,7 +153,7 @@ def cluster_engines(
             notice(f"{text}; waiting up to {job.ray.wait_s - waited_s:.0f} s for a node that can")
         waited_s += _WAIT_S
         share, eligible = _eligible(job)
-    by_class: defaultdict[str, list[tuple[Node, NodeFacts]]] = defaultdict(list)
+    by_class: defaultdict[str, list[tuple[ClusterNode, NodeFacts]]] = defaultdict(list)
     for node, facts in zip(eligible, _facts_of(eligible, share), strict=True):
         by_class[facts.machine_class].append((node, facts))
     room = {name: sum(share.fits(node) for node, _ in of) for name, of in by_class.items()}
@@ -175,7 +175,7 @@ def cluster_engines(
     )
 
 
-def _eligible(job: Job) -> tuple[EngineShare, list[Node]]:
+def _eligible(job: Job) -> tuple[EngineShare, list[ClusterNode]]:
     """Return what an engine reserves, and the nodes that can have one."""
     assert job.ray is not None
     asked, found = job.ray, nodes()
@@ -194,10 +194,10 @@ def _eligible(job: Job) -> tuple[EngineShare, list[Node]]:
     return least, eligible
 
 
-def nodes() -> list[Node]:
+def nodes() -> list[ClusterNode]:
     """Return the nodes that are alive."""
     return [
-        Node(
+        ClusterNode(
             one["NodeID"],
             one["NodeManagerAddress"],
             one["Resources"].get("CPU", 0.0),
@@ -209,7 +209,7 @@ def nodes() -> list[Node]:
     ]
 
 
-def _facts_of(eligible: Sequence[Node], share: EngineShare) -> list[NodeFacts]:
+def _facts_of(eligible: Sequence[ClusterNode], share: EngineShare) -> list[NodeFacts]:
     """Ask each node for its facts. Raises Unavailable."""
     task: Any = ray.remote(num_cpus=0, max_retries=0)(node_facts)
     device = "cuda" if share.gpus else "cpu"

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NoReturn
 
 import ray
@@ -29,7 +29,7 @@ _MOST_MESSAGES = 16  # that one call returns
 
 @dataclass(frozen=True, slots=True)
 class EngineOrder:
-    """What an actor is to run, and what its node must be like."""
+    """An order says what an actor runs, and what its node must be like."""
 
     spec: WorkerSpec
     cpus: int
@@ -63,11 +63,8 @@ class EngineActor:
     def take(self) -> list[object]:
         """Return the next messages to the driver, waiting for the first one."""
         found = [self._outbox.get()]
-        try:
-            while len(found) < _MOST_MESSAGES:
-                found.append(self._outbox.get_nowait())
-        except Empty:
-            pass
+        while len(found) < _MOST_MESSAGES and not self._outbox.empty():
+            found.append(self._outbox.get())
         return found
 
     # What the engine sees as its connection
@@ -81,7 +78,7 @@ class EngineActor:
         return self._inbox.get()
 
     def _run(self) -> None:
-        status = 1
+        status = 1  # of an engine that raises SystemExit, too
         try:
             facts = node_facts_here(self._order)
             self.send(Placed(facts.name, facts.machine_class))
@@ -90,7 +87,8 @@ class EngineActor:
                 self.send(Failed(Unavailable.exit_code, f"node {facts.name}: {refusal}", ""))
             else:
                 connection: Any = self
-                status = run_engine(self._placed(facts), Parent(connection), self._leave)
+                run_engine(self._placed(facts), Parent(connection), self._leave)
+            status = 0
         finally:
             self.send(EngineEnded(status))
 

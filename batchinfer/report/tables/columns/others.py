@@ -35,6 +35,8 @@ ACTIVITY_COLUMNS: tuple[Column, ...] = (
     text("activity", "what the process did"),
     seconds("from_s", "since the command was started"),
     seconds("until_s", "since the command was started"),
+    text("node", "address of the node of the Ray cluster on which an engine ran; null elsewhere"),
+    text("machine_class", "class of that node: its GPU, or its CPU and instruction sets; null elsewhere"),
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -87,65 +86,33 @@ def test_each_rank_has_a_place(tmp_path: Path, checkpoint: Checkpoint, eight: li
     assert setting.peaks == alone.times(2)
 
 
-NODES = ("engine.nodes", "{listen: 'here:7700', token_file: token, count: 1}")
-
-
-@pytest.mark.parametrize(("settings", "machines", "parts"), [
-    # the machine of each process of each engine, and which part of the machine's processes it is
-    ({}, [[0], [1]], [[0], [0]]),
-    ({"data_parallel": 6}, [[0], [1]] * 3, [[0], [0], [1], [1], [2], [2]]),
-    ({"tensor_parallel_size": 2}, [[0, 0], [1, 1]], [[0, 1], [0, 1]]),
-    ({"pipeline_parallel_size": 2}, [[0, 1]], [[0, 0]]),
-    ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, [[0, 0, 1, 1]], [[0, 1, 0, 1]]),
-    ({"pipeline_parallel_size": 2, "data_parallel": 2}, [[0, 0], [1, 1]], [[0, 1], [0, 1]]),
+@pytest.mark.parametrize(("asked", "room", "engines"), [
+    ({}, 5, 5),
+    ({"engines": "3"}, 5, 3),
+    ({"engines": "{min: 4}"}, 2, 4),
+    ({"engines": "{max: 4}"}, 9, 4),
 ])  # fmt: skip
-def test_machines_have_as_many_engines_or_as_many_ranks_of_one(
-    tmp_path: Path, checkpoint: Checkpoint, eight: list[tuple[int, ...]],
-    settings: dict[str, int], machines: list[list[int]], parts: list[list[int]],
-) -> None:  # fmt: skip
-    asked = tuple((f"engine.{name}", str(value)) for name, value in settings.items())
-    job = job_of(tmp_path, ("model.dtype", "bfloat16"), ("engine.threads", "6"), NODES, *asked)
-    setting = resolve(job, checkpoint, replace(CORES, cores=8))
-    specs = worker_specs(job, setting, "a:b")
-    each = [one for spec in specs for one in (spec, *spec.others)]
-    assert [[one.place.node for one in (spec, *spec.others)] for spec in specs] == machines
-    many, spanned, placement = len(each) // 2, len({*machines[0]}), setting.placement
-    wanted = [
-        (EnginePlace(node=1, part=(part, many)), 6)
-        if number
-        else (EnginePlace(eight[part] if many > 1 else ()), 6 // many)
-        for part, number in zip(chain(*parts), chain(*machines), strict=True)
-    ]
-    assert [(one.place, one.load.threads) for one in each] == wanted
-    assert placement.division.machines == setting.for_rows(1).placement.machines_used == spanned
-    assert placement.machines_used == 2
-    alone = placement.hardware.peaks(setting.numerics.dtype)
-    assert setting.peaks == alone.times(spanned).part(placement.engines_here)
-
-
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"data_parallel": 3}, "3 engines cannot be shared out among 2 machines"),
-    ({"data_parallel": 1}, "1 engine cannot be shared out among 2 machines"),
-    ({"data_parallel": 1, "tensor_parallel_size": 2}, "a multiple of 2 as engine.pipeline_parallel_size"),
-    ({"data_parallel": 6, "threads": 2}, "3 engines need 3 cores"),
-])  # fmt: skip
-def test_machines_that_would_have_different_shares_are_refused(
-    tmp_path: Path, checkpoint: Checkpoint, settings: dict[str, int], said: str
+def test_engines_of_a_cluster_have_a_share_each(
+    tmp_path: Path, checkpoint: Checkpoint, asked: dict[str, str], room: int, engines: int
 ) -> None:
-    asked = tuple((f"engine.{name}", str(value)) for name, value in settings.items())
-    job = job_of(tmp_path, ("model.dtype", "bfloat16"), NODES, *asked)
-    with pytest.raises(JobFileError, match=said):
-        resolve(job, checkpoint, replace(CORES, cores=8))
+    """The node decides about cores; threads are those of the share."""
+    settings = [("ray.address", "auto"), *((f"ray.{name}", value) for name, value in asked.items())]
+    job = job_of(tmp_path, ("model.dtype", "bfloat16"), ("engine.pipeline_parallel_size", "2"), *settings)
+    setting = resolve(job, checkpoint, replace(CORES, cores=4, engines=room))
+    specs = worker_specs(job, setting, "a:b")
+    assert len(specs) == engines
+    assert {len(spec.others) for spec in specs} == {1}
+    assert {(one.place, one.load.threads) for spec in specs for one in (spec, *spec.others)} == {
+        (EnginePlace(), 2)
+    }
+    assert setting.peaks == setting.placement.hardware.peaks(setting.numerics.dtype)
+    assert setting.engine_config(job, 64).memory is None
 
 
 @pytest.mark.parametrize(("settings", "refusal", "said"), [
     ({"tensor_parallel_size": 2, "deterministic": True}, Unavailable, "engine.expert_parallel_size keep the bits"),
     ({"tensor_parallel_size": 3}, CannotSplit, r"can be divided among 1, 2"),
     ({"pipeline_parallel_size": 5}, CannotSplit, r"engine.pipeline_parallel_size is \d+ at the most"),
-    (
-        {"pipeline_parallel_size": 2, "device": "cuda", "nodes": '{listen: "10.0.0.1:7", token_file: t, count: 1}'},
-        CannotSplit, "among GPUs of one machine alone",
-    ),
     ({"tensor_parallel_size": 2, "data_parallel": 3}, JobFileError, "3 engines of 2 ranks each need 6 cores"),
     ({"tensor_parallel_size": 2, "threads": 1}, JobFileError, "2 ranks need 2 cores"),
     ({"data_parallel": 5, "device": "cuda"}, JobFileError, "5 engines need 5 GPUs, but .* only 3"),
