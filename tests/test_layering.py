@@ -116,7 +116,7 @@ RULES = (
 )
 # what only some may import
 ONLY = {
-    "ray": ("batchinfer.pipeline.workers",),
+    "ray": ("batchinfer.pipeline.workers.ray",),
     "typer": ("batchinfer.cli",),
     "pickle": (),
     "marshal": (),

@@ -224,7 +224,8 @@ class RunReport:
         if self._ranks:
             write_ranks(self.folder, self._run_id, self._ranks)
         FileOps().mkdir(self.folder)
-        own = [Activity(COMMAND, _ACTIVITIES[phase], *times) for phase, *times in self._watch.spans]
+        spans = self._watch.spans
+        own = [Activity(COMMAND, _ACTIVITIES[phase], began, ended) for phase, began, ended in spans]
         write_activities(self.folder, self._run_id, [*own, *self._activities])
         write_run(self.folder, row)
 

@@ -197,9 +197,8 @@ class Replica:
     @property
     def activities(self) -> list[WorkerActivity]:
         """Return what its processes did so far."""
-        on, worker = (), self.worker
-        if worker.placement is not None:
-            on = (worker.placement.node, worker.placement.machine_class)
+        worker, placed = self.worker, self.worker.placement
+        on = () if placed is None else (placed.node, placed.machine_class)
         return [*self._past, *(WorkerActivity(self._engine, *one, on) for one in worker.activities)]
 
     @property

@@ -44,7 +44,8 @@ class ActorEnd:
     def of(cls, error: Exception) -> ActorEnd:
         """Return the end that an error of Ray's reports."""
         text = str(error)
-        if isinstance(error, ActorUnavailableError) or any(one in text for one in _NODE_GONE):
+        gone = isinstance(error, ActorUnavailableError) or getattr(error, "preempted", False)
+        if gone or any(one in text for one in _NODE_GONE):
             return cls("lost its node", lost=True)
         told = text.partition(" Some common causes")[0]
         if isinstance(error, OutOfMemoryError) or any(one in told for one in _NO_MEMORY):
