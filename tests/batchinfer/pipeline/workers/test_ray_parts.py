@@ -141,8 +141,8 @@ def test_long_messages_are_divided() -> None:
 @pytest.mark.parametrize(("error", "lost", "memory", "said"), [
     (ActorUnavailableError("no connection", None), True, False, "lost its node"),
     (RayActorError(error_msg="The actor died because its node has died."), True, False, "lost its node"),
-    (RayActorError(error_msg="The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit "
-                    "detail: End of file. Some common causes include: (1) the process was killed by the OOM killer"),
+    (RayActorError(error_msg="The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
+                             "Worker exit detail: End of file. Some common causes include: (1) the OOM killer"),
      False, False, "was killed or crashed (End of file.)"),
     (RayActorError(error_msg="Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: low on memory"),
      False, True, "because memory ran out: low on memory"),

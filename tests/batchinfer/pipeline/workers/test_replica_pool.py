@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,7 +24,6 @@ from batchinfer.pipeline.workers import feed, vacancies
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import (
     Add,
-    EnginePlace,
     Failed,
     Finish,
     Learn,
@@ -79,38 +77,39 @@ class Engines(MemoryTransport):
         return self.workers[-1]
 
 
+class NodeLink(MemoryLink):
+    """A worker on a cluster. It waits for resources until it was looked at so many times; its death loses its node."""
+
+    def __init__(self, worker: Started, waits: int) -> None:
+        super().__init__(worker)
+        self.waits = waits
+
+    @property
+    def placed(self) -> bool:  # type: ignore[override]
+        return self.waits <= 0
+
+    @property
+    def lost(self) -> bool:  # type: ignore[override]
+        return bool(self.worker.died)  # type: ignore[attr-defined]
+
+    def turn(self) -> bool:
+        self.waits -= 1
+        return super().turn() if self.placed else False
+
+
 class OnNodes(Engines):
-    """Engines on a node each, which is lost when its engine dies. Another one takes its place before it is looked for
-    as often as `looks` says of each in turn; none that is said: never."""
+    """Engines on a node each. `waits` has how often each worker is looked at, in the order of starts, before it has a
+    node; 0 for further ones."""
 
-    patience_s = 0.2
+    wanted, wait_s = "node with 1 free CPU", 0.2
 
-    def __init__(self, fates: Sequence[Fate], looks: Sequence[int | None]) -> None:
+    def __init__(self, fates: Sequence[Fate], waits: Sequence[int]) -> None:
         super().__init__(fates)
-        self._of: dict[int, Started] = {}
-        self._looks = [*looks]
-        self.losses = 0  # of nodes
+        self._waits = [*waits]
 
     def start(self, spec: WorkerSpec) -> Link:
-        assert not self.missing(spec), "it cannot be started"
-        link = super().start(spec)
-        self._of[spec.place.node] = self.workers[-1]
-        return link
-
-    def lost(self, link: Link) -> bool:
-        assert isinstance(link, MemoryLink)
-        died: bool = link.worker.died  # type: ignore[attr-defined]
-        self.losses += died
-        return died
-
-    def missing(self, spec: WorkerSpec) -> str:
-        node = self._of.get(spec.place.node)
-        if node is None or not node.died:
-            return ""
-        if node.looked is None:
-            node.looked = self._looks.pop(0) if self._looks else NEVER
-        node.looked -= 1
-        return f"node {spec.place.node} is gone" if node.looked > 0 else ""
+        self.started.append(NodeLink(self._next(spec), self._waits.pop(0) if self._waits else 0))
+        return self.started[-1]
 
 
 NEVER = 1 << 30
@@ -126,7 +125,6 @@ class Started:
         self.pieces: list[list[Request]] = []
         self.most, self.finished, self.heard = 0, 0, 0
         self.learned: list[list[int]] = []
-        self.looked: int | None = None  # for a node in the place of its own
 
     def hear(self, message: object) -> None:
         if isinstance(message, Add):
@@ -207,7 +205,7 @@ def pool_of(
     log: Path = NO_LOG,
 ) -> Iterator[tuple[ReplicaPool, list[str]]]:
     notices: list[str] = []
-    specs = [WorkerSpec(LOAD, None, place=EnginePlace(node=number)) for number in range(1, 1 + replicas)]
+    specs = [WorkerSpec(LOAD, None)] * replicas
     named = "rows {}".format
     with ReplicaPool(
         specs, replace(CONFIG, drafts=drafts), len(requests), interrupts or Interrupts(),
@@ -297,77 +295,66 @@ def test_every_row_is_answered_once_or_all_engines_are_dead(
 @given(
     count=st.integers(0, 200),
     fates=st.lists(st.builds(Fate, st.integers(1, 20), dies_after=st.integers(0, 40)), max_size=6),
-    looks=st.lists(st.one_of(st.none(), st.integers(1, 30)), max_size=8),
+    waits=st.lists(st.one_of(st.just(NEVER), st.integers(0, 30)), max_size=8),
     replicas=st.integers(1, 3),
 )
-def test_engines_whose_nodes_are_lost_come_back_with_others(
-    count: int, fates: list[Fate], looks: list[int | None], replicas: int
+def test_engines_that_lose_their_nodes_are_started_again(
+    count: int, fates: list[Fate], waits: list[int], replicas: int
 ) -> None:
-    """Every row is answered once and none is given up, unless no engine is left and no node comes in time."""
+    """Every row is answered once and none is given up, unless no engine gets a node in time."""
     requests = rows(*[(1, 0, 10)] * count)
-    engines = OnNodes(fates, [NEVER if look is None else look for look in looks])
+    engines = OnNodes(fates, waits)
     ended = run_of(engines, replicas, requests)
     assert ended.pool.restarts == len(engines.workers) - replicas
     assert set(ended.sink.answers.values()) <= {1}
     if ended.failed is None:
         assert set(ended.sink.answers) == {request.key for request in requests}
     else:
-        assert re.search(
-            r"node \d is gone.*, and no other has joined in its place within 0 s", str(ended.failed)
-        )
+        assert "there was no node with 1 free CPU for 0 s (ray.wait_s)" in str(ended.failed)
         assert ended.failed.exit_code == 69
-        assert all(one.died for one in engines.workers)
+        assert all(link.lost or not link.placed for link in engines.started)
     assert not ended.sink.errors
     assert all(link.closed for link in engines.started)
-    event(
-        f"nodes lost: {min(engines.losses, 3)}, restarts: {min(ended.pool.restarts, 3)}, {ended.failed is None}"
-    )
+    event(f"restarts: {min(ended.pool.restarts, 3)}, {ended.failed is None}")
 
 
 def test_a_row_is_not_to_blame_for_lost_nodes_nor_is_a_new_engine() -> None:
-    """The same row is in work each time. Half of the nodes have another one in their place before anybody looks."""
-    engines = OnNodes([Fate(dies_after=0)] * 8, [1, 2] * 4)
+    """The same row is in work each time."""
+    engines = OnNodes([Fate(dies_after=0)] * 8, [0, 1, 2] * 4)
     ended = whole_run(engines, 1, rows((1, 0, 10)))
     assert (len(engines.workers), ended.sink.errors) == (9, {})
 
 
-def test_others_go_on_without_a_node_until_another_one_joins() -> None:
-    """Nobody waits for it. It then gets rows of its own."""
-    engines = OnNodes([Fate(), Fate(dies_after=4)], [20])
+@pytest.mark.parametrize("waits", [[0, 0, 20], [0, 20], [20, 0]])
+def test_others_go_on_without_an_engine_that_waits(waits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start, too. It then gets rows of its own. Its wait is no silence, however long it takes."""
+    monkeypatch.setattr("batchinfer.pipeline.workers.replica.STARTING_S", 0.0)
+    engines = OnNodes([Fate(), Fate(dies_after=4 if len(waits) > 2 else None)], waits)
     ended = whole_run(engines, 2, rows(*[(1, 0, 10)] * 2000))
-    assert [one.died for one in engines.workers] == [False, True, False]
-    assert engines.workers[2].finished > 40
-    assert any("the other engines go on; a node that joins takes the place" in line for line in ended.notices)
+    assert [one.died for one in engines.workers] == ([False, True, False] if len(waits) > 2 else [False] * 2)
+    assert all(one.finished > 40 for one in engines.workers if not one.died)
     assert not any("waiting up to" in line for line in ended.notices)
 
 
-def test_a_lost_node_is_not_waited_for_when_no_rows_are_left_or_the_run_ends() -> None:
-    engines = OnNodes([Fate(), Fate(dies_after=4)], [NEVER])
+def test_an_engine_that_waits_keeps_no_run_from_ending() -> None:
+    engines = OnNodes([Fate(), Fate(dies_after=4)], [0, 0, NEVER])
     whole_run(engines, 2, rows(*[(1, 0, 10)] * 40))
-    engines, interrupts, requests = (
-        OnNodes([Fate(dies_after=4)], [NEVER]),
-        Interrupts(),
-        rows(*[(1, 0, 10)] * 40),
-    )
-    with pool_of(engines, 1, requests, interrupts) as (pool, notices):
+    engines, interrupts = OnNodes([Fate(dies_after=4)], [0, NEVER]), Interrupts()
+    with pool_of(engines, 1, rows(*[(1, 0, 10)] * 40), interrupts) as (pool, _):
         sink = Kept()
-        sink.tick = lambda: setattr(
-            interrupts, "pending", 2 if any("waiting" in n for n in notices) else None
-        )  # type: ignore[method-assign]
-        run(pool, requests, sink, interrupts)
+        sink.tick = lambda: setattr(interrupts, "pending", 2 if len(engines.workers) > 1 else None)  # type: ignore[method-assign]
+        run(pool, rows(*[(1, 0, 10)] * 40), sink, interrupts)
         assert (sink.answers.total(), pool.left) == (4, False)
-        engines.workers[0].looked = 1  # from now on there is a node
-        pool.receive(0)
-        assert len(engines.workers) == 1, "after a signal none is started"
         pool.finish(1.0)
         assert pool.left
 
 
 def test_a_run_without_an_engine_says_now_and_then_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vacancies, "FIRST_S", 0.0)
     monkeypatch.setattr(vacancies, "TELL_S", 0.05)
-    ended = run_of(OnNodes([Fate(dies_after=0)], []), 1, rows((1, 0, 10)))
+    ended = run_of(OnNodes([], [NEVER]), 1, rows((1, 0, 10)))
     assert ended.failed is not None
-    assert 2 <= sum("node 1 is gone: waiting up to" in line for line in ended.notices) <= 4
+    assert 2 <= sum("for a node with 1 free CPU" in line for line in ended.notices) <= 4
 
 
 @pytest.mark.parametrize("speeds", [(1, 1), (1, 4), (4, 1, 1)])
