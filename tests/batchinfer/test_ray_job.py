@@ -6,10 +6,13 @@ import os
 import random
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pyarrow.parquet as pq
 import pytest
 
 from tests.batchinfer.wrong_jobs import Place, make_place
@@ -101,7 +104,13 @@ def test_killed_actors(on: RayCluster, place: Place, tmp_path: Path, cli_of: Any
     assert not engines()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+STOPPED = [
+    signal.SIGKILL,
+    *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGTERM)),
+]
+
+
+@pytest.mark.parametrize("signum", STOPPED)
 def test_a_killed_driver(signum: int, on: RayCluster, place: Place, tmp_path: Path, cli_of: Any) -> None:
     """Ray ends the actors, and the same command resumes."""
     process = on.run("job.yaml", folder=place.folder)
@@ -118,18 +127,121 @@ def test_a_killed_driver(signum: int, on: RayCluster, place: Place, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_lost_nodes(on: RayCluster, place: Place, tmp_path: Path, cli_of: Any) -> None:
-    """A run outlives nodes that are removed while others are added."""
+def test_many_killed_actors(on: RayCluster, place: Place, tmp_path: Path, cli_of: Any) -> None:
+    """Kills at random moments, while an engine loads, too."""
+    drawn = random.Random(seed())
     process = on.run("job.yaml", folder=place.folder)
+    for _ in range(12):
+        time.sleep(drawn.uniform(0, 2))
+        if process.poll() is None and (found := engines()):
+            drawn.choice(found).kill()
+    ended(process)
+    assert [row["status"] for row in place.table()] == ["ok"] * len(MANY)
+    same_as_alone(place, tmp_path, cli_of())
+
+
+@pytest.mark.slow
+def test_a_row_that_kills_its_engine(on: RayCluster, place: Place) -> None:
+    """Only that row becomes an error row."""
+    node = on.add(2, {"FAKE_ENGINE_DIES_OF_MORE_TOKENS": "130", "FAKE_ENGINE_BATCH": "64"})
+    place.rows(*MANY[:40], {"id": "long", "text": "word " * 25})
+    place.job("on_error: {max_error_rate: 0.1}")
+    try:
+        ended(on.run("job.yaml", "--set", "ray.cpus=2", folder=place.folder))
+    finally:
+        on.remove(node)
+    assert [row["row_id"] for row in place.table() if row["status"] == "error"] == [40]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graceful", [False, True])
+def test_lost_nodes(graceful: bool, on: RayCluster, place: Place, tmp_path: Path, cli_of: Any) -> None:
+    """A run outlives nodes that are removed while others are added. No row is blamed, and no engine."""
     node = on.add()
-    for graceful in (False, True):
+    process = on.run("job.yaml", folder=place.folder)
+    for _ in range(2):
         before = committed(place)
         wait_until(lambda before=before: committed(place) > before)
         on.remove(node, graceful)
         node = on.add()
-    ended(process)
-    same_as_alone(place, tmp_path, cli_of())
+    _, err = ended(process)
     on.remove(node)
+    assert "died" not in err.replace("has died", "")
+    assert [row["status"] for row in place.table()] == ["ok"] * len(MANY)
+    same_as_alone(place, tmp_path, cli_of())
+
+
+@pytest.mark.slow
+def test_a_frozen_node(on: RayCluster, place: Place, tmp_path: Path, cli_of: Any) -> None:
+    """Ray takes it to be lost. What its engine still says when it goes on is not accepted."""
+    node = on.add()
+    process = on.run("job.yaml", folder=place.folder)
+    wait_until(lambda: committed(place))
+    frozen = [psutil.Process(one.process.pid) for of in node.all_processes.values() for one in of]
+    frozen += [child for one in frozen for child in one.children(recursive=True)]
+    for one in frozen:
+        one.suspend()
+    try:
+        ended(process)
+    finally:
+        for one in frozen:
+            if one.is_running():
+                one.resume()
+        on.remove(node)
+    same_as_alone(place, tmp_path, cli_of())
+
+
+@pytest.mark.slow
+def test_stages_in_an_actor(on: RayCluster, tmp_path: Path) -> None:
+    """An engine divided into stages, and two engines without Ray, give the bytes of one process."""
+    node = on.add(2)
+    cases = {"alone": (False, []), "stages": (True, ["engine.pipeline_parallel_size=2", "ray.cpus=2"]),
+             "two": (False, ["engine.data_parallel=2"])}  # fmt: skip
+    results = {}
+    for name, (joins, more) in cases.items():
+        given = [f"output.path={tmp_path / name}", "engine.deterministic=true", *more]
+        settings = [part for one in given for part in ("--set", one)]
+        ended(on.run(str(QUICKSTART), "--limit", "200", *settings, module="batchinfer", joins=joins))
+        results[name] = [
+            file.read_bytes() for file in sorted((tmp_path / f"{name}-first-200").glob("*.parquet"))
+        ]
+    on.remove(node)
+    assert results["stages"] == results["two"] == results["alone"] != []
+
+
+@pytest.mark.slow
+def test_a_node_of_another_class(on: RayCluster, place: Place, tmp_path: Path) -> None:
+    """It stays unused, unless the job allows any class."""
+    (tmp_path / "sitecustomize.py").write_text(OTHER_CPU)
+    node = on.add(1, {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"})
+    try:
+        _, err = ended(on.run("job.yaml", folder=place.folder))
+        assert "1 node of other classes unused" in err
+        assert machine_classes(place) == {here()}
+        _, err = ended(on.run("job.yaml", "--set", "ray.classes=any", "--replace", folder=place.folder))
+        assert "3 engines" in err
+    finally:
+        on.remove(node)
+
+
+OTHER_CPU = """
+import batchinfer.machine.hardware as hardware
+real = hardware.detect
+hardware.detect = lambda *given, **named: __import__("dataclasses").replace(real(*given, **named), name="another CPU")
+"""
+
+
+def machine_classes(place: Place) -> set[str]:
+    """Return the classes of machines in the report."""
+    files = sorted((place.folder / "out").glob("res-report/activities-*.parquet"))
+    return {row["machine_class"] for row in pq.read_table(files[-1]).to_pylist()} - {None}
+
+
+def here() -> str:
+    """Return the class of this machine."""
+    from batchinfer.pipeline.workers.ray.machine_facts import node_facts
+
+    return node_facts("cpu").machine_class
 
 
 def test_no_cluster(place: Place, cli_of: Any) -> None:

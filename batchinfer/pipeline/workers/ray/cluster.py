@@ -100,6 +100,7 @@ def _connect(address: str) -> None:
         except Exception as error:  # noqa: BLE001 - the thread that waits raises it
             failed.append(error)
 
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that a thread cannot handle SIGTERM
     # Ray would print errors of its nodes on stdout. No option of Ray prevents that
     ray_worker.print_to_stdstream = lambda *_, **__: None
     thread = threading.Thread(target=initialise, daemon=True, name="ray.init")
