@@ -15,7 +15,6 @@ LONG = {
     "test_kills.py": 20,
     "test_latent_aot.py": 6,
     "test_lost_ranks.py": 30,
-    "test_nodes_job.py": 15,
     "test_triton_engine.py": 10,
 }
 

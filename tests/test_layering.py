@@ -448,7 +448,7 @@ def test_a_violation_is_caught(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("batchinfer.pipeline.workers.ray_launch", "import ray"),
+        ("batchinfer.pipeline.workers.ray.cluster", "import ray"),
         (
             "batchinfer.engine.runner.model_runner",
             "import torch\nfrom batchinfer.models.decoder import decoder",

@@ -31,7 +31,6 @@ from tests.batchinfer.test_ranks_job import EXPERTS, FLOAT32, STAGES, TENSOR, jo
 from tests.batchinfer.wrong_jobs import environment
 from tests.checkpoints import make_model_folder
 from tests.examples import everything, first_of
-from tests.node_processes import ENGINE, RANK
 from tests.patience import PATIENCE_S, wait_until
 from tests.settings import has_cores
 
@@ -41,6 +40,7 @@ pytestmark = [
         len(getattr(os, "sched_getaffinity", lambda _: (0, 1))(0)) < 2, reason="needs two cores"
     ),
 ]
+ENGINE, RANK = b"workers.worker:main", b"workers.ranks.process:main"  # in the command line of a process
 SEED = os.environ.get("LOST_RANKS_SEED", "0")
 DIVISIONS: tuple[dict[str, int], ...] = (
     {TENSOR: 2}, {STAGES: 2}, {EXPERTS: 2}, {TENSOR: 4}, {STAGES: 4}, {TENSOR: 2, STAGES: 2},

@@ -31,7 +31,8 @@ from batchinfer.report.tables.columns.sums import BUCKET_COLUMNS, PHASE_COLUMNS,
 # activities; since 7 accuracy, confusion and calibration; since 8 drafts;
 # since 9 those of earlier answers and of models; since 10 what proposals of models and heads take; since 11 ranks;
 # since 12 guesses of lookahead decoding; since 13 steps say how many were launched at once; since 14 steps and requests
-# say how many positions were scored, and runs have a task; lookahead's columns are gone since 14; since 15 activities say on which node
+# say how many positions were scored, and runs have a task; lookahead's columns are gone since 14; since 15
+# activities say on which node
 TABLE_FORMAT = 15
 RUN = "run"
 STEPS = "steps"
