@@ -123,8 +123,7 @@ class MemoryTransport:
             time.sleep(min(timeout_s, LOOK_S))
         return said
 
-    def takes_standby(self, spec: WorkerSpec) -> bool:
-        return False
+    takes_standby = PROCESSES.takes_standby
 
     wanted, wait_s = "", 0.0
 

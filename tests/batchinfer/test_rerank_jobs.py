@@ -95,7 +95,7 @@ def ranks_of_the_page(folder: Path, section: str) -> list[Any]:
     """Run the job of a section of the page; what the page's query says of its result."""
     (folder / "job.yaml").write_text(fenced("yaml", section))
     (folder / "pairs.jsonl").write_text(fenced("json"))
-    assert run(folder / "job.yaml").exit_code == 0
+    assert run(folder / "job.yaml", REAL).exit_code == 0
     ranked = duckdb.sql(fenced("sql")).fetchall()
     assert [(row[0], row[3]) for row in ranked] == [
         (query, place) for query in ("How is stock made?", "What causes tides?") for place in (1, 2)

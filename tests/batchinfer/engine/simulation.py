@@ -48,8 +48,9 @@ def simulate(
     budget: int = 2048,
     cost: ModelCost = LLAMA_135M,
     peaks: Peaks = CPU,
+    overhead_s: float = 0.0,
 ) -> Simulated:
-    """Run the rows in this order; a step takes its roofline time."""
+    """Run the rows in this order; a step takes its roofline time and `overhead_s`."""
     layout = one_group([CacheSpec(1, 64)] * cost.layers, 16)
     machine = SimulatedEngine(
         cost,
@@ -57,7 +58,7 @@ def simulate(
         blocks,
         SchedulerConfig(seqs, budget),
         ContentRoots(100_000),
-        StepTime(peaks),
+        StepTime(peaks, host_step_s=overhead_s),
         looks_ahead=False,
     )
     requests = [row.request(key) for key, row in enumerate(rows)]
