@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from batchinfer.core.errors import Unavailable
+from batchinfer.core.errors import JobFileError, Mistake, Unavailable
+from batchinfer.core.wording import counted
 from batchinfer.filesystem.remembered import read_strings
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
@@ -49,6 +50,7 @@ def engine_machine(
     if job.ray is None:
         return EngineMachine(this_machine(job.engine.device), otherwise)
     _check_ray()
+    _check_output(job)
     from batchinfer.pipeline.workers.ray.cluster import cluster_engines
     from batchinfer.pipeline.workers.ray.ray_transport import RayTransport
 
@@ -62,10 +64,8 @@ def engine_machine(
         return True
 
     engines = cluster_engines(job, notice, wait)
-    notice(
-        f"Ray cluster {engines.address}: {engines.machine.engines} engines with {engines.share} each fit, "
-        f"on {engines.facts.machine_class}"
-    )
+    fit = f"{counted(engines.machine.engines, 'engine')} with {engines.share} each"
+    notice(f"Ray cluster {engines.address}: room for {fit}, on {engines.facts.machine.hardware.name}")
     any_class = job.ray.classes == "any" and not job.engine.deterministic
     transport = RayTransport(engines, any_class, job.ray.wait_s, read_strings(state.fingerprints))
     return EngineMachine(engines.machine, transport)
@@ -79,3 +79,10 @@ def _check_ray() -> None:
     numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
     if not RAY_FROM <= numbers < RAY_BELOW:
         raise Unavailable(f"ray.address: ray {found} is installed, and 2.52 to 2.x is needed; run {_INSTALL}")
+
+
+def _check_output(job: Job) -> None:
+    """Raise JobFileError for an output in the folder that Ray makes of `ray job submit --working-dir`, and deletes."""
+    if "runtime_resources" in job.output.path.parts:
+        text = "is in the working directory of a submitted job, which Ray deletes; give an absolute path elsewhere"
+        raise JobFileError(str(job.source), [Mistake("output.path", text)])

@@ -21,12 +21,18 @@ from batchinfer.core.errors import Unavailable
 from batchinfer.core.wording import counted
 from batchinfer.job import Job
 from batchinfer.machine.facts import MachineFacts
-from batchinfer.pipeline.workers.ray.machine_facts import NodeFacts, node_facts, share_of
+from batchinfer.pipeline.workers.ray.machine_facts import (
+    NodeFacts,
+    node_facts,
+    share_of,
+    version_differences,
+    versions,
+)
 from batchinfer.plan.setup.placement import division_of
 
 CONNECT_S = 30.0
 _FACTS_S = 120.0  # a node imports batchinfer for the first time, perhaps from a cold disk
-_WAIT_S = 5.0  # between two looks for a node
+_WAIT_S, _TELL_S = 5.0, 60.0  # between two looks for a node, and two lines about it
 _NAMED = 8  # nodes in a message
 
 
@@ -73,7 +79,7 @@ class ClusterEngines:
     share: EngineShare
     facts: NodeFacts  # of the class of machine that the setting is made for; of the node with the least free memory
     machine: MachineFacts  # what one engine has to itself
-    others: tuple[str, ...]  # IDs of nodes of other classes
+    others: tuple[str, ...]  # IDs of nodes that run no engine: of other classes, or with other versions
 
 
 def connect(address: str) -> str:
@@ -143,37 +149,61 @@ def cluster_engines(
     """
     assert job.ray is not None
     address = connect(job.ray.address)
+    share, eligible = _awaited_nodes(job, address, notice, waiting)
+    by_class: defaultdict[str, list[tuple[ClusterNode, NodeFacts]]] = defaultdict(list)
+    unfit = []
+    for node, facts in zip(eligible, _facts_of(eligible, share), strict=True):
+        why = facts if isinstance(facts, str) else version_differences(versions(), facts)
+        if isinstance(facts, str) or why:
+            unfit.append((node, f"{node.address}: {why}"))
+        else:
+            by_class[facts.machine_class].append((node, facts))
+    if unfit:
+        said = "; ".join(why for _, why in unfit[:_NAMED])
+        text = f"{counted(len(unfit), 'node')} of the Ray cluster cannot run engines: {said}"
+        if not by_class:
+            raise Unavailable(f"{text}; all machines need the same Python, batchinfer, torch and triton")
+        notice(text)
+    room = {name: sum(share.fits(node) for node, _ in of) for name, of in by_class.items()}
+    chosen = min(room, key=lambda name: (-room[name], name))
+    any_class = job.ray.classes == "any" and not job.engine.deterministic
+    left_out = {} if any_class else {name: of for name, of in by_class.items() if name != chosen}
+    others = [node.number for of in left_out.values() for node, _ in of]
+    if others:
+        notice(
+            f"engines run on one class of machine, {chosen}; {counted(len(others), 'node')} of other classes unused"
+        )
+    least = min((facts for _, facts in by_class[chosen]), key=lambda one: one.machine.free_memory or 0)
+    machine = replace(share_of(least, share.cpus), engines=sum(room.values()) if any_class else room[chosen])
+    return ClusterEngines(address, share, least, machine, (*others, *(node.number for node, _ in unfit)))
+
+
+def _awaited_nodes(
+    job: Job, address: str, notice: Callable[[str], None], waiting: Callable[[float], bool]
+) -> tuple[EngineShare, list[ClusterNode]]:
+    """Return what an engine reserves, and the nodes that can have one. Waits for the first node, which an autoscaler
+    may add: a pending task tells it what is needed. Raises Unavailable."""
+    assert job.ray is not None
     share, eligible = _eligible(job)
-    waited_s = 0.0
+    demand, waited_s = None, 0.0
     while not eligible:
         shown = ", ".join(map(str, nodes()[:_NAMED])) or "none"
         text = f"no node of the Ray cluster {address} can have an engine with {share}; its nodes: {shown}"
+        demand = demand or _facts_task(share).remote("cpu")
         if waited_s >= job.ray.wait_s or not waiting(_WAIT_S):
+            ray.cancel(demand)
             raise Unavailable(f"{text}; lower ray.cpus or ray.gpus, or check ray.labels")
-        if not waited_s % 60:
+        if not waited_s % _TELL_S:
             notice(f"{text}; waiting up to {job.ray.wait_s - waited_s:.0f} s for a node that can")
         waited_s += _WAIT_S
         share, eligible = _eligible(job)
-    by_class: defaultdict[str, list[tuple[ClusterNode, NodeFacts]]] = defaultdict(list)
-    for node, facts in zip(eligible, _facts_of(eligible, share), strict=True):
-        by_class[facts.machine_class].append((node, facts))
-    room = {name: sum(share.fits(node) for node, _ in of) for name, of in by_class.items()}
-    chosen = min(room, key=lambda name: (-room[name], name))
-    least = min((facts for _, facts in by_class[chosen]), key=lambda one: one.machine.free_memory or 0)
-    any_class = job.ray.classes == "any" and not job.engine.deterministic
-    others = (
-        ()
-        if any_class
-        else tuple(node.number for name, of in by_class.items() if name != chosen for node, _ in of)
-    )
-    if others:
-        notice(
-            f"engines run on nodes of one class, {chosen}; {counted(len(others), 'node')} of other classes unused"
-        )
-    engines = sum(room.values()) if any_class else room[chosen]
-    return ClusterEngines(
-        address, share, least, replace(share_of(least, share.cpus), engines=engines), others
-    )
+    return share, eligible
+
+
+def _facts_task(share: EngineShare) -> Any:
+    """Return the task that describes a node with room for an engine."""
+    task: Any = ray.remote(num_cpus=share.cpus, num_gpus=share.gpus, max_retries=0)(node_facts)
+    return task.options(label_selector=dict(share.labels))
 
 
 def _eligible(job: Job) -> tuple[EngineShare, list[ClusterNode]]:
@@ -210,21 +240,19 @@ def nodes() -> list[ClusterNode]:
     ]
 
 
-def _facts_of(eligible: Sequence[ClusterNode], share: EngineShare) -> list[NodeFacts]:
-    """Ask each node for its facts. Raises Unavailable."""
+def _facts_of(eligible: Sequence[ClusterNode], share: EngineShare) -> list[NodeFacts | str]:
+    """Ask each node for its facts. Of a node that cannot answer, return why."""
     task: Any = ray.remote(num_cpus=0, max_retries=0)(node_facts)
     device = "cuda" if share.gpus else "cpu"
-    asked = [
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.number, soft=False)).remote(
-            device
-        )
-        for node in eligible
-    ]
+    places = [NodeAffinitySchedulingStrategy(node.number, soft=False) for node in eligible]
+    asked = [task.options(scheduling_strategy=place).remote(device) for place in places]
+    ray.wait(asked, num_returns=len(asked), timeout=_FACTS_S)
+    return [_fetched(one) for one in asked]
+
+
+def _fetched(asked: Any) -> NodeFacts | str:
     try:
-        return list(ray.get(asked, timeout=_FACTS_S))
+        found: NodeFacts = ray.get(asked, timeout=0)
     except RayError as error:
-        first = str(error).strip().splitlines()[-1]
-        raise Unavailable(
-            f"the nodes of the Ray cluster cannot run batchinfer: {first}; they need the same Python, batchinfer and "
-            "torch as this machine"
-        ) from error
+        return str(error).strip().splitlines()[-1]
+    return found

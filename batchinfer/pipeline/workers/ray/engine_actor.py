@@ -50,6 +50,7 @@ class EngineActor:
 
     def __init__(self, order: EngineOrder) -> None:
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's; the engine sets its threads
+        os.environ["HF_HUB_OFFLINE"] = "1"  # as the command line does: no library may download
         self._order, self._memory = order, available_memory()
         self._inbox, self._outbox = SimpleQueue[object](), SimpleQueue[object]()
         threading.Thread(target=self._run, daemon=True, name="engine").start()
@@ -101,9 +102,8 @@ class EngineActor:
     def _refusal(self, facts: NodeFacts) -> str:
         """Say why this node must not compute; empty: it may."""
         order = self._order
-        versions = version_differences(order.facts, facts)
-        if versions:
-            return f"it has {versions}"
+        if differing := version_differences(order.facts.versions, facts):
+            return differing
         if not order.any_class and facts.machine_class != order.facts.machine_class:
             wanted = order.facts.machine_class
             return f"it is {facts.machine_class}, and the engines run on {wanted} (ray.classes: same)"

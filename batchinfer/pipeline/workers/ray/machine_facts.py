@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -44,7 +44,12 @@ def node_facts(device: Device) -> NodeFacts:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from a task that reserves none
     machine = this_machine(device)
     instructions = () if machine.device == "cuda" else tuple(_instructions())
-    return NodeFacts(ray.util.get_node_ip_address(), machine, tuple(_versions()), instructions)
+    return NodeFacts(ray.util.get_node_ip_address(), machine, versions(), instructions)
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """Return the versions on this machine of what computes, by the names that messages use."""
+    return tuple(_versions())
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -86,8 +91,9 @@ def share_of(facts: NodeFacts, cpus: int) -> MachineFacts:
     return replace(machine, hardware=hardware, cores=cpus, free_memory=free)
 
 
-def version_differences(expected: NodeFacts, found: NodeFacts) -> str:
-    """Say which versions differ: "torch 2.12.0 instead of 2.13.0"; empty: none."""
+def version_differences(expected: Sequence[tuple[str, str]], found: NodeFacts) -> str:
+    """Say which versions differ: "it has torch 2.12.0 instead of 2.13.0"; empty: none."""
     theirs = dict(found.versions)
-    pairs = ((name, theirs.get(name), wanted) for name, wanted in expected.versions)
-    return ", ".join(f"{name} {has} instead of {wanted}" for name, has, wanted in pairs if has != wanted)
+    pairs = ((name, theirs.get(name), wanted) for name, wanted in expected)
+    said = ", ".join(f"{name} {has} instead of {wanted}" for name, has, wanted in pairs if has != wanted)
+    return f"it has {said}" if said else ""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,12 +15,14 @@ pytest.importorskip("ray")
 
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from batchinfer.core.errors import Unavailable
+from batchinfer.core.errors import JobFileError, Unavailable
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import LoadConfig
+from batchinfer.filesystem.state import state_of
 from batchinfer.machine.facts import MachineFacts
 from batchinfer.machine.hardware import Hardware
+from batchinfer.pipeline import engine_machine
 from batchinfer.pipeline.workers.messages import Add, WorkerSpec
 from batchinfer.pipeline.workers.ray import cluster, engine_actor
 from batchinfer.pipeline.workers.ray.cluster import ClusterNode, cluster_engines
@@ -50,9 +53,12 @@ Found = Callable[..., cluster.ClusterEngines]
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Found:
     """Describe the engines of a job on nodes with these facts."""
 
-    def describe(*nodes: tuple[ClusterNode, NodeFacts], **settings: str) -> cluster.ClusterEngines:
+    def describe(*nodes: tuple[ClusterNode, NodeFacts | str], **settings: str) -> cluster.ClusterEngines:
         by_number = {one.number: of for one, of in nodes}
         monkeypatch.setattr(cluster, "connect", lambda _: "head:6379")
+        monkeypatch.setattr(cluster, "versions", lambda: VERSIONS)
+        monkeypatch.setattr(cluster.ray, "cancel", lambda _: None)
+        monkeypatch.setattr(cluster, "_facts_task", lambda _: Mock())
         monkeypatch.setattr(cluster, "nodes", lambda: [one for one, _ in nodes])
         monkeypatch.setattr(cluster, "_facts_of", lambda of, _: [by_number[one.number] for one in of])
         asked = [(f"ray.{name}", value) for name, value in settings.items() if name != "device"]
@@ -99,6 +105,16 @@ def test_labels_choose_nodes(found: Found) -> None:
         found(*nodes, labels="{zone: z}")
     with pytest.raises(Unavailable, match="16 CPUs"):
         found(*nodes, cpus="16")
+
+
+def test_nodes_that_cannot_run_engines_are_left_out(found: Found) -> None:
+    old = replace(facts(), versions=(("batchinfer", "1"), ("torch", "2.12.0")))
+    engines = found((node("a"), facts()), (node("b"), old), (node("c"), "No module named 'batchinfer'"))
+    assert (engines.machine.engines, engines.others) == (1, ("b", "c"))
+    with pytest.raises(
+        Unavailable, match=r"1 node .* it has torch 2.12.0 instead of 2.13.0; all machines need"
+    ):
+        found((node("b"), old))
 
 
 @pytest.mark.parametrize(("other", "said"), [
@@ -151,6 +167,19 @@ def test_ends_of_actors(error: Exception, lost: bool, memory: bool, said: str) -
     end = ActorEnd.of(error)
     assert (end.lost, end.out_of_memory) == (lost, memory)
     assert said in str(end)
+
+
+def test_a_run_that_ray_cannot_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(tmp_path, ("ray.address", "auto"))
+    submitted = job_of(tmp_path, ("ray.address", "auto"), ("output.path", "/tmp/ray/runtime_resources/x/out"))
+    with pytest.raises(JobFileError, match="which Ray deletes"):
+        engine_machine.engine_machine(submitted, state_of(submitted))
+    monkeypatch.setattr(engine_machine, "version", lambda _: "2.51.1")
+    with pytest.raises(Unavailable, match=r"ray 2.51.1 is installed, and 2.52 to 2.x is needed; .*\.\[ray\]"):
+        engine_machine.engine_machine(job, state_of(job))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(Unavailable, match="ray is not installed"):
+        engine_machine.engine_machine(job, state_of(job))
 
 
 def test_engines_know_their_share_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
