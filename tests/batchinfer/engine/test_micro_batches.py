@@ -30,6 +30,17 @@ from tests.examples import examples
 LIMITS = Limits(budget=40, seqs=12, blocks=80, block_size=4)
 
 
+def test_a_size_that_held_is_returned_to() -> None:
+    """Half of a larger size that failed may be less."""
+    batches = MicroBatches()
+    batches.shrink(100, 1)
+    for _ in range(PATIENCE):
+        batches.succeeded(50)
+    assert batches.most_tokens is None
+    batches.shrink(90, 1)
+    assert batches.most_tokens == 50
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 30)), min_size=1, max_size=8),
     st.integers(1, 40) | st.none(),
