@@ -157,7 +157,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "empty_prompt", "no tokens"),
     ({"input": [[1], []]}, "empty_prompt", "no tokens"),
     ({"input": ["one", "a" * 600]}, "prompt_too_long", "601 tokens"),
-    ({"input": ["a" * 600, "one"]}, "prompt_too_long", "601 tokens"),
+    ({"input": ["a" * 600, "nowhere else"]}, "prompt_too_long", "601 tokens"),
     ({"input": [[1, 2], [3, 100_000]]}, "token_id_out_of_range", "token id 100000"),
     ({"input": ["a"] * 2049}, "n_over_limit", "2,049 texts; a request may have 2,048"),
     ({"input": "a", "dimensions": 49}, "bad_parameter", "from 1 to 48"),
