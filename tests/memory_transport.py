@@ -123,7 +123,7 @@ class MemoryTransport:
             time.sleep(min(timeout_s, LOOK_S))
         return said
 
-    takes_standby = PROCESSES.takes_standby
+    call, takes_standby = PROCESSES.call, PROCESSES.takes_standby
 
     wanted, wait_s = "", 0.0
 

@@ -15,6 +15,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from tests.batchinfer.int4_jobs import make_divisible
 from tests.batchinfer.wrong_jobs import Place, make_place
 from tests.examples import seed
 from tests.patience import PATIENCE_S, wait_until
@@ -207,6 +208,23 @@ def test_stages_in_an_actor(on: RayCluster, tmp_path: Path) -> None:
         ]
     on.remove(node)
     assert results["stages"] == results["two"] == results["alone"] != []
+
+
+@pytest.mark.slow
+def test_weights_are_calibrated_on_a_node(on: RayCluster, tmp_path: Path) -> None:
+    """The job has the answers that it has alone."""
+    model = make_divisible(tmp_path / "model")
+    results = {}
+    for name, joins in (("alone", False), ("node", True)):
+        place = make_place(tmp_path / name, model)
+        place.rows(*MANY[:40])
+        place.job(
+            "engine: {deterministic: true}", model="model: {path: model, dtype: float32, quantization: int4}"
+        )
+        _, err = ended(on.run("job.yaml", module="batchinfer", folder=place.folder, joins=joins))
+        assert "calibrated in" in err
+        results[name] = [row["generated_text"] for row in place.table()]
+    assert results["node"] == results["alone"]
 
 
 @pytest.mark.slow

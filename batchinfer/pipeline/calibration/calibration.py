@@ -22,6 +22,7 @@ from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.spec import INT4_GROUP
 from batchinfer.pipeline.calibration.process import calibrate_in_child
 from batchinfer.pipeline.calibration.prompts import calibration_prompts
+from batchinfer.pipeline.workers.transport import PROCESSES, Transport
 from batchinfer.plan.forecast.calibration import CalibrationSample, calibration_forecast
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.setup.weights import (
@@ -46,7 +47,9 @@ class Listener:
     notice: Callable[[str], None]
 
 
-def calibrated_setup(job: Job, setup: Setup, state: StateFolder, told: Listener) -> Setup:
+def calibrated_setup(
+    job: Job, setup: Setup, state: StateFolder, told: Listener, transport: Transport = PROCESSES
+) -> Setup:
     """Return the job's setup with calibrated weights, which are made if the state has none. A job that has no row to
     calibrate them on stays as it is.
 
@@ -57,16 +60,23 @@ def calibrated_setup(job: Job, setup: Setup, state: StateFolder, told: Listener)
     with _alone(state, told.notice):
         folder = calibrated_folder(setup.checkpoint, state, bool(job.model.adapters), remember=True)
         if not (folder / RECORD).exists():
-            if not write_calibrated(job, setup, state.int4 / _MAKING, told):
+            if not write_calibrated(job, setup, state.int4 / _MAKING, told, transport=transport):
                 return setup
             _keep(state, folder)
     checkpoint, setting = with_calibration(job, setup.checkpoint, setup.setting, state)
     return replace(setup, checkpoint=checkpoint, setting=setting)
 
 
-def write_calibrated(job: Job, setup: Setup, folder: Path, told: Listener, group: int = INT4_GROUP) -> bool:
+def write_calibrated(
+    job: Job,
+    setup: Setup,
+    folder: Path,
+    told: Listener,
+    group: int = INT4_GROUP,
+    transport: Transport = PROCESSES,
+) -> bool:
     """Write the job's model, calibrated in groups of so many inputs, into a folder, of which nothing is kept; False: no
-    row can be run, and nothing is written.
+    row can be run, and nothing is written. `transport` starts the process that calibrates.
 
     Raises what reading the input raises, what loading a model raises, and StorageError.
     """
@@ -96,6 +106,7 @@ def write_calibrated(job: Job, setup: Setup, folder: Path, told: Listener, group
         CalibrationOrder(load, prompts, answers, folder, group, bool(job.model.adapters)),
         layers_told(told.progress),
         told.progress.tick,
+        transport,
     )
     write_json(folder / RECORD, record_of(found.loss), FileOps())
     loss = "" if found.loss is None else f": {loss_text(found.loss)}"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from multiprocessing.connection import Connection
 from typing import Any
 
 from batchinfer.core.errors import BatchInferError, OutOfMemory, Unavailable
 from batchinfer.engine.config import CalibrationOrder
-from batchinfer.machine.spawning import Child, receiving
 from batchinfer.models.calibration.work import CalibrationOutcome
 from batchinfer.pipeline.workers.endings import failure
 from batchinfer.pipeline.workers.messages import Failed
+from batchinfer.pipeline.workers.transport import Link, Transport
 from batchinfer.pipeline.workers.worker_handle import error_of
 
 CALIBRATOR = "batchinfer.pipeline.calibration.process:serve"
@@ -36,31 +37,42 @@ def serve(order: CalibrationOrder, connection: Connection[Any, Any]) -> None:
 
 
 def calibrate_in_child(
-    order: CalibrationOrder, told: Callable[[int, int], None], waiting: Callable[[], None]
+    order: CalibrationOrder,
+    told: Callable[[int, int], None],
+    waiting: Callable[[], None],
+    transport: Transport,
 ) -> CalibrationOutcome:
-    """Write the checkpoint that is ordered, and return what that has come to. `told` gets how many layers are done, and
-    how many there are; `waiting` is called now and then.
+    """Write a calibrated checkpoint in another process.
 
-    Raises what loading a model raises, OutOfMemory and Unavailable.
+    Args:
+        order: The checkpoint.
+        told: Gets the number of layers that are done, and of all layers.
+        waiting: Called now and then.
+        transport: Starts the process, on the machine on which engines run.
+
+    Raises:
+        BatchInferError: What loading a model raises.
+        OutOfMemory: The process was killed because memory ran out.
+        Unavailable: The process ended in another way.
     """
-    with Child(CALIBRATOR, order) as child:
+    with closing(transport.call(CALIBRATOR, order)) as child:
         try:
-            with receiving():
-                while True:
-                    if not child.connection.poll(_LOOK_S):
-                        waiting()
-                        continue
-                    message = child.connection.recv()
-                    if isinstance(message, Failed):
-                        raise error_of(message, str(order.load.model))
-                    if isinstance(message, CalibrationOutcome):
-                        return message
+            while True:
+                if not child.poll(_LOOK_S):
+                    waiting()
+                    continue
+                message: Any = child.receive()
+                if isinstance(message, Failed):
+                    raise error_of(message, str(order.load.model))
+                if isinstance(message, CalibrationOutcome):
+                    return message
+                if isinstance(message, tuple):  # a cluster says first where the process runs
                     told(*message)
         except EOFError:
             raise _crash(child) from None
 
 
-def _crash(child: Child) -> BatchInferError:
+def _crash(child: Link) -> BatchInferError:
     ended = child.wait(_LEAVE_S)
     what = f"the process that calibrates the model {'closed its connection' if ended is None else ended}"
     if ended is not None and ended.out_of_memory:

@@ -22,7 +22,8 @@ def calibrated(run: OpenRun) -> OpenRun:
 
     began, had = time.monotonic(), run.setup.setting.parts.weights
     with run.report.timed(OTHER):
-        setup = calibrated_setup(run.whole, run.setup, run.state, Listener(run.progress, run.notice))
+        told = Listener(run.progress, run.notice)
+        setup = calibrated_setup(run.whole, run.setup, run.state, told, run.options.transport)
     if had is None and setup.setting.parts.weights is not None:
         run.report.note(calibration_s=time.monotonic() - began)
     loss = None if setup.setting.parts.weights is None else loss_of(setup.setting.parts.weights)

@@ -61,6 +61,9 @@ class Transport(Protocol):
     def start(self, spec: WorkerSpec) -> Link:
         """Start a worker. Raises OSError where none can be started."""
 
+    def call(self, target: str, argument: object) -> Link:
+        """Start a process that calls `target`, "module:function", with an argument and its end of a connection."""
+
     def takes_standby(self, spec: WorkerSpec) -> bool:
         """Return True if a process that stands by can become this worker."""
 
@@ -109,6 +112,10 @@ class ProcessTransport:
         """Return the links whose pipes have something, an end included."""
         by_pipe = {link.connection: link for link in links if isinstance(link, ProcessLink)}
         return [by_pipe[pipe] for pipe in wait(list(by_pipe), timeout_s)]  # type: ignore[index]
+
+    def call(self, target: str, argument: object) -> Link:
+        """Start a process on this machine."""
+        return ProcessLink(Child(target, argument))
 
     def takes_standby(self, spec: WorkerSpec) -> bool:
         """Return True if nothing of the specification must be settled before the imports of the process."""

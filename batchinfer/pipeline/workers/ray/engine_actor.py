@@ -1,4 +1,4 @@
-"""An engine on a node of a Ray cluster: an actor that runs what a worker process runs elsewhere."""
+"""Actors on nodes of a Ray cluster: they run what processes of their own run elsewhere, such as an engine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import ray
 from batchinfer.core.errors import Unavailable
 from batchinfer.machine.cpus import divided_cores, usable_cpus
 from batchinfer.machine.memory import available_memory
+from batchinfer.pipeline.workers.loading import imported
 from batchinfer.pipeline.workers.messages import Configure, EnginePlace, Failed, Placed, WorkerSpec
 from batchinfer.pipeline.workers.ranks.meeting import Parent
 from batchinfer.pipeline.workers.ray.machine_facts import NodeFacts, node_facts, version_differences
@@ -45,20 +46,19 @@ class EngineEnded:
     status: int
 
 
-class EngineActor:
-    """Runs one engine in a thread. `give` and `take` are its inbox and outbox; each has a thread of its own."""
+class MessageActor:
+    """Exchanges messages with the driver. `give` and `take` are its inbox and outbox; each has a thread of its own."""
 
-    def __init__(self, order: EngineOrder) -> None:
+    def __init__(self) -> None:
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's; the engine sets its threads
         os.environ["HF_HUB_OFFLINE"] = "1"  # as the command line does: no library may download
-        self._order, self._memory = order, available_memory()
         self._inbox, self._outbox = SimpleQueue[object](), SimpleQueue[object]()
-        threading.Thread(target=self._run, daemon=True, name="engine").start()
+        threading.Thread(target=self._run, daemon=True, name="work").start()
 
     @ray.method(concurrency_group=INBOX)
     def give(self, message: object) -> None:
         """Take a message of the driver."""
-        self._inbox.put(self._configured(message))
+        self._inbox.put(message)
 
     @ray.method(concurrency_group=OUTBOX)
     def take(self) -> list[object]:
@@ -68,7 +68,7 @@ class EngineActor:
             found.append(self._outbox.get())
         return found
 
-    # What the engine sees as its connection
+    # What the work sees as its connection
 
     def send(self, message: object) -> None:
         """Send a message to the driver."""
@@ -79,25 +79,56 @@ class EngineActor:
         return self._inbox.get()
 
     def _run(self) -> None:
-        status = 1  # of an engine that raises SystemExit, too
+        status = 1  # also if the work raises SystemExit
         try:
-            facts = node_facts_here(self._order)
-            self.send(Placed(facts.name, facts.machine_class))
-            refusal = self._refusal(facts)
-            if refusal:
-                self.send(Failed(Unavailable.exit_code, f"node {facts.name}: {refusal}", ""))
-            else:
-                connection: Any = self
-                run_engine(self._placed(facts), Parent(connection), self._leave)
+            self._work()
             status = 0
         finally:
             self.send(EngineEnded(status))
 
+    def _work(self) -> None:
+        raise NotImplementedError
+
     def _leave(self, status: int) -> NoReturn:
-        """End the engine from any thread: the driver fetches the last messages, and then ends this actor."""
+        """End the work from any thread: the driver fetches the last messages, and then ends this actor."""
         self.send(EngineEnded(status))
         threading.Event().wait(_LEAVE_S)
         os._exit(status)
+
+
+class CallActor(MessageActor):
+    """Calls a function in a thread, as a process of its own would."""
+
+    def __init__(self, target: str, argument: object) -> None:
+        """target: the function "module:function"; it gets the argument and a connection."""
+        self._target, self._argument = target, argument
+        super().__init__()
+
+    def _work(self) -> None:
+        self.send(Placed(ray.util.get_node_ip_address(), ""))
+        imported(self._target)(self._argument, self)
+
+
+class EngineActor(MessageActor):
+    """Runs one engine in a thread."""
+
+    def __init__(self, order: EngineOrder) -> None:
+        self._order, self._memory = order, available_memory()
+        super().__init__()
+
+    def recv(self) -> object:
+        """Return the next message of the driver, waiting for it."""
+        return self._configured(super().recv())
+
+    def _work(self) -> None:
+        facts = node_facts_here(self._order)
+        self.send(Placed(facts.name, facts.machine_class))
+        refusal = self._refusal(facts)
+        if refusal:
+            self.send(Failed(Unavailable.exit_code, f"node {facts.name}: {refusal}", ""))
+        else:
+            connection: Any = self
+            run_engine(self._placed(facts), Parent(connection), self._leave)
 
     def _refusal(self, facts: NodeFacts) -> str:
         """Say why this node must not compute; empty: it may."""

@@ -14,7 +14,14 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayError
 
 from batchinfer.pipeline.workers.messages import Add, Loaded, Placed, WorkerSpec
 from batchinfer.pipeline.workers.ray.cluster import ClusterEngines
-from batchinfer.pipeline.workers.ray.engine_actor import GROUPS, EngineActor, EngineEnded, EngineOrder
+from batchinfer.pipeline.workers.ray.engine_actor import (
+    GROUPS,
+    CallActor,
+    EngineActor,
+    EngineEnded,
+    EngineOrder,
+    MessageActor,
+)
 from batchinfer.pipeline.workers.ray.model_files import digests, folders_of
 from batchinfer.pipeline.workers.transport import Link
 
@@ -163,25 +170,28 @@ class RayTransport:
         self._engines, self._any_class, self._known = engines, any_class, known
         self._files: dict[Path, Mapping[str, str]] = {}
         self.wait_s = wait_s
-        self._actor: Any = ray.remote(concurrency_groups=GROUPS)(EngineActor)
 
     def start(self, spec: WorkerSpec) -> Link:
         """Start an actor. It waits for resources, if need be."""
-        share, others = self._engines.share, self._engines.others
-        labels = dict(share.labels) | ({"ray.io/node-id": f"!in({','.join(others)})"} if others else {})
+        share = self._engines.share
         files = {path: self._digests(path) for path in folders_of(spec)}
         order = EngineOrder(
             _with_threads(spec, share.cpus), share.cpus, self._engines.facts, self._any_class, files
         )
-        actor = self._actor.options(
-            num_cpus=share.cpus,
-            num_gpus=share.gpus,
-            label_selector=labels,
-            max_restarts=0,
-            max_task_retries=0,
-            enable_task_events=False,
-        ).remote(order)
-        return RayLink(actor)
+        return RayLink(self._on_a_node(EngineActor, order))
+
+    def call(self, target: str, argument: object) -> Link:
+        """Start an actor with the share of an engine."""
+        return RayLink(self._on_a_node(CallActor, target, argument))
+
+    def _on_a_node(self, kind: type[MessageActor], *arguments: object) -> Any:
+        """Start an actor. It waits for resources, if need be."""
+        share, others = self._engines.share, self._engines.others
+        labels = dict(share.labels) | ({"ray.io/node-id": f"!in({','.join(others)})"} if others else {})
+        actor: Any = ray.remote(concurrency_groups=GROUPS)(kind)
+        options = {"num_cpus": share.cpus, "num_gpus": share.gpus, "label_selector": labels}
+        once = {"max_restarts": 0, "max_task_retries": 0, "enable_task_events": False}
+        return actor.options(**options, **once).remote(*arguments)
 
     def _digests(self, path: Path) -> Mapping[str, str]:
         if path not in self._files:
