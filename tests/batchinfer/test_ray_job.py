@@ -262,6 +262,7 @@ def here() -> str:
     return node_facts("cpu").machine_class
 
 
+@pytest.mark.slow
 def test_no_cluster(place: Place, cli_of: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

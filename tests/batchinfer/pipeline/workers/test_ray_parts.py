@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +70,23 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Found:
         return cluster_engines(job, lambda _: None, lambda _: False)
 
     return describe
+
+
+@pytest.mark.parametrize(("init", "said"), [
+    (lambda **_: time.sleep(0.5), "no Ray cluster answers within 0 s"),
+    (Mock(side_effect=ConnectionError("no cluster\nmore")), "ray.address here:1: no cluster; check it"),
+])  # fmt: skip
+def test_a_cluster_that_does_not_answer(
+    init: Callable[..., None], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `ray.init` replaces is restored."""
+    before = signal.getsignal(signal.SIGTERM), sys.excepthook
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster, "CONNECT_S", 0.1)
+    monkeypatch.setattr(cluster.ray_worker, "print_to_stdstream", None)  # connecting sets it
+    with pytest.raises(Unavailable, match=said):
+        cluster.connect("here:1")
+    assert (signal.getsignal(signal.SIGTERM), sys.excepthook) == before
 
 
 def test_engines_have_all_cpus_of_the_smallest_node(found: Found) -> None:
