@@ -30,7 +30,7 @@ from tests.batchinfer.pipeline.test_pipeline import run
 from tests.batchinfer.test_ranks_job import EXPERTS, FLOAT32, STAGES, TENSOR, job
 from tests.batchinfer.wrong_jobs import environment
 from tests.checkpoints import make_model_folder
-from tests.examples import everything, first_of
+from tests.examples import everything
 from tests.patience import PATIENCE_S, wait_until
 from tests.settings import has_cores
 
@@ -51,7 +51,6 @@ ALL = [  # 72
     (division, who, "SIGTERM" if (who, what) == ("the command", "memory") else what)
     for what in WHAT for who in WHO for division in DIVISIONS
 ]  # fmt: skip
-QUICK = next(at for at, (_, who, what) in enumerate(ALL) if (who, what) == ("the command", "SIGKILL"))
 assert len(ALL) >= 60
 
 
@@ -155,7 +154,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_children: None) -
     return Undisturbed(folder / "model", published(path), time.perf_counter() - began)
 
 
-@pytest.mark.parametrize("number", first_of([QUICK, *(n for n in range(len(ALL)) if n != QUICK)], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(ALL)))
 def test_a_process_that_is_lost_costs_nothing(tmp_path: Path, undisturbed: Undisturbed, number: int) -> None:
     """The command makes every loss good but its own, and that of memory while an engine loads, after which the same
     command goes on. (Without memory it may not end: Python waits for a thread that could not begin.) What is published

@@ -28,8 +28,8 @@ else:
 
 pytestmark = pytest.mark.ray
 QUICKSTART = Path(__file__).parents[2] / "jobs/quickstart/job.yaml"
-MANY = [{"id": f"r{i}", "text": f"word {i} " * (1 + i % 7)} for i in range(400)]
-SLOW_STEPS = {"FAKE_ENGINE_DELAY_S": "0.05", "FAKE_ENGINE_BATCH": "4"}
+MANY = [{"id": f"r{i}", "text": f"word {i} " * (1 + i % 7)} for i in range(240)]
+SLOW_STEPS = {"FAKE_ENGINE_DELAY_S": "0.06", "FAKE_ENGINE_BATCH": "4"}
 
 
 @pytest.fixture(scope="module")
