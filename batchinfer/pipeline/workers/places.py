@@ -39,7 +39,7 @@ def _processes(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
 
 
 def _places(placement: Placement) -> Sequence[EnginePlace]:
-    """Return a place for each rank of each engine that shares this machine, those of an engine beside each other."""
+    """Return a place for each rank of each engine that shares this machine, engine by engine."""
     if placement.apart:
         return [EnginePlace()] * placement.processes_here  # the node decides
     if placement.machine.device == "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +47,7 @@ class EngineEnded:
     status: int
 
 
-class MessageActor:
+class MessageActor(ABC):
     """Exchanges messages with the driver. `give` and `take` are its inbox and outbox; each has a thread of its own."""
 
     def __init__(self) -> None:
@@ -86,8 +87,9 @@ class MessageActor:
         finally:
             self.send(EngineEnded(status))
 
+    @abstractmethod
     def _work(self) -> None:
-        raise NotImplementedError
+        """Do what the actor is for, in its thread."""
 
     def _leave(self, status: int) -> NoReturn:
         """End the work from any thread: the driver fetches the last messages, and then ends this actor."""

@@ -191,7 +191,7 @@ def test_ends_of_actors(error: Exception, lost: bool, memory: bool, said: str) -
 
 def test_a_run_that_ray_cannot_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(tmp_path, ("ray.address", "auto"))
-    submitted = job_of(tmp_path, ("ray.address", "auto"), ("output.path", "/tmp/ray/runtime_resources/x/out"))
+    submitted = job_of(tmp_path, ("ray.address", "auto"), ("output.path", "runtime_resources/x/out"))
     with pytest.raises(JobFileError, match="which Ray deletes"):
         engine_machine.engine_machine(submitted, state_of(submitted))
     monkeypatch.setattr(engine_machine, "version", lambda _: "2.51.1")
