@@ -28,7 +28,7 @@ test: $(READY)
 	BATCHINFER_TEST_DURATIONS=build/test-durations.json $(BIN)/python -m pytest $(ON_TWO) -m "not slow and not ray"
 	$(BIN)/python -m pytest $(RAY_TESTS) -m "ray and not slow"
 
-# Jobs on a Ray cluster, which these tests start on this machine. They run alone: a busy node is taken to be lost.
+# Jobs on a Ray cluster, which these tests start on this machine. No other test runs meanwhile: Ray takes a busy node for a lost one.
 RAY_TESTS := tests/batchinfer/test_ray_job.py
 
 test-ray: $(READY)

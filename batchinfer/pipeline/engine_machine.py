@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ _INSTALL = "`pip install '.[ray]'` in the clone of batchinfer"
 class EngineMachine:
     """Engines run on this machine, or on nodes of a Ray cluster."""
 
-    facts: MachineFacts
+    facts: MachineFacts  # of the machine on which engines run
     transport: Transport
+    reader: MachineFacts | None = None  # this machine, which reads the rows, if engines run elsewhere
 
 
 def engine_machine(
@@ -51,8 +53,11 @@ def engine_machine(
         return EngineMachine(this_machine(job.engine.device), otherwise)
     _check_ray()
     _check_output(job)
+    hook = sys.excepthook
     from batchinfer.pipeline.workers.ray.cluster import cluster_engines
     from batchinfer.pipeline.workers.ray.ray_transport import RayTransport
+
+    sys.excepthook = hook  # importing ray replaces it
 
     def wait(seconds: float) -> bool:
         if waiting is None:
@@ -68,7 +73,7 @@ def engine_machine(
     notice(f"Ray cluster {engines.address}: room for {fit}, on {engines.facts.machine.hardware.name}")
     any_class = job.ray.classes == "any" and not job.engine.deterministic
     transport = RayTransport(engines, any_class, job.ray.wait_s, read_strings(state.fingerprints))
-    return EngineMachine(engines.machine, transport)
+    return EngineMachine(engines.machine, transport, reader=this_machine("cpu"))
 
 
 def _check_ray() -> None:

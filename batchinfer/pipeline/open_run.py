@@ -9,7 +9,6 @@ from datetime import datetime
 
 from batchinfer.filesystem.state import StateFolder, state_of
 from batchinfer.job import Job
-from batchinfer.machine.facts import this_machine
 from batchinfer.pipeline.engine_machine import engine_machine
 from batchinfer.pipeline.openai_file import openai_file
 from batchinfer.pipeline.operators_build import OperatorsBuild, operators_built
@@ -58,11 +57,10 @@ def opened(
     if options.limit is not None:
         job = job.first_rows(options.limit)
     state = state_of(job)
-    here = None if job.ray is None else this_machine("cpu")
     machine = engine_machine(
         job, state, options.transport, notice, waiting=lambda: interrupts.raise_pending(CONTINUES)
     )
-    setup = check_setup(job, state, machine.facts, options.replace, reader=here)
+    setup = check_setup(job, state, machine.facts, options.replace, machine.reader)
     timestamps = options.openai_timestamps
     openai = openai_file(job, options.to_openai, state, whole, timestamps=timestamps, replace=options.replace)
     with (
@@ -70,7 +68,7 @@ def opened(
         interrupts.stopping_at(None if stop is None else stop.at, stopped_early(job, options)),
         ExitStack() as at_end,
         operators_built(
-            setup.setting.numerics, notice, options.engine == ENGINE and here is None
+            setup.setting.numerics, notice, options.engine == ENGINE and job.ray is None
         ) as operators,
     ):
         options = replace(options, transport=machine.transport)

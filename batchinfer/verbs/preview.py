@@ -86,7 +86,8 @@ def _ends(items: list[str], most: int) -> list[str]:
 def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[PreviewedRow]:
     """Yield the first rows as the model reads them; `notice` gets the warnings of the check of the input."""
     state = state_of(job)
-    setup = check_setup(job, state, engine_machine(job, state).facts, replace=True)
+    machine = engine_machine(job, state)
+    setup = check_setup(job, state, machine.facts, replace=True, reader=machine.reader)
     for warning in check_input(job, setup, state).warnings:
         notice(warning)
     fewest = rows if job.input.limit is None else min(rows, job.input.limit)

@@ -20,7 +20,8 @@ from batchinfer.plan.setup.job_setup import check_setup
 def validate_job(job: Job) -> list[str]:
     """Check a job as a run does before it computes, and prepare its first rows; return what was found out, as lines."""
     state = state_of(job)
-    setup = check_setup(job, state, engine_machine(job, state).facts)
+    machine = engine_machine(job, state)
+    setup = check_setup(job, state, machine.facts, reader=machine.reader)
     checkpoint, tokenizer, numerics = setup.checkpoint, setup.tokenizer, setup.setting.numerics
     found = [
         f"model: {checkpoint.spec.family}, {size(checkpoint.weight_bytes)} of weights, "

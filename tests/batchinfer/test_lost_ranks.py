@@ -13,9 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +23,11 @@ import pytest
 from batchinfer.pipeline.options import RunOptions
 from tests.batchinfer.hasty_run import SILENT_S
 from tests.batchinfer.killed_runs import published
-from tests.batchinfer.pipeline.test_orphans import MARK, marked
+from tests.batchinfer.marked_commands import MarkedCommand, started
 from tests.batchinfer.pipeline.test_pipeline import run
 from tests.batchinfer.test_ranks_job import EXPERTS, FLOAT32, STAGES, TENSOR, job
-from tests.batchinfer.wrong_jobs import environment
 from tests.checkpoints import make_model_folder
 from tests.examples import everything
-from tests.patience import PATIENCE_S, wait_until
 from tests.settings import has_cores
 
 pytestmark = [
@@ -63,41 +59,29 @@ class Undisturbed:
     took_s: float  # the whole run
 
 
-@dataclass
-class Command:
-    """The command in a process group of its own; `mark` is in the environment of all its processes."""
+def victims(command: MarkedCommand, who: str, ranks: int) -> list[int]:
+    """The processes that are meant, once all of them are there."""
+    if who == "the command":
+        return [command.process.pid]
+    kind, count = (ENGINE, 1) if who == "rank 0" else (RANK, ranks - 1)
+    found = command.pids(kind)
+    return found if len(found) == count else []
 
-    process: subprocess.Popen[bytes]
-    mark: str
-    said: Path  # a file
 
-    def victims(self, who: str, ranks: int) -> list[int]:
-        """The processes that are meant, once all of them are there."""
-        if who == "the command":
-            return [self.process.pid]
-        kind, count = (ENGINE, 1) if who == "rank 0" else (RANK, ranks - 1)
-        found = [pid for pid in marked(self.mark) if kind in _command_line(pid)]
-        return found if len(found) == count else []
-
-    def strikes(self, who: str, ranks: int, after_s: float, what: str, chance: random.Random) -> bool:
-        """Let one of them suffer, so long after they came; whether the command was still there."""
-        while not (found := self.victims(who, ranks)):
-            if self.process.poll() is not None:
-                return False
-            time.sleep(0.01)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(after_s)
+def strikes(
+    command: MarkedCommand, who: str, ranks: int, after_s: float, what: str, chance: random.Random
+) -> bool:
+    """Let one of them suffer, so long after they came; whether the command was still there."""
+    while not (found := victims(command, who, ranks)):
+        if command.process.poll() is not None:
             return False
-        with suppress(ProcessLookupError):
-            strike(chance.choice(found), what)
-        return True
-
-
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
+        time.sleep(0.01)
+    with suppress(subprocess.TimeoutExpired):
+        command.process.wait(after_s)
+        return False
+    with suppress(ProcessLookupError):
+        strike(chance.choice(found), what)
+    return True
 
 
 def strike(pid: int, what: str) -> None:
@@ -111,29 +95,17 @@ def strike(pid: int, what: str) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-@contextmanager
-def started(path: Path, division: dict[str, int]) -> Iterator[Command]:
+def running(path: Path, division: dict[str, int]) -> AbstractContextManager[MarkedCommand]:
     """Start the command, and see to it that no process is left in the end."""
     sets = (FLOAT32, *((name, str(size)) for name, size in division.items()))
     arguments = [part for name, value in sets for part in ("--set", f"{name}={value}")]
-    mark, said = uuid.uuid4().hex, path.parent / "said"
-    with said.open("wb") as file, subprocess.Popen(
-        [sys.executable, "-m", "tests.batchinfer.hasty_run", str(path), *arguments],
-        env=environment(**{MARK: mark}), start_new_session=True, stdout=file, stderr=file,
-    ) as process:  # fmt: skip
-        try:
-            yield Command(process, mark, said)
-            process.wait(PATIENCE_S)
-            wait_until(lambda: not marked(mark))
-        finally:
-            for pid in marked(mark):
-                os.kill(pid, signal.SIGKILL)
+    return started(path.parent, ["tests.batchinfer.hasty_run", str(path), *arguments])
 
 
 def run_whole(path: Path, division: dict[str, int]) -> None:
     """Run the job, undisturbed: in this process, which takes less time; in `make test-all` as a command."""
     if everything():
-        with started(path, division) as command:
+        with running(path, division) as command:
             pass
         assert command.process.returncode == 0, command.said.read_text()
         return
@@ -168,8 +140,8 @@ def test_a_process_that_is_lost_costs_nothing(tmp_path: Path, undisturbed: Undis
     for turn in range(20):
         after_s = share * undisturbed.took_s / 1.3**turn
         path = job(tmp_path / f"job {turn}", undisturbed.model)
-        with started(path, division) as command:
-            struck = command.strikes(who, ranks, after_s, what, chance)
+        with running(path, division) as command:
+            struck = strikes(command, who, ranks, after_s, what, chance)
         code = command.process.returncode
         print(
             f"seed {SEED}, case {number}: {division}, {who}, {what} after {after_s:.2f} s: {struck=}, exit code {code}"

@@ -49,6 +49,5 @@ class Seat:
 
     rank: int
     division: Division
-    meeting: (
-        str  # the path of a file, empty at first, in which each rank writes the address at which it listens
-    )
+    # Path of a file, empty at first. Each rank writes into it the address at which it listens
+    meeting: str

@@ -45,7 +45,7 @@ def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
 
 
 def run_engine(spec: WorkerSpec, parent: Parent, leave: Leave) -> None:
-    """Run an engine until the parent needs it no more. Raises SystemExit after a failure, which the parent was sent.
+    """Run an engine until the parent no longer needs it. Raises SystemExit after a failure, which the parent was sent.
 
     Args:
         spec: The engine.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,13 +87,13 @@ def connect(address: str) -> str:
         Unavailable: There is no cluster at the address, or it does not answer within CONNECT_S seconds.
     """
     if not ray.is_initialized():
-        with _handlers_kept():
-            _connect(address)
+        _connect(address)
     return str(ray.get_runtime_context().gcs_address)
 
 
 def _connect(address: str) -> None:
-    """Connect in a thread: Ray tries for minutes, and no option limits that time."""
+    """Connect in a thread. Ray tries for minutes, and no option limits that time. In the main thread, it would also
+    replace the handler of SIGTERM."""
     failed: list[BaseException] = []
 
     def initialise() -> None:
@@ -120,18 +118,6 @@ def _connect(address: str) -> None:
     if failed:
         reason = str(failed[0]).strip().splitlines() or [type(failed[0]).__name__]
         raise Unavailable(f"{where}{reason[0]}; check it with `ray status`") from failed[0]
-
-
-@contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """Restore what `ray.init` replaces: the handler of SIGTERM, and `sys.excepthook`."""
-    handler, hook = signal.getsignal(signal.SIGTERM), sys.excepthook
-    try:
-        yield
-    finally:
-        sys.excepthook = hook
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
 
 
 def cluster_engines(

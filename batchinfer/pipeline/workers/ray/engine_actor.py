@@ -1,4 +1,4 @@
-"""Actors on nodes of a Ray cluster: they run what processes of their own run elsewhere, such as an engine."""
+"""The actors on nodes of a Ray cluster. Without Ray, each would be a process: an engine, or a calibration."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import ray
 from batchinfer.core.errors import Unavailable
 from batchinfer.machine.cpus import divided_cores, usable_cpus
 from batchinfer.machine.memory import available_memory
+from batchinfer.pipeline.workers.endings import failure
 from batchinfer.pipeline.workers.loading import imported
 from batchinfer.pipeline.workers.messages import Configure, EnginePlace, Failed, Placed, WorkerSpec
 from batchinfer.pipeline.workers.ranks.meeting import Parent
@@ -31,7 +32,7 @@ _MOST_MESSAGES = 16  # that one call returns
 
 @dataclass(frozen=True, slots=True)
 class EngineOrder:
-    """An order says what an actor runs, and what its node must be like."""
+    """An order describes an engine, and the node that it needs."""
 
     spec: WorkerSpec
     cpus: int
@@ -84,6 +85,8 @@ class MessageActor(ABC):
         try:
             self._work()
             status = 0
+        except Exception as error:  # noqa: BLE001 - the driver must hear of every error
+            self.send(failure(error))
         finally:
             self.send(EngineEnded(status))
 
@@ -123,7 +126,7 @@ class EngineActor(MessageActor):
         return self._configured(super().recv())
 
     def _work(self) -> None:
-        facts = node_facts_here(self._order)
+        facts = node_facts(self._order.facts.machine.device)
         self.send(Placed(facts.name, facts.machine_class))
         refusal = self._refusal(facts)
         if refusal:
@@ -172,8 +175,3 @@ class EngineActor(MessageActor):
             return message
         part = min(1.0, self._order.cpus / usable_cpus())
         return Configure(replace(message.config, memory=int(self._memory * part)))
-
-
-def node_facts_here(order: EngineOrder) -> NodeFacts:
-    """Return the facts of the node of an actor, which sees its own GPUs only."""
-    return node_facts(order.facts.machine.device)

@@ -1,4 +1,4 @@
-"""The way of messages to engines on a Ray cluster."""
+"""Starts engines on a Ray cluster, and exchanges messages with them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from batchinfer.pipeline.workers.ray.engine_actor import (
 from batchinfer.pipeline.workers.ray.model_files import digests, folders_of
 from batchinfer.pipeline.workers.transport import Link
 
-_SPLIT_BYTES = (
-    64 << 10
-)  # a call with larger arguments goes through Ray's object store, which takes ten times as long
+# Arguments above 100 KB go through Ray's object store, which takes ten times as long
+_SPLIT_BYTES = 64 << 10
 _ROW_BYTES = 512  # of a request without its tokens
 # What Ray says of an actor whose node is gone, and of one that was killed because the node had no memory left
 _NODE_GONE = ("its node has died", "node was preempted", "node is drain", "node was drain", "node failure")
@@ -114,7 +113,7 @@ class RayLink:
             if isinstance(message, EngineEnded):
                 self._end = ActorEnd(f"ended with exit status {message.status}")
                 return
-            # Moments are those of the driver's clock
+            # The clock of a node differs from the driver's
             self._messages.append(Loaded(time.perf_counter()) if isinstance(message, Loaded) else message)
         self._taken = self._actor.take.remote()
 
