@@ -221,6 +221,7 @@ class Completion:
     output: Output | None  # None: there is an error, and nothing else
     finish_reason: FinishReason
     error: RowError | None = None
+    engine_class: str | None = None  # the class of machine that gave it, on a cluster
 
     @property
     def tokens(self) -> Tokens:
@@ -229,4 +230,4 @@ class Completion:
 
     def __reduce__(self) -> Pickled:
         """Send values only, as a Request does."""
-        return Completion, (self.key, self.output, self.finish_reason, self.error)
+        return Completion, (self.key, self.output, self.finish_reason, self.error, self.engine_class)

@@ -52,6 +52,7 @@ ATTEMPT = "attempt"  # the column of a job with a ladder (on_invalid)
 SAMPLE = "sample_index"  # the column of a job with several answers to a row (sampling.n)
 LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
 PROMPT_LOGPROBS = "prompt_logprobs"  # as LOGPROBS, of the prompt
+ENGINE_CLASS = "engine_class"  # the column of a job with ray.classes: any
 CONFIDENCE = "confidence"  # the column of a job with output.confidence
 REASONING_COLUMNS = ("reasoning", "reasoning_tokens")  # of a result whose answers mark their reasoning
 TOOL_CALLS_COLUMN = "tool_calls"  # of a result whose answers may call tools
@@ -443,13 +444,15 @@ def task_columns(task: str) -> tuple[str, ...]:
 
 def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> tuple[str, ...]:
     """The columns that the result has of its own."""
+    ray = values.get("ray")
+    classes = [ENGINE_CLASS] if isinstance(ray, Mapping) and ray.get("classes") == "any" else []
     if (task := str(values.get("task"))) in TASK_COLUMNS:
-        return task_columns(task)
+        return (*task_columns(task), *classes)
     per_row = sampling.get("from_columns")
     of_rows = per_row if isinstance(per_row, Mapping | tuple) else ()
     ours = (*RESULT_COLUMNS, ATTEMPT) if values.get("on_invalid") else RESULT_COLUMNS
     many, best = sampling.get("n", 1) != 1 or "n" in of_rows, sampling.get("best_of", 1) != 1
-    ours = (*ours, SAMPLE) if many or best else ours
+    ours = (*ours, *([SAMPLE] if many or best else []), *classes)
     output = values.get("output")
     if isinstance(output, Mapping) and output.get("confidence") is True:
         ours = (*ours, CONFIDENCE)
@@ -475,6 +478,7 @@ def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Findi
                 ATTEMPT: "the result of a job with on_invalid",
                 CONFIDENCE: "a result with output.confidence",
                 SAMPLE: "a result with several answers to a row",
+                ENGINE_CLASS: "the result of a job with ray.classes: any",
                 **{
                     name: f"a result of task: {task}"
                     for task, names in TASK_COLUMNS.items()

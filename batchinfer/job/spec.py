@@ -506,6 +506,11 @@ class Job(Section):
         return self.published_samples if self.output.explode else 1
 
     @property
+    def mixes_classes(self) -> bool:
+        """Whether engines of several classes of machine may answer, so that the result names the class."""
+        return self.ray is not None and self.ray.classes == "any"
+
+    @property
     def has_samples(self) -> bool:
         """Whether rows may get several answers: those of the job, their own, or as a request says, be it by its number
         of inputs."""
@@ -596,6 +601,7 @@ class Job(Section):
         output = dump["output"]
         identity |= {key: output[key] for key in _SHAPES_RESULTS if output.get(key)}
         identity |= {} if self.output.explode else {"explode": False}
+        identity |= {"engine_class": True} if self.mixes_classes else {}
         if self.requests:  # a parameter that is written out counts there, even with its default
             identity["sampling"] = self.sampling.said()
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

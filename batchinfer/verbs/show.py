@@ -26,6 +26,7 @@ _LEAST_WIDTH = 20  # of a value, however narrow the terminal is
 _NOT_LISTED = {
     "row_id", "file", "row_index", "custom_id", "sample_index", "status", "finish_reason", "error_code",
     "error_class", "error_message", "retryable", "prompt_tokens", "completion_tokens", "reasoning_tokens",
+    "engine_class",
 }  # fmt: skip
 Row = Mapping[str, str | None]
 

@@ -229,15 +229,19 @@ def test_weights_are_calibrated_on_a_node(on: RayCluster, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_node_of_another_class(on: RayCluster, place: Place, tmp_path: Path) -> None:
-    """It stays unused, unless the job allows any class."""
+    """It stays unused, unless the job allows any class. Then the result names the class of each answer."""
     (tmp_path / "sitecustomize.py").write_text(OTHER_CPU)
     node = on.add(1, {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"})
     try:
         _, err = ended(on.run("job.yaml", folder=place.folder))
         assert "1 node of other classes unused" in err
         assert machine_classes(place) == {here()}
-        _, err = ended(on.run("job.yaml", "--set", "ray.classes=any", "--replace", folder=place.folder))
+        other = ["--set", "ray.classes=any", "--set", "sampling.max_tokens=9"]
+        _, err = ended(on.run("job.yaml", *other, "--replace", folder=place.folder))
         assert "3 engines" in err
+        classes = {row["engine_class"] for row in place.table()}
+        assert classes == machine_classes(place)
+        assert len(classes) == 2
     finally:
         on.remove(node)
 

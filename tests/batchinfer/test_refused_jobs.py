@@ -147,6 +147,8 @@ CASES: list[tuple[dict[str, str | None], tuple[str, ...]]] = [
     # Right answers
     ({"input": "{path: rows.jsonl, expected: Status}"}, ("input.expected",)),
     (EXPECTED | {"output": "{path: out/res, columns: [Text]}"}, ("differ only in case",)),
+    ({"ray": "{address: auto, classes: any}"} | output(columns=["engine_class"]),
+        ("a column that the result of a job with ray.classes: any has",)),
     ({"input": "{path: rows.jsonl, expected: txet}"}, ("did you mean 'text'",)),
     (EXPECTED | {"task": "embed"}, ("answers are vectors",)),
     ({"input": "{path: rows.jsonl, format: openai, expected: text}", "prompt": None}, ("OpenAI batch files",)),

@@ -126,6 +126,10 @@ class Replica:
             self._silence.again()
         for done in heard:
             done.engine, done.replica = self._engine, self.number
+            if (placed := self.worker.placement) is not None:
+                done.completions = [
+                    replace(one, engine_class=placed.machine_class) for one in done.completions
+                ]
             for completion in done.completions:
                 request = self.unfinished.pop(completion.key)
                 self.load -= tokens_of(request)

@@ -24,6 +24,7 @@ from batchinfer.job import Job
 from batchinfer.job.check import (
     ATTEMPT,
     CONFIDENCE,
+    ENGINE_CLASS,
     LOGPROBS,
     PROMPT_LOGPROBS,
     REASONING_COLUMNS,
@@ -111,6 +112,7 @@ def answer_columns(job: Job, tokenizer: Tokenizer, asked: AskedAnswers) -> Schem
     read = REASONING_COLUMNS if asked.reasoning is not None else ()
     read = read if asked.tool_calls is None else (*read, TOOL_CALLS_COLUMN)
     more = (*([ATTEMPT] if job.on_invalid else []), *([CONFIDENCE] if job.output.confidence else []))
+    more = (*more, ENGINE_CLASS) if job.mixes_classes else more
     ours = (*RESULT_COLUMNS, LOGPROBS, PROMPT_LOGPROBS, *more, *read)
     taken = {name.casefold(): name for name in (*ours, *job.carried)}
     for name in columns.schema.names:

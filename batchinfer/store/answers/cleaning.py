@@ -34,7 +34,7 @@ from batchinfer.store.answers.completion_store import (
     sweep,
     write_table,
 )
-from batchinfer.store.answers.parts import COMPLETION_SCHEMA, damaged, padded, schema_of
+from batchinfer.store.answers.parts import COMPLETION_SCHEMA, ENGINE_CLASS, damaged, padded, schema_of
 from batchinfer.store.answers.store_lock import StoreLock
 from batchinfer.store.answers.uses import Mask, User, Uses, read_uses, use_files, write_uses
 
@@ -270,7 +270,8 @@ def _written(target: Path, sources: Sequence[_Source], ops: FileOps) -> CommitRe
             if digests.of(source.path) != source.record.sha256:
                 raise damaged(source.path, ValueError("its sha256 is not the recorded one"))
     schema = schema_of(source.path for source in sources)
-    rows = GROUP_ROWS if schema.equals(COMPLETION_SCHEMA) else _LARGE_GROUP_ROWS
+    are_small = {*schema.names} <= {*COMPLETION_SCHEMA.names, ENGINE_CLASS.name}
+    rows = GROUP_ROWS if are_small else _LARGE_GROUP_ROWS
     batches = (padded(batch, schema) for source in sources for batch in _staying(source, rows))
     groups = (batch for table in rebatch(batches, rows) for batch in table.to_batches())
     digest = write_table(target, pa.RecordBatchReader.from_batches(schema, groups), ops)

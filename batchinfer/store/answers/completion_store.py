@@ -32,7 +32,7 @@ from batchinfer.core.errors import StorageError
 from batchinfer.core.request import Completion, Tokens
 from batchinfer.filesystem.digests import file_digests
 from batchinfer.filesystem.durable import Digest, DurableFile, FileOps, storage, write_json
-from batchinfer.store.answers.parts import COMPLETION_SCHEMA
+from batchinfer.store.answers.parts import COMPLETION_SCHEMA, ENGINE_CLASS
 from batchinfer.store.answers.store_lock import StoreLock
 from batchinfer.store.answers.uses import unfinished
 from batchinfer.store.outputs.registry import KINDS
@@ -343,6 +343,9 @@ def completions_table(completions: Sequence[Completion]) -> pa.Table:
         added = kind.arrays([one if isinstance(one, kind.output) else None for one in outputs])
         fields += [kind.stored.field(name) for name in added]
         columns += added.values()
+    if any(c.engine_class is not None for c in completions):
+        fields.append(ENGINE_CLASS)
+        columns.append(pa.array([c.engine_class for c in completions], ENGINE_CLASS.type))
     return pa.Table.from_arrays(columns, schema=pa.schema(fields))
 
 

@@ -22,6 +22,8 @@ COMPLETION_SCHEMA = pa.schema(
         ("retryable", pa.bool_()),
     ]
 )
+# The class of machine that gave an answer: a column of parts with answers from a cluster
+ENGINE_CLASS = pa.field("engine_class", pa.string())
 
 
 def schema_of(parts: Iterable[Path]) -> pa.Schema:

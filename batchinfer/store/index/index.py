@@ -205,6 +205,7 @@ class Index:
     confidence: tuple[str, ...] | None = None
     prompt_logprobs: bool = False  # whether the result has a column for log-probabilities of prompts
     own_dimensions: bool = False  # whether rows say themselves how many numbers their vectors have
+    engine_class: bool = False  # whether the result has a column for the class of machine of each answer
     # Its first rows, which have their answers; only of an index that was made a moment ago
     taken: TakenRows = field(default=NOTHING_TAKEN, compare=False)
     stretches: Stretches | None = field(default=None, compare=False)
@@ -255,6 +256,7 @@ class Index:
             confidence=_made(tuple, value.get("confidence")),
             prompt_logprobs=bool(value.get("prompt_logprobs", False)),
             own_dimensions=bool(value.get("own_dimensions", False)),
+            engine_class=bool(value.get("engine_class", False)),
             stretches=_made(_stretches, value.get("stretches")),
         )
 
@@ -306,6 +308,8 @@ class Index:
             value["prompt_logprobs"] = True
         if self.own_dimensions:
             value["own_dimensions"] = True
+        if self.engine_class:
+            value["engine_class"] = True
         if self.samples:
             value["several_samples"] = True
         if self.expected is not None:

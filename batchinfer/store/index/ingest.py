@@ -519,6 +519,7 @@ class Ingestion:
             confidence=sampling.choice if output.confidence else None,
             prompt_logprobs=writer.prompt_logprobs or sampling.asks_prompt_logprobs,
             own_dimensions=writer.own_dimensions,
+            engine_class=job.mixes_classes,
             taken=self._taken,
             stretches=self._stretches,
         )

@@ -68,6 +68,10 @@ class IndexView(AskedOutputs, Protocol):
         """How many of these are rows of the result, the best ones; None: all."""
 
     @property
+    def engine_class(self) -> bool:
+        """Whether the result has a column for the class of machine that gave each answer."""
+
+    @property
     def rows(self) -> int:
         """Rows of the index, bad ones included."""
 

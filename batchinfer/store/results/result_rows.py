@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from batchinfer.core.errors import BatchInferError
 from batchinfer.filesystem.duck import working_memory
 from batchinfer.store.accuracy.expected import marked
-from batchinfer.store.answers.parts import COMPLETION_SCHEMA
+from batchinfer.store.answers.parts import COMPLETION_SCHEMA, ENGINE_CLASS
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.index.index import INPUT_ROW, SAMPLE
 from batchinfer.store.outputs.answer_lists import in_lists, listed_fields
@@ -37,6 +37,7 @@ def result_schema(index: IndexView) -> pa.Schema:
     """The schema of a result. Raises ValueError when a passthrough column has the name of one of ours."""
     ours = [*KINDS[index.output].schema(index), *([ATTEMPT] if index.attempts > 1 else [])]
     ours += [SAMPLE] if index.samples else []
+    ours += [ENGINE_CLASS] if index.engine_class else []
     clash = sorted(set(index.passthrough_schema.names) & {field.name for field in ours})
     if clash:
         raise ValueError(f"output.columns: {', '.join(clash)}: the result has a column of this name already")
@@ -81,6 +82,8 @@ class ResultRows:
             if self._index.samples:
                 table = table.set_column(0, "row_id", rows.column(INPUT_ROW.name))
                 table = table.append_column(SAMPLE, rows.column(SAMPLE.name))
+            if self._index.engine_class:
+                table = table.append_column(ENGINE_CLASS, matched.column(ENGINE_CLASS.name))
             first += rows.num_rows
             for field in self._index.passthrough_schema:
                 table = table.append_column(field, values.column(field.name))
@@ -130,7 +133,8 @@ def result_rows(
         join.refuse_missing()
     size = batch_rows(index)
     starts = np.concatenate([np.arange(start, stop, size, dtype=np.int64) for start, stop in spans])
-    schema = pa.schema([_ROW_ID, *COMPLETION_SCHEMA, *KINDS[index.output].read(index)])
+    given_by = [ENGINE_CLASS] if index.engine_class else []
+    schema = pa.schema([_ROW_ID, *COMPLETION_SCHEMA, *KINDS[index.output].read(index), *given_by])
     wanted = schema.remove(schema.get_field_index("key"))
     with SortedAnswers(join.within(spans), wanted, starts, size, spill, working_memory() // 2) as answers:
         yield ResultRows(index, answers, spans, detokenizer, partial, join.attempts)

@@ -77,6 +77,7 @@ class SmallIndex:
     confidence: None = None
     embedding: None = None
     own_dimensions: bool = False
+    engine_class: bool = False
     taken: TakenRows = NOTHING_TAKEN
     stretches: None = None
 

@@ -7,6 +7,7 @@ import json
 import resource
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,16 @@ def test_an_answer_counts_more_than_an_error_and_the_first_answer_stays(tmp_path
     key = keys_in(rows)[0]
     published(tmp_path, write_index(tmp_path / "x", rows), [failure(key), answer(key, 2), answer(key, 3)])
     assert rows_in(tmp_path / "res")[0]["completion_tokens"] == 2
+
+
+def test_answers_of_a_cluster_name_the_class_of_their_machine(tmp_path: Path) -> None:
+    """An answer of one machine has none, and an error row has the class of the engine that gave the error."""
+    rows = [good_row(0, [1]), bad_row(1), good_row(2, [2]), good_row(3, [3])]
+    keys = keys_in(rows)
+    given = [replace(answer(keys[1]), engine_class="H100"), replace(failure(keys[2]), engine_class="A100")]
+    index = replace(write_index(tmp_path / "x", rows), engine_class=True)
+    published(tmp_path, index, [answer(keys[0])], given)
+    assert [row["engine_class"] for row in rows_in(tmp_path / "res")] == [None, None, "H100", "A100"]
 
 
 def test_passthrough_columns_keep_their_types(tmp_path: Path) -> None:
