@@ -80,6 +80,13 @@ SECTIONS = (
         _option("names", nargs="*", metavar="FORMAT", help="published formats; all if none is named"),
     ),
     _section(
+        "ray",
+        "ray_jobs",
+        "Jobs on a Ray cluster of two nodes, beside two processes: time, the driver's CPU time, and memory.",
+        _option("--rows", default=(200_000,), help="of jobs whose engine answers at once"),
+        _rounds(5),
+    ),
+    _section(
         "whole",
         "jobs",
         "Whole jobs of short rows: seconds by phase, CPU seconds, and memory.",

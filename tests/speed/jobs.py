@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -47,16 +48,26 @@ def write_job(folder: Path, rows: int, workers: str) -> Path:
     return folder / "job.yaml"
 
 
-def run(job: str) -> None:
-    """Run a job with the fake engine, as the command line does."""
+def run(job: str, more: Sequence[str] = (), clock: str | None = None, engine: str = ENGINE) -> None:
+    """Run a job as the command line does.
+
+    Args:
+        more: Options of the command.
+        clock: The file that gets the CPU seconds of this process.
+        engine: The function "module:function" that loads the engine.
+    """
     from batchinfer import cli
     from batchinfer.pipeline import options
     from batchinfer.pipeline.workers import standby
 
-    options.RunOptions = partial(options.RunOptions, engine=ENGINE)  # type: ignore[assignment,misc]
-    standby.EngineStandby = partial(standby.EngineStandby, ENGINE)  # type: ignore[assignment,misc]
-    sys.argv[1:] = ["run", job, "-q"]
-    cli.main()
+    options.RunOptions = partial(options.RunOptions, engine=engine)  # type: ignore[assignment,misc]
+    standby.EngineStandby = partial(standby.EngineStandby, engine)  # type: ignore[assignment,misc]
+    sys.argv[1:] = ["run", job, "-q", *more]
+    try:
+        cli.main()
+    finally:
+        if clock is not None:
+            Path(clock).write_text(str(time.process_time()))
 
 
 def own_bytes(process: psutil.Process) -> int:

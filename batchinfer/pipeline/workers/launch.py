@@ -39,7 +39,10 @@ class Launch:
     def _from_standby(self, spec: WorkerSpec) -> WorkerHandle | None:
         """Return a worker that is the process which stands by, if there is one and the transport can use it."""
         standby = self._standby
-        if standby is None or spec.factory != standby.factory or not self._transport.takes_standby(spec):
+        if standby is None or spec.factory != standby.factory:
+            return None
+        if not self._transport.takes_standby(spec):
+            standby.close()
             return None
         child = standby.taken()
         if child is None:
