@@ -1,4 +1,4 @@
-"""Plans which whole experts the ranks of an engine have, by how many tokens earlier runs gave each. No torch."""
+"""Assigns the experts of a mixture-of-experts model to ranks, by the loads of earlier runs. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,23 @@ from batchinfer.models.spec.spec import ExpertsSpec, LayerSpec, LinearSpec, Mode
 from batchinfer.report.tables.earlier_runs import EarlierExperts
 from batchinfer_kernels.cost import Cost, Peaks
 
-LEAST_GAIN = 0.01  # a share of the experts' time, for which experts leave their ranges
+LEAST_GAIN = 0.01  # relative time saving below which experts stay in ranges
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """The plan says which experts ranks have, and `why`: by a `placement`; None: in ranges.
+    """The experts of each rank, and the expected imbalance of their loads.
 
-    The imbalance is what the most loaded rank of a layer has over the mean, over all layers: as it is `expected`, and
-    as it would be `in_ranges`; None where no run has measured it. `repeated`: how many experts of all layers are on
-    more than one rank, each such copy counted.
+    An imbalance is the load of the most loaded rank divided by the mean load, over all layers.
+
+    Attributes:
+        ranks: Number of ranks that share the experts.
+        why: The reason for the placement, for people.
+        placement: The experts of each rank. None: each rank has a contiguous range of equal length.
+        in_ranges: Imbalance with contiguous ranges. None if no run has measured loads.
+        expected: Imbalance with this placement. None if no run has measured loads.
+        repeated: Number of extra copies of experts, over all layers.
     """
 
     ranks: int
@@ -37,18 +43,18 @@ class ExpertPlan:
 
     @property
     def told(self) -> dict[str, Any]:
-        """Return what a forecast tells of it."""
+        """Return the plan as a dictionary, for forecasts and reports."""
         placed = "ranges" if self.placement is None else "loads"
         asked = ("ranks", "why", "in_ranges", "expected", "repeated")
         return {"placement": placed} | {name: getattr(self, name) for name in asked}
 
     @property
     def times(self) -> float:
-        """How many times as much as the mean rank the most loaded one computes; 1 where that is not known."""
+        """Return the load of the most loaded rank relative to the mean, or 1 if unknown."""
         return self.expected or 1.0
 
     def imbalance(self, tokens: Mapping[int, Sequence[float]]) -> float:
-        """Return the imbalance of tokens that experts were given, by layer."""
+        """Return the imbalance for measured loads: by layer, the tokens of each expert."""
         placed = self.placement
         return imbalance(
             [
@@ -59,13 +65,13 @@ class ExpertPlan:
 
 
 def expert_layers(spec: ModelSpec) -> dict[int, ExpertsSpec]:
-    """Return the layers that have experts, by their numbers."""
+    """Return the feed-forward layers with experts, by layer index."""
     fed = {index: layer.feed_forward for index, layer in enumerate(spec.layers)}
     return {index: one for index, one in fed.items() if isinstance(one, ExpertsSpec)}
 
 
 def has_experts(spec: ModelSpec, loads: EarlierExperts) -> bool:
-    """Whether the loads are those of a model with these experts."""
+    """Return True if the loads were measured on a model with the same number of experts in each layer."""
     experts = {index: fed.routing.experts for index, fed in expert_layers(spec).items()}
     return experts == {index: len(tokens) for index, tokens in loads.tokens.items()}
 
@@ -73,9 +79,18 @@ def has_experts(spec: ModelSpec, loads: EarlierExperts) -> bool:
 def planned_experts(
     spec: ModelSpec, ranks: int, loads: EarlierExperts, peaks: Peaks | None, itemsize: int, spare_bytes: int
 ) -> ExpertPlan:
-    """Plan for `ranks` with these `peaks` each; `spare_bytes` of memory of each may hold copies of experts, as many in
-    every layer. `itemsize`: bytes of a value that is not quantised. Experts leave their ranges where that makes their
-    steps shorter: the times of copies are those of the roofline, in steps like those of earlier runs."""
+    """Return the placement with the shortest expert time, or ranges if no placement saves at least LEAST_GAIN.
+
+    The times come from the roofline model, applied to the step sizes and loads of earlier runs.
+
+    Args:
+        spec: The whole model.
+        ranks: Number of ranks.
+        loads: Tokens of each expert and of each step in earlier runs.
+        peaks: Peaks of one rank. If None, token counts replace times.
+        itemsize: Bytes of a value that is not quantised.
+        spare_bytes: Memory of each rank for copies of experts. Each layer gets the same number of copies.
+    """
     layers = expert_layers(spec)
     in_ranges = {index: ranged(fed.routing.experts, ranks) for index, fed in layers.items()}
     each = sum(_expert_bytes(spec.layers[index], itemsize) for index in layers)
@@ -95,7 +110,7 @@ def planned_experts(
 
 
 def _longest(shares: Mapping[int, Shares], costs: Mapping[int, Floats]) -> float:
-    """Return the costs of the most loaded rank of each layer together."""
+    """Return the cost of the most loaded rank, summed over the layers."""
     return sum(max(_of_ranks(shares[index], costs[index])) for index in shares)
 
 
@@ -109,7 +124,7 @@ def _products(layer: LayerSpec) -> list[LinearSpec]:
 
 
 def _expert_bytes(layer: LayerSpec, itemsize: int) -> float:
-    """Return the bytes of the weights of an expert."""
+    """Return the bytes of the weights of one expert."""
     return sum(
         one.values / one.experts * (itemsize if one.form is None else one.form.value_bytes(itemsize))
         for one in _products(layer)
@@ -119,8 +134,10 @@ def _expert_bytes(layer: LayerSpec, itemsize: int) -> float:
 def _costs(
     layer: LayerSpec, loads: EarlierExperts, index: int, ranks: int, peaks: Peaks | None, itemsize: int
 ) -> Floats:
-    """Return (experts, ranks) what each of 1, 2 … copies of an expert takes a rank over all steps: seconds, or tokens
-    where peaks are not known."""
+    """Return the cost per rank of each expert (row) if 1, 2, … ranks hold a copy of it (column), over all steps.
+
+    The unit is seconds, or tokens if the peaks are unknown. The shape is (experts, ranks).
+    """
     copies, fed, tokens = np.arange(1, ranks + 1), layer.feed_forward, loads.tokens[index]
     if peaks is None or not loads.steps.any():
         return tokens[:, None] / copies
@@ -133,7 +150,7 @@ def _costs(
     found: Floats = np.zeros((len(tokens), ranks))
     for size, steps in _sizes(loads.steps):
         given = size * shares[:, None] / copies
-        hit = 1 - np.exp(-given)  # tokens are many, and each is unlikely
+        hit = 1 - np.exp(-given)  # chance that any token of the step chooses the expert
         found += steps * np.maximum(given * computing, hit * reading)
     return found
 
@@ -143,7 +160,7 @@ def _multiplies_codes(linear: LinearSpec) -> bool:
 
 
 def _sizes(steps: NDArray[Any]) -> list[tuple[float, int]]:
-    """Return the mean tokens of steps that are alike, and how many these are."""
+    """Group steps by size (powers of two). Return the mean tokens and the number of steps of each group."""
     ran = steps[steps > 0]
     powers = np.log2(ran).astype(int)
     return [(float(ran[powers == one].mean()), int((powers == one).sum())) for one in np.unique(powers)]

@@ -1,1 +1,1 @@
-"""The forecast of a run: tokens, time, memory."""
+"""Forecasts of a run: tokens, time and memory."""

@@ -1,4 +1,4 @@
-"""The forecast of a calibration for int4, which a job's first run begins with."""
+"""Forecasts the time of the int4 calibration at the start of a job's first run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.cost import ModelCost, StepShape
 
-# Shares of the peak in float32, and in half of it, that products and factors reach: a core of an Emerald Rapids server
-# CPU, which had 158 GFLOP/s (docs/performance.md, "The time of a calibration")
+# Efficiency of matrix products (relative to the float32 peak) and of factorisations (relative to half of it), measured
+# on an Emerald Rapids core with 158 GFLOP/s: see docs/performance.md, "The time of a calibration"
 PRODUCTS_EFFICIENCY, FACTORS_EFFICIENCY = 0.9, 0.6
-# How many operations the core would have computed at its peak in the time of one value: 22, 2.3, 34 and about 20 ns
+# Cost per value in FLOPs at the peak of the same core; measured times are 22, 2.3, 34 and about 20 ns
 SCALED_OPS, MADE_UP_OPS, SORTED_OPS, WEIGHT_OPS = 3500, 360, 5400, 3000
-START_S = 4.0  # a process begins, and loads what it computes with
+START_S = 4.0  # starting a process and importing its libraries
 
 _UNMEASURED = "run `batchinfer doctor --measure` once on this machine"
 _NO_GPU = "none has been timed on a GPU yet"
@@ -33,7 +33,7 @@ _NO_GPU = "none has been timed on a GPU yet"
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSample:
-    """The rows that a model is calibrated on: prompts, their tokens, and the most of each answer."""
+    """The size of a calibration sample: rows, prompt tokens, and the maximum tokens of each answer."""
 
     rows: int
     tokens: int
@@ -41,17 +41,18 @@ class CalibrationSample:
 
     @property
     def length(self) -> int:
-        """Return the tokens of a row, its answer included, in the mean."""
+        """Return the mean number of tokens per row, answer included."""
         return self.tokens // max(1, self.rows) + self.answer_tokens
 
     @property
     def whole(self) -> int:
+        """Return the number of tokens of all rows, answers included."""
         return self.rows * self.length
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationForecast:
-    """The forecast: rows and tokens of prompts. `seconds`: None, where they are not known, and `why`."""
+    """The rows, prompt tokens and seconds of a calibration. `why` says why `seconds` is None."""
 
     rows: int
     tokens: int
@@ -60,7 +61,7 @@ class CalibrationForecast:
 
     @property
     def text(self) -> str:
-        """Say it for people."""
+        """Return the forecast as a sentence."""
         sample = f"{counted(self.rows, 'row')} with {count(self.tokens)} tokens"
         if self.seconds is None:
             return f"once, on about {sample}, before the engine's time; how long it takes is not known: {self.why}"
@@ -70,8 +71,10 @@ class CalibrationForecast:
 def planned_calibration(
     job: Job, setup: Setup, plan: Plan, multiple: float = 1.0
 ) -> CalibrationForecast | None:
-    """Forecast the calibration that a run of the plan begins with; None: it has none. `multiple`: how many times as
-    many rows as the plan the job has."""
+    """Forecast the calibration at the start of a run, or return None if the run does not calibrate.
+
+    The job has `multiple` times as many rows as the plan, which may cover a sample only.
+    """
     if not setup.setting.numerics.calibrates or setup.setting.parts.weights is not None or not plan.to_run:
         return None
     counts = [batch.numbers("token_count") for batch in plan.batches(65_536)]
@@ -84,7 +87,7 @@ def planned_calibration(
 def calibration_forecast(
     setup: Setup, sample: CalibrationSample, group: int = INT4_GROUP
 ) -> CalibrationForecast:
-    """Forecast how long the job's model takes to be calibrated on such a sample."""
+    """Forecast the time to calibrate the job's model on a sample."""
     setting, checkpoint = setup.setting.with_placement(replicas=1), setup.checkpoint
     assert isinstance(checkpoint, Checkpoint), "no other model is calibrated"
     peak = setting.placement.hardware.peak_flops.get("float32")
@@ -94,7 +97,7 @@ def calibration_forecast(
         return CalibrationForecast(sample.rows, sample.tokens, None, _UNMEASURED)
     searched = sample.whole * (HELD_OUT_OF - 1) // HELD_OUT_OF
     work = calibration_work(checkpoint, searched, group)
-    if sample.answer_tokens:  # the model that answers is rounded as it is loaded
+    if sample.answer_tokens:  # answers come from a model that is quantised while it is loaded
         work += CalibrationWork(scaled=work.weights)
     spent = START_S + work_seconds(work, peak) + _answering_s(setting, checkpoint, sample)
     spent += sum(_passing_s(setting, checkpoint, sample, codes) for codes in ("none", "int4"))
@@ -102,7 +105,7 @@ def calibration_forecast(
 
 
 def work_seconds(work: CalibrationWork, flops_per_s: float) -> float:
-    """Return the seconds of what is computed beside running the rows. `flops_per_s`: the peak in float32."""
+    """Return the seconds of a calibration without forward passes. `flops_per_s` is the float32 peak."""
     at_peak = work.products / PRODUCTS_EFFICIENCY + 2 * work.factors / FACTORS_EFFICIENCY
     at_peak += work.scaled * SCALED_OPS + work.made_up * MADE_UP_OPS
     at_peak += work.sorted * SORTED_OPS + work.weights * WEIGHT_OPS
@@ -110,7 +113,7 @@ def work_seconds(work: CalibrationWork, flops_per_s: float) -> float:
 
 
 def _engine(setting: Setting, checkpoint: Checkpoint, codes: Quantization) -> tuple[ModelCost, StepTime]:
-    """Return the costs and the times of the model's steps, as no run of the job has told them."""
+    """Return the model's cost and step times for this quantisation, without measurements of earlier runs."""
     setting = setting.with_numerics(quantization=codes)
     cost = setting.model_cost(checkpoint.held_for(codes))
     return cost, step_times(setting, cost, None).time
@@ -119,7 +122,7 @@ def _engine(setting: Setting, checkpoint: Checkpoint, codes: Quantization) -> tu
 def _passing_s(
     setting: Setting, checkpoint: Checkpoint, sample: CalibrationSample, codes: Quantization
 ) -> float:
-    """Return the seconds of running all rows through all layers. The head sees the answers that are held out."""
+    """Return the seconds of passing all rows through all layers. Only held-out answers need the output head."""
     cost, time = _engine(setting, checkpoint, codes)
     rows = max(1, min(sample.rows, STEP_TOKENS // max(1, sample.length)))
     asked = rows * sample.answer_tokens // HELD_OUT_OF
@@ -130,7 +133,7 @@ def _passing_s(
 
 
 def _answering_s(setting: Setting, checkpoint: Checkpoint, sample: CalibrationSample) -> float:
-    """Return the seconds of reading all prompts and writing the longest answers to them."""
+    """Return the seconds of generating an answer of maximum length for each row."""
     if not sample.answer_tokens:
         return 0.0
     cost, time = _engine(setting, checkpoint, "int4")

@@ -18,24 +18,25 @@ from batchinfer.plan.order.plan import Plan
 
 Clock = Callable[[], datetime]
 
-# The time left is taken from the rate of the last seconds, which says little at first: a run begins by reading prompts.
+# The time left is estimated from the recent rate. Early in a run, that rate covers mostly prefill and is misleading.
 FIRST_LOOK_S = 30.0
-_ROWS_READ = 65_536  # requests at a time
+_ROWS_READ = 65_536  # requests per batch
 
 
 def now() -> datetime:
+    """Return the current local time."""
     return datetime.now().astimezone()
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The moment at which the results are wanted, and what the engine leaves of the time until then."""
+    """The time by which results are needed, compared with the forecast engine time."""
 
     at: datetime
-    left_s: float  # from now on
-    engine_s: float | None  # what the engine is forecast to take; None: not known
-    upper_bound: bool = False  # the engine may take less: the forecast does not know how long answers become
-    uncounted: bool = False  # a calibration comes first that takes nobody knows how long
+    left_s: float  # from now to the deadline
+    engine_s: float | None  # forecast time of the engines and a calibration; None if unknown
+    upper_bound: bool = False  # answers may be shorter than forecast
+    uncounted: bool = False  # engine_s omits a calibration of unknown length
 
     @classmethod
     def of(
@@ -47,9 +48,16 @@ class Deadline:
         first: EngineForecast | None = None,
         calibration: CalibrationForecast | None = None,
     ) -> Deadline | None:
-        """The first one after a run `started`, which may be past by now; None: the job has none. `first`: of the draft
-        model that answers before the engine begins, if there is one; `calibration`: what comes before all else, if
-        it does."""
+        """Return the first deadline after the start of the run, which may already be past, or None without one.
+
+        Args:
+            job: The job.
+            started: Start of the run.
+            forecast: Forecast of the engine. None if unknown.
+            clock: Returns the current time.
+            first: Forecast of a draft model that answers all rows before the engine starts. None without one.
+            calibration: Forecast of the calibration that precedes both. None without one.
+        """
         if job.deadline is None:
             return None
         at = next_moment(job.deadline, started)
@@ -65,12 +73,12 @@ class Deadline:
 
     @property
     def spare_s(self) -> float | None:
-        """The seconds to spare are negative where the deadline will be missed, and None where that is not known."""
+        """Return the seconds between the forecast end and the deadline, negative if late, or None if unknown."""
         return None if self.engine_s is None else self.left_s - self.engine_s
 
     @property
     def text(self) -> str:
-        """Say, for people, when the deadline is, and whether it will be met."""
+        """Return the deadline and whether it will be met, as a sentence."""
         uncounted = "; how long the calibration before it takes is not known, and not counted"
         return self._text + (uncounted if self.uncounted and self.spare_s is not None else "")
 
@@ -95,22 +103,22 @@ class Deadline:
 
     @property
     def is_missed(self) -> bool:
-        """Whether the forecast says for sure that it will be missed."""
+        """Return True if the deadline will be missed. An upper bound on the time is not enough."""
         return self.spare_s is not None and self.spare_s < 0 and not self.upper_bound
 
 
 class DeadlineWatch:
-    """The watch counts the answers until the deadline, and says once that it will not be met."""
+    """Counts answers until the deadline, and warns once if the deadline will be missed."""
 
     def __init__(self, deadline: Deadline, notice: Callable[[str], None], clock: Clock = now) -> None:
         self._at, self._notice, self._clock = deadline.at, notice, clock
         self._began = clock()
-        self._told = deadline.is_missed  # the forecast has said so already
+        self._told = deadline.is_missed  # the forecast has warned already
         self.rows = self.output_tokens = 0
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what the run's report has of the deadline, by the names of the run table's columns."""
+        """Return the columns of the run table that describe the deadline."""
         return {
             "deadline": self._at,
             "deadline_rows": self.rows,
@@ -118,18 +126,20 @@ class DeadlineWatch:
         }
 
     def forecast(self, deadline: Deadline) -> None:
-        """Take note of what the forecast says, which came during the run."""
+        """Suppress the warning if a forecast made during the run already reports a missed deadline."""
         self._told |= deadline.is_missed
 
     def answered(self, rows: int, output_tokens: int) -> None:
-        """Count an answer of `output_tokens` tokens that serves `rows` rows."""
+        """Count an answer that serves `rows` rows, unless the deadline is past."""
         if self._clock() <= self._at:
             self.rows += rows
             self.output_tokens += output_tokens
 
     def look(self, left_s: float | None) -> None:
-        """Say once that the deadline will be missed, if it will. `left_s`: seconds that the engine still takes, at its
-        present rate; None: not known."""
+        """Warn once if the deadline will be missed.
+
+        `left_s` is the remaining engine time at the current rate in seconds, or None if unknown.
+        """
         if self._told:
             return
         moment = self._clock()
@@ -145,17 +155,17 @@ class DeadlineWatch:
 
 @dataclass(frozen=True, slots=True)
 class StopForecast:
-    """Forecasts how much a run that begins now has done by the time at which it stops.
+    """Forecasts how many rows are done when a run that starts now is stopped.
 
-    The engines are taken to run tokens at a steady rate, in the order of the plan.
+    The forecast assumes a steady rate of tokens in plan order.
     """
 
     at: datetime
-    left_s: float  # until then
-    takes_s: float | None  # until all rows have answers; None: not known
-    rows: int  # of the job, error rows included
-    rows_done: int | None  # of these, by then; None: not known
-    upper_bound: bool = False  # the engines may take less
+    left_s: float  # from now to `at`
+    takes_s: float | None  # for all rows; None if unknown
+    rows: int  # all rows of the job, error rows included
+    rows_done: int | None  # rows done at `at`; None if unknown
+    upper_bound: bool = False  # takes_s is an upper bound
 
     @classmethod
     def of(
@@ -170,9 +180,12 @@ class StopForecast:
         """Return the forecast for a plan with rows to run.
 
         Args:
-            before_s: seconds that pass before the engines run.
-            engine_s: seconds that the engines take for the whole plan, or None if that is not known.
-            upper_bound: whether they may take less.
+            at: When the run stops.
+            now: When the run starts.
+            plan: The plan of all requests.
+            before_s: Seconds until the engines start.
+            engine_s: Engine seconds for the whole plan. None if unknown.
+            upper_bound: Whether `engine_s` is an upper bound.
         """
         left_s = (at - now).total_seconds()
         if engine_s is None:
@@ -182,18 +195,18 @@ class StopForecast:
         return cls(at, left_s, before_s + engine_s, plan.rows, done, upper_bound)
 
     def scaled(self, rows: int) -> StopForecast:
-        """Return the forecast for a job of `rows` rows. This forecast's rows are a sample of them."""
+        """Return the forecast for a job of `rows` rows, of which this forecast covers a sample."""
         done = None if self.rows_done is None else round(self.rows_done * rows / max(1, self.rows))
         return StopForecast(self.at, self.left_s, self.takes_s, rows, done, self.upper_bound)
 
     @property
     def share(self) -> float | None:
-        """Return the share of the rows that are done by then, 0 … 1."""
+        """Return the share of the rows done by then (0 to 1), or None if unknown."""
         return None if self.rows_done is None else self.rows_done / max(1, self.rows)
 
     @property
     def text(self) -> str:
-        """Return the forecast for people."""
+        """Return the forecast as a sentence."""
         when = f"{self.at.astimezone():%Y-%m-%d %H:%M}, in {about(self.left_s)}"
         if self.takes_s is None or self.share is None:
             return f"{when}: how many rows will be done by then is not known without a forecast of the engine's time"
@@ -205,7 +218,7 @@ class StopForecast:
         return f"{when}: {least}{done} will be done by then, and {most}{about(self.takes_s - self.left_s)} are left"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the forecast for programs."""
+        """Return the forecast as a JSON object."""
         takes_s = self.takes_s
         return {
             "at": self.at.isoformat(),
@@ -216,7 +229,7 @@ class StopForecast:
 
 
 def _rows_within(plan: Plan, share: float) -> int:
-    """Return how many rows the first requests of a plan serve that have this share of its tokens."""
+    """Return the number of rows served by the first requests of a plan that hold this share of its tokens."""
     if share >= 1:
         return plan.rows_to_run
     most, rows, tokens = share * (plan.prompt_tokens + plan.expected_tokens), 0, 0

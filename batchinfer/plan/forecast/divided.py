@@ -1,4 +1,4 @@
-"""A model divided among the ranks of an engine, as the forecast counts it: its stages, and the memory of each."""
+"""Forecasts for a model sharded among the ranks of an engine: its stages and the memory of each."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from batchinfer_kernels.cost import Cost, ModelCost
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """The part of a model that a rank of a stage has, whose ranks have as much as each other, up to a token of the
-    vocabulary."""
+    """The part of a model on one rank of a stage. All ranks of a stage have parts of about equal size."""
 
     spec: ModelSpec
     cost: ModelCost
     weight_bytes: int
-    layers: tuple[int, int]  # of the whole model: from the first to before the second
+    layers: tuple[int, int]  # half-open range of layer numbers in the whole model
 
     def block_bytes(self, layout: CacheLayout, whole: ModelSpec) -> int:
-        """Return the bytes of a block of the KV cache here; `layout`: of the whole model."""
+        """Return the bytes of a KV-cache block on this rank. `layout` is that of the whole model."""
         staged = self.layers != (0, len(whole.layers))
         own = stage_layout(layout, whole.caches, self.layers) if staged else layout
         return block_bytes(own, self.cost)
@@ -41,7 +40,7 @@ class StagePart:
 
 @dataclass(frozen=True, slots=True)
 class DividedModel:
-    """A model in parts, one for each stage."""
+    """A model sharded into stages, with one part per stage."""
 
     division: Division
     whole: ModelSpec
@@ -49,11 +48,11 @@ class DividedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of weights of the rank that has most."""
+        """Return the weight bytes of the largest part."""
         return max(part.weight_bytes for part in self.parts)
 
     def stages(self, devices: Devices, itemsize: int, all_logits: bool) -> tuple[SimulatedStage, ...]:
-        """Return the stages, as they are simulated on these devices."""
+        """Return the stages for a simulation on these devices."""
         division, layers = self.division, sum(part.cost.layers for part in self.parts)
         among, between = devices.link_among(division.peers), devices.link_among(division.ranks)
         found = []
@@ -66,7 +65,7 @@ class DividedModel:
 
 
 def divided_model(setup: Setup, division: Division) -> DividedModel | None:
-    """Return the parts of a job's model; None: it is not ours, or not divided. Raises CannotSplit."""
+    """Return the sharded model of a job, or None with one rank or third-party code. Raises CannotSplit."""
     checkpoint, setting = setup.checkpoint, setup.setting
     if division.ranks == 1 or not isinstance(checkpoint, Checkpoint):
         return None
@@ -75,7 +74,7 @@ def divided_model(setup: Setup, division: Division) -> DividedModel | None:
 
 
 def divided_spec(whole: ModelSpec, division: Division, setting: Setting) -> DividedModel:
-    """Return the parts of a model. Raises CannotSplit."""
+    """Return the parts of a sharded model. Raises CannotSplit."""
     firsts = sorted(range(0, division.ranks, division.peers), key=division.stage)
     return DividedModel(division, whole, tuple(_part(whole, division, rank, setting) for rank in firsts))
 
@@ -92,7 +91,7 @@ def _part(whole: ModelSpec, division: Division, rank: int, setting: Setting) -> 
 
 
 def _fullest(first: int, division: Division, placement: ExpertPlacement | None) -> int:
-    """Return the rank of a stage, whose first one it is, that has most experts."""
+    """Return the rank with the most experts in the stage whose first rank is `first`."""
     if placement is None:
         return first
     peers = range(division.peers)
@@ -101,7 +100,7 @@ def _fullest(first: int, division: Division, placement: ExpertPlacement | None) 
 
 
 def with_imbalance(cost: ModelCost, times: float) -> ModelCost:
-    """Return the cost of a rank whose experts have so many times as many tokens as those of the mean rank."""
+    """Return the cost of the most loaded rank, whose experts get `times` times the mean number of tokens."""
     operators = [
         replace(one, token=Cost(*(round(part * times) for part in astuple(one.token))))
         if one.experts
@@ -112,13 +111,16 @@ def with_imbalance(cost: ModelCost, times: float) -> ModelCost:
 
 
 def chooses_among_all(job: Job) -> bool:
-    """Whether rows need the logits of all tokens, which ranks then gather, and not only the best one."""
+    """Return True if ranks must gather the logits of all tokens. Greedy decoding needs only the best token."""
     params = job.params()
     asked = params.asks_logprobs or params.penalised or params.narrowed or params.constraint is not None
     return asked or not params.greedy or bool(job.sampling.from_columns)
 
 
 def measured_stages(cost: ModelCost, stages: int) -> tuple[SimulatedStage, ...]:
-    """Return stages of a model of which earlier runs tell how long its steps take: each as long as a step of the whole
-    model, which is what was measured from the end of one step to that of the next."""
+    """Return stages for a model whose step times were measured in earlier runs.
+
+    A measured time runs from the end of one step to the end of the next. So each stage takes as long as a
+    whole step.
+    """
     return (SimulatedStage(cost, 1.0),) * stages

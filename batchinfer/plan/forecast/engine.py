@@ -1,4 +1,4 @@
-"""The forecast of an engine that runs a plan: the same simulation for `plan` and at the start of a run."""
+"""Simulates an engine that runs a plan, for the command `plan` and at the start of a run."""
 
 from __future__ import annotations
 
@@ -39,43 +39,40 @@ from batchinfer.report.tables.folder import report_folder
 from batchinfer_kernels.cost import Peaks, StepShape, roofline_seconds
 
 T = TypeVar("T")
-# What a simulation takes: the bench's mixed, decode and shared-prefix with 2,000 and 4,000 rows took 0.13 ms a row and
-# 4 to 5 microseconds an output token on a Zen 4 server core; with two rows at once a step took 0.1 ms on a Zen 3 one.
+# Time to simulate a row, an output token and a step. Measured with the bench's mixed, decode and shared-prefix jobs:
+# 0.13 ms per row and 4 to 5 µs per output token on a Zen 4 core, 0.1 ms per step with two rows on a Zen 3 core.
 ROW_S, OUTPUT_TOKEN_S, STEP_S = 150e-6, 5e-6, 100e-6
-PLAN_MOST_S = 5.0  # what `plan` may simulate for
-RUN_SHARE, RUN_LEAST_S = 0.01, 0.3  # of a run: a share of the time that it takes at the least, or seconds
-STRETCHES, LEAST_STRETCH = 16, 16  # of the requests that are simulated; requests
-TWO_PARTS = 1.5  # a part and its half are simulated
-# Rows that are simulated, and tokens of their prompts, which are held in memory; twice as many at the most
+PLAN_MOST_S = 5.0  # time limit of the simulation in `plan`
+RUN_SHARE, RUN_LEAST_S = 0.01, 0.3  # time limit in a run: a share of its time, and a floor
+STRETCHES, LEAST_STRETCH = 16, 16  # number of segments of the simulated requests; requests per segment
+TWO_PARTS = 1.5  # an extrapolation simulates a part, and half of it
+# Limits on the rows and prompt tokens of a simulation, which are in memory. They may be exceeded by a factor of two.
 MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 25
-FULL_BATCHES = 4  # in a part, at the least: in its half, too, rows have to wait until others have ended
+FULL_BATCHES = 4  # least full batches in a part. Rows must have to wait even in half of it.
 
 
 @dataclass(frozen=True, slots=True)
 class EngineForecast:
-    """A forecast of the engine's run. Seconds are None where this machine's peaks are not known."""
+    """The forecast of an engine's run. Seconds are None if the peaks of the machine are unknown."""
 
-    run: Simulated  # scaled from the rows that were simulated to all of them
-    simulated: float  # 0…1, the share of the rows that were simulated
-    answers_from: int  # earlier runs whose answers say how long these will be; 0: as long as they may be
-    upper_bound: bool  # some answers may be shorter than the max_tokens with which they were simulated
-    times: StepTimes  # what steps take, and how that is known
+    run: Simulated  # scaled from the simulated rows to all rows
+    simulated: float  # share of the rows that were simulated, 0 to 1
+    answers_from: int  # earlier runs that give answer lengths; 0: max_tokens is assumed
+    upper_bound: bool  # answers were simulated at max_tokens and may be shorter
+    times: StepTimes  # step times and their origin
     seconds: float | None = None
-    within: TimeRange | None = None  # None where `seconds` is
-    waits: float | None = (
-        None  # the share of its time that a stage waits, in the mean; None: there are no stages
-    )
+    within: TimeRange | None = None  # None if `seconds` is None
+    waits: float | None = None  # mean share of time that a stage is idle; None without stages
     mfu: float | None = None
     mbu: float | None = None
-    energy_j: float | None = None  # None where no run of this model on this machine knows what it took
-    proposals: EarlierProposals | None = (
-        None  # of the last run, where the job has drafts, which are not counted here
-    )
+    energy_j: float | None = None  # None if no earlier run measured power
+    # Drafts of the last run, which the forecast ignores; None if the job has no drafts
+    proposals: EarlierProposals | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastEngine:
-    """The engine that a job would get."""
+    """A simulated engine together with the job and plan that it runs."""
 
     job: Job
     setup: Setup
@@ -83,23 +80,24 @@ class ForecastEngine:
     machine: SimulatedEngine
     times: StepTimes
     lengths: AnswerLengths
-    answers_from: int  # earlier runs from which these are known
-    # how many times as much as the plan the job is, where the plan has only a sample of its rows
+    answers_from: int  # earlier runs that give `lengths`
+    # Rows of the job per row of the plan. More than 1 if the plan covers a sample.
     multiple: float = 1.0
 
     @property
     def kv_cache_bytes(self) -> int:
+        """Return the bytes of the engine's KV cache, draft models and heads included."""
         layout = self.machine.layout
         beside = beside_block(self.setup, layout.block_size)
         return self.machine.blocks * (block_bytes(layout, self.machine.cost) + beside)
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of weights of an engine, adapters and a draft model beside it included."""
+        """Return the weight bytes of an engine, including adapters and a draft model in the same engine."""
         return engine_weights(self.setup.models)
 
     def least_s(self) -> float | None:
-        """Return the seconds that the run takes at the hardware's limit, attention left out; None without peaks."""
+        """Return the roofline time of the run in seconds, without attention, or None if peaks are unknown."""
         setting = self.setup.setting
         if setting.peaks is None:
             return None
@@ -109,11 +107,11 @@ class ForecastEngine:
         return roofline_seconds(step, setting.peaks) / setting.placement.replicas
 
     def run_budget_s(self) -> float:
-        """Return for how many seconds a run may simulate itself: few compared to its own time."""
+        """Return the time limit of the simulation at the start of a run: a small share of the run, in seconds."""
         return max(RUN_LEAST_S, RUN_SHARE * (self.least_s() or 0.0))
 
     def forecast(self, prompts: Prompts, budget_s: float) -> EngineForecast:
-        """Simulate the plan, or of a large one as many batches as take about `budget_s` to simulate."""
+        """Simulate the plan, or as many batches of a large plan as fit into about `budget_s` seconds."""
         batches = self._batches(prompts, self.every(budget_s))
         guessed = any(not request.params.has_known_length for batch in batches for request in batch)
         whole = self._whole(batches, self.lengths)
@@ -129,7 +127,7 @@ class ForecastEngine:
         return found if peaks is None or not whole.seconds else self._timed(found, peaks)
 
     def _timed(self, found: EngineForecast, peaks: Peaks) -> EngineForecast:
-        """Return the forecast with its seconds, and what follows from them."""
+        """Return the forecast with its seconds, and the figures derived from them."""
         whole, setting = found.run, self.setup.setting
         expected_s = whole.seconds
         if self.times.known == "limit":
@@ -152,7 +150,7 @@ class ForecastEngine:
         )
 
     def _whole(self, batches: list[list[Request]], lengths: AnswerLengths) -> Simulated:
-        """Return the run of all batches, extrapolated from these and from half of them, on one of the engines."""
+        """Return the run of all replicas. If a part was simulated, extrapolate from that part and half of it."""
         engines = self.setup.setting.placement.replicas
         requests = share_of([request for batch in batches for request in batch], engines)
         whole = (self.plan.prompt_tokens + self.plan.expected_tokens) * self.multiple
@@ -169,18 +167,18 @@ class ForecastEngine:
 
     @property
     def simulating_s(self) -> float:
-        """Return about how many seconds it takes to simulate all rows of the plan on one engine."""
+        """Return the approximate time in seconds to simulate the whole plan on one replica."""
         token_s = OUTPUT_TOKEN_S + STEP_S / self.machine.scheduler.max_num_seqs
         return self.plan.to_run * ROW_S + self.plan.expected_tokens * token_s
 
     def simulation_s(self, every: int) -> float:
-        """Return about how many seconds it takes to simulate one of every `every` batches, and half of those."""
+        """Return the approximate time in seconds to simulate every n-th batch, and half of these."""
         return self.simulating_s if every == 1 else self.simulating_s / every * TWO_PARTS
 
     def every(self, budget_s: float) -> int:
-        """Return n such that one of every n batches is simulated."""
+        """Return n such that simulating every n-th batch takes about `budget_s` seconds."""
         batches = math.ceil(self.plan.to_run / REQUEST_BATCH)
-        engines = self.setup.setting.placement.replicas  # of which one is simulated
+        engines = self.setup.setting.placement.replicas  # only one of them is simulated
         within = int(batches * budget_s * engines / self.simulating_s / TWO_PARTS)
         least = max(
             2, math.ceil(FULL_BATCHES * engines * self.machine.scheduler.max_num_seqs / REQUEST_BATCH)
@@ -196,8 +194,10 @@ class ForecastEngine:
 
 
 def half_of(requests: Sequence[T]) -> list[T]:
-    """Return every other stretch of the requests: short enough that the half has as much of the beginning as of the
-    end, long enough that rows which share a prefix mostly stay together."""
+    """Return every second segment of the requests.
+
+    Segments are short, to cover all of the plan, but long enough to keep most rows with a shared prefix together.
+    """
     stretch = max(1, min(REQUEST_BATCH, max(LEAST_STRETCH, len(requests) // STRETCHES), len(requests) // 2))
     return [request for at, request in enumerate(requests) if at // stretch % 2 == 0]
 
@@ -205,13 +205,13 @@ def half_of(requests: Sequence[T]) -> list[T]:
 def forecast_engine(
     job: Job, setup: Setup, plan: Plan, devices: Devices | None = None, learns: bool = True
 ) -> ForecastEngine:
-    """Return the engine that would run the plan, which is not empty; see `simulated_engine`."""
+    """Return the engine for a plan that is not empty. The arguments are those of `simulated_engine`."""
     machine, times = simulated_engine(job, setup, plan.longest, devices, learns)
     return ForecastEngine(job, setup, plan, machine, times, *_lengths(job))
 
 
 def _lengths(job: Job) -> tuple[AnswerLengths, int]:
-    """Return how long answers will be, and from how many earlier runs that is known."""
+    """Return the forecast of answer lengths, and the number of earlier runs it is based on."""
     earlier = earlier_lengths(report_folder(job.results_root))
     if earlier is None:
         return AnswerLengths.unknown(), 0
@@ -222,9 +222,15 @@ def _lengths(job: Job) -> tuple[AnswerLengths, int]:
 def simulated_engine(
     job: Job, setup: Setup, longest: int, devices: Devices | None = None, learns: bool = True
 ) -> tuple[SimulatedEngine, StepTimes]:
-    """Return an engine for sequences of up to `longest` tokens on `devices`, and how its times are known. None: on
-    those of this machine. `learns`: whether earlier runs tell how long its steps take. Raises OutOfMemory where not
-    even one sequence fits, and CannotSplit."""
+    """Return a simulated engine and the origin of its step times. Raises OutOfMemory or CannotSplit.
+
+    Args:
+        job: The job.
+        setup: Its setup.
+        longest: Maximum tokens of a sequence.
+        devices: Devices of the engines. None: those of this machine.
+        learns: Whether to use step times of earlier runs.
+    """
     setting, room = setup.setting, engine_room(job, setup, longest)
     cost = setting.model_cost(setup.checkpoint)
     earlier = earlier_steps(report_folder(job.results_root), alike(job, setting)) if learns else None

@@ -1,4 +1,4 @@
-"""The forecast of how long devices will have nothing to run, by what they wait for."""
+"""Forecasts how long devices are idle, by cause."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from batchinfer.report.tables.folder import report_folder
 
 @dataclass(frozen=True, slots=True)
 class IdleForecast:
-    """Seconds in which a run's devices wait. None: no earlier run of the job tells."""
+    """Seconds in which a run's devices are idle. None if no earlier run of the job measured them."""
 
-    input_s: float  # as long as it took to read the input just now
-    plan_s: float  # likewise to plan it
-    load_s: float | None  # as in `runs` earlier runs, the median
-    tail_s: float | None  # likewise, for other replicas' last rows
-    publish_s: float | None  # likewise, for as many rows as there are now
+    input_s: float  # measured now, while reading the input
+    plan_s: float  # measured now, while planning
+    load_s: float | None  # median of `runs` earlier runs
+    tail_s: float | None  # median: waiting for the last rows of other replicas
+    publish_s: float | None  # from the earlier time per row
     runs: int
 
     @property
     def total_s(self) -> float:
-        """The sum of what is known."""
+        """Return the sum of the known times."""
         known = (self.load_s, self.tail_s, self.publish_s)
         return self.input_s + self.plan_s + sum(seconds for seconds in known if seconds is not None)
 
 
 def idle_forecast(job: Job, rows: int, input_s: float, plan_s: float) -> IdleForecast:
-    """Forecast the idle time of a job of so many rows."""
+    """Forecast the idle time of a job of `rows` rows."""
     runs = earlier_idle(report_folder(job.results_root))
     if runs is None:
         return IdleForecast(input_s, plan_s, None, None, None, 0)

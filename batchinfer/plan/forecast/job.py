@@ -1,4 +1,4 @@
-"""The forecast of a job, made before it runs and without its model's weights: `batchinfer plan`."""
+"""Forecasts a job before it runs, without loading weights: the command `batchinfer plan`."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ PREFIXES_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Prompts that are to run, by length."""
+    """Prompt lengths of the requests to run, in tokens."""
 
     shortest: int
     median: int
     longest: int
-    buckets: tuple[tuple[int, int], ...]  # (tokens at most, a power of two; prompts), none of them empty
+    buckets: tuple[tuple[int, int], ...]  # (upper bound, a power of two; number of prompts)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that all engines of the run take, at the least, and that they may take."""
+    """Bytes of all engines of the run, as a lower bound."""
 
     weights: int
     kv_cache: int
@@ -61,33 +61,35 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class JobForecast:
-    """A job's forecast has all that is known of the job before it runs."""
+    """Everything that is known about a job before it runs."""
 
     job: str
     plan: Plan
     error_codes: dict[str, int]
-    setting: str  # what is computed in, and on which device
-    lengths: Lengths | None = None  # None: nothing is to run
-    memory: Memory | None = None  # None: nor where the job does not fit
+    setting: str  # arithmetic and device, as text
+    lengths: Lengths | None = None  # None if nothing is to run
+    memory: Memory | None = None  # None if nothing is to run or the job does not fit
     forecast: EngineForecast | None = None
-    drafting: EngineForecast | None = None  # of the draft model, which answers first; None: there is none
-    # Where the draft model `runs`, first or beside the job's, and `why`; None: there is none
+    drafting: EngineForecast | None = None  # draft model that answers all rows first; None without one
+    # Where the draft model runs (first, or in the job's engine), and `why`. None without one.
     draft_model: dict[str, str] | None = None
-    context: int = 0  # tokens of the longest row that there may be
-    # rows that are longer, which become error rows; None: they are cut, and not counted
+    context: int = 0  # maximum tokens of a row
+    # Rows that exceed `context` and become error rows. None if they are truncated instead.
     rows_over: int | None = None
-    prefixes: list[PlannedPrefix] = field(default_factory=list)  # those that save most, and those above them
-    misfit: str | None = None  # why the job does not fit into memory
-    calibration: CalibrationForecast | None = None  # which comes first; None: there is none
-    deadline: Deadline | None = None  # as if the engine began now; None: the job has none
-    stop: StopForecast | None = None  # as if the run began now; None: it does not stop
-    idle: IdleForecast | None = None  # None: nothing is to run, or for another machine
-    findings: tuple[LintFinding, ...] = ()  # what in the input keeps rows from sharing work
-    quantizations: tuple[QuantizedForecast, ...] = ()  # that the job could have, its own among them
-    devices: Devices | None = None  # on which it would run; None: nothing is to run
-    layouts: tuple[LayoutForecast, ...] = ()  # in which it could run on them, where there are several
-    experts: dict[str, Any] | None = None  # which ranks have which (ExpertPlan); None: none divide whole ones
-    sample: SampledRows | None = None  # what the counts were scaled from; None: every row was read
+    prefixes: list[PlannedPrefix] = field(
+        default_factory=list
+    )  # prefixes that save most, and their ancestors
+    misfit: str | None = None  # why the job does not fit into memory, or None
+    calibration: CalibrationForecast | None = None  # None if the run does not calibrate
+    deadline: Deadline | None = None  # assuming that the engine starts now; None without one
+    stop: StopForecast | None = None  # assuming that the run starts now; None if it does not stop
+    idle: IdleForecast | None = None  # None if nothing is to run, or on another machine
+    findings: tuple[LintFinding, ...] = ()  # suggestions for sharing more work between rows
+    quantizations: tuple[QuantizedForecast, ...] = ()  # possible quantisations, the job's own included
+    devices: Devices | None = None  # None if nothing is to run
+    layouts: tuple[LayoutForecast, ...] = ()  # possible layouts on several devices
+    experts: dict[str, Any] | None = None  # ExpertPlan.facts; None without expert parallelism
+    sample: SampledRows | None = None  # None if every row was read
 
 
 def forecast_job(
@@ -99,12 +101,18 @@ def forecast_job(
     stop_at: datetime | None = None,
     cluster: MachineFacts | None = None,
 ) -> JobForecast:
-    """Read, render and tokenise every row, plan the job and simulate it. Nothing of a job's state is changed.
+    """Read, render and tokenise every row, then plan and simulate the job. The job's state is not changed.
 
-    `notice` gets the warnings about quantisation and the input. `devices`: those of a machine other than this one.
-    `sample`: about how many rows to render and tokenise instead of all. `stop_at`: when the run stops, if it does.
-    `cluster`: what an engine gets on a Ray cluster. Raises what `run` raises before it computes, but OutOfMemory: that
-    is part of the forecast.
+    Raises the errors that `run` raises before it computes, except OutOfMemory, which becomes part of the forecast.
+
+    Args:
+        job: The job.
+        reading: Receives progress while rows are read.
+        notice: Receives warnings about quantisation and the input.
+        devices: Devices of another machine. None: this machine.
+        sample: Approximate number of rows to read instead of all.
+        stop_at: When the run stops. None: when it is done.
+        cluster: Resources of an engine on a Ray cluster. None without Ray.
     """
     state = state_of(job)
     elsewhere = cluster if devices is None else MachineFacts(devices.hardware)
@@ -137,7 +145,7 @@ def forecast_job(
 
 
 def _stopping(plan: Plan, found: JobForecast, at: datetime) -> StopForecast:
-    """Forecast what is done of a plan whose engines' times are forecast already."""
+    """Forecast how much of a plan is done by `at`, from the engine times in `found`."""
     idle, first = found.idle, (found.drafting, found.calibration)
     before_s = 0.0 if idle is None else idle.input_s + idle.plan_s + (idle.load_s or 0.0)
     before_s += sum(one.seconds or 0.0 for one in first if one is not None)
@@ -149,12 +157,12 @@ def _stopping(plan: Plan, found: JobForecast, at: datetime) -> StopForecast:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A job whose rows were read and planned, and how long that takes for all of them."""
+    """A job whose rows were read and planned, with the time that both take for all rows."""
 
     job: Job
     index: Index
     plan: Plan
-    drawn: SampledRows | None  # None: every row was read
+    drawn: SampledRows | None  # None if every row was read
     input_s: float
     plan_s: float
 
@@ -172,7 +180,7 @@ def _planned(
         job = over_files(job, job_files(job, scratch))
         strata = strata_of(job, sample)
     began = time.perf_counter()
-    # without a store there is no answer to find, and weights need not be hashed for the keys
+    # Without a store there are no answers to find, so weights need not be hashed for work keys
     context = work_context(setup, state) if state.completions.is_dir() else b""
     options = setup.ingest_options(context, strata=None if strata is None else strata[0])
     index = ingest(job, setup.tokenizer, options, scratch, reading)
@@ -199,7 +207,7 @@ def _planned(
 
 
 def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Path) -> JobForecast:
-    """Add what needs an engine, simulated. Raises OutOfMemory where the job does not fit."""
+    """Add the results of simulating the engine. Raises OutOfMemory if the job does not fit."""
     engine = forecast_engine(known.job, setup, known.plan)
     if known.drawn is not None:
         engine = replace(engine, multiple=known.drawn.times)
@@ -213,7 +221,7 @@ def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Pat
     times = 1.0 if known.drawn is None else known.drawn.times
     calibration = planned_calibration(known.job, setup, known.plan, times)
     deadline = Deadline.of(known.job, now(), forecast, first=drafting, calibration=calibration)
-    # of a sample they would count the sample's tokens
+    # Not on a sample: the savings would cover the sample's tokens only
     findings = () if known.drawn else tuple(Linter(known.job, setup, known.index, scratch).findings())
     return replace(
         found,
@@ -227,7 +235,7 @@ def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Pat
 
 
 def _of_drafts(known: _Planned, setup: Setup) -> EngineForecast | None:
-    """Forecast the draft model's answers to the same rows. Raises OutOfMemory where it does not fit."""
+    """Forecast the draft model that answers all rows first. Raises OutOfMemory if it does not fit."""
     if setup.drafting is None or setup.drafts is None:
         return None
     engine = forecast_engine(setup.drafts.job, setup.drafting, known.plan)
@@ -237,7 +245,7 @@ def _of_drafts(known: _Planned, setup: Setup) -> EngineForecast | None:
 
 
 def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRows | None) -> JobForecast:
-    """Return the forecast that needs no engine, scaled to all rows."""
+    """Return the part of the forecast that needs no engine, scaled to all rows."""
     times = 1.0 if drawn is None else drawn.times
     codes = {code: round(rows * times) for code, rows in summarise_errors(index.index_parts).codes.items()}
     drafts = setup.beside or setup.drafts

@@ -1,4 +1,4 @@
-"""The layouts in which a job could run on several devices: engines, and how the ranks of each divide its model."""
+"""Compares layouts of a job on several devices: the number of engines and the sharding of each."""
 
 from __future__ import annotations
 
@@ -24,19 +24,29 @@ from batchinfer.plan.setup.expert_places import expert_plan
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.setup.setting import Setting
 
-# Layouts that are estimated to be within this factor of the fastest one are simulated, so many at the most, and as long
-# as all simulations together take about as many seconds
+# At most MOST_SIMULATED layouts are simulated, if their estimate is within a factor NEAR of the fastest one, and until
+# all simulations together take SIMULATE_S seconds
 NEAR, MOST_SIMULATED, SIMULATE_S = 1.3, 4, 20.0
 EACH_S = 2.0
-_ALIKE = 0.002  # a share of the time, by which simulations of alike layouts differ for no reason
+_ALIKE = 0.002  # relative noise between simulations of equivalent layouts
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutForecast:
-    """The time and the memory that a layout takes. `experts`: among how many ranks whole experts are divided. Bytes are
-    those of the device that holds most. `seconds` are None where it is `refused`: it does not fit, or cannot be; and
-    where peaks are not known. `not_run`: why no engine runs it as yet. `waits`: the share of its time that a stage
-    waits, if it was `simulated`."""
+    """The time and memory of one layout.
+
+    Attributes:
+        experts: Number of ranks that share whole experts.
+        seconds: Engine time. None if the layout is refused or the peaks are unknown.
+        simulated: Whether `seconds` was simulated instead of estimated.
+        waits: Share of time that a stage is idle, if simulated.
+        weight_bytes: Weight bytes of the fullest device.
+        kv_bytes: KV-cache bytes of the fullest device.
+        refused: Why the layout does not fit or is impossible.
+        not_run: Why no engine supports the layout yet.
+        imbalance: Expected imbalance of expert loads (ExpertPlan). None if experts are not sharded or it is
+            unknown.
+    """
 
     tensor: int
     stages: int
@@ -50,11 +60,11 @@ class LayoutForecast:
     refused: str | None = None
     not_run: str | None = None
     chosen: bool = False
-    imbalance: float | None = None  # of experts: see ExpertPlan; None: none are divided, or it is not known
+    imbalance: float | None = None
 
     @property
     def name(self) -> str:
-        """Return what people call it."""
+        """Return the layout's name for people."""
         parts = [f"TP {self.tensor}"] * (self.tensor > 1) + [f"PP {self.stages}"] * (self.stages > 1)
         parts += [f"EP {self.experts}"] * (self.experts > 1)
         engines = f"{self.engines} engine{'s' * (self.engines > 1)}"
@@ -62,7 +72,7 @@ class LayoutForecast:
 
     @property
     def options(self) -> dict[str, int]:
-        """Return the options of `engine` that make it."""
+        """Return the keys of the section `engine` that select this layout."""
         return {
             "tensor_parallel_size": self.tensor,
             "pipeline_parallel_size": self.stages,
@@ -72,7 +82,7 @@ class LayoutForecast:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A layout, and the engine that would run it; None: it is refused."""
+    """A layout and the engine that would run it. The engine is None if the layout is refused."""
 
     layout: LayoutForecast
     engine: ForecastEngine | None
@@ -81,9 +91,11 @@ class _Candidate:
 def layout_forecasts(
     job: Job, setup: Setup, plan: Plan, prompts: Prompts, multiple: float, devices: Devices
 ) -> tuple[LayoutForecast, ...]:
-    """Return all layouts of a job on so many devices, the chosen one first and refused ones last; none for a model that
-    is not divided, and for a single device. Seconds are those of the engines, from what is known of the devices without
-    runs of this model. `multiple`: as in ForecastEngine."""
+    """Return all layouts of a job: the chosen one first, refused ones last. Empty on a single device.
+
+    Also empty for a model that cannot be sharded. Seconds ignore earlier runs of this model. `multiple` is that of
+    ForecastEngine.
+    """
     if devices.count == 1 or not isinstance(setup.checkpoint, Checkpoint):
         return ()
     found = [_candidate(job, setup, plan, devices, one, multiple) for one in candidates(devices.count)]
@@ -98,14 +110,16 @@ def layout_forecasts(
 
 
 def candidates(devices: int) -> Iterator[Division]:
-    """Yield the ways in which the model of an engine can be divided, the least first; those that leave more devices
-    idle than another one with as many engines are left out."""
+    """Yield the possible shardings of an engine's model, those with fewest ranks first.
+
+    Shardings that leave more devices idle than another one with the same number of engines are omitted.
+    """
     for ranks in sorted({devices // engines for engines in range(1, devices + 1)}):
         yield from (Division(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0)
 
 
 def _chosen(timed: Sequence[_Candidate]) -> _Candidate | None:
-    """Return the fastest; of those that a simulation cannot tell from it the one that divides its model least."""
+    """Return the fastest layout. Among layouts within the noise of a simulation, prefer the fewest ranks."""
     least = min(map(_seconds, timed), default=0.0)
     alike = [one for one in timed if _seconds(one) <= least * (1 + _ALIKE)]
     return min(alike, key=lambda one: (one.layout.tensor * one.layout.stages, _seconds(one)), default=None)
@@ -142,14 +156,13 @@ def _candidate(
 
 
 def _with_experts(layout: LayoutForecast, experts: ExpertPlan | None) -> LayoutForecast:
-    """Return the layout with what is known of its experts."""
     if experts is None:
         return layout
     return replace(layout, experts=experts.ranks, imbalance=experts.expected)
 
 
 def _misfit(whole: ModelSpec, division: Division, setting: Setting, why: str) -> str:
-    """Say why a layout does not fit: for its weights alone, or for its KV cache, which `why` says."""
+    """Return the reason why a layout does not fit: its weights, or its KV cache as given by `why`."""
     memory = setting.placement.hardware.memory_bytes
     weights = divided_spec(whole, division, setting).weight_bytes
     if memory is None or weights < memory:
@@ -167,8 +180,7 @@ def _with_memory(layout: LayoutForecast, engine: ForecastEngine) -> LayoutForeca
 
 
 def _timed(fitting: Sequence[_Candidate], prompts: Prompts) -> list[_Candidate]:
-    """Simulate those that may be the fastest, and return all: the others as much slower as they were estimated to
-    be."""
+    """Simulate the layouts that may be fastest. Scale the estimates of the others by the same factor."""
     found, spent_s = list[_Candidate](), 0.0
     for one in fitting[:MOST_SIMULATED]:
         takes_s = _simulating_s(one)
@@ -180,7 +192,7 @@ def _timed(fitting: Sequence[_Candidate], prompts: Prompts) -> list[_Candidate]:
 
 
 def _simulating_s(one: _Candidate) -> float:
-    """Return about how long it takes to simulate a layout."""
+    """Return the approximate time in seconds to simulate a layout."""
     assert one.engine is not None
     engines = one.engine.setup.setting.placement.replicas
     return one.engine.simulating_s / engines / one.engine.every(EACH_S) * TWO_PARTS
@@ -196,7 +208,7 @@ def _simulated(one: _Candidate, prompts: Prompts) -> _Candidate:
 def _as_slow(
     others: Sequence[_Candidate], estimated: Sequence[_Candidate], simulated: Sequence[_Candidate]
 ) -> list[_Candidate]:
-    """Return others with seconds in proportion to those of the fastest one that was simulated."""
+    """Return the other layouts with estimates scaled by simulated over estimated time of the fastest layout."""
     if not simulated or not estimated or not _seconds(estimated[0]):
         return list(others)
     times = _seconds(simulated[0]) / _seconds(estimated[0])

@@ -1,4 +1,4 @@
-"""The linter finds what in a job's input keeps rows from sharing work, and what another way to write it would save."""
+"""Finds input that keeps rows from sharing work, and estimates what a different prompt would save."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.store.index.index import Index
 from batchinfer.store.index.ingest import ingest, over_files
 
-MOST_ROWS = 20_000  # are looked at: some seconds for each way to write the prompt
-SIMULATE_S = 1.0  # for each way
-WORTH = 0.01  # of the prompt tokens that run: less is not told
+MOST_ROWS = 20_000  # rows that are examined, which takes seconds per variant of the prompt
+SIMULATE_S = 1.0  # for each variant
+WORTH = 0.01  # share of the computed prompt tokens; smaller savings are not reported
 _BATCH = 1024
 _SPACE = re.compile(r"\s+")
 
 
 @dataclass(frozen=True, slots=True)
 class LintFinding:
-    """Something to write differently. Savings are of the whole job, as if no answer were stored."""
+    """A suggestion for the input. Savings are for the whole job, as if no answer were stored."""
 
     kind: str  # text_behind_fields, field_order or near_duplicates
     text: str  # for people
-    saved_tokens: int  # prompt tokens that need not run
-    share: float  # of the prompt tokens that run
-    saved_s: float | None  # None: not known
+    saved_tokens: int  # prompt tokens that need not be computed
+    share: float  # saved_tokens as a share of the computed prompt tokens
+    saved_s: float | None  # None if unknown
     template: str | None = None  # for prompt.user
-    rows: int | None = None  # near_duplicates: how many
+    rows: int | None = None  # number of near duplicates
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """One way to write the prompt, and what the rows that are looked at take in it."""
+    """A variant of the prompt, with the plan and time of the examined rows."""
 
     plan: Plan
     index: Index
@@ -56,13 +56,13 @@ class Looked:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens that run."""
+        """Return the number of prompt tokens that are computed."""
         return self.plan.prompt_tokens - self.plan.shared_prefix_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Linter:
-    """Looks at the first rows of a job's input. `index` is that of all of it; `scratch` is a folder for others."""
+    """Examines the first rows of a job's input. `scratch` is a folder for the indexes of other variants."""
 
     job: Job
     setup: Setup
@@ -70,7 +70,7 @@ class Linter:
     scratch: Path
 
     def findings(self) -> list[LintFinding]:
-        """Return the findings that are worth telling. Raises StorageError, OutOfMemory."""
+        """Return the suggestions that save enough. Raises StorageError or OutOfMemory."""
         if not self.index.rows:
             return []
         first = self._planned(self._first_rows())
@@ -96,7 +96,7 @@ class Linter:
                 before, seen = after, ordered
 
     def _sorted(self, fields: Sequence[TemplatePart]) -> list[TemplatePart]:
-        """The fields in the order that shares most."""
+        """Return the fields in the order that shares the longest prefixes."""
         if len(fields) < 2:
             return list(fields)
         values: list[list[bytes]] = [[] for _ in fields]
@@ -119,11 +119,10 @@ class Linter:
         return min(self.index.rows, MOST_ROWS)
 
     def _first_rows(self) -> Index:
-        """Return the index of the rows that are looked at, with the job's own prompt."""
         return self.index if self._looked_at == self.index.rows else self._read(None)
 
     def _read(self, template: str | None) -> Index:
-        """The first rows, with this prompt.user if there is one."""
+        """Return an index of the first rows, with `template` as prompt.user unless None."""
         job = _with_template(self.job, template, self.index).first_rows(self._looked_at)
         return ingest(job, self.setup.tokenizer, self.setup.ingest_options(), self.scratch)
 
@@ -144,7 +143,7 @@ class Linter:
             return None
         try:
             engine = forecast_engine(self.job, self.setup, plan)
-        except OutOfMemory:  # the forecast of the job says so
+        except OutOfMemory:  # reported by the job's forecast
             return None
         return engine.forecast(index.tokens, SIMULATE_S).seconds
 
@@ -156,8 +155,8 @@ class Linter:
         return LintFinding(kind, text, round(saved * scale), saved / before.tokens, saved_s, template)
 
     def _near_duplicates(self, first: Looked) -> Iterator[LintFinding]:
-        """Prompts that are equal but for white space and case; the shortest of them is kept."""
-        alike: dict[bytes, dict[bytes, int]] = {}  # by what they have in common: by text, its own tokens
+        """Find prompts that differ only in white space and case. The shortest prompt of each group is kept."""
+        alike: dict[bytes, dict[bytes, int]] = {}  # normalised text: {exact text: unshared tokens}
         for text, params, own in self._texts(first):
             common = _digest(_SPACE.sub(" ", text).strip().casefold(), params)
             alike.setdefault(common, {})[_digest(text)] = own
@@ -170,8 +169,8 @@ class Linter:
             yield LintFinding("near_duplicates", text, round(tokens * scale), share, None, rows=rows)
 
     def _texts(self, first: Looked) -> Iterator[tuple[str, str, int]]:
-        """Yield the text of each prompt whose answer is greedy, its parameters, and how many tokens are its own."""
-        before = 0  # tokens that a prompt shares with the one before it
+        """Yield each greedily answered prompt: its text, its parameters and the number of its unshared tokens."""
+        before = 0  # tokens shared with the previous prompt
         for batch, requests in planned_requests(first.plan, first.index.tokens, _BATCH, self.setup.roots):
             texts = self.setup.tokenizer.decode_batch([request.prompt.tolist() for request in requests])
             for text, params, request in zip(texts, batch.params, requests, strict=True):
@@ -181,8 +180,7 @@ class Linter:
 
 
 def _with_template(job: Job, template: str | None, index: Index) -> Job:
-    """The job, with another prompt.user if there is one, over the rows that its index was made of: a query is not run
-    again."""
+    """Return the job over the indexed files, with `template` as prompt.user unless None. Queries are not run again."""
     prompt = job.prompt
     if prompt is not None and template is not None:
         prompt = prompt.model_copy(update={"user": template})
@@ -193,7 +191,7 @@ def _with_template(job: Job, template: str | None, index: Index) -> Job:
 
 
 def _digest(*texts: str) -> bytes:
-    """Equal for equal texts, which may be long: many rows' are compared."""
+    """Return a digest of the texts. Digests take less memory than long texts."""
     found = blake2b(digest_size=16)
     for text in texts:
         data = text.encode(errors="surrogatepass")
@@ -223,7 +221,7 @@ def _advice(kind: str, ordered: Sequence[TemplatePart], before: Sequence[Templat
 
 
 def finding_text(found: LintFinding) -> str:
-    """One line, for people."""
+    """Return the suggestion as one line."""
     prefix = f"{count(found.rows)} rows " if found.rows is not None else ""
     less = f"{found.saved_tokens:,} prompt tokens fewer ({found.share:.0%})"
     faster = f", about {found.saved_s:,.1f} s" if found.saved_s is not None and found.saved_s > 0 else ""

@@ -1,4 +1,4 @@
-"""The quantisations that a job could have: the memory that its weights would take, and the engine's time."""
+"""Compares the quantisations that a job could use: weight memory and engine time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ COMPARED: Mapping[Device, tuple[Quantization, ...]] = {
     "cpu": ("none", "int8", "int4"),
     "cuda": ("none", "int8"),
 }
-SIMULATE_S = 0.5  # for each: together a third of what `plan` may simulate for
+SIMULATE_S = 0.5  # per quantisation; together a third of PLAN_MOST_S
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedForecast:
-    """The forecast of a job with another `quantization`, or with its own. `seconds`: of the engine, from what is known
-    of the machine without runs of this model, so that all are known in the same way; None: they are not known, or the
-    job does not fit into memory, and not `fits`. `chosen`: whether it is the job's own."""
+    """The forecast of a job with one quantisation.
+
+    Attributes:
+        chosen: Whether the job uses this quantisation.
+        weight_bytes: Weight bytes of all engines.
+        seconds: Engine time. None if unknown or if the job does not fit. Ignores earlier runs, to compare all
+            equally.
+        fits: Whether the job fits into memory.
+    """
 
     quantization: Quantization
     chosen: bool
@@ -40,8 +46,10 @@ class QuantizedForecast:
 def quantized_forecasts(
     job: Job, setup: Setup, plan: Plan, prompts: Prompts, multiple: float
 ) -> Iterator[QuantizedForecast]:
-    """Yield the forecasts of a model of ours that is stored in floats; of others there is nothing to choose. What the
-    job's ranks could not divide is left out. `multiple`: as in ForecastEngine."""
+    """Yield the forecasts for a checkpoint that is stored in floats. Other checkpoints have no choice.
+
+    Quantisations that the job's ranks cannot shard are omitted. `multiple` is that of ForecastEngine.
+    """
     setting = setup.setting
     checkpoint = open_checkpoint(job.model.path) if setting.parts.weights is not None else setup.checkpoint
     if not isinstance(checkpoint, Checkpoint) or any(each.quantized for each in checkpoint.packed.values()):
@@ -66,6 +74,6 @@ def quantized_forecasts(
 
 
 def _without_runs(engine: ForecastEngine) -> ForecastEngine:
-    """Return the engine with steps whose times no earlier run has told."""
+    """Return the engine without step times of earlier runs."""
     times = step_times(engine.setup.setting, engine.machine.cost, None)
     return replace(engine, times=times, machine=replace(engine.machine, time=times.time))

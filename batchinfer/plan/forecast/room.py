@@ -1,4 +1,4 @@
-"""The room that an engine has for sequences, in the memory that weights leave free; on every rank of a divided one."""
+"""Computes how many KV-cache blocks fit into the memory of an engine, after its weights. Handles sharded engines."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ from batchinfer_kernels.cost import PANEL_BYTES, ModelCost
 
 @dataclass(frozen=True, slots=True)
 class EngineRoom:
-    """The room that an engine has for sequences."""
+    """The capacity of an engine for sequences."""
 
     limits: SchedulerConfig
     layout: CacheLayout
     blocks: int
-    divided: DividedModel | None  # None: one rank has all of it
+    divided: DividedModel | None  # None if the model is not sharded
 
 
 def engine_room(job: Job, setup: Setup, longest: int) -> EngineRoom:
-    """Return what an engine would have for sequences of up to `longest` tokens. Raises OutOfMemory where not even one
-    of them fits."""
+    """Return the capacity for sequences of up to `longest` tokens. Raises OutOfMemory if not even one fits."""
     setting = setup.setting
     config = setting.engine_config(job, longest)
     cost = setting.model_cost(setup.checkpoint)
@@ -69,8 +68,17 @@ def _blocks(
     panel: int,
     spare: int,
 ) -> int:
-    """Return the blocks of the KV cache of all engines that take turns, as many as the rank with the least room has.
-    `taken`: bytes of weights, and of a block, on a rank of each stage; `spare`: of a cache in no block of a row."""
+    """Return the KV-cache blocks of all micro-batches, limited by the rank with the least free memory.
+
+    Args:
+        setting: Device, memory and sharding.
+        config: Configuration of the engine.
+        limits: Limits of the scheduler.
+        layout: KV cache of the whole model.
+        taken: Weight bytes, and bytes of a block, of one rank per stage.
+        panel: Bytes of a buffer for widened weights.
+        spare: Cache bytes outside of blocks.
+    """
     on_gpu, ranks = setting.device == "cuda", setting.placement.division.ranks
     turns = min(setting.placement.division.stages, limits.max_num_seqs)
     size = JobSize(config.longest, limits.max_num_seqs // turns, limits.max_num_batched_tokens)
@@ -88,7 +96,7 @@ def _blocks(
 
 
 def beside_block(setup: Setup, block_size: int) -> int:
-    """Return the bytes that a block takes for a draft model or heads beside an engine's own model, 0 without any."""
+    """Return the bytes per block of a draft model or draft heads in the same engine, or 0 without them."""
     beside, heads = setup.beside, setup.setting.parts.heads
     if heads is not None:
         return block_size * heads.token_bytes(setup.setting.numerics.itemsize)
@@ -96,7 +104,7 @@ def beside_block(setup: Setup, block_size: int) -> int:
 
 
 def kept_states(setup: Setup, max_num_seqs: int) -> int:
-    """Return the bytes of the states of sampled rows that a GPU keeps for heads."""
+    """Return the bytes of hidden states that a GPU keeps for draft heads."""
     heads, setting = setup.setting.parts.heads, setup.setting
     if heads is None or setting.device != "cuda":
         return 0
@@ -104,7 +112,7 @@ def kept_states(setup: Setup, max_num_seqs: int) -> int:
 
 
 def _widens(setup: Setup) -> bool:
-    """Whether a GPU has weights that it widens before it multiplies many rows: those in 4 bits, but for experts."""
+    """Return True if a GPU widens 4-bit weights before it multiplies many rows. MXFP4 experts are not widened."""
     quantization = setup.setting.numerics.quantization
     return quantization in ("int4", "stored-int4") or (
         quantization == "stored-mxfp4"
@@ -117,7 +125,7 @@ def _widens(setup: Setup) -> bool:
 
 
 def fits(job: Job, setup: Setup) -> bool:
-    """Whether an engine would have room for the longest sequence that any row of the job may come to."""
+    """Return True if an engine has room for the longest possible row of the job."""
     try:
         engine_room(job, setup, setup.setting.numerics.max_model_len)
     except OutOfMemory:
@@ -126,7 +134,7 @@ def fits(job: Job, setup: Setup) -> bool:
 
 
 def captures_of(setup: Setup, cost: ModelCost, limits: SchedulerConfig, longest: int) -> Captures:
-    """Return what a GPU's host captures of such a model: nothing of a model that transformers' code computes."""
+    """Return the CUDA graphs that an engine captures: none for models that run in third-party code."""
     if setup.checkpoint.modelling != OWN:
         return Captures(0, 0, 0)
     most = limits.max_num_batched_tokens

@@ -1,4 +1,4 @@
-"""Forecasts that a run makes of itself: at its start, during it, and of the longest step of an engine."""
+"""Forecasts that a run makes of itself, at its start and while it runs, and the time of the longest step."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer.report.progress import Progress
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape
 
-# No forecast is made where its least part takes more than these seconds, and this many times its budget
+# No forecast is made if even the smallest simulation takes more than MOST_S seconds and TOO_MUCH times its budget
 MOST_S, TOO_MUCH = 3.0, 3.0
-# Answers that ended by themselves, and the share of the run's tokens: before that the run has mostly read prompts
+# Finished answers, and share of the run's tokens, before a revised forecast. Earlier, the run has mostly prefilled.
 FEWEST_ANSWERS, LEAST_SHARE = 64, 0.05
-# What steps may reach of a CPU's peaks while none were measured (`doctor --measure`): plain operators, without a
-# compiler, and cores that others use.
+# Share of a CPU's peaks that steps reach if none were measured (`doctor --measure`). Covers plain operators without a
+# compiler, and cores shared with other processes.
 UNMEASURED_SHARE = 0.1
-SLOWEST = Peaks(1e9, 1e9)  # of a machine of which nothing is known: FLOP/s and bytes a second of a slow core
+SLOWEST = Peaks(1e9, 1e9)  # FLOP/s and bytes/s of a slow core, for machines with unknown peaks
 
 
 @dataclass(frozen=True, slots=True)
 class RunForecast:
-    """A run's forecast, made before it starts. `engine`: None where no forecast was made."""
+    """The forecast at the start of a run. `engine` is None if no forecast was made."""
 
     engine: EngineForecast | None = None
     lines: tuple[str, ...] = ()  # for people
@@ -43,17 +43,17 @@ class RunForecast:
 def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts, whole: bool = True) -> RunForecast:
     """Forecast the engine at the start of a run. An error in the forecast's arithmetic never stops the run.
 
-    `whole`: the plan is all that the run computes, and the time of the whole run is forecast, too.
-
-    The forecast is empty if nothing has to run, if the machine's peaks are unknown, or if the engine will have too
-    little memory. It is also empty if even the smallest sample would take long to simulate, for example because answers
-    may have tens of thousands of tokens.
+    The forecast is empty if nothing has to run, if the machine's peaks are unknown, if memory is too small,
+    or if even the
+    smallest simulation takes long. If `whole` is True, the plan is all that the run computes, and the time of
+    the whole
+    run is forecast too.
     """
     if setup.setting.peaks is None or not plan.to_run:
         return RunForecast()
     try:
         return _forecast(forecast_engine(job, setup, plan), prompts, whole)
-    except OutOfMemory:  # estimated from here; the engine's own process knows better, and says so
+    except OutOfMemory:  # only an estimate; the engine's process checks and reports it
         return RunForecast()
     except MemoryError:
         return RunForecast(None, ("no forecast: too little memory to simulate the job",))
@@ -63,7 +63,7 @@ def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts, whole: bo
 
 def _forecast(engine: ForecastEngine, prompts: Prompts, whole: bool) -> RunForecast:
     budget_s = engine.run_budget_s()
-    known = engine.answers_from > 0  # then answers are simulated as long as they become, not as they may
+    known = engine.answers_from > 0  # answers are simulated at their expected lengths
     if not known and engine.simulation_s(engine.every(budget_s)) > max(MOST_S, TOO_MUCH * budget_s):
         return RunForecast()
     found = engine.forecast(prompts, budget_s)
@@ -74,7 +74,7 @@ def _forecast(engine: ForecastEngine, prompts: Prompts, whole: bool) -> RunForec
 
 
 class RevisedForecast:
-    """Says once how long the engine will take, judged by the lengths of the first answers and the rate so far."""
+    """Reports a new forecast once, from the lengths of the first answers and the rate so far."""
 
     def __init__(
         self,
@@ -83,14 +83,20 @@ class RevisedForecast:
         clock: Callable[[], float] = time.monotonic,
         began: float | None = None,
     ) -> None:
-        """`wanted`: the forecast before the run counted every answer at its max_tokens, or there was none. `began`:
-        when the engine's time began, by the clock; None: with the first look."""
+        """Create a forecast that has not been reported yet.
+
+        Args:
+            wanted: Whether the first forecast is missing or assumed max_tokens for every answer.
+            notice: Receives the forecast as text.
+            clock: Returns seconds.
+            began: Start of the engine, by the clock. None: the first call of `look`.
+        """
         self._wanted, self._notice, self._clock = wanted, notice, clock
         self._began = began
         self.facts: dict[str, Any] = {}  # for the run's report, by the names of the run table's columns
 
     def look(self, progress: Progress) -> None:
-        """Say it as soon as enough answers are there."""
+        """Report the forecast as soon as enough answers have finished."""
         output = progress.output
         if not self._wanted or output is None:
             return
@@ -110,8 +116,10 @@ class RevisedForecast:
 
 
 def longest_step_s(setting: Setting, cost: ModelCost, longest: int, info: EngineInfo) -> float:
-    """Return the seconds of the largest step that the engine's limits allow, in which all sequences are as long as the
-    `longest` and share nothing."""
+    """Return the seconds of the largest step within the engine's limits.
+
+    All of its sequences have `longest` tokens and share nothing.
+    """
     rows, tokens, layers = info.max_num_seqs, info.max_num_batched_tokens, len(cost.windows)
     attended = longest * layers
     shape = StepShape(tokens, min(rows, tokens), tokens * attended, rows * attended)

@@ -1,4 +1,4 @@
-"""A sample of a job's rows, from everywhere in its input: how it is drawn, and how far its figures may be off."""
+"""Samples rows from the whole input, and estimates the error of the scaled figures."""
 
 from __future__ import annotations
 
@@ -17,41 +17,45 @@ from batchinfer.job import Job
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.prefixes import PlannedPrefix
 
-# Rows that stand together in the input often share a document or a length: runs of them show both.
+# Neighbouring rows often share a document or a length. Short runs of rows capture both.
 RUN_ROWS = 16
-WIDTH = 1.96  # standard errors on either side of an estimate that hold the truth 19 times of 20
+WIDTH = 1.96  # standard errors on either side of an estimate, for 95 % confidence
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """How many rows were read of how many, and what that means for the estimates."""
+    """The size of a sample and the error of its estimates."""
 
     rows: int
     of_rows: int
-    error: float | None = None  # of the tokens, 95 times of 100 at most; None: too few rows to tell
+    error: float | None = None  # relative error of the tokens, 95 % confidence; None: too few rows
 
     @property
     def times(self) -> float:
-        """The factor from the sample's counts to those of all rows."""
+        """Return the factor from the sample's counts to those of all rows."""
         return self.of_rows / self.rows
 
     def whole_plan(self, plan: Plan) -> Plan:
-        """The counts of a plan of the sample, scaled to all rows. There may be more duplicates and shared tokens: a row
-        whose twin is outside the sample looks unique."""
+        """Return the plan with its counts scaled to all rows.
+
+        Duplicates and shared tokens are underestimated: a row whose duplicate is outside the sample looks unique.
+        """
         counts = ("error_rows", "distinct", "duplicates", "present", "to_run")
         tokens = ("prompt_tokens", "expected_tokens", "shared_prefix_tokens")
         scaled = {name: round(getattr(plan, name) * self.times) for name in (*counts, *tokens)}
         return replace(plan, rows=self.of_rows, **scaled)
 
     def whole_prefix(self, node: PlannedPrefix) -> PlannedPrefix:
-        """Return the node with as many users as all rows make likely."""
+        """Return the prefix with its number of users scaled to all rows."""
         users = round(node.users * self.times)
         return replace(node, users=users, saved_tokens=node.own_tokens * (users - 1))
 
 
 def strata_of(job: Job, rows: int) -> tuple[Strata, int] | None:
-    """Return how to draw about `rows` rows of a job's files, and how many there are; None where these are no more. The
-    whole input is read for it."""
+    """Return how to draw about `rows` rows, and the total number of rows, or None if the input has no more rows.
+
+    Reads the whole input.
+    """
     found = open_input(job, input_files(job)).count(job.input.limit)
     if found <= rows:
         return None
@@ -60,7 +64,7 @@ def strata_of(job: Job, rows: int) -> tuple[Strata, int] | None:
 
 
 def sampled_rows(index_parts: Sequence[Path], of_rows: int) -> SampledRows:
-    """Return how good a sample is, as its index tells."""
+    """Return the size and error of the sample in an index."""
     columns = [pq.read_table(part, columns=["token_count", "expected_tokens"]) for part in index_parts]
     tokens = np.concatenate(
         [sum(table.column(name).fill_null(0).to_numpy() for name in table.column_names) for table in columns]
@@ -69,10 +73,11 @@ def sampled_rows(index_parts: Sequence[Path], of_rows: int) -> SampledRows:
 
 
 def relative_error(tokens: NDArray[np.int64], of_rows: int) -> float | None:
-    """By how much of itself the sum of a sample's rows, scaled to all, is off 19 times of 20 at most.
+    """Return the relative error of a sample's scaled token count at 95 % confidence.
 
-    From how far neighbouring runs are apart, as for any systematic sample: what changes slowly along the input is in
-    every sample and adds no error. None for fewer than eight runs, or for nothing.
+    Uses the differences between neighbouring runs of rows, as is usual for a systematic sample: slow changes
+    along the
+    input add no error. Returns None for fewer than eight runs or no tokens.
     """
     runs = tokens[: len(tokens) // RUN_ROWS * RUN_ROWS].reshape(-1, RUN_ROWS).mean(axis=1)
     if len(runs) < 8 or not runs.sum():

@@ -1,4 +1,4 @@
-"""An estimate of an engine's time in closed form, by which layouts are compared before any is simulated."""
+"""Estimates an engine's time in closed form, to compare layouts before any is simulated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer_kernels.cost import StepShape
 
 @dataclass(frozen=True, slots=True)
 class MeanRow:
-    """A job's rows in the mean: tokens of the prompt, those of them that no earlier row shares, and of the answer."""
+    """The mean row of a job: prompt tokens, unshared prompt tokens, and output tokens."""
 
     prompt: float
     own: float
@@ -22,8 +22,10 @@ class MeanRow:
 
 
 def estimated_s(engine: ForecastEngine) -> float:
-    """Return about how long an engine takes if it is always full: a wave of rows that read their prompts and then
-    decode together, as often as there are such waves."""
+    """Return the approximate seconds of an engine that is always full.
+
+    Rows run in waves: each wave prefills its prompts, then decodes.
+    """
     plan, machine = engine.plan, engine.machine
     rows = plan.to_run * engine.multiple / engine.setup.setting.placement.replicas
     mean = MeanRow(
@@ -47,7 +49,7 @@ def _decode_s(machine: SimulatedEngine, rows: float, mean: MeanRow) -> float:
 
 
 def _at_once(machine: SimulatedEngine, rows: int, cached: float, output: float) -> int:
-    """Return how many steps the host launches at once, while rows read `cached` tokens in each layer."""
+    """Return the number of decode steps that the host launches together, with `cached` tokens per layer."""
     costs = machine.scheduler.admission_costs
     if costs is None or not machine.repeats:
         return 1
@@ -57,7 +59,7 @@ def _at_once(machine: SimulatedEngine, rows: int, cached: float, output: float) 
 
 
 def _prompt_s(machine: SimulatedEngine, mean: MeanRow) -> float:
-    """Return the seconds of a step that is full of prompts."""
+    """Return the seconds of a step full of prompt tokens."""
     tokens = machine.scheduler.max_num_batched_tokens
     rows = max(1, round(tokens / mean.own))
     pairs = tokens * machine.cost.seen(max(1, round(mean.prompt - mean.own / 2)))
@@ -68,8 +70,10 @@ def _prompt_s(machine: SimulatedEngine, mean: MeanRow) -> float:
 def _interval_s(
     machine: SimulatedEngine, shape: StepShape, rows: int, mode: LaunchMode, steps: int = 1
 ) -> float:
-    """Return the seconds from one step of an engine to its next one, while the others that take turns have one each.
-    `steps`: that the host launches at once."""
+    """Return the seconds from one step of a micro-batch to its next, while each other micro-batch runs one step.
+
+    The host launches `steps` steps together.
+    """
     time, turns, captures = machine.time, machine.turns, machine.captures
     if captures is not None and not captures.rows:
         mode = "eager"

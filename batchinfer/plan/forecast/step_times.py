@@ -1,4 +1,4 @@
-"""The times that the steps of a job will take, by the best that is known of this machine."""
+"""Chooses the best available step times for a job on this machine."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ from batchinfer.plan.simulation.step_time import MeasuredStep, StepTime, measure
 from batchinfer.report.tables.earlier_runs import LAUNCHED_STEPS, EarlierSteps
 from batchinfer_kernels.cost import ModelCost, Peaks
 
-# What steps are taken to reach of a GPU's peaks while no run tells more: a round figure, declared and not measured,
-# since no GPU has run this engine often enough to say.
+# Assumed share of a GPU's peaks while no run has measured it: a round figure, not a measurement
 DECLARED_EFFICIENCY = 0.6
-MOST_STEPS = 5_000  # of earlier runs that are compared with what they should have taken, at some 0.1 ms each
+MOST_STEPS = 5_000  # steps of earlier runs that are used; each takes about 0.1 ms to evaluate
 
-# Earlier runs of the job; `doctor --measure` on this machine; the share above; or the least that the peaks allow
+# Origin: earlier runs; `doctor --measure`; DECLARED_EFFICIENCY; the roofline; or nothing, because peaks are unknown
 Known = Literal["runs", "measured", "declared", "limit", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Times of steps, and how they are known. `unknown`: without peaks; then seconds mean nothing."""
+    """Step times and their origin. If `known` is "unknown", seconds mean nothing."""
 
     time: StepTime
     known: Known
-    runs: int = 0  # how many earlier runs' steps they are from
+    runs: int = 0  # number of earlier runs
 
 
 def alike(job: Job, setting: Setting) -> dict[str, object]:
-    """Return this model, machine and arithmetic as columns of the run table have them."""
+    """Return the model, machine and arithmetic as columns of the run table, to find comparable runs."""
     return {
         "model": described(job.model.path),
         "hardware": setting.placement.hardware.name,
@@ -55,8 +54,8 @@ def alike(job: Job, setting: Setting) -> dict[str, object]:
 
 
 def step_times(setting: Setting, cost: ModelCost, earlier: EarlierSteps | None) -> StepTimes:
-    """`earlier`: steps of runs that are alike."""
-    if setting.peaks is None:  # counts are right all the same, and nobody is told of the seconds
+    """Return the step times for a setting. `earlier` holds the steps of comparable runs, or None."""
+    if setting.peaks is None:  # counts are valid; the seconds are not shown
         return StepTimes(StepTime(Peaks(1.0, 1.0)), "unknown")
     expected = _expected(setting, setting.peaks)
     if earlier is None:
@@ -95,7 +94,7 @@ def _measured(earlier: EarlierSteps, cost: ModelCost) -> Iterator[MeasuredStep]:
         sampled, model_s = int(columns["sampled_tokens"][at]), float(columns["model_s"][at])
         flops, moved = int(columns["flops"][at]), int(columns["bytes"][at])
         shape = shape_of(cost, int(tokens[at]), sampled, flops, moved)
-        # What the host took for steps that it launched at once is divided among them, and further ones took a part
+        # The host time of steps launched together is divided among them; remove the share of the further steps
         launched = float(columns[LAUNCHED_STEPS][at])
         host_s = (float(wall[at]) - model_s) * launched - further_host_s(launched - 1, int(rows[at]))
         yield MeasuredStep(TimedStep(cost, shape, int(rows[at]), model_s), max(0.0, host_s))

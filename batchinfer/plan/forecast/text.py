@@ -1,4 +1,4 @@
-"""A forecast as people read it, and as an object for machines."""
+"""Formats a forecast as text and as JSON."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.prefixes import PlannedPrefix
 from batchinfer.report.summary import launch_text
 
-MOST_REFUSED = 4  # that are told, each with its reason
-NAME = 10  # characters of a line's name
+MOST_REFUSED = 4  # refused layouts that are listed with a reason
+NAME = 10  # width of a line's name, in characters
 MOST_CODES = 3
 UPPER_BOUND = "(upper bound: no earlier run to learn lengths from)"
 
 
 def layout_lines(layouts: Sequence[LayoutForecast], devices: Devices) -> Iterator[tuple[str, str]]:
-    """Yield the lines: the devices, each layout that fits, the chosen one first, and why others are refused."""
+    """Yield lines for the devices, the layouts that fit (the chosen one first), and the refused layouts."""
     yield (
         "layouts",
         f"{devices.name}, {devices.links}; expected, and never run on a GPU; bytes are those of a device",
@@ -63,13 +63,13 @@ def _fitting(layout: LayoutForecast) -> str:
 
 
 def forecast_lines(found: JobForecast, price_per_hour: float | None) -> list[str]:
-    """Return a heading, and a line for each known part. `price_per_hour`: of the machine, in any currency."""
+    """Return a heading and a line for each known part. `price_per_hour` is the machine's, in any currency."""
     named = _named(found, price_per_hour)
     return [f"{found.job}: {found.setting}", *(f"  {name:<{NAME}}{text}" for name, text in named)]
 
 
 def plan_line(plan: Plan) -> str:
-    """Say the plan in one line, before it runs."""
+    """Return the plan in one line, before it runs."""
     duplicates = counted(plan.duplicates, "duplicate")
     rows = f"plan: {counted(plan.rows, 'row')}, {counted(plan.error_rows, 'error row')}, {duplicates}"
     if not plan.to_run:
@@ -87,7 +87,7 @@ def _to_run(plan: Plan) -> str:
 
 
 def engine_text(forecast: EngineForecast) -> str:
-    """Say the seconds, which are known, and how they are known."""
+    """Return the engine's seconds and their origin. The seconds must be known."""
     which = f"MFU {percent(forecast.mfu)}, MBU {percent(forecast.mbu)}"
     bound = f" {UPPER_BOUND}" if forecast.upper_bound else ""
     return f"{seconds(forecast.seconds)}{bound}, {counted(forecast.run.steps, 'step')}, {which}; {_known(forecast)}"
@@ -110,7 +110,7 @@ def _span(within: tuple[float, float]) -> str:
 
 
 def drafts_line(forecast: EngineForecast) -> tuple[str, ...]:
-    """Return a line that says what drafts came to in the last run, if it had any: the forecast counts none."""
+    """Return a line about the drafts of the last run, or no line. The forecast itself ignores drafts."""
     before = forecast.proposals
     if before is None:
         return ()
@@ -124,7 +124,7 @@ def drafts_line(forecast: EngineForecast) -> tuple[str, ...]:
 
 
 def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str, Any]:
-    """Return the forecast as JSON: null stands for what is not known and for parts that do not apply."""
+    """Return the forecast as JSON. Unknown values and parts that do not apply are null."""
     plan, lengths, memory, forecast = found.plan, found.lengths, found.memory, found.forecast
     return {
         "job": found.job,
@@ -175,7 +175,7 @@ def _devices_json(devices: Devices) -> dict[str, Any]:
 
 
 def _node_json(node: PlannedPrefix) -> dict[str, Any]:
-    """Return the node without the place of its tokens, which is gone when the forecast is there."""
+    """Return the prefix without the offset of its tokens, which is only valid while planning."""
     return {name: value for name, value in asdict(node).items() if name != "token_offset"}
 
 
@@ -244,7 +244,7 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         f"{memory.block_size} tokens)",
     )
     yield from _times(found.forecast, price_per_hour)
-    if found.drafting is None and found.calibration is None:  # neither is in the range
+    if found.drafting is None and found.calibration is None:  # the range includes neither
         yield from (("whole run", line) for line in range_line(found.forecast))
     if found.calibration is not None:
         yield "int4", found.calibration.text
@@ -267,7 +267,7 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
 def experts_text(
     placement: str, ranks: int, why: str, in_ranges: float | None, expected: float | None, repeated: int
 ) -> str:
-    """Say what ExpertPlan tells."""
+    """Return the text for the fields of an ExpertPlan."""
     if in_ranges is None or expected is None:
         return f"in ranges on {ranks} ranks: {why}"
     most = f"the most loaded of {ranks} ranks has {in_ranges:.2f} times the mean's tokens"
@@ -283,7 +283,7 @@ def _draft_model(runs: str, why: str) -> str:
 
 
 def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:
-    """Yield a line for each of these nodes, deeper ones further to the right."""
+    """Yield a line per prefix, indented by its depth."""
     depth: dict[int | None, int] = {None: 0}
     for node in prefixes:
         depth[node.node] = depth[node.parent] + 1
@@ -350,7 +350,7 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
     if (launched := launch_text(run.launches or {})) is not None:
         yield "", launched
     if forecast.waits is not None:
-        yield "", f"stages wait {percent(forecast.waits)} of the time, in the mean"
+        yield "", f"stages wait {percent(forecast.waits)} of the time on average"
     if forecast.simulated < 1:
         yield "", f"extrapolated from simulating {percent(forecast.simulated)} of the rows"
     if forecast.energy_j is not None:
@@ -361,7 +361,6 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
 
 
 def _quantizations(found: JobForecast) -> str:
-    """Say what each quantisation would take."""
     told = []
     for one in found.quantizations:
         took = "" if one.seconds is None else f" and {seconds(one.seconds)}"
@@ -374,7 +373,7 @@ def _quantizations(found: JobForecast) -> str:
 
 
 def _idle(idle: IdleForecast) -> str:
-    """Say how long devices will wait, and for what."""
+    """Return the idle time by cause, as a sentence."""
     named = (
         ("input", idle.input_s), ("planning", idle.plan_s), ("loading", idle.load_s),
         ("the other engines' last rows", idle.tail_s), ("publishing", idle.publish_s),
@@ -388,7 +387,7 @@ def _idle(idle: IdleForecast) -> str:
 
 
 def _known(forecast: EngineForecast) -> str:
-    """Say how the times of steps are known."""
+    """Return the origin of the step times, as a phrase."""
     if forecast.times.known == "runs":
         return f"steps as fast as in {counted(forecast.times.runs, 'earlier run')}"
     if forecast.times.known == "measured":

@@ -1,4 +1,4 @@
-"""The range in which the time of a run will lie, start and loading included."""
+"""Estimates the range of a run's time, start and loading included."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from batchinfer.engine.schedule.budget import HOST_STEP_S
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.plan.forecast.step_times import Known
 
-# Without measured steps a CPU is assumed to reach this share of its peaks, and to take this long for each layer of a
-# step beyond its work. The quickstart's steps reached 0.17 (8 rows at once) to 0.69 (256 rows) on two AMD EPYC cores.
+# Without measured steps, a CPU is assumed to reach this share of its peaks, plus this time per layer and step. The
+# quickstart's steps reached 0.17 (8 rows) to 0.69 (256 rows) of the peaks on two AMD EPYC cores.
 CPU_SHARE, CPU_LAYER_S = 0.5, 1e-4
-# The factors by which steps may be faster or slower than expected, by how their times are known
+# Factors of the fastest and slowest step time relative to the expected one, by origin
 _FACTORS: Mapping[Known, tuple[float, float]] = MappingProxyType(
     {
         "unknown": (0.0, 0.0),
@@ -24,30 +24,29 @@ _FACTORS: Mapping[Known, tuple[float, float]] = MappingProxyType(
         "limit": (CPU_SHARE, 2.0),
     }
 )
-_SHORTEST_ANSWERS = 0.25  # of max_tokens on average, where no run knows how long answers become
-# Before the first run: importing, planning and publishing took 7 to 11 s for the quickstart; and weights are read at
-# this pace
+_SHORTEST_ANSWERS = 0.25  # mean share of max_tokens, if no run has measured answer lengths
+# Before the first run: seconds to import, plan and publish (7 to 11 for the quickstart), and bytes loaded per second
 _FIRST_S = (2.0, 12.0)
 _LOAD_BYTES_PER_S = (2e9, 2e8)
-_OVERHEAD_FACTORS = (0.7, 1.5)  # of what it was in earlier runs
+_OVERHEAD_FACTORS = (0.7, 1.5)  # relative to earlier runs
 
 
 @dataclass(frozen=True, slots=True)
 class TimeRange:
-    """Seconds between which the engine, and everything else in the run, will lie."""
+    """The ranges of the seconds of the engine and of everything else in the run."""
 
     engine_s: tuple[float, float]
     other_s: tuple[float, float]  # start, reading, loading, publishing
-    runs: int  # earlier runs from which `other_s` is known; 0: it is assumed
+    runs: int  # earlier runs that measured other_s; 0: assumed
 
     @property
     def run_s(self) -> tuple[float, float]:
-        """Return the seconds of the whole run."""
+        """Return the range of the whole run."""
         return self.engine_s[0] + self.other_s[0], self.engine_s[1] + self.other_s[1]
 
 
 def unmeasured_s(limit_s: float, steps: int, layers: int) -> float:
-    """Return the expected seconds of a CPU's steps that take `limit_s` at the peaks, if none were measured."""
+    """Return the expected seconds of unmeasured CPU steps that take `limit_s` at the peaks."""
     return limit_s / CPU_SHARE + steps * (HOST_STEP_S + layers * CPU_LAYER_S)
 
 
@@ -55,10 +54,10 @@ def engine_range(seconds: float, known: Known, upper_bound: bool, device: str) -
     """Return the range around the expected seconds of the engine.
 
     Args:
-        seconds: what is expected.
-        known: how the times of steps are known.
-        upper_bound: whether answers were counted at their max_tokens.
-        device: where the engine runs. On a CPU, other processes that are running now take their share.
+        seconds: Expected seconds.
+        known: Origin of the step times.
+        upper_bound: Whether answers were counted at their max_tokens.
+        device: Device of the engine. On a CPU, the current load of other processes is included.
     """
     least, most = _FACTORS[known]
     shorter = _SHORTEST_ANSWERS if upper_bound else 1.0
@@ -66,7 +65,7 @@ def engine_range(seconds: float, known: Known, upper_bound: bool, device: str) -
 
 
 def _waiting() -> float:
-    """Return how many processes want each core now, at least 1."""
+    """Return the number of runnable processes per core, at least 1."""
     return max(1.0, os.getloadavg()[0] / usable_cpus())
 
 
