@@ -32,7 +32,7 @@ class StagePart:
     layers: tuple[int, int]  # half-open range of layer numbers in the whole model
 
     def block_bytes(self, layout: CacheLayout, whole: ModelSpec) -> int:
-        """Return the bytes of a KV-cache block on this rank. `layout` is that of the whole model."""
+        """Return the bytes of a KV-cache block on this rank. `layout` describes the whole model."""
         staged = self.layers != (0, len(whole.layers))
         own = stage_layout(layout, whole.caches, self.layers) if staged else layout
         return block_bytes(own, self.cost)

@@ -205,7 +205,7 @@ def half_of(requests: Sequence[T]) -> list[T]:
 def forecast_engine(
     job: Job, setup: Setup, plan: Plan, devices: Devices | None = None, learns: bool = True
 ) -> ForecastEngine:
-    """Return the engine for a plan that is not empty. The arguments are those of `simulated_engine`."""
+    """Return the engine for a plan that is not empty. See `simulated_engine` for the arguments."""
     machine, times = simulated_engine(job, setup, plan.longest, devices, learns)
     return ForecastEngine(job, setup, plan, machine, times, *_lengths(job))
 

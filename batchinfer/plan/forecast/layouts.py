@@ -110,7 +110,7 @@ def layout_forecasts(
 
 
 def candidates(devices: int) -> Iterator[Division]:
-    """Yield the possible shardings of an engine's model, those with fewest ranks first.
+    """Yield the possible shardings of an engine's model, fewest ranks first.
 
     Shardings that leave more devices idle than another one with the same number of engines are omitted.
     """

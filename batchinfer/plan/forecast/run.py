@@ -1,4 +1,4 @@
-"""Forecasts that a run makes of itself, at its start and while it runs, and the time of the longest step."""
+"""Forecasts made during a run: at its start, from its first answers, and for its longest step."""
 
 from __future__ import annotations
 

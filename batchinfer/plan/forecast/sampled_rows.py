@@ -52,7 +52,7 @@ class SampledRows:
 
 
 def strata_of(job: Job, rows: int) -> tuple[Strata, int] | None:
-    """Return how to draw about `rows` rows, and the total number of rows, or None if the input has no more rows.
+    """Return how to draw about `rows` rows, and the total number of rows, or None if that is the whole input.
 
     Reads the whole input.
     """

@@ -1,4 +1,4 @@
-"""The attempt that each row of an index is at, in SQL: with a ladder (`on_invalid`) a row may run again."""
+"""Builds SQL for the current attempt of each row. With a ladder (`on_invalid`), a row may have several attempts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from batchinfer.store.results.attempts import IS_INVALID
 
 
 def distinct_sql(index: Sequence[Path], reached: int, attempts: int) -> str:
-    """Select the distinct keys of rows, of each row that of the attempt that it is at: with the place and the length of
-    the prompt, the parameters, the most tokens of the answer, the number of rows, how many of them have no further
-    attempt, and the most tokens that an attempt from this one on may come to.
+    """Return a query for the distinct work keys of the rows' current attempts.
 
-    `reached`: the last attempt that a row may be at, of its `attempts`; if that is not the first one, the table
-    `chosen` says which completions are invalid.
+    Columns: key, offset and length of the prompt, parameters, expected output tokens, number of rows, number
+    of rows
+    without a further attempt, and the maximum tokens of this or a later attempt.
+
+    Args:
+        index: Parts of the index.
+        reached: Highest attempt that a row may be at. If above 1, the table `chosen` lists the invalid answers.
+        attempts: Number of attempts of the ladder.
     """
     selects = [_at(attempt, reached, attempts, parquet(index)) for attempt in range(1, reached + 1)]
-    # equal keys mean equal tokens and parameters: only the offset differs, and the smallest is as good as any
+    # Equal keys have equal tokens and parameters. Only offsets differ, and any of them works.
     return (
         "SELECT key, min(token_offset), min(token_count), min(params), min(expected_tokens), count(*), "
         f"count(*) FILTER (final), max(longest) FROM ({' UNION ALL '.join(selects)}) GROUP BY key"
@@ -27,7 +31,7 @@ def distinct_sql(index: Sequence[Path], reached: int, attempts: int) -> str:
 
 
 def _at(attempt: int, reached: int, attempts: int, source: str) -> str:
-    """Select the rows that are at this attempt: all before are invalid, and it is not, or is the last one."""
+    """Select the rows at this attempt: all earlier answers are invalid, and this one is valid or the last."""
     key, params, expected = attempt_columns(attempt)
     keys = [attempt_columns(number)[0] for number in range(1, attempts + 1)]
     later = [f"{name} IS NULL" for name in keys[attempt:]]

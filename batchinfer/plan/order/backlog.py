@@ -1,4 +1,4 @@
-"""Rows that no engine has been given yet, and where they are divided among engines."""
+"""Divides the rows of a plan among engines. Holds the rows that no engine has yet."""
 
 from __future__ import annotations
 
@@ -8,57 +8,67 @@ from itertools import accumulate
 
 from batchinfer.core.request import Request
 
-# Engines that rows on both sides of a cut go to run what they share each: it may cost such a part of these rows' work.
+# A cut makes engines on both sides compute the shared prefix. The prefix may cost 1/DIVIDES_AT of the rows' work.
 DIVIDES_AT = 8
-MOST_ROWS = 256  # that one of several engines is given at once
-# The fewer rows are left, the fewer are handed out at once: an engine's even share of them divided by this. So engines
-# end together, even if one is several times slower than another.
+MOST_ROWS = 256  # maximum rows per hand-out, with several engines
+# Each hand-out is an engine's equal share of the remaining rows divided by this. Hand-outs shrink towards the end, so
+# engines finish together even if one is several times slower.
 PIECES_LEFT = 4
-_READ = 1024  # rows at a time: a cut looks at all that were read
+_READ = 1024  # rows read at a time; `cut` examines all rows that were read
 
 
 class Backlog:
-    """Rows in the plan's order, in which those that share a prefix follow one another."""
+    """Rows in plan order, in which rows with a common prefix are adjacent."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
-        self._paid = 0  # tokens that the first row shares with rows before it, and that every engine may run
+        self._paid = 0  # prefix tokens of the first row that every engine computes anyway
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def append(self, requests: Sequence[Request]) -> None:
-        """The next rows of the plan."""
+        """Add the next rows of the plan."""
         self._requests += requests
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Put back rows that an engine had: they are the first to be handed out again."""
+        """Return rows of an engine to the front of the backlog."""
         self._requests[:0] = requests
         self._paid = 0
 
     def take_all(self) -> list[Request]:
+        """Remove and return all rows."""
         taken, self._requests = self._requests, []
         return taken
 
     def take(self, rows: int, engines: int) -> list[Request]:
-        """Take about `rows` of the first rows, at least one, for one of several engines: rows that share a prefix stay
-        together, unless running the prefix in several engines costs little compared to these rows."""
+        """Remove and return about `rows` rows from the front, at least one, for one of several engines.
+
+        Rows that share a prefix stay together, unless computing the prefix in several engines is cheap.
+        """
         end, self._paid = cut(self._requests, rows, engines, self._paid)
         taken = self._requests[:end]
         del self._requests[:end]
-        if taken and taken[-1].shares_next:  # what follows may go to another engine
+        if taken and taken[-1].shares_next:  # the next row may go to another engine
             taken[-1] = replace(taken[-1], shares_next=0)
         return taken
 
 
 def cut(requests: Sequence[Request], rows: int, engines: int, paid: int = 0) -> tuple[int, int]:
-    """Return how many of the first requests to take: `rows` up to twice as many, ending where the least is shared; and
-    more if even there the cut would cost too much, all of them at the most. And what is `paid` behind the cut.
+    """Return how many requests to take from the front, and the prefix tokens that remain paid for after the cut.
 
-    Another engine runs once more what rows on both sides share. That must cost little compared to the rows that are cut
-    off, or, if each engine does so, to all rows up to the last that shares as much; once it is paid for all engines,
-    further cuts among these rows cost nothing. `paid`: what the first row shares with those before it, paid for by
-    then.
+    The cut is between `rows` and twice as many rows, where the shared prefix is shortest. If the prefix is
+    too expensive
+    to compute twice, the range is doubled until all requests are taken.
+
+    A prefix is cheap enough if it costs little compared to the rows before the cut, or, computed by every engine,
+    compared to all rows that share it. In the second case later cuts in the same prefix are free.
+
+    Args:
+        requests: Requests in plan order.
+        rows: Desired number of requests.
+        engines: Number of engines.
+        paid: Tokens that the first request shares with earlier ones and that all engines compute anyway.
     """
     work, rows = _work(requests), max(1, rows)
     kept = list(accumulate((request.shares_next for request in requests), min, initial=paid))[1:]
@@ -76,7 +86,7 @@ def cut(requests: Sequence[Request], rows: int, engines: int, paid: int = 0) -> 
 
 
 def _group_end(requests: Sequence[Request], end: int) -> int:
-    """Behind the last request that shares as much with those before as the one behind `end` does."""
+    """Return the end of the group of requests that share as much as the two around `end`."""
     shared = requests[end - 1].shares_next
     while end < len(requests) and requests[end - 1].shares_next >= shared:
         end += 1
@@ -84,7 +94,7 @@ def _group_end(requests: Sequence[Request], end: int) -> int:
 
 
 def _work(requests: Sequence[Request]) -> list[int]:
-    """Tokens, prompt and answer, of each request and all before it, shared ones once."""
+    """Return the cumulated tokens (prompt and answer) of the requests. Shared tokens count once."""
     shared = [0, *(request.shares_next for request in requests[:-1])]
     each = (
         max(0, len(request.prompt) - common) + request.params.max_tokens
@@ -94,17 +104,17 @@ def _work(requests: Sequence[Request]) -> list[int]:
 
 
 def tokens_of(request: Request) -> int:
-    """Return the tokens of a request's prompt, and of its answer if that becomes as long as it may."""
+    """Return the prompt tokens plus the maximum answer tokens of a request."""
     return len(request.prompt) + request.params.max_tokens
 
 
 def piece_rows(left: int, engines: int) -> int:
-    """Return how many rows one of these engines is given at once, while `left` rows are left."""
+    """Return how many rows to hand to one of the engines while `left` rows remain."""
     return max(1, min(MOST_ROWS, left // (PIECES_LEFT * engines)))
 
 
 def share_of(requests: Sequence[Request], engines: int) -> list[Request]:
-    """Return the requests that the busiest of the engines gets, if all are equally fast."""
+    """Return the requests of the busiest engine, assuming equally fast engines."""
     if engines == 1:
         return list(requests)
     backlog, loads = Backlog(), [0] * engines
@@ -112,7 +122,7 @@ def share_of(requests: Sequence[Request], engines: int) -> list[Request]:
     left, read = len(requests), 0
     while left:
         rows = piece_rows(left, engines)
-        while read < len(requests) and len(backlog) < 2 * rows:  # as those are read that are handed out
+        while read < len(requests) and len(backlog) < 2 * rows:  # the run reads ahead by the same number
             backlog.append(requests[read : read + _READ])
             read += _READ
         piece = backlog.take(rows, engines)

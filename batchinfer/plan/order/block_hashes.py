@@ -1,8 +1,7 @@
-"""Hashes by which prompts are compared block by block: that of a block covers all tokens up to its end.
+"""Hashes prompts block by block, to compare them. The hash of a block covers all tokens up to its end.
 
-The engine has a hash of its own (`Sequence.block_hash`), which decides whose K and V are reused: where it is equal for
-different tokens, answers are wrong. Here it would cost a worse order alone, and a cryptographic hash takes 15 times as
-long (docs/measurements/prefixes.md).
+The engine uses a cryptographic hash (`Sequence.block_hash`), because a collision there gives wrong answers. Here a
+collision only worsens the order, and a cryptographic hash takes 15 times as long (docs/measurements/prefixes.md).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from batchinfer.core.prefix_forest import Ints
 from batchinfer.core.request import TokenIds
 
-BLOCK = 16  # tokens; a KV block has as many unless the job says otherwise
+BLOCK = 16  # tokens; the default size of a KV-cache block
 HASH_BYTES = 8
 
 Hashes = NDArray[np.uint64]
@@ -25,48 +24,51 @@ _NONE: Hashes = np.zeros(0, np.uint64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chains:
-    """The chain of a prompt is the hashes of its whole blocks, but for one that its last token ends, as that token
-    always runs.
+    """The block hashes of prompts. A block that ends with the last token is left out, as that token always runs.
 
-    Two prompts begin with the same n blocks just if the first n hashes of their chains are equal, so that sorted
-    chains have those that begin alike next to each other. Two different beginnings have the same hash with a
-    probability of about 2⁻⁶⁴; what comes of it is a worse order, and no wrong answer.
+    Two prompts share their first n blocks if the first n hashes are equal, so sorting by hashes groups common
+    prefixes.
+    Collisions have a probability of about 2⁻⁶⁴ and only worsen the order.
     """
 
-    hashes: Hashes  # of all prompts, end to end
-    lengths: NDArray[np.int64]  # of each prompt's chain
+    hashes: Hashes  # of all prompts, concatenated
+    lengths: NDArray[np.int64]  # number of hashes of each prompt
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """Return the place behind each chain."""
+        """Return the end offset of each chain in `hashes`."""
         return np.cumsum(self.lengths)
 
     def last(self) -> Chains:
-        """Return the last chain alone, or none."""
+        """Return the last chain, or no chain if there is none."""
         return Chains(self.hashes[len(self.hashes) - int(self.lengths[-1:].sum()) :], self.lengths[-1:])
 
     def behind(self, before: Chains) -> Chains:
-        """Return these chains behind others."""
+        """Return the chains of `before` followed by these."""
         return Chains(
             np.append(before.hashes, self.hashes),
             np.append(before.lengths, self.lengths),
         )
 
 
-NO_CHAIN = Chains(_NONE, np.zeros(1, np.int64))  # of a prompt without a whole block
+NO_CHAIN = Chains(_NONE, np.zeros(1, np.int64))  # one empty chain
 
 
 def chain_lengths(counts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return how many hashes the chains of prompts of so many tokens have."""
+    """Return the number of hashes for prompts of these token counts."""
     return np.maximum(0, counts.astype(np.int64) - 1) // BLOCK
 
 
 def block_hashes(
     tokens: TokenIds, starts: NDArray[np.int64], counts: NDArray[np.integer], roots: Hashes | None = None
 ) -> Chains:
-    """Return the chains of prompts, which begin at these places among the tokens and have so many each.
+    """Return the chains of prompts.
 
-    `roots`: the number of each prompt's content root; prompts whose roots differ have no hash in common.
+    Args:
+        tokens: Token ids of all prompts.
+        starts: Start of each prompt in `tokens`.
+        counts: Number of tokens of each prompt.
+        roots: Number of each prompt's content root. Prompts with different roots share no hash.
     """
     chains = Chains(_NONE, chain_lengths(counts))
     begins = chains.ends - chains.lengths
@@ -83,14 +85,14 @@ def block_hashes(
 
 
 def chains_to_arrow(chains: Chains) -> pa.Array:
-    """Return chains as values of bytes. Values of hashes that are equal are equal; how they sort does not matter."""
+    """Return chains as an array of bytes. Equal chains are equal bytes; the sort order is arbitrary."""
     ends = np.append(0, chains.ends * HASH_BYTES).astype(np.int32)
     buffers = [None, pa.py_buffer(ends), pa.py_buffer(chains.hashes)]
     return pa.Array.from_buffers(pa.binary(), len(chains.lengths), buffers)
 
 
 def chains_from_arrow(values: pa.Array) -> Chains:
-    """Return the chains of a column, however a database gives it back."""
+    """Return the chains of a binary array, in any of the binary types that a database returns."""
     values = values.cast(pa.binary())
     ends = np.frombuffer(values.buffers()[1], np.int32, len(values) + 1, values.offset * 4) // HASH_BYTES
     data = values.buffers()[2]
@@ -101,7 +103,7 @@ def chains_from_arrow(values: pa.Array) -> Chains:
 
 
 def shared_blocks(chains: Chains) -> Ints:
-    """Return how many blocks each chain but the first shares with the one before it."""
+    """Return the number of blocks that each chain, except the first, shares with the previous one."""
     lengths, starts = chains.lengths, chains.ends - chains.lengths
     common = np.minimum(lengths[1:], lengths[:-1])
     first = np.cumsum(common) - common
@@ -109,13 +111,13 @@ def shared_blocks(chains: Chains) -> Ints:
     pair = np.repeat(np.arange(len(common)), common)
     differ = chains.hashes[starts[1:][pair] + inside] != chains.hashes[starts[:-1][pair] + inside]
     found = common.astype(np.int32)
-    places = np.flatnonzero(differ)[::-1]  # the first of a pair comes last and stays
+    places = np.flatnonzero(differ)[::-1]  # reversed, so the first difference of each pair is written last
     found[pair[places]] = inside[places]
     return found
 
 
 def _weights(count: int) -> Hashes:
-    """Odd numbers without a pattern (SplitMix64): Steele, Lea and Flood, OOPSLA 2014."""
+    """Return odd pseudo-random numbers (SplitMix64, Steele, Lea and Flood, OOPSLA 2014)."""
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

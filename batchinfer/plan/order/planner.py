@@ -1,7 +1,8 @@
-"""The planner finds which keys are missing, and in which order to run them.
+"""Plans a job: finds the work keys without answers, and orders them.
 
-Pure: index parts and completion parts in, an ordered Plan out. Equal index rows and equal keys present give
-an equal plan, however the rows are split into parts.
+A pure function of index parts and completion parts: equal rows and equal stored keys give an equal plan,
+however the
+rows are split into parts.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from batchinfer.store.results.attempts import load_chosen
 
 _ROWS_PER_GROUP = 65_536
 _REPEATED = ["params", "expected_tokens", "token_count", "bucket", "prefix_tokens", "users", "final_users"]
-_BEFORE_ALL = 40  # bits: no effort is so large
-_PARAMS_BYTES = 256 << 20  # that a batch of rows holds, of which a row's schema may make a megabyte
+_BEFORE_ALL = 40  # bits; every effort is smaller than 2**40
+_PARAMS_BYTES = 256 << 20  # of a batch of rows; the schema of one row may have a megabyte
 
 
 def plan_job(
@@ -56,24 +57,37 @@ def plan_job(
     memory_limit: str | None = None,
     threads: int = 2,
 ) -> Plan:
-    """Plan every distinct key of the index that the completion parts lack, once each.
+    """Plan each distinct key without a stored answer once.
 
-    Of the keys of a row's `attempts`, only the first one counts whose completion is not invalid, or is missing. Those
-    that are `in_flight` are not planned. `taken`: the first rows, all of which have their answers.
+    Only the first valid or missing attempt of each row counts. The plan is a depth-first walk of the prefix
+    tree. At each
+    node, larger efforts come first (`run_order`), so the longest rows start early and rows with a common
+    prefix stay
+    together.
 
-    `beside`: parts with prompts that run, too, and are no rows of the job. `begun`: keys that the same run was given
-    before, in their order, when it did not know all rows yet. They are not planned either. But their prompts count
-    where prefixes are looked for: rows that share one with those in flight run first, while the cache holds it.
+    Args:
+        index_parts: Parts of the index.
+        prompts: Token ids that the index refers to.
+        completion_parts: Parts of the store.
+        out_dir: Folder of the plan.
+        roots: Content roots. Rows with different roots share nothing.
+        attempts: Attempts per row.
+        taken: First rows, whose answers are reused.
+        beside: Parts with prompts that run but are no rows of the job.
+        in_flight: Keys that engines are computing. They are not planned.
+        begun: Keys that this run handed out before it knew all rows, in order. They are not planned, but rows
+            that share
+            a prefix with those in flight run first, while it is cached.
+        more: Whether further rows will follow. If True, estimate what they share (`Plan.recurring`).
+        shares: False if no prompt may reuse cached tokens.
+        retry_errors: Whether retryable errors count as missing answers.
+        memory_limit: Memory limit of DuckDB, which spills into `out_dir`.
+        threads: Threads of DuckDB.
 
-    Order: a walk of the forest of the prefixes that these prompts share (`prefix_forest`), at each node by descending
-    effort (`run_order`), so that what ends last starts first, and rows that share a prefix stay together. `prompts`:
-    the token ids that the index points to. `roots`: rows whose content roots differ share nothing.
-
-    `more`: rows are still to come; the plan estimates what they will share with these (`Plan.recurring`).
-    `shares`: False if each prompt runs as a whole: then no token counts as shared.
-    `retry_errors`: completions that are retryable errors count as missing. `memory_limit` bounds DuckDB,
-    which spills into `out_dir`. Raises OutOfMemory, and StorageError also where the index has no tokens of a key
-    that is to be planned: its answer was stored when the index was made.
+    Raises:
+        OutOfMemory: DuckDB needs more memory.
+        StorageError: A file is damaged, or the index lacks the tokens of a key because its answer was stored
+            before.
     """
     with connection(out_dir / "spill", memory_limit, threads) as database:
         if completion_parts and attempts > 1:
@@ -99,9 +113,10 @@ def plan_job(
 
 
 def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: int, taken: TakenRows) -> None:
-    """Create the table `wanted`: the distinct keys of rows, of each row that of the attempt that it is at, without keys
-    of rows that were taken over. `reached`: the last one that a row may be at. With more than one the table `chosen` is
-    loaded."""
+    """Create the table `wanted`: the distinct keys of the rows' current attempts, without keys of reused rows.
+
+    A row may be at attempt `reached` at most. If that is above 1, the table `chosen` must be loaded.
+    """
     database.execute(
         "CREATE TEMP TABLE wanted(key BLOB, token_offset BIGINT, token_count INTEGER, params VARCHAR, "
         "expected_tokens INTEGER, users INTEGER, final_users INTEGER, longest INTEGER)"
@@ -129,8 +144,12 @@ def _load_work(
     in_flight: Sequence[bytes],
     begun: Sequence[bytes],
 ) -> None:
-    """Create the table `work`: the rows to run, and those that were begun before. Its column `begun` is null for rows
-    to run, 0 for rows that have their answer, and for those in flight their place among all that were begun, from 1."""
+    """Create the table `work`: the rows to run, and the rows that were handed out before.
+
+    Its column `begun` is null for rows to run, 0 for rows with an answer, and the position among `begun`
+    (from 1) for rows
+    in flight.
+    """
     database.execute("CREATE TEMP TABLE present(key BLOB)")
     if completions:
         usable = "WHERE error_code IS NULL OR retryable IS NOT TRUE" if retry_errors else ""
@@ -154,7 +173,7 @@ def _load_work(
 
 
 def _load_keys(database: Any, name: str, keys: Sequence[bytes]) -> None:
-    """Create a table of keys, and their places, which count from 1."""
+    """Create a table of keys with their positions, starting at 1."""
     places = np.arange(1, len(keys) + 1, dtype=np.int32)
     database.register("given", pa.table({"key": pa.array(keys, pa.binary()), "place": places}))
     database.execute(f"CREATE TEMP TABLE {name} AS SELECT * FROM given")
@@ -162,13 +181,13 @@ def _load_keys(database: Any, name: str, keys: Sequence[bytes]) -> None:
 
 
 def _offsets(database: Any) -> NDArray[np.int64]:
-    """Return where the prompt of each row of `work` is in the token store."""
+    """Return the offset of each prompt of `work` in the token store."""
     found: NDArray[np.int64] = database.sql("SELECT token_offset FROM work").fetchnumpy()["token_offset"]
     return found
 
 
 def _place(database: Any, forest: PrefixForest, rows: Ints, more: bool, shares: bool) -> Sharing:
-    """Create the table `place`: where each row of `work` runs, in which node, and how much of it is shared."""
+    """Create the table `place` with the position and prefix of each row of `work`. Return what the rows share."""
     numbers = database.sql(
         "SELECT token_count, expected_tokens, token_offset, begun IS NULL AS runs, coalesce(begun, 0) AS begun "
         "FROM work"
@@ -176,10 +195,10 @@ def _place(database: Any, forest: PrefixForest, rows: Ints, more: bool, shares: 
     runs = numbers["runs"][rows]
     effort = efforts(numbers["token_count"], numbers["expected_tokens"])[rows]
     effort[~runs] = 0
-    # what was handed out last is in the cache longest: its neighbours come first of all
+    # The most recent requests stay longest in the cache, so rows that share their prefixes run first
     effort += numbers["begun"][rows].astype(np.int64) << _BEFORE_ALL
     deepest = forest.node_of
-    depths = np.append(forest.depth, np.int32(0))  # behind the last, where ROOT points
+    depths = np.append(forest.depth, np.int32(0))  # ROOT (-1) selects the appended 0
     columns = depth_first(kept_together(forest), effort), deepest, depths[deepest]
     names = ("seq", "prefix_group", "prefix_tokens")
     placed = {name: _by_row(column, rows) for name, column in zip(names, columns, strict=True)}
@@ -200,14 +219,21 @@ def _by_row(values: Ints, rows: Ints) -> Ints:
 
 
 def longest_params(database: Any, source: str) -> int:
-    """Return the bytes of the longest parameters of the rows of a table, or of anything that SQL reads from."""
+    """Return the bytes of the longest parameters in a table or another SQL source."""
     found = database.execute(f"SELECT coalesce(max(strlen(params)), 0) FROM {source}").fetchall()
     return int(found[0][0])
 
 
 def write_plan(query: Any, path: Path, longest: int) -> None:
-    """Write the rows of a DuckDB query, which gives all columns of PLAN_SCHEMA but `seq`, in its order. `longest`: of
-    its rows, as `longest_params` has it. Raises StorageError.
+    """Write the rows of a DuckDB query in order.
+
+    Args:
+        query: Returns all columns of PLAN_SCHEMA except `seq`.
+        path: File to write.
+        longest: Bytes of the longest parameters, from `longest_params`.
+
+    Raises:
+        StorageError: The file cannot be written.
     """
     done, rows = 0, min(_ROWS_PER_GROUP, max(1, _PARAMS_BYTES // max(1, longest)))
     with naming_errors(path), storage(path, "write"):
@@ -239,7 +265,7 @@ def _ordered_sql() -> str:
 
 
 def _counts(database: Any, taken: TakenRows) -> dict[str, int]:
-    """Return the numbers of a plan. Keys of rows that were taken over are not in the table `wanted`."""
+    """Return the counts of a plan. The table `wanted` has no keys of reused rows, so their counts are added."""
     names = [
         "rows",
         "error_rows",

@@ -1,4 +1,4 @@
-"""The nodes of a plan's prefix forest on disk: written once, read for the largest."""
+"""Stores the prefix tree of a plan on disk, and reads its largest prefixes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from numpy.typing import NDArray
 from batchinfer.core.prefix_forest import ROOT, PrefixForest
 from batchinfer.filesystem.durable import storage
 
-_GROUP = 1 << 18  # nodes that are held at a time
+_GROUP = 1 << 18  # nodes in memory at a time
 
 PREFIX_SCHEMA = pa.schema(
     [
-        ("node", pa.int64()),  # what `prefix_group` of a plan refers to; parents before children
-        ("parent", pa.int64()),  # null: nothing shorter is shared
+        ("node", pa.int64()),  # the plan's `prefix_group`; parents before children
+        ("parent", pa.int64()),  # null for the shortest shared prefix
         ("prefix_tokens", pa.int32()),  # from the start of the prompt
-        ("own_tokens", pa.int32()),  # of these behind the parent's
-        ("users", pa.int32()),  # requests that begin with it
+        ("own_tokens", pa.int32()),  # prefix_tokens minus those of the parent
+        ("users", pa.int32()),  # requests with this prefix
         ("saved_tokens", pa.int64()),  # own_tokens × (users - 1)
-        ("token_offset", pa.int64()),  # in the token store: where a prompt lies that begins with it
+        ("token_offset", pa.int64()),  # offset of such a prompt in the token store
     ]
 )
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedPrefix:
-    """A node; fields as in PREFIX_SCHEMA."""
+    """A prefix with the fields of PREFIX_SCHEMA."""
 
     node: int
     parent: int | None
@@ -44,7 +44,7 @@ class PlannedPrefix:
 
 
 def write_prefixes(path: Path, forest: PrefixForest, offsets: NDArray[np.int64]) -> None:
-    """Write all nodes. `offsets`: of each node, where in the token store a prompt of it lies. Raises StorageError."""
+    """Write all nodes. `offsets` gives the token-store offset of one prompt per node. Raises StorageError."""
     own, saved = forest.own, forest.saved
     with storage(path, "write"), pq.ParquetWriter(path, PREFIX_SCHEMA, compression="zstd") as writer:
         for start in range(0, len(forest), _GROUP):
@@ -64,15 +64,17 @@ def write_prefixes(path: Path, forest: PrefixForest, offsets: NDArray[np.int64])
 
 
 def largest_prefixes(path: Path, most: int) -> list[PlannedPrefix]:
-    """The `most` nodes that save most tokens and the nodes above them, parents before children and what saves most
-    first among those of one parent. Raises StorageError."""
+    """Return the `most` prefixes that save most tokens, and their ancestors. Raises StorageError.
+
+    Parents come before children. Among the children of a node, those that save most come first.
+    """
     with storage(path, "read"), pq.ParquetFile(path) as file:
         rows = _with_those_above(file, _saving_most(file, most))
     return _walked([PlannedPrefix(**row) for row in rows])
 
 
 def _saving_most(file: pq.ParquetFile, most: int) -> list[int]:
-    """Return the nodes that save most; of equals those that come first."""
+    """Return the `most` nodes that save most. Ties go to the earlier node."""
     best: list[tuple[int, int]] = []  # saved tokens, - node
     first = 0
     for group in range(file.num_row_groups):
@@ -84,7 +86,7 @@ def _saving_most(file: pq.ParquetFile, most: int) -> list[int]:
 
 
 def _with_those_above(file: pq.ParquetFile, nodes: list[int]) -> list[dict[str, Any]]:
-    """The rows of these nodes and of all above them, of which each comes before its children."""
+    """Return the rows of these nodes and of their ancestors, in descending order."""
     waiting, rows = {-node for node in nodes}, []
     heap = sorted(waiting)  # the last node first
     for group in reversed(range(file.num_row_groups)):
@@ -102,7 +104,7 @@ def _with_those_above(file: pq.ParquetFile, nodes: list[int]) -> list[dict[str, 
 
 def _walked(nodes: list[PlannedPrefix]) -> list[PlannedPrefix]:
     children: dict[int | None, list[PlannedPrefix]] = {}
-    # what saves most is taken first
+    # the last element is popped first
     for node in sorted(nodes, key=lambda one: (one.saved_tokens, -one.node)):
         children.setdefault(node.parent, []).append(node)
     walked, waiting = [], children.get(None, [])

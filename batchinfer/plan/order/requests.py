@@ -1,4 +1,4 @@
-"""The requests of a plan, in the order in which the engine gets them."""
+"""Reads the requests of a plan, in order."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.plan.order.plan import Plan, PlanBatch
 
 LONG_PARAMS = 16 << 10  # characters
-_GAP = 4096  # tokens; copying 16 KiB that lie between two prompts takes less time than reading once more
-_AT_ONCE = 1 << 18  # tokens
+_GAP = 4096  # tokens; copying 16 KiB between two prompts is faster than a further read
+_AT_ONCE = 1 << 18  # tokens per read
 
 
 class Prompts(Protocol):
-    """A store of the prompts' token ids."""
+    """A store of token ids."""
 
-    def read(self, offset: int, count: int) -> TokenIds: ...
+    def read(self, offset: int, count: int) -> TokenIds:
+        """Return `count` token ids from an offset."""
 
 
 def read_together(
     prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.integer]
 ) -> Iterator[tuple[slice, TokenIds, NDArray[np.int64]]]:
-    """Yield which of these places were read at once, the tokens, and where in them each begins: about _AT_ONCE tokens
-    at a time.
+    """Yield prompts in batches of about _AT_ONCE tokens: their slice, the tokens, and each prompt's start in them.
 
-    What lies shortly behind another place is read with it, with the tokens in between.
+    Neighbouring prompts are read together, including a gap of up to _GAP tokens.
     """
     if not len(offsets):
         return
     ends = offsets + counts
     cuts = np.diff(offsets // _AT_ONCE) != 0
     cuts |= (offsets[1:] < offsets[:-1]) | (offsets[1:] > ends[:-1] + _GAP)
-    reads = np.append(0, np.flatnonzero(cuts) + 1)  # the first place of each
+    reads = np.append(0, np.flatnonzero(cuts) + 1)  # index of the first prompt of each read
     places = np.diff(reads, append=len(offsets))
     firsts = offsets[reads]
     spans = np.maximum.reduceat(ends, reads) - firsts
@@ -63,11 +63,17 @@ def planned_requests(
     every: int = 1,
     without: AbstractSet[bytes] = frozenset(),
 ) -> Iterator[tuple[PlanBatch, list[Request]]]:
-    """Yield the plan's batches of `rows` rows, and their requests, each of which knows what it shares with the next
-    one. A batch is held back until the next one is read, for its last request.
+    """Yield the plan in batches of `rows` requests. Each request knows what it shares with the next one.
 
-    `every`: only the middle one of this many batches is read, as if the plan had no others. `without`: keys that are
-    left out.
+    A batch is yielded when the next batch has been read, because its last request needs the next one.
+
+    Args:
+        plan: The plan.
+        prompts: The token ids.
+        rows: Requests per batch.
+        roots: Content roots. Requests with different roots share nothing.
+        every: If n, read only the middle one of each n batches, as if the plan had no others.
+        without: Keys to leave out.
     """
     held: tuple[PlanBatch, list[Request]] | None = None
     for batch in filter(len, (batch.without(without) for batch in plan.batches(rows, every))):
@@ -91,8 +97,7 @@ def _read(batch: PlanBatch, prompts: Prompts, roots: ContentRoots) -> list[Reque
 
 
 def request_params(text: str, expected: int) -> SamplingParams:
-    """Return a request's parameters; `expected` is max_tokens within the model's context. Fewer of the long ones are
-    remembered: a row's schema may have a megabyte."""
+    """Return the parameters of a request, with `expected` as max_tokens. Caches fewer parameters if they are long."""
     return (_few if len(text) > LONG_PARAMS else _many)(text, expected)
 
 

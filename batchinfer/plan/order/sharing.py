@@ -1,4 +1,4 @@
-"""Counts the tokens that prompts share: with each other, with rows that ran before, with rows to come."""
+"""Counts the tokens that prompts share with each other, with earlier rows, and with rows to come."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from numpy.typing import NDArray
 
 from batchinfer.core.prefix_forest import PrefixForest
 
-_FEWEST = 30  # rows to run from which anything is expected of others
+_FEWEST = 30  # least rows to run for an estimate of later rows
 Counts = NDArray[np.int64]
 Values = Sequence[Hashable]
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Counts what the prompts to run share, in tokens."""
+    """The tokens that the prompts to run share."""
 
-    saved: int  # need not run, as another row to run has them, too
-    again: int  # of prefixes that rows begun before have, and rows to run
-    # Of the tokens to run, each prefix once, the part that rows to come are expected to have, too: 0 … 1
+    saved: int  # tokens that another row to run computes
+    again: int  # tokens of prefixes shared by earlier rows and rows to run
+    # Estimated share (0 to 1) of the distinct prompt tokens to run that later rows will share
     recurring: float
 
 
@@ -32,18 +32,20 @@ NO_SHARING = Sharing(saved=0, again=0, recurring=0.0)
 class SortedRows:
     """Rows in the order of their prompts."""
 
-    runs: NDArray[np.bool_]  # whether it is to run; the others ran before
-    offsets: Counts  # where the input has it, compared to others
-    tokens: NDArray[np.integer]  # of its prompt
+    runs: NDArray[np.bool_]  # True for rows to run, False for earlier rows
+    offsets: Counts  # increases with the position in the input
+    tokens: NDArray[np.integer]  # prompt tokens
 
     def later_than(self, part: float) -> NDArray[np.bool_]:
-        """Return which rows are behind this part of those to run."""
+        """Return a mask of the rows that come after this share (0 to 1) of the rows to run."""
         return self.offsets > np.quantile(self.offsets[self.runs], part)
 
 
 def sharing(forest: PrefixForest, rows: SortedRows, more: bool) -> Sharing:
-    """Return what rows share, whose prompts have these prefixes. `more`: rows are still to come, and what is expected
-    of them is estimated, which takes 0.2 s for a million rows."""
+    """Return the tokens that rows share.
+
+    If `more` is True, further rows will follow, and their sharing is estimated: 0.2 s for a million rows.
+    """
     users, own = _users(forest, rows.runs), forest.own.astype(np.int64)
     return Sharing(
         saved=_saved(forest, users),
@@ -53,12 +55,12 @@ def sharing(forest: PrefixForest, rows: SortedRows, more: bool) -> Sharing:
 
 
 def _recurring(forest: PrefixForest, rows: SortedRows) -> float:
-    """Return what is expected of rows to come, by what the first third of the rows to run and the last one share. The
-    third between them is left out, so that groups of rows that stand together do not count.
+    """Estimate the share of prefix tokens that later rows will have too, from the first and last third of the rows.
 
-    Of the prefixes of the first third that the last one has not, as many will be met as Chao's estimator says of
-    species (Nonparametric estimation of the number of classes in a population, 1984): n1 (n1 - 1) / (2 (n2 + 1)), where
-    n1 and n2 were met once and twice.
+    The middle third is ignored, so groups of neighbouring rows do not count. Chao's estimator of unseen species
+    (Nonparametric estimation of the number of classes in a population, 1984) gives the prefixes of the first
+    third that
+    the last third lacks but later rows will have: n1 (n1 - 1) / (2 (n2 + 1)), with n1 and n2 met once and twice.
     """
     early, late = rows.runs & ~rows.later_than(1 / 3), rows.runs & rows.later_than(2 / 3)
     known, meets = _users(forest, early), _users(forest, late)
@@ -71,24 +73,27 @@ def _recurring(forest: PrefixForest, rows: SortedRows) -> float:
 
 
 def _users(forest: PrefixForest, counted: NDArray[np.bool_]) -> Counts:
-    """Count the prompts of each node that are to be counted."""
+    """Return the number of counted prompts of each node."""
     before = np.append(0, np.cumsum(counted))
     found: Counts = before[forest.first + forest.users] - before[forest.first]
     return found
 
 
 def _saved(forest: PrefixForest, users: Counts) -> int:
-    """Return how many tokens need not run where these prompts of each node run."""
+    """Return the tokens that need not run if each node's prefix is computed once."""
     return int((forest.own * np.maximum(users - 1, 0)).sum())
 
 
 def field_order(fields: Sequence[Values], lengths: Sequence[float]) -> list[int]:
-    """Return the fields' numbers, the one that saves most first. `fields`: of each its value in every row; `lengths`:
-    tokens.
+    """Return the order of fields that shares most tokens, as field numbers.
 
-    Greedy as GGR (Liu et al., "Optimizing LLM Queries in Relational Data Analytics Workloads", 2024), but with one
-    order for all rows, as a template has: next comes the field that saves most tokens behind the fields chosen so far,
-    that is its length for each row but the first of the rows that have equal values so far. Of equals the earlier one.
+    A greedy algorithm like GGR (Liu et al., "Optimizing LLM Queries in Relational Data Analytics Workloads",
+    2024), but
+    with one order for all rows, as in a template: each step appends the field that saves most tokens.
+
+    Args:
+        fields: The values of each field, one per row.
+        lengths: Mean tokens of each field.
     """
     left, order = list(range(len(fields))), []
     groups: Values = [()] * (len(fields[0]) if fields else 0)
@@ -104,6 +109,6 @@ def field_order(fields: Sequence[Values], lengths: Sequence[float]) -> list[int]
 
 
 def _numbered(values: Values) -> list[int]:
-    """Equal numbers for equal values: short ones, however many fields they stand for."""
+    """Replace values by small integers. Equal values get equal numbers."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(value, len(numbers)) for value in values]

@@ -1,8 +1,10 @@
-"""Prompts in the order of their tokens, and the prefixes that they share: sorted on disk, in two passes.
+"""Sorts prompts by their tokens and finds common prefixes: on disk, in two passes.
 
-The first pass sorts by the hashes of whole blocks, which are a sixteenth of the tokens' number, and finds a forest of
-shared blocks. The second one reads, of what lies at a node, the block in which it parts from the others, and sorts by
-that: then prompts that part in the middle of a block stand together, too.
+The first pass sorts by block hashes, which are a sixteenth of the data, and builds a tree of shared blocks.
+The second
+pass reads the block in which the prompts of a node diverge and sorts by its tokens. So prompts that diverge
+within a
+block are grouped too.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ from batchinfer.plan.order.block_hashes import (
 from batchinfer.plan.order.requests import Prompts, read_together
 from batchinfer.plan.order.run_order import places_in
 
-# Two tokens a column. DuckDB sorts numbers in less than half the time that values of bytes take
+# Two tokens per column. DuckDB sorts integers in less than half the time of byte strings
 # (docs/measurements/prefixes.md).
 TAIL_COLUMNS = tuple(f"tail{at}" for at in range(BLOCK // 2))
 
-Tails = NDArray[np.uint32]  # (prompts, BLOCK): token ids + 1, and 0 behind a prompt's end
-_ROWS = 65_536  # that are held at a time
-_CHAIN_BYTES = 8 << 20  # of hashes that are held at a time, whose comparison takes six times as much
+Tails = NDArray[np.uint32]  # (prompts, BLOCK): token ids + 1, and 0 after the end of a prompt
+_ROWS = 65_536  # rows in memory at a time
+_CHAIN_BYTES = 8 << 20  # bytes of hashes in memory at a time; comparing them takes six times as much
 _TAIL_COLUMNS = ("node", "root", "item", *TAIL_COLUMNS)
 _CHAIN_SCHEMA = pa.schema([("number", pa.int32()), ("chain", pa.binary())])
 
 
 def read_tails(prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.int64]) -> Tails:
-    """Read `counts` tokens from each of these places, at most BLOCK."""
+    """Read up to BLOCK tokens from each offset."""
     counts = np.minimum(counts, BLOCK)
     found = np.zeros((len(offsets), BLOCK), np.uint32)
     for some, tokens, starts in read_together(prompts, offsets, counts):
@@ -55,19 +57,22 @@ def read_tails(prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.
 
 
 def common_tokens(tails: Tails, before: Tails) -> Ints:
-    """Return how many tokens each tail shares with the one before it. `before`: (1, BLOCK), the one before them all."""
+    """Return how many tokens each tail shares with the previous one.
+
+    `before`, of shape (1, BLOCK), precedes the first tail.
+    """
     differ = (tails == 0) | (tails != np.concatenate([before, tails[:-1]]))
     return np.where(differ.any(axis=1), differ.argmax(axis=1), BLOCK).astype(np.int32)
 
 
 def to_columns(tails: Tails) -> list[NDArray[np.uint64]]:
-    """Return values of TAIL_COLUMNS, which sort as the tokens do; what has ended comes first."""
+    """Return the values of TAIL_COLUMNS. They sort like the tokens; shorter prompts come first."""
     pairs = tails.astype(np.uint64).reshape(-1, BLOCK // 2, 2)
     return list(np.ascontiguousarray((pairs[:, :, 0] << np.uint64(32) | pairs[:, :, 1]).T))
 
 
 def from_columns(columns: list[NDArray[np.uint64]]) -> Tails:
-    """Return the tails of which these are the columns."""
+    """Return the tails with these columns."""
     pairs = np.stack(columns, axis=1)
     return (
         np.stack([pairs >> np.uint64(32), pairs & np.uint64(0xFFFFFFFF)], axis=2)
@@ -77,10 +82,11 @@ def from_columns(columns: list[NDArray[np.uint64]]) -> Tails:
 
 
 def sorted_prompts(database: Any, prompts: Prompts, roots: Hashes) -> tuple[PrefixForest, Ints]:
-    """Return the forest of the prompts of the table `work`, and their rows (`rowid`) in the order in which it has them:
-    that of their roots, then of their tokens without the last one, which always runs; equal ones as in the table.
+    """Return the prefix tree of the prompts in the table `work`, and their row numbers in sorted order.
 
-    `roots`: the number of each row's content root; prompts whose roots differ share nothing. Raises StorageError.
+    The order is by root, then by tokens without the last one, which always runs. Equal prompts keep their
+    table order.
+    Prompts with different roots share nothing; `roots` has the root number of each row. Raises StorageError.
     """
     found = database.sql("SELECT token_offset, token_count FROM work").fetchnumpy()
     work = _WorkPrompts(prompts, found["token_offset"], found["token_count"], roots)
@@ -94,7 +100,7 @@ def sorted_prompts(database: Any, prompts: Prompts, roots: Hashes) -> tuple[Pref
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _WorkPrompts:
-    """Where the prompts of the rows lie, and the numbers of their roots."""
+    """The offsets, lengths and root numbers of all prompts."""
 
     prompts: Prompts
     offsets: NDArray[np.int64]
@@ -112,8 +118,8 @@ class _WorkPrompts:
                 yield pa.record_batch([numbers, chains_to_arrow(found)], schema=_CHAIN_SCHEMA)
 
     def tails(self, blocks: PrefixForest, rows: Ints) -> Iterator[pa.RecordBatch]:
-        """Yield batches of _TAIL_COLUMNS, in the order of their places in the store: prompts, then nodes."""
-        depths = np.append(blocks.depth, np.int32(0))  # last, where ROOT points, that of no node
+        """Yield batches of _TAIL_COLUMNS in token-store order: prompts, then nodes."""
+        depths = np.append(blocks.depth, np.int32(0))  # ROOT (-1) selects the appended 0
         around, firsts = blocks.around, blocks.firsts
         nodes = len(rows) + np.argsort(rows[blocks.first])
         items = np.concatenate([np.argsort(rows), nodes]).astype(np.int32)
@@ -126,7 +132,7 @@ class _WorkPrompts:
 
 
 def _by_blocks(database: Any, work: _WorkPrompts) -> tuple[PrefixForest, Ints]:
-    """Return the forest of whole blocks, and the rows in the order of their blocks' hashes."""
+    """Return the tree of shared blocks, and the rows in the order of their block hashes."""
     rows, shared = np.empty((2, len(work.counts)), np.int32)
     done, before = 0, NO_CHAIN
     with _given(database, "chains", _CHAIN_SCHEMA, work.chains()):
@@ -141,13 +147,13 @@ def _by_blocks(database: Any, work: _WorkPrompts) -> tuple[PrefixForest, Ints]:
 
 @contextmanager
 def _given(database: Any, name: str, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Iterator[None]:
-    """Have a database read batches as a table of this name. What they raise is raised as it is."""
+    """Let a database read batches as a table. Errors raised by the batches are raised unchanged."""
     raised: list[BaseException] = []
 
     def noted() -> Iterator[pa.RecordBatch]:
         try:
             yield from batches
-        except BaseException as error:  # a signal's, too; DuckDB would tell of it as of a damaged file
+        except BaseException as error:  # including signals, which DuckDB would report as a damaged file
             raised.append(error)
             raise
 
@@ -168,9 +174,15 @@ def _rows_of_chains(work: _WorkPrompts) -> int:
 
 
 def _by_tails(database: Any, work: _WorkPrompts, blocks: PrefixForest, rows: Ints) -> tuple[Ints, Ints]:
-    """Return the items that lie at each node of the forest of blocks and no deeper, sorted by the tokens behind the
-    node (prompts by their number in sorted order, and behind them the nodes), and how many of these tokens each has in
-    common with the one before it. Items whose roots differ have none in common: they meet where they share no block."""
+    """Sort the direct items of each node by their tokens after the node.
+
+    Items with different roots have nothing in common: they meet where no block is shared.
+
+    Returns:
+        The items (prompts by sorted number, then nodes), and how many of the sorted tokens each shares with
+        the previous
+        item.
+    """
     tail = ", ".join(TAIL_COLUMNS)
     kinds = ", ".join(f"{name} UBIGINT" for name in TAIL_COLUMNS)
     database.execute(f"CREATE TEMP TABLE tails(node INTEGER, root UBIGINT, item INTEGER, {kinds})")
@@ -192,11 +204,13 @@ def _by_tails(database: Any, work: _WorkPrompts, blocks: PrefixForest, rows: Int
 
 
 def _refined(blocks: PrefixForest, items: Ints, common: Ints) -> tuple[Ints, Ints]:
-    """Return how many tokens each prompt has in common with the one before it in the order of tokens, and the places in
-    that order of the prompts in the order of blocks."""
+    """Return how many tokens each prompt shares with the previous one in token order, and the prompts' positions.
+
+    The positions are given in the order of blocks.
+    """
     places = places_in(blocks, items)
     around, depths = blocks.around[items], np.append(blocks.depth, np.int32(0))
-    behind = np.flatnonzero(np.diff(around) == 0) + 1  # those that are not the first at their node
+    behind = np.flatnonzero(np.diff(around) == 0) + 1  # items that are not the first of their node
     shared = np.zeros(len(blocks.node_of), np.int32)
     shared[places[items[behind]]] = depths[around[behind]] + common[behind]
     return shared, places[: len(shared)]

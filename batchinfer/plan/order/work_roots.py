@@ -1,4 +1,4 @@
-"""The content roots of the rows that are planned, as numbers."""
+"""Numbers the content roots of planned rows."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from batchinfer.core.content_root import USUAL, ContentRoots
 from batchinfer.plan.order.block_hashes import Hashes
 from batchinfer.plan.order.requests import request_params
 
-_ROWS = 65_536  # that are read at a time
+_ROWS = 65_536  # rows per read
 
 
 def _root_number(root: bytes) -> int:
-    """Return the number of a root: 0 of the usual one, 64 bits of a digest of another one.
+    """Return the number of a root: 0 for the usual root, else 64 bits of a digest.
 
-    Two roots have the same number with a probability of about 2⁻⁶⁴; what comes of it is a worse order, and no wrong
-    answer.
+    Collisions have a probability of about 2⁻⁶⁴ and only worsen the order.
     """
     return 0 if root == USUAL else int.from_bytes(blake2b(root, digest_size=8).digest(), "little")
 
 
 def work_roots(database: Any, roots: ContentRoots) -> Hashes:
-    """Return the number of the root of each row of the table `work`, in its order."""
+    """Return the root number of each row of the table `work`, in order."""
     rows = int(database.execute("SELECT count(*) FROM work").fetchall()[0][0])
     if roots.is_single:
         return np.broadcast_to(np.uint64(0), rows)  # takes no memory

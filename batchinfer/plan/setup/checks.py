@@ -35,14 +35,11 @@ def check_device(job: Job, machine: MachineFacts) -> None:
 
 
 def check_kv_memory(job: Job, models: list[PlacedModel]) -> None:
-    """Check that the KV cache can fit into memory at all.
+    """Raise JobFileError if `engine.kv_memory` cannot fit into memory next to the weights.
 
     Args:
         job: The job.
         models: The job's model, and a draft model that runs in the same engines.
-
-    Raises:
-        JobFileError: The device, the machine or its control group has less memory after the weights are loaded.
     """
     asked, setting = job.engine.kv_memory, models[0].setting
     total = setting.placement.hardware.memory_bytes
@@ -59,7 +56,7 @@ def check_kv_memory(job: Job, models: list[PlacedModel]) -> None:
 
 
 def kv_memory_warnings(job: Job, models: list[PlacedModel]) -> list[str]:
-    """Return a line if less memory is free now than the KV cache may take. What GPUs have free is not known here."""
+    """Return a warning if the KV cache may need more memory than is free now. Free memory of GPUs is unknown here."""
     asked, machine = job.engine.kv_memory, models[0].setting.placement.machine
     free = machine.free_memory
     if not isinstance(asked, int) or machine.device == "cuda" or free is None:
@@ -74,7 +71,7 @@ def kv_memory_warnings(job: Job, models: list[PlacedModel]) -> list[str]:
 
 
 def _weights(models: list[PlacedModel]) -> int:
-    """Return the bytes of weights on a GPU, or of all engines that share this machine's CPU."""
+    """Return the weight bytes of a GPU, or of all engines that share this machine's CPU."""
     placement, whole = models[0].setting.placement, engine_weights(models)
     if placement.machine.device == "cuda":
         return whole // placement.division.ranks
@@ -86,14 +83,16 @@ def _place(setting: Setting) -> str:
 
 
 def check_model(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -> None:
-    """Raise JobFileError for what neither the checkpoint nor the device can do."""
+    """Raise JobFileError for options that the checkpoint or the device does not support."""
     if mistakes := list(_mistakes(job, checkpoint, device, dtype)):
         raise JobFileError(str(job.source), mistakes)
 
 
 def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -> Iterator[Mistake]:
-    """Yield what neither checkpoint nor device can do. A CPU that the job names was refused with the job file; here
-    it is one that `auto` has found."""
+    """Yield options that the checkpoint or the device does not support.
+
+    An explicit `device: cpu` was checked with the job file, so a CPU here was chosen by `auto`.
+    """
     yield from _wrong_for_encoders(job, checkpoint)
     asked, length = job.model.quantization, job.model.max_model_len
     positions, cpu = checkpoint.spec.max_positions, device == "cpu"
@@ -135,7 +134,7 @@ def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -
 
 
 def _wrong_for_encoders(job: Job, checkpoint: StoredModel) -> Iterator[Mistake]:
-    """Yield what an encoder cannot do."""
+    """Yield options that encoders do not support."""
     if not isinstance(checkpoint, Checkpoint) or checkpoint.spec.causal:
         if job.rerank.document is not None:
             text = "is for cross-encoders, and the checkpoint is a decoder, whose prompts hold query and document"
@@ -150,7 +149,7 @@ def _wrong_for_encoders(job: Job, checkpoint: StoredModel) -> Iterator[Mistake]:
 
 
 def _pair_mistakes(job: Job, spec: ModelSpec) -> Iterator[Mistake]:
-    """Yield what keeps a job with task: rerank from scoring pairs with this encoder."""
+    """Yield reasons why the encoder cannot score pairs for `task: rerank`."""
     what, head = f"the checkpoint is an encoder (model_type {spec.family})", spec.classifier
     if head is None:
         text = f"{what} without a classification head, and a cross-encoder has one ({_WITH_HEAD})"
@@ -164,7 +163,7 @@ def _pair_mistakes(job: Job, spec: ModelSpec) -> Iterator[Mistake]:
 
 
 def check_division_of(job: Job, checkpoint: StoredModel, device: Device, quantization: Quantization) -> None:
-    """Raise Unavailable for a division that keeps no bits where they are promised, or that cannot be."""
+    """Raise Unavailable if the model cannot be sharded, or not with the bits that engine.deterministic promises."""
     division = division_of(job)
     if division.ranks > 1 and not isinstance(checkpoint, Checkpoint):
         raise CannotSplit("a model that transformers' code computes is not divided among ranks")

@@ -1,4 +1,4 @@
-"""Finds the draft model or the draft heads that a job names, and decides where a draft model runs."""
+"""Opens the draft model or draft heads of a job, and decides where a draft model runs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from batchinfer.plan.setup.setting import PlacedModel, Setting
 from batchinfer.plan.setup.weights import job_weights
 from batchinfer_kernels.cost import StepShape, roofline_seconds
 
-# Tokens of a draft that are right where those before them are, as they are believed to be before anything was measured:
-# a text that was written without the answer's own words goes another way sooner or later
+# Assumed probability that a draft token is accepted after accepted ones, until it is measured. Answers made in
+# advance (FIRST) diverge from the target model's answer sooner or later.
 BESIDE_RIGHT, FIRST_RIGHT = 0.75, 0.6
 _CONTEXT_TOKENS = 512
-_MOST_DRAFTS = 16  # of a row
+_MOST_DRAFTS = 16  # draft tokens per row
 _WHERE = "drafts.model"
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A draft model found right. `job` is the job as this model runs it where it answers first."""
+    """A validated draft model. `job` is the job with this model, for the case that it answers all rows first."""
 
     job: Job
     checkpoint: StoredModel
@@ -44,14 +44,16 @@ class DraftModel:
 
     @property
     def config(self) -> BesideConfig:
-        """Return how an engine loads it beside its own model."""
+        """Return how an engine loads the draft model next to its own model."""
         numerics = self.setting.numerics
         return BesideConfig(self.job.model.path, numerics.dtype, numerics.quantization, numerics.kv_cache)
 
 
 def draft_model(job: Job, own: PlacedModel, tokenizer: Tokenizer, state: StateFolder) -> DraftModel | None:
-    """Return the draft model that a job names, if it names one. `own` is the job's own model, and `tokenizer` that
-    one's. Raises JobFileError, SecurityRefusal and Unavailable."""
+    """Return the draft model that a job names, or None. Raises JobFileError, SecurityRefusal or Unavailable.
+
+    `own` and `tokenizer` belong to the job's own model.
+    """
     drafting, section = job.drafting_job, job.drafts
     if drafting is None or not isinstance(section, DraftModelSection):
         return None
@@ -89,19 +91,19 @@ def _tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 class DraftPlace(NamedTuple):
-    """Where a draft model runs, and why there."""
+    """Where a draft model runs, and why."""
 
     beside: bool
     why: str
 
     @property
     def said(self) -> dict[str, str]:
-        """Return where it `runs`, and `why`, as `plan` says it."""
+        """Return the place and the reason as a dictionary for forecasts."""
         return {"runs": "beside" if self.beside else "first", "why": self.why}
 
 
 def cannot_be_beside(own: PlacedModel, draft: PlacedModel) -> str | None:
-    """Return why no engine can have both models at a time, whatever memory there is; None: one can."""
+    """Return why one engine cannot have both models, whatever its memory, or None if it can."""
     if own.setting.placement.division.ranks > 1:
         return "the job's model is divided among ranks, which run the same steps"
     if not (isinstance(own.checkpoint, Checkpoint) and isinstance(draft.checkpoint, Checkpoint)):
@@ -112,7 +114,7 @@ def cannot_be_beside(own: PlacedModel, draft: PlacedModel) -> str | None:
 
 
 def draft_place(job: Job, own: PlacedModel, draft: PlacedModel) -> DraftPlace:
-    """Choose between a model that answers first and one that proposes beside the job's, where nobody has."""
+    """Choose where the draft model runs: before the job's model, or in the same engine."""
     refused = cannot_be_beside(own, draft)
     if refused is not None:
         return DraftPlace(False, refused)
@@ -132,7 +134,7 @@ def draft_place(job: Job, own: PlacedModel, draft: PlacedModel) -> DraftPlace:
 
 
 def _seconds(model: PlacedModel, rows: int, drafts: int) -> float:
-    """Return the least seconds of a step of so many rows with so many drafts of each."""
+    """Return the roofline seconds of a step with this number of rows and draft tokens per row."""
     assert model.setting.peaks is not None
     tokens, layers = rows * (1 + drafts), len(model.cost.windows)
     shape = StepShape(tokens, tokens, tokens * _CONTEXT_TOKENS * layers, rows * _CONTEXT_TOKENS * layers)
@@ -145,8 +147,10 @@ def _rows(job: Job, setting: Setting) -> int:
 
 
 def _least(own: PlacedModel, rows: int, right: float, extra_s: Callable[[int], float]) -> float:
-    """Return the least seconds a token of the job's model, with the best number of drafts, each set of which takes
-    `extra_s` more."""
+    """Return the least seconds per token of the job's model with the best number of draft tokens.
+
+    `extra_s` returns the seconds to make a number of draft tokens.
+    """
     each = (
         (_seconds(own, rows, n) + extra_s(n)) / (1 + (expected_right(right, n) if n else 0))
         for n in range(_MOST_DRAFTS + 1)
@@ -155,7 +159,7 @@ def _least(own: PlacedModel, rows: int, right: float, extra_s: Callable[[int], f
 
 
 def _fit(job: Job, own: PlacedModel, draft: PlacedModel) -> bool:
-    """Whether there is memory for both models' weights and the longest row that there may be."""
+    """Return True if memory suffices for both models and the longest possible row."""
     numerics, placement, asked = own.setting.numerics, own.setting.placement, job.engine.kv_memory
     size = DEFAULT_BLOCK_SIZE if numerics.block_size == "auto" else numerics.block_size
     spare = size * spare_blocks(size, _rows(job, own.setting))
@@ -167,7 +171,7 @@ def _fit(job: Job, own: PlacedModel, draft: PlacedModel) -> bool:
 
 
 def draft_heads(job: Job, checkpoint: StoredModel, setting: Setting) -> StoredHeads | None:
-    """Return the heads that a job names, if it names any. Raises JobFileError and SecurityRefusal."""
+    """Return the draft heads that a job names, or None. Raises JobFileError or SecurityRefusal."""
     section = job.drafts
     if not isinstance(section, DraftModelSection) or section.heads is None:
         return None

@@ -1,4 +1,4 @@
-"""The whole experts that the ranks of a job's engines have."""
+"""Plans the placement of experts on the ranks of a job's engines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from batchinfer.plan.setup.setting import Setting
 from batchinfer.report.tables.earlier_runs import earlier_experts
 from batchinfer.report.tables.folder import report_folder
 
-# Of the memory that weights leave free, for copies of experts: the rest is the KV cache's
+# Share of the memory after weights that copies of experts may take. The rest is for the KV cache.
 COPIES_SHARE = 0.1
 
 
 def expert_plan(job: Job, checkpoint: StoredModel, setting: Setting) -> ExpertPlan | None:
-    """Return which experts the ranks of an engine have, by what earlier runs of the job's model gave each; None: whole
-    experts are not divided."""
+    """Return the placement of experts by the loads of earlier runs, or None without expert parallelism."""
     division = setting.placement.division
     if division.ranks == 1 or not isinstance(checkpoint, Checkpoint):
         return None
@@ -41,7 +40,7 @@ def expert_plan(job: Job, checkpoint: StoredModel, setting: Setting) -> ExpertPl
 
 
 def _free_bytes(spec: ModelSpec, setting: Setting) -> int:
-    """Return the memory that weights leave free on the rank that has most of them."""
+    """Return the free bytes after weights on the rank with most weights."""
     placement = setting.placement
     division, memory = placement.division, placement.hardware.memory_bytes or 0
     if setting.device == "cpu":

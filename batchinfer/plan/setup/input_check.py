@@ -1,7 +1,7 @@
-"""The checks of a job's input: its files or its query, the columns that the job names, the number of its rows, and how
-its first rows become prompts.
+"""Checks a job's input: files or query, columns, number of rows, and how the first rows become prompts.
 
-The number of rows is a guard: an upstream failure that leaves an input without rows must not replace a good result.
+The check of the number of rows is a safeguard: an empty input after an upstream failure must not replace a
+good result.
 """
 
 from __future__ import annotations
@@ -37,23 +37,30 @@ from batchinfer.store.results.error_summary import summarise_errors
 from batchinfer.store.results.join import ErrorCounts
 from batchinfer.store.results.published import published_input_rows
 
-FIRST_ROWS = 512  # of every file: one batch of each format
-SPACE_PER_INPUT_BYTE = 2  # at least: tokens and carried columns take about the input's size each
+FIRST_ROWS = 512  # per file: one batch of each format
+SPACE_PER_INPUT_BYTE = 2  # lower bound: tokens and copied columns take about the size of the input each
 
 
 @dataclass(frozen=True, slots=True)
 class InputFacts:
-    """An input that has the columns that the job names. `files` is 0 for a query, and `reader` None."""
+    """An input with all columns that the job needs. For a query, `files` is 0 and `reader` is None."""
 
     files: int
     bytes: int
     warnings: tuple[str, ...]
-    reader: Reader | None = None  # has read headers and footers
+    reader: Reader | None = None  # has already read headers and footers
 
 
 def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
-    """Raises InputMissing, InputCorrupt, StorageError, TooFewRows for files without rows, and JobFileError for columns
-    that the input lacks."""
+    """Check the files or the query, and the columns that the job names.
+
+    Raises:
+        InputMissing: A file is missing.
+        InputCorrupt: A file is damaged.
+        StorageError: A file cannot be read, or the disk is too full.
+        TooFewRows: The files have no rows.
+        JobFileError: The input lacks a column.
+    """
     if job.input.sql is not None:
         names = query_columns(job.input.sql, job.source)
         schema = pa.schema([(name, pa.null()) for name in names])
@@ -61,7 +68,7 @@ def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
         return InputFacts(0, 0, tuple(_warnings(job, columns)))
     files = input_files(job)
     size = sum(file.size for file in files)
-    indexed = any(state.scratch.glob(f"*/{MARKER}"))  # then the tokens of an unfinished run are there already
+    indexed = any(state.scratch.glob(f"*/{MARKER}"))  # an unfinished run has stored the tokens already
     if not indexed:
         state.check_space(SPACE_PER_INPUT_BYTE * size)
     reader = open_input(job, files)
@@ -90,7 +97,7 @@ def _warnings(job: Job, columns: Columns) -> Iterator[str]:
 
 
 def _shown_answers(job: Job, columns: Columns) -> Iterator[str]:
-    """Prompts that are made of the right answer measure nothing."""
+    """Warn if prompts contain the expected answer: such an evaluation measures nothing."""
     name = job.input.expected
     if name is None or job.requests or (columns.send is not None and name not in columns.send):
         return
@@ -102,7 +109,7 @@ def _shown_answers(job: Job, columns: Columns) -> Iterator[str]:
 
 
 def _idle_parameters(columns: Columns) -> Iterator[str]:
-    """A column that looks like a sampling parameter and that nothing uses may have been meant as one."""
+    """Warn about an unused column with the name of a sampling parameter."""
     used = {name for _, name in columns.wanted} | set(columns.variables) | set(columns.send or columns.known)
     idle = [name for name in columns.known if name in CHECKS and name not in used]
     if idle:
@@ -114,7 +121,7 @@ def _idle_parameters(columns: Columns) -> Iterator[str]:
 
 
 def check_any_rows(job: Job, rows: int) -> None:
-    """Raise TooFewRows for an input without rows, unless the job allows that."""
+    """Raise TooFewRows for an input without rows, unless the job allows it."""
     if not rows and not job.input.allow_empty:
         where = job.place("input.path" if job.input.sql is None else "input.sql")
         raise TooFewRows(
@@ -126,7 +133,7 @@ def check_enough_rows(job: Job, rows: int) -> None:
     """Check the number of rows of the whole input.
 
     Args:
-        job: The job; a trial has no `input.min_rows`.
+        job: The job. A trial has no `input.min_rows`.
         rows: Input rows, error rows included.
 
     Raises:
@@ -139,7 +146,7 @@ def check_enough_rows(job: Job, rows: int) -> None:
         published = published_input_rows(Location.at(job.output.path))
         if published is None:
             return
-        # The share counts as it is written: 100 * 0.29 is less than 29 in floats
+        # Fractions avoid rounding: 100 * 0.29 is less than 29 in floats
         least = math.ceil(published * Fraction(str(asked)))
         why = f" ({asked} of the {counted(published, 'row')} of the result in {job.output.path})"
     else:
@@ -152,15 +159,15 @@ def check_enough_rows(job: Job, rows: int) -> None:
 
 
 def first_index(job: Job, setup: Setup, scratch: Path, rows: int) -> Index:
-    """The index of the first rows of every file, made in `scratch` as a run makes it."""
+    """Return an index of the first rows of every file, made in `scratch` as in a run."""
     options = setup.ingest_options(workers=1, sample=SampleSize(rows))
     return ingest(job, setup.tokenizer, options, scratch)
 
 
 def dry_run(job: Job, setup: Setup) -> list[str]:
-    """Prepare the first rows of every file; what was found, for people. The rows of a query are not looked at.
+    """Prepare the first rows of every file, and return lines for the user. Rows of a query are not checked.
 
-    Raises what a run would, ErrorBudgetExceeded included where these rows are all that there are.
+    Raises what a run would raise. Raises ErrorBudgetExceeded only if these are all rows.
     """
     if job.input.sql is not None:
         return ["rows: not checked here; the rows of a query (input.sql) are checked when the job runs"]
@@ -185,8 +192,10 @@ def dry_run(job: Job, setup: Setup) -> list[str]:
 
 
 class _CountedRows(NamedTuple):
-    """The rows of the input that an index has, and those of them that cannot run. A row may have several answers, each
-    of which is a row of the index."""
+    """The input rows of an index, and how many of them cannot run.
+
+    With several samples per row, the index has more rows than the input.
+    """
 
     rows: int
     bad: int
@@ -202,6 +211,6 @@ class _CountedRows(NamedTuple):
 
 
 def _is_complete(index: Index, limit: int | None, rows: int) -> bool:
-    """Whether a sample holds every row of the job: each file was read to its end, or to the job's own limit."""
+    """Return True if a sample has every row of the job: all files, or all rows up to the job's limit, were read."""
     whole = len(index.sha256) == len(index.inputs)
     return whole or (limit is not None and limit <= FIRST_ROWS and rows == limit)

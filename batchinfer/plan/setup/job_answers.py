@@ -1,4 +1,4 @@
-"""The answers of a job: what they have besides their text, or instead of one, and the columns that come of it."""
+"""Determines what a job's answers contain, besides or instead of text, and the result columns that follow."""
 
 from __future__ import annotations
 
@@ -39,13 +39,23 @@ from batchinfer.store.outputs.kind import OutputKind
 
 @dataclass(frozen=True, slots=True)
 class AskedAnswers:
-    """Rows that ask for nothing beside their answers, which may have reasoning and calls."""
+    """The parts of answers that the job asks for.
+
+    Attributes:
+        reasoning: How reasoning is marked. None if it is not separated.
+        tool_calls: How tool calls are written. None if they are not parsed.
+        embedding: The vectors of the job. None for other tasks.
+        vectors: How OpenAI requests may ask for vectors.
+        no_vectors: Why OpenAI requests may not ask for vectors, if they may ask for texts.
+        scoring: How continuations are scored. None for other tasks.
+        pairs: How a cross-encoder scores pairs. None for other models.
+    """
 
     reasoning: Reasoning | None
     tool_calls: CallStyle | None
     embedding: Embedding | None = None
-    vectors: VectorRequests | None = None  # how OpenAI requests may ask for them
-    no_vectors: str = ""  # why they may ask for none, where they may ask for texts
+    vectors: VectorRequests | None = None
+    no_vectors: str = ""
     scoring: Scoring | None = None
     pairs: PairScoring | None = None
     answers: None = None
@@ -82,7 +92,7 @@ def _scoring(job: Job) -> Scoring | None:
 
 
 def check_names(job: Job, kind: OutputKind, asked: AskedAnswers) -> None:
-    """Raises JobFileError for a column that the job passes through under the name of one of its kind of answers."""
+    """Raise JobFileError if a copied column has the name of a result column."""
     ours = {name.casefold() for name in kind.schema(asked).names}
     for name in job.carried:
         if name.casefold() in ours:
@@ -92,14 +102,14 @@ def check_names(job: Job, kind: OutputKind, asked: AskedAnswers) -> None:
 
 
 def _or_without(name: str) -> str:
-    """Return how a result comes without the column of that name, if it may."""
+    """Return advice on how to remove the result column of that name, or an empty string."""
     if name.casefold() == TOOL_CALLS_COLUMN:
         return ", or set prompt.tool_calls to none"
     return ", or set prompt.reasoning to none" if name.casefold() in REASONING_COLUMNS else ""
 
 
 def answer_columns(job: Job, tokenizer: Tokenizer, asked: AskedAnswers) -> SchemaColumns | None:
-    """Return the columns of the job's schema, which can be followed. Raises JobFileError."""
+    """Return the typed columns of the job's schema, or None. Raises JobFileError if it cannot be enforced."""
     where = _constraint_key(job)
     if (problem := constraint_problem(job.params(), tokenizer.definition)) is not None:
         raise job.mistake(where, problem.partition(": ")[2] or problem)
@@ -123,25 +133,29 @@ def answer_columns(job: Job, tokenizer: Tokenizer, asked: AskedAnswers) -> Schem
 
 
 def _constraint_key(job: Job) -> str:
-    """Return the key of the job file that says what answers look like."""
+    """Return the key of the job file that constrains answers."""
     if job.output.schema_file is not None:
         return "output.schema_file"
     return "output.schema" if job.output.json_schema is not None else f"sampling.{job.params().constraint}"
 
 
 def check_followed(job: Job, tokenizer: Tokenizer) -> None:
-    """Raises JobFileError where no constraint can be followed with this tokenizer, and the job has one."""
+    """Raise JobFileError if the job has a constraint that this tokenizer does not support."""
     if job.params().constraint is None:
         return
-    from batchinfer.input.constraints.grammar_tokenizer import grammar_problem  # 8 MB, for those who need it
+    from batchinfer.input.constraints.grammar_tokenizer import (
+        grammar_problem,
+    )  # 8 MB, so imported only if needed
 
     if (problem := grammar_problem(tokenizer.definition)) is not None:
         raise job.mistake(_constraint_key(job), problem)
 
 
 def job_calls(job: Job, tokenizer: Tokenizer) -> CallStyle | None:
-    """Return how the job's answers write calls; None: no row can have tools, or calls are not told from text. Raises
-    JobFileError for a style whose tokens the checkpoint lacks."""
+    """Return how answers write tool calls, or None if no row has tools or calls are not separated from text.
+
+    Raises JobFileError if the checkpoint has no tokens for the chosen style.
+    """
     said = "auto" if job.prompt is None else job.prompt.tool_calls
     if not (job.requests or (job.prompt is not None and job.prompt.may_call)):
         return None
@@ -154,7 +168,7 @@ def job_calls(job: Job, tokenizer: Tokenizer) -> CallStyle | None:
 
 
 def _check_choice(job: Job, style: CallStyle | None) -> None:
-    """Raise JobFileError if the call that the job asks for cannot be a constraint on its answers."""
+    """Raise JobFileError if a required tool call cannot be enforced by a constraint."""
     constraint = job.params().constraint
     if style is None:
         why = "nothing shows how the checkpoint writes calls; name the style in prompt.tool_calls"
@@ -170,8 +184,10 @@ def _check_choice(job: Job, style: CallStyle | None) -> None:
 
 
 def job_reasoning(job: Job, tokenizer: Tokenizer) -> Reasoning | None:
-    """Return how the job's answers mark their reasoning; None: they have none, or keep it in their text. Raises
-    JobFileError for a budget of reasoning that has no tokens to end it with."""
+    """Return how answers mark their reasoning, or None if it is absent or part of the text.
+
+    Raises JobFileError for a thinking budget without tokens that end the reasoning.
+    """
     found = find_reasoning("auto" if job.prompt is None else job.prompt.reasoning, tokenizer)
     where = _limited_by(job)
     if where is not None and (found is None or found.tokens is None):
@@ -181,7 +197,7 @@ def job_reasoning(job: Job, tokenizer: Tokenizer) -> Reasoning | None:
 
 
 def _limited_by(job: Job) -> str | None:
-    """Return the key of the job file that limits reasoning, if one does."""
+    """Return the key of the job file that limits reasoning, or None."""
     if job.sampling.thinking_budget is not None:
         return "sampling.thinking_budget"
     if "thinking_budget" in dict(job.sampling.from_columns):
@@ -190,14 +206,16 @@ def _limited_by(job: Job) -> str | None:
 
 
 def most_with_reasoning(most: int, params: SamplingParams, reasoning: Reasoning | None) -> int | None:
-    """Return the most tokens of an answer of at most `most` tokens with its reasoning; None: it has no bound."""
+    """Return the maximum tokens of an answer of `most` tokens plus its reasoning, or None if it is unbounded."""
     found = with_reasoning(most, params.thinking_budget, reasoning)
     return found if found < INT32_MAX else None
 
 
 def most_answer_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
-    """Return the most tokens of an answer, where they are known. Raises JobFileError where the job's constraint has no
-    bound to fit."""
+    """Return the maximum tokens of an answer for `max_tokens: fit`, or None if unknown.
+
+    Raises JobFileError if answers that match the constraint have no maximum length.
+    """
     params = job.params()
     if not job.sampling.fits or params.constraint is None:
         return None
@@ -208,7 +226,7 @@ def most_answer_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
 
 
 def check_tokens(job: Job, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises JobFileError for a token that the model does not have, and as `check_followed`."""
+    """Raise JobFileError for an unknown token or an unsupported constraint."""
     check_followed(job, tokenizer)
     try:
         NamedTokens(tokenizer, vocab_size).named(job.params())

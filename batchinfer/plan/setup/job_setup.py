@@ -1,6 +1,6 @@
-"""The setup of a job: checkpoint, device, tokenizer and results, checked before anything is computed.
+"""Sets up a job: checks checkpoint, device, tokenizer and result folder before anything is computed.
 
-`run`, `plan`, `validate` and `preview` all call `check_setup`, so that they agree.
+`run`, `plan`, `validate` and `preview` all call `check_setup`, so they agree.
 """
 
 from __future__ import annotations
@@ -43,39 +43,35 @@ from batchinfer.store.outputs.kind import OutputKind
 from batchinfer.store.outputs.registry import kind_of
 from batchinfer.store.results.manifest import check_destination
 
-# Of one process that reads rows. Measured: 135 MiB with a vocabulary of 32,000 tokens.
+# Memory of a process that reads rows. Measured: 135 MiB with a vocabulary of 32,000 tokens.
 WORKER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A job's model, device and tokenizer, found right."""
+    """The validated model, device and tokenizer of a job."""
 
     checkpoint: StoredModel
     setting: Setting
     tokenizer: Tokenizer
-    columns: SchemaColumns | None  # of answers that `output.schema` describes
-    output: OutputKind  # of its answers
-    asked: AskedAnswers  # what these have besides, or in the place of texts
-    most_tokens: int | None = None  # of an answer, where `sampling.max_tokens` is to fit the job's constraint
+    columns: SchemaColumns | None  # typed columns of `output.schema`
+    output: OutputKind  # kind of answers
+    asked: AskedAnswers  # parts of answers besides or instead of text
+    most_tokens: int | None = None  # maximum answer tokens with `max_tokens: fit`
     workers: int = 1  # processes that read, render and tokenise rows
-    drafts: DraftModel | None = (
-        None  # the model whose answers are drafts, which come first; None: there is none
-    )
-    beside: DraftModel | None = None  # the model that proposes tokens beside the job's; None: there is none
-    adapters: Mapping[str, str] = field(
-        default_factory=dict
-    )  # fingerprints, by the names that rows have for them
+    drafts: DraftModel | None = None  # draft model that answers all rows first
+    beside: DraftModel | None = None  # draft model in the job's engines
+    adapters: Mapping[str, str] = field(default_factory=dict)  # fingerprints of adapters, by name
 
     @property
     def roots(self) -> ContentRoots:
-        """The content roots of requests to this model."""
+        """Return the content roots of requests to this model."""
         roots = self.checkpoint.spec.content_roots(self.setting.numerics.max_model_len)
         return dataclasses.replace(roots, adapted=bool(self.adapters))
 
     @property
     def models(self) -> list[PlacedModel]:
-        """The job's model, and the draft model that runs in the same engines if there is one."""
+        """Return the job's model, and the draft model that runs in the same engines, if any."""
         own = PlacedModel(self.checkpoint, self.setting)
         return (
             [own] if self.beside is None else [own, PlacedModel(self.beside.checkpoint, self.beside.setting)]
@@ -83,13 +79,12 @@ class Setup:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Lines about the job that the user should read before it runs."""
+        """Return warnings for the user."""
         return quantization_warnings(self.checkpoint, self.setting)
 
     @property
     def drafting(self) -> Setup | None:
-        """Return the setup with which the draft model runs; None: there is none. Its answers are no columns, and no row
-        has an adapter."""
+        """Return the setup of a draft model that answers first, or None. It has no typed columns or adapters."""
         drafts = self.drafts
         if drafts is None:
             return None
@@ -112,9 +107,14 @@ class Setup:
         sample: SampleSize | None = None,
         strata: Strata | None = None,
     ) -> IngestOptions:
-        """Return how this model's input is read. An index without the `context` of its keys finds no stored answer.
+        """Return how this model's input is read.
 
-        `now`: the moment of the run, where it is not this one. `workers`: another number of processes than the job's.
+        Args:
+            context: Digest for work keys. Without it, the index finds no stored answers.
+            now: Time of the run. None: the current time.
+            workers: Number of processes. None: as the job says.
+            sample: Size of a sample of the first rows. None: all rows.
+            strata: How to draw a sample from all of the input. None: all rows.
         """
         asked = self.asked
         return IngestOptions(
@@ -148,10 +148,10 @@ def check_setup(
 
     Args:
         job: The job.
-        state: Its folder.
-        machine: The machine on which engines run.
+        state: Its state folder.
+        machine: The machine of the engines.
         replace: Whether the result may replace another one.
-        reader: The machine that reads the rows; None: the same one.
+        reader: The machine that reads the rows. None: `machine`.
 
     Raises:
         BatchInferError: The job cannot run.
@@ -200,8 +200,11 @@ def check_setup(
 
 
 def _shares_prefixes(job: Job, read: AskedAnswers) -> bool:
-    """Return False if each prompt runs as a whole: because the job says so, or because its answers need the hidden
-    states or the logits of all tokens, which the cache does not have."""
+    """Return False if each prompt must run as a whole.
+
+    The cache has no hidden states and no logits, which some answers need for all tokens. The job may also
+    disable sharing.
+    """
     if job.task == "embed":
         whole = read.embedding is not None and read.embedding.pooling != "last"
     elif job.task == "score":
@@ -214,8 +217,10 @@ def _shares_prefixes(job: Job, read: AskedAnswers) -> bool:
 
 
 def ingest_workers(job: Job, setting: Setting, machine: MachineFacts) -> int:
-    """Return how many processes read the job's rows: one for each core, if there is memory for all. An engine on a CPU
-    computes later; an engine on a GPU is loaded meanwhile, and keeps a core."""
+    """Return the number of processes that read rows: one per core, limited by free memory.
+
+    An engine on a GPU loads at the same time and keeps one core.
+    """
     if job.input.workers != "auto":
         return job.input.workers
     keeps_cores = setting.device == "cuda" and not setting.placement.apart
@@ -224,9 +229,9 @@ def ingest_workers(job: Job, setting: Setting, machine: MachineFacts) -> int:
 
 
 def work_context(setup: Setup, state: StateFolder, remember: bool = False) -> bytes:
-    """Return the digest of all but the rows that decides an answer: the first part of every work key.
+    """Return the digest of everything except the rows that determines answers: the first part of every work key.
 
-    Weight files whose digest the state does not know are hashed; `remember`: the state is to know it afterwards.
+    Hashes weight files with unknown digests. If `remember` is True, stores the digests in the state folder.
     """
     digests = read_strings(state.fingerprints)
     before = dict(digests)

@@ -1,4 +1,4 @@
-"""The vectors, and the scores of pairs, that a job asks of its model."""
+"""Determines the vectors and pair scores that a job computes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from batchinfer.models.files.sentence_modules import (
 )
 from batchinfer.models.opening import StoredModel
 
-# By what torch calls their modules
+# By the names of torch modules
 _ACTIVATIONS: Mapping[str, ScoreActivation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
 _NO_PROMPT = "none"
 
 
 def job_embedding(job: Job, hidden: int, causal: bool = True) -> Embedding | None:
-    """Return the vectors of a job whose model has `hidden` numbers in a hidden state, and is an encoder if it is not
-    `causal`; None: no row may ask for one. Raises JobFileError, SecurityRefusal."""
+    """Return the vectors of a job, or None if no row may ask for one. Raises JobFileError or SecurityRefusal.
+
+    `hidden` is the width of the hidden states. `causal` is False for encoders.
+    """
     if not job.embeds:
         return None
     asked, modules = job.embed, sentence_modules(job.model.path)
@@ -51,9 +53,12 @@ def job_embedding(job: Job, hidden: int, causal: bool = True) -> Embedding | Non
 def requested_vectors(
     job: Job, hidden: int, causal: bool = True
 ) -> tuple[Embedding | None, VectorRequests | None, str]:
-    """Return the vectors of a job, how OpenAI requests may ask for them, and why they may not, where they may ask for
-    texts: then a checkpoint whose modules are not computed is no mistake, unless the job says which vectors it wants.
-    Raises JobFileError, SecurityRefusal."""
+    """Return the job's vectors, how OpenAI requests may ask for them, and why they may not.
+
+    An unsupported pooling is an error only if the job explicitly asks for vectors. Otherwise the last value
+    says why
+    requests get none. Raises JobFileError or SecurityRefusal.
+    """
     try:
         made = job_embedding(job, hidden, causal)
     except JobFileError as error:
@@ -68,12 +73,12 @@ def requested_vectors(
 
 
 def _may_pool_prompts(pooling: Pooling, modules: SentenceModules) -> bool:
-    """Whether a prompt may stand before a text: not where its tokens are to be left out of the pooling."""
+    """Return True if a prompt may precede the text. It may not if the pooling excludes the tokens of the prompt."""
     return pooling == "last" or modules.pools_prompt
 
 
 def _width(job: Job, hidden: int, layers: tuple[Dense, ...]) -> int:
-    """Return how many numbers a vector has behind the layers. Raises JobFileError where they do not fit."""
+    """Return the width of a vector after the dense layers. Raises JobFileError if their widths do not match."""
     for layer in layers:
         if layer.inputs != hidden:
             text = f"{layer.file} takes vectors of {layer.inputs} numbers, and those before it have {hidden}"
@@ -87,7 +92,7 @@ def _pooling(job: Job, modules: SentenceModules | None, causal: bool) -> Pooling
     if asked == "auto":
         found = _usual(causal) if modules is None else modules.pooling
         if found is None:
-            assert modules is not None, "what is usual is computed"
+            assert modules is not None, "the default pooling is supported"
             text = (
                 f"is not given, and the checkpoint's pooling ({modules.mode}, see {MODULES}) is not computed"
             )
@@ -100,12 +105,12 @@ def _pooling(job: Job, modules: SentenceModules | None, causal: bool) -> Pooling
 
 
 def _usual(causal: bool) -> Pooling:
-    """Return the pooling of a checkpoint that does not say any: for an encoder what sentence-transformers takes."""
+    """Return the default pooling. For encoders it is that of sentence-transformers."""
     return "last" if causal else "mean"
 
 
 def _prompt(job: Job, modules: SentenceModules | None) -> str:
-    """Return the text that is put before others: nothing before prompts that are no texts as they are."""
+    """Return the text that is put before each text. Empty for chat prompts."""
     asked, prompt = job.embed.prompt, job.prompt
     as_it_is = job.requests or prompt is None or prompt.text is not None or not prompt.chat
     if asked == _NO_PROMPT or not as_it_is:
@@ -121,8 +126,7 @@ def _prompt(job: Job, modules: SentenceModules | None) -> str:
 
 
 def job_pairs(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> PairScoring | None:
-    """Return how the job scores pairs, whose checkpoint `check_model` finds right; None: it scores none. Raises
-    JobFileError."""
+    """Return how the job scores pairs, or None. The checkpoint must have passed `check_model`. Raises JobFileError."""
     if job.task != "rerank" or not isinstance(checkpoint, Checkpoint) or checkpoint.spec.classifier is None:
         return None
     try:

@@ -15,7 +15,7 @@ from batchinfer.models.opening import StoredModel
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import ModelCost
 
-# What the context of a work key says by leaving it out. These never change: a stored key would mean another value.
+# Options that the context omits if they have these values. Never change one: stored keys would get another meaning.
 _ABSENT: Mapping[str, Any] = {
     "quantization": "none",
     "deterministic": False,
@@ -34,12 +34,12 @@ _ABSENT: Mapping[str, Any] = {
     "columns": 0,
     "output": "tokens",
 }
-_SAME_VALUES = ("stored-mxfp4", "stored-sparse")  # as once they are dequantised, or filled up
+_SAME_VALUES = ("stored-mxfp4", "stored-sparse")  # equal to the dequantised or dense values
 
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Decides the answers of a model: how it computes, and how long rows may be."""
+    """Everything about a model's computation that affects answers: arithmetic and maximum length."""
 
     device: Device
     dtype: Dtype
@@ -47,14 +47,14 @@ class Numerics:
     quantization: Quantization = "none"
     deterministic: bool = False
     block_size: int | Literal["auto"] = "auto"
-    tiles: bool = False  # whether the CPU grants its matrix tiles
-    arm: str = ""  # how an Arm CPU adds up; empty elsewhere
+    tiles: bool = False  # whether the CPU has matrix tiles (AMX)
+    arm: str = ""  # order of additions on an Arm CPU; empty elsewhere
     kv_cache: KvCacheDtype = "auto"
-    calibrates: bool = False  # whether weights become int4 by a calibration
+    calibrates: bool = False  # whether int4 weights are calibrated
 
     @property
     def text(self) -> str:
-        """Describe the arithmetic for people: `bfloat16 with int8 weights, deterministic`."""
+        """Return the arithmetic as text, such as `bfloat16 with int8 weights, deterministic`."""
         return arithmetic_text(self.dtype, self.quantization, self.kv_cache, self.deterministic)
 
     @property
@@ -63,7 +63,7 @@ class Numerics:
         return 4 if self.dtype == "float32" else 2
 
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
-        """Return what steps of the model cost, without adapters."""
+        """Return the cost of the model's steps, without adapters."""
         codes = self.quantization, self.kv_cache
         return checkpoint.cost(self.itemsize, *codes, self.device, self.deterministic)
 
@@ -75,12 +75,16 @@ class Numerics:
         columns: int = 0,
         output: str = "tokens",
     ) -> bytes:
-        """sha256 over everything but the row itself that can change an answer; the first part of every work key.
+        """Return the SHA-256 of all that determines answers, except the row: the first part of every work key.
 
-        An option at its default is absent, so that one which is added later throws no stored answer away. `columns`:
-        the version of the rules by which answers are checked against typed columns; 0: they have none. An answer
-        that another job stored unchecked could not be published, and one that is refused is an answer elsewhere.
-        `output`: the kind of answers.
+        Options at their default are omitted, so a new option invalidates no stored answers.
+
+        Args:
+            checkpoint: The model.
+            model_fingerprint: Digest of the weights.
+            tokenizer_fingerprint: Digest of the tokenizer.
+            columns: Version of the rules that check answers against typed columns. 0 without such columns.
+            output: Kind of answers.
         """
         parts = {
             "model": model_fingerprint,
@@ -91,34 +95,37 @@ class Numerics:
             "numerics": NUMERICS_VERSION,
         }
         options = {**self._options(), "modelling": checkpoint.modelling, "columns": columns, "output": output}
-        # experts were in int8 once where the rest is in int4
+        # Earlier versions stored experts in int8 if the rest was int4
         options["int4_experts"] = self.quantization == "int4" and _has_experts(checkpoint)
         parts |= {name: value for name, value in options.items() if value != _ABSENT[name]}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
     def _options(self) -> dict[str, Any]:
-        """Return the options that can change an answer and have a default. Blocks, a device's operators, matrix tiles
-        and Arm's vectors decide the order of additions, which counts only where the bits are promised."""
+        """Return the options that can change an answer and have a default.
+
+        Blocks, operators, matrix tiles and Arm vectors change the order of additions. That matters only if
+        bits are promised.
+        """
         options: dict[str, Any] = {
-            # what MXFP4 stands for is multiplied, to the bit, whether it is dequantised before or then; zeros change no
-            # sum, whether they are added or not
+            # MXFP4 values are multiplied exactly, dequantised before or during the product.
+            # The zeros of sparse weights change no sum.
             "quantization": "none" if self.quantization in _SAME_VALUES else self.quantization,
             "deterministic": self.deterministic,
             "kv_cache_dtype": self.kv_cache,
             "calibrated": self.calibrates,
-            # a CPU quantises activations to int8 for weights in int4, a GPU does not
+            # A CPU quantises activations to int8 for int4 weights, a GPU does not
             "wide_activations": self.device == "cuda" and self.quantization in ("int4", "stored-int4"),
         }
         if self.deterministic:
             options |= {"block_size": self.block_size, "device": self.device}
-            # in float32 all sums are those of vectors
+            # In float32, all sums use vector instructions
             options["tiles"] = self.tiles and self.dtype == "bfloat16"
             options["arm"] = self.arm
-            # outlier channels were rounded as they are once, and are made smaller now
+            # Earlier versions rounded outlier channels without scaling them down
             options["smoothed"] = self.quantization == "int8"
-            # a GPU adds up what it widens in registers in tiles of other sizes
+            # A GPU that dequantises in registers adds in tiles of other sizes
             options["coded_tiles"] = (self.device, self.quantization) == ("cuda", "stored-mxfp4")
-            # a CPU widened the cache's codes to bfloat16 once, and multiplies them as integers now
+            # Earlier versions widened the cached values to bfloat16 on a CPU; now integers are multiplied
             options["integer_codes"] = (self.device, self.kv_cache, self.dtype) == ("cpu", "int8", "bfloat16")
         return options
 

@@ -1,4 +1,4 @@
-"""The placement of a job's engines: their number, their machine, and the division of the model of each."""
+"""The placement of a job's engines: their number, machine and GPUs, and the sharding of each model."""
 
 from __future__ import annotations
 
@@ -12,55 +12,57 @@ from batchinfer.machine.facts import MachineFacts
 from batchinfer.machine.hardware import Hardware
 from batchinfer_kernels.cost import Peaks
 
-_MUCH_MEMORY = 1 << 62  # if unknown
+_MUCH_MEMORY = 1 << 62  # assumed if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Places the engines of a job on machines and GPUs."""
+    """The engines of a job, and the machine and GPUs they run on."""
 
-    machine: MachineFacts  # that engines run on; on a cluster, the part of a node that each engine gets
-    replicas: int = 1  # engines that share the work
-    division: Division = UNDIVIDED  # of the ranks of each
-    apart: bool = False  # whether `machine` describes what each engine has to itself, as on a cluster
-    # one for each of several ranks of all engines of this machine, as CUDA_VISIBLE_DEVICES names them
+    machine: MachineFacts  # machine of the engines; on a cluster, the part of a node for one engine
+    replicas: int = 1  # number of engines
+    division: Division = UNDIVIDED  # sharding of each engine
+    apart: bool = False  # whether each engine has its own `machine`, as on a cluster
+    # Names for CUDA_VISIBLE_DEVICES, one per rank of all engines on this machine. Empty for a single rank.
     gpus: tuple[str, ...] = ()
 
     def for_rows(self, rows: int) -> Placement:
-        """Return the placement with at most one engine for each row."""
+        """Return the placement with at most one engine per row."""
         fewer = replace(self, replicas=max(1, min(self.replicas, rows)))
         ranks = fewer.processes_here
         return replace(fewer, gpus=self.gpus[:ranks] if ranks > 1 else ())
 
     @property
     def hardware(self) -> Hardware:
-        """Return the device that engines use."""
+        """Return the device of the engines."""
         return self.machine.hardware
 
     @property
     def engines_here(self) -> int:
-        """Count the engines that share the machine."""
+        """Return the number of engines that share the machine."""
         return 1 if self.apart else self.replicas
 
     @property
     def processes_here(self) -> int:
-        """Count the ranks of all engines that share the machine."""
+        """Return the number of ranks of all engines that share the machine."""
         return self.engines_here * self.division.ranks
 
     @property
     def free_memory(self) -> int:
-        """Return the bytes of memory that a CPU's engines may take, weights included."""
+        """Return the bytes of memory for the engines of a CPU, weights included."""
         known = self.machine.free_memory, self.hardware.memory_bytes
         return next((found for found in known if found is not None), _MUCH_MEMORY)
 
     def thread_shares(self, threads: int | None) -> list[int]:
-        """Return the CPU threads of each process of this machine. `threads`: of all; None: one for each core."""
+        """Return the CPU threads of each process of this machine. `threads` is their sum, or None for one per core."""
         cores = self.machine.cores or self.hardware.cores or threads or 1
         return thread_shares(threads, self.processes_here, cores)
 
     def peaks(self, dtype: str, quantization: str) -> Peaks | None:
-        """Return the peaks of one engine's hardware in this arithmetic: of a GPU for each of its ranks, or of its part
-        of a CPU; None if unknown."""
+        """Return the peaks of one engine in this arithmetic, or None if unknown.
+
+        On GPUs they are the sum over its ranks, on a CPU the engine's share.
+        """
         whole = self.hardware.peaks(dtype, quantization)
         if whole is None or (self.machine.device == "cuda" and self.division.ranks == 1):
             return whole
@@ -70,17 +72,15 @@ class Placement:
 
 
 def thread_shares(threads: int | None, engines: int, cores: int) -> list[int]:
-    """Return the CPU threads of each engine. `threads`: of all; None: one for each core."""
+    """Return the CPU threads of each engine. `threads` is their sum, or None for one per core."""
     most = min(threads or cores, cores)
     return [max(1, most * (engine + 1) // engines - most * engine // engines) for engine in range(engines)]
 
 
 def placement_of(job: Job, machine: MachineFacts) -> Placement:
-    """Return how many engines share the work, and on which GPUs; none are named for a single rank, or for a machine
-    whose GPUs are not known.
+    """Return the number of engines and their GPUs. No GPUs are named for a single rank or if they are unknown.
 
-    Raises:
-        JobFileError: The machine has room for fewer engines.
+    Raises JobFileError if the machine has room for fewer engines.
     """
     division = division_of(job)
     if job.ray is not None:
@@ -93,7 +93,7 @@ def placement_of(job: Job, machine: MachineFacts) -> Placement:
 def _engines_here(
     job: Job, machine: MachineFacts, asked: int | Literal["auto"]
 ) -> tuple[int, tuple[str, ...]]:
-    """Return how many engines the machine has, and their GPUs."""
+    """Return the number of engines on the machine, and their GPUs."""
     ranks, room = division_of(job).ranks, _room(job, machine)
     on_gpu = machine.device == "cuda"
     if room is None or (not on_gpu and asked == "auto" and ranks == 1):
@@ -119,7 +119,7 @@ def _engines_here(
 
 
 def _room(job: Job, machine: MachineFacts) -> int | None:
-    """Return how many processes the GPUs or cores of the machine have room for; None: it is not known."""
+    """Return how many processes fit on the GPUs or cores of the machine, or None if unknown."""
     if machine.device == "cuda":
         return None if machine.gpus is None else len(machine.gpus)
     threads = job.engine.threads
@@ -127,7 +127,7 @@ def _room(job: Job, machine: MachineFacts) -> int | None:
 
 
 def division_of(job: Job) -> Division:
-    """Return how the job divides its model among ranks."""
+    """Return how the job shards its model."""
     engine = job.engine
     return Division(engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.expert_parallel_size)
 

@@ -1,4 +1,4 @@
-"""Resolves every `auto` of a job for a machine: dtype, quantisation, lengths, and the place of its engines."""
+"""Resolves every `auto` of a job for a machine: dtype, quantisation, lengths and placement."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def resolve(job: Job, checkpoint: StoredModel, machine: MachineFacts) -> Setting
     Args:
         job: The job.
         checkpoint: Its model.
-        machine: The machine on which engines run.
+        machine: The machine of the engines.
 
     Raises:
-        JobFileError: The model was made for fewer positions than max_model_len, the device cannot do what the job
-            needs, or the machine has too few cores or GPUs.
-        Unavailable: The model cannot be divided as the job needs, or not with the bits that it promises.
+        JobFileError: The model has fewer positions than max_model_len, the device does not support the job, or the
+            machine has too few cores or GPUs.
+        Unavailable: The model cannot be sharded as the job asks, or not with the promised bits.
     """
     dtype = job.model.dtype if job.model.dtype != "auto" else auto_dtype(machine, checkpoint.dtype)
     check_model(job, checkpoint, machine.device, dtype)
     quantization = resolved_quantization(job.model.quantization, checkpoint, machine, dtype)
     if quantization == "stored-sparse" and job.engine.deterministic:
-        quantization = "none"  # cuSPARSELt promises no bits
+        quantization = "none"  # cuSPARSELt is not deterministic
     check_division_of(job, checkpoint, machine.device, quantization)
     numerics = Numerics(
         device=machine.device,
@@ -46,7 +46,7 @@ def resolve(job: Job, checkpoint: StoredModel, machine: MachineFacts) -> Setting
 
 
 def auto_dtype(machine: MachineFacts, stored: Dtype) -> Dtype:
-    """Return the dtype of the checkpoint where the device is fast in it; a CPU without fast bfloat16 runs float32."""
+    """Return the checkpoint's dtype if the device computes it fast. A CPU without fast bfloat16 uses float32."""
     if machine.device == "cuda" or stored == "float32":
         return stored
     return "bfloat16" if machine.fast_bf16 else "float32"
@@ -55,8 +55,11 @@ def auto_dtype(machine: MachineFacts, stored: Dtype) -> Dtype:
 def resolved_quantization(
     asked: AskedQuantization, checkpoint: StoredModel, machine: MachineFacts, dtype: Dtype
 ) -> Quantization:
-    """Return how weights are quantised. auto: as the checkpoint stores them, if the device multiplies them so, and in
-    int4 only where that is asked for; else not at all."""
+    """Return the quantisation of the weights.
+
+    With `auto`, weights stay as stored if the device can multiply them, except int4. Otherwise they are
+    dequantised.
+    """
     stored, on_gpu = checkpoint.stored_quantization, machine.device == "cuda"
     if asked == "stored":
         return stored

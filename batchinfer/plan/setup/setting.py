@@ -27,28 +27,28 @@ class Setting:
 
     @property
     def device(self) -> Device:
-        """Return the device that engines use."""
+        """Return the device of the engines."""
         return self.numerics.device
 
     def for_rows(self, rows: int) -> Setting:
-        """Return the setting with at most one engine for each row."""
+        """Return the setting with at most one engine per row."""
         return replace(self, placement=self.placement.for_rows(rows))
 
     def with_placement(self, **changes: Any) -> Setting:
-        """Return the setting of engines in another place."""
+        """Return the setting with a changed placement."""
         return replace(self, placement=replace(self.placement, **changes))
 
     def with_numerics(self, **changes: Any) -> Setting:
-        """Return the setting with another arithmetic."""
+        """Return the setting with changed numerics."""
         return replace(self, numerics=replace(self.numerics, **changes))
 
     def with_parts(self, **changes: Any) -> Setting:
-        """Return the setting of engines with other parts."""
+        """Return the setting with changed engine parts."""
         return replace(self, parts=replace(self.parts, **changes))
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The setting as columns of the run table, without the hardware."""
+        """Return the setting as columns of the run table, without the hardware."""
         numerics, placement = self.numerics, self.placement
         return {
             "dtype": numerics.dtype,
@@ -62,12 +62,12 @@ class Setting:
 
     @property
     def peaks(self) -> Peaks | None:
-        """Return the peaks of one engine's hardware in this arithmetic; None if unknown."""
+        """Return the peaks of one engine in this arithmetic, or None if unknown."""
         return self.placement.peaks(self.numerics.dtype, self.numerics.quantization)
 
     @property
     def adapter_bytes(self) -> int:
-        """Return the bytes of the device that adapters take in addition to an engine's weights."""
+        """Return the bytes of device memory that adapters take."""
         return self.parts.adapter_bytes(self.placement.hardware, self.numerics.itemsize)
 
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
@@ -101,7 +101,7 @@ class Setting:
         Args:
             job: The job.
             longest: Tokens of the longest sequence, prompt and output.
-            logprobs: The highest number of log-probabilities that a sequence asks for.
+            logprobs: Maximum number of log-probabilities that a sequence asks for.
         """
         engine, engines = job.engine, self.placement.engines_here
         shared = engines > 1 and self.device == "cpu"
@@ -130,11 +130,12 @@ class PlacedModel(NamedTuple):
 
     @property
     def cost(self) -> ModelCost:
+        """Return the cost of the model's steps."""
         return self.setting.model_cost(self.checkpoint)
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of its weights once they are loaded, without adapters."""
+        """Return the bytes of the loaded weights, without adapters."""
         if not isinstance(self.checkpoint, Checkpoint):
             return self.checkpoint.weight_bytes
         spec = self.checkpoint.spec.quantized(self.setting.numerics.quantization)
@@ -142,12 +143,12 @@ class PlacedModel(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of its weights once they are loaded, adapters included."""
+        """Return the bytes of the loaded weights, adapters included."""
         return self.held_bytes + self.setting.adapter_bytes
 
 
 def engine_weights(models: list[PlacedModel]) -> int:
-    """Return the bytes of an engine's weights: of the job's model, its adapters and heads, and a draft model."""
+    """Return the weight bytes of an engine: the job's model, its adapters and heads, and a draft model."""
     setting, own = models[0].setting, sum(model.weight_bytes for model in models)
     heads = setting.parts.heads
     return own if heads is None else own + heads.weight_bytes(setting.numerics.itemsize)

@@ -1,4 +1,4 @@
-"""The weights of a job: its adapters, and weights in int4 that an earlier run has calibrated."""
+"""Chooses the weights of a job: its adapters, and int4 weights that an earlier run has calibrated."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from batchinfer.models.opening import StoredModel
 from batchinfer.models.spec.spec import AttentionSpec, ExpertsSpec, ModelSpec
 from batchinfer.plan.setup.setting import Setting
 
-# Raise it when a calibration comes to make other weights, so that jobs get these. Their stored answers are lost then.
+# Raise it when calibration makes different weights, so jobs use new ones. Answers from the old weights are lost.
 CALIBRATION_VERSION = 1
-EXPERTS_VERSION = " experts"  # the same of models with experts alone
-RECORD = "calibration.json"  # beside the weights: what they lost
-ROWS_READ = 512  # of the job, of which as many become prompts as have room
-# A third of them is held out, and answers are added. On the quickstart's model 20 rows with 3,400 tokens gave up to
-# three times the divergence that 50 rows with 8,600 gave, and 200 rows no less than these (docs/performance.md)
+EXPERTS_VERSION = " experts"  # version of the calibration of experts
+RECORD = "calibration.json"  # next to the weights: the measured loss
+ROWS_READ = 512  # rows that are read; those within MOST_TOKENS are used
+# A third is held out, and answers are added. On the quickstart's model, 20 rows with 3,400 tokens had up to 3 times the
+# divergence of 50 rows with 8,600. 200 rows had no less (docs/performance.md).
 MOST_TOKENS = 8_192
-LONGEST = 2_048  # tokens of a prompt, whose rest is cut off
-ANSWER_TOKENS = 64  # of the answer to a prompt, which the weights are made for, too
-_DIGITS = 24  # of the digest that names a folder
-# Answers that equal those in float32; with bfloat16, 127 do
+LONGEST = 2_048  # tokens of a prompt; the rest is cut off
+ANSWER_TOKENS = 64  # answer tokens per prompt, which are part of the sample
+_DIGITS = 24  # hex digits of a folder's name
+# Answers equal to those in float32; bfloat16 keeps 127
 _KEPT = "on SmolLM2-135M, int8 kept 22 of 200 answers, int4 21 (docs/models.md)"
 
 
 @dataclass(frozen=True, slots=True)
 class JobWeights:
-    """A job's model and setting once its weights are chosen; `adapters`: fingerprints by their names."""
+    """The model and setting of a job after its weights were chosen. `adapters` has fingerprints by name."""
 
     checkpoint: StoredModel
     setting: Setting
@@ -48,9 +48,9 @@ def job_weights(job: Job, checkpoint: StoredModel, setting: Setting, state: Stat
     """Choose the weights.
 
     Raises:
-        JobFileError: An adapter cannot be computed, or the checkpoint's zero points fit no layout.
-        SecurityRefusal: An adapter cannot be computed.
-        CannotSplit: The ranks of the job cannot each read a part of the checkpoint, or of an adapter.
+        JobFileError: An adapter is unsupported, or the checkpoint's zero points fit no layout.
+        SecurityRefusal: An adapter is not safe to load.
+        CannotSplit: The checkpoint or an adapter cannot be sharded among the job's ranks.
     """
     checkpoint.check_zero_points(read_strings(state.fingerprints))
     held = checkpoint.held_for(setting.numerics.quantization)
@@ -66,7 +66,7 @@ def job_weights(job: Job, checkpoint: StoredModel, setting: Setting, state: Stat
 
 
 def quantization_warnings(checkpoint: StoredModel, setting: Setting) -> tuple[str, ...]:
-    """Return a line if the run quantises the weights; none if it multiplies them as the checkpoint stores them."""
+    """Return a warning if the run quantises the weights, or an empty tuple if they are stored quantised."""
     quantization = setting.numerics.quantization
     if quantization == "int8" or (quantization == "int4" and not _stores_int4(checkpoint, setting)):
         return (f"model.quantization: {quantization} changes most answers of real models: {_KEPT}",)
@@ -81,8 +81,13 @@ def _stores_int4(checkpoint: StoredModel, setting: Setting) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class JobAdapters:
-    """The adapters of a job: fingerprints by their names, and what those beside the weights take; `merged`: whether it
-    is one that is merged into the weights."""
+    """The adapters of a job.
+
+    Attributes:
+        fingerprints: Fingerprints by name.
+        sizes: Memory of adapters that are not merged into the weights.
+        merged: Whether the only adapter is merged into the weights.
+    """
 
     fingerprints: dict[str, str]
     sizes: AdapterSizes | None = None
@@ -90,9 +95,9 @@ class JobAdapters:
 
 
 def job_adapters(job: Job, checkpoint: StoredModel, state: StateFolder) -> JobAdapters:
-    """Return the job's adapters; files that the state does not know are hashed.
+    """Return the job's adapters. Files with unknown digests are hashed.
 
-    Raises JobFileError and SecurityRefusal for adapters that cannot be computed, with the reason.
+    Raises JobFileError or SecurityRefusal for unsupported adapters.
     """
     if not job.model.adapters:
         return JobAdapters({})
@@ -109,7 +114,7 @@ def job_adapters(job: Job, checkpoint: StoredModel, state: StateFolder) -> JobAd
 
 
 def _check_merged(job: Job, found: Mapping[str, StoredAdapter]) -> None:
-    """Refuse a DoRA that other rows would get, too."""
+    """Raise JobFileError for a DoRA adapter that is not used by all rows: it is merged into the weights."""
     dora = next((name for name, adapter in found.items() if adapter.config.dora), None)
     if dora is None or (len(found) == 1 and job.model.adapter == dora):
         return
@@ -121,7 +126,7 @@ def _check_merged(job: Job, found: Mapping[str, StoredAdapter]) -> None:
 
 
 def with_adapters(setting: Setting, job: Job, adapters: JobAdapters) -> Setting:
-    """Return the setting with the folders of the adapters: of equal ones the first."""
+    """Return the setting with the folders of the adapters. Equal adapters are loaded once."""
     folders = {adapters.fingerprints[name]: path for name, path in reversed(job.model.adapters.items())}
     if not folders:
         return setting
@@ -129,8 +134,11 @@ def with_adapters(setting: Setting, job: Job, adapters: JobAdapters) -> Setting:
 
 
 def can_calibrate(checkpoint: StoredModel) -> bool:
-    """Whether weights of the checkpoint can be calibrated: those of a decoder of ours, stored in floats, whose layers
-    read no other layer's K and V."""
+    """Return True if the weights can be calibrated.
+
+    They must be those of a native decoder, stored in floats, in which no layer reads keys and values of
+    another layer.
+    """
     return isinstance(checkpoint, Checkpoint) and checkpoint.plain and _is_plain(checkpoint.spec)
 
 
@@ -144,8 +152,10 @@ def _is_plain(spec: ModelSpec) -> bool:
 def with_calibration(
     job: Job, checkpoint: StoredModel, setting: Setting, state: StateFolder, merged: bool = False
 ) -> tuple[StoredModel, Setting]:
-    """Return the model and the setting with the calibrated weights, if the job is to have such: without them, if no run
-    has made them yet. `merged`: an adapter is merged into the weights as they are loaded, which have to be floats."""
+    """Return the model and setting with calibrated weights, if the job uses them and an earlier run has made them.
+
+    A job with an adapter that is merged while loading (`merged`) needs float weights and is not calibrated.
+    """
     asked = (setting.numerics.quantization, job.model.calibration) == ("int4", "auto")
     if not asked or merged or not can_calibrate(checkpoint):
         return checkpoint, setting
@@ -160,8 +170,12 @@ def with_calibration(
 def calibrated_folder(
     checkpoint: StoredModel, state: StateFolder, adapted: bool, remember: bool = False
 ) -> Path:
-    """Return where the calibrated weights of this model lie, or are to lie: those that `adapted` jobs have, too, say
-    what their adapters need to know. `remember`: the state is to know the digests of weight files that it did not."""
+    """Return the folder of this model's calibrated weights, whether it exists or not.
+
+    With adapters, the folder also has the data that adapters need, so it is a different one. If `remember` is
+    True, new
+    digests of weight files are stored in the state folder.
+    """
     digests = read_strings(state.fingerprints)
     before = dict(digests)
     model = checkpoint.fingerprint(digests)
@@ -174,18 +188,18 @@ def calibrated_folder(
 
 
 def _experts_version(checkpoint: StoredModel) -> str:
-    """Return what tells weights with experts from those that were made before experts were calibrated."""
+    """Return a suffix for models with experts, whose weights were calibrated differently in earlier versions."""
     layers = checkpoint.spec.layers if isinstance(checkpoint, Checkpoint) else ()
     return EXPERTS_VERSION if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in layers) else ""
 
 
 def record_of(loss: Loss | None) -> dict[str, object]:
-    """Return what is kept beside the weights, as JSON."""
+    """Return the record that is stored next to the weights, as JSON."""
     return {"version": CALIBRATION_VERSION, "loss": None if loss is None else asdict(loss)}
 
 
 def loss_of(folder: Path) -> Loss | None:
-    """Return what the weights in a folder lost; None: it was not measured, or is not known any more."""
+    """Return the measured loss of the weights in a folder, or None if unknown."""
     record = read_json(folder / RECORD)
     loss = record.get("loss") if isinstance(record, dict) else None
     if not isinstance(loss, dict) or loss.keys() != {"kl", "same", "tokens"}:

@@ -1,4 +1,4 @@
-"""How long the answers of a job will be, as far as that can be known before it runs."""
+"""Forecasts the lengths of a job's answers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from batchinfer.core.statistics.survival import Survival
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnswerLengths:
-    """Answers become as long as those of earlier prompts of about the same length; without any, as long as they may.
+    """Forecasts answer lengths from earlier answers to prompts of similar length. Without any, max_tokens is assumed.
 
-    The requests of a job get lengths that are spread as those of the earlier answers were, evenly and in the order of
-    their keys: a job's forecast is the same each time, and in whichever order the job runs.
+    Requests get lengths with the distribution of the earlier answers, in the order of their work keys. The
+    forecast is
+    therefore reproducible and independent of the order of the job.
     """
 
-    _by_size: Mapping[int, Survival]  # by the bits of the prompts' length
+    _by_size: Mapping[int, Survival]  # by the bit length of the prompt's token count
 
     @classmethod
     def of(
         cls, prompts: NDArray[np.int64], answers: NDArray[np.int64], cut: NDArray[np.bool_]
     ) -> AnswerLengths:
-        """Return the lengths from the tokens of earlier prompts and answers, and which of the answers were cut."""
-        sizes = np.frexp(prompts.astype(np.float64))[1]  # the bits of each
+        """Return the forecast from the tokens of earlier prompts and answers. `cut` marks truncated answers."""
+        sizes = np.frexp(prompts.astype(np.float64))[1]  # bit lengths
         found = {
             int(size): Survival.of(answers[sizes == size], cut[sizes == size]) for size in np.unique(sizes)
         }
@@ -35,16 +36,16 @@ class AnswerLengths:
 
     @classmethod
     def unknown(cls) -> AnswerLengths:
-        """Every answer is as long as it may be."""
+        """Return a forecast in which every answer has max_tokens."""
         return cls({})
 
     @property
     def are_known(self) -> bool:
-        """Whether any earlier answer tells."""
+        """Return True if there are earlier answers."""
         return bool(self._by_size)
 
     def of_requests(self, requests: Iterable[Request]) -> dict[bytes, int]:
-        """By key, the tokens of the answer, the one that ends it included; at most the request's max_tokens."""
+        """Return the answer tokens by work key, end token included and at most max_tokens."""
         found: dict[bytes, int] = {}
         guessed: dict[int, list[Request]] = {}
         for request in requests:
@@ -60,6 +61,6 @@ class AnswerLengths:
         return found
 
     def _nearest(self, prompt: int) -> int:
-        """Return the known size that is nearest to the size of a prompt of `prompt` tokens."""
+        """Return the known size nearest to the size of a prompt of `prompt` tokens."""
         size = prompt.bit_length()
         return min(self._by_size, key=lambda other: abs(other - size))

@@ -1,4 +1,4 @@
-"""The time of a simulated run: that of the stages of its devices, and of the host, which launches their steps."""
+"""The clock of a simulated run: the time of its stages, and of the host that launches their steps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,17 @@ from batchinfer.plan.simulation.stages import StageSchedule, StageWork
 
 @dataclass(slots=True, eq=False)
 class TimedLaunch:
-    """A step that was launched. `after`: the step before of the same engine, whose tokens the first stage needs; None:
-    there is none, or this one is done. `done_s` is None until somebody waits for it, or for a later one."""
+    """A launched step.
+
+    Attributes:
+        work: The work of each stage.
+        told_s: When the host submits the step to the stages.
+        launched_s: When all layers are launched.
+        after: The previous step of the same engine, whose tokens the first stage needs. None if there is
+            none, or if this
+            step is done.
+        done_s: When the step is done. None until the host waits for this or a later step.
+    """
 
     work: Sequence[StageWork]
     told_s: float
@@ -25,26 +34,32 @@ class TimedLaunch:
 
     @property
     def may_begin_s(self) -> float:
-        """Return when the first stage has what it needs. Earlier steps are done."""
+        """Return when the first stage can start. Earlier steps must be done."""
         return max(self.told_s, (self.after and self.after.done_s) or 0.0)
 
 
 @dataclass(slots=True)
 class Clock:
-    """The time of a simulated run, in seconds. `asks_last`: the process that schedules runs the last of several stages
-    itself, when it asks for a step's results, as on a CPU."""
+    """The time of a simulated run, in seconds.
+
+    If `asks_last` is True, the scheduling process itself runs the last of several stages when it waits for
+    results, as on
+    a CPU.
+    """
 
     host: float = 0.0
     stages: StageSchedule = field(default_factory=lambda: StageSchedule(1))
     asks_last: bool = False
-    most_taken: int = 0  # bytes of the KV cache that were ever taken
+    most_taken: int = 0  # peak bytes of the KV cache
     _begun: deque[TimedLaunch] = field(default_factory=deque)
 
     def launch(
         self, host_s: float, launch_s: float, work: Sequence[StageWork], after: TimedLaunch | None = None
     ) -> TimedLaunch:
-        """The host makes a step ready and launches its layers, while devices are at the first ones. `after`: the step
-        whose tokens it runs on with."""
+        """Prepare a step and launch its layers. Devices start while later layers are launched.
+
+        The step continues with the tokens of the step `after`.
+        """
         self.host += host_s
         step = TimedLaunch(work, self.host, self.host + launch_s, after)
         self.host += launch_s
@@ -52,7 +67,7 @@ class Clock:
         return step
 
     def wait(self, step: TimedLaunch) -> None:
-        """The host waits until a step is done. Steps are done in the order in which they were launched."""
+        """Wait until a step is done. Steps finish in launch order."""
         asked = self.host if self.asks_last else 0.0
         while step.done_s is None:
             first = self._begun.popleft()
@@ -63,19 +78,19 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Captures:
-    """The largest steps that are captured; nothing is where all are 0."""
+    """The largest steps that are captured as CUDA graphs. All zero: no captures."""
 
-    rows: int  # of a decode step
-    longest: int  # tokens of a sequence in it
-    tokens: int  # of a step that is captured in pieces
+    rows: int  # rows of a decode step
+    longest: int  # tokens of a sequence in a decode step
+    tokens: int  # tokens of a step that is captured piecewise
 
 
 class Launching:
-    """Says how each step of one run is launched, as `DecodeGraphs` and `PiecewiseGraphs` would do it.
+    """Predicts how each step is launched, like `DecodeGraphs` and `PiecewiseGraphs`.
 
-    Kinds of decode steps are told apart by their number of rows, the bound of their contexts, and whether rows share
-    blocks. On a GPU it also counts how long rows are split among programs, and how many groups of sharing rows there
-    are, so that a few more steps are launched otherwise before each kind has its graph.
+    Decode graphs are distinguished by their rows, context bound and block sharing. A real GPU has more kinds,
+    by the split
+    of rows and the number of sharing groups, so a few more steps run there before each kind has its graph.
     """
 
     def __init__(self, captures: Captures) -> None:
@@ -84,8 +99,14 @@ class Launching:
         self._seen: Counter[tuple[int, int, bool]] = Counter()
 
     def mode(self, starts: list[int], lengths: list[int], decodes: bool, shares: bool) -> LaunchMode:
-        """Return how a step of chunks that begin at `starts` is launched. `decodes`: every row runs one token and
-        samples the next, and nothing is copied; `shares`: rows have blocks in common."""
+        """Return how a step is launched.
+
+        Args:
+            starts: Start position of each chunk.
+            lengths: Tokens of each chunk.
+            decodes: Whether every row decodes one token and no block is copied.
+            shares: Whether rows share blocks.
+        """
         if decodes:
             rows, longest = len(starts), max(starts) + 1
             if self._is_covered(rows, longest) and self._is_replayed(rows, longest, shares):
@@ -96,8 +117,10 @@ class Launching:
         return rows <= self._captures.rows and longest <= self._captures.longest
 
     def _is_replayed(self, rows: int, longest: int, shares: bool) -> bool:
-        """Whether it has a graph, or gets one now. The warm-up captures the shortest contexts of rows that share
-        nothing."""
+        """Return True if the step has a graph or captures one now.
+
+        The warm-up captures the shortest contexts without sharing.
+        """
         bound = context_bound(longest, self._captures.longest)
         if bound <= SHORTEST and not shares:
             return True

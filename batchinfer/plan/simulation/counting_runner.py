@@ -1,4 +1,4 @@
-"""A runner that computes nothing: it gives each sequence the length that it is said to have, and moves a clock on."""
+"""A runner that computes nothing: it gives each answer its forecast length and advances a clock."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from batchinfer.plan.simulation.stages import SimulatedStage, StageWork
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost, StepShape
 
-END, WORD = 0, 1  # the only tokens there are; END ends an answer
+END, WORD = 0, 1  # the only tokens; END ends an answer
 
 
 @dataclass(frozen=True, slots=True)
 class CountedStep:
-    """A simulated step, or several that were launched at once, in the place of
-    `batchinfer.engine.runner.runner.Launched`."""
+    """One or several simulated steps launched together. Replaces `batchinfer.engine.runner.runner.Launched`."""
 
-    # Of each chunk that samples, its request and how many tokens its answer has
+    # For each sampling chunk: its work key and the number of answer tokens so far
     answers: list[tuple[bytes, int]]
     outputs: Mapping[bytes, int]
     clock: Clock
     timed: TimedLaunch
     launch: StepLaunch | None
-    scored: int = 0  # tokens that are scored
+    scored: int = 0  # number of scored tokens
     padded_tokens: int = 0
     collective_s: float | None = None
-    repeats: list[int] | None = None  # how many tokens each of them decodes; None: one
+    repeats: list[int] | None = None  # tokens that each row decodes; None: one
 
     def tokens(self) -> list[list[int]]:
-        """Waits for the simulated device."""
+        """Wait for the simulated device and return the tokens of each row."""
         self.clock.wait(self.timed)
         if self.repeats is None:
             return [[END if said + 1 >= self.outputs[key] else WORD] for key, said in self.answers]
@@ -52,29 +51,41 @@ class CountedStep:
         ]
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Nobody asks a simulation for them."""
+        """Return no log-probabilities."""
         return {}
 
     def states(self) -> Mapping[int, NDArray[np.float32]]:
-        """Nobody asks a simulation for them."""
+        """Return no hidden states."""
         return {}
 
     def scores(self) -> TokenScores:
-        """Return that each token is certain: what they really are is not simulated."""
+        """Return scores in which every token is certain."""
         logprobs, greedy = np.zeros(self.scored, np.float32), np.ones(self.scored, np.bool_)
         none = np.empty((self.scored, 0))
         return TokenScores(logprobs, greedy, none.astype(np.float32), none.astype(np.int64))
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """No row is masked: what answers say is not simulated."""
+        """Return no masks: constraints are not simulated."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class CountingRunner:
-    """A `Runner` that counts the steps of one engine. `outputs`: by work key, how many tokens the answer has;
-    `taken_bytes`: of the KV cache, in use or kept for later rows; `launching`: of a GPU's host, None on a CPU;
-    `stages`: of a model that is divided among ranks."""
+    """A `Runner` that counts the steps of one engine.
+
+    Attributes:
+        cost: Cost of the model's steps.
+        layout: Layout of the KV cache.
+        time: Step times.
+        outputs: Answer tokens by work key.
+        looks_ahead: Whether the host schedules a step while the previous one runs.
+        taken_bytes: Returns the bytes of used and cached blocks.
+        launching: How a GPU's host launches steps. None on a CPU.
+        adapters: Adapter by work key, if the model has adapters.
+        clock: The simulated time.
+        stages: Stages of a sharded model.
+        wants: What the runner needs of a step plan.
+    """
 
     cost: ModelCost
     layout: CacheLayout
@@ -83,7 +94,7 @@ class CountingRunner:
     looks_ahead: bool
     taken_bytes: Callable[[], int]
     launching: Launching | None = None
-    adapters: Mapping[bytes, str] = field(default_factory=dict)  # by work key, where the model has any
+    adapters: Mapping[bytes, str] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
     stages: tuple[SimulatedStage, ...] = ()
     wants: PlanWants = COUNTS
@@ -91,10 +102,11 @@ class CountingRunner:
 
     @property
     def most_tokens(self) -> int | None:
+        """Return None: a step may have any number of tokens."""
         return None
 
     def launch(self, plan: StepPlan) -> CountedStep:
-        """Count a step, and move the clock on."""
+        """Simulate a step and advance the clock."""
         assert plan.requests is not None
         starts, lengths = plan.starts.tolist(), plan.chunk_lengths.tolist()
         rows, copies = len(starts), plan.copies
@@ -125,11 +137,10 @@ class CountingRunner:
 
     @property
     def _layers(self) -> int:
-        """Return how many layers a device runs."""
         return max((stage.cost.layers for stage in self.stages), default=self.cost.layers)
 
     def _work(self, shape: StepShape, rows: int) -> list[StageWork]:
-        """Return what a step takes each stage; memory that is used for the first time is a part of all of them."""
+        """Return the work of each stage. Time for first use of memory is divided among them."""
         first_use_s = self._first_use_s() / max(1, len(self.stages))
         if not self.stages:
             return [StageWork(self.time.device_s(shape, self.cost, rows) + first_use_s)]
@@ -137,7 +148,7 @@ class CountingRunner:
         return [StageWork(one.seconds + first_use_s, one.hand_on_s) for one in found]
 
     def _further_s(self, plan: StepPlan, repeats: Ints, names: Sequence[str]) -> float:
-        """Return the seconds of the steps behind the first one of a plan: each row stays in all of them."""
+        """Return the seconds of all steps of a plan except the first. Each row stays in all of them."""
         seconds, starts = 0.0, plan.starts.astype(np.int64)
         for step in range(1, plan.steps):
             at = starts + np.minimum(step, repeats - 1)
@@ -146,8 +157,7 @@ class CountingRunner:
         return seconds
 
     def _first_use_s(self) -> float:
-        """Return the seconds for memory that this step is the first to use. Blocks that were freed are used again
-        first."""
+        """Return the seconds for memory that is used for the first time. Freed blocks are reused first."""
         before, self.clock.most_taken = self.clock.most_taken, max(self.clock.most_taken, self.taken_bytes())
         return (self.clock.most_taken - before) * self.time.first_use_s
 
@@ -155,7 +165,7 @@ class CountingRunner:
 def _sampling(
     requests: list[tuple[bytes, int]], lengths: list[int], sampled: Ints | None
 ) -> list[tuple[bytes, int]]:
-    """Return those of the chunks' requests that sample."""
+    """Return the requests of the chunks that sample a token."""
     if sampled is None or len(sampled) == len(requests):
         return requests
     ends = accumulate(lengths)

@@ -1,4 +1,4 @@
-"""The run of a whole job from simulations of parts of it."""
+"""Extrapolates the run of a whole job from simulated parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, sim
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPart:
-    """A simulated part of a job, with its size: prompt tokens, and output tokens at most."""
+    """A simulated part of a job. `size` is its prompt tokens plus maximum output tokens."""
 
     size: int
     run: Simulated
@@ -22,7 +22,7 @@ class SimulatedPart:
 def simulated_part(
     machine: SimulatedEngine, requests: Sequence[Request], lengths: AnswerLengths
 ) -> SimulatedPart:
-    """Simulate these requests, with answers of these lengths."""
+    """Simulate requests with answers of these lengths."""
     size = sum(map(tokens_of, requests))
     return SimulatedPart(size, simulate(machine, requests, lengths.of_requests(requests)))
 
@@ -34,18 +34,18 @@ def simulated_whole(
     lengths: AnswerLengths,
     whole: int,
 ) -> Simulated:
-    """Return the run of a job of `whole` tokens, of which these requests are a part, and `half` is half of that."""
+    """Return the run of a job of `whole` tokens, extrapolated from `requests` and half of them."""
     larger = simulated_part(machine, requests, lengths)
-    one = len(half) == len(requests)  # a single request has no half
+    one = len(half) == len(requests)  # a single request cannot be halved
     smaller = SimulatedPart(0, Simulated()) if one else simulated_part(machine, half, lengths)
     return extrapolated(smaller, larger, whole)
 
 
 def extrapolated(smaller: SimulatedPart, larger: SimulatedPart, whole: int) -> Simulated:
-    """The run of a job of that size, on the line through two parts of it.
+    """Return the run of a job of `whole` tokens, by a linear extrapolation through two parts.
 
-    Not in proportion: a run begins by filling the batch and ends with the last answers alone in it, however many rows
-    lie between. Raises ValueError where one part is not larger than the other.
+    A run is not proportional to its size: the batch fills at the start and drains at the end. Raises ValueError if
+    `larger` is not larger than `smaller`.
     """
     if larger.size <= smaller.size:
         raise ValueError(

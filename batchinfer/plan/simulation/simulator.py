@@ -1,4 +1,4 @@
-"""Runs requests on the real engine with a runner that only counts."""
+"""Simulates a run: the real engine with a runner that only counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from batchinfer_kernels.cost import ModelCost, Peaks
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """A simulated engine is an engine without weights: limits, the cache, and what its steps cost and take."""
+    """An engine without weights: its limits, its KV cache, and the cost and time of its steps."""
 
     cost: ModelCost
     layout: CacheLayout
@@ -34,16 +34,16 @@ class SimulatedEngine:
     scheduler: SchedulerConfig
     roots: ContentRoots
     time: StepTime
-    looks_ahead: bool  # as GPUs do: the host schedules a step while the one before runs
-    captures: Captures | None = None  # of a GPU; None on a CPU
-    # Of a model that is divided among ranks, whose peaks `time` has; as many engines take turns, each with its `blocks`
+    looks_ahead: bool  # whether the host schedules a step while the previous one runs, as on GPUs
+    captures: Captures | None = None  # CUDA graphs; None on a CPU
+    # Stages of a sharded model. `time` has the peaks of one rank. Micro-batches have `blocks` divided among them.
     stages: tuple[SimulatedStage, ...] = ()
-    ranks: int = 1  # of all stages
-    repeats: bool = False  # whether several steps that only decode may be launched at once
+    ranks: int = 1  # ranks of all stages
+    repeats: bool = False  # whether multi-step decoding is allowed
 
     @property
     def turns(self) -> int:
-        """Return how many engines take turns."""
+        """Return the number of micro-batches."""
         return max(1, min(len(self.stages), self.scheduler.max_num_seqs))
 
     @property
@@ -54,7 +54,7 @@ class SimulatedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The totals of a simulated run; tokens are counted as in the report's run table."""
+    """The totals of a simulated run. Tokens are counted as in the run table."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -65,12 +65,12 @@ class Simulated:
     sampled_tokens: int = 0
     scored_positions: int = 0
     preemptions: int = 0
-    running: int = 0  # summed over steps
+    running: int = 0  # running rows, summed over steps
     flops: int = 0
     bytes: int = 0
     roofline_s: float = 0.0
-    waited_s: float = 0.0  # by a stage, as a mean of all, for others and for the host
-    # On a GPU steps, and the tokens that they ran, by the way they were launched: see LaunchMode
+    waited_s: float = 0.0  # mean idle seconds of a stage
+    # Steps and their tokens on a GPU, by launch mode (LaunchMode)
     full_graph_steps: int = 0
     piecewise_graph_steps: int = 0
     eager_steps: int = 0
@@ -80,33 +80,33 @@ class Simulated:
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens that the model runs, each once: without those that it runs again after a preemption."""
+        """Return the computed prompt tokens, without recomputation after preemptions."""
         return self.prefill_tokens - self.recomputed_tokens
 
     @property
     def output_tokens(self) -> int:
-        """Return the number of tokens of all answers."""
+        """Return the tokens of all answers."""
         return self.sampled_tokens - self.scored_positions
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens the model runs."""
+        """Return the number of computed tokens."""
         return self.prefill_tokens + self.decode_tokens
 
     @property
     def launches(self) -> dict[str, int] | None:
-        """Steps and tokens by the way they were launched; None on a CPU."""
+        """Return the steps and tokens by launch mode, or None on a CPU."""
         found = {name: getattr(self, name) for name in _LAUNCHED}
         return found if any(found.values()) else None
 
     def counted(self, times: float) -> Simulated:
-        """Return the counts multiplied, in the same time: other engines work beside this one."""
+        """Return the run with its counts multiplied but its time unchanged, for replicas in parallel."""
         names = ("steps", *_SUMMED, *_LAUNCHED)
         counts = {name: round(getattr(self, name) * times) for name in names}
         return replace(self, **counts)
 
     def plus(self, sample: StepSample, seconds: float) -> Simulated:
-        """Return the run with another step, after which it has taken `seconds`."""
+        """Return the run with a further step, which ends at `seconds`."""
         sums = {name: getattr(self, name) + getattr(sample, name) for name in _SUMMED}
         if sample.launch is not None:
             steps, tokens = f"{sample.launch}_steps", f"{sample.launch}_tokens"
@@ -139,7 +139,7 @@ _LAUNCHED = tuple(f"{mode}_{unit}" for unit in ("steps", "tokens") for mode in L
 def simulate(
     machine: SimulatedEngine, requests: Iterable[Request], outputs: Mapping[bytes, int]
 ) -> Simulated:
-    """Run the requests in this order. `outputs`: by work key, how many tokens each answer will have."""
+    """Simulate the requests in this order. `outputs` has the answer tokens by work key."""
     found, clock = Simulated(), machine_clock(machine)
     for output in simulated_steps(machine, requests, outputs, clock):
         for sample in output.samples:
@@ -148,7 +148,7 @@ def simulate(
 
 
 def machine_clock(machine: SimulatedEngine) -> Clock:
-    """Return the clock of a run that has not begun."""
+    """Return a new clock for a run."""
     return Clock(stages=StageSchedule(max(1, len(machine.stages))), asks_last=machine.captures is None)
 
 
@@ -158,7 +158,7 @@ def simulated_steps(
     outputs: Mapping[bytes, int],
     clock: Clock | None = None,
 ) -> Iterator[StepOutput]:
-    """Each step of such a run. The engine is fed as a plan is run, so that few requests wait at a time."""
+    """Yield the output of each step. Requests are added gradually, as in a real run."""
     adapters: dict[bytes, str] = {}
     engine = counting_engine(machine, outputs, adapters, clock or machine_clock(machine))
     waiting, more = iter(requests), True
@@ -174,7 +174,10 @@ def simulated_steps(
 
 
 def _counted(request: Request, repeats: bool) -> Request:
-    """`repeats`: it matters which rows have to run one step at a time. A penalty stands for whatever is the reason."""
+    """Return the request as the simulation needs it.
+
+    If `repeats` is True, rows that cannot use multi-step decoding must be marked. A penalty marks them.
+    """
     counted = request.params.counted
     if repeats and not request.params.steady:
         counted = replace(counted, presence_penalty=1.0)
@@ -182,15 +185,14 @@ def _counted(request: Request, repeats: bool) -> Request:
 
 
 def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
-    """Bytes of a block, by what the layers' costs say of their caches."""
+    """Return the bytes of a block, from the cache sizes in the cost model."""
     return layout.depth * layout.block_size * max(size for _, size in cost.caches)
 
 
 def counting_engine(
     machine: SimulatedEngine, outputs: Mapping[bytes, int], adapters: Mapping[bytes, str], clock: Clock
 ) -> Engine | EngineTurns:
-    """Return an engine that runs no model: it counts, and its clock goes on as the machine's steps would take.
-    `adapters`: by work key, of a model with some."""
+    """Return an engine that counts instead of computing. `adapters` has the adapter by work key, if any."""
     windows, turns = machine.layout.sizes.windows, machine.turns
     size = machine.layout.block_size
     pools = [BlockPool(machine.blocks // turns, size, len(windows)) for _ in range(turns)]

@@ -1,4 +1,4 @@
-"""A simulated stage of a model that is divided among ranks: what each rank computes, and what they send each other."""
+"""Simulates pipeline stages of a sharded model: their work and their communication."""
 
 from __future__ import annotations
 
@@ -13,35 +13,42 @@ from batchinfer_kernels.cost import ModelCost, StepShape
 
 
 class StageWork(NamedTuple):
-    """The time that a step takes one stage: seconds of its own, and of handing on to the stage behind it."""
+    """The seconds that a step takes in one stage: computing, and sending to the next stage."""
 
     seconds: float
     hand_on_s: float = 0.0
 
 
 class StageSchedule:
-    """Steps go through all stages, in the order in which they come. A stage has one of them at a time: it keeps what it
-    has made until the stage behind it is free to take it, as ranks do that send each other hidden states."""
+    """Schedules steps through all stages in order.
+
+    A stage handles one step at a time. It keeps its output until the next stage is free to receive it.
+    """
 
     def __init__(self, stages: int) -> None:
-        """`stages`: how many there are."""
+        """Create a schedule for `stages` idle stages."""
         self._free = [0.0] * stages
-        self.busy = [0.0] * stages  # seconds that each computes, and hands on
+        self.busy = [0.0] * stages  # seconds of computing and sending, by stage
 
     @property
     def ended_s(self) -> float:
-        """Return when the last step that has run is done."""
+        """Return the end of the last step."""
         return self._free[-1]
 
     @property
     def waited_s(self) -> float:
-        """Return the seconds that a stage has waited so far, as a mean of all: for the first step, for others, and for
-        the last one."""
+        """Return the mean idle seconds of a stage so far, including those before its first and after its last step."""
         return self.ended_s - sum(self.busy) / len(self.busy)
 
     def run(self, work: Sequence[StageWork], told_s: float, launched_s: float, asked_s: float = 0.0) -> float:
-        """Return when the next step is done. It may begin once stages are told of it, and no stage is done before it is
-        launched; the last of several takes it once its results are asked for."""
+        """Return when the next step is done.
+
+        Args:
+            work: Work of each stage.
+            told_s: When the stages receive the step.
+            launched_s: When the host has launched all layers. No stage is done earlier.
+            asked_s: When the host waits for results. The last of several stages starts no earlier.
+        """
         came, free, last = told_s, self._free, len(work) - 1
         for stage, (seconds, hand_on_s) in enumerate(work):
             done = max(max(came, free[stage]) + seconds, launched_s)
@@ -56,8 +63,15 @@ class StageSchedule:
 
 @dataclass(frozen=True, slots=True)
 class StageSends:
-    """The messages that the ranks of a stage send: each other, over `link`, and the stage behind them, over
-    `next_link`; None: there is none. `all_logits`: rows need the logits of all tokens, and not only the best one."""
+    """The messages of a stage's ranks, for the cost of communication.
+
+    Attributes:
+        traffic: Sizes and numbers of messages.
+        ranks: Ranks of the stage.
+        link: Link among these ranks.
+        next_link: Link to the next stage. None for the last stage.
+        all_logits: Whether rows need the logits of all tokens instead of the best one.
+    """
 
     traffic: RankTraffic
     ranks: int
@@ -75,21 +89,26 @@ class StageSends:
         return found + (self.link.all_gather_s(of_row * sampled, self.ranks) if of_row and sampled else 0.0)
 
     def hand_on_s(self, tokens: int) -> float:
-        """Return the seconds of handing a step on."""
+        """Return the seconds of sending a step to the next stage."""
         return 0.0 if self.next_link is None else self.next_link.send_s(self.traffic.token_bytes * tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStage:
-    """A stage, all of whose ranks have about as much to do. `cost`: of the part of one rank, of whose layers the
-    `share` has attention of all layers with it; `sends` is None where nothing that is sent is counted."""
+    """A stage whose ranks have equal work.
+
+    Attributes:
+        cost: Cost of the part of one rank.
+        share: Share of the model's layers in this stage.
+        sends: Communication. None if it is not counted.
+    """
 
     cost: ModelCost
     share: float
     sends: StageSends | None = None
 
     def work(self, shape: StepShape, rows: int, time: StepTime) -> StageWork:
-        """Return what a step of the whole model takes this stage."""
+        """Return the work of a step of the whole model in this stage."""
         pairs, read = round(shape.pairs * self.share), round(shape.kv_tokens * self.share)
         seconds = time.device_s(replace(shape, pairs=pairs, kv_tokens=read), self.cost, rows)
         if self.sends is None:

@@ -1,4 +1,4 @@
-"""The parts of a step's time: kinds of work, each at the machine's peaks, and numbers of layers and rows."""
+"""Splits the time of a step into parts: kinds of work at the peaks, and fixed times per layer and row."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from numpy.typing import NDArray
 from batchinfer.core.statistics.least_squares import nonnegative
 from batchinfer_kernels.cost import Cost, ModelCost, OperatorCost, Peaks, StepShape, expected_hit
 
-# Seconds at the peaks, and how often there is one. A product's bytes are its weights': activations stay in caches.
+# Seconds at the peaks, or counts. The bytes of a product are its weights, because activations stay in caches.
 PRODUCTS, WEIGHTS, ATTENTION, KV_CACHE = "products", "weights", "attention", "kv_cache"
 SAMPLER, ELEMENTWISE, LAYERS, ROWS = "sampler", "elementwise", "layers", "rows"
 PARTS = (PRODUCTS, WEIGHTS, ATTENTION, KV_CACHE, SAMPLER, ELEMENTWISE, LAYERS, ROWS)
-# A product has hundreds of operations for each byte of a token, any other operator at most three.
+# Products have hundreds of operations per byte of a token, other operators at most three
 PRODUCT_INTENSITY = 8
-# Steps that nothing disturbed were within 3 % of the sums of their parts in the mean (two Zen 4 server cores).
+# Undisturbed steps were within 3 % of the sum of their parts on average (two Zen 4 server cores)
 USUAL_ERROR = 0.05
 ROUNDS = 20
-LEAST_TIMES = 0.1  # while solving: of a product without one of its sides no step would tell anything about it
+LEAST_TIMES = (
+    0.1  # lower bound while solving: a product with a zero coefficient tells nothing about its other side
+)
 
 
 class TimedStep(NamedTuple):
-    """A step of a model that was timed: what it ran, how many rows it had, seconds in the model and the sampler."""
+    """A measured step: its cost, shape and rows, and the seconds in the model and the sampler."""
 
     cost: ModelCost
     shape: StepShape
@@ -34,21 +36,23 @@ class TimedStep(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """The parts of a step: the least seconds of each at the peaks; of layers and rows, how many there are.
+    """The parts of a step: minimum seconds at the peaks, and the numbers of layers and rows.
 
-    `products`: seconds of computing, and of reading weights, for products over all tokens and for those over sampled
-    ones.
+    `products` has the seconds of computing and of reading weights, for products over all tokens and over
+    sampled tokens.
     """
 
     products: tuple[tuple[float, float], tuple[float, float]]
     others: dict[str, float]
 
     def shares(self, times: Mapping[str, float]) -> dict[str, float]:
-        """Return what each part adds for a unit of its coefficient: the step takes the sum of coefficients times these.
+        """Return the contribution of each part per unit of its coefficient. The step takes the weighted sum.
 
-        A product reads its weights while it computes, but not all the time: it takes the root of the squares' sum. The
-        sum would be 20 % too much where the two are alike (a decode step of 24 rows in float32), the larger of the two
-        too little (measured on two Zen 4 server cores).
+        Computing and reading weights overlap partly, so a product takes the root of the sum of their squares.
+        The plain sum is
+        20 % too high if both are equal (a decode step of 24 rows in float32), and the maximum is too low
+        (measured on two
+        Zen 4 server cores).
         """
         found = {PRODUCTS: 0.0, WEIGHTS: 0.0, **self.others}
         for computing, reading in self.products:
@@ -88,7 +92,7 @@ def _is_product(operator: OperatorCost) -> bool:
 
 
 def _weights(operator: OperatorCost, shape: StepShape) -> int:
-    """Bytes of the weights that a step reads."""
+    """Return the bytes of weights that a step reads."""
     if not operator.experts:
         return operator.step.bytes
     return operator.step.bytes + operator.expert.bytes * expected_hit(
@@ -97,11 +101,11 @@ def _weights(operator: OperatorCost, shape: StepShape) -> int:
 
 
 def fitted(steps: Iterable[TimedStep], peaks: Peaks) -> dict[str, float]:
-    """By part, what makes the sums of parts come nearest to what these steps took, by relative error: how many times
-    its least time a kind of work takes, and seconds of a layer and of a row.
+    """Fit the coefficients of the parts to measured steps, by relative error.
 
-    A step that is far from what the others say counts for less (Huber's weights): the machine was busy with something
-    else.
+    Coefficients are multiples of the minimum time, or seconds per layer and row. Outliers get less weight
+    (Huber), because
+    the machine was probably disturbed.
     """
     seen = list(steps)
     parts = [step_parts(step.cost, step.shape, step.rows, peaks) for step in seen]
@@ -119,7 +123,7 @@ def fitted(steps: Iterable[TimedStep], peaks: Peaks) -> dict[str, float]:
 
 
 def _scaled_solution(shares: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Columns have very different units: each is solved for as a part of its own largest."""
+    """Solve after scaling each column by its maximum: their units differ widely."""
     largest = np.maximum(shares.max(axis=0), np.finfo(float).tiny)
     found: NDArray[np.float64] = nonnegative(shares / largest, wanted) / largest
     return found

@@ -1,4 +1,4 @@
-"""How long a step takes: what its work takes on this machine, and the host."""
+"""Predicts a step's duration: device time plus host overhead."""
 
 from __future__ import annotations
 
@@ -17,72 +17,77 @@ HOST_STEP, HOST_ROW, FIRST_USE = "host_step_s", "host_row_s", "first_use_s"
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step on a machine. By default the least that the peaks allow, and no time of the host.
+    """Seconds of a step on a machine. The default is the roofline without host overhead.
 
-    `parts`: what parts of a step take here, as `step_parts.fitted` finds it; None: their rooflines. The efficiencies
-    say which share of that speed steps reach that mostly read prompts, and that mostly decode.
+    `parts` has the coefficients from `step_parts.fitted`, or None for the roofline. The efficiencies are the
+    shares of
+    that speed that steps reach if they mostly prefill or mostly decode.
     """
 
     peaks: Peaks
     prefill_efficiency: float = 1.0
     decode_efficiency: float = 1.0
-    host_step_s: float = 0.0  # of a step, however many rows it has
-    host_row_s: float = 0.0  # of a row of a step
-    launch_layer_s: float = 0.0  # of a layer of a step that is launched an operator at a time
-    replay_layer_s: float = 0.0  # of a layer of a step that is replayed in pieces
-    # Of a byte of the KV cache that is used for the first time: only then the kernel finds memory for it, and clears it
+    host_step_s: float = 0.0  # per step
+    host_row_s: float = 0.0  # per row of a step
+    launch_layer_s: float = 0.0  # per layer, if operators are launched one by one
+    replay_layer_s: float = 0.0  # per layer, if the step is replayed piecewise
+    # Per byte of the KV cache at its first use, when the operating system provides and clears the memory
     first_use_s: float = 0.0
     parts: Mapping[str, float] | None = None
-    # Of each further step that a GPU's host launches at once with one, and of a row of it
+    # Per further step of multi-step decoding, and per row of such a step
     host_repeat_s: float = 0.0
     host_repeat_row_s: float = 0.0
 
     @classmethod
     def calibrated(cls, peaks: Peaks, times: Mapping[str, float]) -> StepTime | None:
-        """Return the time by what `doctor --measure` found; None where that lacks a part, as another version's may."""
+        """Return the step time from the results of `doctor --measure`, or None if a part is missing."""
         if not {*PARTS, HOST_STEP, HOST_ROW} <= set(times):
             return None
         host = {"host_step_s": times[HOST_STEP], "host_row_s": times[HOST_ROW]}
         return cls(peaks, **host, first_use_s=times.get(FIRST_USE, 0.0), parts=times)
 
     def device_s(self, shape: StepShape, cost: ModelCost, rows: int = 0) -> float:
-        """Return the seconds of a step of `rows` rows inside the model and the sampler."""
+        """Return the seconds of a step of `rows` rows in the model and the sampler."""
         efficiency = self.prefill_efficiency if _reads(shape) else self.decode_efficiency
         if self.parts is None:
             return roofline_seconds(cost.step(shape), self.peaks) / efficiency
         return predicted(self.parts, step_parts(cost, shape, rows, self.peaks)) / efficiency
 
     def host_s(self, rows: int, steps: int = 1) -> float:
-        """Return the seconds for scheduling a step of `rows` rows and taking its tokens; on a GPU for replaying its
-        graph, too. `steps`: that are launched at once."""
+        """Return the host's seconds for a step of `rows` rows: scheduling, replaying a graph, and reading tokens.
+
+        The host launches `steps` steps together.
+        """
         further = (steps - 1) * (self.host_repeat_s + rows * self.host_repeat_row_s)
         return self.host_step_s + rows * self.host_row_s + further
 
     def launch_s(self, layers: int, mode: LaunchMode | None) -> float:
-        """Return the seconds for launching layers one after the other; 0 where the step is one graph."""
+        """Return the seconds to launch layers one after another. 0 if the step is one graph."""
         layer_s = {"piecewise_graph": self.replay_layer_s, "eager": self.launch_layer_s}
         return layers * (layer_s.get(mode, 0.0) if mode else 0.0)
 
 
 def _reads(shape: StepShape) -> bool:
-    """Whether it mostly reads prompts."""
+    """Return True if the step mostly prefills."""
     return shape.tokens > 2 * shape.sampled
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step of an earlier run. `rows` had tokens in it."""
+    """A step of an earlier run, with the seconds of the host."""
 
     step: TimedStep
     host_s: float
 
 
-FEWEST = 20  # steps of a kind, from which an efficiency is taken: the first ones compile, and warm caches
+FEWEST = 20  # least steps of a kind for an efficiency; the first ones compile and warm caches
 
 
 def shape_of(cost: ModelCost, tokens: int, sampled: int, flops: int, moved: int) -> StepShape:
-    """The shape of a step of which only its tokens, FLOPs (`model_flops`) and bytes were kept. Attention's part of
-    these is what the rest of the model leaves."""
+    """Reconstruct the shape of a step from its tokens, FLOPs (`model_flops`) and bytes.
+
+    Attention accounts for the FLOPs and bytes that the rest of the model does not need.
+    """
     bare = StepShape(tokens, sampled, 0, 0)
     read = sum(operator.kv_token.bytes for operator in cost.operators)
     moved -= step_total(cost.step(bare)).bytes
@@ -92,11 +97,11 @@ def shape_of(cost: ModelCost, tokens: int, sampled: int, flops: int, moved: int)
 
 
 def measured_step_time(expected: StepTime, steps: Iterable[MeasuredStep]) -> StepTime | None:
-    """Return the step time that earlier steps on the same machine in the same arithmetic took, from what was expected
-    of them; None where they are too few.
+    """Return the step time measured in earlier steps, relative to the expected one, or None with too few steps.
 
-    Efficiencies are ratios of sums, so that long steps count for more. A kind of which there are too few has the other
-    one's.
+    The steps must be of the same machine and arithmetic. Efficiencies are ratios of sums, so long steps count
+    more. A kind
+    of step with too few measurements gets the efficiency of the other kind.
     """
     seen = list(steps)
     kinds = [[one for one in seen if _reads(one.step.shape) == reads] for reads in (True, False)]
@@ -113,7 +118,7 @@ def measured_step_time(expected: StepTime, steps: Iterable[MeasuredStep]) -> Ste
         decode_efficiency=decode,
         host_step_s=host_step_s,
         host_row_s=host_row_s,
-        first_use_s=0.0,  # the efficiencies have it in them
+        first_use_s=0.0,  # included in the efficiencies
     )
 
 
@@ -125,7 +130,7 @@ def _efficiency(expected: StepTime, steps: list[MeasuredStep]) -> float | None:
 
 
 def host_line(rows: NDArray[np.float64], host_s: NDArray[np.float64]) -> tuple[float, float]:
-    """Seconds of a step, and of each of its rows, on the host: a line by least squares with no part below zero."""
+    """Return the host's seconds per step and per row, by a least-squares line without negative coefficients."""
     spread = rows - rows.mean()
     slope = float(spread @ host_s / (spread @ spread)) if spread.any() else 0.0
     if slope <= 0:
