@@ -59,35 +59,20 @@ def plan_job(
 ) -> Plan:
     """Plan each distinct key without a stored answer once.
 
-    Only the first valid or missing attempt of each row counts. The plan is a depth-first walk of the prefix
-    tree. At each
-    node, larger efforts come first (`run_order`), so the longest rows start early and rows with a common
-    prefix stay
-    together.
+    The plan is a depth-first walk of the prefix tree. At each node, larger efforts come first (`run_order`), so the
+    longest rows start early and rows with a common prefix stay together. Of a row's `attempts`, only the first one
+    without a valid answer counts.
 
-    Args:
-        index_parts: Parts of the index.
-        prompts: Token ids that the index refers to.
-        completion_parts: Parts of the store.
-        out_dir: Folder of the plan.
-        roots: Content roots. Rows with different roots share nothing.
-        attempts: Attempts per row.
-        taken: First rows, whose answers are reused.
-        beside: Parts with prompts that run but are no rows of the job.
-        in_flight: Keys that engines are computing. They are not planned.
-        begun: Keys that this run handed out before it knew all rows, in order. They are not planned, but rows
-            that share
-            a prefix with those in flight run first, while it is cached.
-        more: Whether further rows will follow. If True, estimate what they share (`Plan.recurring`).
-        shares: False if no prompt may reuse cached tokens.
-        retry_errors: Whether retryable errors count as missing answers.
-        memory_limit: Memory limit of DuckDB, which spills into `out_dir`.
-        threads: Threads of DuckDB.
+    The first rows (`taken`) have reused answers. Prompts in `beside` run but are no rows of the job. Keys that the run
+    has handed out before (`begun`), or that engines are computing (`in_flight`), are not planned. Rows that share a
+    prefix with those in flight come first, while it is cached.
 
-    Raises:
-        OutOfMemory: DuckDB needs more memory.
-        StorageError: A file is damaged, or the index lacks the tokens of a key because its answer was stored
-            before.
+    If `more` is True, further rows will follow, and `Plan.recurring` estimates what they will share. If `shares` is
+    False, no prompt may reuse cached tokens. If `retry_errors` is True, retryable errors count as missing answers.
+    DuckDB uses up to `memory_limit` and spills into `out_dir`.
+
+    Raises OutOfMemory, or StorageError if a file is damaged or the index has no tokens of a key, because the key had
+    an answer when the index was written.
     """
     with connection(out_dir / "spill", memory_limit, threads) as database:
         if completion_parts and attempts > 1:
