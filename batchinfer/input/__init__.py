@@ -1,8 +1,8 @@
-"""The definition of a row: input files and queries are read in chunks, and each row becomes a prompt with a work key.
+"""Reads input files and queries in chunks, and turns each row into a prompt with a work key.
 
-formats/      one reader for each file format
-tokenizer/    texts to token ids, and back
-tool_calls/   the styles in which models write tool calls, and the grammars that ask for them
-constraints/  schemas, patterns and grammars that answers follow
+formats/      a reader per file format
+tokenizer/    encodes texts to token ids and decodes token ids to texts
+tool_calls/   the syntaxes of tool calls, and the grammars that constrain an answer to them
+constraints/  the schemas, patterns and grammars that an answer must match
 prompts/      templates, sampling parameters and work keys; rows are rendered in worker processes
 """

@@ -1,5 +1,4 @@
-"""Chunks: consecutive rows as they are cut out of a file. Cutting is cheap; reading the rows is left to whoever wants
-them, mostly to another process."""
+"""Chunks: consecutive rows of a file. Cutting a chunk is cheap; another process usually parses its rows."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from batchinfer.input.rows import Values
 
 @dataclass(frozen=True, slots=True)
 class ChunkSize:
-    """How much of a file of lines becomes one chunk: whole lines only, but at least one.
+    """The maximum size of a chunk of a text file (JSON lines or CSV). A chunk has whole lines, and at least one.
 
-    What a worker takes for a chunk is long against the time in which it is handed over (256 KiB of JSON lines of 300
-    bytes: 40 ms against 0.3 ms), and short against a job. With the lines bounded, so are the prompts that are made of
-    short lines and a long template.
+    Parsing and rendering a chunk should take much longer than passing it to another process (256 KiB of JSON lines of
+    300 bytes: 40 ms and 0.3 ms), and should be short compared with a job. `lines` bounds the number of prompts where
+    lines are short and the template is long.
     """
 
     bytes: int = 1 << 18
@@ -33,11 +32,17 @@ DEFAULT_SIZE = ChunkSize()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputChunk(ABC):
-    """Consecutive rows of the file named `file`. `data` is what is large in it: it travels apart from the rest.
+    """Consecutive rows of one input file.
 
-    `first_row` is None where blank lines make it known only once the rows before are counted. `table` holds the rows
-    where the format has types; it stays with the process that cut it. `bytes_read` is how far the reading got, in
-    bytes as they lie on disk: of this file, or from a Reader of all.
+    Args:
+        file: The file's name in the results.
+        bytes_read: The position of the reader after this chunk, in bytes on disk; of the file, or of all files if a
+            `Reader` made the chunk.
+        most_rows: An upper bound on the number of rows.
+        data: The large part of the chunk. It is sent to other processes separately.
+        first_row: The number of the first row in the file, or None if it is unknown because blank lines are not
+            counted as rows.
+        table: The rows of a typed format. It stays in the process that cut the chunk.
     """
 
     file: str
@@ -51,21 +56,26 @@ class InputChunk(ABC):
     def read(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> Iterator[Values | RowError]:
-        """Yield the rows from `start` to `stop`, a bad one as a RowError. Where the format allows it, only the columns
-        in `values` have values, and the others are merely checked; None: all have."""
+        """Yield the rows from `start` to `stop`; an invalid row is yielded as a RowError.
+
+        Args:
+            start: The first row, counted from the start of the chunk.
+            stop: The row after the last one, or None for all rows.
+            values: The columns to read, or None for all. A format that supports it only validates the other columns.
+        """
 
     def packed(self) -> tuple[Self, bytes]:
-        """Return this chunk for another process: without what is large, and that."""
+        """Return the chunk without its large data, and the data, to send both to another process."""
         return replace(self, data=b""), self.data
 
     def unpacked(self, data: bytes) -> Self:
-        """Return the chunk that was packed."""
+        """Return the chunk with its data, on the process that received both."""
         return replace(self, data=data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBatch(InputChunk):
-    """Rows that were read already."""
+    """A chunk whose rows are already parsed."""
 
     first_row: int
     rows: list[Values | RowError]
@@ -73,20 +83,28 @@ class RowBatch(InputChunk):
     def read(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> Iterator[Values | RowError]:
+        """Yield the rows from `start` to `stop` with all columns."""
         return islice(self.rows, start, stop)
 
     def packed(self) -> tuple[Self, bytes]:
+        """Return the batch without its table, and no data. Its rows are pickled."""
         return replace(self, table=None), b""
 
     def sliced(self, start: int, stop: int) -> Self:
-        """Return some of its rows."""
+        """Return the rows from `start` to `stop` as a batch."""
         rows = self.rows[start:stop]
         table = None if self.table is None else self.table.slice(start, len(rows))
         return replace(self, rows=rows, most_rows=len(rows), first_row=self.first_row + start, table=table)
 
 
 def read_batch(chunk: InputChunk, first_row: int, most: int | None = None) -> RowBatch:
-    """Return the rows of a chunk, at most so many. `first_row` is the number of its first one in its file."""
+    """Parse a chunk.
+
+    Args:
+        chunk: The chunk to parse.
+        first_row: The number of the chunk's first row in its file.
+        most: The maximum number of rows, or None for all.
+    """
     rows = list(chunk.read(0, most))
     table = None if chunk.table is None else chunk.table.slice(0, len(rows))
     return RowBatch(

@@ -1,4 +1,4 @@
-"""Finds the files that a job reads, and their names in the results."""
+"""Finds the input files of a job, and their names in the results."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from batchinfer.job.file import not_utf8
 
 
 def list_inputs(patterns: str | Iterable[str], base: Path, named_format: str = "auto") -> list[InputFile]:
-    """Files for a path, a folder, a glob or a list of these, each once, sorted within each entry.
+    """Return the input files of a path, folder or glob, or of a list of these.
 
-    Folders are searched with all their subfolders for known suffixes; hidden files and folders are skipped.
-    Raises InputMissing for a missing file and a glob or folder without files, InputCorrupt for mixed formats.
+    Each file is listed once. The files of each entry are sorted. Folders are searched recursively for files with a
+    known suffix; hidden files and folders are skipped.
+
+    Raises:
+        InputMissing: A file does not exist, or a glob or folder has no input file.
+        InputCorrupt: The files have different formats.
     """
     entries = [patterns] if isinstance(patterns, str) else list(patterns)
     found = dict.fromkeys(location for entry in entries for location in _expand(Location(entry)))
@@ -54,13 +58,13 @@ def _expand(entry: Location) -> list[Location]:
 
 
 def _meant(entry: Location) -> str:
-    """Return a hint with the file or folder that was probably meant; empty if there is none."""
+    """Return a hint that names the most similar existing file or folder, or "" if there is none."""
     near = entry.nearest()
     return "" if near is None else f" (did you mean {near}?)"
 
 
 def would_read(patterns: Iterable[str], path: Path) -> bool:
-    """Whether a job with these inputs would read `path` (links resolved) once it is there."""
+    """Return True if a job with these inputs would read `path`, with links resolved, once that file exists."""
     return any(_would_read(pattern, path) for pattern in patterns)
 
 
@@ -77,7 +81,7 @@ def _would_read(pattern: str, path: Path) -> bool:
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """As a recursive glob, part by part."""
+    """Match the parts of a path against the parts of a recursive glob."""
     if not pattern:
         return not parts
     if pattern[0] == "**":

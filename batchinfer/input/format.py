@@ -1,6 +1,6 @@
-"""Input formats: what they are called, how their files are recognised, and where their readers are.
+"""Input formats: their names, how their files are recognised, and their readers.
 
-Nothing here imports Arrow: a run lists its files, and says so, before it imports anything large.
+This module must not import Arrow: a run lists its files and logs them before any large import.
 """
 
 from __future__ import annotations
@@ -15,29 +15,39 @@ if TYPE_CHECKING:
 
 _FOLDER = "batchinfer.input.formats"
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-# By what may follow the suffix of a format of lines
+# Suffixes of compressed files, which follow the suffix of the format
 CODECS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
-TABS = (".tsv", ".tab")  # files whose fields are parted by tabs
+TABS = (".tsv", ".tab")  # tab-separated files
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: what `input.format` calls it, what its files are called and begin with, and its reader."""
+    """An input format.
+
+    Args:
+        name: The value of `input.format`.
+        title: The name in messages.
+        suffixes: The suffixes of its files, in lower case.
+        reader: The `FormatReader`, as "module:class" in formats/. It is imported when a file is opened.
+        packed: True if its files may be compressed (.gz, .zst).
+        magic: The first bytes of its files.
+        values_are_text: True if the files have no types, and parameters must be parsed from text.
+    """
 
     name: str
-    title: str  # for people
+    title: str
     suffixes: tuple[str, ...]
-    reader: str  # "module:class" in formats/, a FormatReader; imported when a file is opened
-    packed: bool = False  # whether .gz and .zst may follow the suffix
+    reader: str
+    packed: bool = False
     magic: tuple[bytes, ...] = ()
-    values_are_text: bool = False  # numbers and lists are written as text: a parameter's value is parsed
+    values_are_text: bool = False
 
     def names(self, name: str) -> bool:
-        """Whether a file of that name is in this format."""
+        """Return True if the file name has a suffix of this format."""
         return (unpacked_name(name) if self.packed else name.lower()).endswith(self.suffixes)
 
     def open(self, file: InputFile, options: ReadOptions) -> FormatReader:
-        """Return a reader of a file."""
+        """Return a reader for a file."""
         module, _, name = self.reader.partition(":")
         reader: FormatReader = getattr(import_module(f"{_FOLDER}.{module}"), name)(file, options)
         return reader
@@ -57,6 +67,6 @@ FORMATS = (JSONL, PARQUET, CSV, ARROW)
 
 
 def unpacked_name(name: str) -> str:
-    """In small letters, without what tells how the file is packed."""
+    """Return a file name in lower case, without the suffix of its compression."""
     small = name.lower()
     return next((small.removesuffix(ending) for ending in CODECS if small.endswith(ending)), small)

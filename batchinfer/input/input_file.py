@@ -1,4 +1,4 @@
-"""One input file as it was when the job listed it, and whether it is still the same."""
+"""An input file as the job listed it, and the check that it has not changed since."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from batchinfer.core.errors import InputCorrupt, InputMissing
 from batchinfer.filesystem.durable import sha256_of
 from batchinfer.filesystem.location import FileFacts, Location
 
-QUERY = "sql"  # the name of the rows of a query, which the job itself made
+QUERY = "sql"  # in the results, the file name of the rows of `input.sql`
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """An input file as it was when it was listed. `name` is what the results call it, `format` a format's name.
+    """An input file with the facts that it had when the job listed it.
 
-    No program can set ctime, so an edit shows there when size and mtime are as before. But it also changes with what
-    leaves the content alone (a copy, chmod, a hard link): where only ctime, mtime or inode differ, content decides.
+    No program can set ctime, so it reveals an edit that keeps size and mtime. But a copy, chmod or a hard link changes
+    ctime and not the content. If only ctime, mtime or inode differ, the content is compared.
+
+    Args:
+        path: The path or URL.
+        name: The file's name in the results.
+        format: The name of its format.
     """
 
     path: str
@@ -30,15 +35,16 @@ class InputFile:
 
     @classmethod
     def of(cls, location: Location, name: str, form: str, facts: FileFacts) -> Self:
+        """Return the input file at a location with the given facts."""
         return cls(location.text, name, form, facts.size, facts.mtime_ns, facts.ctime_ns, facts.inode)
 
     @property
     def location(self) -> Location:
-        """Return where the file is."""
+        """The location of the file."""
         return Location(self.path)
 
     def now(self) -> InputFile:
-        """The file as it is now. Raises InputMissing when it is gone."""
+        """Return the file with its current size, times and inode. Raises InputMissing if it is gone."""
         try:
             facts = self.location.facts()
         except FileNotFoundError:
@@ -48,9 +54,15 @@ class InputFile:
         return InputFile.of(self.location, self.name, self.format, facts)
 
     def check_unchanged(self, sha256: str | None = None) -> None:
-        """Raises InputCorrupt when the file is another than at listing, InputMissing when it is gone.
+        """Check that the file is the one that was listed.
 
-        `sha256` is that of what was read, where all was: a file with that content is the same.
+        Args:
+            sha256: The digest of the bytes that were read, if the whole file was read. A file with the same size and
+                digest counts as unchanged.
+
+        Raises:
+            InputCorrupt: The file has changed.
+            InputMissing: The file is gone.
         """
         now = self.now()
         if now == self or (now.size == self.size and sha256 and sha256_of(self.location.local) == sha256):
@@ -65,9 +77,10 @@ class InputFile:
         )
 
     def opened(self) -> InputFile:
-        """The file as it is before its content is read: its digest will be taken after that.
+        """Return the file as it is just before it is read and hashed.
 
-        Raises InputCorrupt when size or mtime are others than at listing.
+        Raises:
+            InputCorrupt: Size or mtime have changed since the file was listed.
         """
         now = self.now()
         if (now.size, now.mtime_ns) != (self.size, self.mtime_ns):
@@ -75,4 +88,5 @@ class InputFile:
         return now
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""The input of a job: its files, read as its job file says that they are written."""
+"""Opens the input of a job with the options of its job file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _READ_BY = {
 
 
 def input_files(job: Job) -> list[InputFile]:
-    """The files of `input.path`. Raises InputMissing, InputCorrupt, StorageError."""
+    """Return the files of `input.path`. Raises InputMissing, InputCorrupt or StorageError."""
     try:
         return list_inputs(job.input.path or "", job.source.parent, job.input.format)
     except InputMissing as error:
@@ -38,8 +38,11 @@ def open_input(
     strata: Strata | None = None,
     chunk: ChunkSize | None = None,
 ) -> Reader:
-    """Raises InputCorrupt for files that are not what they say, or whose schemas differ, and JobFileError where the
-    job file says how they are written and their format has no such thing.
+    """Open the input files of a job, and read their schemas.
+
+    Raises:
+        InputCorrupt: A file is not in its format, or the schemas of two files differ.
+        JobFileError: The job file sets an option that the format of a file does not support.
     """
     text = text_options(job.input)
     for name, (readers, formats) in _READ_BY.items():
@@ -53,7 +56,7 @@ def open_input(
 
 
 def text_options(section: InputSection) -> TextOptions:
-    """How files of lines are written."""
+    """Return the options for text files from the input section of a job."""
     delimiter = None if section.delimiter == "auto" else section.delimiter
     quote = None if section.quote == "none" else section.quote
     return TextOptions(section.max_line_bytes, section.encoding, delimiter, quote)

@@ -1,4 +1,4 @@
-"""The kind of a JSON value, and its text, for columns that are carried into the results."""
+"""The kind and the JSON text of values in columns that are copied to the results."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 from json.encoder import encode_basestring
 from typing import Any
 
-_EXACT_FLOAT = 2**53  # a whole number beyond it may not survive as a float64
+_EXACT_FLOAT = 2**53  # float64 represents every integer up to here exactly
 _INT64 = 2**63
 KINDS = frozenset({"null", "bool", "text", "float", "int", "large int", "json"})
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def json_kind(value: Any) -> str:
-    """Return one of KINDS: what decides the type of a column."""
+    """Return the member of KINDS that describes a value. The kinds of its values decide the type of a column."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -30,7 +30,7 @@ def json_kind(value: Any) -> str:
 
 
 def json_text(value: Any) -> str:
-    """Return the value as JSON with its characters as they are."""
+    """Return a value as JSON, with characters outside ASCII unescaped."""
     if type(value) is str:
         return encode_basestring(value)
     return str(value) if type(value) is int else _ENCODER.encode(value)

@@ -1,4 +1,4 @@
-"""JSON as it is written: duplicate keys, NaN, lone surrogates and deep nesting are errors, integers stay exact."""
+"""Strict JSON: rejects duplicate keys, NaN, lone surrogates and deep nesting, and keeps integers exact."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_row(line: bytes, encoding: str = UTF8) -> Values:
-    """The object on one line. Raises RowProblem for anything else, and nothing else whatever the bytes are.
+    """Return the JSON object on a line.
 
-    `encoding` is what the line was written in before it was made UTF-8.
+    Args:
+        line: The line in UTF-8.
+        encoding: The encoding of the file, for messages.
+
+    Raises:
+        RowProblem: The line is not a valid JSON object. No other exception is raised, whatever the bytes are.
     """
     text = decoded(line, encoding)
     _check_nesting(text)
@@ -31,7 +36,7 @@ def parse_row(line: bytes, encoding: str = UTF8) -> Values:
 
 
 def parse_value(text: str) -> Any:
-    """The JSON value that a field of a file without types holds. Raises RowProblem."""
+    """Return the JSON value in a field of a file without types, such as CSV. Raises RowProblem."""
     _check_nesting(text)
     try:
         value = _DECODER.decode(text.strip())
@@ -45,20 +50,20 @@ def _parse(text: str) -> Any:
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        said = error.msg.removesuffix(" at")  # "Unterminated string starting at"
-        raise RowProblem("bad_json", f"{said} at character {error.pos + 1} of the line") from None
-    except ValueError as error:  # an integer of thousands of digits
+        problem = error.msg.removesuffix(" at")  # as in "Unterminated string starting at"
+        raise RowProblem("bad_json", f"{problem} at character {error.pos + 1} of the line") from None
+    except ValueError as error:  # an integer with thousands of digits
         raise RowProblem("bad_json", f"{error}") from None
 
 
 def _check_nesting(text: str) -> None:
-    """Before the recursive parser meets it."""
+    """Reject deep nesting before the text reaches the recursive parser."""
     if nested_beyond(text, MAX_NESTING):
         raise RowProblem("nesting", f"lists and objects are nested more than {MAX_NESTING} deep")
 
 
 def nested_beyond(text: str, most: int) -> bool:
-    """Whether brackets outside strings are nested more than `most` deep."""
+    """Return True if brackets outside of strings are nested more than `most` deep."""
     if text.count("[") + text.count("{") <= most:
         return False
     depth = 0
@@ -106,7 +111,7 @@ def _finite(text: str) -> float:
     return number
 
 
-# strict=False lets a raw control character (a NUL, a tab) stand in a string, as many exporters write them.
+# strict=False accepts raw control characters (a NUL, a tab) in strings, since many exporters write them.
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite, strict=False
 )

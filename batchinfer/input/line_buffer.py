@@ -1,32 +1,34 @@
-"""The part of a file of lines that is being looked at: whole lines, in bounded memory however long one is."""
+"""A window over a text file that finds whole lines in bounded memory, however long a line is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-_BLOCK = 1 << 18  # of bytes that are taken at once
+_BLOCK = 1 << 18  # bytes that `lines_without` returns at most
 
 
 class LineBuffer:
-    """Bytes from `at`, where reading goes on, to `end`; up to `whole` they are whole lines. All are places in the file.
+    """The buffered bytes of a text file. All positions are byte offsets in the file.
 
-    `number` is that of the line at `at`. A file's last line needs no newline.
+    `at` is the reading position and `end` the end of the buffered bytes. Between `at` and `whole` there are only whole
+    lines. `number` is the number of the line at `at`. The last line of a file needs no newline.
     """
 
     def __init__(self, chunks: Iterator[bytes], number: int = 1) -> None:
         self._chunks = chunks
         self._exhausted = False
         self.data = bytearray()
-        self.base = 0  # the place of the first byte that is kept
+        self.base = 0  # the position of the first buffered byte
         self.at = self.whole = 0
         self.number = number
 
     @property
     def end(self) -> int:
+        """The position after the last buffered byte."""
         return self.base + len(self.data)
 
     def fill(self) -> bool:
-        """Read on; False when nothing is left to read."""
+        """Discard the bytes before `at` and read another chunk. Return False at the end of the file."""
         del self.data[: self.at - self.base]
         self.base = self.at
         if self._exhausted:
@@ -43,8 +45,11 @@ class LineBuffer:
         return True
 
     def line_end(self, most: int) -> int | None:
-        """Return the end of the line at `at`: its newline, or the file's end; -1 for a line of more than `most` bytes;
-        None at the file's end."""
+        """Return the end of the line at `at`: the position of its newline, or the end of the file.
+
+        Returns:
+            -1 if the line has more than `most` bytes, and None at the end of the file.
+        """
         while self.whole <= self.at and self.end - self.at <= most:
             if not self.fill():
                 return None
@@ -55,13 +60,16 @@ class LineBuffer:
         return end if end - self.at <= most else -1
 
     def look_ahead(self, most: int) -> None:
-        """Read on until `most` bytes from `at` on are there, or the file's end is."""
+        """Read until `most` bytes after `at` are buffered, or to the end of the file."""
         while self.end - self.at < most and self.fill():
             pass
 
     def block_end(self, most_bytes: int, most_lines: int) -> int | None:
-        """Return where the last whole line ends of those that are there, within so many bytes and lines from `at` on;
-        None where the first one is longer."""
+        """Return the end of the last buffered line that is within the given numbers of bytes and lines after `at`.
+
+        Returns:
+            None if the first line has more than `most_bytes` bytes.
+        """
         start, whole = self.at - self.base, self.whole - self.base
         fits = whole - start <= most_bytes
         stop = whole if fits else self.data.rfind(b"\n", start, start + most_bytes) + 1
@@ -70,19 +78,19 @@ class LineBuffer:
         return self.base + stop if stop > start else None
 
     def peek(self, stop: int) -> bytes:
-        """The bytes up to `stop`."""
+        """Return the bytes from `at` to `stop`."""
         with memoryview(self.data) as data:
             return bytes(data[self.at - self.base : stop - self.base])
 
     def take(self, stop: int, until: int) -> bytes:
-        """The bytes up to `stop`; reading goes on at `until`."""
+        """Return the bytes from `at` to `stop`, and move the reading position to `until`."""
         taken = self.peek(stop)
         self.number += self.data.count(b"\n", self.at - self.base, until - self.base)
         self.at = min(until, self.end)
         return taken
 
     def skip_line(self) -> int:
-        """Pass over the line at `at`, however long, without keeping it; how long it is."""
+        """Skip the line at `at` without buffering it, and return its length in bytes."""
         length, newline = 0, -1
         while (newline := self.data.find(b"\n", self.at - self.base)) < 0:
             length += self.end - self.at
@@ -94,7 +102,7 @@ class LineBuffer:
         return length
 
     def lines_without(self, mark: bytes | None) -> int:
-        """Up to where whole lines follow that hold no `mark`, in so far as they are there; at most a block of them."""
+        """Return the end of the buffered whole lines after `at` that do not contain `mark`, at most 256 KiB."""
         start, most = self.at - self.base, min(self.whole - self.base, self.at - self.base + _BLOCK)
         found = -1 if mark is None else self.data.find(mark, start, most)
         stop = most if found < 0 else found

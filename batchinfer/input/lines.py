@@ -1,4 +1,4 @@
-"""Files of lines, plain or compressed: unpacked, hashed and split in bounded memory however long a line is."""
+"""Decompresses, hashes and splits text files in bounded memory, however long a line is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class HashingFile(io.RawIOBase):
-    """Passes a file's bytes through and hashes them, so that one pass reads and identifies."""
+    """A file that hashes the bytes that are read, to read and identify a file in one pass."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -30,9 +30,11 @@ class HashingFile(io.RawIOBase):
         self.bytes_read = 0
 
     def readable(self) -> bool:
+        """Return True, since the file can be read."""
         return True
 
     def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
+        """Read into a buffer, and return the number of bytes."""
         data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         self._digest.update(data)
@@ -40,7 +42,7 @@ class HashingFile(io.RawIOBase):
         return len(data)
 
     def hexdigest(self) -> str:
-        """Return the digest of the whole file; bytes that a decompressor left unread are read here."""
+        """Return the digest of the whole file. Bytes that a decompressor left unread are read here."""
         while chunk := self._file.read(_CHUNK):
             self._digest.update(chunk)
             self.bytes_read += len(chunk)
@@ -50,7 +52,7 @@ class HashingFile(io.RawIOBase):
 def unpacked_chunks(
     file: InputFile, raw: BinaryIO, hashing: HashingFile, encoding: str = UTF8
 ) -> Iterator[bytes]:
-    """Decompressed text in UTF-8 without a byte order mark, 256 KiB of the file at a time."""
+    """Yield the decompressed text as UTF-8 without a byte order mark, in chunks of about 256 KiB."""
     chunks = as_utf8(file.path, _unpacked(file, raw, hashing, encoding), encoding)
     head = next(chunks, b"")
     yield head[len(_BOM) :] if head.startswith(_BOM) else head
@@ -70,7 +72,7 @@ def _unpacked(file: InputFile, raw: BinaryIO, hashing: HashingFile, encoding: st
 
 
 class _Decompressing:
-    """`read` over a compressed stream; damage becomes InputCorrupt with the place. Reads multi-member files."""
+    """Reads a compressed stream, which may have several members. Damaged data raises InputCorrupt."""
 
     def __init__(self, file: InputFile, hashing: HashingFile, codec: str) -> None:
         self._path, self._packed = file.path, file.size
@@ -93,7 +95,7 @@ class _Decompressing:
 
 
 def _codec(path: str, head: bytes) -> str | None:
-    """Return the compression that a file's first bytes show. A suffix of another compression means damage."""
+    """Return the compression of a file from its first bytes. Raises InputCorrupt if the suffix contradicts them."""
     for magic, codec in MAGIC.items():
         if head.startswith(magic):
             return codec
@@ -115,7 +117,7 @@ def _refuse_utf16(path: str, head: bytes) -> None:
 
 
 class WholeLines:
-    """The first chunks, about `most` bytes in all and whole lines only; `cut` tells whether something is left out."""
+    """The chunks of a file up to about `most` bytes, with whole lines only. `cut` is True if the file has more."""
 
     def __init__(self, chunks: Iterator[bytes], most: int | None) -> None:
         self._chunks = chunks
@@ -126,7 +128,7 @@ class WholeLines:
         if self._most is None:
             yield from self._chunks
             return
-        left, line = self._most, b""  # `line` has begun and not ended yet
+        left, line = self._most, b""  # `line` is the start of an unfinished line
         for chunk in self._chunks:
             line += chunk
             end = line.rfind(b"\n") + 1
@@ -140,8 +142,13 @@ class WholeLines:
 
 
 def line_blocks(lines: LineBuffer, cap: int, size: ChunkSize) -> Iterator[tuple[int, bytes | int]]:
-    """Yield (number of the first line, lines), cut at line ends; a line over the cap that does not fit into a block is
-    only measured: (its number, its length)."""
+    """Yield blocks of whole lines as (number of the first line, bytes).
+
+    Args:
+        lines: The buffered file.
+        cap: The maximum length of a line in bytes. A longer line is skipped, and yields (its number, its length).
+        size: The size of a block.
+    """
     while (end := lines.line_end(cap + 1)) is not None:
         number = lines.number
         if end < 0:

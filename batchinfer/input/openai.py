@@ -1,4 +1,4 @@
-"""OpenAI batch files: one request a line, with custom_id, method, url and body."""
+"""OpenAI batch files: a request per line, with custom_id, method, url and body."""
 
 from __future__ import annotations
 
@@ -11,35 +11,43 @@ from batchinfer.input.rows import RowProblem, Values, kind_of
 CHAT_URL = "/v1/chat/completions"
 TEXT_URL = "/v1/completions"
 VECTOR_URL = "/v1/embeddings"
-MAX_INPUTS = 2048  # of a request for vectors, in OpenAI's API reference
+MAX_INPUTS = 2048  # inputs per embedding request, from OpenAI's API reference
 DOCUMENTS, EFFORT, KWARGS = "documents", "reasoning_effort", "chat_template_kwargs"
 TOOLS, CHOICE, PARALLEL = "tools", "tool_choice", "parallel_tool_calls"
-ECHO = "echo"  # whether the text of a text completion begins with its prompt
-# Of a chat's body: what its chat template is told
+ECHO = "echo"  # if true, the text of a completion starts with its prompt
+# Fields of a chat request that are passed to the chat template
 TEMPLATE_FIELDS = frozenset({DOCUMENTS, EFFORT, KWARGS, TOOLS})
-CALL_FIELDS = frozenset({CHOICE, PARALLEL})  # which calls its answer may make
+CALL_FIELDS = frozenset({CHOICE, PARALLEL})  # fields that limit the tool calls of the answer
 _KEYS = {"custom_id", "method", "url", "body"}
-TEXT_MAX_TOKENS = 16  # of /v1/completions, in OpenAI's API reference
+TEXT_MAX_TOKENS = 16  # default of max_tokens for /v1/completions, from OpenAI's API reference
 
 
 def looks_like_openai(row: Values) -> bool:
-    """Whether a row has the four keys of a batch request."""
+    """Return True if a row has the four keys of a batch request."""
     return set(row) >= _KEYS and isinstance(row["body"], dict)
 
 
 def openai_defaults(url: str, given: Mapping[str, Any], max_model_len: int) -> SamplingParams:
-    """Parameters of a request that says nothing: what the job file says (`given`), the rest as OpenAI's API does.
+    """Return the default sampling parameters of a request: the job's parameters, then the defaults of OpenAI's API.
 
-    Its reference gives temperature 1, top_p 1, penalties 0 and no stop. A chat's answer has no limit but the model's
-    context, a text completion's has 16 tokens.
+    The API defaults are temperature 1, top_p 1, no penalties and no stop strings. A chat answer is limited only by the
+    model's context, a text completion by 16 tokens.
     """
     most = max_model_len if url == CHAT_URL else TEXT_MAX_TOKENS
     return SamplingParams(**{"temperature": 1.0, "max_tokens": most, **given})
 
 
 def openai_request(row: Values, urls: Collection[str], no_vectors: str = "") -> tuple[str, Values]:
-    """(url, body) of a batch request for one of these. `no_vectors`: why the model makes none, where it makes texts
-    alone. Raises RowProblem naming the field that is wrong."""
+    """Return the url and the body of a batch request.
+
+    Args:
+        row: The row with the request.
+        urls: The supported endpoints.
+        no_vectors: Why the model makes no vectors, for the error message.
+
+    Raises:
+        RowProblem: A field is wrong; the message names it.
+    """
     missing = sorted(_KEYS - set(row))
     if missing:
         raise RowProblem("bad_request", f"the request lacks {', '.join(missing)}")

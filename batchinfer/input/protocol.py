@@ -1,4 +1,4 @@
-"""The protocol of a format's reader, which reads one file, and how it is to read."""
+"""The interface of format readers, and their options."""
 
 from __future__ import annotations
 
@@ -11,27 +11,37 @@ import pyarrow as pa
 from batchinfer.input.chunk import DEFAULT_SIZE, ChunkSize, InputChunk
 from batchinfer.input.input_file import InputFile
 
-BATCH_ROWS = 512  # of one chunk of a typed format at most
+BATCH_ROWS = 512  # maximum number of rows in a chunk of a typed format
 
 
 class FormatReader(Protocol):
-    """One file of a format. After `chunks()` has ended, `sha256` identifies what was read."""
+    """A reader of one file. When `chunks()` has ended, `sha256` is the digest of the bytes that were read."""
 
     sha256: str
 
     def schema(self) -> pa.Schema | None:
-        """The columns and their types; None where the format declares none. Raises InputCorrupt."""
+        """Return the columns and their types, or None if the format has none. Raises InputCorrupt."""
 
     def chunks(self) -> Iterator[InputChunk]:
-        """Yield the rows in file order, not read yet, in memory that does not depend on the file's size.
+        """Yield unparsed rows in file order, in memory that does not depend on the size of the file.
 
-        Raises InputCorrupt for a file that is damaged or changes meanwhile, StorageError, OutOfMemory.
+        Raises:
+            InputCorrupt: The file is damaged, or changes while it is read.
+            StorageError: The file cannot be read.
+            OutOfMemory: A part that must be read as a whole does not fit in memory.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How files of lines are written. `delimiter` None: the file's name or its header tells; `quote` None: none."""
+    """How text files (JSON lines, CSV) are written.
+
+    Args:
+        max_line_bytes: The maximum length of a line or record.
+        encoding: The encoding of the text.
+        delimiter: The delimiter of CSV fields, or None to detect it from the file name or the header.
+        quote: The quote character of CSV, or None if fields are not quoted.
+    """
 
     max_line_bytes: int = 16 << 20
     encoding: str = "utf-8"
@@ -40,16 +50,20 @@ class TextOptions:
 
 
 DEFAULT_TEXT = TextOptions()
-# Of files, the columns with values that are too large to be unpacked in many rows at once
+# Per file, the columns whose values are so large that only a few rows may be unpacked at a time
 WideColumns = dict[InputFile, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How to read: `columns` are those that are wanted (None: all), where a format can leave out the others.
+    """Options for reading one file.
 
-    `sample_bytes` ends the reading early: after about that many unpacked bytes of a format of lines. `wide` is shared
-    by the readers of a run: what the first one learnt of a file by looking at all of its values.
+    Args:
+        text: How text files are written.
+        columns: The columns to read, or None for all. A format that cannot skip columns ignores it.
+        sample_bytes: Stop after about this number of decompressed bytes of a text file; None reads all.
+        chunk: The size of the chunks of text files.
+        wide: The wide columns found so far. All readers of a run share it, and examine each file once.
     """
 
     text: TextOptions = DEFAULT_TEXT

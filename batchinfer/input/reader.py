@@ -1,4 +1,4 @@
-"""The rows of a job's input, whatever it is kept in, in bounded batches and in a fixed order."""
+"""Reads the rows of a job's input files in bounded batches and in a fixed order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Shape = Literal["table", "openai"]
 
 @dataclass(frozen=True, slots=True)
 class SampleSize:
-    """The size of a sample: of each file its first rows only, and of a file of lines about that many bytes."""
+    """The size of a sample per file: its first `rows` rows, and about `bytes` bytes if it is a text file."""
 
     rows: int
     bytes: int = 8 << 20
@@ -29,13 +29,13 @@ class SampleSize:
 
 @dataclass(frozen=True, slots=True)
 class Strata:
-    """A sample of `rows` consecutive rows in the middle of every `stride` rows, over all files."""
+    """A sample of the `rows` middle rows of every `stride` rows, counted over all files."""
 
     stride: int
     rows: int
 
     def runs(self, first: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield the runs that are taken of `count` rows from the `first` one of all: half-open ranges from 0."""
+        """Yield the sampled rows of `count` rows as half-open ranges, counted from row `first` of the input."""
         begin = (self.stride - self.rows) // 2
         for stratum in range(first // self.stride, (first + count - 1) // self.stride + 1):
             start = stratum * self.stride + begin - first
@@ -46,10 +46,10 @@ class Strata:
 
 @dataclass(slots=True)
 class Reader:
-    """Reads the files one after another, as rows (`batches()`) or as chunks that others read (`chunks()`).
+    """Reads files in order, as parsed rows (`batches()`) or as chunks that other processes parse (`chunks()`).
 
-    `sha256` fills meanwhile, one digest a file read to its end. `complete` tells at the end whether all rows were read:
-    no sample has left any out.
+    `sha256` gets the digest of each file that was read to its end. After reading, `complete` is True if no sample has
+    left out rows.
     """
 
     files: tuple[InputFile, ...]
@@ -57,9 +57,9 @@ class Reader:
     sha256: dict[str, str]
     sample: SampleSize | None = None
     complete: bool = False
-    strata: Strata | None = None  # all rows are read, and only these are handed on
+    strata: Strata | None = None  # all rows are read, and only the sampled ones are yielded
     chunk: ChunkSize = DEFAULT_SIZE
-    _schemas: list[pa.Schema | None] = field(default_factory=list)  # of all files, once they were looked at
+    _schemas: list[pa.Schema | None] = field(default_factory=list)  # the common schema, once it was read
     _wide: WideColumns = field(default_factory=dict)
 
     @classmethod
@@ -71,24 +71,29 @@ class Reader:
         strata: Strata | None = None,
         chunk: ChunkSize | None = None,
     ) -> Reader:
-        """Raises InputCorrupt for files that are not what they say, or whose schemas differ."""
+        """Return a reader of these files, after reading their schemas.
+
+        Raises:
+            InputCorrupt: A file is not in its format, or the schemas of two files differ.
+        """
         reader = cls(tuple(files), text, {}, sample, strata=strata, chunk=chunk or DEFAULT_SIZE)
         reader.schema()
         return reader
 
     def count(self, limit: int | None = None) -> int:
-        """How many rows there are, at most `limit`; they are read for it."""
+        """Return the number of rows, at most `limit`, by reading them."""
         schema = self.schema()
         narrow = None if schema is None else schema.names[:1]
         return sum(len(batch.rows) for batch in replace(self, strata=None).batches(narrow, limit))
 
     @property
     def bytes_total(self) -> int:
+        """The size of all files in bytes."""
         return sum(f.size for f in self.files)
 
     @property
     def values_are_text(self) -> bool:
-        """Whether numbers and lists are written as text (CSV)."""
+        """True if the format has no types: numbers and lists are stored as text (CSV)."""
         return any(by_name(file.format).values_are_text for file in self.files)
 
     def again(
@@ -98,15 +103,20 @@ class Reader:
         strata: Strata | None,
         chunk: ChunkSize,
     ) -> Reader | None:
-        """Return a reader of the same files, whose headers and footers are not read again; None if one of them has
-        changed."""
+        """Return a reader of the same files with other options, without reading headers and footers again.
+
+        Returns:
+            None if a file has changed.
+        """
         if (*files,) != self.files:
             return None
         return replace(self, sha256={}, sample=sample, strata=strata, chunk=chunk, complete=False)
 
     def schema(self) -> pa.Schema | None:
-        """The columns where the format declares them (Parquet, Arrow, CSV, SQL); None for JSONL and empty CSV. The
-        header, the footer or the first lines of every file are read for it, once."""
+        """Return the common schema of the files, or None for JSON lines and empty CSV files.
+
+        The first call reads the header, the footer or the first lines of each file.
+        """
         if not self._schemas:
             self._schemas.append(self._read_schema())
         return self._schemas[0]
@@ -124,12 +134,15 @@ class Reader:
 
     @property
     def samples(self) -> bool:
-        """Whether some rows are to be left out, which takes the reading of all before them."""
+        """True if a sample is taken. Chunks are then parsed here, since the rows before a sample must be counted."""
         return self.sample is not None or self.strata is not None
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[InputChunk]:
-        """Yield the rows of all files in order; of a sample they are read already. `columns` spares Parquet from
-        decoding the others."""
+        """Yield the rows of all files in order. Chunks of a sample are already parsed.
+
+        Args:
+            columns: The columns to read, or None for all. It saves decoding the others in typed formats.
+        """
         if self.samples:
             yield from self.batches(columns)
             return
@@ -142,7 +155,12 @@ class Reader:
             before += file.size
 
     def batches(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Iterator[RowBatch]:
-        """Rows of all files in order, at most `limit`. `columns` spares Parquet from decoding the others."""
+        """Yield the parsed rows of all files in order.
+
+        Args:
+            columns: The columns to read, or None for all. It saves decoding the others in typed formats.
+            limit: The maximum number of rows, or None for all.
+        """
         left = limit
         before = seen = 0
         self.complete = self.strata is None
@@ -152,11 +170,11 @@ class Reader:
                 yield from self._taken(replace(batch, bytes_read=before + batch.bytes_read), seen)
                 seen += len(batch.rows)
                 if left == 0:
-                    return  # files that were not read to their end keep no digest: size and time identify them
+                    return  # a file that was not read to its end has no digest; size and times identify it
             before += file.size
 
     def _taken(self, batch: RowBatch, first: int) -> Iterator[RowBatch]:
-        """Yield the parts of a batch that are in the sample; `first` is the number of its first row."""
+        """Yield the sampled parts of a batch; `first` is the number of its first row in the input."""
         if self.strata is None:
             yield batch
             return
@@ -164,7 +182,7 @@ class Reader:
             yield batch.sliced(start, end)
 
     def _of(self, file: InputFile, columns: Sequence[str] | None, limit: int | None) -> Iterator[RowBatch]:
-        """The rows of one file, at most `limit`, or those of them that the sample takes."""
+        """Yield the rows of a file, at most `limit`, and only the sampled rows."""
         reader, first = self._one(file, columns), 0
         most = self.sample.rows if self.sample is not None else None
         for chunk in reader.chunks():
@@ -190,7 +208,10 @@ class Reader:
         return by_name(file.format).open(file, ReadOptions(self.text, columns, most, self.chunk, self._wide))
 
     def shape(self) -> Shape:
-        """Whether the first readable row is an OpenAI batch request, also where it is longer than a sample."""
+        """Return "openai" if the first valid row among the first 512 rows is an OpenAI batch request, else "table".
+
+        The sample is ignored, since one row may be longer than a sample.
+        """
         whole = replace(self, sample=None, sha256={})
         for batch in whole.batches(limit=512):
             for row in batch.rows:

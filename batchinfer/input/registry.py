@@ -1,4 +1,4 @@
-"""The input formats there are, how a file's format is found, and what is said about other files."""
+"""Detects the format of input files, and rejects files in unsupported formats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from batchinfer.filesystem.location import Location
 from batchinfer.input.format import CODECS, FORMATS, JSONL, MAGIC, Format
 
 OPENAI = "openai"  # JSON lines that hold requests
-# What a file begins with → what it is, and what to do with it
+# (first bytes of the file, kind of file, advice)
 _OTHERS: tuple[tuple[bytes, str, str], ...] = (
     (b"PK\x03\x04", "a zip archive, as Excel workbooks are", "unpack it, or save the sheet as CSV"),
     (b"\xd0\xcf\x11\xe0", "an old Excel or Office file", "save the sheet as CSV"),
@@ -25,44 +25,46 @@ _HEAD = 512
 
 
 def all_formats() -> str:
-    """Return the formats as messages show them: `JSON lines (.jsonl, .ndjson, .json), Parquet (.parquet, .pq), …`."""
+    """Return the formats for messages: `JSON lines (.jsonl, .ndjson, .json), Parquet (.parquet, .pq), …`."""
     return ", ".join(f"{one.title} ({', '.join(one.suffixes)})" for one in FORMATS)
 
 
 def packed_formats() -> str:
-    """Return the formats that may be compressed, as messages show them: `JSON lines and CSV also with .gz, .zst`."""
+    """Return the formats that may be compressed, for messages: `JSON lines and CSV also with .gz, .zst`."""
     return f"{' and '.join(one.title for one in FORMATS if one.packed)} also with {', '.join(CODECS)}"
 
 
 def by_name(name: str) -> Format:
-    """The format that `input.format` or a file's record calls so."""
+    """Return the format with the given name."""
     return next(one for one in FORMATS if one.name == name)
 
 
 def known_suffixes() -> str:
-    """Return the suffixes as messages show them: `.jsonl, .ndjson, …`."""
+    """Return the suffixes of all formats for messages: `.jsonl, .ndjson, …`."""
     return ", ".join(suffix for one in FORMATS for suffix in one.suffixes)
 
 
 def named_by(name: str) -> Format | None:
-    """The format that a file's name tells, None when it tells none."""
+    """Return the format that the suffix of a file name implies, or None."""
     return next((one for one in FORMATS if one.names(name)), None)
 
 
 def format_of(location: Location, named: str) -> str:
-    """The name of a file's format: the job's choice, else by the file's name, else by its content.
+    """Return the name of a file's format from the job, the file's suffix, or its content, in this order.
 
-    Raises InputCorrupt for a file of another format, OSError.
+    Raises:
+        InputCorrupt: The format is unsupported.
+        OSError: The file cannot be read.
     """
     if named != "auto":
         return JSONL.name if named == OPENAI else named
-    told = named_by(location.name)
+    by_suffix = named_by(location.name)
     with location.open() as file:
         head = file.read(_HEAD)
     _refuse_array(location, head)
-    if told is not None:
-        return told.name
-    return _sniffed(location, head)
+    if by_suffix is not None:
+        return by_suffix.name
+    return _sniff(location, head)
 
 
 def _refuse_array(location: Location, head: bytes) -> None:
@@ -73,9 +75,8 @@ def _refuse_array(location: Location, head: bytes) -> None:
         )
 
 
-def _sniffed(location: Location, head: bytes) -> str:
-    """Recognise a format by the first bytes; an empty file, or one that begins with an object, is taken for JSON
-    lines."""
+def _sniff(location: Location, head: bytes) -> str:
+    """Return the format that the first bytes imply. An empty file and one that starts with "{" are JSON lines."""
     for one in FORMATS:
         if head.startswith(one.magic):
             return one.name

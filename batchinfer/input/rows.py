@@ -1,4 +1,4 @@
-"""Rows: each is its columns, or the error that it became."""
+"""Rows: the values of the columns, or an error."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from batchinfer.core.request import ErrorClass, RowError
 
 Values = dict[str, Any]
-MESSAGE_BYTES = 2048  # an error message is never longer
+MESSAGE_BYTES = 2048  # maximum length of an error message in UTF-8
 
 
 class RowProblem(Exception):
-    """Raised while one row is prepared; the row becomes an error row, the job goes on."""
+    """Raised while a row is prepared. The row becomes an error row, and the job continues."""
 
     def __init__(self, code: str, message: str, error_class: ErrorClass = "input") -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class RowProblem(Exception):
 
 
 def row_error(code: str, message: str, error_class: ErrorClass = "input") -> RowError:
-    """A RowError whose message fits in 2 KiB of UTF-8."""
+    """Return a RowError with its message cut to 2 KiB of UTF-8."""
     data = message.encode("utf-8", "replace")
     if len(data) > MESSAGE_BYTES:
         message = data[: MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "…"
@@ -28,7 +28,7 @@ def row_error(code: str, message: str, error_class: ErrorClass = "input") -> Row
 
 
 def first_repeated(names: Iterable[str]) -> str | None:
-    """The first name that stands a second time."""
+    """Return the first name that occurs a second time, or None."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -38,7 +38,7 @@ def first_repeated(names: Iterable[str]) -> str | None:
 
 
 def kind_of(value: object) -> str:
-    """Name the kind of a value in the words of a data file, for messages that may not show the value itself."""
+    """Return the kind of a value in the words of a data file, for messages that must not show the value."""
     if value is None:
         return "null"
     if isinstance(value, bool):

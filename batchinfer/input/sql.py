@@ -1,4 +1,4 @@
-"""A DuckDB query as input: run once, its rows kept as a Parquet file in the scratch folder."""
+"""A DuckDB query as input. It runs once, and its rows are stored as a Parquet file in the scratch folder."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.memory import available_memory
 
 _WIDE = {"HUGEINT", "UHUGEINT"}
-_SHARE = 2  # half of what is available: other processes run here, too
-# DuckDB reserves 32 MiB for each of the first 32 JSON files, hardly any of which it ever touches
+_SHARE = 2  # a query may use 1/_SHARE of the available memory, since other processes run on the machine
+# Minimum memory limit in bytes: DuckDB reserves 32 MiB for each of the first 32 JSON files, though it uses little of it
 _LEAST = 1 << 30
 
 
 def default_memory() -> int:
-    """Bytes that a query may take where the job does not say."""
+    """Return the memory limit of a query in bytes if the job sets none."""
     return max(available_memory() // _SHARE, _LEAST)
 
 
 def query_columns(sql: str, job: Path) -> list[str]:
-    """The names of the query's columns, without running it. Raises JobFileError with DuckDB's message."""
+    """Return the column names of a query without running it. Raises JobFileError with DuckDB's message."""
     config = {
         name: value for name, value in _config(job, job, default_memory()).items() if name != "temp_directory"
     }
@@ -39,11 +39,20 @@ def query_columns(sql: str, job: Path) -> list[str]:
 
 
 def materialise(sql: str, job: Path, target: Path, memory: int | None = None) -> InputFile:
-    """Run the query and write its rows, in the query's order, to `target`.
+    """Run a query and write its rows, in the order of the query, to a Parquet file.
 
-    Relative paths in the query are looked up in the job file's folder. DuckDB may load no extension that does not
-    come with it. 128-bit integers become decimal(38, 0). What needs more than `memory` bytes is spilled to disk
-    next to `target`. Raises JobFileError with DuckDB's message, OutOfMemory, StorageError.
+    Only the extensions that come with DuckDB can be used. 128-bit integers become decimal(38, 0).
+
+    Args:
+        sql: The query.
+        job: The job file. Relative paths in the query are relative to its folder.
+        target: The file to write. Data that does not fit in memory is spilled to a folder next to it.
+        memory: The memory limit in bytes, or None for the default.
+
+    Raises:
+        JobFileError: DuckDB rejects the query; the message is DuckDB's.
+        OutOfMemory: The query needs more than `memory`.
+        StorageError: The disk is full.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     spill = target.parent / "spill"
@@ -62,16 +71,16 @@ _PARQUET = "FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 20480"
 
 
 def _failure(error: duckdb.Error, job: Path, spill: Path, allowed: int) -> BatchInferError:
-    """Return the error for a failed query. DuckDB's own advice on memory names settings that a job does not have."""
-    said = str(error)
+    """Return the error for a failed query. DuckDB's advice on memory is left out: a job cannot set its settings."""
+    message = str(error)
     if isinstance(error, duckdb.OutOfMemoryException):
         return OutOfMemory(
             f"{job}: input.sql needs more than the {size(allowed)} that input.sql_memory allows "
-            f"({said.splitlines()[0]}); set it, e.g. input.sql_memory: {_suggested(allowed)} "
+            f"({message.splitlines()[0]}); set it, e.g. input.sql_memory: {_suggested(allowed)} "
             f"({size(available_memory())} are available here), or make the query smaller: fewer columns, "
             "Parquet in place of JSON, no sort over wide rows"
         )
-    if isinstance(error, duckdb.IOException) and "No space left" in said:
+    if isinstance(error, duckdb.IOException) and "No space left" in message:
         return StorageError(
             f"{spill.parent}: no space left for the rows of input.sql; make room and run again"
         )
@@ -79,7 +88,7 @@ def _failure(error: duckdb.Error, job: Path, spill: Path, allowed: int) -> Batch
 
 
 def _suggested(allowed: int) -> str:
-    """Twice as much, as the job file writes it."""
+    """Return twice the memory limit in the notation of the job file."""
     return f"{max(1, -(-2 * allowed // 2**30))}GiB"
 
 
@@ -92,32 +101,32 @@ def _config(job: Path, spill: Path, memory: int) -> dict[str, str | bool | int |
         "temp_directory": str(spill),
         "memory_limit": f"{memory}B",
         "threads": usable_cpus(),
-        "python_enable_replacements": False,  # a table's name is never a variable of this program
+        "python_enable_replacements": False,  # table names must not resolve to Python variables
         "preserve_insertion_order": True,
     }
 
 
 def _single_query(connection: duckdb.DuckDBPyConnection, sql: str, job: Path) -> str:
-    """The one SELECT that the text holds, without what follows it: a semicolon, comments."""
+    """Return the SELECT statement of the text without the comments and the semicolon after it."""
     statements = connection.extract_statements(sql)
     if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
         raise _mistake(job, f"one SELECT is needed; found {len(statements)} statement(s), or something else")
     text = statements[0].query.encode()
     end = len(text)
-    for at, kind in reversed(duckdb.tokenize(text.decode())):  # places count bytes
+    for at, kind in reversed(duckdb.tokenize(text.decode())):  # positions are in bytes
         if kind != duckdb.token_type.comment and text[at : at + 1] != b";":
             break
         end = at
-    return text[:end].decode() + "\n"  # which ends a comment within
+    return text[:end].decode() + "\n"  # the newline ends a comment on the last line
 
 
 def _described(connection: duckdb.DuckDBPyConnection, query: str) -> list[tuple[str, str]]:
-    """Names and types of a query's columns."""
+    """Return the names and types of a query's columns."""
     return [(name, kind) for name, kind, *_ in connection.execute(f"DESCRIBE {query}").fetchall()]
 
 
 def _distinct(columns: list[tuple[str, str]], job: Path) -> dict[str, str]:
-    """Types by name. DuckDB does not tell names apart by case, and would rename the second of two that are alike."""
+    """Return the column types by name. Raises JobFileError for names that DuckDB considers equal, ignoring case."""
     twice = first_repeated(name.lower() for name, _ in columns)
     if twice is not None:
         alike = [name for name, _ in columns if name.lower() == twice]
@@ -129,7 +138,7 @@ def _distinct(columns: list[tuple[str, str]], job: Path) -> dict[str, str]:
 
 
 def _exact(query: str, columns: dict[str, str]) -> str:
-    """Parquet has no 128-bit integer and DuckDB would write it as a float."""
+    """Cast 128-bit integers to decimals, since Parquet has no such integers and DuckDB would write floats."""
     wide = [name for name, kind in columns.items() if kind in _WIDE]
     if not wide:
         return query

@@ -1,4 +1,4 @@
-"""Text in other encodings than UTF-8, read as UTF-8, and what is said of bytes that are no text."""
+"""Decodes text files in other encodings than UTF-8, and reports invalid bytes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ UTF16 = frozenset({"utf-16", "utf-16-le", "utf-16-be"})
 
 
 def as_utf8(path: str, chunks: Iterator[bytes], encoding: str) -> Iterator[bytes]:
-    """The same text in UTF-8. A byte that means nothing becomes one that UTF-8 does not have: it costs its row only.
+    """Yield the text as UTF-8.
 
-    Raises InputCorrupt for a file that ends within a character.
+    An undecodable byte becomes a surrogate, which is invalid in UTF-8, so only its row becomes an error.
+
+    Raises:
+        InputCorrupt: The file ends in the middle of a character.
     """
     if encoding == UTF8:
         yield from chunks
@@ -35,8 +38,15 @@ def as_utf8(path: str, chunks: Iterator[bytes], encoding: str) -> Iterator[bytes
 
 
 def decoded(data: bytes, encoding: str, first_line: int | None = None) -> str:
-    """A record as text. Raises RowProblem naming the byte that is none, and its line: of several, the first has
-    the number `first_line`.
+    """Return a record as text.
+
+    Args:
+        data: The record as `as_utf8` yielded it.
+        encoding: The encoding of the file, for messages.
+        first_line: The number of the record's first line, for messages about records with several lines.
+
+    Raises:
+        RowProblem: A byte is invalid; the message names it and its line.
     """
     try:
         return data.decode(UTF8)

@@ -1,4 +1,4 @@
-"""Rows of formats that declare types (Parquet, Arrow): as Python sees them, cut small, dictionaries unpacked."""
+"""Rows of typed formats (Parquet, Arrow): cuts them into small parts and converts them to Python values."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from batchinfer.input.input_file import InputFile
 from batchinfer.input.rows import Values, first_repeated, row_error
 from batchinfer.input.unpacked import unpacked_size
 
-_SLICE_BYTES = 4 << 20  # of one chunk, as long as it has more than one row
+_SLICE_BYTES = 4 << 20  # maximum unpacked size of a chunk with more than one row
 
 
 def declared_schema(path: str, schema: pa.Schema) -> pa.Schema:
-    """The columns as results can have them, without metadata: views have the type of what they show, dictionaries of
-    texts 32-bit indices and no order, as Parquet reads them back; other dictionaries have the type of their values.
+    """Return the schema that results use, without metadata.
 
-    Raises InputCorrupt where two columns, or two fields of one struct, have one name, or one that is not UTF-8.
+    View types become the plain types. Dictionaries of texts get 32-bit indices without an order, as Parquet reads them.
+    Other dictionaries become the type of their values.
+
+    Raises:
+        InputCorrupt: Two columns, or two fields of a struct, have the same name, or a name is not UTF-8.
     """
     with names_in_utf8(path):
         _check_names(path, "columns", list(schema))
@@ -32,7 +35,7 @@ def declared_schema(path: str, schema: pa.Schema) -> pa.Schema:
 
 @contextmanager
 def names_in_utf8(path: str) -> Iterator[None]:
-    """Raises InputCorrupt for a column's name that cannot be read inside."""
+    """Turn a decoding error inside the `with` block into InputCorrupt for a column name that is not UTF-8."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -55,16 +58,19 @@ def _check_names(path: str, what: str, fields: list[pa.Field]) -> None:
 
 
 def common_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
-    """A dictionary where both have one, else its values. The columns must be the same: `check_same_schema`."""
+    """Return the schema of two files with the same columns (see `check_same_schema`).
+
+    A column is a dictionary if it is the same dictionary in both files, else it has the type of the values.
+    """
     kinds = {field.name: field.type for field in other}
     fields = [f if f.type == kinds[f.name] else pa.field(f.name, _plain(f.type)) for f in one]
     return pa.schema(fields)
 
 
 def check_same_schema(first: InputFile, schema: pa.Schema, other: InputFile, found: pa.Schema) -> None:
-    """Raises InputCorrupt naming the first column that differs in name or type.
+    """Raise InputCorrupt for the first column whose name or type differs between two files.
 
-    Order does not matter, nor whether values are in a dictionary.
+    The order of columns and dictionary encoding are ignored.
     """
     wanted, had = ({field.name: _plain(field.type) for field in one} for one in (schema, found))
     for name in wanted | had:
@@ -77,16 +83,17 @@ def check_same_schema(first: InputFile, schema: pa.Schema, other: InputFile, fou
 
 
 def table_rows(file: str, part: pa.RecordBatch, first: int, bytes_read: int) -> TypedRows:
-    """Return the rows of a small part; a row whose text is not UTF-8 will be an error row."""
+    """Return a part as a chunk. A row with text that is not UTF-8 becomes an error row when it is read."""
     table = _unpacked(part)
     return TypedRows(file=file, bytes_read=bytes_read, most_rows=table.num_rows, first_row=first, table=table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedRows(InputChunk):
-    """Rows of a format with types: `table`, or on their way to another process an Arrow stream of it."""
+    """Rows of a typed format: a table, or an Arrow stream of it while they are sent to another process."""
 
     def packed(self) -> tuple[Self, bytes]:
+        """Return the chunk without its table, and the table as an Arrow stream."""
         if self.table is None:
             raise ValueError("rows that are packed already")
         sink = pa.BufferOutputStream()
@@ -95,12 +102,14 @@ class TypedRows(InputChunk):
         return replace(self, table=None), sink.getvalue().to_pybytes()
 
     def unpacked(self, data: bytes) -> Self:
+        """Return the chunk with the table of an Arrow stream."""
         with pa.ipc.open_stream(data) as stream:
             return replace(self, table=stream.read_next_batch())
 
     def read(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> Iterator[Values | RowError]:
+        """Yield the rows from `start` to `stop`; a row that is not UTF-8 is yielded as a RowError."""
         if self.table is None:
             raise ValueError("rows that are packed")
         part = self.table.slice(start, None if stop is None else stop - start)
@@ -110,7 +119,7 @@ class TypedRows(InputChunk):
 def _checked_rows(
     file: str, part: pa.RecordBatch, values: Collection[str] | None
 ) -> Sequence[Values | RowError]:
-    """Return the rows with these columns; None: with all."""
+    """Return the rows with the given columns, or with all if `values` is None. The other columns are validated."""
     wanted = [name for name in part.schema.names if values is None or name in values]
     others = [name for name in part.schema.names if name not in wanted]
     try:
@@ -126,25 +135,25 @@ def _rows(file: str, part: pa.RecordBatch) -> list[Values | RowError]:
     try:
         columns = [_values(column) for column in part.columns]
     except UnicodeDecodeError:
-        return _rows_apart(file, part)
+        return _rows_one_by_one(file, part)
     names = part.schema.names
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)] or [{}] * part.num_rows
 
 
-def _rows_apart(file: str, part: pa.RecordBatch) -> list[Values | RowError]:
-    """One row after the other, so that the row that is not UTF-8 costs itself only."""
+def _rows_one_by_one(file: str, part: pa.RecordBatch) -> list[Values | RowError]:
+    """Convert rows one at a time. Only the rows that are not UTF-8 become errors."""
     if part.num_rows > 1:
         return [row for i in range(part.num_rows) for row in _rows(file, part.slice(i, 1))]
     return [row_error("bad_utf8", f"{file}: a text column of this row is not UTF-8")]
 
 
 def blanked(part: pa.RecordBatch, bad: Collection[int]) -> pa.RecordBatch:
-    """Return the same rows, those whose numbers are in `bad` null in every column."""
+    """Return the same rows with nulls in all columns of the rows in `bad`."""
     return part.take(pa.array([None if at in bad else at for at in range(part.num_rows)], pa.int64()))
 
 
 def sliced(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Halved until each part, unpacked, is small or a single row."""
+    """Yield the batch in halves until each part is small when unpacked, or has a single row."""
     if batch.num_rows == 0:
         return
     if batch.num_rows == 1 or unpacked_size(batch) <= _SLICE_BYTES:
@@ -156,20 +165,20 @@ def sliced(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def put_together(parts: Iterable[pa.RecordBatch], most: int) -> Iterator[pa.RecordBatch]:
-    """Put small parts that follow one another together, as far as they stay small and have at most `most` rows."""
-    held, rows, taken = list[pa.RecordBatch](), 0, 0
+    """Join consecutive small parts while the result stays small and has at most `most` rows."""
+    held, rows, held_bytes = list[pa.RecordBatch](), 0, 0
     for part in parts:
         part_bytes = unpacked_size(part)
-        if held and (rows + part.num_rows > most or taken + part_bytes > _SLICE_BYTES):
-            yield _joined(held)
-            held, rows, taken = [], 0, 0
+        if held and (rows + part.num_rows > most or held_bytes + part_bytes > _SLICE_BYTES):
+            yield _join(held)
+            held, rows, held_bytes = [], 0, 0
         held.append(part)
-        rows, taken = rows + part.num_rows, taken + part_bytes
+        rows, held_bytes = rows + part.num_rows, held_bytes + part_bytes
     if held:
-        yield _joined(held)
+        yield _join(held)
 
 
-def _joined(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+def _join(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     return parts[0] if len(parts) == 1 else pa.concat_batches([_unpacked(one) for one in parts])
 
 
@@ -182,9 +191,8 @@ def _plain_array(column: pa.Array) -> pa.Array:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if column.type == pa.string_view():
-        return (
-            column.cast(pa.binary_view()).cast(pa.binary()).view(pa.string())
-        )  # UTF-8 is checked row by row
+        # A cast to text would fail for the whole column if one row is not UTF-8
+        return column.cast(pa.binary_view()).cast(pa.binary()).view(pa.string())
     return column.cast(pa.binary()) if column.type == pa.binary_view() else column
 
 
@@ -201,7 +209,10 @@ def _declared(kind: pa.DataType) -> pa.DataType:
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """Return the values as Python's. Finer times are cut to microseconds; times beyond Python's years become text."""
+    """Convert a column to Python values.
+
+    Times finer than microseconds are truncated. Times outside of Python's range of years become text.
+    """
     coarse = _in_microseconds(column.type)
     try:
         return list((column if coarse == column.type else column.cast(coarse, safe=False)).to_pylist())

@@ -1,6 +1,7 @@
-"""How much memory typed values take once they are unpacked, and what is refused because few bytes claim very much.
+"""The size of typed values when unpacked, and the rejection of decompression bombs.
 
-A dictionary's value, or bytes that views show, may stand in any number of rows: what is stored says nothing then.
+A dictionary value or the bytes of a view may be used by any number of rows, so the stored size does not bound the
+unpacked size.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ import pyarrow.compute as pc
 
 from batchinfer.core.errors import InputCorrupt
 
-ROW_BYTES = 64  # of a row at least, whatever it holds: a row of nulls costs time and disk, too
+ROW_BYTES = 64  # minimum size of a row: even a row of nulls costs time and disk space
 _BOMB_BYTES = 256 << 20
-_BOMB_RATIO = 1000  # columns of text reach 50-fold
+_BOMB_RATIO = 1000  # columns of text reach a ratio of 50
 
 
 def is_bomb(packed: int, unpacked: int) -> bool:
-    """Whether few bytes unpack to very many."""
+    """Return True if the unpacked size is large, and more than 1000 times the packed size."""
     return unpacked > _BOMB_BYTES and unpacked > _BOMB_RATIO * packed
 
 
 def refuse_bomb(place: str, packed: int, unpacked: int) -> None:
-    """Raises InputCorrupt where few bytes say that they unpack to very many."""
+    """Raise InputCorrupt if the unpacked size suggests a decompression bomb; `place` names the file or part."""
     if is_bomb(packed, unpacked):
         raise InputCorrupt(
             f"{place}: {packed:,} bytes would unpack to {unpacked:,} or more; that looks like a decompression bomb. If "
@@ -31,26 +32,26 @@ def refuse_bomb(place: str, packed: int, unpacked: int) -> None:
 
 
 class BombGuard:
-    """Adds up what a file's batches unpack to. `packed` is the file's size; None: the file is trusted."""
+    """Adds up the unpacked size of a file's batches. `packed` is the size of the file, or None to trust it."""
 
     def __init__(self, path: str, packed: int | None) -> None:
         self._path, self._packed = path, packed
         self._unpacked = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Raises InputCorrupt."""
+        """Add a batch. Raises InputCorrupt if the sum suggests a decompression bomb."""
         if self._packed is not None:
             self._unpacked += batch.num_rows * ROW_BYTES + unpacked_size(batch)
             refuse_bomb(self._path, self._packed, self._unpacked)
 
 
 def unpacked_size(batch: pa.RecordBatch) -> int:
-    """Bytes of a batch whose dictionaries and views are unpacked."""
+    """Return the bytes of a batch with its dictionaries and views unpacked."""
     return sum(column_size(column) for column in batch.columns)
 
 
 def column_size(column: pa.Array) -> int:
-    """Bytes of an array, dictionaries and views within it unpacked."""
+    """Return the bytes of an array with its dictionaries and views unpacked."""
     kind = column.type
     if isinstance(kind, pa.ExtensionType | pa.BaseExtensionType):
         return column_size(column.storage)
@@ -70,8 +71,7 @@ def column_size(column: pa.Array) -> int:
 
 
 def longest_value(column: pa.Array) -> int:
-    """Return the bytes of the longest value of an array of texts or bytes, in a dictionary or not; of another array no
-    less than those."""
+    """Return the bytes of the longest text or binary value; for other types, an upper bound."""
     values = column.dictionary if pa.types.is_dictionary(column.type) else column
     return (
         int(pc.max(pc.binary_length(values)).as_py() or 0) if _is_text(values.type) else column_size(values)
@@ -79,7 +79,7 @@ def longest_value(column: pa.Array) -> int:
 
 
 def _dictionary_size(column: pa.Array) -> int:
-    """Return the unpacked size without unpacking: the length of each value times the rows that have it."""
+    """Return the unpacked size of a dictionary array without unpacking it."""
     kind = column.type.value_type
     if not _is_text(kind):
         return int(column.dictionary_decode().nbytes)
@@ -96,7 +96,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def fixed_width(kind: pa.DataType) -> int:
-    """Bytes that every value takes, whatever it is: null, too."""
+    """Return the bytes that each value takes even if it is null, or 0 if the type has no fixed width."""
     if isinstance(kind, pa.BaseExtensionType):
         return fixed_width(kind.storage_type)
     if pa.types.is_fixed_size_binary(kind):

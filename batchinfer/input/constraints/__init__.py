@@ -1,1 +1,1 @@
-"""Constraints that answers follow: schemas, patterns, grammars."""
+"""Constraints that answers must match: JSON schemas, patterns and grammars."""

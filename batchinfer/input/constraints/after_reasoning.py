@@ -1,4 +1,4 @@
-"""Answers that reason before they follow a constraint, and reasoning of at most so many tokens."""
+"""Constraints that begin after the reasoning, and token budgets of reasoning."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from batchinfer.core.reasoning import Ids, ReasoningTokens, held_back
 from batchinfer.core.request import RowError
 from batchinfer.input.constraints.grammar_constraint import GrammarConstraint
 
-BITS = 32  # of a word of a mask, see batchinfer_kernels.mask
+BITS = 32  # bits per word of a mask, see batchinfer_kernels.mask
 
 
 class Phase(Enum):
-    """How far an answer is."""
+    """The phase of an answer."""
 
-    BEGINNING = auto()  # its first tokens say whether it reasons
+    BEGINNING = auto()  # the first tokens, which show if the answer reasons
     REASONING = auto()
-    GAP = auto()  # what separates the reasoning from an answer under a constraint
+    GAP = auto()  # the tokens between the reasoning and a constrained answer
     ANSWER = auto()
 
 
 class FreeMasks:
-    """The masks of a model's tokens: all of them, and all but those that end an answer."""
+    """Masks that allow all tokens of a model, or all tokens except its end tokens."""
 
     def __init__(self, vocab: int, eos: Collection[int]) -> None:
         self.eos = frozenset(eos)
@@ -34,10 +34,12 @@ class FreeMasks:
 
     @cached_property
     def all(self) -> NDArray[np.int32]:
+        """The mask that allows all tokens."""
         return self._mask(frozenset())
 
     @cached_property
     def unending(self) -> NDArray[np.int32]:
+        """The mask that allows all tokens except the end tokens."""
         return self._mask(self.eos)
 
     def _mask(self, without: Collection[int]) -> NDArray[np.int32]:
@@ -48,11 +50,16 @@ class FreeMasks:
 
 
 class ReasonedConstraint:
-    """One answer's state. `inner`: what follows the reasoning, in which nothing is barred but the answer's end; None:
-    there is no constraint. `budget`: the most tokens of reasoning, behind which its end is forced; None: any number.
+    """The state of one answer that may reason before it follows a constraint.
 
-    A model that was not told whether to reason begins with the marker of its reasoning, or with the constrained answer:
-    the first mask has both, so that the choice stays the model's own.
+    A model that may choose to reason begins with the marker of its reasoning or with the constrained answer. The first
+    mask allows both, so the choice stays with the model.
+
+    Args:
+        marks: The tokens around the reasoning.
+        inner: The constraint after the reasoning, or None. With a constraint, the answer cannot end while it reasons.
+        free: The masks without a constraint.
+        budget: The maximum number of reasoning tokens, after which the end of the reasoning is forced. None: no limit.
     """
 
     __slots__ = ("_budget", "_count", "_free", "_inner", "_marks", "_phase", "_taken")
@@ -66,28 +73,32 @@ class ReasonedConstraint:
     ) -> None:
         self._marks, self._inner, self._free, self._budget = marks, inner, free, budget
         self._phase = Phase.BEGINNING if marks.begin else Phase.REASONING
-        self._taken: list[int] = []  # the last tokens of this phase
-        self._count = 0  # tokens of the reasoning
+        self._taken: list[int] = []  # the last tokens of the current phase
+        self._count = 0  # number of reasoning tokens
 
     @property
     def ended(self) -> bool:
+        """True if the answer is complete."""
         return self._reached is not None and self._reached.ended
 
     @property
     def failure(self) -> RowError | None:
+        """The reason why the constraint cannot be followed, or None."""
         return None if self._reached is None else self._reached.failure
 
     @property
     def needs_end(self) -> bool:
+        """True if an answer that ends early, at its token limit, is incomplete."""
         return self._inner is not None
 
     @property
     def over(self) -> bool:
+        """True if all tokens may follow from here on."""
         return self._phase is Phase.ANSWER and self._inner is None
 
     @property
     def followed(self) -> GrammarConstraint | None:
-        """The constraint whose mask counts now."""
+        """The constraint that determines the current mask, or None."""
         direct = self._phase is Phase.BEGINNING and not self._marks.answer and not self._taken
         return self._inner if direct or self._phase is Phase.ANSWER else None
 
@@ -96,6 +107,7 @@ class ReasonedConstraint:
         return self._inner if self._phase is Phase.ANSWER else None
 
     def take(self, token: int) -> None:
+        """Add the next token of the answer."""
         if self._phase is Phase.ANSWER:
             if self._inner is not None:
                 self._inner.take(token)
@@ -109,6 +121,7 @@ class ReasonedConstraint:
             self._enter(Phase.ANSWER)
 
     def allows(self, token: int) -> bool:
+        """Return True if a token may come next."""
         forced = self._forced()
         if forced:
             return token == forced[0]
@@ -120,12 +133,14 @@ class ReasonedConstraint:
         return self._inner is None if followed is None else followed.allows(token)
 
     def fork(self) -> ReasonedConstraint:
+        """Return a copy of the state."""
         inner = None if self._inner is None else self._inner.fork()
         own = ReasonedConstraint(self._marks, inner, self._free, self._budget)
         own._phase, own._count, own._taken = self._phase, self._count, [*self._taken]
         return own
 
     def jump_forward(self) -> Sequence[int]:
+        """Return the tokens that must come next, without adding them."""
         forced = self._forced()
         if self._inner is None or (self._phase is Phase.BEGINNING and not self._answers(forced)):
             return forced
@@ -135,7 +150,7 @@ class ReasonedConstraint:
         return (*forced, *gap, *self._inner.jump_forward())
 
     def write(self, bits: NDArray[np.int32]) -> None:
-        """Complete the row of a mask, which `followed` has written if there is one."""
+        """Complete the row of a mask, after `followed` has written its mask if there is one."""
         forced = self._forced()
         if self._phase is Phase.ANSWER and self._inner is not None:
             return
@@ -151,7 +166,7 @@ class ReasonedConstraint:
             bits.view(np.uint32)[token // BITS] |= np.uint32(1 << token % BITS)
 
     def _forced(self) -> Ids:
-        """Return the tokens that have to come next, up to where the phase ends."""
+        """Return the tokens that must come next, up to the end of the phase."""
         if self._phase is Phase.GAP:
             return self._marks.gap[len(self._taken) :]
         if self._phase is Phase.REASONING and self._budget is not None and self._count >= self._budget:
@@ -162,20 +177,20 @@ class ReasonedConstraint:
         return ()
 
     def _possible(self) -> list[Ids]:
-        """Return the markers that the answer may have begun with."""
+        """Return the markers that the answer may have started to write."""
         given = tuple(self._taken)
         return [
             mark for mark in (self._marks.begin, self._marks.answer) if mark and mark[: len(given)] == given
         ]
 
     def _next_marks(self) -> set[int]:
-        """Return the tokens by which one of these markers goes on."""
+        """Return the next tokens of the possible markers."""
         if self._phase is not Phase.BEGINNING:
             return set()
         return {mark[len(self._taken)] for mark in self._possible()}
 
     def _answers(self, forced: Ids) -> bool:
-        """Whether the answer begins behind these tokens."""
+        """Return True if the answer begins after these tokens."""
         return bool(forced) and (*self._taken, *forced) == self._marks.answer
 
     def _begin(self, token: int) -> None:
@@ -204,6 +219,6 @@ class ReasonedConstraint:
 
 
 def _common(marks: Sequence[Ids]) -> Ids:
-    """Return the tokens that all of them begin with."""
+    """Return the longest common prefix."""
     first, last = min(marks), max(marks)
     return first[: next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]

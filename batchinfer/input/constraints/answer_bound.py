@@ -1,7 +1,7 @@
-"""The most tokens that an answer under a constraint can need: what `sampling.max_tokens: fit` stands for.
+"""The maximum number of tokens of an answer under a constraint, for `sampling.max_tokens: fit`.
 
-A token of an answer is at least one byte of it, so that bytes bound tokens; one more ends the answer. The bytes are
-counted as the answer is written (grammar.py): JSON in one line, with `, ` and `: `.
+A token has at least one byte, so the number of bytes bounds the number of tokens, plus one for the end token. Answers
+are counted as grammar.py formats them: JSON in one line, with `, ` and `: `.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from batchinfer.input.constraints.schema_problem import BadSchema
 from batchinfer.input.constraints.schema_references import References, UnknownReference
 
 _MAX_DEPTH = 100
-_ESCAPED = 6  # bytes of a character that is written as \u001f; others have at most 4
+_ESCAPED = 6  # maximum bytes per character: an escape such as \u001f; unescaped characters have at most 4
 _QUOTES = 2
-_BETWEEN = 2  # `, ` and `: `
+_BETWEEN = 2  # bytes of `, ` and of `: `
 _BRACKETS = 2
-# The most characters of a text in this format; none of them is escaped
+# Maximum length of a text in these formats, which need no escapes
 _FORMATS = {"date": 10, "uuid": 36, "ipv4": 15, "ipv6": 45}
 _UNESCAPED = frozenset((*_FORMATS, "date-time", "time", "duration", "hostname"))
 
 
 class Unbounded(ValueError):
-    """An answer that can be of any length; the message names the part, and what would bound it."""
+    """The length of an answer is unbounded. The message names the part, and how to bound it."""
 
 
 def most_tokens(params: SamplingParams) -> int:
-    """Return the most tokens of an answer under the constraint of `params`, the end token included. Raises
-    Unbounded."""
+    """Return the maximum number of tokens of an answer under the constraint of `params`, including the end token.
+
+    Raises:
+        Unbounded: There is no maximum.
+    """
     if params.constraint is None:
         raise Unbounded("an answer without a constraint has no bound; give max_tokens a number")
     tokens = _BOUNDS[params.constraint](getattr(params, params.constraint)) + 1
@@ -85,15 +88,15 @@ _BOUNDS: Mapping[str, Callable[[Any], int]] = {
 
 
 class _SchemaBound:
-    """Bounds of one schema's parts. A value is under all keywords of its schema, so that the least bound holds."""
+    """Bounds for the parts of a schema. All keywords of a schema apply to a value, so the smallest bound counts."""
 
     def __init__(self, root: Any) -> None:
         self._references = References(root)
-        self._known: dict[int, int | Unbounded] = {}
+        self._results: dict[int, int | Unbounded] = {}  # by id of the schema
         self._open: list[int] = []
 
     def most(self, schema: Any, place: str) -> int:
-        """Bytes of what is valid under `schema`, which stands at `place`. Raises Unbounded."""
+        """Return the maximum number of bytes of a value that matches the schema at `place`. Raises Unbounded."""
         if not isinstance(schema, dict):
             if schema is False:
                 return 0
@@ -102,11 +105,11 @@ class _SchemaBound:
             raise _unbounded(place, "it contains itself; give max_tokens a number")
         if len(self._open) >= _MAX_DEPTH:
             raise _unbounded(place, f"it is nested more than {_MAX_DEPTH} deep; give max_tokens a number")
-        if id(schema) not in self._known:
+        if id(schema) not in self._results:
             self._open.append(id(schema))
-            self._known[id(schema)] = self._least(schema, place)
+            self._results[id(schema)] = self._least(schema, place)
             self._open.pop()
-        if isinstance(found := self._known[id(schema)], Unbounded):
+        if isinstance(found := self._results[id(schema)], Unbounded):
             raise found
         return found
 
@@ -121,7 +124,7 @@ class _SchemaBound:
         return min(bounds) if bounds else problem or _unbounded(place, "give its type")
 
     def _bounds(self, schema: dict[str, Any], place: str) -> Iterator[Callable[[], int]]:
-        """Yield a function for each keyword that defines values, which returns the bound by that keyword."""
+        """Yield a function for each keyword that restricts values, which returns the bound of the keyword."""
         if "const" in schema:
             yield lambda: _longest([schema["const"]])
         if isinstance(schema.get("enum"), list):
@@ -198,7 +201,7 @@ def _of_integer(schema: dict[str, Any], place: str) -> int:
 
 
 def _of_number(schema: dict[str, Any], place: str) -> int:
-    """Return the most characters of a number; multipleOf limits its decimals."""
+    """Return the maximum number of characters of a number, whose decimals `multipleOf` limits."""
     low, high = _limits(schema)
     step = schema.get("multipleOf")
     if low is None or high is None or not _is_number(step):

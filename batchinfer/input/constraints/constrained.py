@@ -1,6 +1,6 @@
-"""Answers that follow a grammar, for the engine: compiled grammars, masks of a whole batch, forced tokens.
+"""Constraints of a batch for the engine: compiled grammars, masks and forced tokens.
 
-llguidance is loaded with the first constraint: most jobs have none.
+llguidance is imported with the first constraint, since most jobs have none.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 
 def grammar_constraints(tokenizer: Tokenizer) -> Callable[[Collection[int], int], GrammarConstraints]:
-    """Return a function that makes the constraints of models with this tokenizer. Ids beyond its vocabulary end no
-    answer: llguidance refuses them."""
-    definition, known = tokenizer.definition, tokenizer.rust.get_vocab_size(with_added_tokens=True)
+    """Return a function that makes the constraints of models with this tokenizer.
+
+    End tokens outside the tokenizer's vocabulary are ignored, since llguidance rejects them.
+    """
+    definition, tokens = tokenizer.definition, tokenizer.rust.get_vocab_size(with_added_tokens=True)
     return lambda eos, vocab: GrammarConstraints(
-        definition, [one for one in eos if one < known], vocab, usable_cpus()
+        definition, [one for one in eos if one < tokens], vocab, usable_cpus()
     )
 
 
@@ -42,8 +44,14 @@ RowConstraint = GrammarConstraint | ReasonedConstraint
 
 
 class GrammarConstraints:
-    """The constraints of an engine's requests, as batchinfer.engine.schedule.constraints.Constraints describes them.
-    `eos`: the tokens that end an answer; `vocab`: the number of the model's tokens; `threads`: how many fill masks."""
+    """The constraints of an engine's requests. Implements `Constraints` of batchinfer.engine.schedule.constraints.
+
+    Args:
+        definition: The tokenizer as the text of a tokenizer.json.
+        eos: The tokens that end an answer.
+        vocab: The number of tokens of the model.
+        threads: The number of threads that compute masks.
+    """
 
     def __init__(self, definition: str, eos: Collection[int], vocab: int, threads: int) -> None:
         self.work = ConstraintWork()
@@ -64,6 +72,7 @@ class GrammarConstraints:
         return LLExecutor(self._threads)
 
     def start(self, params: SamplingParams) -> RowConstraint:
+        """Return the state of a new answer. Raises ConstraintFailed if its constraint cannot be compiled."""
         began = time.perf_counter()
         marks, budget, grammar = params.reasoning, params.thinking_budget, None
         if params.constraint is not None or marks is None:
@@ -74,6 +83,7 @@ class GrammarConstraints:
         return ReasonedConstraint(marks, grammar, self._free, budget)
 
     def fill(self, constraints: Seq[RowConstraint], bits: NDArray[np.int32]) -> None:
+        """Write the masks of the next tokens into the rows of `bits`, shape (answers, words)."""
         began = time.perf_counter()
         followed = [
             (row, found) for row, one in enumerate(constraints) if (found := one.followed) is not None
@@ -87,32 +97,31 @@ class GrammarConstraints:
         self.work.mask_s += time.perf_counter() - began
 
     def _masks(self, constraints: Seq[GrammarConstraint], words: int) -> NDArray[np.int32]:
-        """Return the masks of constraints, of so many words."""
-        # a model may have more logits than its tokenizer has tokens
-        known = self._tokenizer.words
-        masks = np.zeros((len(constraints), known), np.int32)
+        """Return the masks of constraints, shape (constraints, words)."""
+        # A model may have more logits than its tokenizer has tokens
+        own_words = self._tokenizer.words
+        masks = np.zeros((len(constraints), own_words), np.int32)
         rows = [(constraint.matcher, row) for row, constraint in enumerate(constraints)]
         self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(masks))
         self._narrow(constraints, masks)
         for row, constraint in enumerate(constraints):
             if constraint.failure is not None:
                 masks[row] = 0
-        return masks[:, :words] if known >= words else np.pad(masks, ((0, 0), (0, words - known)))
+        return masks[:, :words] if own_words >= words else np.pad(masks, ((0, 0), (0, words - own_words)))
 
     def _narrow(self, constraints: Seq[GrammarConstraint], masks: NDArray[np.int32]) -> None:
-        """Leave out what the model does not give, and what would not be read as it stands in the grammar."""
+        """Clear the tokens that the model cannot generate, and first tokens that would be decoded differently."""
         given, first = self._tokenizer.given, self._tokenizer.first
         if given is not None:
             masks &= given
         if first is not None:
             masks[[not constraint.begun for constraint in constraints]] &= first
-        for row in np.flatnonzero(
-            masks.view(np.uint32).max(1) == 0
-        ).tolist():  # a tenth of the time that `any` takes
+        empty = masks.view(np.uint32).max(1) == 0  # takes a tenth of the time of `any`
+        for row in np.flatnonzero(empty).tolist():
             constraints[row].end_here()
 
     def _grammar(self, params: SamplingParams) -> LLMatcher:
-        """Compiled, perhaps for a row before."""
+        """Return the compiled grammar, which rows with the same parameters share."""
         from batchinfer.input.constraints.grammar import BadConstraint, compiled
 
         found = self._kept.find(params)

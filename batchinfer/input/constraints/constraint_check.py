@@ -1,6 +1,7 @@
-"""Constraints, compiled before the engine meets them in a process that can be ended: hostile ones hang or crash it.
+"""Compiles constraints in a child process with limits on time and memory, before an engine gets them.
 
-Schemas and grammars are compiled by recursion without a limit on depth, and a regular expression may take minutes.
+Schemas and grammars are compiled by unlimited recursion, and a regular expression may take minutes. A hostile
+constraint would therefore hang or crash the engine.
 """
 
 from __future__ import annotations
@@ -20,21 +21,25 @@ from batchinfer.machine.spawning import Child, Ended, receiving
 from batchinfer.machine.waiting import comes
 
 _ENTRY = "batchinfer.input.constraints.constraint_check:serve"
-WITHIN_S = 5.0  # of CPU time; a schema that people write takes milliseconds
-# Beside other work a process may get little CPU time, and it or its virtual machine may stand still. That says nothing
-# about a constraint, so these are for a process that does nothing any more.
+WITHIN_S = 5.0  # limit on CPU time in seconds; an ordinary schema takes milliseconds
+# Limits on elapsed time in seconds, only for a process that hangs: on a busy or paused machine, elapsed time says
+# nothing about a constraint
 _WAIT_S = 50
-_START_S = 60  # measured: 0.3 s, and 0.4 s for a vocabulary of 49,152 tokens
+_START_S = 60  # the start takes 0.3 s, and 0.4 s with a vocabulary of 49,152 tokens
 MEMORY_BYTES = 1 << 30
-_LEAVE_S = 5.0  # a process that closed its pipe has ended by then
+_LEAVE_S = 5.0  # time for a process to exit after it closed its pipe
 CONTINUES = "run the same command again"
 
 
 class ConstraintChecker:
-    """Says of one constraint after the other why it cannot be followed.
+    """Checks if constraints can be followed, in a child process.
 
-    `definition`: of the tokenizer, with which compiling may take far longer than without; None: there is none yet.
-    The process starts with the first constraint, and again after one that ended it. It leaves with its parent.
+    The process starts with the first constraint and is replaced when it dies. It exits with its parent.
+
+    Args:
+        definition: The tokenizer as the text of a tokenizer.json, or None to check without one. Compiling for a
+            tokenizer may take far longer.
+        within_s: The limit on CPU time per constraint.
     """
 
     def __init__(self, definition: str | None, within_s: float = WITHIN_S) -> None:
@@ -48,25 +53,25 @@ class ConstraintChecker:
         self.close()
 
     def problem(self, params: SamplingParams) -> str | None:
-        """Why the constraint of `params` cannot be followed; None where it can, or where there is none."""
+        """Return why the constraint of `params` cannot be followed, or None if it can or there is no constraint."""
         if params.constraint is None:
             return None
-        ended = self._asked(params)
-        if (
-            isinstance(ended, Ended) and ended.code != -signal.SIGPROF
-        ):  # that one is the constraint's own CPU time
-            ended = self._asked(
-                params, again=True
-            )  # anything may end a process, and others were compiled before
-        if isinstance(ended, Ended):
-            return f"{params.constraint}: {self._why(ended)}"
-        return ended
+        result = self._ask(params)
+        # SIGPROF means that the constraint itself took too long. Other deaths may have other causes, such as memory
+        # that earlier constraints took, so the constraint is tried again in a new process
+        if isinstance(result, Ended) and result.code != -signal.SIGPROF:
+            result = self._ask(params, again=True)
+        if isinstance(result, Ended):
+            return f"{params.constraint}: {self._why(result)}"
+        return result
 
-    def _asked(self, params: SamplingParams, again: bool = False) -> str | Ended | None:
-        """Return the process's answer, or how it ended. None if it fell silent, because the system then tells
-        nothing."""
-        child = self._child = self._child or self._started()
-        with suppress(BrokenPipeError, ConnectionResetError):  # it died: the answer does not come
+    def _ask(self, params: SamplingParams, again: bool = False) -> str | Ended | None:
+        """Return the problem that the process reports (None if there is none), or how the process ended.
+
+        A process that does not answer counts as ended; with `again`, Unavailable is raised instead.
+        """
+        child = self._child = self._child or self._start()
+        with suppress(BrokenPipeError, ConnectionResetError):  # the process died, which `recv` reports
             child.connection.send(params)
         try:
             with receiving():
@@ -84,13 +89,13 @@ class ConstraintChecker:
         return ended or Ended(None)
 
     def close(self) -> None:
-        """End the process; safe to call twice."""
+        """End the process. Safe to call twice."""
         if self._child is not None:
             self._child.close()
             self._child = None
 
-    def _started(self) -> Child:
-        """A process that is ready; the second one, should the first end before it is."""
+    def _start(self) -> Child:
+        """Start a process and wait until it is ready. Try twice."""
         for _ in range(2):
             child = Child(_ENTRY, self._definition, self._within_s)
             how = self._not_ready(child)
@@ -100,7 +105,7 @@ class ConstraintChecker:
         raise Unavailable(f"the process that checks constraints {how}; {CONTINUES}")
 
     def _not_ready(self, child: Child) -> str | None:
-        """Return how a process ended that did not start to work; None if it works."""
+        """Return why a process did not become ready, or None if it did."""
         try:
             with receiving():
                 if comes(child.connection, _START_S):
@@ -123,14 +128,14 @@ class ConstraintChecker:
 def constraint_problem(
     params: SamplingParams, definition: str | None = None, within_s: float = WITHIN_S
 ) -> str | None:
-    """Why the constraint of `params` cannot be followed; None where it can, or where there is none."""
+    """Return why the constraint of `params` cannot be followed, or None if it can or there is no constraint."""
     with ConstraintChecker(definition, within_s) as checker:
         return checker.problem(params)
 
 
 def serve(definition: str | None, within_s: float, pipe: Connection[Any, Any]) -> None:
-    """The process's whole life: parameters in, what is wrong with their constraint out."""
-    lift_memory_limit()  # a large vocabulary may take more than a worker that renders has left
+    """Run the child process: receive parameters, and send the problem of their constraint or None."""
+    lift_memory_limit()  # a large vocabulary may need more than the limit inherited from a render worker
     check = _check_of(definition)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     limit_memory(MEMORY_BYTES)
@@ -144,7 +149,7 @@ def serve(definition: str | None, within_s: float, pipe: Connection[Any, Any]) -
         try:
             with _cpu_time(within_s), _mute():
                 problem = check(params)
-        except MemoryError:  # constraints before this one may have taken it: it is asked of a new process
+        except MemoryError:  # earlier constraints may have used the memory, so the parent tries a new process
             os.kill(os.getpid(), signal.SIGABRT)
             return
         pipe.send(problem)
@@ -171,7 +176,7 @@ def _check_of(definition: str | None) -> Callable[[SamplingParams], str | None]:
 
 @contextmanager
 def _cpu_time(within_s: float) -> Iterator[None]:
-    """The system ends this process, also in the middle of a library, when it has used so much CPU time."""
+    """Have the kernel kill this process after this CPU time, even inside a library call."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, within_s)
     try:
@@ -182,7 +187,7 @@ def _cpu_time(within_s: float) -> Iterator[None]:
 
 @contextmanager
 def _mute() -> Iterator[None]:
-    """Keep what a library writes as it ends this process off the user's terminal."""
+    """Redirect stderr to /dev/null. A library that crashes must not print on the user's terminal."""
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)

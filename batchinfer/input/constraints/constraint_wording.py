@@ -1,4 +1,4 @@
-"""Messages of llguidance are reworded for the author of a constraint: the mistake, its place, and a correction."""
+"""Rewords llguidance's messages for the author of a constraint: the mistake, its place, and a correction."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
-_LOCATED = 200  # schemas within a schema that are tried each for itself, at a millisecond each
+_MOST_PARTS = (
+    200  # maximum number of subschemas that are checked one by one to locate a problem, at 1 ms each
+)
 _REGEX = "regex parse error:"
-_SAID: tuple[tuple[str, str], ...] = (
+# (pattern of llguidance's message, our wording)
+_REWORDINGS: tuple[tuple[str, str], ...] = (
     (
         r".*: look-around, .*",
         "look-ahead and look-behind, as in (?=…) and (?<=…), cannot be followed; leave them out",
@@ -70,18 +73,19 @@ _SAID: tuple[tuple[str, str], ...] = (
 
 
 def shown(problem: str) -> str:
-    """On one line, not too long."""
+    """Return llguidance's message reworded, in one line of at most 300 characters."""
     lines = [line.strip() for line in problem.replace("<non-verbose/>", "").splitlines() if line.strip()]
-    said = next((line for line in lines[1:] if line.startswith("error: ")), None)  # behind what it is about
+    # The message about a regex first quotes it, then has a line with the error
+    error = next((line for line in lines[1:] if line.startswith("error: ")), None)
     text = " ".join(lines[:3]) or "the grammar cannot be used"
-    if said is not None and _REGEX in lines[0]:
-        text = f"the regular expression cannot be read: {said.removeprefix('error: ')}"
-    text = _with_types(next((_reworded(text, *one) for one in _SAID if re.match(one[0], text)), text))
+    if error is not None and _REGEX in lines[0]:
+        text = f"the regular expression cannot be read: {error.removeprefix('error: ')}"
+    text = _with_types(next((_reword(text, *one) for one in _REWORDINGS if re.match(one[0], text)), text))
     return text if len(text) <= 300 else f"{text[:300]} …"
 
 
-def _reworded(text: str, said: str, ours: str) -> str:
-    return re.sub(f"{said}$", ours, text, count=1, flags=re.DOTALL)
+def _reword(text: str, pattern: str, ours: str) -> str:
+    return re.sub(f"{pattern}$", ours, text, count=1, flags=re.DOTALL)
 
 
 def _with_types(text: str) -> str:
@@ -93,21 +97,26 @@ def _with_types(text: str) -> str:
 
 
 def faulty_place(schema: Any, problem_of: Callable[[Any], str | None]) -> str:
-    """The place of the smallest schema within `schema` that has the same problem for itself; empty for the whole."""
+    """Return the place of the smallest subschema that has the problem on its own, or "" for the whole schema.
+
+    Args:
+        schema: The parsed schema.
+        problem_of: Returns the problem of a schema, or None.
+    """
     if not isinstance(schema, Mapping):
         return ""
     problem, place = problem_of(schema), ""
-    beside = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    parts = [one for _, one in zip(range(_LOCATED + 1), _parts(schema, ""), strict=False)]
-    for at, part in parts if len(parts) <= _LOCATED else []:
-        alone = {**beside, **part} if isinstance(part, Mapping) else part
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    parts = [one for _, one in zip(range(_MOST_PARTS + 1), _parts(schema, ""), strict=False)]
+    for at, part in parts if len(parts) <= _MOST_PARTS else []:
+        alone = {**definitions, **part} if isinstance(part, Mapping) else part
         if len(at) > len(place) and problem_of(alone) == problem:
             place = at
     return place
 
 
 def _parts(schema: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """The schemas within a schema, with their places."""
+    """Yield all subschemas of a schema with their places."""
     if not isinstance(schema, Mapping):
         return
     for keyword in ("properties", "patternProperties", "$defs", "definitions"):

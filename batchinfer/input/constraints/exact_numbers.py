@@ -1,9 +1,10 @@
-"""Numbers of a JSON Schema in the form that llguidance 1.9 reads exactly, or a refusal.
+"""Converts numbers of a JSON Schema to numbers that llguidance 1.9 follows exactly, or rejects them.
 
-It reads them as 64-bit floats, and misses the nearest float for one number of 16 or 17 digits in nine. It holds whole
-parts of bounds in 64 bits. An excluded bound may get through where both bounds share their whole part, and even where
-it does not, 0.99999999999999999999 is below 1 until somebody reads it as a float. So bounds have at most 15 digits and
-are never excluded ones; tests/batchinfer/test_random_schemas.py compares with exact arithmetic.
+llguidance reads numbers as 64-bit floats, and misses the nearest float for one in nine numbers with 16 or 17 digits.
+It stores the integer part of bounds in 64 bits. If both bounds have the same integer part, it may allow an excluded
+bound. Otherwise it may still write 0.99999999999999999999, which becomes 1 when it is read as a float.
+Bounds therefore get at most 15 digits and are always inclusive. tests/batchinfer/test_random_schemas.py compares the
+result with exact arithmetic.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from batchinfer.input.constraints.schema_problem import BadSchema
 
 Number = int | float | Decimal
 
-LARGEST = 2**63 - 1024  # the largest float of 63 bits
-_MANTISSA, _EXPONENT = 2**53, 22  # up to these a decimal number becomes a float by one exact operation
+LARGEST = 2**63 - 1024  # the largest float below 2**63
+_MANTISSA, _EXPONENT = 2**53, 22  # a decimal within these limits becomes a float by one exact operation
 _DIGITS = 15
-_LEAST = Decimal("1e-15")  # what comes next to an excluded zero
+_LEAST = Decimal("1e-15")  # distance from an excluded zero to the inclusive bound
 _FINEST = -_EXPONENT
 _MOST_MULTIPLE = 2**32 - 1
-_WIDE = Context(prec=100)  # of 19 digits before the point and 22 behind it
+_WIDE = Context(prec=100)  # numbers have up to 19 digits before the point and 22 after it
 
 
 def is_number(value: Any) -> TypeGuard[Number]:
-    """Whether a value of parsed JSON is a number."""
+    """Return True if a value of parsed JSON is a number."""
     return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
 
 
 def is_exact(value: Number) -> bool:
-    """Whether llguidance reads and writes just this number."""
+    """Return True if llguidance reads and writes exactly this number."""
     if not _decimal(value).is_finite() or _decimal(value).copy_abs() >= 2**63:
         return False
     if value == int(value):
@@ -45,14 +46,21 @@ def is_exact(value: Number) -> bool:
 
 
 def plain(value: Number) -> int | float:
-    """An exact number as what json writes so that it is read exactly: a whole one without a point."""
+    """Return an exact number such that json writes it exactly: integers without a decimal point."""
     return int(value) if value == int(value) else float(value)
 
 
 def inward(bound: Number, up: bool, *, excluded: bool = False, other: Number | None = None) -> int | float:
-    """The nearest exact number that is not below `bound` (`up`) or not above it, and not itself where it is excluded.
+    """Return the exact number nearest to a bound on its inner side, for use as an inclusive bound.
 
-    `other`: the bound on the other side. Raises BadSchema where there is none.
+    Args:
+        bound: The bound.
+        up: True for a lower bound, False for an upper bound.
+        excluded: True if the bound itself is not allowed.
+        other: The bound on the other side, if there is one.
+
+    Raises:
+        BadSchema: No exact number is on the inner side.
     """
     value, sign = _decimal(bound), 1 if up else -1
     reach = value if up else value.copy_negate()
@@ -72,7 +80,7 @@ def inward(bound: Number, up: bool, *, excluded: bool = False, other: Number | N
 
 
 def whole_inward(bound: Number, up: bool, excluded: bool) -> int:
-    """The nearest exact whole number on the inner side of a bound of integers. Raises BadSchema."""
+    """Return the exact integer nearest to a bound of integers on its inner side. Raises BadSchema."""
     if not _decimal(bound).is_finite() or _decimal(bound).copy_abs() > LARGEST:
         return int(inward(bound, up))
     whole = math.ceil(bound) if up else math.floor(bound)
@@ -82,7 +90,7 @@ def whole_inward(bound: Number, up: bool, excluded: bool) -> int:
 
 
 def check_multiple(value: Number) -> None:
-    """Raises BadSchema for a multipleOf that llguidance does not read as it is written."""
+    """Raise BadSchema for a `multipleOf` that llguidance does not read exactly."""
     if value <= 0:
         raise BadSchema("multipleOf must be more than 0")
     if not is_exact(value) or _read_multiple(float(value)) != _decimal(value):
@@ -92,7 +100,7 @@ def check_multiple(value: Number) -> None:
 
 
 def check_multiples(values: Iterable[Number]) -> None:
-    """Raises BadSchema where the least common multiple of these takes llguidance more than the 32 bits it has."""
+    """Raise BadSchema if llguidance cannot represent the least common multiple of the values, in 32 bits."""
     exact = [_decimal(value) for value in {*values}]
     scale = max((0, *(-int(one.as_tuple().exponent) for one in exact)))
     whole = [int(one.scaleb(scale)) for one in exact]
@@ -110,7 +118,10 @@ def _whole_inward(whole: int, up: bool) -> int:
 
 
 def _step(value: Decimal, other: Number | None) -> Decimal:
-    """The distance between neighbours of 15 digits; a thousandth of a range from zero that is smaller still."""
+    """Return the distance between neighbouring numbers with 15 digits.
+
+    Next to zero, it is at most a thousandth of the range up to `other`.
+    """
     if value:
         return Decimal(1).scaleb(max(value.adjusted() + 1 - _DIGITS, _FINEST))
     near = Decimal(1).scaleb(max(_decimal(other).adjusted() - 3, _FINEST)) if other else _LEAST
@@ -118,7 +129,7 @@ def _step(value: Decimal, other: Number | None) -> Decimal:
 
 
 def _read_multiple(value: float) -> Decimal | None:
-    """Read a multipleOf as llguidance does: it is multiplied by ten until it is whole."""
+    """Return a `multipleOf` as llguidance reads it, by multiplying by ten until it is an integer."""
     exponent = 0
     while value != int(value) and value <= _MOST_MULTIPLE:
         value, exponent = value * 10, exponent + 1
@@ -126,5 +137,5 @@ def _read_multiple(value: float) -> Decimal | None:
 
 
 def _decimal(value: Number) -> Decimal:
-    """The number as it is written."""
+    """Return the number exactly as json writes it."""
     return Decimal(repr(value)) if isinstance(value, float) else Decimal(value)

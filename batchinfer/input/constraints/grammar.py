@@ -1,6 +1,7 @@
-"""Grammars from parameters: what an answer must look like, in llguidance's notation, within limits of size and work.
+"""Compiles the constraints of sampling parameters to llguidance grammars, with limits on size and work.
 
-docs/structured.md says why llguidance. Imported where a constraint is met, not before: the library is 8 MB.
+docs/structured.md explains the choice of llguidance. Import this module only when a constraint occurs: the library
+takes 8 MB.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from batchinfer.input.constraints.schema_closing import has_further_names
 from batchinfer.input.constraints.schema_problem import BadSchema
 
 MAX_GRAMMAR_CHARS = 1 << 18
-MAX_GROUPS = 200  # parentheses of a regex or grammar that are open at once
-# Half a second of work for a grammar, 15 ms for a mask, and 100 MB: measured, ordinary schemas take 2 ms and 50 us.
-# Messages name rules and keywords only: a longer one would hold what the model wrote. A long text that its schema calls
-# both an e-mail address and a host name needs 60,000 states of the lexer and more.
+MAX_GROUPS = 200  # maximum nesting of brackets in a regex or grammar
+# These limits allow about 0.5 s to compile a grammar, 15 ms per mask, and 100 MB. Ordinary schemas take 2 ms and 50 us.
+# A long text that must be an e-mail address and a host name needs 60,000 lexer states or more. Verbose errors would
+# quote the answer.
 LIMITS = LLParserLimits(max_lexer_states=200_000, max_grammar_size=200_000, verbose_errors=False)
-# A grammar may be ambiguous, and then each token costs more than the one before: up to 150 ms at 2,000 items in a row,
-# 30 ms at 500. An object of 500 optional properties needs 2,000.
+# In an ambiguous grammar each token takes longer than the one before: up to 150 ms with 2,000 items in a row of the
+# parser, and 30 ms with 500. Schemas get the default, since an object with 500 optional properties needs 2,000
 _AMBIGUOUS = LLParserLimits(
     max_lexer_states=200_000,
     max_grammar_size=200_000,
@@ -39,35 +40,38 @@ _AMBIGUOUS = LLParserLimits(
     max_items_in_row=500,
     step_max_items=4_000,
 )
-# Measured: 4 MiB are enough for a chain of 400 references of a schema, or of 800 rules of a grammar.
+# Bytes; 4 MiB are enough for a chain of 400 references in a schema, or of 800 rules in a grammar
 CHECK_STACK_BYTES = 4 << 20
 STACK_BYTES = 4 * CHECK_STACK_BYTES
-# JSON as Python's json.dumps writes it, which models have seen most
+# JSON as Python's json.dumps writes it, the most common form in training data
 _WRITTEN: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
 }
-# Without \\u each character has one spelling, and a name that is taken cannot come again in another one
+# Without \\u each character has one spelling, so a property name cannot occur again in another spelling
 _ONE_SPELLING: Any = {**_WRITTEN, "json_allowed_escapes": 'nrbtf\\"'}
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 class BadConstraint(ValueError):
-    """A constraint that cannot be compiled; the message says which of them and why."""
+    """A constraint that cannot be compiled. The message names its kind and the problem."""
 
 
 def grammar_of(params: SamplingParams) -> str:
-    """The grammar of a constraint that `params` have. Raises BadConstraint for what is too long, or no such thing at
-    all; most mistakes show when it is compiled."""
+    """Return the grammar of the constraint of `params`. Most mistakes only show when it is compiled.
+
+    Raises:
+        BadConstraint: The constraint is too long or malformed.
+    """
     try:
-        return _made(params)
+        return _make(params)
     except BadConstraint as error:
         raise BadConstraint(f"{params.constraint}: {error}") from None
 
 
-def _made(params: SamplingParams) -> str:
-    """Raises BadConstraint, which does not name the constraint."""
+def _make(params: SamplingParams) -> str:
+    """Return the grammar. Raises BadConstraint without the name of the constraint."""
     name = params.constraint
     if name is None:
         raise ValueError("these parameters have no constraint")
@@ -78,12 +82,12 @@ def _made(params: SamplingParams) -> str:
 
 
 def limits_of(params: SamplingParams) -> LLParserLimits:
-    """The limits on work that hold for the constraint of `params`."""
+    """Return the limits on work for the constraint of `params`."""
     return LIMITS if params.grammar is None else _AMBIGUOUS
 
 
 def compiled(params: SamplingParams, tokenizer: LLTokenizer, stack_bytes: int = STACK_BYTES) -> LLMatcher:
-    """The constraint of `params`, compiled on a stack of that many bytes. Raises BadConstraint."""
+    """Compile the constraint of `params` on a stack of the given size. Raises BadConstraint."""
     grammar, limits = grammar_of(params), limits_of(params)
     made: LLMatcher = _on_stack(
         stack_bytes, lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
@@ -93,10 +97,10 @@ def compiled(params: SamplingParams, tokenizer: LLTokenizer, stack_bytes: int = 
 
 
 def check_grammar(params: SamplingParams, tokenizer: LLTokenizer | None = None) -> None:
-    """Raises BadConstraint where the constraint of `params` cannot be compiled, or not be followed from the start.
+    """Raise BadConstraint if the constraint of `params` cannot be compiled, or cannot be followed from the start.
 
-    A schema or grammar whose parts lead too deep into one another ends the process. The engine has a stack four times
-    as large, so that it survives what this has let through.
+    A schema or grammar that is nested too deeply crashes the process. Engines compile with four times this stack, so
+    they survive every constraint that passes.
     """
     if (problem := _problem(params)) is not None:
         raise BadConstraint(f"{params.constraint}: {_place(params)}{problem}")
@@ -108,9 +112,9 @@ def check_grammar(params: SamplingParams, tokenizer: LLTokenizer | None = None) 
 
 
 def _problem(params: SamplingParams) -> str | None:
-    """Return the problem of the constraint of `params` that shows without a tokenizer; None if there is none."""
+    """Return the problem of a constraint that shows without a tokenizer, or None."""
     try:
-        grammar, limits = _made(params), limits_of(params)
+        grammar, limits = _make(params), limits_of(params)
     except BadConstraint as error:
         return str(error)
     wrong, problems = _on_stack(
@@ -120,7 +124,7 @@ def _problem(params: SamplingParams) -> str | None:
 
 
 def _place(params: SamplingParams) -> str:
-    """Where in a schema the problem is, before a colon; empty for the whole and for other constraints."""
+    """Return the place of the problem in a schema, followed by a colon, or ""."""
     if params.json_schema is None:
         return ""
     try:
@@ -140,7 +144,7 @@ def _refuse_failed(params: SamplingParams, made: LLMatcher) -> None:
 
 
 def _on_stack(size: int, call: Callable[[], Any]) -> Any:
-    """Return the result of `call`, run in a thread with a stack of `size` bytes."""
+    """Return the result of `call` in a thread with a stack of `size` bytes."""
     before = threading.stack_size(size)
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -155,17 +159,17 @@ def _of_schema(text: str) -> str:
 
 
 def _of_calls(text: str) -> str:
-    """The grammar of calls: its rules a0, a1 … are the arguments of each tool."""
-    said = json.loads(text)
-    rules = [said["lark"]]
-    for number, one in enumerate(said["schemas"]):
+    """Return the grammar of tool calls, in which the rules a0, a1 … are the arguments of each tool."""
+    source = json.loads(text)
+    rules = [source["lark"]]
+    for number, one in enumerate(source["schemas"]):
         schema, options = _followed(one)
         rules.append(f"a{number}: %json {json.dumps({**schema, 'x-guidance': options})}")
     return LLMatcher.grammar_from_lark("\n".join(rules))
 
 
 def _followed(text: str) -> tuple[Any, Any]:
-    """Return a schema as it is followed, and how its JSON is written. Raises BadSchema."""
+    """Return the schema for generation, and the options that determine the format of the JSON. Raises BadSchema."""
     schema = parsed_schema(text)
     if schema is False:
         raise BadSchema("the schema is false, which no answer can follow; write what answers look like")
@@ -186,7 +190,7 @@ def _of_regex(pattern: str) -> str:
 
 def _of_choice(texts: tuple[str, ...]) -> str:
     _check_size("".join(texts))
-    # A terminal: as alternatives of a rule, 2,000 texts would take 16 ms a mask, and more would be refused
+    # A terminal, because with alternatives of a rule 2,000 texts take 16 ms per mask, and more are rejected
     return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(json.dumps(text) for text in texts))
 
 
@@ -198,7 +202,7 @@ def _of_grammar(text: str) -> str:
 def _lark_of(gbnf: str) -> str:
     try:
         return gbnf_to_lark(gbnf)
-    except Exception as error:  # noqa: BLE001 - the library raises just that where a rule is missing
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a missing rule
         raise BadConstraint(shown(str(error))) from None
 
 

@@ -1,4 +1,4 @@
-"""The state of one answer under a compiled grammar."""
+"""The state of an answer under a compiled grammar."""
 
 from __future__ import annotations
 
@@ -15,60 +15,68 @@ if TYPE_CHECKING:
 
 
 class GrammarConstraint:
-    """One answer's state. It copies its grammar with its first token: many rows wait for their turn."""
+    """The state of one answer. It copies the compiled grammar at the first token, since many rows may wait."""
 
     __slots__ = ("_matcher", "_own", "_problem", "_tokenizer", "begun")
 
     def __init__(self, compiled: LLMatcher, tokenizer: GrammarTokenizer) -> None:
         self._matcher, self._own, self._tokenizer = compiled, False, tokenizer
         self._problem: str | None = None
-        self.begun = False  # whether it has taken a token
+        self.begun = False  # True after the first token
 
     @property
     def ended(self) -> bool:
+        """True if the answer is complete."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     @property
     def needs_end(self) -> bool:
+        """True: an answer that ends early, at its token limit, is incomplete."""
         return True
 
     @property
     def over(self) -> bool:
+        """False: the constraint applies to the whole answer."""
         return False
 
     @property
     def followed(self) -> GrammarConstraint:
-        """The constraint whose mask counts now: itself."""
+        """The constraint that determines the current mask: this one."""
         return self
 
     @property
     def failure(self) -> RowError | None:
+        """The reason why the constraint cannot be followed, or None."""
         if self._matcher.is_error():
             return row_error(self._matcher.get_error())
         return row_error(self._problem) if self._problem is not None else None
 
     def take(self, token: int) -> None:
+        """Add the next token of the answer. Raises ConstraintFailed if it does not match."""
         if not self.matcher.consume_token(token):
             raise ConstraintFailed(self.failure or row_error("a token came that may not come next"))
         self.begun = True
 
     def allows(self, token: int) -> bool:
-        # to ask for a token that the tokenizer lacks would end the answer
+        """Return True if a token may come next. False is also returned if only the mask has the answer."""
+        # Querying a token outside the tokenizer's vocabulary would put llguidance into an error state
         return self._tokenizer.asks_one(token, self.begun) and bool(self._matcher.validate_tokens([token]))
 
     def fork(self) -> GrammarConstraint:
+        """Return a copy of the state."""
         own = GrammarConstraint(self._matcher.deep_copy() if self._own else self._matcher, self._tokenizer)
         own._own, own._problem, own.begun = self._own, self._problem, self.begun
         return own
 
     def jump_forward(self) -> Seq[int]:
+        """Return the tokens that must come next, without adding them."""
         tokens = self._matcher.compute_ff_tokens()
         if not tokens or not (self.begun or self._tokenizer.begins(tokens[0])):
             return ()
         return list(takewhile(self._tokenizer.gives, tokens))
 
     def end_here(self) -> None:
-        """No token of the model may come next."""
+        """Fail the answer, because the model has no token that may come next."""
         self._problem = "no token of the model can continue the answer"
         if not self.begun and self._tokenizer.drops_space:
             self._problem += (
@@ -77,7 +85,7 @@ class GrammarConstraint:
 
     @property
     def matcher(self) -> LLMatcher:
-        """Its own, which may be changed."""
+        """The answer's own copy of the grammar, which may be changed."""
         if not self._own:
             self._matcher, self._own = self._matcher.deep_copy(), True
         return self._matcher

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer as llguidance takes it: the bytes of each token, and which tokens end an answer."""
+"""Converts a checkpoint's tokenizer for llguidance, which needs the bytes of each token and the end tokens."""
 
 from __future__ import annotations
 
@@ -13,31 +13,37 @@ import tokenizers
 from llguidance import LLTokenizer
 from numpy.typing import NDArray
 
-BITS = 32  # of a word of a mask, see batchinfer_kernels.mask
+BITS = 32  # bits per word of a mask, see batchinfer_kernels.mask
 _END = "<|no token of this model ends an answer|>"
-_BYTE = "<0x41>"  # what vocabularies with byte fallback call the byte of A
+_BYTE = "<0x41>"  # the token of the byte "A" in vocabularies with byte fallback
 
 
 class NoGrammars(ValueError):
-    """A tokenizer whose tokens cannot be read as bytes, so that no constraint can be followed; the message says why."""
+    """A tokenizer that does not support constraints, since its tokens cannot be read as bytes."""
 
 
 @dataclass(frozen=True)
 class GrammarTokenizer:
-    """`library` is llguidance's own. `vocab`: the model gives ids below this, which may be more or fewer than the
-    tokenizer has. `end`: a token that no model gives, which stands for the end of an answer where no other token does.
+    """A tokenizer for llguidance.
+
+    Args:
+        library: llguidance's tokenizer.
+        vocab: The number of token ids of the model. The tokenizer may have more or fewer.
+        end: An added token that means the end of an answer if the model has no end token, else None. The model never
+            generates it.
+        drops_space: True if decoding removes a space at the start of an answer.
     """
 
     library: LLTokenizer
     vocab: int
     end: int | None
-    drops_space: bool  # whether decoding an answer leaves out a space at its beginning
+    drops_space: bool
 
     @classmethod
     def of(cls, definition: str, eos: Collection[int], vocab: int) -> GrammarTokenizer:
-        """For a model whose answers the tokens `eos` end, which may be none. Raises NoGrammars."""
+        """Return the tokenizer for a model with the end tokens `eos`, which may be empty. Raises NoGrammars."""
         made, ends = _readable(definition), sorted(eos)
-        if not ends:  # llguidance would take a token of text
+        if not ends:  # llguidance would choose a token of text
             ends = [tokenizers.Tokenizer.from_str(definition).get_vocab_size(with_added_tokens=True)]
             made["added_tokens"] = [*made["added_tokens"], _special(ends[0])]
         try:
@@ -48,35 +54,36 @@ class GrammarTokenizer:
 
     @property
     def words(self) -> int:
-        """Words of a mask of its tokens."""
+        """The number of words in a mask."""
         return -(-self.library.vocab_size // BITS)
 
     @cached_property
     def given(self) -> NDArray[np.int32] | None:
-        """The mask of the tokens that the model gives; None: all of them."""
+        """The mask of the tokens that the model can generate, or None if it can generate all."""
         if self.end is None and self.library.vocab_size <= self.vocab:
             return None
         return self._mask([t for t in range(self.library.vocab_size) if self.gives(t)])
 
     @cached_property
     def first(self) -> NDArray[np.int32] | None:
-        """The mask of the tokens that may begin an answer, as they do not begin with a space that is dropped; None:
-        all may."""
+        """The mask of the tokens that may begin an answer, or None for all.
+
+        A token that begins with a space is excluded if decoding removes the space.
+        """
         if not self.drops_space:
             return None
         return self._mask([t for t in range(self.library.vocab_size) if not self._spaced(t)])
 
     def gives(self, token: int) -> bool:
-        """Whether it is a token that the model gives."""
+        """Return True if the model can generate the token."""
         return token < self.vocab and token != self.end
 
     def asks_one(self, token: int, begun: bool) -> bool:
-        """Whether llguidance alone knows if this token may come next. It knows neither what the model does not give nor
-        which space is left out; there a mask is narrowed."""
+        """Return True if llguidance can decide if the token may come next; otherwise the narrowed mask decides."""
         return token < self.library.vocab_size and self.given is None and (begun or not self.drops_space)
 
     def begins(self, token: int) -> bool:
-        """Whether an answer may begin with it."""
+        """Return True if an answer may begin with the token."""
         return not (self.drops_space and self._spaced(token))
 
     def _spaced(self, token: int) -> bool:
@@ -89,7 +96,10 @@ class GrammarTokenizer:
 
 
 def grammar_problem(definition: str) -> str | None:
-    """Why no constraint can be followed with a tokenizer. Its vocabulary does not matter, and reading it takes time."""
+    """Return why no constraint can be followed with a tokenizer, or None.
+
+    The vocabulary is replaced by a small one, since it does not matter here and takes time to read.
+    """
     try:
         made = _readable(definition)
         made |= {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
@@ -102,9 +112,9 @@ def grammar_problem(definition: str) -> str | None:
 
 
 def _readable(definition: str) -> dict[str, Any]:
-    """The definition so that it writes text as it stands, its decoder in words that llguidance knows.
+    """Return the definition of a tokenizer that encodes text unchanged, with a decoder that llguidance supports.
 
-    Text that has to come is encoded: were it normalised, cut or padded, or a space put before it, other text would.
+    Forced text is encoded. Normalising, truncating, padding or prefixing it with a space would change the answer.
     """
     made: dict[str, Any] = json.loads(definition)
     decoder, pieces = made.get("decoder") or {}, made["model"].get("vocab") or {}
@@ -118,12 +128,12 @@ def _readable(definition: str) -> dict[str, Any]:
         "truncation": None,
         "normalizer": {"type": "Sequence", "normalizers": _spaces(made.get("normalizer") or {})},
         "pre_tokenizer": _unprefixed(made.get("pre_tokenizer")),
-        "decoder": _known(decoder),
+        "decoder": _supported_decoder(decoder),
     }
 
 
 def _spaces(normalizer: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps that only write spaces as another character."""
+    """Return the steps of a normalizer that only replace spaces by another character."""
     if normalizer.get("type") == "Sequence":
         return [step for part in normalizer["normalizers"] for step in _spaces(part)]
     kept = normalizer.get("type") == "Replace" and normalizer["pattern"] == {"String": " "}
@@ -131,7 +141,7 @@ def _spaces(normalizer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _unprefixed(pre_tokenizer: Any) -> Any:
-    """Return the pre-tokenizer without its space before the text; llguidance does the same for Metaspace."""
+    """Return the pre-tokenizer without the space that it adds before a text. llguidance does so for Metaspace."""
     if not isinstance(pre_tokenizer, dict):
         return pre_tokenizer
     inner = [_unprefixed(part) for part in pre_tokenizer.get("pretokenizers", [])]
@@ -142,10 +152,10 @@ def _unprefixed(pre_tokenizer: Any) -> Any:
     }
 
 
-def _known(decoder: dict[str, Any]) -> dict[str, Any]:
-    """Metaspace as llguidance knows it, in the steps that it stands for."""
+def _supported_decoder(decoder: dict[str, Any]) -> dict[str, Any]:
+    """Return the decoder with Metaspace replaced by equivalent steps that llguidance supports."""
     if decoder.get("type") == "Sequence":
-        return {**decoder, "decoders": [_known(part) for part in decoder["decoders"]]}
+        return {**decoder, "decoders": [_supported_decoder(part) for part in decoder["decoders"]]}
     if decoder.get("type") != "Metaspace":
         return decoder
     steps: list[dict[str, Any]] = [

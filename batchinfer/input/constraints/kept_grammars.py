@@ -1,4 +1,4 @@
-"""Compiled grammars that the engine keeps for further rows: those that were used last, up to a number of bytes."""
+"""A cache of compiled grammars, limited to a number of bytes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from batchinfer.core.sampling import SamplingParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-KEPT_BYTES = 512 << 20  # besides those that rows in flight keep
-# Measured with a vocabulary of 49,152 tokens, in MB as compiled and what masks add over 2,000 steps:
+KEPT_BYTES = 512 << 20  # size of the cache in bytes; running sequences keep further grammars
+# Memory with a vocabulary of 49,152 tokens, in MB: compiled + growth by masks over 2,000 steps
 #   six properties                  0.1 + 1.7     an object of any kind            0.1 + 2.4
 #   400 enums of 20, text 0.09 MB   3.4 + 0.1     1,500 enums of 40, text 0.65 MB  18.8 + 0.5
-#   a regex up to its most states   0.5 + 13      30,000 alternatives, 0.23 MB      3.1 + 0.7
-#   a grammar of 40,000 literals in a row, text 0.16 MB                             23  + 1
+#   a regex at the limit of states  0.5 + 13      30,000 alternatives, 0.23 MB      3.1 + 0.7
+#   a grammar with a sequence of 40,000 literals, text 0.16 MB                      23  + 1
 GRAMMAR_BYTES = 2 << 20
 _BYTES_A_CHAR = 40
 _BYTES_A_CHAR_OF_LARK = 150
 
 
 class KeptGrammars:
-    """A cache of compiled constraints by their source. Their memory is estimated: llguidance does not report it."""
+    """A least-recently-used cache of compiled constraints. Sizes are estimated, since llguidance reports none."""
 
     def __init__(self, most: int = KEPT_BYTES) -> None:
         self._most = most
@@ -33,7 +33,7 @@ class KeptGrammars:
         return len(self._kept)
 
     def find(self, params: SamplingParams) -> LLMatcher | None:
-        """Return the compiled constraint of `params`, if it is in the cache."""
+        """Return the compiled constraint of `params` if it is cached."""
         digest = params.constraint_digest
         if digest not in self._kept:
             return None
@@ -41,7 +41,7 @@ class KeptGrammars:
         return self._kept[digest][0]
 
     def add(self, params: SamplingParams, compiled: LLMatcher) -> None:
-        """Keep a compiled constraint; the least recently used ones make room for it."""
+        """Cache a compiled constraint, and evict the least recently used ones."""
         size = estimated_bytes(params)
         self._kept[params.constraint_digest] = compiled, size
         self.bytes += size
@@ -51,7 +51,7 @@ class KeptGrammars:
 
 
 def estimated_bytes(params: SamplingParams) -> int:
-    """Estimate the memory of the compiled constraint of `params`, including its masks; mostly too high."""
+    """Return an estimate of a compiled constraint's memory, including its masks; it is usually too high."""
     if params.grammar is not None:
         return GRAMMAR_BYTES + _BYTES_A_CHAR_OF_LARK * len(params.grammar)
     text = params.json_schema or params.tool_call or params.regex or "".join(params.choice)

@@ -1,6 +1,6 @@
-"""Formats of texts, held to what exists and what a column holds: days of the calendar, lengths of addresses.
+"""Restricts formats of texts to dates that exist, and to lengths that addresses and host names may have.
 
-llguidance knows 29 days in every February and a year 0, seconds of 60, and no length of a host's or mailbox's name.
+llguidance allows 29 February in every year, the year 0 and the second 60, and names of any length.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _MONTH_AND_DAY = (
     "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
 )
 _DAY = f"(?:{_YEAR}-{_MONTH_AND_DAY}|{_LEAP_YEAR}-02-29)"
-# A second of 60 and a seventh decimal are none of Python's times, nor of a column's
+# Neither Python's times nor time columns have a second 60 or a seventh decimal
 _SECONDS = r"[0-5][0-9](\.[0-9]{1,6})?([Zz]|[+-].*)$"
-# An offset moves the first and the last of years beyond the calendar
+# With a time offset, the first and the last year may lie outside the calendar
 _INNER_YEAR = "(?:000[2-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-8][0-9]{3}|9[0-8][0-9]{2}|99[0-8][0-9]|999[0-8])"
 _LABEL = r"[^.@\[]{1,63}"
 _PATTERNS: Mapping[str, tuple[str, ...]] = {
@@ -29,12 +29,12 @@ _PATTERNS: Mapping[str, tuple[str, ...]] = {
     "date-time": (f"^{_DAY}[Tt].{{6}}{_SECONDS}", f"[Zz]$|^{_INNER_YEAR}"),
     "email": (rf"^[^@]{{1,64}}@(?:\[.*|{_LABEL}(?:\.{_LABEL})*)$",),
 }
-# 2026-11-22T14:31:03.123456+00:00; RFC 1123 and RFC 5321 for names
+# Maximum lengths; 2026-11-22T14:31:03.123456+00:00 has 32; names as in RFC 1123 and RFC 5321
 _LONGEST = {"date-time": 32, "time": 21, "hostname": 253, "email": 254}
 
 
 def narrow_format(schema: dict[str, Any]) -> None:
-    """Narrow the format of one schema in place."""
+    """Restrict the format of a schema in place, without its subschemas."""
     form = schema.get("format")
     if not isinstance(form, str) or not isinstance(schema.get("allOf", []), list):
         return

@@ -1,6 +1,6 @@
-"""Numbers and times of a JSON Schema, held to what llguidance 1.9 follows exactly.
+"""Restricts numbers and formats of a JSON Schema to values that llguidance 1.9 follows exactly.
 
-It reads numbers as 64-bit floats (exact_numbers.py), and may name an unnamed property twice.
+llguidance reads numbers as 64-bit floats (exact_numbers.py), and may repeat an unnamed property.
 tests/batchinfer/schema_shapes.py has the cases.
 """
 
@@ -22,13 +22,13 @@ from batchinfer.input.constraints.exact_numbers import (
 from batchinfer.input.constraints.narrow_formats import narrow_format
 from batchinfer.input.constraints.schema_problem import BadSchema
 
-DIGITS = 18  # of an integer without bounds: a column holds 64 bits
+DIGITS = 18  # maximum digits of an integer without bounds, since columns have 64 bits
 _MOST = whole_inward(10**DIGITS - 1, up=False, excluded=False)
 _LOWS, _HIGHS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 
 def narrow_value(schema: dict[str, Any]) -> None:
-    """Narrow one schema in place, not those within it. Raises BadSchema for what cannot be followed exactly."""
+    """Restrict the values of a schema in place, without its subschemas. Raises BadSchema."""
     _check_listed(schema)
     _check_least(schema)
     _narrow_bounds(schema)
@@ -45,7 +45,7 @@ def _check_listed(schema: dict[str, Any]) -> None:
 
 
 def _listed(value: Any, keyword: str) -> Any:
-    """A value that a schema lists, its numbers as llguidance reads them. Raises BadSchema."""
+    """Return a literal of a schema with its numbers as llguidance reads them. Raises BadSchema."""
     if isinstance(value, dict):
         return {name: _listed(one, keyword) for name, one in value.items()}
     if isinstance(value, list):
@@ -60,16 +60,16 @@ def _listed(value: Any, keyword: str) -> Any:
 
 
 def _check_least(schema: dict[str, Any]) -> None:
-    """Properties that are not named may come twice, and then count once."""
+    """Reject a `minProperties` that needs several unnamed properties: llguidance may count a repeated one twice."""
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     if is_number(least) and isinstance(required, list) and least - len(required) > 1:
         raise BadSchema("minProperties wants more than one property that is not named; name them in required")
 
 
 def _narrow_bounds(schema: dict[str, Any]) -> None:
-    """Bounds become included ones that are exact; integers have 18 digits at most."""
+    """Make bounds inclusive and exact, and limit unbounded integers to 18 digits."""
     if not all(is_number(schema.get(name, 0)) for name in (*_LOWS, *_HIGHS)):
-        return  # llguidance says what is wrong with it
+        return  # llguidance reports the error
     low, high = _tightest(schema, _LOWS), _tightest(schema, _HIGHS)
     if _only_integers(schema):
         _bound_integers(schema, low, high)
@@ -106,13 +106,13 @@ def _set(schema: dict[str, Any], names: tuple[str, str], bound: float) -> None:
 
 
 def _tightest(schema: dict[str, Any], names: tuple[str, str]) -> tuple[Number, bool] | None:
-    """The bound that counts on one side, and whether it is excluded."""
+    """Return the tightest bound on one side and True if it is excluded; None if there is no bound."""
     sign = 1 if names is _LOWS else -1
     found: Iterator[tuple[Number, bool]] = ((schema[n], n == names[1]) for n in names if n in schema)
     return max(found, key=lambda one: (one[0] * sign, one[1]), default=None)
 
 
 def _only_integers(schema: dict[str, Any]) -> bool:
-    said = schema.get("type")
-    types = said if isinstance(said, list) else [said]
+    kind = schema.get("type")
+    types = kind if isinstance(kind, list) else [kind]
     return "integer" in types and "number" not in types

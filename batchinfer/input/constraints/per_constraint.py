@@ -1,4 +1,4 @@
-"""Facts about constraints are found once for each constraint, however many rows have it."""
+"""Caches results per constraint, since many rows share one."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Generic, TypeVar
 
 from batchinfer.core.sampling import SamplingParams
 
-KEPT = 1024  # constraints that are remembered
+KEPT = 1024  # maximum number of cached constraints
 _T = TypeVar("_T")
 
 
 class PerConstraint(Generic[_T]):
-    """`find` called once for each constraint, by its digest: its text may take a megabyte."""
+    """Calls `find` once per constraint. The cache is keyed by digest, since a constraint may have a megabyte."""
 
     def __init__(self, find: Callable[[SamplingParams], _T]) -> None:
         self._find = find
-        self._known: dict[bytes, _T] = {}
+        self._results: dict[bytes, _T] = {}
 
     def of(self, params: SamplingParams) -> _T:
         """Return the result of `find` for the constraint of `params`, which must have one."""
         key = params.constraint_digest
-        if key not in self._known:
-            if len(self._known) >= KEPT:
-                self._known.clear()
-            self._known[key] = self._find(params)
-        return self._known[key]
+        if key not in self._results:
+            if len(self._results) >= KEPT:
+                self._results.clear()
+            self._results[key] = self._find(params)
+        return self._results[key]

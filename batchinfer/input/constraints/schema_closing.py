@@ -1,4 +1,7 @@
-"""Finds the objects of a JSON Schema that may be closed: no other schema applied to them could name more properties."""
+"""Finds the objects of a JSON Schema that may be closed, that is, get `additionalProperties: false`.
+
+An object may be closed if no other schema that applies to it could name more properties.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ _OF_OBJECTS = frozenset(
     ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties")
 )
 _OPENS = frozenset(("additionalProperties", "patternProperties", "minProperties", *_LISTS, "$ref"))
-_MOST_BRANCHES = 100  # of a oneOf that are compared each with each
-_MOST_TURNS = 8  # of the search for branches that stay open because others do
+_MOST_BRANCHES = 100  # maximum number of alternatives of a oneOf that are compared in pairs
+_MOST_TURNS = 8  # maximum number of rounds of the search for alternatives that must stay open
 _TYPES = frozenset(("object", "array", "string", "number", "boolean", "null"))
 
 
-def closable(schema: dict[str, Any]) -> bool:
-    """Whether it names properties and says nothing of others."""
+def is_closable(schema: dict[str, Any]) -> bool:
+    """Return True if a schema names properties and does not mention others."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not properties or _OPENS & schema.keys():
         return False
@@ -28,37 +31,48 @@ def closable(schema: dict[str, Any]) -> bool:
 
 
 def has_further_names(schema: dict[str, Any]) -> bool:
-    """Whether it names properties, and an object under it may have others."""
+    """Return True if a schema names properties, and its objects may have others."""
     named = any(schema.get(keyword) for keyword in ("properties", "patternProperties", "required"))
     return named and schema.get("additionalProperties") is not False
 
 
-def in_company(schemas: Iterable[dict[str, Any]], references: References) -> set[int]:
-    """The ids of the schemas that an object has to follow together with another one."""
+def combined_schemas(schemas: Iterable[dict[str, Any]], references: References) -> set[int]:
+    """Return the ids of the schemas that apply to an object together with another schema."""
     pending: list[Any] = []
     for one in schemas:
-        combined = [keyword for keyword in (*_LISTS, "$ref") if keyword in one]
-        several = len(combined) > 1 or bool(combined and _OF_OBJECTS & one.keys())
+        combining = [keyword for keyword in (*_LISTS, "$ref") if keyword in one]
+        several = len(combining) > 1 or bool(combining and _OF_OBJECTS & one.keys())
         if several or _count(one.get("allOf")) > 1:
             pending += _in_place(one, references)
     return _reached(pending, lambda one: _in_place(one, references))
 
 
-def compared(
-    schemas: list[dict[str, Any]], references: References, beside: set[int]
+def sort_alternatives(
+    schemas: list[dict[str, Any]], references: References, combined: set[int]
 ) -> tuple[set[int], list[dict[str, Any]]]:
-    """The ids of the schemas within a `oneOf` whose alternatives llguidance has to tell apart as they are (what only a
-    narrower one refuses, the user's may accept, and then two of them do), and the schemas with the other `oneOf`s."""
+    """Find out which `oneOf` have exclusive alternatives.
+
+    Alternatives that are not provably exclusive must not be closed: a value that only the closed alternative rejects
+    may match the user's, and then two of the user's alternatives match.
+
+    Args:
+        schemas: All subschemas of the document.
+        references: Resolves their references.
+        combined: The ids of schemas that must not be closed, from `combined_schemas`.
+
+    Returns:
+        The ids of the schemas within a `oneOf` that is not exclusive, and the schemas whose `oneOf` is exclusive.
+    """
     kept: set[int] = set()
-    apart = [one for one in schemas if isinstance(one.get("oneOf"), list)]
+    exclusive = [one for one in schemas if isinstance(one.get("oneOf"), list)]
     for _ in range(_MOST_TURNS):
-        targets = {id(one): [_target(b, references) for b in one["oneOf"]] for one in apart}
-        unlike = [one for one in apart if not _told_apart(targets[id(one)], kept | beside)]
-        if not unlike:
-            return kept, apart
-        kept |= _reached([b for one in unlike for b in one["oneOf"]], lambda one: _within(one, references))
-        gone = {id(one) for one in unlike}
-        apart = [one for one in apart if id(one) not in gone]
+        targets = {id(one): [_target(b, references) for b in one["oneOf"]] for one in exclusive}
+        others = [one for one in exclusive if not _are_exclusive(targets[id(one)], kept | combined)]
+        if not others:
+            return kept, exclusive
+        kept |= _reached([b for one in others for b in one["oneOf"]], lambda one: _within(one, references))
+        removed = {id(one) for one in others}
+        exclusive = [one for one in exclusive if id(one) not in removed]
     return {id(one) for one in schemas}, []
 
 
@@ -73,7 +87,7 @@ def _reached(pending: list[Any], following: Callable[[dict[str, Any]], Iterator[
 
 
 def _in_place(schema: dict[str, Any], references: References) -> Iterator[Any]:
-    """The schemas that apply to the same value."""
+    """Yield the schemas that apply to the same value."""
     for keyword in _LISTS:
         yield from found if isinstance(found := schema.get(keyword), list) else ()
     if "$ref" in schema:
@@ -81,7 +95,7 @@ def _in_place(schema: dict[str, Any], references: References) -> Iterator[Any]:
 
 
 def _within(schema: dict[str, Any], references: References) -> Iterator[Any]:
-    """All schemas inside, and those that it names."""
+    """Yield all subschemas of a schema and the schemas that it refers to."""
     yield from _in_place(schema, references)
     for keyword in ("properties", "patternProperties"):
         yield from found.values() if isinstance(found := schema.get(keyword), dict) else ()
@@ -102,36 +116,41 @@ def _target(schema: Any, references: References) -> Any:
     return schema
 
 
-def _told_apart(branches: list[Any], whole: set[int]) -> bool:
-    """Whether no value that one branch allows, closed, is valid under another, open. `whole`: not to be closed."""
+def _are_exclusive(branches: list[Any], not_closed: set[int]) -> bool:
+    """Return True if no value of a closed alternative matches another alternative, open.
+
+    Args:
+        branches: The alternatives.
+        not_closed: The ids of the schemas that must not be closed.
+    """
     if len(branches) > _MOST_BRANCHES or not all(isinstance(one, dict) for one in branches):
         return False
-    if len({id(one) for one in branches} - whole) < len(branches):
+    if len({id(one) for one in branches} - not_closed) < len(branches):
         return False
-    return all(_apart(one, other) for one in branches for other in branches if one is not other)
+    return all(_is_disjoint(one, other) for one in branches for other in branches if one is not other)
 
 
-def _apart(closed: dict[str, Any], other: dict[str, Any]) -> bool:
+def _is_disjoint(closed: dict[str, Any], other: dict[str, Any]) -> bool:
     if not _types(closed) & _types(other):
         return True
-    if not closable(closed) or _types(closed) & _types(other) != {"object"}:
+    if not is_closable(closed) or _types(closed) & _types(other) != {"object"}:
         return False
     required = other.get("required")
     wanted = [n for n in required if isinstance(n, str)] if isinstance(required, list) else []
     if any(name not in closed["properties"] for name in wanted):
         return True
     marks = [name for name in wanted if name in closed.get("required", ())]
-    return any(_marked_apart(closed["properties"][name], other.get("properties"), name) for name in marks)
+    return any(_has_other_texts(closed["properties"][name], other.get("properties"), name) for name in marks)
 
 
-def _marked_apart(mark: Any, properties: Any, name: str) -> bool:
-    """Whether a property that both require has other texts in one than in the other."""
+def _has_other_texts(mark: Any, properties: Any, name: str) -> bool:
+    """Return True if a property that both alternatives require has different literals in them."""
     texts, others = _texts(mark), _texts(properties.get(name) if isinstance(properties, dict) else None)
     return bool(texts and others) and texts.isdisjoint(others)
 
 
 def _texts(schema: Any) -> set[str]:
-    """The texts that a `const` or `enum` lists; none for what allows other values."""
+    """Return the texts in a `const` or `enum`; empty if the schema allows other values."""
     if not isinstance(schema, dict):
         return set()
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
@@ -140,7 +159,7 @@ def _texts(schema: Any) -> set[str]:
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
-    """The types that it allows, whole numbers as numbers."""
+    """Return the types that a schema allows, with "number" for integers."""
     if "type" not in schema:
         return set(_TYPES)
     named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]

@@ -1,9 +1,9 @@
-"""A JSON Schema in the keywords of draft 2020-12 that llguidance follows, and in no others.
+"""Rewrites a JSON Schema in the keywords of draft 2020-12 that llguidance supports.
 
-llguidance guesses the draft from the keywords that it finds, takes options from a schema (`x-guidance`), and passes
-over what it does not know. So only what it is known to follow is copied. Keywords of older drafts are put in today's
-words where that is exact. What would change the meaning and cannot be followed is refused; annotations and keywords
-that ask for nothing, such as `uniqueItems: false`, are left out.
+llguidance guesses the draft from the keywords, reads options from the schema (`x-guidance`), and ignores what it does
+not know. Therefore only supported keywords are copied. Keywords of older drafts are translated if they have an exact
+equivalent.
+An unsupported keyword is rejected if it has an effect, and omitted if it has none, such as `uniqueItems: false`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PLAIN = frozenset(
 _SINGLE = frozenset(("items", "additionalProperties"))
 _LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
 _NAMED = frozenset(("properties", "patternProperties"))
-# Read together; keywords between them, such as $ref, would part them
+# llguidance reads these as groups, so no other keyword may be between them
 _TOGETHER = (("properties", "patternProperties", "additionalProperties"), ("prefixItems", "items"))
 _NOTHING: tuple[Any, ...] = (True, {})  # schemas that allow everything
 _DRAFT = re.compile(r"draft-0?(\d)\b|/draft/(2019-09)/")
-_WITHOUT_SIBLINGS = ("4", "6", "7")  # drafts in which a $ref stands alone
+_WITHOUT_SIBLINGS = ("4", "6", "7")  # drafts in which a $ref must not have other keywords next to it
 _COPY = "none is read, so copy the part into $defs and name it from there"
 _ADVICE = {
     "nullable": "it is OpenAPI's; add null to the type, as in [string, 'null']",
@@ -44,12 +44,12 @@ _ADVICE = {
 
 
 def followed_schema(schema: Any) -> Any:
-    """A copy of a parsed schema that says the same in the keywords above. Raises BadSchema for what it cannot say."""
+    """Return a copy of a parsed schema in supported keywords. Raises BadSchema if they cannot express it."""
     return _KeywordReader(schema).whole()
 
 
-def _asks_nothing(keyword: str, schema: Mapping[str, Any], old: str | None) -> bool:
-    """Whether a keyword that cannot be followed has no effect where it stands."""
+def _has_no_effect(keyword: str, schema: Mapping[str, Any], old: str | None) -> bool:
+    """Return True if an unsupported keyword has no effect in this schema."""
     found = _TRIVIAL.get(keyword)
     return found is not None and found(schema[keyword], schema, old)
 
@@ -86,7 +86,7 @@ _SPELLINGS = {name.lower(): name for name in (*_FOLLOWED, *_TRIVIAL)}
 
 
 class _KeywordReader:
-    """Copies one document. Parts that references name stand in `$defs`, wherever they stood."""
+    """Copies one document. Parts that references name move to `$defs`."""
 
     def __init__(self, root: Any) -> None:
         self._root, self._references = root, References(root)
@@ -97,7 +97,7 @@ class _KeywordReader:
         self._count = 0
 
     def whole(self) -> Any:
-        """The copy of the document."""
+        """Return the copy of the document."""
         if self._old == "3":
             raise BadSchema("its $schema names draft 3, which is not read; write it as draft 2020-12")
         made, named = self._schema(self._root), {}
@@ -120,7 +120,7 @@ class _KeywordReader:
             )
         if "$ref" in schema:
             self._check_beside_reference(schema)
-        current = self._in_todays_words(schema)
+        current = self._in_current_keywords(schema)
         made: dict[str, Any] = {}
         for keyword in _in_order(current):
             if keyword in _FOLLOWED:
@@ -144,18 +144,18 @@ class _KeywordReader:
             return {name: self._schema(one) for name, one in value.items()}
         if keyword in _COUNTS and is_number(value) and -(2**63) < value < 2**63 and value == int(value):
             return int(value)
-        return value  # llguidance says what is wrong with others
+        return value  # llguidance reports errors in the values
 
     def _check_left_out(self, keyword: str, schema: Mapping[str, Any]) -> None:
-        """Raises BadSchema for a keyword that has a meaning, or is a slip of the pen for one."""
-        if keyword in _TRIVIAL and not _asks_nothing(keyword, schema, self._old):
+        """Raise BadSchema for an omitted keyword that has an effect or looks misspelled."""
+        if keyword in _TRIVIAL and not _has_no_effect(keyword, schema, self._old):
             advice = _ADVICE.get(keyword, "take it out, and check the answers for it afterwards")
             raise BadSchema(f'"{keyword}" cannot be followed; {advice}')
         plain = keyword.replace("_", "").replace("-", "").lower()
         if keyword not in _TRIVIAL and (meant := _SPELLINGS.get(plain)) is not None:
             raise BadSchema(f"{keyword[:40]} is no keyword; did you mean {meant}?")
 
-    def _in_todays_words(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def _in_current_keywords(self, schema: dict[str, Any]) -> dict[str, Any]:
         current = dict(schema)
         for name in ("exclusiveMinimum", "exclusiveMaximum"):
             if current.get(name) is True:
@@ -201,7 +201,7 @@ class _KeywordReader:
 
 
 def _with_first_items(schema: dict[str, Any]) -> dict[str, Any]:
-    """A list of items, and what comes behind them, as today's drafts say it."""
+    """Translate `items` as a list, and `additionalItems`, to `prefixItems` and `items`."""
     if "prefixItems" in schema:
         raise BadSchema(
             "items is a list beside prefixItems; give items one schema, for the items behind the first ones"
@@ -218,7 +218,7 @@ def _with_first_items(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_order(schema: Mapping[str, Any]) -> list[str]:
-    """The keywords of a schema, those that are read together side by side."""
+    """Return the keywords of a schema with groups of keywords side by side."""
     found: dict[str, None] = {}
     for keyword in schema:
         for together in _TOGETHER:
@@ -229,14 +229,14 @@ def _in_order(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _older_draft(root: Any) -> str | None:
-    """Return the name of the draft before 2020-12 that a document follows; None if it names none."""
-    said = root.get("$schema") if isinstance(root, dict) else None
-    found = _DRAFT.search(said) if isinstance(said, str) else None
+    """Return the draft that a document names if it is older than 2020-12, else None."""
+    name = root.get("$schema") if isinstance(root, dict) else None
+    found = _DRAFT.search(name) if isinstance(name, str) else None
     return None if found is None else found[1] or found[2]
 
 
 def _embedded(root: Any) -> Iterator[int]:
-    """The ids of the objects within parts that have an `$id` of their own, which references there begin from."""
+    """Yield the ids of the objects in parts with an `$id` of their own, since references there are relative to it."""
     pending = [(root, False)]
     while pending:
         one, inside = pending.pop()
@@ -250,5 +250,5 @@ def _embedded(root: Any) -> Iterator[int]:
 
 
 def _names_a_document(schema: Mapping[str, Any]) -> bool:
-    said = schema.get("$id")
-    return isinstance(said, str) and not said.startswith("#")
+    name = schema.get("$id")
+    return isinstance(name, str) and not name.startswith("#")

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class BadSchema(ValueError):
-    """A schema that cannot be used; the message says why and quotes nothing of it but keywords."""
+    """A schema that cannot be used. The message gives the reason, and quotes only keywords of the schema."""

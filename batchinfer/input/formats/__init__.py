@@ -1,1 +1,1 @@
-"""The formats of input files, each with its reader."""
+"""The readers of the input formats."""

@@ -1,8 +1,8 @@
-"""Arrow IPC: files (.arrow, .feather version 2) and streams (.arrows), read one record batch after the other.
+"""Reads Arrow IPC files (.arrow, .feather version 2) and streams (.arrows) one record batch at a time.
 
-A record batch is the least that can be read, so its size is looked at before it is: what would not fit into the memory
-that is available is refused, and so is what unpacks to a thousand times its size. Both layouts are read as the stream
-that they hold, front to back; a file's footer must count as many batches as were found.
+A record batch can only be read as a whole, so its size is checked before it is read. A batch is rejected if it needs
+more than half of the available memory, or unpacks to a thousand times its size. A file is read as the stream that it
+contains, and the number of batches must equal the number in its footer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from batchinfer.input.unpacked import BombGuard, refuse_bomb
 from batchinfer.machine.memory import available_memory
 
 _MAGIC = b"ARROW1"
-_STREAM_AT = 8  # in a file: its magic, padded
-_SHARE = 2  # of the available memory that one record batch may take
+_STREAM_AT = 8  # offset of the stream in a file, after the padded magic
+_SHARE = 2  # a record batch may take 1/_SHARE of the available memory
 _UNREADABLE = (
     pa.types.is_list_view,
     pa.types.is_large_list_view,
@@ -36,7 +36,7 @@ _UNREADABLE = (
 
 
 class ArrowReader:
-    """One Arrow IPC file. After `chunks()` has ended, `sha256` identifies what was read."""
+    """A reader of an Arrow IPC file or stream."""
 
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
@@ -45,12 +45,17 @@ class ArrowReader:
         self.sha256 = ""
 
     def schema(self) -> pa.Schema:
-        """Names and types, dictionaries unpacked. Raises InputCorrupt for what is not Arrow."""
+        """Return the columns and their types, as results use them. Raises InputCorrupt if the file is not Arrow."""
         with self._opened() as (raw, _), self._stream(raw) as stream:
             return declared_schema(self._file.path, stream.schema)
 
     def chunks(self) -> Iterator[InputChunk]:
-        """Rows in file order. Raises InputCorrupt when the file is damaged or changes, OutOfMemory."""
+        """Yield the rows in file order.
+
+        Raises:
+            InputCorrupt: The file is damaged, or changes while it is read.
+            OutOfMemory: A record batch is too large.
+        """
         first, before = 0, self._file.opened()
         with self._opened() as (raw, expected):
             self._check_sizes(raw)
@@ -66,7 +71,7 @@ class ArrowReader:
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[BinaryIO, int | None]]:
-        """The file at the start of its stream, and how many batches its footer counts; None for a stream."""
+        """Open the file at the start of its stream. Also yields the number of batches in its footer, if any."""
         try:
             with self._file.location.open() as raw:
                 expected = None
@@ -95,7 +100,7 @@ class ArrowReader:
             return pa.ipc.open_stream(pa.PythonFile(raw, mode="r"))
 
     def _check_sizes(self, raw: BinaryIO) -> None:
-        """Looks at every record batch's size without reading it, and goes back to where it began."""
+        """Check the sizes of all record batches from their headers, and return to the start of the stream."""
         start, allowed, in_all = raw.tell(), available_memory() // _SHARE, 0
         with self._named_damage("not an Arrow file or stream, or cut short"):
             for number, (packed, unpacked) in enumerate(batch_sizes(raw)):
@@ -105,7 +110,7 @@ class ArrowReader:
         raw.seek(start)
 
     def _measure(self, raw: BinaryIO) -> None:
-        """Check the unpacked size of all batches before the first row is yielded, if a value may stand in many rows."""
+        """Check the unpacked size of all batches before the first row is yielded, if rows may share a value."""
         start = raw.tell()
         with self._stream(raw) as stream:
             shared = [name for name in self._names(stream.schema) if _shares(stream.schema.field(name).type)]
@@ -162,16 +167,17 @@ class ArrowReader:
             yield part
 
     def _validate(self, part: pa.RecordBatch) -> None:
-        """Offsets, lengths and indices must lie within their buffers. That text is UTF-8 is looked at row by row.
+        """Check that offsets, lengths and indices are within bounds. UTF-8 is validated per row.
 
-        A dictionary that many parts share is looked at once.
+        A dictionary that consecutive parts share is validated once.
         """
         for column in part.columns:
             if pa.types.is_dictionary(column.type):
-                place = tuple(buffer and buffer.address for buffer in column.dictionary.buffers())
-                if place not in self._valid:
+                addresses = tuple(buffer and buffer.address for buffer in column.dictionary.buffers())
+                if addresses not in self._valid:
                     _validate(column.dictionary)
-                    self._valid = {place: column.dictionary}  # kept, so that its place stays its own
+                    # The reference keeps the addresses from being used again
+                    self._valid = {addresses: column.dictionary}
                 _check_indices(column)
             else:
                 _validate(column)
@@ -185,7 +191,7 @@ def _check_indices(column: pa.Array) -> None:
 
 
 def _shares(kind: pa.DataType) -> bool:
-    """Whether one stored value may stand in many rows."""
+    """Return True if several rows may share a stored value of this type."""
     if pa.types.is_dictionary(kind) or kind in (pa.string_view(), pa.binary_view()):
         return True
     return any(_shares(kind.field(at).type) for at in range(kind.num_fields))

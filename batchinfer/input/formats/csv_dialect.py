@@ -1,6 +1,6 @@
-"""The dialect of a CSV file: its delimiters and quotes, as patterns over bytes.
+"""The dialect of a CSV file: its delimiter and quote character, as patterns over bytes.
 
-Every pattern is possessive (`*+`): it never goes back, so it takes linear time and constant memory on any bytes.
+All patterns are possessive (`*+`). They never backtrack, so they take linear time and constant memory on any bytes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ _NEVER = re.compile(rb"(?!)")
 
 @dataclass(frozen=True)
 class CsvDialect:
-    """One ASCII character stands between fields and one around those that hold it, doubled within; None: no quotes."""
+    """The delimiter and the quote character of a CSV file; both are single ASCII characters.
+
+    A field that contains a delimiter or newline is quoted, and quotes within it are doubled. If `quote` is None, fields
+    are never quoted.
+    """
 
     delimiter: str
     quote: str | None
-    record: re.Pattern[bytes] = field(init=False)  # fields, from a record's start to where no more fit
-    rest: re.Pattern[bytes] = field(init=False)  # the same from behind a quoted field
-    records: re.Pattern[bytes] = field(init=False)  # whole records with their line ends, as many as there are
-    within: re.Pattern[bytes] = field(init=False)  # from within quotes to the quote that closes them
+    record: re.Pattern[bytes] = field(init=False)  # the fields of a record, from its start to the first error
+    rest: re.Pattern[bytes] = field(init=False)  # the fields that follow a quoted field
+    records: re.Pattern[bytes] = field(init=False)  # consecutive whole records with their line ends
+    within: re.Pattern[bytes] = field(init=False)  # from inside a quoted field to before its closing quote
     _cut: re.Pattern[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -39,17 +43,17 @@ class CsvDialect:
             object.__setattr__(self, name, pattern)
 
     def opens(self, byte: int) -> bool:
-        """Whether this byte is the quote."""
+        """Return True if the byte is the quote character."""
         return self.quote is not None and byte == ord(self.quote)
 
     def count(self, record: str) -> int:
-        """How many fields a well-formed record has."""
+        """Return the number of fields of a well-formed record."""
         if self.quote is None or self.quote not in record:
             return record.count(self.delimiter) + 1
         return sum(1 for _ in self._cut.finditer(self.delimiter + record))
 
     def split(self, record: str) -> list[str]:
-        """The fields of a well-formed record, without their quotes."""
+        """Return the fields of a well-formed record without their quotes."""
         quote = self.quote
         if quote is None or quote not in record:
             return record.split(self.delimiter)
@@ -60,7 +64,7 @@ class CsvDialect:
 
 
 def detected_delimiter(header: bytes, quote: str | None) -> str:
-    """A comma, else a semicolon, else a tab, whichever the header line holds first in this order outside of quotes."""
+    """Return the first of comma, semicolon and tab that the header has outside of quotes; the default is a comma."""
     if quote is not None:
         q = re.escape(quote.encode())
         header = re.sub(rb"%b[^%b]*+(?:%b%b[^%b]*+)*+(?:%b|\Z)" % ((q,) * 6), b"", header)

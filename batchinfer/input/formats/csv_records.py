@@ -1,8 +1,8 @@
-"""Records of CSV, cut out of a file's bytes in linear time and bounded memory, however broken they are.
+"""Splits CSV into records in linear time and bounded memory, however malformed it is.
 
-A record goes on over a line's end only within quotes. So all records that cross the same line's end are in the same
-state there, and end alike: what becomes of a quote that is opened in line 5 and never closed also becomes of one that
-is opened in line 6. `_OpenQuote` is therefore walked through the file once, for all the records that begin in it.
+A record crosses the end of a line only inside quotes. All records that cross the same line end are therefore in the
+same state there, and end alike: if a quote opened in line 5 is never closed, one opened in line 6 is not closed
+either. `_OpenQuote` scans the file once for all records that start within its lines.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from batchinfer.input.formats.csv_dialect import CsvDialect
 from batchinfer.input.line_buffer import LineBuffer
 from batchinfer.input.rows import RowProblem
 
-_LINE_END = 2  # a carriage return and a newline: the limit on a record leaves them out
+_LINE_END = 2  # bytes of a carriage return and a newline, which do not count towards the limit of a record
 
-Found = tuple[int, bytes | RowProblem, int]  # line number, the record without its line's end, bytes
+Found = tuple[int, bytes | RowProblem, int]  # line number, record without its line end, size in bytes
 Fault = Literal["open", "junk", "return", "never"]
 
-_SAID: dict[Fault, str] = {
+_FAULT_MESSAGES: dict[Fault, str] = {
     "junk": "a quoted field goes on after its closing quote; quotes within quotes are doubled",
     "return": "a carriage return stands alone outside of quotes",
     "never": "a quote is opened and never closed",
@@ -29,9 +29,13 @@ _SAID: dict[Fault, str] = {
 
 
 class CsvRecords:
-    """The records of a file; blank lines are skipped. A broken record costs its first line.
+    """The records of a file without blank lines. If a record is malformed, only its first line becomes an error.
 
-    `cut` tells, at the end of the lines, whether they are only the beginning of a file.
+    Args:
+        lines: The buffered file.
+        dialect: The dialect of the file.
+        cap: The maximum length of a record in bytes.
+        cut: Returns True if the lines are only the start of the file. It is called at their end.
     """
 
     def __init__(self, lines: LineBuffer, dialect: CsvDialect, cap: int, cut: Callable[[], bool]) -> None:
@@ -44,35 +48,33 @@ class CsvRecords:
             yield from self._next(end)
 
     def first(self) -> Found | None:
-        """Return the first record alone, the header; blank lines before it were passed over."""
+        """Return the first record, the header. Blank lines before it must be skipped already."""
         end = self._lines.line_end(self._cap + 1)
         return None if end is None else self._one(end)
 
     def blocks(self, size: ChunkSize) -> Iterator[tuple[int, bytes] | list[Found]]:
-        """Yield the records in blocks that can be read on their own: lines with the number of the first one.
+        """Yield blocks of whole records that can be parsed independently, as (number of the first line, lines).
 
-        Such lines are whole records whatever stands before or behind them. What a look ahead by a block's size does
-        not show to be so is read here, up to there: a broken record, or a very long one.
+        If a block of this size does not show where its records end, because one is malformed or very long, the records
+        of the block are split here and yielded as a list.
         """
         lines = self._lines
         while lines.line_end(self._cap + 1) is not None:
             lines.look_ahead(size.bytes)
-            seen, stop = lines.at + size.bytes, self._block_end(size)
+            look_ahead_end, stop = lines.at + size.bytes, self._block_end(size)
             if stop > lines.at:
                 yield lines.number, lines.take(stop, stop)
             else:
-                yield list(self._until(seen))
+                yield list(self._until(look_ahead_end))
 
     def _block_end(self, size: ChunkSize) -> int:
-        """Return how far there are only whole records, within that size."""
+        """Return the end of the whole records within a block, or the reading position if there is none."""
         lines = self._lines
         stop = lines.block_end(size.bytes, size.lines) or lines.at
         start, data = lines.at - lines.base, lines.data
         if self._mark is None or data.find(self._mark, start, stop - lines.base) < 0:
             return stop
-        if (
-            self._cap < size.bytes
-        ):  # a record over the limit costs its first line, and what follows begins there
+        if self._cap < size.bytes:  # of a record over the limit, only the first line is an error
             return lines.at
         found = self._dialect.records.match(data, start, stop - lines.base)
         return lines.at if found is None else lines.base + found.end()
@@ -83,7 +85,7 @@ class CsvRecords:
             yield from self._next(end)
 
     def _next(self, end: int) -> Iterator[Found]:
-        """Yield the records of the line that ends there, or of several lines from it on."""
+        """Yield the record at the reading position, or all records of the lines before the next quote."""
         lines = self._lines
         if (plain := lines.lines_without(self._mark)) > lines.at and end >= 0:
             yield from self._plain(lines.number, lines.take(plain, plain))
@@ -91,32 +93,36 @@ class CsvRecords:
             yield found
 
     def _plain(self, first: int, block: bytes) -> Iterator[Found]:
-        """Lines without any quote are records."""
+        """Yield the lines of a block without quotes as records."""
         for number, line in enumerate(block.split(b"\n"), first):
             size, line = len(line) + 1, line.rstrip(b"\r")
             if size > self._cap + _LINE_END:
                 yield number, self._line_too_long(size - 1), 0
             elif b"\r" in line:
-                yield number, RowProblem("bad_csv", _SAID["return"]), size
+                yield number, RowProblem("bad_csv", _FAULT_MESSAGES["return"]), size
             elif line:
                 yield number, line, size
 
     def _one(self, end: int) -> Found | None:
-        """The record of the line that ends there; None where it holds none, or only the beginning of one."""
+        """Return the record whose first line ends at `end`.
+
+        Returns:
+            None if the line is blank, or if the record continues beyond the end of a sample.
+        """
         lines, number = self._lines, self._lines.number
         if end < 0:
             return number, self._line_too_long(lines.skip_line()), 0
         size = end + 1 - lines.at
-        stop, fault = _judged(self._dialect, lines, self._dialect.record, lines.at, end)
+        stop, fault = _match_fields(self._dialect, lines, self._dialect.record, lines.at, end)
         if fault == "open":
             return self._long(number, end)
         empty, record = stop == lines.at, lines.take(stop, end + 1)
         if fault is not None:
-            return number, RowProblem("bad_csv", _SAID[fault]), size
+            return number, RowProblem("bad_csv", _FAULT_MESSAGES[fault]), size
         return None if empty else (number, record, size)
 
     def _long(self, number: int, end: int) -> Found | None:
-        """The record that opens a quote in the line that ends there and goes on below."""
+        """Return the record that opens a quote in the line that ends at `end` and continues in later lines."""
         lines, limit = self._lines, self._cap + _LINE_END
         if self._open is None or not self._open.crossed(end):
             self._open = _OpenQuote(self._dialect, end + 1)
@@ -130,7 +136,7 @@ class CsvRecords:
             lines.take(lines.at, lines.end)
             return None
         else:
-            problem = RowProblem("bad_csv", _SAID[fate])
+            problem = RowProblem("bad_csv", _FAULT_MESSAGES[fate])
         first = end + 1 - lines.at
         lines.take(lines.at, end + 1)
         return number, problem, first
@@ -140,9 +146,10 @@ class CsvRecords:
 
 
 class _OpenQuote:
-    """A quote that is open at a line's end: what becomes of it, looked for as far as a record may reach.
+    """A quote that is open at the end of a line. The scan for its end is bounded by the size of a record.
 
-    `at` is the line's start up to which that is known; once the record has ended, that behind it, and `stop` its end.
+    `at` is the start of the first line that was not scanned. When the record has ended, `stop` is its end and `at` the
+    start of the next record.
     """
 
     def __init__(self, dialect: CsvDialect, at: int) -> None:
@@ -151,11 +158,11 @@ class _OpenQuote:
         self.at = self.stop = at
 
     def crossed(self, end: int) -> bool:
-        """Whether a quote that is open where the line ends is this one."""
+        """Return True if a quote that is open at the line end `end` is this one."""
         return self._fate == "never" or self.at > end + 1 or (self._fate is None and self.at == end + 1)
 
     def walk(self, lines: LineBuffer, limit: int) -> Fault | Literal["closed"] | None:
-        """Return how the quoted field ends; None if the next `limit` bytes do not show it."""
+        """Return how the record ends, or None if its end is not within the next `limit` bytes."""
         while self._fate is None and self.at - lines.at <= limit:
             if self.at < lines.whole:
                 self._step(lines)
@@ -166,7 +173,7 @@ class _OpenQuote:
         return self._fate
 
     def _step(self, lines: LineBuffer) -> None:
-        """Over lines within quotes, and one in which the quote is closed."""
+        """Scan the lines inside the quotes, and the line that closes the quote."""
         data, base, whole = lines.data, lines.base, lines.whole - lines.base
         closing = self._dialect.within.match(data, self.at - base, whole)
         if closing is None or closing.end() == whole:
@@ -174,16 +181,18 @@ class _OpenQuote:
             return
         end = data.find(b"\n", closing.end(), whole)
         end = whole if end < 0 else end
-        stop, fault = _judged(self._dialect, lines, self._dialect.rest, base + closing.end() + 1, base + end)
+        stop, fault = _match_fields(
+            self._dialect, lines, self._dialect.rest, base + closing.end() + 1, base + end
+        )
         self.at, self.stop = base + end + 1, stop
         if fault != "open":
             self._fate = fault or "closed"
 
 
-def _judged(
+def _match_fields(
     dialect: CsvDialect, lines: LineBuffer, pattern: re.Pattern[bytes], start: int, end: int
 ) -> tuple[int, Fault | None]:
-    """Where the fields that follow `start` in the line that ends at `end` stop, and what is wrong there."""
+    """Match fields from `start` in the line that ends at `end`. Return the end of the match, and the fault there."""
     data, base = lines.data, lines.base
     found = pattern.match(data, start - base, end - base)
     stop = start - base if found is None else found.end()

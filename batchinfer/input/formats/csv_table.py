@@ -1,7 +1,7 @@
-"""CSV and TSV, plain or compressed, as RFC 4180 has it: a header, quotes doubled within quotes, newlines in quotes.
+"""Reads CSV and TSV files as defined by RFC 4180: a header, doubled quotes and newlines in quotes.
 
-All values are text, as they stand in the file; an empty field is null. The header decides the delimiter: a comma,
-else a semicolon, else a tab, whichever it holds first in this order; names that end in .tsv or .tab mean tabs.
+All values are text; an empty field is null. Without `input.delimiter`, files named .tsv or .tab are tab-separated;
+else the header decides: comma, semicolon or tab, the first one in this order that occurs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from batchinfer.input.protocol import ReadOptions
 from batchinfer.input.rows import RowProblem, Values, first_repeated, row_error
 from batchinfer.input.text_encoding import decoded
 
-_OTHERWISE = "input.sql with read_csv reads files without a header"
+_HEADERLESS_HINT = "input.sql with read_csv reads files without a header"
 MAX_COLUMNS = 100_000  # a row of 100,000 fields takes 10 MB
-_SPARE = 1000  # a record with more fields than these beyond the header's is counted, and its fields not kept
+_SPARE = 1000  # a record with this number of fields more than the header is counted before it is split
 
 Fields = list[str]
 
 
 class CsvReader:
-    """One CSV file. After `chunks()` has ended, `sha256` identifies what was read."""
+    """A reader of a CSV file."""
 
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
@@ -42,12 +42,12 @@ class CsvReader:
         self.sha256 = ""
 
     def schema(self) -> pa.Schema | None:
-        """Text columns, named by the header; None for a file without a line. Raises InputCorrupt, StorageError."""
+        """Return text columns named by the header, or None for an empty file. Raises InputCorrupt or StorageError."""
         with self._opened() as table:
             return None if table is None else pa.schema([(name, pa.string()) for name in table.names])
 
     def chunks(self) -> Iterator[InputChunk]:
-        """Rows in file order. A record that cannot be read costs its first line; blank lines are skipped."""
+        """Yield the rows in file order without blank lines. An invalid record becomes one error row."""
         with self._opened() as table:
             if table is not None:
                 yield from self._cut(table)
@@ -56,7 +56,7 @@ class CsvReader:
 
     @contextmanager
     def _opened(self) -> Iterator[_OpenTable | None]:
-        """The header's names and the records below it; None for an empty file."""
+        """Open the file and read its header; yields None for an empty file."""
         try:
             with self._file.location.open() as raw:
                 hashing = HashingFile(raw)
@@ -75,7 +75,7 @@ class CsvReader:
             raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
 
     def _dialect(self, lines: LineBuffer) -> CsvDialect:
-        """As the job says, else by the name, else by the header."""
+        """Return the dialect that the job, the file name or the header defines."""
         quote, delimiter = self._text.quote, self._text.delimiter
         if delimiter is None and unpacked_name(self._file.path).endswith(TABS):
             delimiter = "\t"
@@ -84,7 +84,7 @@ class CsvReader:
         return CsvDialect(delimiter or detected_delimiter(header, quote), quote)
 
     def _header(self, found: Found | None, dialect: CsvDialect) -> Fields:
-        """The first record's fields. Raises InputCorrupt when it cannot be read."""
+        """Return the column names in the first record. Raises InputCorrupt."""
         number, record, _ = found or (1, b"", 0)
         try:
             if isinstance(record, RowProblem):
@@ -119,7 +119,7 @@ class CsvReader:
                 yield replace(chunk, records=tuple(map(_sendable, block)), most_rows=len(block))
             else:
                 line, data = block
-                ended = table.lines.number - line  # the file's last line need not end
+                ended = table.lines.number - line  # number of newlines; the last line of a file may have none
                 most = ended if data.endswith(b"\n") else ended + 1
                 yield replace(chunk, line=line, data=data, most_rows=most)
 
@@ -129,14 +129,19 @@ def _sendable(found: Found) -> ReadRecord:
     return number, record.error if isinstance(record, RowProblem) else record
 
 
-ReadRecord = tuple[int, bytes | RowError]  # line number; the record without its line's end
+ReadRecord = tuple[int, bytes | RowError]  # line number, and record without its line end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CsvLines(InputChunk):
-    """Lines from the number `line` on that are whole records, or `records` that were cut out already.
+    """Whole records as lines starting with line number `line`, or `records` that were split already.
 
-    `columns` is how many fields a record has; `kept` are the places and names of those that are wanted.
+    Args:
+        columns: The number of fields per record.
+        kept: The positions and names of the columns to read.
+        dialect: The dialect of the file.
+        cap: The maximum length of a record in bytes.
+        encoding: The encoding of the file, for messages.
     """
 
     columns: int
@@ -150,6 +155,7 @@ class CsvLines(InputChunk):
     def read(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> Iterator[Values | RowError]:
+        """Yield the rows from `start` to `stop`; an invalid record is yielded as a RowError."""
         found = self._found() if self.records is None else iter(self.records)
         return (self._row(number, record) for number, record in islice(found, start, stop))
 
@@ -172,7 +178,7 @@ class CsvLines(InputChunk):
 
 @dataclass(frozen=True, slots=True)
 class _OpenTable:
-    """An open file: its columns, the records below its header, and how these are written."""
+    """An open file with its column names and the records after its header."""
 
     names: Fields
     lines: LineBuffer
@@ -183,7 +189,7 @@ class _OpenTable:
 
 
 def _skip_blank(lines: LineBuffer, most: int) -> bool:
-    """Whether a line with content follows; blank ones before it are passed over."""
+    """Skip blank lines. Return True if a line with content follows."""
     while (end := lines.line_end(most)) is not None:
         if end < 0 or lines.peek(end).strip():
             return True
@@ -192,9 +198,9 @@ def _skip_blank(lines: LineBuffer, most: int) -> bool:
 
 
 def _fields(record: str, dialect: CsvDialect, columns: int) -> Fields:
-    """Raises RowProblem where there are not as many as columns."""
-    surely_more = record.count(dialect.delimiter) > columns + _SPARE  # or it has long values
-    fields = [] if surely_more and dialect.count(record) != columns else dialect.split(record)
+    """Return the fields of a record. Raises RowProblem if there are more or fewer than columns."""
+    many = record.count(dialect.delimiter) > columns + _SPARE  # too many fields, or delimiters within quotes
+    fields = [] if many and dialect.count(record) != columns else dialect.split(record)
     if len(fields) != columns:
         count = len(fields) or dialect.count(record)
         plural = "" if count == 1 else "s"
@@ -203,7 +209,7 @@ def _fields(record: str, dialect: CsvDialect, columns: int) -> Fields:
 
 
 def _names(file: InputFile, header: Fields) -> Fields:
-    """The columns; one without a name is called by its place, as DuckDB does: column0."""
+    """Return the column names. A column without a name is named after its position, as in DuckDB: column0."""
     if any("\r" in name for name in header):
         raise InputCorrupt(f"{file.path}: lines end with a carriage return alone; write it with newlines")
     names = [name or f"column{at}" for at, name in enumerate(header)]
@@ -211,6 +217,6 @@ def _names(file: InputFile, header: Fields) -> Fields:
     if twice is not None:
         raise InputCorrupt(
             f"{file.path}: the header names the column {twice[:100]!r} twice; the first line must name the "
-            f"columns ({_OTHERWISE})"
+            f"columns ({_HEADERLESS_HINT})"
         )
     return names

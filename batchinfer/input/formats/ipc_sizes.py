@@ -1,15 +1,15 @@
-"""How large the record batches of an Arrow IPC stream are, told from their headers before anything is unpacked.
+"""Reads the sizes of the record batches of an Arrow IPC stream from their headers, before anything is unpacked.
 
-A message is: 0xFFFFFFFF, the length of its header, the header (a FlatBuffer), the body. Of the header these are read:
+A message is: 0xFFFFFFFF, the length of its header, the header (a FlatBuffer), the body. These fields are read:
 
     Message {version: i16, header_type: u8, header: union, bodyLength: i64}
     RecordBatch {length: i64, nodes: [FieldNode], buffers: [{offset: i64, length: i64}], compression: table}
     DictionaryBatch {id: i64, data: RecordBatch}
 
-A packed buffer begins with its unpacked length (i64; -1: it is not packed after all).
+A compressed buffer begins with its unpacked length (i64; -1: the buffer is not compressed).
 
-Read by hand because pyarrow unpacks a batch before it tells its size. A limit on the memory of the process would end
-the run, which reads its input itself, instead of refusing one file by name.
+pyarrow unpacks a batch before it returns its size, so it cannot do this check. A memory limit on the process would
+not do either: it would end the run instead of rejecting one file by name.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from typing import BinaryIO
 from batchinfer.input.unpacked import ROW_BYTES
 
 _CONTINUED = 0xFFFFFFFF
-_DICTIONARY, _RECORDS = 2, 3  # of header_type
-_MOST_HEADER = 64 << 20  # 24 bytes a buffer: no honest table has as many columns
+_DICTIONARY, _RECORDS = 2, 3  # values of header_type
+_MOST_HEADER = 64 << 20  # maximum bytes of a header; a buffer takes 24, so real tables are far below
 
 
 class BadMessage(Exception):
-    """The stream is cut short, or no Arrow stream."""
+    """The stream is truncated, or it is not an Arrow stream."""
 
 
 def batch_sizes(raw: BinaryIO) -> Iterator[tuple[int, int]]:
-    """(bytes as stored, bytes unpacked) of each record or dictionary batch from here to the stream's end.
+    """Yield (stored bytes, unpacked bytes) of each record or dictionary batch up to the end of the stream.
 
-    Raises BadMessage.
+    Raises:
+        BadMessage: The stream is damaged.
     """
     end = os.fstat(raw.fileno()).st_size
     while (size := _header_size(raw, end)) > 0:
@@ -54,7 +55,7 @@ def batch_sizes(raw: BinaryIO) -> Iterator[tuple[int, int]]:
 
 
 def _header_size(raw: BinaryIO, end: int) -> int:
-    """0 at the stream's end."""
+    """Return the size of the next header, or 0 at the end of the stream."""
     head = raw.read(8)
     if not head or head == b"\xff\xff\xff\xff\0\0\0\0":
         return 0
@@ -76,7 +77,7 @@ def _exactly(raw: BinaryIO, size: int) -> bytes:
 
 
 def _sizes(raw: BinaryIO, header: _Flat, message: int, holds: int) -> tuple[int, int]:
-    """Return the sizes of the buffers in a message's body, stored and unpacked; (0, 0) for a schema."""
+    """Return the stored and unpacked sizes of a message's buffers, or (0, 0) for a schema."""
     if holds not in (_DICTIONARY, _RECORDS):
         return 0, 0
     batch = header.table(message, 2)
@@ -99,16 +100,17 @@ def _declared(raw: BinaryIO, at: int, length: int) -> int:
 
 
 class _Flat:
-    """The few things that are read of a FlatBuffer. Raises struct.error where it points outside."""
+    """A FlatBuffer, with the few operations that are needed. Raises struct.error for a position outside of it."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
 
     def root(self) -> int:
+        """Return the position of the root table."""
         return self._at(0, "<I")
 
     def place(self, table: int, field: int) -> int | None:
-        """Return the position of a table's field; None if the field has its default."""
+        """Return the position of a table's field, or None if the field has its default."""
         vtable = table - self._at(table, "<i")
         slot = 4 + 2 * field
         if slot + 2 > self._at(vtable, "<H"):
@@ -117,17 +119,19 @@ class _Flat:
         return table + offset if offset else None
 
     def number(self, table: int, field: int, kind: str) -> int:
+        """Return a numeric field of a table, 0 by default; `kind` is its format for `struct`."""
         place = self.place(table, field)
         return 0 if place is None else self._at(place, kind)
 
     def table(self, table: int, field: int) -> int:
+        """Return the position of the table or vector in a field. Raises IndexError if it is missing."""
         place = self.place(table, field)
         if place is None:
             raise IndexError("a table is missing")
         return place + self._at(place, "<I")
 
     def pairs(self, table: int, field: int) -> Iterator[tuple[int, int]]:
-        """A vector of pairs of i64."""
+        """Yield a vector of pairs of 64-bit integers."""
         if self.place(table, field) is None:
             return
         vector = self.table(table, field)

@@ -1,4 +1,4 @@
-"""JSON lines, plain or compressed: one object a line."""
+"""Reads JSON lines, plain or compressed: one object per line."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from batchinfer.input.protocol import ReadOptions
 from batchinfer.input.rows import RowProblem, Values, row_error
 
 _BLANK = b" \t\r"
-Line = tuple[int, bytes]  # its number, and its bytes without the newline
+Line = tuple[int, bytes]  # the line number, and the line without its newline
 
 
 class JsonlReader:
-    """One JSONL file. After `chunks()` has ended, `sha256` identifies what was read."""
+    """A reader of a JSON lines file."""
 
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
@@ -30,12 +30,12 @@ class JsonlReader:
         self.sha256 = ""
 
     def schema(self) -> None:
-        """JSON declares no columns, but what is no such file is found in its first lines. Raises InputCorrupt."""
+        """Read the first lines to check that the file is text. JSON lines have no schema. Raises InputCorrupt."""
         with closing(self.chunks()) as chunks:
             next(chunks, None)
 
     def chunks(self) -> Generator[InputChunk, None, None]:
-        """Rows in file order; blank lines are skipped. Raises InputCorrupt when the file is damaged or changes."""
+        """Yield the rows in file order without blank lines. Raises InputCorrupt if the file is damaged or changes."""
         try:
             with self._file.location.open() as raw:
                 hashing = HashingFile(raw)
@@ -51,7 +51,7 @@ class JsonlReader:
         cap, encoding = self._text.max_line_bytes, self._text.encoding
         for number, block in line_blocks(lines, cap, self._options.chunk):
             data, too_long = (b"", block) if isinstance(block, int) else (block, None)
-            ended = lines.number - number  # the file's last line need not end
+            ended = lines.number - number  # number of newlines; the last line of a file may have none
             yield JsonLines(
                 file=self._file.name,
                 bytes_read=hashing.bytes_read,
@@ -66,7 +66,12 @@ class JsonlReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLines(InputChunk):
-    """Lines from the number `line` on, or one line of `too_long` bytes that was not kept. A line may have `cap`."""
+    """Lines starting with line number `line`, or a single line of `too_long` bytes that was skipped.
+
+    Args:
+        cap: The maximum length of a line in bytes.
+        encoding: The encoding of the file, for messages.
+    """
 
     line: int
     cap: int
@@ -76,6 +81,7 @@ class JsonLines(InputChunk):
     def read(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> Iterator[Values | RowError]:
+        """Yield the rows from `start` to `stop`; an invalid line is yielded as a RowError."""
         if self.too_long is not None:
             return islice(iter([self._too_long(self.line, self.too_long)]), start, stop)
         return (self._row(number, line) for number, line in islice(self._lines(), start, stop))
@@ -86,7 +92,7 @@ class JsonLines(InputChunk):
                 yield number, line
 
     def _row(self, number: int, line: bytes) -> Values | RowError:
-        if len(line) > self.cap + 1:  # one more, for a carriage return
+        if len(line) > self.cap + 1:  # a carriage return does not count
             return self._too_long(number, len(line))
         try:
             return parse_row(line.strip(_BLANK), self.encoding)

@@ -1,4 +1,4 @@
-"""Parquet files, read in small batches and with page checksums, guarded against files that unpack to gigabytes."""
+"""Reads Parquet files in small batches with page checksums, and rejects decompression bombs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from batchinfer.input.unpacked import (
     refuse_bomb,
 )
 
-_WIDEST = 16 << 20  # of a value of a fixed size; 512 rows of a kilobyte each are read at once
-_BATCH_BYTES = 64 << 20
-_VALUE_BYTES = 8  # of one of a list's values at least: its levels and its place in a dictionary
+_WIDEST = 16 << 20  # maximum bytes of a fixed-size value
+_BATCH_BYTES = 64 << 20  # maximum bytes of the fixed-size values of a batch
+_VALUE_BYTES = 8  # minimum unpacked size of a list element: its levels and its dictionary index
 
 
 class ParquetReader:
-    """One Parquet file. After `chunks()` has ended, `sha256` identifies what was read."""
+    """A reader of a Parquet file."""
 
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
@@ -44,12 +44,12 @@ class ParquetReader:
         self.sha256 = ""
 
     def schema(self) -> pa.Schema:
-        """Names and types, dictionaries unpacked. Raises InputCorrupt for what is not Parquet."""
+        """Return the columns and their types, as results use them. Raises InputCorrupt if the file is not Parquet."""
         with self._open() as parquet:
             return declared_schema(self._file.path, parquet.schema_arrow)
 
     def chunks(self) -> Iterator[InputChunk]:
-        """Rows in file order. Raises InputCorrupt when a page is damaged or the file changes."""
+        """Yield the rows in file order. Raises InputCorrupt if a page is damaged or the file changes."""
         before = self._file.opened()
         with self._open() as footer:
             chunks = self._chunks(footer.metadata.num_columns)
@@ -94,9 +94,15 @@ class ParquetReader:
             )
 
     def _probed(self, doubtful: DoubtfulColumns) -> list[str]:
-        """Look at the values of columns of which the footer does not say enough. Return those with values so wide that
-        they are kept packed until the rows are cut small. Raises InputCorrupt where what the file's rows share unpacks
-        to very much."""
+        """Read the columns whose sizes the footer does not bound.
+
+        Returns:
+            The columns with very large dictionary values. They stay dictionary-encoded until the rows are cut into
+            parts.
+
+        Raises:
+            InputCorrupt: The dictionaries unpack to far more than the size of the file.
+        """
         guard = BombGuard(self._file.path, None if self._file.name == QUERY else self._file.size)
         wide = doubtful.wide if self._columns is None else doubtful.wide & {*self._columns}
         names, longest = sorted(wide | doubtful.shared), dict.fromkeys(wide, 0)
@@ -136,7 +142,7 @@ class ParquetReader:
         return found
 
     def _check_sizes(self, parquet: pq.ParquetFile, chunks: Sequence[ColumnChunk]) -> None:
-        """Check the footer's sizes of rows and columns before any page is read."""
+        """Check the sizes of rows and column chunks in the footer before any page is read."""
         path, metadata = self._file.path, parquet.metadata
         for field in parquet.schema_arrow:
             if (width := fixed_width(field.type)) > _WIDEST:
@@ -159,5 +165,5 @@ class ParquetReader:
 
 
 def _columns_of(parquet: pq.ParquetFile, paths: Sequence[str]) -> list[str]:
-    """The top-level columns of these paths, as they can be asked for."""
+    """Return the paths of leaf columns, which `iter_batches` accepts as columns."""
     return [path for path in paths if path in {column.path for column in parquet.schema}]

@@ -1,7 +1,7 @@
-"""Finds the columns of a Parquet file of which one stored value may stand in many rows: those with dictionaries.
+"""Finds the dictionary-encoded columns of a Parquet file that may unpack to much more than their stored size.
 
-A footer says how many bytes a column chunk has, but not how long the longest value of its dictionary is. This is in the
-first page of the chunk, so that the rows need not be read for it.
+The footer has the size of a column chunk, but not the length of the longest dictionary value. That is in the first
+page of the chunk, so it can be found without reading the rows.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ from batchinfer.input.unpacked import is_bomb, longest_value
 
 WIDE_DICTIONARY = 128 << 10  # a dictionary value of this size, repeated in 512 rows, is 64 MiB
 _BATCH_BYTES = 64 << 20
-_INDEX_BYTES = 4  # of a value's place in a dictionary
-# Each batch has whole dictionaries, so that 512 rows at once take ten times as long
+_INDEX_BYTES = 4  # of a dictionary index
+# Maximum rows per batch. Each batch includes whole dictionaries, so batches of 512 rows take ten times as long
 _PROBED_ROWS = 1 << 16
-_FIRST_ROWS = 16  # of a chunk, one of which has a value mostly
+_FIRST_ROWS = 16  # rows of a chunk that are searched for a value that is not null
 
-Opened = Callable[[Sequence[str]], pq.ParquetFile]
+OpenWithDictionaries = Callable[[Sequence[str]], pq.ParquetFile]
 
 
 @dataclass(frozen=True, slots=True)
 class DoubtfulColumns:
-    """Columns whose rows have to be looked at: `wide` ones at the top, of which a value may be large, and the paths of
-    those that may hold more in all than such a file should (`shared`). `rows_at_once`: so many have some 64 MiB of
-    them, packed."""
+    """The columns whose values must be read to find their unpacked size.
+
+    Args:
+        wide: Top-level columns that may have very large values.
+        shared: The paths of columns that may unpack to far more than the file's size.
+        rows_at_once: The number of rows whose dictionary-encoded values take about 64 MiB.
+    """
 
     wide: frozenset[str]
     shared: frozenset[str]
@@ -40,19 +44,30 @@ class DoubtfulColumns:
 
 
 def doubtful_columns(
-    footer: pq.ParquetFile, chunks: Sequence[ColumnChunk], size: int, raw: BinaryIO, opened: Opened
+    footer: pq.ParquetFile,
+    chunks: Sequence[ColumnChunk],
+    size: int,
+    raw: BinaryIO,
+    opened: OpenWithDictionaries,
 ) -> DoubtfulColumns:
-    """Return those of a file of `size` bytes, which `raw` reads, and which `opened` opens so that these columns keep
-    their dictionaries. Values are looked at where the footer does not say enough."""
+    """Return the columns whose unpacked size neither the footer nor their longest dictionary values bound.
+
+    Args:
+        footer: The open file.
+        chunks: The column chunks in its footer.
+        size: The size of the file in bytes.
+        raw: The bytes of the file.
+        opened: Opens the file and keeps the given columns dictionary-encoded.
+    """
     paths = [footer.metadata.schema.column(at).path for at in range(footer.metadata.num_columns)]
     own = [(chunk, paths[chunk.column]) for chunk in chunks if chunk.kind == BYTE_ARRAY and chunk.dictionary]
     sizes = [chunk.unpacked for chunk, _ in own]
-    wide, shared = _named(own, sizes, size)
+    wide, shared = _classify(own, sizes, size)
     if wide or shared:
         inside = opened(sorted(wide | shared))
         names = (wide | shared) & {*footer.schema_arrow.names}
         sizes = [_longest(raw, inside, *one) if one[1] in names else one[0].unpacked for one in own]
-        wide, shared = _named(own, sizes, size)
+        wide, shared = _classify(own, sizes, size)
     rows = [max(1, footer.metadata.row_group(chunk.group).num_rows) for chunk, _ in own]
     widest = (
         max(
@@ -66,12 +81,16 @@ def doubtful_columns(
     return DoubtfulColumns(frozenset(wide & {*footer.schema_arrow.names}), frozenset(shared), at_once)
 
 
-def _named(
+def _classify(
     chunks: Sequence[tuple[ColumnChunk, str]], longest: Sequence[int], size: int
 ) -> tuple[set[str], set[str]]:
-    """Return the columns in which a value may be large, and those that may hold more than a file of that size should.
-    `longest`: at most so many bytes has a value of each chunk's dictionary; what is in no dictionary stands in the
-    chunk itself."""
+    """Return the columns that may have very large values, and the columns that may unpack to far more than the file.
+
+    Args:
+        chunks: Column chunks with the paths of their columns.
+        longest: Per chunk, the maximum bytes of a dictionary value. Values outside the dictionary count as stored.
+        size: The size of the file in bytes.
+    """
     wide, most = set[str](), dict[str, int]()
     for (chunk, name), value in zip(chunks, longest, strict=True):
         if value > WIDE_DICTIONARY:
@@ -81,11 +100,12 @@ def _named(
 
 
 def _longest(raw: BinaryIO, file: pq.ParquetFile, chunk: ColumnChunk, name: str) -> int:
-    """Return the bytes of the longest value of a chunk's dictionary: at most those of the chunk.
+    """Return the bytes of the longest value in a chunk's dictionary, or the chunk's bytes if it cannot be found.
 
-    A row's value is read, and all of the dictionary with it. It counts if it has as many values as the first page says,
-    several: another page than the dictionary, read first, would have brought one. A field of a struct may have the path
-    that is another column's name: then both are read, and neither counts."""
+    Reading one row loads the whole dictionary. The dictionary only counts if it has the number of values in the page
+    header, and at least two: then it is really the first page. If a struct's field and a column have the same path,
+    both are read, and neither counts.
+    """
     values = dictionary_values(raw, chunk)
     if values is None or values < 2:
         return chunk.unpacked
@@ -97,7 +117,7 @@ def _longest(raw: BinaryIO, file: pq.ParquetFile, chunk: ColumnChunk, name: str)
             if pa.types.is_dictionary(column.type) and len(column.dictionary) == values:
                 return longest_value(column)
     except (pa.ArrowException, OSError):
-        return chunk.unpacked  # whoever reads it says what is damaged
+        return chunk.unpacked  # the damage is reported when the rows are read
     return chunk.unpacked
 
 

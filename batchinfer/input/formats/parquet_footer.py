@@ -1,7 +1,7 @@
-"""Reads what a Parquet footer says about its column chunks, and how many values a chunk's dictionary has.
+"""Reads the column chunks from a Parquet footer, and the number of values in a chunk's dictionary.
 
-pyarrow's own objects for it end the whole process where a footer is damaged: their exceptions pass through code that
-declares none. A footer is a struct of Thrift's compact protocol; of it these are read:
+pyarrow's metadata objects abort the process if a footer is damaged, because their C++ exceptions pass through code
+that must not throw. A footer is a struct in Thrift's compact protocol. These fields are read:
 
     FileMetaData {4: [RowGroup {1: [ColumnChunk {3: ColumnMetaData}]}]}
     ColumnMetaData {1: type, 2: [encoding], 5: num_values, 6: total_uncompressed_size, 7: total_compressed_size,
@@ -17,24 +17,34 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 _TAIL = 8  # the footer's length and the magic
-_MOST_FOOTER = 64 << 20  # of 100 bytes a chunk: no honest table has as many
+_MOST_FOOTER = 64 << 20  # maximum bytes of a footer; a chunk takes about 100, so real tables are far below
 _DEEPEST = 32
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _STRUCT = 1, 2, 3, 7, 8, 12
 _LISTS = (9, 10)
 _DICTIONARIES = (2, 8)  # PLAIN_DICTIONARY, RLE_DICTIONARY
 _DICTIONARY_PAGE = 2
-_PAGE_HEADER = 64 << 10  # statistics of a page of texts, which it may have, too, are shorter in honest files
+_PAGE_HEADER = 64 << 10  # bytes to read for a page header; it may include statistics with texts
 BYTE_ARRAY = 6
 
 
 class BadFooter(Exception):
-    """The footer is damaged, or larger than any honest one."""
+    """The footer is damaged or far too large."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnChunk:
-    """A column chunk: the place of its column among all leaves, the type, what it says of its sizes, and where its
-    first page begins."""
+    """A column chunk as the footer describes it.
+
+    Args:
+        group: The number of its row group.
+        column: The number of its column among all leaf columns.
+        kind: The physical type.
+        dictionary: True if values are dictionary-encoded.
+        values: The number of values.
+        unpacked: The uncompressed size in bytes.
+        packed: The compressed size in bytes.
+        start: The position of its first page.
+    """
 
     group: int
     column: int
@@ -47,7 +57,7 @@ class ColumnChunk:
 
 
 def column_chunks(raw: BinaryIO) -> list[ColumnChunk]:
-    """Every chunk that the footer names. Raises BadFooter."""
+    """Return all column chunks of the footer. Raises BadFooter."""
     size = raw.seek(0, os.SEEK_END)
     raw.seek(max(0, size - _TAIL))
     length = int.from_bytes(raw.read(4), "little")
@@ -61,8 +71,11 @@ def column_chunks(raw: BinaryIO) -> list[ColumnChunk]:
 
 
 def dictionary_values(raw: BinaryIO, chunk: ColumnChunk) -> int | None:
-    """Return how many values the dictionary of a chunk has by its header; None: the chunk does not begin with one, or
-    the header is damaged."""
+    """Return the number of dictionary values in the header of a chunk's first page.
+
+    Returns:
+        None if the first page is not a dictionary, or its header is damaged.
+    """
     raw.seek(max(0, chunk.start))
     data, kind = _Compact(raw.read(_PAGE_HEADER)), -1
     try:
@@ -124,13 +137,13 @@ def _chunk(data: _Compact, group: int, column: int) -> ColumnChunk:
 
 
 class _Compact:
-    """A value in Thrift's compact protocol, read front to back. Raises IndexError, BadFooter."""
+    """A reader of Thrift's compact protocol. Raises IndexError or BadFooter for invalid data."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
     def fields(self) -> Iterator[tuple[int, int]]:
-        """Number and type of each field of the struct that is here; its value must be read or skipped."""
+        """Yield the number and type of each field of a struct. The caller must read or skip each value."""
         number = 0
         while head := self._byte():
             delta = head >> 4
@@ -138,7 +151,7 @@ class _Compact:
             yield number, head & 15
 
     def list_size(self, wanted: int | None = None) -> int:
-        """How many values the list that is here has. They must be of the wanted type."""
+        """Return the number of values of a list. Raises BadFooter if they do not have the wanted type."""
         head = self._byte()
         size, kind = head >> 4, head & 15
         if wanted is not None and kind != wanted and size:
@@ -149,12 +162,12 @@ class _Compact:
         return size
 
     def signed(self) -> int:
-        """A whole number."""
+        """Read an integer."""
         value = self._varint()
         return (value >> 1) ^ -(value & 1)
 
     def skip(self, kind: int, depth: int = 0) -> None:
-        """Pass over a value of that type."""
+        """Skip a value of the given type."""
         if depth > _DEEPEST:
             raise BadFooter("it nests too deeply")
         if kind == _BYTE:
@@ -164,7 +177,7 @@ class _Compact:
         elif kind == _DOUBLE:
             self._at += 8
         elif kind == _BINARY:
-            length = self._varint()  # which moves on, too
+            length = self._varint()  # not inline, since the call changes `_at`
             self._at += length
         elif kind in _LISTS:
             self._skip_list(depth)

@@ -1,1 +1,1 @@
-"""Rows become prompts: templates, the tokenizer, sampling parameters and work keys, in worker processes."""
+"""Turns rows into prompts with sampling parameters and work keys, in worker processes."""

@@ -1,6 +1,6 @@
-"""A row becomes a prompt: templates over its columns, messages, text, token ids, or an OpenAI request.
+"""Builds the prompt of a row from templates, messages, text, token ids or an OpenAI request.
 
-Runs in a process of its own (render_worker.py), because a template may hang or ask for all memory.
+Runs in a render worker (render_worker.py), because a template may hang or exhaust the memory.
 """
 
 from __future__ import annotations
@@ -53,18 +53,48 @@ Mode = Literal["template", "messages", "text", "token_ids", "openai"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file")
 MAX_TEXT_BYTES = 4 << 20
-_MOST_BYTES = 4  # of a character in UTF-8
+_MOST_BYTES = 4  # maximum bytes of a character in UTF-8
 _MAX_TOKENS = ("max_tokens", *(called for called, name in OTHER_NAMES.items() if name == "max_tokens"))
 ROW_VARIABLE = "row"  # {{ row["a column with spaces"] }}
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """How this job turns rows into prompts; small and picklable, it travels to the worker once.
+    """How a job turns rows into prompts. It is small and picklable, and sent to each render worker once.
 
-    `column` names the column of the modes messages, text and token_ids; `overrides` are pairs of a
-    sampling parameter and the column that sets it; `samples_column` says how many answers a row asks for, of which
-    other rows get `samples`. OpenAI requests have the parameters `by_url`, not `params`.
+    Args:
+        mode: The kind of prompt.
+        params: The job's sampling parameters; OpenAI requests use `by_url` instead.
+        system: The template of the system message.
+        user: The template of the user message, or of the whole prompt without `chat`.
+        column: The column of the prompt in the modes messages, text and token_ids.
+        overrides: Pairs of a sampling parameter and the column that sets it.
+        values_are_text: True if numbers, messages and token ids must be parsed from text, as in CSV.
+        by_url: The default sampling parameters of OpenAI requests per endpoint.
+        one_schema: True if requests must not have another JSON schema than the job, whose schema sets the columns.
+        now: The time that chat templates may write into prompts.
+        fits: True if a row without its own `max_tokens` gets the maximum that its constraint can need.
+        chat: False if the text of `user` is the whole prompt.
+        chat_template: Replaces the checkpoint's chat template.
+        arguments: The arguments of the chat template for all rows.
+        argument_columns: Pairs of an argument and the column that sets it.
+        tools_column: The column of a row's own tools.
+        ladder: Further parameters with which an invalid row runs again.
+        reasoning: How the checkpoint marks its reasoning.
+        tool_calls: How the checkpoint writes tool calls.
+        asked_call: The tool call that every answer must make, as in an OpenAI request.
+        before: A text that is put before text prompts.
+        vectors: The vectors that OpenAI requests may ask for.
+        no_vectors: Why the job makes no vectors, for messages.
+        samples: The number of answers per row.
+        samples_column: The column that overrides `samples`.
+        scoring: The kind of scores, or None.
+        continuation: The column of the continuations to score; None for labels or for the prompt itself.
+        labels: The column with labels of each row; None if all rows have the job's labels.
+        pairs: How pairs of a prompt and a document are scored, or None.
+        document: The column of the documents.
+        adapters: The fingerprints of the adapters by name.
+        adapter_column: The column that names the adapter.
     """
 
     mode: Mode
@@ -73,46 +103,50 @@ class PromptPlan:
     user: str | None = None
     column: str | None = None
     overrides: tuple[tuple[str, str], ...] = ()
-    values_are_text: bool = False  # as CSV has them: numbers, messages and token ids are parsed
+    values_are_text: bool = False
     by_url: Mapping[str, SamplingParams] = field(default_factory=dict)
-    one_schema: bool = False  # the job's, which its columns are made by: a request may name no other
+    one_schema: bool = False
     now: datetime = datetime(1970, 1, 1)
     max_text_bytes: int = MAX_TEXT_BYTES
-    fits: bool = False  # max_tokens of a row that has none of its own is what its constraint can need
-    chat: bool = True  # False: the text of `user` is the whole prompt
-    chat_template: str | None = None  # None: the checkpoint's
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, for all rows
-    argument_columns: tuple[tuple[str, str], ...] = ()  # an argument, and the column that sets it
-    tools_column: str | None = None  # of a row's own tools
-    ladder: tuple[Rung, ...] = ()  # parameters with which a row runs again
-    reasoning: Reasoning | None = None  # how the checkpoint marks it
-    tool_calls: CallStyle | None = None  # how it writes calls
-    # The call that every answer makes, as an OpenAI request asks for it
+    fits: bool = False
+    chat: bool = True
+    chat_template: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    argument_columns: tuple[tuple[str, str], ...] = ()
+    tools_column: str | None = None
+    ladder: tuple[Rung, ...] = ()
+    reasoning: Reasoning | None = None
+    tool_calls: CallStyle | None = None
     asked_call: Mapping[str, Any] = field(default_factory=dict)
-    before: str = ""  # put before prompts that are texts as they are
-    vectors: VectorRequests | None = None  # that OpenAI requests may ask for
-    no_vectors: str = ""  # why they may ask for none, where the job makes texts
+    before: str = ""
+    vectors: VectorRequests | None = None
+    no_vectors: str = ""
     samples: int = 1
     samples_column: str | None = None
-    scoring: Scoring | None = None  # what is scored behind prompts; None: nothing is
-    continuation: str | None = None  # the column of what is scored; None: labels are, or the prompt itself
-    labels: str | None = None  # the column of rows' own labels; None: all have the job's
-    pairs: PairScoring | None = None  # the score of prompts and documents; None: there are no documents
-    document: str = ""  # the column of these
-    adapters: Mapping[str, str] = field(
-        default_factory=dict
-    )  # fingerprints, by the names that rows have for them
+    scoring: Scoring | None = None
+    continuation: str | None = None
+    labels: str | None = None
+    pairs: PairScoring | None = None
+    document: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)
     adapter_column: str | None = None
 
 
 class Draft(NamedTuple):
-    """A prompt before tokenising: `text`, or `token_ids` as given.
+    """A prompt before tokenising: either `text` or `token_ids`.
 
-    `add_special` asks the tokenizer for its own BOS. `masks` maps stand-ins in `text` to special-token literals
-    that the row's content holds and that are to be encoded as plain text. `unread` are the names of arguments that the
-    row gives and the chat template does not read. `tools` are those that the row has, as `known_tools` writes them.
-    `continuations` are scored behind the prompt, () but for the first token of the prompt itself, None nothing; of a
-    pair it is the document that the prompt is compared with.
+    Args:
+        params: The row's sampling parameters.
+        add_special: True if the tokenizer adds its special tokens, such as BOS.
+        masks: The special-token literals of the row by mask; they are encoded as plain text.
+        unread: The names of the row's arguments that the chat template does not read.
+        tools: The row's tools, as `known_tools` writes them.
+        continuations: The texts or tokens to score after the prompt; for a pair, the document. (): all tokens of the
+            prompt except the first are scored. None: nothing is scored.
+        labels: The row's own labels as a JSON list.
+        samples: The number of answers that the row asks for; 0 if it does not say.
+        dimensions: The size of its vectors; 0 for the job's size.
+        further: Further inputs of an embedding request, as texts or token ids. Each gets a request of its own.
     """
 
     params: SamplingParams
@@ -123,14 +157,13 @@ class Draft(NamedTuple):
     unread: tuple[str, ...] = ()
     tools: str | None = None
     continuations: tuple[str | Sequence[int], ...] | None = None
-    labels: str | None = None  # of the row's own, as a JSON list
-    samples: int = 0  # how many answers the row asks for; 0: it says nothing
-    dimensions: int = 0  # of its vectors; 0: as many as the job's
-    # What the row wants the vectors of besides: texts, or token ids, of which each is work of its own
+    labels: str | None = None
+    samples: int = 0
+    dimensions: int = 0
     further: Sequence[str | Sequence[int]] = ()
 
     def each(self) -> Iterator[Draft]:
-        """Yield the prompts of all that the row wants vectors of, this one first."""
+        """Yield one draft per input of an embedding request, this one first."""
         yield self
         for one in self.further:
             own = (one, ()) if isinstance(one, str) else (None, one)
@@ -138,7 +171,7 @@ class Draft(NamedTuple):
 
 
 def template_columns(source: str | None) -> set[str]:
-    """The variables that a template reads. Raises jinja2.TemplateSyntaxError."""
+    """Return the variables that a template reads. Raises jinja2.TemplateSyntaxError."""
     if source is None:
         return set()
     environment = row_environment()
@@ -149,7 +182,7 @@ _CHATS: tuple[Mode, ...] = ("template", "messages", "openai")  # modes that use 
 
 
 class PromptBuilder:
-    """Builds one Draft a row. Raises RowProblem for the row's faults; a hang or a crash is the worker's matter."""
+    """Builds a Draft per row. Raises RowProblem for an invalid row. The parent process handles hangs and crashes."""
 
     def __init__(self, plan: PromptPlan, tokenizer: Tokenizer) -> None:
         self._plan = plan
@@ -182,7 +215,7 @@ class PromptBuilder:
         }[plan.mode]
 
     def build(self, values: Values) -> Draft:
-        """The row's prompt and parameters."""
+        """Return the prompt and the parameters of a row."""
         draft = self._with_samples(self._build(values), values)
         if self._plan.adapters:
             draft = draft._replace(params=self._with_adapter(draft.params, values))
@@ -202,8 +235,7 @@ class PromptBuilder:
         return self._adapters.of_row(params, values)
 
     def _with_samples(self, draft: Draft, values: Values) -> Draft:
-        """Return the draft with the number of answers that its row asks for. Several have to be sampled; of vectors
-        there are as many as inputs."""
+        """Return the draft with the number of answers that its row asks for; for vectors, one per input."""
         if draft.params.pooling is not None and self._plan.mode == "openai":
             return draft._replace(samples=1 + len(draft.further))
         asked = self._asked_samples(values)
@@ -239,7 +271,7 @@ class PromptBuilder:
         return (self._text(name, "continuation", "is to be scored", values),)
 
     def _text(self, name: str, what: str, why: str, values: Values) -> str:
-        """Return a text that stands in a column beside the prompt. Raises RowProblem."""
+        """Return a text from a column in addition to the prompt. Raises RowProblem."""
         if (value := values.get(name)) is None:
             raise RowProblem(f"{what}_missing", f"column {name!r}, which {why}, is null or missing")
         if not isinstance(value, str):
@@ -260,8 +292,7 @@ class PromptBuilder:
         return self._fitted(override(self._plan.params, given, dict(self._plan.overrides)), given)
 
     def _fitted(self, params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters of a row that set those in `given` itself; with `max_tokens: fit` the rest of the
-        context is used."""
+        """Apply `max_tokens: fit` if the row does not set `max_tokens` itself; `given` are its own parameters."""
         if not self._plan.fits or any(given.get(name) is not None for name in _MAX_TOKENS):
             return params
         return self._fits.fitted(params)
@@ -274,7 +305,7 @@ class PromptBuilder:
         return self._row_draft(messages, values)
 
     def _from_whole_template(self, values: Values) -> Draft:
-        """The text of `user`, with the special tokens that stand in the template."""
+        """Return the text of `user`, in which the template itself may write special tokens."""
         assert self._user is not None
         assert self._own is not None
         text, masks = self._own.resolved(self._user.render(values))
@@ -358,13 +389,13 @@ class PromptBuilder:
 
 
 def _check_length(text: str, limit: int) -> None:
-    """Raises RowProblem for a prompt of more bytes than `limit`."""
+    """Raise RowProblem for a prompt of more than `limit` bytes."""
     if len(text) > limit // _MOST_BYTES and len(text.encode("utf-8", "replace")) > limit:
         raise RowProblem("text_too_long", f"the rendered prompt is over the limit of {limit} bytes", "policy")
 
 
 class _RowTemplate:
-    """One of the job's templates, compiled once; a template without any expression is a constant."""
+    """A template of the job, compiled once. A template without expressions is a constant."""
 
     def __init__(self, where: str, source: str, own: OwnSpecials | None = None) -> None:
         self._where = where
@@ -392,7 +423,7 @@ class _RowTemplate:
             raise RowProblem(
                 "template_memory", f"{self._where} asks for too much memory", "resource"
             ) from None
-        except Exception as error:  # noqa: BLE001 - a template may raise anything; it costs this row
+        except Exception as error:  # noqa: BLE001 - a template may raise anything; only this row fails
             raise RowProblem("template_error", f"{self._where}: {self._explained(error, values)}") from None
 
     def _render(self, values: Values) -> str:
@@ -404,7 +435,7 @@ class _RowTemplate:
         missing = [n for n in self._names if n not in values and n != ROW_VARIABLE]
         if isinstance(error, jinja2.UndefinedError) and missing:
             return f"the row has no column {missing[0]!r}"
-        return f"{type(error).__name__} while rendering"  # its text could quote the row
+        return f"{type(error).__name__} while rendering"  # the error's text could quote the row
 
     def _null_message(self, values: Values) -> str:
         nulls = [n for n in self._names if n in values and values[n] is None]
@@ -414,7 +445,7 @@ class _RowTemplate:
 
 
 def check_messages(value: Any) -> list[Message]:
-    """Messages with text contents; lists of text parts are joined. Raises RowProblem."""
+    """Return the messages with text contents; lists of text parts are joined. Raises RowProblem."""
     if value is None:
         raise RowProblem("prompt_missing", "messages is null or missing")
     if not isinstance(value, list):
@@ -456,7 +487,7 @@ def _part(number: int, part: Any) -> str:
 
 
 def check_text(value: Any) -> str:
-    """A non-empty text. Raises RowProblem."""
+    """Return the value if it is a text. Raises RowProblem."""
     if value is None:
         raise RowProblem("prompt_missing", "the prompt is null or missing")
     if not isinstance(value, str):
@@ -465,7 +496,7 @@ def check_text(value: Any) -> str:
 
 
 def check_labels(column: str, value: Any) -> list[str]:
-    """A list of different texts, of which none is empty. Raises RowProblem."""
+    """Return the value if it is a list of distinct non-empty texts. Raises RowProblem."""
     if value is None:
         raise RowProblem(
             "labels_missing", f"column {column!r}, which has the row's labels, is null or missing"
@@ -482,7 +513,7 @@ def check_labels(column: str, value: Any) -> list[str]:
 
 
 def check_token_ids(value: Any) -> list[int]:
-    """A list of whole numbers >= 0; the upper end is checked against the vocabulary later. Raises RowProblem."""
+    """Return the value as non-negative integers; the vocabulary is checked later. Raises RowProblem."""
     if value is None:
         raise RowProblem("prompt_missing", "the token ids are null or missing")
     if not isinstance(value, list):
@@ -498,7 +529,7 @@ def check_token_ids(value: Any) -> list[int]:
 
 
 def _constant_text(tree: nodes.Template) -> str | None:
-    """The text of a template that prints nothing but itself."""
+    """Return the text of a template without expressions, else None."""
     pieces: list[str] = []
     for statement in tree.body:
         if not isinstance(statement, nodes.Output):

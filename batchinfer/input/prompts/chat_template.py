@@ -1,4 +1,4 @@
-"""Templates in a sandbox: the job's own, and the checkpoint's chat template with the names it expects."""
+"""Sandboxed templates: the job's own, and the checkpoint's chat template."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class NullRendered(Exception):
 
 
 def row_environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment of the job's templates: a missing column or a printed null is an error, not an empty
-    string."""
+    """Return the environment of the job's templates, in which a missing column or a printed null is an error."""
     environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, finalize=_no_null, keep_trailing_newline=True, optimized=False
     )
@@ -34,7 +33,7 @@ def row_environment() -> ImmutableSandboxedEnvironment:
 
 
 class _AtRuntime:
-    """Computes nothing while compiling: `{{ 'a' * 10**10 }}` is to cost rows, not the process that compiles it."""
+    """Does not evaluate constants at compile time, so `{{ 'a' * 10**10 }}` fails for rows and not while compiling."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
@@ -43,7 +42,7 @@ class _AtRuntime:
 
 
 class _NothingEarly(_AtRuntime, CodeGenerator):
-    """A compiler of templates that computes nothing before a row is rendered."""
+    """A compiler of templates that evaluates nothing at compile time."""
 
 
 class _Names(_AtRuntime, meta.TrackingCodeGenerator):
@@ -51,7 +50,7 @@ class _Names(_AtRuntime, meta.TrackingCodeGenerator):
 
 
 def variables(environment: ImmutableSandboxedEnvironment, tree: nodes.Template) -> set[str]:
-    """The names that a template reads from outside, without the environment's own."""
+    """Return the names that a template reads, without the environment's own."""
     generator = _Names(environment)
     generator.optimizer = None
     generator.visit(tree)
@@ -65,11 +64,12 @@ def _no_null(value: Any) -> Any:
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks answers for training; here it only prints its body."""
+    """`{% generation %}…{% endgeneration %}` marks answers for training. Here it only prints its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads it as declared
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """Parse the block."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
@@ -79,14 +79,17 @@ class GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """A checkpoint's chat template, compiled once; the same names and filters as in transformers.
+    """A checkpoint's chat template, compiled once, with the names and filters of transformers.
 
-    `now` is what `strftime_now` tells: one moment for a whole job.
+    Args:
+        source: The text of the template.
+        named: The named tokens, such as bos_token.
+        now: The time for `strftime_now`, the same for the whole job.
     """
 
     def __init__(self, source: str, named: dict[str, str], now: datetime) -> None:
         self.source = source
-        # What the template reads by name, messages aside; a dict, as Jinja's own parameters may have any name
+        # All variables except the messages. They are passed as a dict, since a name may be one of Jinja's parameters
         self._given: dict[str, Any] = {
             "tools": None, "documents": None, "add_generation_prompt": True, **named
         }  # fmt: skip
@@ -94,23 +97,22 @@ class ChatTemplate:
         self._template = self._environment.from_string(source)
 
     def tree(self) -> nodes.Template:
-        """The parsed template."""
+        """Return the parsed template."""
         return self._environment.parse(self.source)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The prompt, up to where the assistant's answer begins."""
+        """Return the prompt up to the start of the assistant's answer."""
         return self._template.render({**self._given, "messages": messages})
 
-    def told(self, arguments: Mapping[str, Any]) -> ChatTemplate:
-        """The same template with these arguments besides."""
+    def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
+        """Return the same template with additional arguments."""
         other = copy.copy(self)
         other._given = {**self._given, **arguments}
         return other
 
 
 def chat_environment(now: datetime) -> ImmutableSandboxedEnvironment:
-    """Return the environment of a checkpoint's chat template, with the names and filters that it expects. `now`: see
-    ChatTemplate."""
+    """Return the environment of a checkpoint's chat template; `now` is the time for `strftime_now`."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols], optimized=False
     )

@@ -25,11 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Columns:
-    """`send` are the columns that workers get (None: all), `read` those to decode (None: all, or no choice).
+    """The columns that a job uses, and those found in the input.
 
-    `overrides` are pairs of a sampling parameter and the column that sets it for a row. `wanted` are keys of the job
-    and the columns that they name; `variables` are those that a template cannot do without. What the input declares
-    no columns for is `unseen` until a row has it.
+    Args:
+        job: The job file, for messages.
+        prompt: The column of the prompt, or None if templates make it.
+        id: The column of the row ids, or None.
+        send: The columns that render workers need, or None for all.
+        read: The columns to decode, or None for all, also if the input has no schema.
+        overrides: Pairs of a sampling parameter and the column that sets it.
+        wanted: Pairs of a key of the job and the column that it names.
+        variables: The columns that the templates require.
+        unseen: For an input without a schema, the named columns that have not occurred in any row yet.
+        known: The first names of columns that were found, in order.
+        rows: The number of rows that were read.
     """
 
     job: str
@@ -41,15 +50,15 @@ class Columns:
     wanted: tuple[tuple[str, str], ...]
     variables: tuple[str, ...]
     unseen: set[str]
-    known: dict[str, None] = field(default_factory=dict)  # names seen, in order
+    known: dict[str, None] = field(default_factory=dict)
     rows: int = 0
 
     def note(self, row: Values) -> None:
-        """Remember which columns there are."""
+        """Record the columns of a row."""
         self.add(row, row.keys(), 1)
 
     def add(self, names: Iterable[str], found: Collection[str], rows: int) -> None:
-        """Remember the first columns of some rows, and which of those that are looked for are among all of theirs."""
+        """Record the first columns of some rows, and the watched columns that occurred in them."""
         self.rows += rows
         if self.unseen:
             self.unseen.difference_update(found)
@@ -57,42 +66,47 @@ class Columns:
             self.known.update(dict.fromkeys(names))
 
     def fields(self, carried: Sequence[str], endpoints: bool, declared: bool) -> RowFields:
-        """Return what workers are to make of a row. `carried` are the columns that come back as text; `declared`: the
-        input declares its columns."""
+        """Return which fields workers take from a row.
+
+        Args:
+            carried: The columns that are copied to the results as text.
+            endpoints: True if the workers return the endpoint of each OpenAI request.
+            declared: True if the input has a schema.
+        """
         watched = None if declared else frozenset(self.unseen)
         return RowFields(self.send, self.id, tuple(carried), not declared, endpoints, watched)
 
     @property
     def missing(self) -> bool:
-        """Whether a column that the job names stood in no row so far."""
+        """True if a column that the job names has not occurred in any row yet."""
         return any(name in self.unseen for _, name in self.wanted)
 
     def check_all_seen(self, failed: int = 0) -> None:
-        """Raises JobFileError when rows were read and a column that the job names stood in none of them.
+        """Raise JobFileError if a column that the job names occurred in no row.
 
-        A template may do without a column in rows that do not come to it: that alone is wrong only when all rows
-        `failed`. Beside another mistake it is told as well, so that a user hears of both at once.
+        A template may not reach a column in any row. A column that only templates name is therefore reported only if
+        all rows failed, or together with another missing column. `failed` is the number of rows that failed.
         """
-        lacking = [named for named in self.wanted if named[1] in self.unseen]
-        if lacking or failed >= self.rows:
-            lacking += [("prompt", name) for name in self.variables if name in self.unseen]
-        if lacking and self.rows:
-            raise JobFileError(self.job, [_missing(where, name, list(self.known)) for where, name in lacking])
+        missing = [named for named in self.wanted if named[1] in self.unseen]
+        if missing or failed >= self.rows:
+            missing += [("prompt", name) for name in self.variables if name in self.unseen]
+        if missing and self.rows:
+            raise JobFileError(self.job, [_missing(where, name, list(self.known)) for where, name in missing])
 
 
 def choose_prompts(
     job: Job, tokenizer: Tokenizer, schema: pa.Schema | None, shape: Callable[[], Shape]
 ) -> tuple[Mode, Columns]:
-    """Return how rows become prompts, and what is read for that of an input with this schema.
+    """Return the mode of the job's prompts and the columns to read, for an input with this schema.
 
-    Raises what `choose_mode` and `choose_columns` raise.
+    Raises the errors of `choose_mode` and `choose_columns`.
     """
     mode = choose_mode(job, tokenizer, shape)
     return mode, choose_columns(job, mode, schema)
 
 
 def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
-    """Choose the columns of this job. Raises JobFileError for columns that a typed input lacks."""
+    """Return the columns of the job. Raises JobFileError if an input with a schema does not have them."""
     prompt = job.prompt
     column = getattr(prompt, mode, None) if mode in ("messages", "text", "token_ids") else None
     identifier = "custom_id" if mode == "openai" else job.input.id
@@ -129,7 +143,7 @@ def _refuse_columns(job: Job, mode: Mode) -> None:
 
 
 def _wanted(job: Job, mode: Mode, column: str | None) -> Iterator[tuple[str, str]]:
-    """The job's keys that name columns, each with a column."""
+    """Yield the keys of the job that name columns, each with a column."""
     if job.input.id is not None and mode != "openai":
         yield "input.id", job.input.id
     if column is not None:
@@ -155,7 +169,7 @@ def _tools_column(job: Job) -> tuple[str, ...]:
 
 
 def _of_scores(job: Job) -> Iterator[tuple[str, str]]:
-    """Yield the keys that name the column of what is scored, each with that column."""
+    """Yield the keys that name columns with texts to score, each with its column."""
     if job.score.continuation is not None:
         yield "score.continuation", job.score.continuation
     if job.classify.choices_from_column is not None:
@@ -165,7 +179,7 @@ def _of_scores(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _needed_variables(job: Job, used: set[str]) -> tuple[str, ...]:
-    """The columns that the templates print, unless they ask whether one is there."""
+    """Return the columns that the templates require; none if they test whether a column is defined."""
     if job.prompt is None or _asks_whether_defined(job.prompt.system, job.prompt.user):
         return ()
     return tuple(sorted(used - {ROW_VARIABLE}))
@@ -182,7 +196,7 @@ def _check_schema(
 
 
 def _asks_whether_defined(*sources: str | None) -> bool:
-    """A template that asks whether a column is there may do without it."""
+    """Return True if a template can handle missing columns."""
     for source in sources:
         tree: Any = row_environment().parse(source or "")
         tests = {test.name for test in tree.find_all(nodes.Test)}

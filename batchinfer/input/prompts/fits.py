@@ -1,4 +1,4 @@
-"""Rows under `max_tokens: fit`: the bound of each one's constraint becomes its max_tokens."""
+"""Sets max_tokens of rows under `max_tokens: fit` to the bound of their constraints."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from batchinfer.input.rows import RowProblem
 
 
 class Fits:
-    """Bounds each constraint once. `reasoning`: of the checkpoint, which may come before every answer."""
+    """Computes the bound of each constraint once. `reasoning` is the checkpoint's, which may precede every answer."""
 
     def __init__(self, reasoning: Reasoning | None = None) -> None:
         self._bounds, self._reasoning = PerConstraint(_bound), reasoning
 
     def fitted(self, params: SamplingParams) -> SamplingParams:
-        """`params` with the most tokens that their answer can need. Raises RowProblem where there is no bound."""
+        """Return the parameters with the maximum tokens that the answer can need. Raises RowProblem if unbounded."""
         found = self._bounds.of(params)
         if isinstance(found, str):
             raise RowProblem("bad_parameter", f"max_tokens is fit: {found}")
@@ -27,15 +27,20 @@ class Fits:
 
 
 def with_reasoning(most: int, budget: int | None, reasoning: Reasoning | None) -> int:
-    """Return the most tokens of an answer of at most `most` tokens with the reasoning before it, which nothing but the
-    context limits where it has no budget."""
+    """Return the maximum tokens of an answer including its reasoning.
+
+    Args:
+        most: The maximum tokens of the answer without reasoning.
+        budget: The maximum tokens of reasoning; None means that only the context limits it.
+        reasoning: The reasoning style of the checkpoint, or None.
+    """
     if reasoning is None or reasoning.tokens is None:
         return most
     return INT32_MAX if budget is None else min(INT32_MAX, most + budget + sum(map(len, reasoning.tokens)))
 
 
 def _bound(params: SamplingParams) -> int | str:
-    """The bound, or why there is none."""
+    """Return the bound, or the reason why there is none."""
     try:
         return most_tokens(params)
     except Unbounded as error:

@@ -1,4 +1,4 @@
-"""Work keys identify requests by everything that can change their answers."""
+"""Computes work keys, which identify requests by everything that determines their answers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy as np
 from batchinfer.core.request import TokenIds
 from batchinfer.core.sampling import CONSTRAINTS
 
-# The version of how constraints are read: generated_schema.py and what it imports, and grammar.py. Raise it with a
-# change after which an answer that was stored before may not follow its constraint, or not be what the documentation
-# says. A release of llguidance alone is no such change: answers that it let through follow the constraint, and stay.
+# The version of generated_schema.py with its imports, and of grammar.py. Increase it with a change after which stored
+# answers may not match their constraints, or not have the documented form. An update of llguidance does not need it:
+# answers under the earlier version match their constraints, and remain valid
 CONSTRAINT_RULES = 2
 KEY_BYTES = 32
 TOKEN_BYTES = 4
-# As a parameter's name stands in JSON; within a text its quotes would be escaped
+# The keys of constraints in JSON; within a JSON string the quotes would be escaped
 _CONSTRAINED = tuple(f'"{name}":' for name in CONSTRAINTS)
 
 
 class WorkKeys:
-    """The keys of work with the same context and parameters.
+    """Computes the keys of work with the same context and parameters.
 
-    What is at its default is absent: from `context` and `params_json`, and the occurrence 0. An option that is added
-    later then moves no key of work that does not use it. CONSTRAINT_RULES count for work under a constraint alone.
-    Every part is preceded by its length, so that no two different works give the same bytes to hash.
+    Values at their defaults are omitted: in `context` and `params_json`, and the occurrence 0. A new option then leaves
+    the keys of work that does not use it unchanged. CONSTRAINT_RULES only enters the keys of work with a constraint.
+    Each part is preceded by its length, so different work never hashes the same bytes.
     """
 
     def __init__(self, context: bytes, params_json: str) -> None:
@@ -33,14 +33,19 @@ class WorkKeys:
         self._behind = _part(f"constraint rules {CONSTRAINT_RULES}".encode()) if constrained else b""
 
     def key(self, tokens: bytes, occurrence: int = 0) -> bytes:
-        """32 bytes: equal only for work with equal answers. `tokens` are little-endian int32."""
+        """Return the 32-byte key of a request. Requests with equal keys have equal answers.
+
+        Args:
+            tokens: The prompt as little-endian int32.
+            occurrence: The number of the answer among several answers to equal requests.
+        """
         occurred = _part(f"occurrence {occurrence}".encode()) if occurrence else b""
         size = len(tokens).to_bytes(8, "little")
         return hashlib.sha256(b"".join((self._before, size, tokens, occurred, self._behind))).digest()
 
 
 def work_key(context: bytes, params_json: str, tokens: bytes, occurrence: int = 0) -> bytes:
-    """The key of one piece of work, as WorkKeys makes it."""
+    """Return the key of a single request, see WorkKeys."""
     return WorkKeys(context, params_json).key(tokens, occurrence)
 
 
@@ -49,5 +54,5 @@ def _part(data: bytes) -> bytes:
 
 
 def token_bytes(ids: TokenIds) -> bytes:
-    """Little-endian int32, as the token store keeps them."""
+    """Return token ids as little-endian int32, the format of the token store."""
     return np.ascontiguousarray(ids, dtype="<i4").tobytes()

@@ -1,4 +1,4 @@
-"""How a job turns rows into prompts, and whether its input and its checkpoint can do that."""
+"""Decides how a job turns rows into prompts, and checks that its input and checkpoint support that."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ from batchinfer.input.tokenizer.tokenizer_source import TemplateSource
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
-_CHATS = ("user", "messages")  # prompts that are rendered by the checkpoint's chat template
-_ANY_TIME = datetime(2000, 1, 1, tzinfo=UTC)  # a template is not run here
+_CHATS = ("user", "messages")  # kinds of prompts that the chat template renders
+_ANY_TIME = datetime(
+    2000, 1, 1, tzinfo=UTC
+)  # the time does not matter, since templates are only compiled here
 _COLUMNS: tuple[Mode, ...] = ("messages", "text", "token_ids")
 
 
 def choose_mode(job: Job, tokenizer: Tokenizer, shape: Callable[[], Shape]) -> Mode:
-    """The job's own prompt, or OpenAI requests. `shape` looks at the input where only that can tell.
+    """Return the mode of the job's prompts; `shape` is called if only the input shows that it has OpenAI requests.
 
-    Raises JobFileError for an input without prompts, and for a checkpoint that lacks the chat template.
+    Raises:
+        JobFileError: The job has no prompt, or the checkpoint has no chat template.
     """
     if job.input.format == "openai" or (job.requests and shape() == "openai"):
         return "openai"
@@ -46,33 +49,37 @@ def choose_mode(job: Job, tokenizer: Tokenizer, shape: Callable[[], Shape]) -> M
 
 
 def given_template(job: Job) -> TemplateSource | None:
-    """The chat template that the job names, in place of the checkpoint's."""
+    """Return the chat template that the job names instead of the checkpoint's, or None."""
     if job.prompt is None or job.chat_template is None:
         return None
     return TemplateSource(job.chat_template, str(job.prompt.chat_template))
 
 
 def check_chat_template(job: Job, tokenizer: Tokenizer) -> None:
-    """Raises JobFileError for a prompt that needs a chat template where there is none, or one that cannot be compiled,
-    and for arguments that the template does not read."""
-    asking = _asking(job)
-    if asking is None and not job.requests:
+    """Check the chat template and its arguments.
+
+    Raises:
+        JobFileError: The job needs a chat template and there is none, the template cannot be compiled, or it does not
+            read an argument of the job.
+    """
+    key = _chat_key(job)
+    if key is None and not job.requests:
         return
     template = tokenizer.template
     if template is None:
         _refuse_arguments(job, f"{job.model.path} has no chat template that could read it")
-        if asking is not None:
+        if key is not None:
             message = (
                 f"{job.model.path} has no chat template; use prompt.text, or give one in prompt.chat_template"
             )
-            raise _mistake(job, asking, message)
+            raise _mistake(job, key, message)
         return
     _check_compiles(job, tokenizer, template)
     _check_arguments(job, template)
 
 
-def _asking(job: Job) -> str | None:
-    """The key of the job's prompt that is rendered by the chat template."""
+def _chat_key(job: Job) -> str | None:
+    """Return the key of the job's prompt that the chat template renders, or None."""
     prompt = job.prompt
     if prompt is None or not prompt.chat:
         return None
@@ -96,7 +103,7 @@ def _chat_fault(template: str) -> TemplateFault | None:
 
 
 def _refuse_arguments(job: Job, message: str) -> None:
-    """Raises JobFileError where the job names any argument."""
+    """Raise JobFileError if the job has any argument of a chat template."""
     prompt = job.prompt
     keys = [] if prompt is None else [*(key for _, key in prompt.argument_keys()), *prompt.tool_keys()]
     if keys:
@@ -122,7 +129,7 @@ def _check_arguments(job: Job, template: TemplateSource) -> None:
 def _problem_of_argument(
     name: str, values: Arguments, reads: frozenset[str], file: str
 ) -> tuple[str, None, str | None] | None:
-    """Say what is wrong with an argument that the job names: a message, no line, and a hint."""
+    """Return (message, None, hint) if an argument that the job names is invalid, else None."""
     if is_given(name):
         return f"{name!r} is a name that every chat template has already; it cannot be set", None, None
     if name not in reads:
@@ -135,7 +142,7 @@ def _problem_of_argument(
 
 
 def check_templates(job: Job) -> None:
-    """Raises JobFileError for templates of the job that can be parsed, and not compiled."""
+    """Raise JobFileError for templates of the job that can be parsed but not compiled."""
     for name in ("system", "user"):
         source = getattr(job.prompt, name, None)
         fault = template_fault(row_environment(), source) if source is not None else None

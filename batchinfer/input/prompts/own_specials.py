@@ -1,4 +1,4 @@
-"""Special tokens that a job's template writes itself, told apart from the same texts in rows."""
+"""Distinguishes special tokens that a job's template writes from equal texts in rows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from batchinfer.input.tokenizer.masks import masks_for
 
 
 class Resolved(NamedTuple):
-    """A prompt's text with its special tokens. `masks` stand in it for texts that only look like some."""
+    """The text of a prompt with its special tokens. `masks` has the row's plain-text literals by mask."""
 
     text: str
     masks: dict[str, str] | None
 
 
 class OwnSpecials:
-    """Marks the special tokens that stand in a template, and finds them in what was rendered of it.
+    """Marks the special tokens in a template, and finds them in the rendered text.
 
-    The marks are made of a secret, so that no row can hold one.
+    The marks contain a random secret, so no row can contain a mark.
     """
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
@@ -30,7 +30,7 @@ class OwnSpecials:
         self._marks: dict[str, str] = {}
 
     def mark(self, tree: nodes.Template) -> None:
-        """Put marks in the place of the special tokens in the template's own texts."""
+        """Replace the special tokens in the texts of a template by marks, in place."""
         for data in tree.find_all(nodes.TemplateData):
             data.data = self._marked(data.data)
         for constant in tree.find_all(nodes.Const):
@@ -38,7 +38,7 @@ class OwnSpecials:
                 constant.value = self._marked(constant.value)
 
     def resolved(self, text: str) -> Resolved:
-        """The rendered text with the template's special tokens; those that came with the row are masked."""
+        """Return the rendered text with the special tokens of the template; literals of the row are masked."""
         if self._pattern.search(text) is None:
             return Resolved(self._unmarked(text), None)
         masks = masks_for(text, self._pattern)

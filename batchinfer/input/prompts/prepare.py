@@ -1,4 +1,4 @@
-"""A chunk of rows in, finished prompts out: tokens, parameters and keys. This is what a render worker runs."""
+"""Turns a chunk of rows into finished prompts with tokens, parameters and work keys. Runs in a render worker."""
 
 from __future__ import annotations
 
@@ -42,21 +42,22 @@ _BULK_CHARACTERS = 1 << 20
 _NO_TOKENS: TokenIds = np.zeros(0, np.int32)
 _NO_KEY = bytes(KEY_BYTES)
 _NO_OPENINGS: Openings = np.zeros(0, np.int8)
-BULK = -1  # what the worker reports while it tokenises a whole batch at once
+BULK = -1  # reported while the worker tokenises a batch of prompts
 
 
 def checking(row: int) -> int:
-    """Return the number that a worker reports while another process checks the constraint of `row`, which may take
-    longer than the worker may take for a row."""
+    """Return the number to report while another process checks the constraint of `row`, with a longer time limit."""
     return BULK - 1 - row
 
 
 @dataclass(frozen=True, slots=True)
 class RowPiece:
-    """Rows start … stop - 1 of a chunk, which are prepared together; fewer where the chunk has fewer.
+    """Rows `start` to `stop` - 1 of a chunk, which are prepared together. At the end of a chunk there may be fewer.
 
-    `accused`: its only row was at work when an earlier process ended. `careful`: rows are tokenised one by one.
-    `given`: the error that its row has already; it is only read.
+    Args:
+        accused: True if an earlier process died while it worked on the only row of this piece.
+        careful: True to tokenise rows one by one.
+        given: The error of the only row, if it is known. The row is then only read.
     """
 
     start: int
@@ -71,9 +72,16 @@ class RowPiece:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a finished prompt: `vocab_size` ids, `max_model_len` positions; `context` enters the keys.
+    """The limits of a prompt.
 
-    `job_limit`: whether the job set `max_model_len`; otherwise it is what the model was made for.
+    Args:
+        max_model_len: The maximum number of positions.
+        vocab_size: The number of token ids.
+        truncate: What happens to prompts that are too long.
+        context: The part of the work keys that is common to the job.
+        job_limit: True if the job sets `max_model_len`, False if the model does.
+        room: The number of tokens that must fit after a prompt; 0 if answers are vectors.
+        may_cut: True if the job may set prompt.truncate.
     """
 
     max_model_len: int
@@ -81,26 +89,34 @@ class Limits:
     truncate: Truncate
     context: bytes
     job_limit: bool = False
-    room: int = 1  # tokens that have to fit behind a prompt: none where answers are vectors
-    may_cut: bool = True  # whether the job may set prompt.truncate
+    room: int = 1
+    may_cut: bool = True
 
     def length(self) -> str:
-        """The limit on tokens and where it comes from, for people."""
+        """Return a text with the limit on tokens and its origin."""
         if self.job_limit:
             return f"model.max_model_len of the job allows {self.max_model_len:,}"
         return f"the model reads at most {self.max_model_len:,}"
 
     def cut(self) -> str:
-        """Return advice that cuts prompts, or nothing where the job may not."""
+        """Return advice to truncate prompts, or "" if the job cannot."""
         return ", or set prompt.truncate to left or right to cut such prompts" if self.may_cut else ""
 
     def remedy(self) -> str:
-        """Return advice that makes a prompt fit, or nothing: the model's own limit cannot be raised."""
+        """Return advice to raise the limit, or "" if the model sets it."""
         return ", or raise model.max_model_len" if self.job_limit else ""
 
 
 class Preparer:
-    """Reads, renders and tokenises. `report` is told which row is at work, so that a hang can be pinned on it."""
+    """Reads, renders and tokenises rows.
+
+    Args:
+        plan: How rows become prompts.
+        limits: The limits of a prompt.
+        tokenizer: The tokenizer.
+        report: Called with the number of the current row, to attribute a hang to it.
+        fields: The columns of a row.
+    """
 
     def __init__(
         self,
@@ -116,7 +132,7 @@ class Preparer:
         self._tokenizer = tokenizer
         self._segments = tokenizer.segments()
         self._continued = self._joining(plan)
-        self._plain = plan.params  # of most rows; their constraint was checked before
+        self._plain = plan.params  # rows without overrides have these; their constraint was checked before
         self._ladder = plan.ladder
         self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
         self._reasoned = ReasonedRows(plan.reasoning, tokenizer)
@@ -124,7 +140,7 @@ class Preparer:
         self._report = report
 
     def _joining(self, plan: PromptPlan) -> ContinuedPrompts | PairedTexts | None:
-        """Return what puts the tokens of other texts behind those of a prompt; None: there are no others."""
+        """Return what appends the tokens of continuations or documents to prompts, or None."""
         if plan.pairs is not None:
             template, limits = PairTemplate.of(self._tokenizer.rust), self._limits
             return PairedTexts(template, plan.pairs, limits.max_model_len, limits.truncate)
@@ -133,7 +149,7 @@ class Preparer:
         return ContinuedPrompts(self._tokenizer, self._segments, plan.scoring.choices)
 
     def prepare(self, chunk: InputChunk, piece: RowPiece | None = None) -> PreparedRows:
-        """Prepare the rows of a chunk; of a piece of it, if there is one."""
+        """Prepare the rows of a chunk, or only those in `piece`."""
         piece = piece or RowPiece(0, chunk.most_rows)
         facts = FactsOfRows(self._fields)
         work = _FinishedPrompts(self._limits.context, self._reasoned, self._ladder)
@@ -156,7 +172,7 @@ class Preparer:
         return PreparedRows(work.finished(size), facts.finished())
 
     def _reported(self, rows: Iterator[Values | RowError]) -> Iterator[tuple[int, Values | RowError]]:
-        """Number the rows. A row is at work from before it is read, as reading may take all memory, too."""
+        """Number the rows. A row is reported before it is read, since reading it may exhaust the memory, too."""
         for index in count():
             self._report(index)
             row = next(rows, None)
@@ -165,7 +181,7 @@ class Preparer:
             yield index, row
 
     def _drafts(self, index: int, row: Values, work: _FinishedPrompts) -> Iterable[Draft]:
-        """Return what the row asks for: mostly one prompt; none of a row with an error."""
+        """Return the prompts of a row, usually one, or none if the row has an error."""
         try:
             draft = self._builder.build(self._fields.needed(row))
             if draft.unread:
@@ -179,7 +195,7 @@ class Preparer:
             return ()
 
     def _finish(self, held: _Drafts, work: _FinishedPrompts, careful: bool) -> None:
-        """Tokenise what is held and see whether it fits."""
+        """Tokenise the collected drafts, and check that they fit."""
         encoded = self._encoded(held, work, careful)
         if self._continued is not None:
             encoded = self._with_continuations(self._continued, held, encoded, work, careful)
@@ -191,7 +207,7 @@ class Preparer:
         work.add(held, tokens, counts)
 
     def _encoded(self, held: _Drafts, work: _FinishedPrompts, careful: bool) -> list[Sequence[int] | None]:
-        """The token ids of each draft; None where the tokenizer failed."""
+        """Return the token ids of each draft; None where the tokenizer failed."""
         drafts = held.drafts
         encoded: list[Sequence[int] | None] = [d.token_ids if d.text is None else None for d in drafts]
         for special in (False, True):
@@ -213,7 +229,7 @@ class Preparer:
         work: _FinishedPrompts,
         careful: bool,
     ) -> list[Sequence[int] | None]:
-        """The token ids of each draft and its continuations, one behind the other; None where there is an error."""
+        """Return the token ids of each draft followed by its continuations; None for a row with an error."""
         more, counts = _Drafts(), list[int]()
         for row, draft, ids in zip(held.rows, held.drafts, encoded, strict=True):
             asked = [] if ids is None else continued.to_encode(draft)
@@ -291,7 +307,7 @@ class Preparer:
     def _fitted_ones(
         self, held: _Drafts, tokens: TokenIds, counts: TokenIds, work: _FinishedPrompts
     ) -> tuple[TokenIds, TokenIds]:
-        """Each prompt by itself; the others become errors and are held no longer."""
+        """Check each prompt, and record errors for prompts that do not fit."""
         kept: dict[int, TokenIds] = {}
         ends = np.cumsum(counts)
         for at, prompt in enumerate(np.split(tokens, ends[:-1])):
@@ -304,7 +320,7 @@ class Preparer:
         return np.concatenate([_NO_TOKENS, *kept.values()]), lengths
 
     def _fitted(self, tokens: TokenIds, draft: Draft) -> TokenIds:
-        """The prompt as it will run. Raises RowProblem when it is empty, too long or has unknown ids."""
+        """Return the prompt as it will run. Raises RowProblem if it is empty, too long or has unknown ids."""
         limit = self._limits.max_model_len
         if not len(tokens):
             raise RowProblem("empty_prompt", "the prompt has no tokens")
@@ -313,7 +329,7 @@ class Preparer:
             raise RowProblem("token_id_out_of_range", message)
         scored = draft.params.scored
         longest = longest_sequence(len(tokens), scored)
-        room = min(1, draft.params.max_tokens)  # none is needed behind what is made of the prompt alone
+        room = min(1, draft.params.max_tokens)  # vectors and scores need no room
         if longest + room <= limit:
             return tokens
         if self._limits.truncate == "error":
@@ -324,7 +340,7 @@ class Preparer:
             )
             raise RowProblem("prompt_too_long", message, "policy")
         keep = limit - draft.params.max_tokens
-        if keep < 1:  # one token of a prompt would be answered, and nobody told
+        if keep < 1:  # cutting to nothing would go unnoticed
             message = (
                 f"max_tokens {draft.params.max_tokens:,} leaves no room for a prompt; {self._limits.length()}; lower "
                 f"max_tokens{self._limits.remedy()}"
@@ -333,9 +349,9 @@ class Preparer:
         return self._cut_before(tokens, scored, limit, draft) if scored else self._cut(tokens, keep, draft)
 
     def _cut_before(self, tokens: TokenIds, scored: tuple[int, ...], limit: int, draft: Draft) -> TokenIds:
-        """Return a prompt that is cut before its continuations, of which the longest fits behind what is left."""
+        """Cut a prompt before its continuations to make the longest one fit."""
         context = len(tokens) - sum(scored)
-        keep = limit + 1 - max(scored)  # the last token of what is scored takes no position
+        keep = limit + 1 - max(scored)  # the last scored token needs no position
         if keep < 1 or draft.continuations == ():
             message = f"what is scored has {max(scored):,} tokens; {self._limits.length()}; shorten it"
             raise RowProblem("prompt_too_long", f"{message}{self._limits.remedy()}", "policy")
@@ -346,8 +362,11 @@ class Preparer:
         return np.concatenate([tokens[: len(before)], cut, tokens[context:]]).astype(np.int32)
 
     def _cut(self, tokens: TokenIds, keep: int, draft: Draft) -> TokenIds:
-        """Return `keep` tokens of a prompt. What the tokenizer puts around a text stays, where a vector is made of it:
-        its last token may be what the model was taught to end a text with."""
+        """Return `keep` tokens of a prompt.
+
+        For vectors, the tokens that the tokenizer adds around a text are kept, since the model may use the last one as
+        the vector of the text.
+        """
         text = draft.params.gives_tokens or not draft.add_special
         before, behind = ([], []) if text else self._segments.around
         inner = tokens[len(before) : len(tokens) - len(behind)]
@@ -359,25 +378,32 @@ class Preparer:
 
 
 class CheckedConstraints:
-    """Compiles each constraint that rows have of their own, once, to refuse what cannot be followed before the engine
-    meets it. That of `job`, the parameters of all rows, was checked before. `definition`: of the tokenizer."""
+    """Compiles each distinct constraint of rows once, to reject it before an engine gets it.
+
+    Args:
+        job: The parameters of the job, whose constraint was checked before.
+        definition: The tokenizer as the text of a tokenizer.json.
+    """
 
     def __init__(self, job: SamplingParams, definition: str) -> None:
         self._job = _constraint_of(job)
         self._problems = PerConstraint(ConstraintChecker(definition).problem)
 
     def are_due(self, params: SamplingParams) -> bool:
-        """Whether the constraint of `params` is to be checked."""
+        """Return True if the constraint of `params` must be checked."""
         return params.constraint is not None and _constraint_of(params) != self._job
 
     def check(self, params: SamplingParams) -> None:
-        """Raises RowProblem for a constraint that cannot be compiled."""
+        """Raise RowProblem for a constraint that cannot be followed."""
         if (problem := self._problems.of(params)) is not None:
             raise RowProblem("bad_constraint", problem)
 
 
 def _constraint_of(params: SamplingParams) -> tuple[str | None, Any]:
-    """Its name and text. Rows with the job's have the very same text, which is found equal at once."""
+    """Return the name and the value of the constraint.
+
+    Rows with the job's constraint share its text object, so the comparison is fast.
+    """
     return params.constraint, getattr(params, params.constraint) if params.constraint else None
 
 
@@ -386,7 +412,7 @@ def _is_tokenizer_failure(error: BaseException) -> bool:
 
 
 class _Drafts:
-    """Drafts that are tokenised together, and the numbers of their rows."""
+    """Drafts that are tokenised together, with the numbers of their rows."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -394,24 +420,25 @@ class _Drafts:
         self._characters = 0
 
     def add(self, row: int, draft: Draft) -> None:
+        """Add the draft of a row."""
         self.rows.append(row)
         self.drafts.append(draft)
         self._characters += len(draft.text or "")
 
     @property
     def full(self) -> bool:
-        """Whether these are as many as are tokenised at once: the tokenizer takes some 100 bytes for each token."""
+        """True if the batch is full. The tokenizer takes about 100 bytes of memory per token."""
         return len(self.rows) >= _BULK_ROWS or self._characters >= _BULK_CHARACTERS
 
     def keep(self, places: Sequence[int]) -> None:
-        """Drop all others."""
+        """Keep only the drafts at these positions."""
         if len(places) < len(self.rows):
             self.rows = [self.rows[at] for at in places]
             self.drafts = [self.drafts[at] for at in places]
 
 
 class _FinishedPrompts:
-    """Collects finished prompts, in the order of their rows."""
+    """Collects finished prompts in the order of their rows."""
 
     def __init__(self, context: bytes, reasoned: ReasonedRows, ladder: Sequence[Rung]) -> None:
         self._context, self._reasoned = context, reasoned
@@ -435,7 +462,7 @@ class _FinishedPrompts:
         self._tokens: list[TokenIds] = [_NO_TOKENS]
 
     def add(self, held: _Drafts, tokens: TokenIds, counts: TokenIds) -> None:
-        """Take prompts that fit, end to end."""
+        """Add prompts that fit; `tokens` are the concatenated prompts, `counts` their lengths."""
         data, end, openings = token_bytes(tokens), 0, self._reasoned.openings(tokens, counts)
         for draft, size, opening in zip(held.drafts, counts.tolist(), openings.tolist(), strict=True):
             start, end = end, end + TOKEN_BYTES * size
@@ -447,42 +474,45 @@ class _FinishedPrompts:
             self._dimensions.append(draft.dimensions)
             maker, own = self._makers[number], data[start:end]
             self._keys.append(maker.key(own))
-            said = draft.tools if draft.labels is None else draft.labels
+            text = draft.tools if draft.labels is None else draft.labels
             self._own_text_of.append(
-                0 if said is None else self._own_texts.setdefault(said, len(self._own_texts) + 1)
+                0 if text is None else self._own_texts.setdefault(text, len(self._own_texts) + 1)
             )
             if self._rungs:
-                self._climb(draft.params, opening, number, own)
+                self._add_rungs(draft.params, opening, number, own)
         self._rows += held.rows
         self._openings.append(openings)
         self._counts.append(counts)
         self._tokens.append(tokens)
 
-    def _climb(self, params: SamplingParams, opening: int, number: int, tokens: bytes) -> None:
-        """Take the row's work on each rung. One that asks for what an earlier attempt asks for, or for more tokens than
-        it allows, has none: it would give the same answer, or none."""
-        asked = {self._texts[number]}
+    def _add_rungs(self, params: SamplingParams, opening: int, number: int, tokens: bytes) -> None:
+        """Add the work of a row's further attempts.
+
+        An attempt is left out if its parameters equal those of an earlier one, since the answer would be the same, or
+        if they are contradictory (`min_tokens` above `max_tokens`).
+        """
+        earlier = {self._texts[number]}
         for rung in self._rungs:
             if not params.gives_tokens:  # a vector is the same each time
                 rung.add(-1, 0, _NO_KEY)
                 continue
             if (number, opening) not in rung.numbers:
-                rung.numbers[number, opening] = self._laid_over(params, opening, rung.rung)
+                rung.numbers[number, opening] = self._rung_params(params, opening, rung.rung)
             at, most = rung.numbers[number, opening]
-            if at is None or self._texts[at] in asked:
+            if at is None or self._texts[at] in earlier:
                 rung.add(-1, 0, _NO_KEY)
             else:
-                asked.add(self._texts[at])
+                earlier.add(self._texts[at])
                 rung.add(at, most, self._makers[at].key(tokens))
 
-    def _laid_over(self, params: SamplingParams, opening: int, rung: Rung) -> tuple[int | None, int]:
-        """Return the number of a row's parameters on a rung, if it can have any, and max_tokens of them."""
+    def _rung_params(self, params: SamplingParams, opening: int, rung: Rung) -> tuple[int | None, int]:
+        """Return the number of a row's parameters on a rung (None if they are contradictory) and their max_tokens."""
         found = self._reasoned.params(with_rung(params, rung), opening)
         return self._number(found) if found.min_tokens <= found.max_tokens else None, found.max_tokens
 
     def _number(self, params: SamplingParams) -> int:
         last, number = self._last
-        if params is not last:  # comparing takes longer than all else here
+        if params is not last:  # comparing parameters by value would take most of the time here
             self._last = params, number = params, self._added(params)
         return number
 
@@ -495,7 +525,7 @@ class _FinishedPrompts:
         return number
 
     def finished(self, size: int) -> Prepared:
-        """Return all rows; those that are not among the finished ones are error rows."""
+        """Return all `size` rows. Rows without a finished prompt have errors."""
         rows, counts, tokens = (
             np.array(self._rows, np.int64),
             *map(np.concatenate, (self._counts, self._tokens)),
@@ -503,14 +533,14 @@ class _FinishedPrompts:
         keys = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)
         first, further = _first_prompts(rows, self.errors)
         of_first, of_further = np.repeat(first, counts), np.repeat(further, counts)
-        mine = rows[first]
+        first_rows = rows[first]
 
         def column(values: Any, kind: type[np.generic] = np.int32) -> NDArray[Any]:
             found = np.zeros((size, *np.shape(values)[1:]), kind)
-            found[mine] = np.asarray(values, kind)[first]
+            found[first_rows] = np.asarray(values, kind)[first]
             return found
 
-        rungs = [rung.finished(size, first, mine) for rung in self._rungs]
+        rungs = [rung.finished(size, first, first_rows) for rung in self._rungs]
         own = OwnTexts.found(self._own_texts, column(self._own_text_of))
         return Prepared(
             self.errors,
@@ -533,8 +563,11 @@ class _FinishedPrompts:
 
 
 class _FinishedRung:
-    """Collects the work of finished prompts on one rung. `numbers`: by the number of a row's parameters and by
-    how its prompt ends, the number of its parameters on the rung, if there are any, and max_tokens of them."""
+    """Collects the work of further attempts on one rung of the ladder.
+
+    `numbers` maps (number of a row's parameters, how its prompt ends) to (number of its parameters on the rung or None,
+    their max_tokens).
+    """
 
     def __init__(self, rung: Rung) -> None:
         self.rung = rung
@@ -544,13 +577,13 @@ class _FinishedRung:
         self._keys: list[bytes] = []
 
     def add(self, number: int, max_tokens: int, key: bytes) -> None:
-        """Take the next row."""
+        """Add the next prompt."""
         self._params_of.append(number)
         self._max_tokens.append(max_tokens)
         self._keys.append(key)
 
     def finished(self, size: int, which: NDArray[np.bool_], rows: NDArray[np.int64]) -> PreparedRungs:
-        """Return the work of all rows. `which` of the prompts that were taken are the first of `rows`."""
+        """Return the work of `size` rows. The mask `which` selects the first prompt of each of `rows`."""
         found = PreparedRungs(np.full(size, -1, np.int32), np.zeros(size, np.int32), b"")
         found.params_of[rows] = np.array(self._params_of, np.int32)[which]
         found.max_tokens[rows] = np.array(self._max_tokens, np.int32)[which]
@@ -563,14 +596,16 @@ class _FinishedRung:
 def _first_prompts(
     rows: NDArray[np.int64], errors: Mapping[int, RowError]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Say which prompts are the first of their rows, which ascend, and which are further ones. A row with an error, of
-    whichever of its prompts, has none."""
+    """Return masks of the prompts that are the first and that are the further ones of their rows, which ascend.
+
+    Both leave out rows with an error in any of their prompts.
+    """
     first = np.diff(rows, prepend=-1) > 0
-    whole = ~np.isin(rows, [*errors]) if errors else np.ones(len(rows), np.bool_)
-    return first & whole, ~first & whole
+    valid = ~np.isin(rows, [*errors]) if errors else np.ones(len(rows), np.bool_)
+    return first & valid, ~first & valid
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> tuple[TokenIds, TokenIds]:
-    """All rows end to end, and the length of each."""
+    """Return the concatenated rows, and the length of each."""
     counts = np.array([len(row) for row in rows], np.int32)
     return np.fromiter(chain.from_iterable(rows), np.int32, int(counts.sum(dtype=np.int64))), counts

@@ -1,4 +1,4 @@
-"""A chunk of rows in pieces: when a process ends or hangs, the row that it was at is prepared again by itself."""
+"""Splits a chunk into pieces to find the row that kills or hangs a render worker, and prepares it separately."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from batchinfer.input.prompts.prepared.rows import (
 from batchinfer.input.prompts.row_facts import RowFields, joined_facts, no_facts
 from batchinfer.input.rows import row_error
 
-# What a row gets that found no memory: rows before it may have taken it.
+# The error of a row that ran out of memory, which may be the fault of rows before it
 _OF_MEMORY = "template_memory"
 _EMPTY = np.zeros(0, np.int32)
 _UNSAID = np.full(1, UNSAID, np.int8)
@@ -32,32 +32,38 @@ _ONE = np.zeros(1, np.int32)
 
 
 class RowPieces:
-    """The pieces of one chunk, first to last: what was prepared of those before, and what is still to be prepared.
+    """The pieces of a chunk in order, prepared or not.
 
-    `rows`: how many there are at the most; only the last piece may turn out to have fewer.
+    Args:
+        rows: The maximum number of rows. Only the last piece may have fewer than expected.
+        fields: The columns of a row.
     """
 
     def __init__(self, rows: int, fields: RowFields) -> None:
         self._left = deque([RowPiece(0, rows)])
         self._fields = fields
         self._done: list[PreparedRows] = []
-        self.blamed = 0  # rows in a row, up to the present piece
+        self.blamed = 0  # number of consecutive rows at fault, up to the present piece
 
     def __bool__(self) -> bool:
-        """Whether there is more to prepare."""
+        """Return True if there is more to prepare."""
         return bool(self._left)
 
     @property
     def present(self) -> RowPiece:
-        """The piece that is prepared now."""
+        """The piece that is being prepared."""
         return self._left[0]
 
     def fits(self, rows: int) -> bool:
-        """Whether the present piece may have that many rows."""
+        """Return True if the present piece may have this number of rows."""
         return rows == len(self.present) or (rows < len(self.present) and len(self._left) == 1)
 
     def done(self, reply: PreparedRows) -> bool:
-        """The present piece was prepared. Returns whether it counts: rows without memory are prepared again."""
+        """Record the result of the present piece.
+
+        Returns:
+            False if rows ran out of memory. They are then prepared again, each in a piece of its own.
+        """
         piece = self.present
         short = [at for at, error in sorted(reply.prompts.errors.items()) if error.code == _OF_MEMORY]
         if short and not piece.accused:
@@ -70,12 +76,14 @@ class RowPieces:
         return True
 
     def accuse(self, row: int) -> None:
-        """A process ended or hung at this row of the present piece, and nothing says yet that it is the row's fault."""
+        """Record that a process died or hung at a row of the present piece. The row may not be the cause."""
         self._split([self.present.start + row])
 
     def blame(self, code: str, message: str) -> None:
-        """The present piece's only row did the same once more, by itself: it is only read now, as an error row. If that
-        ends the process as well, nothing is known of it."""
+        """Record that the only row of the present piece killed or hung a process again.
+
+        The row becomes an error row, and is only read for its facts. If that kills the process too, it has no facts.
+        """
         piece = self._left.popleft()
         if piece.given is None:
             error = row_error(code, message, "resource")
@@ -85,17 +93,17 @@ class RowPieces:
             self._done.append(PreparedRows(_error_row(piece.given), no_facts(self._fields, 1)))
 
     def be_careful(self) -> None:
-        """A process ended in the present piece, at no row that is known."""
+        """Record that a process died in the present piece at no known row."""
         piece = self._left.popleft()
         careful = RowPiece(piece.start, piece.stop, piece.accused, careful=True, given=piece.given)
         self._left.appendleft(careful)
 
     def joined(self) -> PreparedRows:
-        """The whole chunk, as if it had been prepared at once."""
+        """Return the whole chunk as if it had been prepared at once."""
         return self._done[0] if len(self._done) == 1 else joined(self._done)
 
     def _split(self, rows: Sequence[int]) -> None:
-        """These rows of the present piece by themselves, and those between them together."""
+        """Split the present piece: these rows get pieces of their own."""
         piece = self._left.popleft()
         parts, start = [], piece.start
         for row in rows:
@@ -111,13 +119,13 @@ def _error_row(error: RowError) -> Prepared:
 
 
 def joined(pieces: Sequence[PreparedRows]) -> PreparedRows:
-    """One chunk of all rows, in order."""
+    """Return the rows of all pieces in order."""
     prompts = joined_prompts(piece.prompts for piece in pieces)
     return PreparedRows(prompts, joined_facts([piece.facts for piece in pieces]))
 
 
 def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
-    """All prompts, in order. Parameters that several pieces have are listed once."""
+    """Return the prompts of all pieces in order. Parameters that several pieces have are listed once."""
     errors: dict[int, RowError] = {}
     numbers: dict[str, int] = {}
     params_of, max_tokens, counts, tokens = ([_EMPTY] for _ in range(4))
@@ -164,7 +172,7 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
 def _joined_numbers(
     each: Sequence[NDArray[np.int32] | None], pieces: Sequence[Prepared]
 ) -> NDArray[np.int32] | None:
-    """Return what rows of all pieces ask for; None: no row asks."""
+    """Return a column of numbers of all pieces; None if no piece has it. Missing numbers become 0."""
     if all(one is None for one in each):
         return None
     own = zip(each, pieces, strict=True)
@@ -172,7 +180,7 @@ def _joined_numbers(
 
 
 def _joined_further(pieces: Sequence[Prepared]) -> FurtherPrompts:
-    """Return the further prompts of all rows, in order."""
+    """Return the further prompts of all rows in order."""
     starts = accumulate((len(piece) for piece in pieces), initial=0)
     each = [piece.further for piece in pieces]
     rows = [one.rows + np.int32(start) for one, start in zip(each, starts, strict=False)]
@@ -186,14 +194,14 @@ def _joined_further(pieces: Sequence[Prepared]) -> FurtherPrompts:
 
 
 class _JoinedTools:
-    """The tools of all rows, in order. Those that several pieces have are listed once."""
+    """Joins the tools of several pieces. Equal tools are listed once."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._of = [_EMPTY]
 
     def add(self, piece: Prepared) -> None:
-        """Take the texts of a piece."""
+        """Add the texts from a piece."""
         texts, of = piece.own_texts
         own = [0, *(self._numbers.setdefault(text, len(self._numbers) + 1) for text in texts)]
         self._of.append(np.array(own, np.int32)[of] if texts else np.zeros(len(piece), np.int32))
@@ -204,13 +212,13 @@ class _JoinedTools:
 
 
 class _JoinedRung:
-    """One rung of all rows, in order."""
+    """Joins one rung of several pieces."""
 
     def __init__(self) -> None:
         self._params_of, self._max_tokens, self._keys = [_EMPTY], [_EMPTY], list[bytes]()
 
     def add(self, piece: Prepared, at: int, numbers: dict[str, int]) -> None:
-        """Take the rung `at` of a piece; an error row that nothing is known of has none."""
+        """Add rung `at` from a piece. An error row without facts has no rungs."""
         if at >= len(piece.rungs):
             rung = PreparedRungs(np.full(len(piece), -1, np.int32), np.zeros(len(piece), np.int32), b"")
             rung.keys = bytes(KEY_BYTES * len(piece))
@@ -228,7 +236,7 @@ class _JoinedRung:
 
 
 def _renumbered(piece: Prepared, numbers: dict[str, int]) -> TokenIds:
-    """The numbers of the piece's parameters among all; 0 for its error rows."""
+    """Return the numbers of the piece's parameters among all parameters; 0 for error rows."""
     own = np.array([numbers.setdefault(text, len(numbers)) for text in piece.params] or [0], np.int32)
     found = own[piece.params_of]
     found[list(piece.errors)] = 0

@@ -1,4 +1,4 @@
-"""Render workers: chunks go out as workers are free, and what was prepared of them comes back in their order."""
+"""A pool of render workers: sends chunks to idle workers, and yields the prepared rows in order."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ from batchinfer.input.rows import Values
 from batchinfer.machine.waiting import LOOK_S
 
 Tag = TypeVar("Tag")
-Happened = Callable[[str, str, float, float], None]  # a process, what it did, and from when until when
-_AHEAD = 2  # chunks under way for each worker: the next one is there when a worker is done
+Happened = Callable[
+    [str, str, float, float], None
+]  # called with a process, its activity, start and end times
+_AHEAD = 2  # unfinished chunks per worker; an idle worker finds the next one ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyChunk(InputChunk):
-    """A chunk whose rows were prepared before, in another run."""
+    """A chunk whose rows were already prepared, in another run."""
 
     prepared: PreparedRows
 
     def read(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> Iterator[Values | RowError]:
-        """Raises ValueError: there is nothing to read."""
+        """Raise ValueError: there is nothing to read."""
         raise ValueError("the rows of this chunk are prepared already")
 
 
 @dataclass(slots=True)
 class _ChunkWork(Generic[Tag]):
-    """A chunk that is under way, of which at most `rows` rows are read."""
+    """An unfinished chunk; at most `rows` of its rows are read."""
 
     tag: Tag
     chunk: InputChunk
@@ -47,14 +49,20 @@ class _ChunkWork(Generic[Tag]):
 
 
 class RenderPool(Generic[Tag]):
-    """Use as a context manager.
+    """A pool of render workers; a context manager.
 
-    A worker is started with a chunk that finds no free one: an input of one chunk needs no second process. A ReadyChunk
-    needs none.
+    A worker is only started for a chunk that finds no idle worker, so an input of one chunk needs one process. A
+    ReadyChunk needs none.
     """
 
     def __init__(self, spec: RenderSpec, workers: int, happened: Happened | None = None) -> None:
-        """happened: is told what each worker did, by `time.perf_counter`."""
+        """Start without workers.
+
+        Args:
+            spec: The settings of the workers.
+            workers: The maximum number of workers.
+            happened: Called at the end with the activities of each worker, in times of `time.perf_counter`.
+        """
         self._spec, self._most, self._happened = spec, workers, happened
         self._events = selectors.DefaultSelector()
         self._definition = shared_file()
@@ -71,12 +79,12 @@ class RenderPool(Generic[Tag]):
     def __exit__(self, *_: object) -> None:
         for worker in self._all:
             worker.close()
-        self._tell()
+        self._report()
         self._events.close()
         os.close(self._definition)
 
-    def _tell(self) -> None:
-        """Tell what the workers did."""
+    def _report(self) -> None:
+        """Report the activities of the workers."""
         if self._happened is not None:
             now = perf_counter()
             for number, worker in enumerate(self._all):
@@ -85,12 +93,14 @@ class RenderPool(Generic[Tag]):
                 self._happened(f"reader {number}", "reading rows", ready, now)
 
     def map(self, chunks: Iterable[tuple[Tag, InputChunk, int] | None]) -> Iterator[tuple[Tag, PreparedRows]]:
-        """(tag, chunk, its rows at the most) in, (tag, prepared rows) out, in order. None among the chunks: the next
-        one is asked for only when all before it were given out."""
+        """Yield (tag, prepared rows) in order for each (tag, chunk, maximum number of rows).
+
+        If `chunks` yields None, its next element is only requested when all earlier chunks were yielded.
+        """
         under_way: deque[_ChunkWork[Tag]] = deque()
         for given in chunks:
             if given is None:
-                yield from self._given_out(under_way, 0)
+                yield from self._finished(under_way, 0)
                 continue
             work = _ChunkWork(*given)
             under_way.append(work)
@@ -98,11 +108,11 @@ class RenderPool(Generic[Tag]):
                 work.done = work.chunk.prepared
             else:
                 self._assign(work)
-            yield from self._given_out(under_way, _AHEAD * self._most - 1)
-        yield from self._given_out(under_way, 0)
+            yield from self._finished(under_way, _AHEAD * self._most - 1)
+        yield from self._finished(under_way, 0)
 
-    def _given_out(self, under_way: deque[_ChunkWork[Tag]], most: int) -> Iterator[tuple[Tag, PreparedRows]]:
-        """Yield what is done, in order, and wait until at most so many chunks are under way."""
+    def _finished(self, under_way: deque[_ChunkWork[Tag]], most: int) -> Iterator[tuple[Tag, PreparedRows]]:
+        """Yield finished chunks in order, and wait until at most `most` chunks are unfinished."""
         self._attend(0)
         while under_way and (len(under_way) > most or under_way[0].done is not None):
             while (done := under_way[0].done) is None:
@@ -121,7 +131,7 @@ class RenderPool(Generic[Tag]):
         worker.submit(work.chunk, work.rows)
 
     def _attend(self, within_s: float) -> None:
-        """Take what workers have sent, waiting at most so long for the first of them, and give them new work."""
+        """Receive results of workers, wait at most `within_s` for the first one, and assign new work."""
         for key, _ in self._events.select(within_s):
             worker: RenderWorker = key.data
             done = worker.attend()

@@ -1,6 +1,6 @@
-"""The reply of a render worker: JSON and raw numbers, never a pickle, because the worker ran what others wrote.
+"""The reply of a render worker, as JSON and raw numbers. Never a pickle: the worker runs untrusted templates.
 
-All that a reply holds is checked before it is used: sizes, counts, and places lie within bounds, and texts are UTF-8.
+All contents are checked before use: sizes, counts, bounds, and UTF-8.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from batchinfer.input.prompts.prepared.rows import (
 from batchinfer.input.prompts.row_facts import MOST_NAMES, RowFacts, RowFields
 from batchinfer.input.tool_calls.known_tools import KnownTools
 
-_SIZE = 8  # bytes of the number before each part
+_SIZE = 8  # bytes of the length before each part
 _FAILED = "failed"
 
 
 class BadReply(Exception):
-    """A reply is not what a worker sends: whatever ran there has taken the worker over, or damaged it."""
+    """A malformed reply. A template may have corrupted the worker."""
 
 
 def packed(done: PreparedRows) -> bytes:
-    """Return the reply for these rows."""
+    """Return the reply for prepared rows."""
     prompts, facts = done.prompts, done.facts
     head = {
         "rows": len(done),
@@ -88,7 +88,7 @@ def _text_columns(facts: RowFacts) -> Iterator[pa.StringArray]:
 
 
 def _packed_texts(column: pa.StringArray) -> list[bytes]:
-    """Return one byte a row that is 0 for a null, the places where texts end, and the texts."""
+    """Return the validity (one byte per row, 0 for null), the offsets, and the bytes of a text column."""
     valid = np.asarray(column.is_valid()).astype(np.uint8)
     if not len(column):
         return [b"", b"", b""]
@@ -101,10 +101,18 @@ def _packed_texts(column: pa.StringArray) -> list[bytes]:
 def unpacked(
     data: bytes, fields: RowFields, vocab_size: int, rungs: int = 0, *, known: bool = False
 ) -> PreparedRows:
-    """The rows of a reply, whose token ids are below `vocab_size`, with the `rungs` of the job's ladder. `known`: see
-    Prepared.
+    """Return the rows of a reply.
 
-    Raises BadReply, and Unavailable where the worker could not prepare anything.
+    Args:
+        data: The reply.
+        fields: The columns of a row.
+        vocab_size: The number of token ids.
+        rungs: The number of rungs of the job's ladder.
+        known: See `Prepared`.
+
+    Raises:
+        BadReply: The reply is malformed.
+        Unavailable: The worker could not prepare anything.
     """
     parts = _ReplyParts(data)
     try:
@@ -117,12 +125,13 @@ def unpacked(
 
 
 class _ReplyParts:
-    """Takes one part of a reply after the other."""
+    """Reads the parts of a reply in order."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
     def next(self) -> bytes:
+        """Return the next part."""
         start = self._at + _SIZE
         end = start + int.from_bytes(self._data[self._at : start], "little")
         if end > len(self._data):
@@ -131,7 +140,7 @@ class _ReplyParts:
         return self._data[start:end]
 
     def numbers(self, count: int | None = None, below: int = 1 << 31) -> NDArray[np.int32]:
-        """Return numbers from 0 to `below`; `count` of them, where that is known."""
+        """Return non-negative numbers below `below`; exactly `count` of them if it is given."""
         found = np.frombuffer(self.next(), np.int32)
         if count is not None and len(found) != count:
             raise ValueError(f"{len(found)} numbers for {count} rows")
@@ -147,14 +156,14 @@ class _ReplyParts:
         return found
 
     def of_rows(self, count: int, below: int = 1 << 31) -> NDArray[np.int32] | None:
-        """Return a number of each of so many rows, if any has one."""
+        """Return a number per row, or None if the part is empty."""
         found = self.numbers(below=below)
         if len(found) not in (0, count):
             raise ValueError("numbers are not those of the rows")
         return found if len(found) else None
 
     def further(self, prompts: Prepared, vocab_size: int) -> FurtherPrompts:
-        """Return the prompts that rows have behind their first: as many as each has answers."""
+        """Return the further prompts of rows, whose number must match that of their answers."""
         rows, counts, tokens = (
             self.numbers(below=max(1, len(prompts))),
             self.numbers(),
@@ -177,6 +186,7 @@ class _ReplyParts:
         return found
 
     def texts(self, count: int) -> pa.StringArray:
+        """Return a text column of `count` rows."""
         valid, ends, texts = self.next(), self.next(), self.next()
         if not count:
             return pa.array([], pa.string())

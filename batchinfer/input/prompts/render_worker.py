@@ -1,8 +1,8 @@
-"""The process that reads rows and runs templates and the tokenizer, where it can be killed without harm.
+"""The process that reads rows and runs templates and the tokenizer. It can be killed safely.
 
-A template may loop for ever or ask for all memory, and neither can be stopped from within. The worker notes
-which row it is at in shared memory. When the process dies, or that row takes too long, a new process takes its place;
-the row is prepared again by itself, as anything may have ended a process, and becomes an error row if that fails, too.
+A template may loop forever or exhaust the memory, and cannot be interrupted from within. The worker writes the number
+of its row to shared memory. If the process dies, or the row takes too long, a new process replaces it. The row may not
+be the cause, so it is prepared again on its own, and becomes an error row if that fails, too.
 """
 
 from __future__ import annotations
@@ -32,27 +32,37 @@ from batchinfer.machine.memory import limit_memory
 from batchinfer.machine.spawning import Child, receiving
 from batchinfer.machine.waiting import Waited
 
-_LEAVE_S = 5.0  # a process that closed its pipe has ended by then
+_LEAVE_S = 5.0  # time for a process to exit after it closed its pipe
 _ENTRY = "batchinfer.input.prompts.render_worker:serve"
-_HANGS_IN_A_ROW = 8  # then it is the template, not the rows: at 20 s each the job would never end
-_SIZE = 8  # bytes of the number that says how large a reply is
-_SPARE = 16  # a row's timer is set anew when this part of its limit has passed
-_LOST = 4  # processes in a row that ended at no row
-# Times as long as it may work, a process may do so little that its CPU time does not run out: it is stopped, or swapped
-# out, or the machine is busy.
+_HANGS_IN_A_ROW = 8  # failures of consecutive rows that show a fault of the template; each takes about 20 s
+_SIZE = 8  # bytes of the size of a reply
+_SPARE = 16  # the timer is set again after 1/_SPARE of the limit of a row
+_LOST = 4  # consecutive processes that may die without working on a row
+# Limit on elapsed time, as a multiple of the limit on CPU time: the process may be stopped or swapped out, or the
+# machine may be busy
 IDLE = 6
 
 
 @dataclass(frozen=True, slots=True)
 class RenderSpec:
-    """The settings of a worker. `row_timeout_s` is for one row, `bulk_timeout_s` for tokenising a whole batch, both in
-    seconds of the worker's CPU time: neither a busy machine nor a process that is stopped says anything of a row.
+    """The settings of a render worker.
 
-    `memory_bytes` is what the worker may take beyond what it has after start-up.
+    The time limits are CPU times of the worker, since elapsed time on a busy machine says nothing about a row.
+
+    Args:
+        tokenizer: The folder or GGUF file of the tokenizer.
+        definition: The tokenizer as the text of a tokenizer.json.
+        plan: How rows become prompts.
+        limits: The limits of a prompt.
+        fields: The columns of a row.
+        job: The job file, for messages.
+        row_timeout_s: The limit for a row.
+        bulk_timeout_s: The limit for tokenising a batch of prompts.
+        memory_bytes: The memory that the worker may use in addition to that after its start.
     """
 
     tokenizer: Path
-    definition: str  # of the tokenizer: Tokenizer.definition
+    definition: str
     plan: PromptPlan
     limits: Limits
     fields: RowFields
@@ -62,23 +72,23 @@ class RenderSpec:
     memory_bytes: int = 1 << 30
 
     def timeout_s(self, at: int) -> float:
-        """Return the limit in seconds for the work that the worker reports to be `at`."""
+        """Return the time limit in seconds for the activity `at` that the worker reports."""
         return self.row_timeout_s if at >= 0 else self.bulk_timeout_s
 
 
 class RenderWorker:
-    """One worker process, which prepares one chunk after the other.
+    """A worker process that prepares chunks one at a time.
 
-    `attend` when `events` says that it has sent something, and `look` at it now and then: it may hang. `definition` is
-    a file with that of the tokenizer.
+    Call `attend` when `events` signals data, and `look` regularly, since the process may hang. `definition` is the
+    descriptor of a file with the tokenizer's definition.
     """
 
     def __init__(self, spec: RenderSpec, definition: int, events: selectors.BaseSelector) -> None:
         self._spec, self._definition, self._events = spec, definition, events
-        self._pieces: RowPieces | None = None  # None: nothing is to be done
+        self._pieces: RowPieces | None = None  # None while there is no chunk
         self._header: InputChunk | None = None
         self._data = b""
-        self._lost = 0  # processes in a row that did nothing
+        self._lost = 0  # consecutive processes that died without working on a row
         self._renewed = False
         self.began = perf_counter()
         self.ready_at: float | None = None
@@ -102,11 +112,11 @@ class RenderWorker:
 
     @property
     def idle(self) -> bool:
-        """Whether it waits for a chunk."""
+        """True if the worker waits for a chunk."""
         return self._ready and self._pieces is None
 
     def submit(self, chunk: InputChunk, rows: int) -> None:
-        """Hand over a chunk of `rows` rows at the most, of which no more are read; the worker must be idle."""
+        """Send a chunk, and read at most `rows` of its rows. The worker must be idle."""
         self._header, self._data = chunk.packed()
         self._pieces = RowPieces(rows, self._spec.fields)
         self._lost, self._renewed = 0, False
@@ -114,8 +124,10 @@ class RenderWorker:
             self._send()
 
     def attend(self) -> PreparedRows | None:
-        """Take what the process has sent. Return the chunk, once all of it is prepared: rows that hang or kill the
-        worker, twice, are errors."""
+        """Receive what the process has sent. Return the prepared chunk once it is complete, else None.
+
+        A row that hangs or kills the worker twice becomes an error.
+        """
         try:
             with receiving():
                 size = int.from_bytes(self._pipe.recv_bytes(_SIZE), "little")
@@ -129,10 +141,10 @@ class RenderWorker:
             if self._pieces is not None:
                 self._send()
             return None
-        return self._taken(size)
+        return self._receive(size)
 
     def look(self) -> None:
-        """Replace the process by another one if it hangs."""
+        """Replace the process if it hangs."""
         if self.idle:
             return
         if self._at.value != self._seen:
@@ -146,7 +158,7 @@ class RenderWorker:
             self._restart()
 
     def close(self) -> None:
-        """End the process; safe to call twice."""
+        """End the process. Safe to call twice."""
         if self._shared < 0:
             return
         self._events.unregister(self._pipe.fileno())
@@ -163,10 +175,10 @@ class RenderWorker:
         try:
             self._pipe.send((self._pieces.present, self._header, len(self._data)))
         except (BrokenPipeError, ConnectionResetError):
-            return  # it died before it could read: `attend` sees that and starts another
+            return  # the process died before it could read; `attend` notices that and starts another one
 
-    def _taken(self, size: int) -> PreparedRows | None:
-        """Take the reply to the present piece."""
+    def _receive(self, size: int) -> PreparedRows | None:
+        """Read the reply to the present piece."""
         pieces = self._pieces
         if pieces is None:
             raise Unavailable("the process that renders prompts sent something that nobody asked for")
@@ -187,7 +199,7 @@ class RenderWorker:
         return None
 
     def _reply(self, size: int, pieces: RowPieces) -> PreparedRows:
-        """Raises BadReply."""
+        """Return the rows of the reply. Raises BadReply."""
         if size > self._spec.memory_bytes:
             raise BadReply(f"{size} bytes are more than such a process may have")
         spec = self._spec
@@ -198,8 +210,10 @@ class RenderWorker:
         return reply
 
     def _died(self) -> None:
-        """Handle a worker's death, by itself or by a limit. RLIMIT_CPU counts all rows since the start, so it blames no
-        row."""
+        """Handle the death of the process.
+
+        RLIMIT_CPU counts all rows since the start, so exceeding it is not the fault of a row.
+        """
         ended = self._child.wait(_LEAVE_S)
         if ended is not None and ended.out_of_cpu_time:
             if self._renewed:
@@ -216,7 +230,7 @@ class RenderWorker:
             )
 
     def _failed(self, code: str, message: str) -> None:
-        """The process ended or hung. Only a row that it was at, alone, and for the second time, is at fault."""
+        """Handle a process that died or hung. A row is at fault if it was prepared on its own, and failed before."""
         pieces, row = self._pieces, _row_of(self._at.value)
         if pieces is None or row is None or row >= len(pieces.present):
             self._lose(message)
@@ -227,7 +241,7 @@ class RenderWorker:
             pieces.accuse(row)
 
     def _lose(self, message: str) -> None:
-        """Another process ended, and no row is known to be at fault."""
+        """Handle a process that died while it worked on no row."""
         self._lost += 1
         if self._lost == _LOST:
             text = f"the process that renders prompts cannot be kept running: {message}"
@@ -246,24 +260,30 @@ class RenderWorker:
 
 
 def _row_of(at: int) -> int | None:
-    """The row of the present piece that a worker reports. None: it was at no row, or another process was at work for
-    it, which checks constraints and is asked twice itself."""
+    """Return the row of the present piece that a worker reports.
+
+    Returns:
+        None if it works on no row, or waits for the process that checks constraints, which retries on its own.
+    """
     return at if at >= 0 else None
 
 
 def serve(spec: RenderSpec, shared: int, definition: int, pipe: Connection[Any, Any]) -> None:
-    """The worker's whole life: chunks in, replies out, until the parent closes the pipe or dies.
+    """Run the worker process: receive chunks and send replies, until the parent closes the pipe or dies.
 
-    `shared` is the descriptor of the file through which the parent sees the row that is at work and what is large goes
-    to and fro; `definition` that of the tokenizer.
+    Args:
+        spec: The settings.
+        shared: The descriptor of the file that has the number of the current row, and large data in both directions.
+        definition: The descriptor of the file with the tokenizer's definition.
+        pipe: The connection to the parent.
     """
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers themselves fill the cores
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many workers as cores
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     tokenizer = Tokenizer(spec.tokenizer, take(definition, os.fstat(definition).st_size - BULK_AT).decode())
     report = _Report(_shared_number(shared), spec)
     preparer = Preparer(spec.plan, spec.limits, tokenizer, report, spec.fields)
-    # after the copies of the tokenizer, which are as large as the checkpoint has it
+    # Set after loading, since the size of the tokenizer depends on the checkpoint
     limit_memory(spec.memory_bytes)
     pipe.send_bytes(b"")  # ready
     while True:
@@ -275,31 +295,28 @@ def serve(spec: RenderSpec, shared: int, definition: int, pipe: Connection[Any, 
         try:
             reply = packed(preparer.prepare(header.unpacked(take(shared, size)), piece))
             put(shared, reply)
-        except (
-            Unavailable
-        ) as error:  # no row's fault: it cannot start another process, or has no room for its reply
+        except Unavailable as error:  # a process cannot start, or the reply does not fit
             reply = packed_failure(str(error))
             put(shared, reply)
         pipe.send_bytes(len(reply).to_bytes(_SIZE, "little"))
 
 
 class _Report:
-    """Reports the row in work, and sets the CPU time after which the system ends this process, whatever library it is
-    in.
+    """Reports the current row, and sets the CPU time after which the kernel kills this process.
 
-    The timer is set anew only when a part of the limit has passed, for setting it takes as long as parsing a row. Each
-    row then has that part more than the limit.
+    Setting the timer is as slow as parsing a row. It is therefore only set again after a part of the limit has passed,
+    and a row may get that part in addition.
     """
 
     def __init__(self, at: ctypes.c_long, spec: RenderSpec) -> None:
         self._at, self._spec = at, spec
-        self._kind = -1  # of work: rows (0), or what takes longer (1)
-        self._until = 0.0  # by the clock, up to which the timer that is set leaves time enough
+        self._kind = -1  # 0 for rows, 1 for work with the longer limit
+        self._until = 0.0  # the time until which the timer leaves at least the limit
 
     def __call__(self, row: int) -> None:
         self._at.value = row
         kind = 0 if row >= 0 else 1
-        now = monotonic()  # CPU time of one thread passes no faster
+        now = monotonic()  # the CPU time of one thread does not pass faster than this clock
         if kind != self._kind or now > self._until:
             limit = self._spec.timeout_s(row)
             spare = limit / _SPARE
@@ -308,5 +325,5 @@ class _Report:
 
 
 def _shared_number(file: int) -> ctypes.c_long:
-    """A number that all processes see that have this file."""
+    """Return a number that all processes with this file share."""
     return ctypes.c_long.from_buffer(mmap.mmap(file, ctypes.sizeof(ctypes.c_long)))

@@ -1,4 +1,4 @@
-"""Facts of rows that the index keeps besides their prompts: ids, endpoints, and columns that go into the results."""
+"""Facts of rows that the index stores in addition to prompts: ids, endpoints, and columns copied to the results."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from batchinfer.core.request import RowError
 from batchinfer.input.json_kinds import json_kind, json_text
 from batchinfer.input.rows import Values
 
-MOST_NAMES = 200  # of columns that are remembered for a message
+MOST_NAMES = 200  # maximum number of column names kept for messages
 _NO_TEXTS = pa.array([], pa.string())
 
 
 @dataclass(frozen=True, slots=True)
 class RowFields:
-    """The columns of a row and what they are for: `prompt` for its prompt (None: all), `id` for its id, `carried` for
-    the results, as JSON text where the format has no types.
+    """The columns of a row by purpose.
 
-    `endpoints`: rows are OpenAI requests, whose urls are kept. `watched` are names to look for in an input that does
-    not declare its columns; None: it does.
+    Args:
+        prompt: The columns for the prompt, or None for all.
+        id: The column of the row's id.
+        carried: The columns copied to the results.
+        as_json: True if carried values become JSON text, since the format has no types.
+        endpoints: True if rows are OpenAI requests, whose urls are kept.
+        watched: The column names to look for in an input without a schema; None if it has one.
     """
 
     prompt: tuple[str, ...] | None
@@ -35,7 +39,7 @@ class RowFields:
 
     @property
     def values(self) -> frozenset[str] | None:
-        """The columns whose values are read; None: all."""
+        """The columns whose values are read, or None for all."""
         return (
             None
             if self.prompt is None
@@ -43,11 +47,11 @@ class RowFields:
         )
 
     def needed(self, row: Values) -> Values:
-        """The row cut down to what its prompt is made of."""
+        """Return the columns of a row that its prompt needs."""
         return row if self.prompt is None else {name: row[name] for name in self.prompt if name in row}
 
     def custom_id(self, row: Values) -> str | None:
-        """The row's id as text; null stays null."""
+        """Return the row's id as text, or None."""
         value = row.get(self.id) if self.id is not None else None
         if value is None or isinstance(value, str):
             return value
@@ -56,10 +60,16 @@ class RowFields:
 
 @dataclass(slots=True)
 class RowFacts:
-    """Columns of n rows: `ids`, `endpoints` (of requests), and one for each of the columns that are `carried` as text.
+    """Facts of n rows.
 
-    `kinds` are those of a carried column's JSON values. `unread` are the rows that could not be read. `names` are the
-    first columns that rows had, `found` those of them that were watched for.
+    Args:
+        ids: The ids of the rows.
+        endpoints: The urls of the requests, or None.
+        carried: The carried columns as text.
+        kinds: Per carried column, the kinds of its JSON values.
+        unread: The rows that could not be read.
+        names: The first names of columns that occurred.
+        found: The watched names that occurred.
     """
 
     ids: pa.StringArray
@@ -72,7 +82,7 @@ class RowFacts:
 
     @property
     def read_rows(self) -> int:
-        """How many rows could be read."""
+        """The number of rows that could be read."""
         return len(self.ids) - len(self.unread)
 
     def first(self, rows: int) -> RowFacts:
@@ -83,7 +93,7 @@ class RowFacts:
 
 
 class FactsOfRows:
-    """Collects the facts, row by row."""
+    """Collects the facts row by row."""
 
     def __init__(self, fields: RowFields) -> None:
         self._fields = fields
@@ -97,7 +107,7 @@ class FactsOfRows:
         self._found: set[str] = set()
 
     def note(self, row: Values | RowError) -> None:
-        """Add the next row; nothing is known of one that could not be read."""
+        """Add the next row. A row that could not be read has no facts."""
         if isinstance(row, RowError):
             self._unread.append(len(self._ids))
             row = {}
@@ -141,7 +151,7 @@ class FactsOfRows:
 
 
 def no_facts(fields: RowFields, rows: int) -> RowFacts:
-    """Return what is known of rows that could not be read."""
+    """Return the facts of rows that could not be read."""
     collected = FactsOfRows(fields)
     for _ in range(rows):
         collected.note(RowError("", "input", ""))
@@ -149,7 +159,7 @@ def no_facts(fields: RowFields, rows: int) -> RowFacts:
 
 
 def joined_facts(parts: Sequence[RowFacts]) -> RowFacts:
-    """Return the facts of all rows, in order."""
+    """Return the facts of all rows in order."""
     first, unread, start = parts[0], [], 0
     names: dict[str, None] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""A row's own sampling parameters: checked, and laid over the job's."""
+"""Checks the sampling parameters of rows, which override the job's."""
 
 from __future__ import annotations
 
@@ -39,21 +39,27 @@ from batchinfer.input.prompts.parameters.request_fields import (
 )
 from batchinfer.input.rows import RowProblem, kind_of
 
-SAMPLES = "n"  # how many answers a row asks for: no parameter of any of them
+SAMPLES = "n"  # the number of answers per row; it is not a parameter of an answer
 
 
 def override(
     params: SamplingParams, given: Mapping[str, Any], columns: Mapping[str, str] | None = None
 ) -> SamplingParams:
-    """`params` with the non-null values of `given` laid over.
+    """Return `params` with the non-null values of `given`.
 
-    Raises RowProblem naming the parameter, and the column that `columns` has for it where its name is another.
+    Args:
+        params: The parameters of the job.
+        given: The values of the row, by parameter.
+        columns: The columns of the parameters, for messages.
+
+    Raises:
+        RowProblem: A value is invalid; the message names the parameter and its column.
     """
-    return _laid_over(params, given, {name: _label(name, column) for name, column in (columns or {}).items()})
+    return _override(params, given, {name: _label(name, column) for name, column in (columns or {}).items()})
 
 
-def _laid_over(params: SamplingParams, given: Mapping[str, Any], labels: Mapping[str, str]) -> SamplingParams:
-    """`labels`: what problems call the parameters, where that is not their name."""
+def _override(params: SamplingParams, given: Mapping[str, Any], labels: Mapping[str, str]) -> SamplingParams:
+    """Return `params` with the non-null values of `given`; `labels` are the names of parameters in messages."""
     found: dict[str, Any] = {}
     if given:
         found = {
@@ -68,7 +74,7 @@ def _laid_over(params: SamplingParams, given: Mapping[str, Any], labels: Mapping
 
 
 def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_field: str) -> SamplingParams:
-    """As `override`, for the body of an OpenAI request. Unknown fields and streaming are refused."""
+    """Return `params` with the fields of an OpenAI request. Raises RowProblem for unknown fields and streaming."""
     asked, chat = AskedParameters(), prompt_field == "messages"
     logprobs = ("logprobs", "top_logprobs") if chat else ("logprobs",)
     for field, value in body.items():
@@ -76,36 +82,38 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
         if value is None or field in (prompt_field, SAMPLES) or field in HARMLESS or field in logprobs:
             continue
         if chat and (field in TEMPLATE_FIELDS or (field in CALL_FIELDS and body.get(TOOLS))):
-            continue  # what the chat template is told, and what tools are to be called
+            continue  # the chat template and the tool choice read these
         if field in ("stream", "stream_options"):
             _check_stream(field, value)
         elif field == "response_format":
             for kind, asked_for in _response_format(value).items():
                 asked.put(kind, asked_for, field)
         elif field == ECHO and not chat:
-            _boolean(field, value)  # it says how a line is written
+            _boolean(field, value)  # it only affects how the result is written
         elif field == STRUCTURED:
             asked.put_structure(value)
         elif name in CHECKS:
             asked.put(name, value, field)
         elif not asks_nothing(field, value, chat):
             raise unsupported(field)
-    found = _laid_over(params, asked.values, asked.fields)
+    found = _override(params, asked.values, asked.fields)
     if all(body.get(field) is None for field in logprobs):
         return found
     if chat:
         return replace(found, logprobs=_chat_logprobs(body))
     most = _text_logprobs(body["logprobs"])
-    if (
-        body.get(ECHO) is True and found.prompt_logprobs is None
-    ):  # those of the prompt belong to the text, too
+    if body.get(ECHO) is True and found.prompt_logprobs is None:  # the returned text includes the prompt
         return replace(found, logprobs=most, prompt_logprobs=most)
     return replace(found, logprobs=most)
 
 
 def asked_samples(value: Any, column: str = SAMPLES) -> int | None:
-    """Return the number of answers that a row asks for in this column, or in its body; None: it says nothing. Raises
-    RowProblem."""
+    """Return the number of answers that a row sets, or None. Raises RowProblem.
+
+    Args:
+        value: The value of the row.
+        column: The column of the value, for messages.
+    """
     if value is None:
         return None
     name = _label(SAMPLES, column)
@@ -118,7 +126,7 @@ def asked_samples(value: Any, column: str = SAMPLES) -> int | None:
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
-    """A chat asks with `logprobs: true`, and for the likeliest tokens with `top_logprobs` as well."""
+    """Return the logprobs of a chat request, which sets `logprobs: true` and optionally `top_logprobs`."""
     asked, most = body.get("logprobs"), body.get("top_logprobs")
     if asked is not None:
         _boolean("logprobs", asked)
@@ -130,14 +138,14 @@ def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
 
 
 def _text_logprobs(asked: object) -> int | None:
-    """A text completion asks with the number of likeliest tokens. Some clients write false for none."""
+    """Return the logprobs of a text completion, which are a number; some clients write false for none."""
     return None if asked is False else CHECKS["logprobs"]("logprobs", asked)
 
 
 def _unconstrained(
     params: SamplingParams, given: Mapping[str, Any], labels: Mapping[str, str]
 ) -> SamplingParams:
-    """`params` without their constraint where `given` has one. Raises RowProblem for several."""
+    """Return `params` without its constraint if `given` has one. Raises RowProblem for several constraints."""
     named = [name for name in CONSTRAINTS if given.get(name)]
     if len(named) > 1:
         first, second = (labels.get(name, name) for name in named[:2])
@@ -160,13 +168,13 @@ def _response_format(value: Any) -> dict[str, Any]:
 
 
 def from_text(name: str, value: Any) -> Any:
-    """The value of a parameter that a file without types holds: a number, true, a list; a stop text stays as it is."""
+    """Parse the value of a parameter in a file without types. Text parameters such as `stop` stay as they are."""
     if not isinstance(value, str) or name in ("stop", "regex", "grammar", "json_schema"):
         return value
     try:
         return json.loads(value if name in ("choice", "bad_words") else value.lower())
     except (ValueError, RecursionError):
-        return value  # the parameter's check says what it should be
+        return value  # the check of the parameter reports the error
 
 
 def _label(name: str, column: str) -> str:
@@ -278,7 +286,10 @@ def _schema(name: str, value: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _canonical(schema: str) -> str:
-    """The JSON text of a schema without white space. Remembered: rows mostly have one of a few. Raises BadSchema."""
+    """Return the JSON text of a schema without white space. Raises BadSchema.
+
+    Results are cached, since rows usually have one of a few schemas.
+    """
     return written(parsed_schema(schema))
 
 

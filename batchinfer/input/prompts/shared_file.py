@@ -1,6 +1,7 @@
-"""Nameless files through which two processes hand each other what is too large for a pipe.
+"""Anonymous files through which two processes exchange data that is too large for a pipe.
 
-A pipe holds some 200 KB: whoever writes more waits until the other process runs, and that may be busy or starting.
+A pipe buffers about 200 KB. A process that writes more blocks until the other one reads, which may be busy or still
+starting.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import tempfile
 
 from batchinfer.core.errors import Unavailable
 
-BULK_AT = 4096  # before it there is a page for single numbers
-_KEPT = 8 << 20  # bytes; memory beyond it is given back once they were taken
+BULK_AT = 4096  # offset of the data; the page before it is for single numbers
+_KEPT = 8 << 20  # bytes that may stay allocated after the data was read
 
 
 def shared_file() -> int:
-    """The descriptor of a nameless file, in memory where the system has such files."""
+    """Return the descriptor of an anonymous file, in memory if the system supports that."""
     if sys.platform == "linux":
         file = os.memfd_create("batchinfer-render")
     else:
@@ -27,7 +28,7 @@ def shared_file() -> int:
 
 
 def put(file: int, data: bytes) -> None:
-    """Write the data over what was there. Raises Unavailable where the system does not allow a file of that size."""
+    """Write data to the file, over earlier data. Raises Unavailable if the system does not allow the size."""
     left = memoryview(data)
     at = BULK_AT
     try:
@@ -42,8 +43,7 @@ def put(file: int, data: bytes) -> None:
 
 
 def take(file: int, size: int) -> bytes:
-    """Return a copy of the first `size` bytes of the data, or of as many as there are: the other process may change
-    the file at any time."""
+    """Return a copy of the first `size` bytes of the data; fewer if the other process has truncated the file."""
     parts, at = [], BULK_AT
     while size > 0 and (part := os.pread(file, size, at)):
         parts.append(part)

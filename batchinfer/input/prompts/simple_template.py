@@ -1,6 +1,6 @@
-"""A shortcut for templates that only print columns between texts: they are joined without running Jinja.
+"""A fast path for templates that only print columns between texts: they are joined without running Jinja.
 
-Kept in addition to Jinja because that takes a large part of a short row's ingest: see docs/measurements/ingest.md.
+Jinja takes a large part of the time for reading a short row, see docs/measurements/ingest.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jinja2 import nodes
 
 from batchinfer.input.rows import Values
 
-# Names that a template does not read from the row, or not only
+# Names with a special meaning in templates
 _SPECIAL = frozenset(
     {"row", "self", "super", "loop", "caller", "varargs", "kwargs", "context", "environment"}
 )
@@ -21,14 +21,14 @@ _SPECIAL = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SimpleTemplate:
-    """A template as `texts` with the values of `names` between them."""
+    """A template of `texts` with the values of `names` between them; there is one more text than names."""
 
-    texts: tuple[str, ...]  # one more than names
+    texts: tuple[str, ...]
     names: tuple[str, ...]
 
     @classmethod
     def of(cls, tree: nodes.Template) -> Self | None:
-        """Return the template if there is nothing else in it."""
+        """Return the template, or None if it contains anything else."""
         texts, names = [""], []
         for node in _parts(tree):
             if isinstance(node, nodes.TemplateData):
@@ -41,7 +41,7 @@ class SimpleTemplate:
         return cls(tuple(texts), tuple(names))
 
     def render(self, values: Values) -> str | None:
-        """Return the text; None where a value is missing, null, or no plain one: then Jinja says what becomes of it."""
+        """Return the text, or None if Jinja must render it: a value is missing, null, or has a complex type."""
         parts = [self.texts[0]]
         for name, text in zip(self.names, self.texts[1:], strict=True):
             value = values.get(name)
@@ -54,7 +54,7 @@ class SimpleTemplate:
 
 
 def _parts(tree: nodes.Template) -> Iterator[nodes.Node]:
-    """Yield what is printed; a node of another kind as it is."""
+    """Yield the printed nodes and all other statements in order."""
     for node in tree.body:
         if isinstance(node, nodes.Output):
             yield from node.nodes

@@ -1,4 +1,4 @@
-"""Whether a template can be compiled, and the line that prevents it where not."""
+"""Checks that a template can be compiled, and finds the line at fault."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jinja2.sandbox import SandboxedEnvironment
 
 MAX_CHARACTERS = 1 << 20  # the longest templates of public checkpoints have some 50,000
 _TOO_DEEP = "nests too deeply to be compiled; take it apart with {% set %}"
-_LIMITS = ("too many", "too deep", "nested")  # words with which Python tells of its limits for nesting
+_LIMITS = ("too many", "too deep", "nested")  # words in Python's messages about its limits on nesting
 _OPEN, _CLOSE = frozenset("([{"), frozenset(")]}")
 _BLOCKS = ("if", "for", "macro", "call", "filter", "with", "generation", "autoescape")
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateFault:
-    """The reason why a template cannot be compiled, and its line from 1, if known."""
+    """The reason why a template cannot be compiled, and its line from 1, or None if unknown."""
 
     line: int | None
     message: str
@@ -28,7 +28,7 @@ class TemplateFault:
 
 
 def template_fault(environment: SandboxedEnvironment, source: str) -> TemplateFault | None:
-    """Compiles the template and runs nothing of it. None: it can be compiled."""
+    """Compile a template without running it. Return the fault, or None if it can be compiled."""
     if len(source) > MAX_CHARACTERS:
         return TemplateFault(None, f"has {len(source):,} characters; at most {MAX_CHARACTERS:,} are read")
     try:
@@ -37,17 +37,17 @@ def template_fault(environment: SandboxedEnvironment, source: str) -> TemplateFa
         return TemplateFault(error.lineno, f"is no valid Jinja template: {error.message}")
     except (RecursionError, MemoryError):
         return TemplateFault(_deepest_line(environment, source), _TOO_DEEP)
-    except SyntaxError as error:  # of the Python code that Jinja makes of the template
+    except SyntaxError as error:  # in the Python code that Jinja generates
         if any(word in error.msg for word in _LIMITS):
             return TemplateFault(_deepest_line(environment, source), _TOO_DEEP)
         return TemplateFault(None, f"cannot be compiled: {error.msg}")
-    except ValueError as error:  # a number of too many digits
+    except ValueError as error:  # a number with too many digits
         return TemplateFault(None, f"cannot be compiled: {error}")
     return None
 
 
 def _deepest_line(environment: SandboxedEnvironment, source: str) -> int:
-    """Return the line at which most blocks and brackets are open, or that of the longest expression if none are."""
+    """Return the line with the deepest nesting; without nesting, the line with the largest number of tokens."""
     depth, deepest, line = 0, 1, 0
     tokens: Counter[int] = Counter()
     previous = ""

@@ -1,4 +1,4 @@
-"""The parts that a template is made of, which stand one below the other and could stand in another order."""
+"""Splits a template into parts, such as paragraphs, that could be in another order."""
 
 from __future__ import annotations
 
@@ -12,34 +12,44 @@ from batchinfer.input.prompts.builder import template_columns
 from batchinfer.input.prompts.chat_template import row_environment
 
 _OPENING, _CLOSING = frozenset({"for", "if"}), frozenset({"endfor", "endif"})
-_MOVABLE = _OPENING | _CLOSING | {"elif", "else"}  # others may define what a later part uses
-_BEGINS_SOMETHING = re.compile(r"(:|<[^/>][^>]*>)\s*$")  # a label or an opening tag belongs to what follows
-# Shorter texts have not the 16 tokens that can be shared
+_MOVABLE = _OPENING | _CLOSING | {"elif", "else"}  # other statements may define names that later parts use
+_BEGINS_SOMETHING = re.compile(r"(:|<[^/>][^>]*>)\s*$")  # a label or an opening tag belongs to the next line
+# A shorter text has fewer than the 16 tokens of a block, so it cannot be shared
 _LONG_TAIL = re.compile(r"[}%]\}[^\w\s{]*\s+(?P<tail>(?:(?![{%]\}|\{[{%]).){60,})\Z")
 _ENDS_SOMETHING = re.compile(r"^\s*</[^>]+>\s*$")
 
 
 @dataclass(frozen=True, slots=True)
 class TemplatePart:
-    """Lines of a template. `columns` are those that they read; none: the lines are the same for all rows."""
+    """Consecutive lines of a template.
+
+    Args:
+        source: The lines.
+        first_line: The number of the first line, from 1.
+        columns: The columns that the lines read. Without any, the lines are the same for all rows.
+    """
 
     source: str
-    first_line: int  # from 1
+    first_line: int
     columns: tuple[str, ...]
 
     @property
     def last_line(self) -> int:
+        """The number of the last line."""
         return self.first_line + self.source.count("\n")
 
     @property
     def waits(self) -> bool:
-        """Whether it asks for what is to follow, as `Answer:` does at the end of a template."""
+        """True if the part is a label for the text after it, such as `Answer:` at the end of a template."""
         return not self.columns and _BEGINS_SOMETHING.search(self.source) is not None
 
 
 def template_parts(source: str) -> list[TemplatePart] | None:
-    """The parts in order; None for a template whose lines cannot change places: it defines something, trims white
-    space, or has no valid syntax."""
+    """Return the parts of a template in order.
+
+    Returns:
+        None if its lines cannot be reordered: it defines names, trims white space, or is invalid.
+    """
     try:
         lines = _lines(source)
         found = None if lines is None else list(_joined(list(_cut(lines))))
@@ -51,12 +61,12 @@ def template_parts(source: str) -> list[TemplatePart] | None:
 
 
 def in_order(parts: list[TemplatePart], source: str) -> str:
-    """A template of these parts, as far apart as the template had them."""
+    """Return a template of these parts, separated as in `source`."""
     return ("\n\n" if "\n\n" in source else "\n").join(part.source for part in parts)
 
 
 def _lines(source: str) -> list[str] | None:
-    """The source cut where a line ends outside of every expression and block."""
+    """Split the source at line ends outside of expressions and blocks. Return None if it cannot be reordered."""
     lines, depth, begun = [""], 0, False
     for _, kind, text in row_environment().lex(source):
         if kind.endswith(("_begin", "_end")) and ("-" in text or "+" in text):
@@ -76,7 +86,7 @@ def _lines(source: str) -> list[str] | None:
 
 
 def _cut(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, from 1. Long text behind the last field of a line becomes a line of its own."""
+    """Yield lines with their numbers from 1. A long text after the last field of a line becomes a line of its own."""
     number = 1
     for line in lines:
         tail = _LONG_TAIL.search(line)
@@ -87,7 +97,7 @@ def _cut(lines: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _joined(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Lines with their labels, and neighbouring lines without columns together; each with the number of its first."""
+    """Join lines with their labels, and neighbouring lines without columns; yields each part with its first line."""
     held: list[str] = []
     first = 1
     for (number, line), (_, following) in zip(lines, [*lines[1:], (0, "")], strict=True):
@@ -103,7 +113,7 @@ def _joined(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 
 
 def _ends(held: list[str], following: str) -> bool:
-    """Whether a part ends behind these lines."""
+    """Return True if a part ends after these lines."""
     last = next((line for line in reversed(held) if line.strip()), "")
     if _BEGINS_SOMETHING.search(last) and not _varies(last):
         return False

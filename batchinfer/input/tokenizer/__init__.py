@@ -1,1 +1,1 @@
-"""A checkpoint's tokenizer: texts to token ids and back."""
+"""The tokenizer of a checkpoint: encodes texts to token ids and decodes them."""

@@ -1,4 +1,4 @@
-"""Makes a tokenizer of the vocabulary that a GGUF file holds: pieces of sentencepiece, or bytes merged in pairs."""
+"""Builds a tokenizer from the vocabulary of a GGUF file: sentencepiece tokens, or byte-level BPE."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from batchinfer.core.gguf.files import GgufModel
 from batchinfer.core.gguf.header import wrong_gguf
 from batchinfer.core.gguf.vocabulary import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
 
-BYTES, PIECES = "gpt2", "llama"  # kinds of tokenizers, as files name them
-_SHOWN = 200  # characters of an error of the library, which quotes a token of any length
+BYTES, PIECES = "gpt2", "llama"  # values of tokenizer.ggml.model
+_SHOWN = 200  # maximum characters of a library's error in a message, since it may quote a token of any length
 _SPACE = "\u2581"
-_KEEPING = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's special tokens that leave white space behind them
-_BESIDE = (
+_KEEPING = (
+    "<unk>",
+    "<s>",
+    "<|endoftext|>",
+)  # Phi-3's special tokens that do not absorb white space after them
+_HINT = (
     "put tokenizer.json of the model's original release into a folder with the GGUF file, and name the folder in "
     "model.path"
 )
@@ -30,9 +34,15 @@ _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """How texts are cut before bytes are merged. `patterns`: of the parts, each cut by the next; (): GPT-2's. `digits`:
-    each is a part of its own, in the end. `whole`: a part that is a token is that token, whatever the merges. `begins`:
-    texts begin with BOS unless the file says otherwise. `composed`: texts are normalised (NFC) first."""
+    """How texts are split before bytes are merged.
+
+    Args:
+        patterns: The split patterns; each one splits the parts of the previous one. (): the pattern of GPT-2.
+        digits: True if each digit becomes a part of its own at the end.
+        whole: True if a part that is a token becomes that token, without applying merges.
+        begins: True if texts begin with BOS, unless the file states otherwise.
+        composed: True if texts are normalised to NFC first.
+    """
 
     patterns: tuple[str, ...] = ()
     digits: bool = False
@@ -45,7 +55,7 @@ _LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_SYMBOLS}
 _QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SYMBOLS}"
 _TEKKEN = rf"{_WORDS % ('', '')}|\p{{N}}|{_PATHS}"
 _GPT4O = rf"{_WORDS % (f'{_ENDINGS}?', f'{_ENDINGS}?')}|\p{{N}}{{1,3}}|{_PATHS}"
-# Letters with case, of those that the Unicode of 2018 had, less those of some scripts and of mathematics
+# Cased letters of the Unicode version of 2018, without some scripts and mathematical letters
 _CASED = (
     r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^\x{560}-\x{588}\x{10c7}-\x{10ff}\x{1c80}-\x{1c8a}\x{2d00}-\x{2d2d}\x{a790}-\x{a7ff}"
     r"\x{ab30}-\x{ab6f}\x{10570}-\x{105bc}\x{10d50}-\x{10d85}\x{16e40}-\x{1df2a}]]"
@@ -54,7 +64,7 @@ _CJK, _LINE_ENDS = r"[\x{4e00}-\x{9fa5}\x{800}-\x{4e00}\x{ac00}-\x{d7ff}]+", r"[
 _MARKS = r"[!-/:-~\x{ff01}-\x{ff0f}\x{ff1a}-\x{ff5e}\x{2018}-\x{201f}\x{3000}-\x{3002}]"
 _DEEPSEEK = (_LINE_ENDS, rf"\s?{_CASED}+", rf"\s?{_MARKS}+", r"\s+$", _CJK)
 _DEEPSEEK_CODER = (_LINE_ENDS, r"\s?\p{L}+", r"\s?\p{P}+", _CJK)
-# By tokenizer.ggml.pre. The patterns are those of the models' own tokenizer.json
+# By tokenizer.ggml.pre; the patterns come from the tokenizer.json of the models
 CUTTINGS: Mapping[str, Cutting] = {
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
@@ -73,11 +83,11 @@ CUTTINGS: Mapping[str, Cutting] = {
 
 
 def definition_of(model: GgufModel, vocabulary: Vocabulary) -> str:
-    """Return the text of a tokenizer.json.
+    """Return the tokenizer as the text of a tokenizer.json.
 
     Raises:
-        JobFileError: The kind of tokenizer is unknown, so that another one might give other tokens unnoticed, or the
-            vocabulary does not make a tokenizer.
+        JobFileError: The kind of tokenizer is unknown, or the vocabulary is invalid. An unknown kind is not replaced
+            by a similar one, which might encode texts differently.
     """
     try:
         return _definition(model, vocabulary)
@@ -86,7 +96,7 @@ def definition_of(model: GgufModel, vocabulary: Vocabulary) -> str:
     except Exception as error:  # noqa: BLE001 - the Rust library raises plain Exception
         text = f"{model.name}: its keys tokenizer.ggml make no tokenizer: {str(error)[:_SHOWN]}"
         raise wrong_gguf(
-            model.path, text, hint=f"the file may be damaged: download it again, or {_BESIDE}"
+            model.path, text, hint=f"the file may be damaged: download it again, or {_HINT}"
         ) from None
 
 
@@ -111,7 +121,7 @@ def _architecture(model: GgufModel) -> str:
 
 def _wrong(model: GgufModel, key: str, found: object, wanted: Iterable[str]) -> JobFileError:
     text = f"{model.name}: tokenizer.ggml.{key} is {found!r}; supported are {', '.join(wanted)}"
-    return wrong_gguf(model.path, text, hint=_BESIDE)
+    return wrong_gguf(model.path, text, hint=_HINT)
 
 
 def _cutting(model: GgufModel, vocabulary: Vocabulary) -> Cutting:
@@ -122,7 +132,7 @@ def _cutting(model: GgufModel, vocabulary: Vocabulary) -> Cutting:
 
 
 def _numbered(vocabulary: Vocabulary) -> dict[str, int]:
-    """The ids by the texts of the tokens; of equal ones the first."""
+    """Return the token ids by text. The first of several equal tokens counts."""
     return {token: number for number, token in reversed([*enumerate(vocabulary.tokens)])}
 
 
@@ -143,7 +153,7 @@ def _bytes(vocabulary: Vocabulary, cutting: Cutting) -> RustTokenizer:
 
 
 def _pieces(model: GgufModel, vocabulary: Vocabulary) -> RustTokenizer:
-    """Merge as sentencepiece does, the pair whose token has the best score first. Bytes stand for what has no token."""
+    """Return a tokenizer that merges like sentencepiece, best score first, and falls back to bytes."""
     prefixed = vocabulary.stated.get("add_space_prefix", True)
     merges = [_pair(one) for one in vocabulary.merges] or _merges(model, vocabulary)
     unknown = vocabulary.token("unknown_token_id")
@@ -163,15 +173,15 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _merges(model: GgufModel, vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Every pair of tokens that together are one, that with the best score first. Gemma's tokens are in the order of
-    their merges, which their scores are not."""
+    """Return all pairs of tokens that form a token, best score first.
+
+    Gemma's tokens are in the order of their merges, and their scores are not, so their ids are used as scores.
+    """
     if not vocabulary.scores:
-        raise wrong_gguf(
-            model.path, f"{model.name} has neither tokenizer.ggml.scores nor merges", hint=_BESIDE
-        )
-    ordered = _architecture(model).startswith("gemma")
+        raise wrong_gguf(model.path, f"{model.name} has neither tokenizer.ggml.scores nor merges", hint=_HINT)
+    by_id = _architecture(model).startswith("gemma")
     plain = {
-        token: -float(number) if ordered else vocabulary.scores[number]
+        token: -float(number) if by_id else vocabulary.scores[number]
         for number, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
         if kind == NORMAL
     }
@@ -185,8 +195,13 @@ def _merges(model: GgufModel, vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _add_tokens(rust: RustTokenizer, vocabulary: Vocabulary, swallowing: bool) -> None:
-    """Tokens of these types are found in texts before anything is merged. `swallowing`: they take white space behind
-    them along, but for some, which files do not state."""
+    """Add the tokens that are found in texts before merging.
+
+    Args:
+        rust: The tokenizer to change.
+        vocabulary: The tokens with their types.
+        swallowing: True if such tokens absorb the white space after them, except those in _KEEPING.
+    """
 
     def added(kinds: tuple[int, ...], special: bool) -> list[AddedToken]:
         found = zip(vocabulary.tokens, vocabulary.types, strict=True)
@@ -201,7 +216,7 @@ def _add_tokens(rust: RustTokenizer, vocabulary: Vocabulary, swallowing: bool) -
 
 
 def _around(vocabulary: Vocabulary, begins: bool) -> Any:
-    """Return what puts BOS before a text and EOS behind it, where the file says so."""
+    """Return the post-processor that adds BOS and EOS as the file states, or None."""
     first = vocabulary.token("bos_token_id") if vocabulary.stated.get("add_bos_token", begins) else None
     last = vocabulary.token("eos_token_id") if vocabulary.stated.get("add_eos_token", False) else None
     if first is None and last is None:

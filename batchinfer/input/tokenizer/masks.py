@@ -1,4 +1,4 @@
-"""Masks stand in a prompt's text for what looks like a special token and is to be encoded as plain text."""
+"""Replaces special-token literals in the texts of a row by masks, which are encoded as plain text."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any
 
 
 def masks_for(value: Any, pattern: re.Pattern[str]) -> dict[str, str]:
-    """Masks of all special-token texts in a value, which no text in it can hold: they are named after its digest."""
+    """Return the special-token literals in a value by mask.
+
+    The masks contain a digest of the value, so no text in the value can contain a mask.
+    """
     digest = hashlib.sha256(repr(value).encode("utf-8", "replace")).hexdigest()[:24]
     found = sorted({match for text in texts_of(value) for match in pattern.findall(text)})
     return {f"\ue0f4{digest}.{number}\ue0f5": literal for number, literal in enumerate(found)}
 
 
 def texts_of(value: Any) -> list[str]:
-    """All texts in a value, the names of its objects included."""
+    """Return all texts in a JSON value, including the keys of objects."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
@@ -25,7 +28,13 @@ def texts_of(value: Any) -> list[str]:
 
 
 def masked(value: Any, masks: Mapping[str, str], substitute: Callable[..., str]) -> Any:
-    """The same value with each special-token text replaced by its mask; `masks` are by that text."""
+    """Return a copy of a JSON value with each special-token literal replaced by its mask.
+
+    Args:
+        value: The value.
+        masks: The masks by literal.
+        substitute: The `sub` method of the pattern that finds the literals.
+    """
     if isinstance(value, str):
         return substitute(lambda match: masks[match.group(0)], value)
     if isinstance(value, Mapping):

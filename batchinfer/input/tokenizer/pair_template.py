@@ -1,4 +1,4 @@
-"""The tokens that a tokenizer puts around two texts, and the types that it gives them."""
+"""The tokens and token types that a tokenizer adds around a pair of texts."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Self
 
-_PROBES = ("a", "b")  # two texts that show where a tokenizer puts them
+_PROBES = ("a", "b")  # texts that are encoded to find the template
 _NOT_IN_TURN = "the tokenizer does not put two texts one behind the other, each once"
+# Supported orders of the first text (0), the second text (1) and added tokens (None)
 _ORDERS = [[0, 1], [None, 0, 1], [0, None, 1], [0, 1, None], [None, 0, None, 1], [None, 0, 1, None]]
 _ORDERS += [[0, None, 1, None], [None, 0, None, 1, None]]
 
 
 class NoPairs(ValueError):
-    """A tokenizer that does not put two texts one behind the other; the message says how."""
+    """The tokenizer does not encode a pair as the first text followed by the second; the message says how it does."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairTemplate:
-    """The tokens before, between and behind two texts. `typed`: how many of those in between have the type 0, behind
-    which all have the type 1; None: all tokens have the type 0."""
+    """The tokens around the two texts of a pair.
+
+    Args:
+        before: Tokens before the first text.
+        between: Tokens between the texts.
+        behind: Tokens after the second text.
+        typed: How many of the tokens in `between` have type 0. The tokens after them have type 1. None: all tokens of
+            the pair have type 0.
+    """
 
     before: tuple[int, ...]
     between: tuple[int, ...]
@@ -37,7 +45,7 @@ class PairTemplate:
 
     @classmethod
     def _read(cls, found: Any) -> Self:
-        """Read the template of what two texts were encoded as."""
+        """Read the template from the encoding of a pair."""
         runs = [(of, len([*run])) for of, run in groupby(found.sequence_ids)]
         if [of for of, _ in runs] not in _ORDERS:
             raise NoPairs(_NOT_IN_TURN)
@@ -56,15 +64,15 @@ class PairTemplate:
 
     @property
     def added(self) -> int:
-        """Count the tokens around two texts."""
+        """The number of tokens added to a pair."""
         return len(self.before) + len(self.between) + len(self.behind)
 
     def joined(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
-        """Return the tokens of both texts with those around them."""
+        """Return the tokens of a pair of texts, including the added tokens."""
         return [*self.before, *first, *self.between, *second, *self.behind]
 
     def second_segment(self, first: Sequence[int], second: Sequence[int]) -> int:
-        """Return the place of the first token of type 1, where the texts have these tokens; 0: there is none."""
+        """Return the position of the first token with type 1, or 0 if there is none."""
         if self.typed is None:
             return 0
         place = len(self.before) + len(first) + self.typed
@@ -72,7 +80,7 @@ class PairTemplate:
 
 
 def _places(order: list[int | None]) -> list[str]:
-    """Name the parts of a template whose texts are in this order."""
+    """Return the names of a template's parts, given the order of its texts."""
     first, second = order.index(0), order.index(1)
     names = {first: "first", second: "second"}
     return [
@@ -82,7 +90,7 @@ def _places(order: list[int | None]) -> list[str]:
 
 
 def _typed(types: Sequence[int], middle: int) -> int | None:
-    """Return the place of the first token of type 1; None: there is none. Raises NoPairs."""
+    """Return the position of the first token with type 1, or None. Raises NoPairs."""
     if not any(types):
         return None
     first = next(at for at, of in enumerate(types) if of)
@@ -94,8 +102,11 @@ def _typed(types: Sequence[int], middle: int) -> int | None:
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return how many tokens of two texts are kept where both may have `room`: the longer one is cut, and both to a
-    half where that is not enough. As `tokenizers` does with the strategy longest_first."""
+    """Return the numbers of tokens to keep of two texts to fit both into `room`.
+
+    The longer text is cut to the length of the shorter one, then both to a half of the room. This is the strategy
+    longest_first of `tokenizers`.
+    """
     if first + second <= room:
         return first, second
     short = min(first, second)

@@ -1,4 +1,4 @@
-"""Rows whose answers reason first: what their prompts make of their parameters."""
+"""Adapts sampling parameters to reasoning that precedes the answer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from batchinfer.input.tokenizer.tokenizer import Tokenizer
 
 
 class ReasonedRows:
-    """Says of prompts whether they have begun the reasoning of their answers, and gives their rows the parameters that
-    follow from it. `reasoning`: of the checkpoint; None: it has none."""
+    """Finds prompts that have already begun the reasoning, and adapts the parameters of their rows.
+
+    Args:
+        reasoning: The reasoning style of the checkpoint, or None.
+    """
 
     def __init__(self, reasoning: Reasoning | None, tokenizer: Tokenizer) -> None:
         self._reasoning = reasoning
@@ -25,20 +28,23 @@ class ReasonedRows:
         self._last: tuple[SamplingParams, int, SamplingParams] | None = None
 
     def openings(self, tokens: TokenIds, counts: TokenIds) -> Openings:
-        """Return how each of some prompts ends, which lie end to end."""
+        """Return how each prompt ends. `tokens` are the concatenated prompts, and `counts` their lengths."""
         return np.zeros(len(counts), np.int8) if self._ends is None else self._ends.of(tokens, counts)
 
     def params(self, params: SamplingParams, opening: int) -> SamplingParams:
-        """Return the parameters of a row whose prompt ends so: its constraint begins behind the reasoning, which its
-        budget limits. Where there is no reasoning, a budget changes nothing."""
+        """Return the parameters of a row, given how its prompt ends.
+
+        A constraint applies after the reasoning, whose length the budget limits. Without reasoning, the budget is
+        removed.
+        """
         if self._ends is None or (params.constraint is None and params.thinking_budget is None):
             return params
         last = self._last
         if last is None or last[0] is not params or last[1] != opening:
-            self._last = last = params, opening, self._behind(params, opening)
+            self._last = last = params, opening, self._after_reasoning(params, opening)
         return last[2]
 
-    def _behind(self, params: SamplingParams, opening: int) -> SamplingParams:
+    def _after_reasoning(self, params: SamplingParams, opening: int) -> SamplingParams:
         marks = None if self._reasoning is None else self._reasoning.tokens_after(opening)
         if marks is None:
             return replace(params, thinking_budget=None)

@@ -1,4 +1,4 @@
-"""How a checkpoint marks its reasoning: the styles that are known, and whether a prompt has begun it."""
+"""The known styles of marking reasoning, and the detection of prompts that begin it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from batchinfer.core.reasoning import CLOSED, OPEN, Reasoning, ReasoningTokens
 from batchinfer.core.request import TokenIds
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 
-Marks = Literal["auto", "none"] | tuple[str, str]  # what a job says: (begin, end)
-Openings = NDArray[np.int8]  # how prompts end
+Marks = Literal["auto", "none"] | tuple[str, str]  # the job's setting; a tuple is (begin, end)
+Openings = NDArray[np.int8]  # per prompt: OPEN or CLOSED if it ends so, else 0
 
-# What checkpoints write around their reasoning. A style is a checkpoint's if its chat template names the text behind
-# which an answer begins
+# The markers around reasoning. A checkpoint has a style if its chat template contains the marker that precedes answers
 STYLES = (
-    # Qwen3, QwQ, DeepSeek-R1 and what was distilled from it, Nemotron, GLM, Phi-4, OLMo. Their templates close the
-    # reasoning, where it is switched off, by "<think>\n\n</think>\n\n"
+    # Qwen3, QwQ, DeepSeek-R1 and models distilled from it, Nemotron, GLM, Phi-4, OLMo. If reasoning is switched off,
+    # their templates end with "<think>\n\n</think>\n\n"
     Reasoning("<think>", "</think>", gap="\n\n"),
-    # Magistral from 2507 on, Ministral: tokens of the vocabulary, named in the template's own system prompt
+    # Magistral since 2507, Ministral: the markers are single tokens, and the template's system prompt names them
     Reasoning("[THINK]", "[/THINK]"),
     # gpt-oss: messages in channels, https://cookbook.openai.com/articles/openai-harmony
     Reasoning(
@@ -31,32 +30,38 @@ STYLES = (
     ),
     # Seed-OSS
     Reasoning("<seed:think>", "</seed:think>"),
-    # Granite 3.2 with `thinking`: plain text, in the words of its template's system prompt
+    # Granite 3.2 with `thinking`: plain text that the template's system prompt asks for
     Reasoning("Here is my thought process:", "Here is my response:"),
 )
 
 
-_FINAL, _COMMENTARY = "final<|message|>", "commentary"  # how headers end that begin an answer, and a call
+_FINAL, _COMMENTARY = "final<|message|>", "commentary"  # the ends of headers of an answer and of a tool call
 
 
-def find_reasoning(said: Marks, tokenizer: Tokenizer) -> Reasoning | None:
-    """Return how this checkpoint marks its reasoning, as the job says it or as its chat template shows; None: it has no
-    reasoning, or it is not to be told apart."""
-    if said == "none":
+def find_reasoning(setting: Marks, tokenizer: Tokenizer) -> Reasoning | None:
+    """Return how the checkpoint marks its reasoning, from the job's setting or its chat template.
+
+    Returns:
+        None if it does not reason, or if the job does not separate the reasoning from the answer.
+    """
+    if setting == "none":
         return None
-    if said != "auto":
-        known = (style for style in STYLES if (style.begin, style.end) == said)
-        return _with_tokens(next(known, Reasoning(*said)), tokenizer)
+    if setting != "auto":
+        matching = (style for style in STYLES if (style.begin, style.end) == setting)
+        return _with_tokens(next(matching, Reasoning(*setting)), tokenizer)
     template = tokenizer.chat_template or ""
     shown = next((style for style in STYLES if style.closing in template), None)
     found = None if shown is None else _with_tokens(shown, tokenizer)
-    # channels are of tokens alone
+    # The channels of gpt-oss can only be recognised as tokens
     return None if found is None or (found.answer and found.tokens is None) else found
 
 
 def marks_before_calls(style: Reasoning, tokenizer: Tokenizer) -> ReasoningTokens | None:
-    """Return the tokens around the reasoning before a call, where a call is a message on another channel than the
-    answer; None: it stands where the answer would."""
+    """Return the tokens around the reasoning before a tool call, if calls use another channel than answers.
+
+    Returns:
+        None if calls use the channel of answers.
+    """
     if style.tokens is None or _FINAL not in style.answer:
         return None
     end, answer = (
@@ -67,8 +72,10 @@ def marks_before_calls(style: Reasoning, tokenizer: Tokenizer) -> ReasoningToken
 
 
 def _with_tokens(style: Reasoning, tokenizer: Tokenizer) -> Reasoning:
-    """Return the style with its tokens. Markers have tokens of their own where each begins and ends with an added
-    token, at which a tokenizer cuts every text."""
+    """Return the style with the token ids of its markers, if the tokenizer always encodes them to the same tokens.
+
+    That is so if each marker begins and ends with an added token, since tokenizers split every text at these.
+    """
     added = frozenset(tokenizer.rust.get_added_tokens_decoder())
 
     def ids(text: str) -> tuple[int, ...]:
@@ -81,18 +88,21 @@ def _with_tokens(style: Reasoning, tokenizer: Tokenizer) -> Reasoning:
 
 
 class PromptEnds:
-    """Tells of prompts whether they have begun the reasoning. Text may stand behind a marker: an answer that the prompt
-    begins. Another added token there, such as one that begins a turn, says that the marker was another answer's."""
+    """Finds prompts that end within, or just after, reasoning.
+
+    Only the last added token of a prompt counts. If it belongs to a marker, plain text may follow: the start of the
+    answer. If it is another one, such as the start of a turn, earlier markers belong to earlier answers.
+    """
 
     def __init__(self, tokens: ReasoningTokens, tokenizer: Tokenizer) -> None:
         self._tokens = tokens
         added = tokenizer.rust.get_added_tokens_decoder()
         marks = [number for number, token in added.items() if token.content.strip()]
-        self._added = np.zeros(max(marks, default=-1) + 2, np.bool_)  # the last one stands for all others
+        self._added = np.zeros(max(marks, default=-1) + 2, np.bool_)  # the last entry is for all higher ids
         self._added[marks] = True
 
     def of(self, tokens: TokenIds, counts: TokenIds) -> Openings:
-        """Return how each of some prompts ends, which lie end to end."""
+        """Return how each prompt ends. `tokens` are the concatenated prompts, and `counts` their lengths."""
         ends = np.cumsum(counts, dtype=np.int64)
         starts = ends - counts
         places = np.flatnonzero(self._added[np.minimum(tokens, len(self._added) - 1)])
@@ -104,14 +114,14 @@ class PromptEnds:
             (self._tokens.closing, CLOSED),
             (self._tokens.end, CLOSED),
         ):
-            found[_stands(tokens, mark, last, starts)] = opening
+            found[_ends_with(tokens, mark, last, starts)] = opening
         return found
 
 
-def _stands(
+def _ends_with(
     tokens: TokenIds, mark: tuple[int, ...], last: NDArray[np.int64], starts: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Whether the marker ends at each of the `last` places, and begins no earlier than the prompt."""
+    """Return per prompt True if the marker ends at position `last` and is inside the prompt."""
     inside = last - len(mark) + 1 >= starts
     for back, token in enumerate(reversed(mark)):
         inside &= tokens[np.maximum(last - back, 0)] == token if len(tokens) else False

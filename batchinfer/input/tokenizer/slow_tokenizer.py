@@ -1,6 +1,6 @@
-"""Tokenizers that a checkpoint keeps in an older form, converted to the Rust one in a process of their own.
+"""Converts tokenizers in older formats to tokenizer.json, in a child process.
 
-The conversion is transformers' and brings torch along, which this process is to stay free of.
+The conversion uses transformers, which imports torch. The calling process must not import torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from batchinfer.machine.ask_child import Died, ask_child
 _FAILURES = (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError)
 CONVERTER = "batchinfer.input.tokenizer.slow_tokenizer:convert"
 _AGAIN = "the download may be incomplete; copy the checkpoint again"
-WITHIN_S = 900.0  # importing transformers takes some 5 s, converting the largest tokenizers a minute
+WITHIN_S = 900.0  # time limit in seconds; the import takes about 5 s, the largest tokenizers a minute
 
 
 def converted(folder: Path) -> str:
-    """The text of a tokenizer.json for the tokenizer in `folder`. Raises JobFileError."""
+    """Return the tokenizer in `folder` as the text of a tokenizer.json. Raises JobFileError."""
     try:
         what = "the process that converts the tokenizer"
         text, problem = ask_child(what, CONVERTER, str(folder), within_s=WITHIN_S)
@@ -31,12 +31,12 @@ def converted(folder: Path) -> str:
 
 
 def wrong_tokenizer(folder: Path, message: str, hint: str = _AGAIN) -> JobFileError:
-    """The error of a checkpoint whose tokenizer is missing or damaged: the job names the wrong folder."""
+    """Return the error for a checkpoint whose tokenizer is missing or damaged."""
     return JobFileError(str(folder), [Mistake("model.path", message, hint=hint)])
 
 
 def convert(folder: str, connection: Connection[Any, Any]) -> None:
-    """Convert in the child process: send (text, None), or (None, the problem)."""
+    """Convert in the child process, and send (text, None) or (None, problem)."""
     try:
         connection.send((_converted(folder), None))
     except _FAILURES as error:

@@ -1,4 +1,4 @@
-"""Stop strings over a growing answer: found across token boundaries, as soon as they are complete."""
+"""Finds stop strings in a growing answer, also across token boundaries, as soon as they are complete."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from tokenizers.decoders import DecodeStream
 
 from batchinfer.core.sampling import SamplingParams
 
-_INCOMPLETE = "\ufffd"  # what a character is decoded to as long as tokens of it are missing
+_INCOMPLETE = "\ufffd"  # the decoded text of an incomplete character
 
 
 class StopStrings:
-    """Watches one sequence. `rust` is a `tokenizers.Tokenizer`; `stops` are non-empty. Nothing ends an answer of fewer
-    than `min_tokens`: stop strings are looked for in the text from that token on. `include`: the one that ends the
-    answer stays in its text.
+    """Finds the first stop string in the answer of one sequence.
 
-    The answer's text is always `rust.decode(all ids, skip_special_tokens=True)`; decoding it anew for every token
-    would cost the square of its length, so a stream finds the candidates and one full decoding confirms them.
+    The text of an answer is `rust.decode(all ids, skip_special_tokens=True)`. Decoding it for every token would take
+    quadratic time, so a stream finds candidates, and decoding the whole answer confirms them.
+
+    Args:
+        rust: The `tokenizers.Tokenizer`.
+        stops: The non-empty stop strings.
+        min_tokens: The minimum length of the answer in tokens. Stop strings only count in the text from that token on.
+        include: True if the stop string stays in the text.
     """
 
     def __init__(self, rust: Any, stops: Sequence[str], min_tokens: int = 0, include: bool = False) -> None:
@@ -29,12 +33,12 @@ class StopStrings:
         self._min_tokens, self._include = min_tokens, include
         self._tail_chars = max(map(len, self._stops), default=1) - 1
         self._ids: list[int] = []
-        self._held: list[int] = []  # the last ones, whose text the stream has not given out
-        self._tail = ""  # the last characters so far: what a stop string may begin in
+        self._held: list[int] = []  # the last tokens, whose text the stream has not returned yet
+        self._tail = ""  # the last characters, in which a stop string may begin
         self._stream = DecodeStream(skip_special_tokens=True)
 
     def push(self, token_id: int) -> int | None:
-        """Add one token. Once the text holds a stop string: how many of its characters to keep, else None."""
+        """Add a token. Return the length of the text to keep in characters if it has a stop string, else None."""
         self._ids.append(token_id)
         if not self._stops:
             return None
@@ -42,17 +46,17 @@ class StopStrings:
         self._held = [] if text else [*self._held, token_id]
         if len(self._ids) < self._min_tokens:
             return None
-        if not text:  # the stream waits for the rest of a character, and may hold whole ones back with it
+        if not text:  # the stream waits for the rest of a character, and may also withhold complete ones
             return self._cut() if self._decoded(self._held).strip(_INCOMPLETE) else None
         seen = self._tail + text
         self._tail = seen[len(seen) - min(self._tail_chars, len(seen)) :]
         return self._cut() if any(stop in seen for stop in self._stops) else None
 
     def _new_text(self, token_id: int) -> str:
-        """Return the text that the token added; empty while a character is incomplete."""
+        """Return the text that the token adds; it is empty while a character is incomplete."""
         try:
             return self._stream.step(self._rust, token_id) or ""
-        except Exception:  # noqa: BLE001 - plain Exception is what the library raises for text that it cannot extend
+        except Exception:  # noqa: BLE001 - the library raises plain Exception if a token changes earlier text
             self._stream = DecodeStream(skip_special_tokens=True, ids=list(self._ids))
             self._tail = ""
             return self._decoded(self._ids)
@@ -67,13 +71,20 @@ class StopStrings:
 
 
 def stop_streams(rust: Any) -> Callable[[SamplingParams], Callable[[int], int | None]]:
-    """Return the function that the engine calls for each sequence with stop strings, which maps its next token to the
-    cut."""
+    """Return the function with which the engine makes a `push` function per sequence with stop strings."""
     return lambda params: StopStrings(rust, params.stop, params.min_tokens, params.include_stop).push
 
 
 def cut_at_stop(text: str, stops: Sequence[str], start: int = 0, include: bool = False) -> int | None:
-    """The number of characters before the first stop string in `text` from `start` on, with `include` up to its end;
-    None when there is none. Of stop strings that begin at the same character the shortest is the first."""
+    """Return the number of characters before the first stop string in a text, or None if there is none.
+
+    Of stop strings at the same position, the shortest counts.
+
+    Args:
+        text: The text.
+        stops: The stop strings.
+        start: The position at which the search starts.
+        include: True to count the stop string, too.
+    """
     places = [(at, at + len(stop)) for stop in stops if (at := text.find(stop, start)) >= 0]
     return min(places)[include] if places else None

@@ -1,4 +1,4 @@
-"""The text of single tokens."""
+"""The texts and bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from functools import cache
 from string import ascii_letters
 from typing import Any
 
-_INCOMPLETE = "\ufffd"  # how a part of a character is decoded
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how a vocabulary with byte fallback calls a byte
+_INCOMPLETE = "\ufffd"  # the decoded text of an incomplete character
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte token of a vocabulary with byte fallback
 
 
 class TokenTexts:
-    """`rust` is a `tokenizers.Tokenizer`; `specials` are the ids of its special tokens.
+    """The texts of single tokens, cached.
 
-    A token's text is what it adds behind a letter: decoders strip a space from the beginning of a text.
+    A token is decoded after a letter, since decoders strip a space at the beginning of a text.
+
+    Args:
+        rust: The `tokenizers.Tokenizer`.
+        specials: The ids of its special tokens.
     """
 
     def __init__(self, rust: Any, specials: Iterable[int]) -> None:
@@ -24,17 +28,17 @@ class TokenTexts:
         letters = (rust.token_to_id(letter) for letter in ascii_letters)
         self._before: list[int] = next(([token] for token in letters if token is not None), [])
         self._prefix = self._decoded([self._before])[0]
-        self._known: dict[int, str] = {}
+        self._cached: dict[int, str] = {}
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token; that of a token which is a part of a character holds U+FFFD."""
-        new = [token for token in ids if token not in self._known]
+        """Return the text of each token. It contains U+FFFD if the token is a part of a character."""
+        new = [token for token in ids if token not in self._cached]
         for token, text in zip(new, self._decoded([[*self._before, t] for t in new]), strict=True):
-            self._known[token] = self._own(token, text)
-        return [self._known[token] for token in ids]
+            self._cached[token] = self._own(token, text)
+        return [self._cached[token] for token in ids]
 
     def bytes_of(self, token: int) -> bytes:
-        """The UTF-8 bytes of a token, also where they are no whole characters."""
+        """Return the UTF-8 bytes of a token, also if they are not whole characters."""
         (text,) = self.texts([token])
         piece = self._rust.id_to_token(token) or ""
         if _INCOMPLETE not in text:
@@ -45,7 +49,7 @@ class TokenTexts:
         return bytes(table[c] for c in piece) if all(c in table for c in piece) else text.encode()
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text of a prompt's tokens, special ones left out."""
+        """Return the text of several tokens without special ones."""
         return str(self._rust.decode(list(ids), skip_special_tokens=True))
 
     def _own(self, token: int, text: str) -> str:
@@ -61,8 +65,10 @@ class TokenTexts:
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """The letters by which byte-level vocabularies write bytes (Radford et al., 2019): printable ones stand for
-    themselves, the others get letters from U+0100 on."""
+    """Return the byte values by the letters that byte-level vocabularies write for them (Radford et al., 2019).
+
+    Printable bytes are written as themselves, the others as letters from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}

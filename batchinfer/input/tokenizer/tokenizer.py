@@ -1,4 +1,4 @@
-"""A checkpoint's own tokenizer: the Rust one, with its special tokens, chat template and fingerprint."""
+"""The tokenizer of a checkpoint, with its special tokens, chat template and fingerprint."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from batchinfer.input.tokenizer.tokenizer_source import (
     source_of,
 )
 
-_PROBE = "a"  # a text that shows what the tokenizer puts around texts
-_SHOWN = 80  # characters of a token that a message quotes
+_PROBE = "a"  # a text that is encoded to find the tokens that are added around texts
+_SHOWN = 80  # maximum characters of a token in a message
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """Text to token ids and back. Load it with `Tokenizer.load(checkpoint folder or GGUF file)`.
+    """Encodes texts and decodes token ids. Use `Tokenizer.load(checkpoint folder or GGUF file)`.
 
-    `rust` is the `tokenizers.Tokenizer` itself. `specials` maps the text of each special token to its id.
-    `named` holds bos_token, eos_token and so on as the chat template sees them.
-    `template` is None when the checkpoint has no chat template and none is given in its place. `definition` is the JSON
-    that makes `rust` again.
+    Attributes:
+        rust: The `tokenizers.Tokenizer`.
+        definition: The JSON from which `rust` was made.
+        specials: The ids of special tokens by their texts.
+        named: The texts of bos_token, eos_token and so on, as the chat template sees them.
+        template: The chat template, or None.
     """
 
     def __init__(
@@ -62,10 +64,15 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, template: TemplateSource | None = None) -> Tokenizer:
-        """`template`: a chat template that takes the place of the checkpoint's.
+        """Load the tokenizer of a checkpoint.
 
-        Raises JobFileError when the folder has no tokenizer, or one that cannot be read, SecurityRefusal when one of
-        its files is no regular file.
+        Args:
+            folder: The folder, or a GGUF file.
+            template: A chat template that replaces the one of the checkpoint.
+
+        Raises:
+            JobFileError: There is no tokenizer, or it cannot be read.
+            SecurityRefusal: One of its files is not a regular file.
         """
         source = source_of(folder)
         found = cls(folder, source.definition(), template, source)
@@ -74,27 +81,27 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The text of the chat template, None when the checkpoint has none."""
+        """The text of the chat template, or None."""
         return None if self.template is None else self.template.text
 
     @cached_property
     def vocab_size(self) -> int:
-        """Ids are below this: the vocabulary with its added tokens."""
+        """The number of token ids including added tokens: the highest id plus 1."""
         return max(self.rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def gives_types(self) -> bool:
-        """Whether models are told the types of tokens: unless the checkpoint lists what they are told, without them."""
+        """True if the model takes token types as input: unless the checkpoint lists its inputs without them."""
         return not isinstance(self._inputs, list) or "token_type_ids" in self._inputs
 
     @property
     def tells_the_day(self) -> bool:
-        """Whether the chat template writes the day on which it is rendered into the prompt."""
+        """True if the chat template writes the current date into prompts."""
         return "strftime_now" in (self.chat_template or "")
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over the tokenizer's files or keys, the chat template among them, and the one given in its place."""
+        """The sha256 of everything that determines the tokens: the tokenizer's files or keys, and the template."""
         digest = hashlib.sha256()
         for part in self._source.content():
             digest.update(part)
@@ -104,48 +111,47 @@ class Tokenizer:
         return digest.hexdigest()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of generated ids, special tokens and the one that ended it left out."""
+        """Return the text of generated tokens, without special tokens and the token that ended the answer."""
         return self.decode_batch([ids])[0]
 
     def decode_batch(self, rows: Iterable[Sequence[int]]) -> list[str]:
-        """`decode` of many rows at once."""
-        ends, known = self._text_ends, [_ints(ids) for ids in rows]
+        """Decode several answers."""
+        ends, answers = self._text_ends, [_ints(ids) for ids in rows]
         if ends:
-            known = [ids[:-1] if ids and ids[-1] in ends else ids for ids in known]
-        return list(self.rust.decode_batch(known, skip_special_tokens=True))
+            answers = [ids[:-1] if ids and ids[-1] in ends else ids for ids in answers]
+        return list(self.rust.decode_batch(answers, skip_special_tokens=True))
 
     def decode_shown(self, rows: Iterable[Sequence[int]], shown: frozenset[int]) -> list[str]:
-        """`decode_batch`, in which the special tokens `shown` are not left out."""
+        """Decode several answers, and keep the special tokens in `shown`."""
         hidden = (frozenset(self.specials.values()) | self._text_ends) - shown
-        known = [[token for token in _ints(ids) if token not in hidden] for ids in rows]
-        return list(self.rust.decode_batch(known, skip_special_tokens=False))
+        visible = [[token for token in _ints(ids) if token not in hidden] for ids in rows]
+        return list(self.rust.decode_batch(visible, skip_special_tokens=False))
 
     @cached_property
     def _text_ends(self) -> frozenset[int]:
-        """Tokens that end an answer and would be decoded, as the tokenizer does not call them special: some
-        checkpoints' `<|im_end|>`."""
+        """The tokens that end an answer but are not marked as special, as `<|im_end|>` in some checkpoints."""
         named = self.rust.token_to_id(self.named.get("eos_token", ""))
         ends = [named, *self._source.ends()]
         return frozenset(one for one in ends if isinstance(one, int) and one not in self.specials.values())
 
     @cached_property
     def single(self) -> TokenTexts:
-        """Return the texts and bytes of single tokens."""
+        """The texts and bytes of single tokens."""
         return TokenTexts(self.rust, self.specials.values())
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself, special ones included."""
+        """Return the text of each token, including special ones."""
         return self.single.texts(ids)
 
     def segments(self) -> SegmentEncoder:
-        """Encodes texts in which some special-token literals are to stay plain text."""
+        """Return an encoder that can treat special-token literals of rows as plain text."""
         return SegmentEncoder(self.definition, self._added, self.specials, self.special_pattern)
 
 
 class SegmentEncoder:
-    """Encodes a rendered text piece by piece: its special tokens by id, what lies between as plain text.
+    """Encodes a text in pieces: special tokens to their ids, and the text between them as plain text.
 
-    The pieces are those that the tokenizer itself would cut: it, too, splits at special tokens first.
+    The tokenizer splits texts at special tokens first, too, so the result is the same.
     """
 
     def __init__(
@@ -158,15 +164,20 @@ class SegmentEncoder:
         self._inner = _plain(json.loads(definition), inner=True)
 
     def encode(self, text: str, masks: dict[str, str], add_special: bool = False) -> list[int]:
-        """Token ids of `text` in which each mask stands for a literal that is to be plain text. `add_special`: with
-        what the tokenizer itself puts around a text, such as its BOS."""
+        """Return the token ids of a text.
+
+        Args:
+            text: The rendered prompt.
+            masks: The special-token literals by mask. Each mask in the text is encoded as its literal in plain text.
+            add_special: True to add the tokens that the tokenizer puts around a text, such as BOS.
+        """
         ids = self._encoded(text, masks)
         before, behind = self.around if add_special else ([], [])
         return [*before, *ids, *behind]
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
-        """The token ids that the tokenizer puts before and behind a text."""
+        """The token ids that the tokenizer adds before and after a text."""
         plain = self._first.encode(_PROBE, add_special_tokens=False).ids
         whole = self._first.encode(_PROBE, add_special_tokens=True).ids
         starts = range(len(whole) - len(plain) + 1)
@@ -189,7 +200,7 @@ class SegmentEncoder:
         return ids
 
     def _stripped(self, pieces: list[str], index: int) -> str:
-        """Return whether special tokens swallow the white space next to them."""
+        """Return a piece without the white space that the special tokens next to it absorb."""
         piece = pieces[index]
         if index and self._added[pieces[index - 1]].rstrip:
             piece = piece.lstrip()
@@ -199,7 +210,7 @@ class SegmentEncoder:
 
 
 def _plain(definition: dict[str, Any], inner: bool) -> Any:
-    """A copy that reads special tokens as text; `inner`: for pieces that do not begin the text."""
+    """Return a tokenizer that encodes special tokens as text. `inner` is True for pieces inside a text."""
     pre = definition.get("pre_tokenizer") or {}
     for part in [pre, *pre.get("pretokenizers", [])]:
         if inner and part.get("type") == "Metaspace" and part.get("prepend_scheme") == "first":
@@ -223,7 +234,7 @@ def _from_json(folder: Path, definition: str) -> Any:
 
 
 def _check_size(folder: Path, rust: Any) -> None:
-    """Raises JobFileError for more tokens than processes have memory for."""
+    """Raise JobFileError if the tokenizer has too many tokens for the memory of the render workers."""
     tokens = rust.get_vocab_size(with_added_tokens=True)
     if tokens > MAX_TOKENS:
         raise wrong_tokenizer(
@@ -234,7 +245,7 @@ def _check_size(folder: Path, rust: Any) -> None:
 
 
 def _check_ids(tokenizer: Tokenizer) -> None:
-    """Raises JobFileError for an id so high that tables of all tokens take more than processes have memory for."""
+    """Raise JobFileError if a token id is so high that tables of all tokens would need too much memory."""
     if tokenizer.vocab_size <= MAX_TOKENS:
         return
     vocabulary = tokenizer.rust.get_vocab(with_added_tokens=True)

@@ -1,4 +1,4 @@
-"""Reads the files of a checkpoint's tokenizer: regular files of bounded size, and nothing else."""
+"""Reads the files of a checkpoint's tokenizer. Only regular files of bounded size are read."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from batchinfer.core.errors import SecurityRefusal
 from batchinfer.core.model_links import inside, model_roots
 from batchinfer.input.tokenizer.slow_tokenizer import wrong_tokenizer
 
-# The largest public tokenizers have 0.9 million tokens, and 35 MB. One of 1,048,576 tokens takes 0.8 GiB of memory in
-# each process that renders prompts.
+# The largest public tokenizers have 0.9 million tokens and 35 MB. A tokenizer with 1,048,576 tokens takes 0.8 GiB of
+# memory in each render worker.
 MAX_TOKENS = 1 << 20
 MAX_BYTES = 256 << 20
-_SHOWN = 200  # characters of an error's text that a message quotes
+_SHOWN = 200  # maximum characters of a library's error in a message
 
 
 def held(path: Path) -> bool:
-    """Whether there is such a file. Raises SecurityRefusal for a link out of the model's folder, and for what is no
-    regular file: opening a pipe would hang."""
+    """Return True if the file exists.
+
+    Raises:
+        SecurityRefusal: It is a link out of the model's folder, or not a regular file. Opening a pipe would block.
+    """
     try:
         mode = inside(path, model_roots(path.parent.resolve())).stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -31,7 +34,7 @@ def held(path: Path) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file that is `held`. Raises JobFileError when it is too big."""
+    """Return the content of an existing file. Raises JobFileError if it is too large."""
     size = path.stat().st_size
     if size > MAX_BYTES:
         text = f"{path.name} has {size:,} bytes; at most {MAX_BYTES:,} are read"
@@ -40,7 +43,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that is `held`. Raises JobFileError."""
+    """Return the text of an existing file. Raises JobFileError if it is too large or not UTF-8."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -49,7 +52,7 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, empty when there is no such file. Raises JobFileError, SecurityRefusal."""
+    """Return the JSON object in a file, or {} if there is no such file. Raises JobFileError or SecurityRefusal."""
     if not held(path):
         return {}
     try:

@@ -1,4 +1,4 @@
-"""A tokenizer is kept in files of its own beside the weights, or in the GGUF file of a model."""
+"""The sources of a tokenizer: files next to the weights, or the keys of a GGUF file."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 _IN_CONFIG = f"{CONFIG} (chat_template)"
 _SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
-_STATING_ENDS = ("generation_config.json", "config.json")
+_FILES_WITH_ENDS = ("generation_config.json", "config.json")
 FILES = (FAST, CONFIG, _TEMPLATE, "special_tokens_map.json", "added_tokens.json", *_SLOW)
 _IN_GGUF = f"{PREFIX}chat_template"
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """The text of a chat template, and the file that holds it, as messages name it."""
+    """The text of a chat template, and the name of its file for messages."""
 
     text: str
     file: str
 
 
 class TokenizerFolder:
-    """A tokenizer in files of its own."""
+    """A tokenizer in files of a checkpoint folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def definition(self) -> str:
-        """Return the JSON that makes the tokenizer. Raises JobFileError, SecurityRefusal."""
-        there = [name for name in (*FILES, *_STATING_ENDS) if held(self._folder / name)]
-        if FAST in there:
+        """Return the tokenizer as the text of a tokenizer.json. Raises JobFileError or SecurityRefusal."""
+        present = [name for name in (*FILES, *_FILES_WITH_ENDS) if held(self._folder / name)]
+        if FAST in present:
             return read_text(self._folder / FAST)
-        if any(name in there for name in _SLOW):
+        if any(name in present for name in _SLOW):
             return converted(self._folder)
         raise wrong_tokenizer(self._folder, f"{self._folder} has no tokenizer; {FAST} is needed")
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The values that tokenizer_config.json states."""
+        """The content of tokenizer_config.json."""
         return read_object(self._folder / CONFIG)
 
     def template(self) -> TemplateSource | None:
-        """Return the chat template, None where there is none."""
+        """Return the chat template, or None."""
         path = self._folder / _TEMPLATE
         if held(path):
             return TemplateSource(read_text(path), _TEMPLATE)
         found = self.config.get("chat_template")
-        if isinstance(found, list):  # several, each with a name
+        if isinstance(found, list):  # several named templates
             defaults = [
                 entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"
             ]
@@ -67,13 +67,13 @@ class TokenizerFolder:
         return TemplateSource(found, _IN_CONFIG) if isinstance(found, str) else None
 
     def ends(self) -> list[Any]:
-        """Return what is stated as the ids of the tokens that end an answer."""
-        said = (read_object(self._folder / name).get("eos_token_id") for name in _STATING_ENDS)
-        stated: Any = next((ids for ids in said if ids is not None), [])
+        """Return the configured ids of the tokens that end an answer. The values are not checked."""
+        settings = (read_object(self._folder / name).get("eos_token_id") for name in _FILES_WITH_ENDS)
+        stated: Any = next((ids for ids in settings if ids is not None), [])
         return stated if isinstance(stated, list) else [stated]
 
     def content(self) -> Iterator[bytes]:
-        """Yield everything that the tokenizer depends on."""
+        """Yield the bytes of all files that the tokenizer depends on, for the fingerprint."""
         for name in FILES:
             path = self._folder / name
             if held(path):
@@ -82,25 +82,25 @@ class TokenizerFolder:
 
 
 class GgufTokenizer:
-    """A tokenizer that a GGUF file holds."""
+    """A tokenizer in the keys of a GGUF file."""
 
     def __init__(self, model: GgufModel, vocabulary: Vocabulary) -> None:
         self._model = model
         self._vocabulary = vocabulary
 
     def definition(self) -> str:
-        """Return the JSON that makes the tokenizer. Raises JobFileError."""
+        """Return the tokenizer as the text of a tokenizer.json. Raises JobFileError."""
         return definition_of(self._model, self._vocabulary)
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The texts of named tokens, as tokenizer_config.json has them."""
+        """The texts of the named tokens, under the names of tokenizer_config.json."""
         keys = {"unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
         names = ("bos_token", "eos_token", "sep_token", "mask_token", *keys)
         return {name: self._vocabulary.token(keys.get(name, f"{name}_id")) for name in names}
 
     def template(self) -> TemplateSource | None:
-        """Return the chat template, None where there is none."""
+        """Return the chat template, or None."""
         found = self._model.metadata.get(_IN_GGUF)
         return TemplateSource(found, f"{self._model.name} ({_IN_GGUF})") if isinstance(found, str) else None
 
@@ -109,15 +109,19 @@ class GgufTokenizer:
         return self._vocabulary.ends
 
     def content(self) -> Iterator[bytes]:
-        """Yield everything that the tokenizer depends on."""
+        """Yield all keys that the tokenizer depends on, for the fingerprint."""
         stated = {key: value for key, value in self._model.metadata.items() if key.startswith(PREFIX)}
         architecture = self._model.metadata.get("general.architecture")
         yield json.dumps([architecture, stated], sort_keys=True).encode()
 
 
 def source_of(path: Path) -> TokenizerFolder | GgufTokenizer:
-    """Return where the tokenizer of the model at `path` is kept. A tokenizer.json in a folder is preferred to what a
-    GGUF file in it holds. Raises JobFileError, SecurityRefusal."""
+    """Return the source of the tokenizer of a model. A tokenizer.json in the folder precedes the keys of a GGUF file.
+
+    Raises:
+        JobFileError: The GGUF file has no tokenizer.
+        SecurityRefusal: A file is not a regular file.
+    """
     if path.is_dir() and held(path / FAST):
         return TokenizerFolder(path)
     model = read_gguf(path)

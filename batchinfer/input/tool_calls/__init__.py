@@ -1,1 +1,1 @@
-"""Calls of tools in answers: how checkpoints write them, how they are read, and grammars that ask for them."""
+"""Tool calls in answers: the syntaxes of checkpoints, their parsers, and grammars that constrain answers to calls."""

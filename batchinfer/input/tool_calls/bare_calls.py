@@ -1,4 +1,4 @@
-"""Calls as plain JSON without a marker. Only their content shows that they are calls.
+"""Parses calls written as plain JSON without a marker. Only their content shows that they are calls.
 
 An object or a list of objects is a call if each object has arguments and the name of one of the row's tools. It may
 be in a code fence, with text around it.
@@ -17,14 +17,16 @@ PYTHON_TAG = "<|python_tag|>"
 _BEGIN = re.compile(
     rf"(?P<tag>{re.escape(PYTHON_TAG)}\s*+)?(?P<fence>```\w*+\s*+)?(?P<json>(?:\[\s*+)?\{{\s*+\")"
 )
-_MOST_READ = 16  # times the length of an answer: JSON that does not end is read from each of its objects on
+_MOST_READ = (
+    16  # limit on parsed characters per character of the answer; unfinished JSON is parsed at each object
+)
 _FENCE_END = re.compile(r"\s*(?:```|\Z)")
 _NEXT = re.compile(r"\s*[;,]?\s*(?=[\[{])")
 _TAIL = re.compile(r"\s*[;,]?\s*\Z")
 
 
 class _CallGroup(NamedTuple):
-    """Calls that follow one another, and the part of the text that they take."""
+    """Consecutive calls, and the range of the text that they take up."""
 
     calls: list[Call]
     start: int
@@ -33,12 +35,12 @@ class _CallGroup(NamedTuple):
 
 
 def bare_calls(text: str, tools: KnownTools | None) -> FoundCalls:
-    """Take the calls out of a text.
+    """Extract the calls from an answer.
 
     Args:
         text: The answer.
-        tools: The row's tools. If they are unknown (None), the calls must be the whole answer, or all that follows
-            `PYTHON_TAG`: otherwise any object with a name in it would be a call.
+        tools: The row's tools. If they are unknown (None), the calls must be the whole answer, or everything after
+            `PYTHON_TAG`. Otherwise every object with a name would count as a call.
     """
     groups = _groups(text, tools)
     if not groups:
@@ -47,8 +49,8 @@ def bare_calls(text: str, tools: KnownTools | None) -> FoundCalls:
     before, *rest = (text[start:end].strip() for start, end in zip(starts, ends, strict=True))
     if tools is None and (any(rest) or (before and not groups[0].tagged)):
         return FoundCalls(text, [])
-    said = "\n".join(filter(None, [before, *rest]))
-    return FoundCalls(said or None, [call for one in groups for call in one.calls])
+    remaining = "\n".join(filter(None, [before, *rest]))
+    return FoundCalls(remaining or None, [call for one in groups for call in one.calls])
 
 
 def _groups(text: str, tools: KnownTools | None) -> list[_CallGroup]:
@@ -63,7 +65,7 @@ def _groups(text: str, tools: KnownTools | None) -> list[_CallGroup]:
         found = _following(text, place, tools) if whole else None
         if found is None:
             left -= end - place
-            at = end if whole else begin.end()  # no call is looked for within other JSON
+            at = end if whole else begin.end()  # calls within other JSON do not count
             continue
         groups.append(_with_surroundings(text, begin, found))
         at = groups[-1].end
@@ -71,7 +73,7 @@ def _groups(text: str, tools: KnownTools | None) -> list[_CallGroup]:
 
 
 def _following(text: str, at: int, tools: KnownTools | None) -> Read | None:
-    """Return the call or the list at `at`, and the following calls if only separators are between them."""
+    """Return the call or list of calls at `at`, and the calls after it if only separators are between them."""
     calls: list[Call] = []
     end = at
     while (found := calls_at(text, at, needs=True)) is not None and _are_known(found.calls, tools):
@@ -89,7 +91,7 @@ def _are_known(calls: list[Call], tools: KnownTools | None) -> bool:
 
 
 def _with_surroundings(text: str, begin: re.Match[str], found: Read) -> _CallGroup:
-    """Return the calls with the tag, the code fence and the separator around them."""
+    """Return the calls with the tag, code fence and separator around them."""
     start, end = begin.start(), found.end
     if begin["fence"] is not None:
         closing = _FENCE_END.match(text, end)

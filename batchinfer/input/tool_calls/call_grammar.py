@@ -1,4 +1,4 @@
-"""Grammars of answers that call a tool: in the style of the checkpoint, with arguments under the tool's own schema."""
+"""Builds grammars of answers that call a tool: the checkpoint's syntax, and arguments under the tool's schema."""
 
 from __future__ import annotations
 
@@ -13,22 +13,27 @@ from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.input.tool_calls import formats
 from batchinfer.input.tool_calls.formats import HARMONY
 
-# A tool without parameters takes none; one whose schema is empty takes anything that is an object
+# The schemas of the arguments of a tool without parameters, and of a tool with an empty schema
 _NONE = '{"type": "object", "properties": {}, "additionalProperties": false}'
 _ANY = '{"type": "object"}'
-UNASKED = ("qwen3-coder",)  # styles without a grammar: their arguments are text that no schema describes
-_PLACE = "%calls%"  # of the calls, where a grammar begins
+UNASKED = ("qwen3-coder",)  # styles without a grammar: a JSON schema does not describe their arguments
+_PLACE = "%calls%"  # placeholder for the calls in the start rule of a grammar
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Writes what stands around the arguments. `mark` makes a text a token, if it is one; `names`: of the tools."""
+    """Writes the grammar around the arguments of calls, in which the rule `a0` is the arguments of the first tool.
+
+    Args:
+        mark: Returns a text as a token of the grammar, if it is a token, else as a literal.
+        names: The names of the tools.
+    """
 
     mark: Callable[[str], str]
     names: Sequence[str]
 
     def alternatives(self, before: str = "", behind: str = "", joint: str = "") -> str:
-        """Return a choice of one tool: its name and arguments, with these texts before, between and behind."""
+        """Return a choice of one tool: its name and arguments, with texts before, between and after them."""
         return " | ".join(
             " ".join(filter(None, (_text(f"{before}{name}{joint}"), f"a{number}", _text(behind))))
             for number, name in enumerate(self.names)
@@ -39,7 +44,7 @@ class _Frame:
         return self.alternatives('{"name": "', "}", f'", "{arguments}": ')
 
     def marked(self, before: str, mark: str, behind: str = "") -> str:
-        """Return a choice of one tool: its name, a text that may be a token, and its arguments."""
+        """Return a choice of one tool: its name, a marker, and its arguments."""
         return " | ".join(
             " ".join(filter(None, (_text(before + name), self.mark(mark), _text(behind), f"a{number}")))
             for number, name in enumerate(self.names)
@@ -49,9 +54,16 @@ class _Frame:
 def call_grammar(
     style: CallStyle, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, single: bool, reasons: bool
 ) -> str | None:
-    """Return what the parameter `tool_call` says of answers that call one of these tools, or several (`single`: exactly
-    one); None: the style has no grammar. `reasons`: the answer's reasoning ends with the beginning of a call where
-    the style has it so."""
+    """Return the value of the parameter `tool_call` for answers that call these tools, or None if the style has none.
+
+    Args:
+        style: The syntax of the calls.
+        tools: The tools that may be called.
+        tokenizer: The tokenizer, whose special tokens become tokens in the grammar.
+        single: True if the answer must be exactly one call, else it is one or more.
+        reasons: True if the answer reasons first. In the harmony style, the reasoning then ends with the header of a
+            call.
+    """
     frame = _Frame(lambda text: _mark(text, tokenizer), [one["function"]["name"] for one in tools])
     made = _lines(style.name, frame, tokenizer, reasons)
     if made is None:
@@ -66,8 +78,11 @@ def call_grammar(
 def _lines(
     name: str, frame: _Frame, tokenizer: Tokenizer, reasons: bool
 ) -> tuple[str, str, str | None] | None:
-    """Return the beginning of a grammar with its place for calls, a call, and what stands between two; None there:
-    models write one call."""
+    """Return the start rule with the placeholder for calls, a call, and the separator between calls.
+
+    Returns:
+        None for a style without a grammar. The separator is None if models of the style write a single call.
+    """
     mark, template = frame.mark, tokenizer.chat_template or ""
     if name in ("hermes", "nemotron"):
         return _tagged(name, frame)
@@ -117,7 +132,7 @@ def _harmony(frame: _Frame, behind: str) -> str:
 
 
 def _mark(text: str, tokenizer: Tokenizer) -> str:
-    """Return the token that the text is, or the text."""
+    """Return the token of a text if it is an added token, else the text as a literal."""
     token = tokenizer.rust.token_to_id(text)
     added = tokenizer.rust.get_added_tokens_decoder()
     return f"<[{token}]>" if token in added else _text(text)

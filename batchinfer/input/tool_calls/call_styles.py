@@ -1,4 +1,4 @@
-"""The style of a checkpoint's calls is found: its chat template shows it where it prints earlier calls."""
+"""Detects the syntax of a checkpoint's tool calls from its chat template, which writes earlier calls into prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchinfer.input.tool_calls import formats
 from batchinfer.input.tool_calls.bare_calls import PYTHON_TAG
 from batchinfer.input.tool_calls.formats import HARMONY
 
-# The special tokens of harmony, in the order in which `harmony` takes them
+# The special tokens of harmony
 MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _TOKENS: dict[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
@@ -25,8 +25,8 @@ _TOKENS: dict[str, tuple[str, ...]] = {
     "qwen3-coder": ("<tool_call>", "</tool_call>"),
     HARMONY: MARKS,
 }
-# A style is a checkpoint's if its template matches, before all styles below. GLM and Hunyuan write other things between
-# the tags of Hermes: <arg_key>, a fence
+# The first style whose pattern matches the chat template counts. GLM and Hunyuan use the tags of Hermes with another
+# content, <arg_key> or a code fence, and are not supported
 _SHOWN: tuple[tuple[str, str], ...] = (
     (HARMONY, r"(?s)<\|channel\|>.*to=functions\.|to=functions\..*<\|channel\|>"),
     ("deepseek", re.escape(formats.CALL_BEGIN)),
@@ -39,13 +39,16 @@ _SHOWN: tuple[tuple[str, str], ...] = (
 )
 
 
-def find_call_style(said: str, tokenizer: Tokenizer) -> CallStyle | None:
-    """Return the style of this checkpoint's calls, as the job says it or as its chat template shows; None: calls are
-    not to be told from text."""
-    if said == "none":
+def find_call_style(setting: str, tokenizer: Tokenizer) -> CallStyle | None:
+    """Return the syntax of the checkpoint's calls, from the job's setting or the chat template.
+
+    Returns:
+        None if calls are not separated from text.
+    """
+    if setting == "none":
         return None
-    if said != "auto":
-        return _style(said, tokenizer, of_all=True)
+    if setting != "auto":
+        return _style(setting, tokenizer, of_all=True)
     template = tokenizer.chat_template or ""
     name = next((name for name, pattern in _SHOWN if re.search(pattern, template)), None)
     return None if name is None else _style(name, tokenizer)
@@ -54,6 +57,6 @@ def find_call_style(said: str, tokenizer: Tokenizer) -> CallStyle | None:
 def _style(name: str, tokenizer: Tokenizer, of_all: bool = False) -> CallStyle | None:
     specials = tokenizer.specials
     shown = tuple((specials[text], text) for text in _TOKENS[name] if text in specials)
-    # channels are of tokens alone; some checkpoints lack one of those that end a message
+    # Harmony can only be parsed if these are tokens; the tokens that end a message are optional
     needed = {"<|start|>", "<|channel|>", "<|message|>"} if name == HARMONY else set()
     return CallStyle(name, shown, of_all) if needed <= specials.keys() else None

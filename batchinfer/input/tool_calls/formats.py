@@ -1,8 +1,8 @@
-"""The formats in which models write calls as text, with the special tokens that belong to them.
+"""Parsers for the syntaxes in which models write calls as text, with their special tokens.
 
-A format takes the text of an answer and gives the calls in it with what is left. What does not read as a call stays in
-the text. The work grows with the length of the text: a reading that fails has passed further beginnings of calls only
-within a string, and one that starts there ends at the next beginning.
+A parser returns the calls in an answer and the remaining text. Text that cannot be parsed as a call remains. The
+time is linear in the length of the text: a failed attempt to parse a call has skipped starts of other calls only
+inside a string, and an attempt that begins there ends at the next start.
 """
 
 from __future__ import annotations
@@ -27,19 +27,24 @@ _DEEPSEEK = re.compile(rf"\s*([^\s｜]{{1,64}})\s*{CALL_SEP}\s*")
 _FENCED = re.compile(r"([^\s｜]{1,64})\s*```(?:json)?\s*")
 _FENCE_END = re.compile(rf"\s*(?:```)?\s*(?:{CALL_END}|(?={CALL_BEGIN}|{CALLS_END})|$)")
 _NOTHING = re.compile(r"(?!)")
-_BeginsAt = Callable[[re.Match[str]], Read | None]  # what a beginning begins
+_BeginsAt = Callable[[re.Match[str]], Read | None]  # parses the calls after a matched start
 
 
 class Tagged(NamedTuple):
-    """A format of JSON between two texts: a call, or a list of calls. `closed`: the second text, another call or the
-    answer's end must follow."""
+    """A syntax of JSON between two tags: a call or a list of calls.
+
+    Args:
+        begins: The alternative start tags.
+        end: The end tag.
+        closed: True if the end tag, another call or the end of the answer must follow the JSON.
+    """
 
     begins: tuple[str, ...]
     end: str
     closed: bool
 
     def found(self, text: str, _: KnownTools | None) -> FoundCalls:
-        """Take the calls out of a text."""
+        """Extract the calls from an answer."""
         return _taken_out(text, "|".join(map(re.escape, self.begins)), self._read)
 
     def _read(self, begin: re.Match[str]) -> Read | None:
@@ -67,7 +72,7 @@ def _mistral(text: str, _: KnownTools | None) -> FoundCalls:
 
 
 def _mistral_calls(begin: re.Match[str]) -> Read | None:
-    """Return the calls behind the marker: a list as older models write it, or a name and arguments."""
+    """Return the calls after the marker: a list as in older models, or a name and arguments."""
     text, at = begin.string, begin.end()
     named = _MISTRAL.match(text, at)
     if named is None:
@@ -83,7 +88,7 @@ def _deepseek(text: str, _: KnownTools | None) -> FoundCalls:
 
 
 def _deepseek_call(begin: re.Match[str]) -> Read | None:
-    """Return one call: of V3 and R1 with the tool's kind, its name, and arguments in a fence; of V3.1 without these."""
+    """Return one call. V3 and R1 write the kind of tool and a code fence around arguments; V3.1 writes neither."""
     text = begin.string
     if begin[0] != CALL_BEGIN:
         return Read([], begin.end())
@@ -104,13 +109,13 @@ def _qwen_coder(text: str, tools: KnownTools | None) -> FoundCalls:
 
 
 def _taken_out(text: str, begins: str, read: _BeginsAt, around: re.Pattern[str] = _NOTHING) -> FoundCalls:
-    """Take the calls out of a text, and the white space around them.
+    """Extract the calls from an answer, with the white space around them.
 
     Args:
         text: The answer.
-        begins: A pattern of what calls begin with.
-        read: Reads the calls there. If there are none, but a marker that announces none, the marker is taken out.
-        around: What stands around all calls.
+        begins: A pattern of the starts of calls.
+        read: Parses the calls after a start. If it returns no calls, only the marker is removed.
+        around: A pattern of the markers around all calls.
     """
     calls: list[Call] = []
     pieces, start = [], 0
@@ -120,12 +125,12 @@ def _taken_out(text: str, begins: str, read: _BeginsAt, around: re.Pattern[str] 
         start = found.end
     if not pieces:
         return FoundCalls(text, [])
-    said = [piece for piece in (around.sub("", one).strip() for one in [*pieces, text[start:]]) if piece]
-    return FoundCalls("\n".join(said) or None, calls)
+    remaining = [piece for piece in (around.sub("", one).strip() for one in [*pieces, text[start:]]) if piece]
+    return FoundCalls("\n".join(remaining) or None, calls)
 
 
 def _read_each(text: str, begins: re.Pattern[str], read: _BeginsAt) -> Iterator[tuple[int, Read]]:
-    """Yield where calls begin, and what was read there."""
+    """Yield the start of each call, and the parsed calls."""
     at = 0
     for _ in range(MOST_TRIED):
         begin = begins.search(text, at)
@@ -146,4 +151,4 @@ FORMATS: dict[str, Format] = {
     "deepseek": _deepseek,
     "qwen3-coder": _qwen_coder,
 }
-HARMONY = "harmony"  # the one style that is read from tokens
+HARMONY = "harmony"  # parsed from tokens instead of text, see harmony.py

@@ -1,7 +1,7 @@
-"""Calls as gpt-oss makes them: messages of their own, addressed to a function, between those of its reasoning.
+"""Parses the calls of gpt-oss: messages addressed to a function, between the messages of its reasoning.
 
-https://cookbook.openai.com/articles/openai-harmony describes the messages: a header, its end, the content, and a token
-behind which the next message begins. They are told by their tokens.
+A message is a header, a marker, the content, and an end token: https://cookbook.openai.com/articles/openai-harmony
+Messages are recognised by their tokens, not by their text.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]{1,64})(?=[\s<]|$)")
 
 
 class ShowingDetokenizer(Protocol):
-    """Token ids to text, in which chosen special tokens are shown."""
+    """Decodes token ids and keeps chosen special tokens."""
 
     def decode_shown(self, rows: list[Sequence[int]], shown: frozenset[int]) -> list[str]:
-        """Return the text of each row, special tokens left out but for those that are `shown`."""
+        """Return the text of each row without special tokens, except those in `shown`."""
 
 
 class AnswerWithCalls(NamedTuple):
-    """The tokens of an answer without its calls, and these."""
+    """The tokens of an answer without its calls, and the calls."""
 
     ids: list[int]
     calls: list[Call]
 
 
 class _Message(NamedTuple):
-    """Places in the tokens of an answer: a message from `start` to `stop`, whose content lies between the others."""
+    """The positions of a message in the tokens of an answer; its content is from `content` to `end`."""
 
     start: int
     content: int
@@ -43,7 +43,7 @@ class _Message(NamedTuple):
 def without_calls(
     answers: Sequence[list[int]], style: CallStyle, detokenizer: ShowingDetokenizer
 ) -> list[AnswerWithCalls]:
-    """Take the calls out of answers. A message to a function whose content is no JSON object stays."""
+    """Extract the calls from answers. A message to a function stays if its content is not a JSON object."""
     marks = {text: token for token, text in style.shown}
     messages = [list(_messages(ids, marks)) for ids in answers]
     parts: list[Sequence[int]] = [
@@ -70,7 +70,7 @@ def _without(ids: list[int], messages: Sequence[_Message], texts: Iterator[str])
 
 
 def _messages(ids: Sequence[int], marks: Mapping[str, int]) -> Iterator[_Message]:
-    """Yield the messages of an answer, the first of which its prompt has begun."""
+    """Yield the messages of an answer. The prompt contains the start of the first one."""
     start, message = marks["<|start|>"], marks["<|message|>"]
     ends = {marks[text] for text in ("<|end|>", "<|call|>", "<|return|>") if text in marks}
     places = [at for at, token in enumerate(ids) if token in ends or token in (start, message)]

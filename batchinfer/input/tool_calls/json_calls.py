@@ -1,6 +1,6 @@
-"""Calls as JSON: found in text that a model wrote, of which nothing is sure.
+"""Parses calls written as JSON in text that may be arbitrary.
 
-Nothing here raises. Arguments keep the characters that the model wrote: numbers have all their digits.
+No function raises for invalid text. Arguments keep the characters of the model, such as all digits of numbers.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from batchinfer.core.tool_calls import Call
 from batchinfer.core.tools import is_tool_name
 from batchinfer.input.json_text import MAX_NESTING, nested_beyond
 
-# Beginnings of calls that are tried in an answer. A failed try costs a search for its line: without a limit, a text
-# of beginnings would take quadratic time
+# Maximum number of attempts to parse a call in an answer. json computes the line number for each failure, so a text
+# with many starts of calls would take quadratic time without a limit
 MOST_TRIED = 1024
 _WHITE = re.compile(r"[ \t\n\r]*")
-_ARGUMENTS = ("arguments", "parameters")  # the names that models have for them
+_ARGUMENTS = ("arguments", "parameters")  # the key of the arguments differs between models
 _NO_ARGUMENTS = "{}"
 Span = tuple[int, int]
 
 
 class Read(NamedTuple):
-    """Calls, and where the text behind them begins."""
+    """The parsed calls, and the position after them."""
 
     calls: list[Call]
     end: int
@@ -33,30 +33,30 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-# Numbers stay text: Python refuses to read whole numbers of more than 4,300 digits
+# Numbers stay text, since Python rejects integers with more than 4,300 digits
 _DECODER = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=_no_number)
 
 
 def behind_space(text: str, at: int) -> int:
-    """Return where the white space of JSON that begins at `at` ends."""
+    """Return the position after the white space at `at`."""
     found = _WHITE.match(text, at)
     return at if found is None else found.end()
 
 
 def calls_at(text: str, at: int, needs: bool = False) -> Read | None:
-    """Return the call, or the list of calls, that begins at `at`, or None. A list may be empty.
+    """Return the call or the list of calls at a position, or None. A list may be empty.
 
     Args:
         text: The answer.
-        at: Where the JSON begins, or the white space before it.
-        needs: If True, a call without arguments is none.
+        at: The position of the JSON, or of white space before it.
+        needs: True if a call must have arguments.
     """
     at = behind_space(text, at)
     return _listed(text, at, needs) if text.startswith("[", at) else _call_at(text, at, needs)
 
 
 def value_end(text: str, at: int) -> tuple[int, bool]:
-    """Return where the JSON value that begins at `at` ends, and True; or how far the text was read, and False."""
+    """Return (end, True) for the JSON value at `at`, or (position of the error, False) if it is invalid."""
     try:
         return _DECODER.raw_decode(text, at)[1], True
     except json.JSONDecodeError as error:
@@ -66,7 +66,7 @@ def value_end(text: str, at: int) -> tuple[int, bool]:
 
 
 def _call_at(text: str, at: int, needs: bool) -> Read | None:
-    """Return the call that begins at `at`, an object with a name, or None."""
+    """Return the call at `at`, which is an object with a name, or None."""
     spans = _members(text, at)
     if spans is None or "name" not in spans.values:
         return None
@@ -79,19 +79,19 @@ def _call_at(text: str, at: int, needs: bool) -> Read | None:
 
 
 def object_at(text: str, at: int) -> Span | None:
-    """Return where the JSON object that begins at `at` lies; None: there is none."""
+    """Return the range of the JSON object at `at`, or None."""
     spans = _members(text, at)
     return None if spans is None else (at, spans.end)
 
 
 def whole_object(text: str) -> str | None:
-    """Return the text without the white space around it if it is a JSON object."""
+    """Return the text without surrounding white space if it is a JSON object, else None."""
     text = text.strip(" \t\n\r")
     return text if object_at(text, 0) == (0, len(text)) else None
 
 
 def json_value(text: str) -> str | None:
-    """Return the text without the white space around it if it is JSON."""
+    """Return the text without surrounding white space if it is valid JSON, else None."""
     text = text.strip(" \t\n\r")
     if nested_beyond(text, MAX_NESTING):
         return None
@@ -103,14 +103,14 @@ def json_value(text: str) -> str | None:
 
 
 class _Members(NamedTuple):
-    """The places of an object's values by their names, and where it ends."""
+    """The ranges of an object's values by key, and the end of the object."""
 
     values: dict[str, Span]
     end: int
 
 
 def _listed(text: str, at: int, needs: bool) -> Read | None:
-    """Return the calls of the list that begins at `at`, or None if it is no list of calls."""
+    """Return the calls in the list at `at`, or None if it is not a list of calls."""
     calls: list[Call] = []
     first = behind_space(text, at + 1)
     if text.startswith("]", first):
@@ -125,7 +125,7 @@ def _listed(text: str, at: int, needs: bool) -> Read | None:
 
 
 def _members(text: str, at: int) -> _Members | None:
-    """Return the members of the object that begins at `at`; None: there is no such JSON, or it is nested too deeply."""
+    """Return the members of the object at `at`, or None if it is invalid or nested too deeply."""
     if not text.startswith("{", at):
         return None
     try:
@@ -136,7 +136,7 @@ def _members(text: str, at: int) -> _Members | None:
 
 
 def _read_members(text: str, start: int) -> _Members:
-    """Raises ValueError, RecursionError."""
+    """Return the members of an object. Raises ValueError or RecursionError."""
     values: dict[str, Span] = {}
     at = behind_space(text, start + 1)
     if text.startswith("}", at):
@@ -160,22 +160,25 @@ def _read_members(text: str, start: int) -> _Members:
 
 
 def _string(text: str, span: Span) -> str | None:
-    """Return the text that a JSON string says; None for other values."""
+    """Return the value of a JSON string; None for other values."""
     found = _DECODER.decode(text[slice(*span)]) if text.startswith('"', span[0]) else None
     return found if isinstance(found, str) else None
 
 
 def _arguments(text: str, span: Span) -> str | None:
-    """Return arguments as JSON text. Some models write that text as a string, and null or an empty string for none."""
+    """Return arguments as JSON text.
+
+    Some models write this text as a JSON string, and null or an empty string for no arguments.
+    """
     given = text[slice(*span)]
     if given.startswith("{"):
         return given
     if given in ("null", '""'):
         return _NO_ARGUMENTS
-    said = _string(text, span)
-    return None if said is None or _has_surrogates(said) else whole_object(said)
+    quoted = _string(text, span)
+    return None if quoted is None or _has_surrogates(quoted) else whole_object(quoted)
 
 
 def _has_surrogates(text: str) -> bool:
-    """Whether it has a half of a pair of surrogates, which is no character."""
+    """Return True if the text has half of a surrogate pair, which is not a character."""
     return any("\ud800" <= one <= "\udfff" for one in text)

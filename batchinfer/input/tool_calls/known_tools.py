@@ -10,8 +10,8 @@ from typing import Any
 
 Types = tuple[str, ...]
 _ANY: Types = ()
-_MOST_SCHEMAS = 64  # alternatives of a parameter that are looked at; references may go in circles
-# Tools that were made from Python functions may name their types so
+_MOST_SCHEMAS = 64  # maximum number of schemas examined per parameter, since references may be cyclic
+# Tools made from Python functions may use Python's names of types
 _PYTHON_NAMES = {
     "str": "string",
     "int": "integer",
@@ -32,13 +32,13 @@ _JSON_NAMES: dict[type, str] = {
 
 
 def known_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return what an index keeps of checked tools, as JSON text: all that reading calls needs."""
+    """Return the names of checked tools and the types of their parameters as JSON text, for the index."""
     found = {one["function"]["name"]: _types(one["function"].get("parameters")) for one in tools}
     return json.dumps(found, sort_keys=True, separators=(",", ":"))
 
 
 def _types(parameters: Any) -> dict[str, Types]:
-    """Return the types that a schema names for its properties."""
+    """Return the types of a schema's properties."""
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if not isinstance(properties, Mapping):
         return {}
@@ -46,9 +46,9 @@ def _types(parameters: Any) -> dict[str, Types]:
 
 
 def _named(schema: Any, root: Mapping[str, Any]) -> Types:
-    """Return the types that a schema names: directly, in its alternatives, or in a definition that it refers to.
+    """Return the types that a schema allows: directly, in its alternatives, or in a definition that it refers to.
 
-    Return none if one of these places names no type.
+    The result is empty if a schema among these has no type.
     """
     found: list[str] = []
     pending = deque([schema])
@@ -66,8 +66,8 @@ def _named(schema: Any, root: Mapping[str, Any]) -> Types:
 
 
 def _own_types(schema: Mapping[str, Any]) -> list[str]:
-    said = schema.get("type")
-    listed = [one for one in (said if isinstance(said, list) else [said]) if isinstance(one, str)]
+    named = schema.get("type")
+    listed = [one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)]
     if listed:
         return [_PYTHON_NAMES.get(one.lower(), one.lower()) for one in listed]
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -91,20 +91,23 @@ def _parts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
 
 
 class KnownTools:
-    """The tools of one row. Read with `KnownTools.of`."""
+    """The tools of a row. Use `KnownTools.of`."""
 
     def __init__(self, types: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
         self._types = types
 
     @classmethod
     def of(cls, text: str) -> KnownTools:
-        """Return the tools that `known_tools` wrote."""
+        """Return the tools from a text that `known_tools` wrote."""
         return _read(text)
 
     @staticmethod
     def check(text: str) -> None:
-        """Raises ValueError, TypeError, AttributeError or RecursionError for a text that `known_tools` did not
-        write."""
+        """Check a text that `known_tools` should have written.
+
+        Raises:
+            ValueError, TypeError, AttributeError or RecursionError: `known_tools` did not write the text.
+        """
         for types in json.loads(text).values():
             if not all(isinstance(one, str) for named in types.values() for one in named):
                 raise TypeError("a type of a parameter is no text")
@@ -113,11 +116,11 @@ class KnownTools:
         return name in self._types
 
     def types(self, tool: str, parameter: str) -> Types:
-        """Return the types of a parameter; none where nothing says them."""
+        """Return the types of a parameter; empty if they are unknown."""
         return tuple(self._types.get(tool, {}).get(parameter, _ANY))
 
 
 @lru_cache(maxsize=256)
 def _read(text: str) -> KnownTools:
-    """Read the text once for the many rows that share it."""
+    """Parse a text once for all rows that share it."""
     return KnownTools(json.loads(text))

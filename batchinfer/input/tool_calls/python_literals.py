@@ -1,4 +1,4 @@
-"""Objects and lists as Python prints them, which some models write where JSON is expected."""
+"""Parses objects and lists in Python's syntax, which some models write instead of JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOKEN = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-# Escapes of Python's strings, backslashes that escape nothing, and characters that JSON wants escaped
+# Python's escapes, backslashes that escape nothing, and characters that must be escaped in JSON
 _ESCAPED = re.compile(
     r"""\\(?:[\\'"abfnrtv\n] | x[0-9a-fA-F]{2} | u[0-9a-fA-F]{4} | U[0-9a-fA-F]{8} | [0-7]{1,3}) | \\ | ["\x00-\x1f]""",
     re.VERBOSE,
@@ -24,9 +24,9 @@ _ESCAPED = re.compile(
 
 
 def python_value(text: str) -> str | None:
-    """Return the JSON text of an object or a list that is written in Python's syntax, or None.
+    """Return an object or list in Python's syntax as JSON text, or None.
 
-    The text is translated token by token, because Python's own parser may exhaust its stack on hostile text.
+    The text is translated token by token, since Python's own parser may exhaust its stack on hostile text.
     """
     text = text.strip(" \t\n\r")
     if not text.startswith(("{", "[")):
@@ -49,7 +49,7 @@ def python_value(text: str) -> str | None:
 
 
 def _json_token(found: re.Match[str]) -> str:
-    """Raises SyntaxError for an escape of no character."""
+    """Translate a token. Raises SyntaxError for an escape that is not a character."""
     if found["string"] is not None:
         return f'"{_ESCAPED.sub(_json_escape, found[0][1:-1])}"'
     return _WORDS.get(found[0], found[0])

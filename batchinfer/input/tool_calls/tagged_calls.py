@@ -1,4 +1,4 @@
-"""Calls as Qwen3-Coder writes them: each argument between tags of its own, as text without a type."""
+"""Parses calls of Qwen3-Coder: each argument is between tags of its own, as text without a type."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from batchinfer.input.tool_calls.json_calls import Read, json_value
 from batchinfer.input.tool_calls.known_tools import KnownTools, Types
 from batchinfer.input.tool_calls.python_literals import python_value
 
-# Some models leave out tags: what begins or ends the whole call, a function, or a value
+# Some models omit tags: those around the whole call, or the end tags of a function or a value
 TAGGED_BEGIN = r"(?:<tool_call>\s*+)?<function="
 _FUNCTION = re.compile(r"([A-Za-z0-9_.-]{1,64})>\s*")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]{1,256})>\n?")
-# A value without an end tag ends before the next parameter, and before tags that end a call. A value that holds the
-# beginning of a call is none: reading would begin there again and again
+# A value without an end tag ends before the next parameter, or before the tags that end a call. A value must not
+# contain the start of a call: parsing would start there again, in quadratic time
 _VALUE_END = re.compile(
     r"\n?</parameter>\s*"
     r"|\n[ \t]*(?=<parameter=[^<>\n]{1,256}>)"
@@ -23,11 +23,11 @@ _VALUE_END = re.compile(
     r"|(?P<begin><tool_call>|<function=[A-Za-z0-9_.-]{1,64}>\s*<parameter=)"
 )
 _END = re.compile(r"\s*(?:</function>(?:\s*</tool_call>)?|</tool_call>)")
-_WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}  # Python's words, too
+_WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}  # includes Python's words
 
 
 def tagged_call(begin: re.Match[str], tools: KnownTools | None) -> Read | None:
-    """Return the call that `TAGGED_BEGIN` has found. A call without its first tag must be of a tool of the row."""
+    """Return the call after a match of `TAGGED_BEGIN`. If its first tag is missing, it must name one of the tools."""
     text = begin.string
     function = _FUNCTION.match(text, begin.end())
     if function is None:
@@ -48,8 +48,11 @@ def tagged_call(begin: re.Match[str], tools: KnownTools | None) -> Read | None:
 
 
 def _written(value: str, types: Types) -> str:
-    """Return the JSON of a value: what it reads as, but a text where the tool takes only texts, or where it is none of
-    the types that the tool takes. Templates write a missing value of any type as null."""
+    """Return a value as JSON.
+
+    It is parsed as JSON or a Python literal. It is a string if the tool only takes strings, or if the parsed value has
+    none of the parameter's types. Chat templates write a missing value of any type as null.
+    """
     if value.strip() == "null":
         return "null"
     if types != ("string",):
@@ -65,6 +68,6 @@ def _fits(read: str, types: Types) -> bool:
         first
     )
     if not types:
-        # a word or a number may as well be a text: only what can be nothing else is taken at its word
+        # A word or a number may be meant as a string, so only objects and lists are parsed
         return kind in ("object", "array")
     return kind in types if kind is not None else bool({"number", "integer"} & set(types))

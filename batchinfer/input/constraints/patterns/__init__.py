@@ -1,1 +1,1 @@
-"""Patterns of schemas and jobs, read as ECMAScript reads them."""
+"""Regular expressions of schemas and jobs, in ECMAScript's syntax."""

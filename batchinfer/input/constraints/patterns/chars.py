@@ -1,11 +1,11 @@
-"""Sets of characters, as ranges of code points and as properties of Unicode that the engine knows the members of."""
+"""Sets of characters: ranges of code points, and Unicode properties that the regex engine knows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-Range = tuple[int, int]  # the first and the last code point, both in the set
+Range = tuple[int, int]  # the first and the last code point, both inclusive
 
 LAST = 0x10FFFF
 _SURROGATES: Range = (0xD800, 0xDFFF)
@@ -13,8 +13,13 @@ _SURROGATES: Range = (0xD800, 0xDFFF)
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """The characters of `ranges` (ascending, apart) and of `properties` (in the engine's syntax), or, if `negated`, all
-    others. Without properties nothing is negated. No text of ours holds surrogates, so no set does."""
+    """A set of characters: the union of ranges and properties, or its complement. It never contains surrogates.
+
+    Args:
+        ranges: The ranges in ascending order. They neither overlap nor touch.
+        properties: Unicode properties in the syntax of the regex engine.
+        negated: True for the complement. A set without properties is never negated.
+    """
 
     ranges: tuple[Range, ...]
     properties: tuple[str, ...] = ()
@@ -22,7 +27,7 @@ class Chars:
 
     @classmethod
     def of(cls, ranges: Iterable[Range], properties: Iterable[str] = (), negated: bool = False) -> Chars:
-        """Make a set of any ranges, in any order."""
+        """Return a set of arbitrary ranges."""
         named = tuple(dict.fromkeys(properties))
         inside = _joined(ranges)
         if negated and not named:
@@ -31,25 +36,26 @@ class Chars:
 
     @property
     def known(self) -> bool:
-        """Whether its ranges alone say what is in it."""
+        """True if the set has only ranges. Its members are then known."""
         return not self.properties
 
     @property
     def empty(self) -> bool:
+        """True if the set is known to be empty."""
         return self.known and not self.ranges
 
     def holds(self, char: str) -> bool:
-        """Whether a character is in its ranges."""
+        """Return True if a character is in the ranges."""
         return any(first <= ord(char) <= last for first, last in self.ranges)
 
     def without(self, char: str) -> Chars:
-        """The set without one character, if its ranges alone say what is in it."""
+        """Return a known set without one character."""
         code = ord(char)
         return Chars.of([*_others(self.ranges), (code, code)], negated=True)
 
 
 def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Ranges in ascending order that neither overlap nor touch."""
+    """Return the ranges in ascending order, with overlapping and touching ones merged."""
     found: list[Range] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:
@@ -60,7 +66,7 @@ def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def _others(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
-    """The characters that are in none of the ranges."""
+    """Return the complement of the ranges, without surrogates."""
     found, begin = [], 0
     for first, last in _joined([*ranges, _SURROGATES]):
         if first > begin:
@@ -72,7 +78,7 @@ def _others(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
 
 
 def one(code: int) -> Chars:
-    """The set of one character, which is no surrogate."""
+    """Return the set of one character, which must not be a surrogate."""
     return Chars(((code, code),))
 
 
@@ -91,7 +97,7 @@ SPACES: tuple[Range, ...] = (
     (0x3000, 0x3000),
     (0xFEFF, 0xFEFF),
 )
-# What `.` matches: all but LineTerminator
+# The characters that `.` matches: all except LineTerminator
 DOT = Chars.of([(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)], negated=True)
 CLASSES: dict[str, Chars] = {
     letter: Chars.of(ranges, negated=letter.isupper())

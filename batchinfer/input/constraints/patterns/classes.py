@@ -1,4 +1,4 @@
-"""Classes of characters in brackets."""
+"""Parses character classes in brackets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HALVES = (
 
 
 def char_class(source: PatternSource) -> Chars:
-    """The class whose opening bracket was read."""
+    """Return the class whose opening bracket was just read."""
     begin = source.at - 1
     negated = source.took("^")
     ranges: list[Range] = []
@@ -59,8 +59,7 @@ def _range(source: PatternSource, begin: int, first: Chars | int, last: Chars | 
 
 
 def _refuse_foreign(source: PatternSource) -> None:
-    """Refuse what other languages read as more than its characters. ECMAScript does not, but whoever writes that means
-    more."""
+    """Reject syntax that other languages read as more than its characters, as ECMAScript does not."""
     begin = source.at
     if source.took("&&"):
         source.bad(begin, "in a class is no intersection; write the members themselves, or one & for an &")

@@ -1,4 +1,4 @@
-"""Regular expressions in the syntax of llguidance's engine (that of Rust's crate regex), every character explicit."""
+"""Writes regular expressions in the syntax of llguidance's engine (Rust's crate regex), with explicit characters."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _PUNCTUATION = re.compile("[^A-Za-z0-9]")
 
 
 def engine_pattern(pattern: str) -> str:
-    """The expression, for texts that it matches as a whole. Raises BadPattern."""
+    """Return the expression for texts that the pattern matches as a whole. Raises BadPattern."""
     return read_pattern(pattern, _SyntaxMaker())
 
 
 def engine_pattern_in_json(pattern: str) -> tuple[str, bool]:
-    """The expression, for texts in JSON in which it is found, and whether it lets fewer texts through.
+    """Return the expression for JSON strings that contain a match, and True if it allows fewer texts.
 
-    In llguidance 1.9 a set with all control characters lets quotes and backslashes through, too, so that one without
-    these loses U+0000. Sets that the engine joins keep that property. Raises BadPattern.
+    In llguidance 1.9, a set with all control characters also matches quotes and backslashes. Such a set loses U+0000 if
+    it should not match these. The engine's unions of sets keep this. Raises BadPattern.
     """
     maker = _JsonSyntaxMaker()
     return f"^(?:{read_pattern(pattern, maker)})$", maker.narrowed
@@ -85,12 +85,12 @@ def _has_null(chars: Chars) -> bool:
 
 def _members(chars: Chars) -> str:
     if chars.empty:
-        return f"^{_range((0, 0x10FFFF))}"  # the empty set, as the engine can say it
+        return f"^{_range((0, 0x10FFFF))}"  # the empty set in the engine's syntax
     return "".join(map(_range, _bridged(chars.ranges))) + "".join(chars.properties)
 
 
 def _bridged(ranges: Iterable[Range]) -> Iterator[Range]:
-    """Ranges up to the surrogates and behind them as one: regex-syntax 0.8 puts their ends into the set's negation."""
+    """Join ranges that only surrogates separate, since regex-syntax 0.8 negates such sets wrongly at their ends."""
     before: Range | None = None
     for one in ranges:
         if before is not None and (before[1], one[0]) == (0xD7FF, 0xE000):

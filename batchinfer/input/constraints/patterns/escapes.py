@@ -1,4 +1,4 @@
-"""Escapes: the meaning of a backslash and the characters after it."""
+"""Parses escapes: a backslash and the characters after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BOUNDARY = (
     "(?:^|[^A-Za-z0-9_])"
 )
 _GROUP = "refers to a group, which cannot be followed; write the group's expression again"
-# Other languages' escapes, and what says the same here
+# Escapes of other languages, with their equivalents in ECMAScript
 _FOREIGN: Mapping[str, str] = {
     "A": "is not ECMAScript; write ^",
     "z": "is not ECMAScript; write $",
@@ -39,7 +39,7 @@ _FOREIGN: Mapping[str, str] = {
 
 
 def escaped(source: PatternSource, in_class: bool) -> Chars | int:
-    """Read the escape after a backslash; return a set of characters, or one code point, which may be a surrogate."""
+    """Read the escape after a backslash. Return a set of characters, or a code point, which may be a surrogate."""
     begin, char = source.at - 1, source.take()
     if char in CLASSES:
         return CLASSES[char]
@@ -61,7 +61,7 @@ def escaped(source: PatternSource, in_class: bool) -> Chars | int:
 
 
 def _itself(source: PatternSource, begin: int, char: str) -> int:
-    """Punctuation of ASCII and the space stand for themselves in every dialect, also where u asks for fewer."""
+    """Return the code point of escaped ASCII punctuation or space, which are allowed in every dialect."""
     if not char:
         source.bad(begin, "ends the expression; write \\\\ for a backslash")
     if char in _FOREIGN:
@@ -87,7 +87,7 @@ def _control(source: PatternSource, begin: int) -> int:
 
 
 def _hexadecimal(source: PatternSource, begin: int, digits: int) -> int:
-    """Read a code point of that many digits."""
+    """Read a code point of the given number of hexadecimal digits."""
     text = source.peek(digits)
     if len(text) < digits or not _HEX.issuperset(text):
         braced = source.took("{") and source.until("}") is not None
@@ -103,7 +103,7 @@ def _unicode(source: PatternSource, begin: int) -> int:
     code = _hexadecimal(source, begin, 4)
     if 0xD800 <= code <= 0xDBFF and source.peek(2) == "\\u" and _HEX.issuperset(source.peek(6)[2:]):
         low = int(source.peek(6)[2:] or "0", 16)
-        if 0xDC00 <= low <= 0xDFFF:  # two escapes for one character
+        if 0xDC00 <= low <= 0xDFFF:  # a surrogate pair
             source.at += 6
             return 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00)
     return code

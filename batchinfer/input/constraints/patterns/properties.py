@@ -1,11 +1,11 @@
-"""The properties of Unicode's characters by the names that ECMAScript knows, exactly as it spells them."""
+"""The Unicode properties of ECMAScript, with their exact spelling."""
 
 from __future__ import annotations
 
 import difflib
 from functools import cache
 
-# Table 67 of ECMA-262 without Changes_When_NFKC_Casefolded, which llguidance's engine lacks
+# Table 67 of ECMA-262 without Changes_When_NFKC_Casefolded, which llguidance's engine does not support
 _BINARY = """
 ASCII ASCII_Hex_Digit AHex Alphabetic Alpha Any Assigned Bidi_Control Bidi_C Bidi_Mirrored Bidi_M Case_Ignorable CI
 Cased Changes_When_Casefolded CWCF Changes_When_Casemapped CWCM Changes_When_Lowercased CWL Changes_When_Titlecased CWT
@@ -17,7 +17,7 @@ Noncharacter_Code_Point NChar Pattern_Syntax Pat_Syn Pattern_White_Space Pat_WS 
 Regional_Indicator RI Sentence_Terminal STerm Soft_Dotted SD Terminal_Punctuation Term Unified_Ideograph UIdeo
 Uppercase Upper Variation_Selector VS White_Space space XID_Continue XIDC XID_Start XIDS
 """
-# Table 68 without Cs, Surrogate: no text has any
+# Table 68 without Cs (Surrogate), which do not occur in texts
 _CATEGORIES = """
 C/Other Cc/Control/cntrl Cf/Format Cn/Unassigned Co/Private_Use L/Letter LC/Cased_Letter Ll/Lowercase_Letter
 Lm/Modifier_Letter Lo/Other_Letter Lt/Titlecase_Letter Lu/Uppercase_Letter M/Mark/Combining_Mark Mc/Spacing_Mark
@@ -56,7 +56,7 @@ _OF_NULL = frozenset(("ASCII", "Any", "Assigned", "C", "Other", "Cc", "Control",
 
 
 def property_syntax(name: str) -> tuple[str | None, str]:
-    """Return the text between the braces of `\\p{…}` in the engine's syntax, or None and what to write instead."""
+    r"""Return (property in the engine's syntax for `\\p{…}`, ""), or (None, what to write instead)."""
     key, equals, value = name.rpartition("=")
     if not equals and (value in _binary() or value in _categories()):
         return value, ""
@@ -68,7 +68,7 @@ def property_syntax(name: str) -> tuple[str | None, str]:
 
 
 def holds_null(syntax: str) -> bool:
-    """Whether U+0000 has a property, in the engine's syntax."""
+    """Return True if U+0000 has a property, which is in the engine's syntax."""
     value = syntax[3:-1].rpartition("=")[2]
     return (value in _OF_NULL) != syntax.startswith("\\P")
 

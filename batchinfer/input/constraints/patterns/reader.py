@@ -1,7 +1,7 @@
-"""The syntax of regular expressions: groups, alternatives, repetitions and anchors, read into whatever a maker makes.
+"""Parses regular expressions: groups, alternatives, repetitions and anchors. A `Maker` builds the result.
 
-A parser of our own, because no library does it: those for Python that know ECMAScript match texts and keep what they
-read to themselves, llguidance takes Rust's syntax, and rewriting a text by rules is what let Rust's constructs through.
+No Python library fits: parsers of ECMAScript do not expose the syntax tree, and llguidance takes Rust's syntax.
+Rewriting the text by rules would let constructs of Rust through.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from batchinfer.input.constraints.patterns.classes import HALVES, char_class
 from batchinfer.input.constraints.patterns.escapes import escaped
 from batchinfer.input.constraints.patterns.source import PatternSource
 
-MAX_NESTING = 200  # groups that are open at once
+MAX_NESTING = 200  # maximum depth of groups
 MAX_COUNT = 10**9
 _COUNTS = re.compile(r"\{([0-9]+)(?:(,)([0-9]*))?\}")
 _FLAGS = re.compile(r"[a-zA-Z^]*-?[a-zA-Z]*[:)]")
@@ -27,36 +27,42 @@ T = TypeVar("T")
 
 
 class Maker(Protocol[T]):
-    """Makes something of an expression's parts, from the inside out. It may raise ValueError."""
+    """Builds the result for an expression's parts, from the inside out. Its methods may raise ValueError."""
 
     def chars(self, chars: Chars) -> T:
-        """One character of a set."""
+        """Return the result for one character of a set."""
         ...
 
     def text(self, text: str) -> T:
-        """Characters that stand for themselves."""
+        """Return the result for literal characters."""
         ...
 
     def open_ended(self, part: T, before: bool, behind: bool) -> T:
-        """A part before which, or behind which, no anchor stands: where one is looked for, any text may."""
+        """Return the result for a part without an anchor at its start or end, where a search may match more text."""
         ...
 
     def sequence(self, parts: Sequence[T]) -> T:
-        """One after the other; none is the empty text."""
+        """Return the result for consecutive parts; no part means the empty text."""
         ...
 
     def choice(self, ways: Sequence[T]) -> T:
-        """One of several."""
+        """Return the result for alternatives."""
         ...
 
     def repeated(self, part: T, least: int, most: int | None) -> T:
-        """So many times; `most` is None without an end."""
+        """Return the result for a repeated part; `most` is None without a maximum."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PatternPart(Generic[T]):
-    """A translated part of a pattern, and whether it begins at the start of the text and ends at its end."""
+    """The result for a part of a pattern.
+
+    Args:
+        made: The maker's result.
+        start: True if the part is anchored at the start of the text.
+        end: True if the part is anchored at the end of the text.
+    """
 
     made: T
     start: bool = False
@@ -65,7 +71,7 @@ class PatternPart(Generic[T]):
 
 @dataclass(slots=True)
 class _Group(Generic[T]):
-    """A group that is being read."""
+    """A group whose closing parenthesis was not read yet."""
 
     begin: int
     parts: list[PatternPart[T]] = field(default_factory=list)
@@ -73,10 +79,11 @@ class _Group(Generic[T]):
 
 
 def read_pattern(pattern: str, maker: Maker[T]) -> T:
-    """Read an expression, and return what the maker builds from it.
+    """Parse an expression, and return the maker's result.
 
-    Raises BadPattern for what is no regular expression of ECMAScript with its flag u, and for what cannot be followed:
-    look-around, references to groups, boundaries of words, anchors in the middle.
+    Raises:
+        BadPattern: It is not a regular expression of ECMAScript with the flag u, or it is unsupported: look-around,
+            references to groups, word boundaries, or anchors in the middle.
     """
     return _PatternReader(pattern, maker).read()
 
@@ -113,7 +120,7 @@ class _PatternReader(Generic[T]):
             self._add(begin, PatternPart(self._maker.chars(self._chars(begin, char))))
 
     def _text(self, begin: int) -> str:
-        """Characters from here on that stand for themselves, but none alone; what repeats the last one is not here."""
+        """Return at least two literal characters from `begin` on, or "". A repeated character is not included."""
         source = self._source
         text = source.matched(_TEXT, begin)
         if len(text) > 1 and source.peek() in _REPEATS:
@@ -154,7 +161,7 @@ class _PatternReader(Generic[T]):
         self._open.append(_Group(begin))
 
     def _special_group(self, begin: int) -> None:
-        """A group with a name is passed over up to its `>`; any other is refused."""
+        """Read the start of a named group, and reject all other groups that begin with `?`."""
         source = self._source
         for kind in ("=", "!", "<=", "<!"):
             if source.took(kind):
@@ -197,7 +204,7 @@ class _PatternReader(Generic[T]):
         return PatternPart(self._maker.choice(ways), start, end)
 
     def _open_ended(self, part: PatternPart[T], start: bool, end: bool) -> PatternPart[T]:
-        """A part that begins (and ends) where the text does: any text may stand where it has no anchor."""
+        """Return the part as anchored at `start` and `end`, with any text on a side without an anchor."""
         before, behind = start and not part.start, end and not part.end
         made = self._maker.open_ended(part.made, before, behind) if before or behind else part.made
         return PatternPart(made, start, end)
@@ -212,12 +219,12 @@ class _PatternReader(Generic[T]):
         parts = self._open[-1].parts
         if self._source.peek() in _REPEATS:
             self._source.bad(begin, f"cannot be repeated; write \\{char} for the character")
-        if parts and parts[-1] == held:  # twice is once
+        if parts and parts[-1] == held:  # a repeated anchor has no effect
             return
         self._add(begin, held)
 
     def _add(self, begin: int, part: PatternPart[T]) -> None:
-        """Add a part with what repeats it, if the anchors in it and before it allow."""
+        """Add a part with its repetition, if the anchors in it and before it allow that."""
         source, parts = self._source, self._open[-1].parts
         if parts and part.start:
             source.bad(
@@ -235,7 +242,7 @@ class _PatternReader(Generic[T]):
         parts.append(PatternPart(self._maker.repeated(part.made, *counts)))
 
     def _counts(self) -> tuple[int, int | None] | None:
-        """How often the part before is to come, if that is said."""
+        """Return how often the previous part is repeated, or None without a repetition."""
         source, begin = self._source, self._source.at
         char = source.peek()
         if char not in _REPEATS:
@@ -245,7 +252,7 @@ class _PatternReader(Generic[T]):
         else:
             source.take()
             least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[char]
-        source.took("?")  # as few as possible: the texts are the same
+        source.took("?")  # a lazy repetition matches the same texts
         if source.peek() in _REPEATS:
             source.take()
             source.bad(begin, "repeats a repetition; write (?:…) around the inner one")

@@ -1,4 +1,4 @@
-"""The regular expressions of a JSON Schema in the syntax of llguidance's engine."""
+"""Translates the regular expressions of a JSON Schema to the syntax of llguidance's engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchinfer.input.constraints.schema_problem import BadSchema
 
 
 def translate_patterns(schemas: Iterable[dict[str, Any]]) -> None:
-    """Write the patterns of these schemas so that the engine reads them as ECMAScript does. Raises BadSchema."""
+    """Translate patterns in place to the engine's syntax, with their meaning in ECMAScript. Raises BadSchema."""
     for schema in schemas:
         if isinstance(pattern := schema.get("pattern"), str):
             schema["pattern"], _ = _translated("pattern", pattern)
@@ -35,7 +35,7 @@ def _translated_names(schema: dict[str, Any], named: dict[str, Any]) -> dict[str
 
 
 def _outside_matter(schema: dict[str, Any]) -> bool:
-    """Whether a name that only the narrower pattern leaves out is allowed by other keywords."""
+    """Return True if other keywords allow a name that only the narrowed pattern excludes."""
     named = [*_names(schema.get("properties")), *_names(schema.get("required"))]
     return schema.get("additionalProperties") is not False or any("\0" in name for name in named)
 

@@ -1,4 +1,4 @@
-"""A regular expression as a text that is read from left to right, and what is said where it cannot be read on."""
+"""The text of a regular expression with a reading position, and errors at that position."""
 
 from __future__ import annotations
 
@@ -7,43 +7,44 @@ from typing import NoReturn
 
 
 class BadPattern(ValueError):
-    """A regular expression that is refused; the message names the construct, its place, and what to write."""
+    """A regular expression that is rejected. The message names the construct, its place, and what to write."""
 
 
 class PatternSource:
-    """The text and a position in it."""
+    """The text of a regular expression, and the reading position in it."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern, self.at = pattern, 0
 
     @property
     def ended(self) -> bool:
+        """True at the end of the text."""
         return self.at >= len(self._pattern)
 
     def peek(self, count: int = 1) -> str:
-        """The next characters, fewer at the end."""
+        """Return the next characters without moving; fewer at the end."""
         return self._pattern[self.at : self.at + count]
 
     def take(self) -> str:
-        """The next character; empty at the end."""
+        """Return the next character and move past it; "" at the end."""
         self.at += 1
         return self._pattern[self.at - 1 : self.at]
 
     def took(self, text: str) -> bool:
-        """Pass over `text`, if it comes next."""
+        """Return True and move past `text` if it comes next."""
         found = self._pattern.startswith(text, self.at)
         self.at += len(text) if found else 0
         return found
 
     def matched(self, expression: re.Pattern[str], begin: int) -> str:
-        """Return the text that an expression (which may match nothing) matches from `begin` on, and move behind it."""
+        """Return the text that an expression matches at `begin`, perhaps "", and move past it."""
         found = expression.match(self._pattern, begin)
         text = found[0] if found is not None else ""
         self.at = begin + len(text)
         return text
 
     def until(self, end: str) -> str | None:
-        """Return the text before `end`, and move behind both; None if `end` does not occur."""
+        """Return the text before `end`, and move past both; None if `end` does not occur."""
         found = self._pattern.find(end, self.at)
         if found < 0:
             return None
@@ -52,7 +53,7 @@ class PatternSource:
         return text
 
     def bad(self, begin: int, why: str) -> NoReturn:
-        """Raise BadPattern for what stands from `begin` to here."""
+        """Raise BadPattern about the text from `begin` to the reading position."""
         what = self._pattern[begin : self.at][:40]
         shown = "".join(char if char.isprintable() else f"U+{ord(char):04X}" for char in what)
         raise BadPattern(f"{shown} at character {begin + 1} {why}")

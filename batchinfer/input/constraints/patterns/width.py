@@ -1,4 +1,4 @@
-"""The most bytes that a text can have which a regular expression matches as a whole."""
+"""The maximum number of bytes of the texts that a regular expression matches."""
 
 from __future__ import annotations
 
@@ -8,30 +8,36 @@ from batchinfer.input.constraints.patterns.chars import Chars, Range
 from batchinfer.input.constraints.patterns.reader import read_pattern
 from batchinfer.input.constraints.patterns.source import BadPattern
 
-Written = Callable[[Range], int]  # the most bytes of a character of this range
+BytesOf = Callable[[Range], int]  # returns the maximum bytes of a character in a range
 
 
 class NoWidth(ValueError):
-    """An expression without a bound, or none at all; the message says why."""
+    """The expression is invalid, or its matches have no maximum length. The message gives the reason."""
 
 
 def plain(chars: Range) -> int:
-    """Bytes of UTF-8."""
+    """Return the maximum bytes of a character in UTF-8."""
     return len(chr(chars[1]).encode())
 
 
 def in_json(chars: Range) -> int:
-    """Bytes between the quotes of JSON, where a control character may be written with its code."""
+    """Return the maximum bytes of a character in a JSON string, in which control characters may be escaped."""
     first, last = chars
     if first < 0x20 or first <= 0x7F <= last:
         return 6
     return max(2 if first <= 0x22 <= last or first <= 0x5C <= last else 1, plain(chars))
 
 
-def pattern_width(pattern: str, written: Written, *, searched: bool) -> int:
-    """`searched`: the pattern may match anywhere in the text, as in a JSON Schema, unless ^ and $ hold it.
+def pattern_width(pattern: str, written: BytesOf, *, searched: bool) -> int:
+    """Return the maximum bytes of the texts that match a pattern.
 
-    Raises NoWidth.
+    Args:
+        pattern: The regular expression.
+        written: Returns the maximum bytes of a character in a range.
+        searched: True if the pattern may match anywhere in the text unless it has ^ and $, as in a JSON Schema.
+
+    Raises:
+        NoWidth: There is no maximum.
     """
     try:
         return read_pattern(pattern, _WidthMaker(written, searched))
@@ -40,7 +46,7 @@ def pattern_width(pattern: str, written: Written, *, searched: bool) -> int:
 
 
 class _WidthMaker:
-    def __init__(self, written: Written, searched: bool) -> None:
+    def __init__(self, written: BytesOf, searched: bool) -> None:
         self._written, self._searched = written, searched
 
     def chars(self, chars: Chars) -> int:

@@ -1,1 +1,1 @@
-"""Arguments of chat templates: which ones a template reads, and what the job and its rows tell it."""
+"""Arguments of chat templates: which ones a template reads, and their values from the job and its rows."""

@@ -1,6 +1,6 @@
-"""The names that a template reads from outside: those it uses where it has not surely set them itself.
+"""Finds the names that a template reads without having certainly set them before.
 
-Jinja's own `find_undeclared_variables` also lists names that are set in both branches of an `if` before they are used.
+Jinja's `find_undeclared_variables` also reports names that both branches of an `if` set before they are used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _OF_MACROS = frozenset({"caller", "kwargs", "varargs"})
 
 
 def names_read(tree: nodes.Template) -> set[str]:
-    """The names that a template reads, the environment's functions among them."""
+    """Return the names that a template reads, including functions of the environment."""
     reads = _Reads()
     reads.visit(tree)
     reads.finish()
@@ -23,9 +23,9 @@ def names_read(tree: nodes.Template) -> set[str]:
 
 
 class _Reads(NodeVisitor):
-    """Walks through a template in the order in which it runs. `_set` are the names that are surely set by then.
+    """Visits a template in the order of execution. `_set` are the names that are certainly set at that point.
 
-    Macros are looked into at the end: they are run later than they are written, and see what was set meanwhile.
+    Macros are visited at the end, since they run later than they are defined, and see names that are set in between.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class _Reads(NodeVisitor):
         self._later: list[nodes.Macro] = []
 
     def finish(self) -> None:
-        """Look into the macros, in which others may stand."""
+        """Visit the macros, which may define further macros."""
         while self._later:
             macro = self._later.pop()
             names = [argument.name for argument in macro.args]
@@ -102,7 +102,7 @@ class _Reads(NodeVisitor):
             self.visit(node)
 
     def _after(self, branch: Sequence[nodes.Node]) -> set[str]:
-        """The names that are set behind a branch."""
+        """Return the names that are set after a branch."""
         before = set(self._set)
         self._all(branch)
         found, self._set = self._set, before
@@ -116,7 +116,7 @@ class _Reads(NodeVisitor):
 
     @contextmanager
     def _inside(self, names: Iterable[str] = ()) -> Iterator[None]:
-        """A scope of its own: what is set in it is not set behind it."""
+        """Visit a scope: names that are set within it are not set after it."""
         before = self._set
         self._set = before | set(names)
         yield

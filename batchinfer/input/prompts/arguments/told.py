@@ -1,4 +1,4 @@
-"""Tells a chat template the arguments that the job and its rows have for it."""
+"""Collects the arguments of a chat template from the job and its rows."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _GLOBALS = frozenset(chat_environment(datetime(2000, 1, 1, tzinfo=UTC)).globals)
 
 
 def is_given(name: str) -> bool:
-    """Whether every template has this name already: messages, special tokens, functions."""
+    """Return True if every template has this name already: messages, special tokens and functions."""
     return name in _GIVEN or name in _GLOBALS
 
 
 def arguments_read(source: str) -> frozenset[str]:
-    """The arguments that a chat template reads: names that neither the template sets nor every template has.
+    """Return the arguments that a chat template reads: names that it does not set, and that not every template has.
 
-    The template must be one that can be compiled.
+    The template must compile.
     """
     return frozenset(name for name in _names_read(source) if not is_given(name))
 
 
 def reads_tools(source: str) -> bool:
-    """Whether a chat template reads `tools`. It must be one that can be compiled."""
+    """Return True if a chat template reads `tools`. The template must compile."""
     return TOOLS in _names_read(source)
 
 
@@ -46,18 +46,23 @@ def _names_read(source: str) -> frozenset[str]:
 
 
 class Told(NamedTuple):
-    """The arguments of one row, and the names of those that the template does not read."""
+    """The arguments of a row, and the names of its arguments that the template does not read."""
 
     arguments: Arguments
     unread: tuple[str, ...] = ()
 
 
 class RowArguments:
-    """Chooses what the template is told of each row.
+    """Determines the arguments of each row.
 
-    `common` are the arguments that the job gives to all rows, `columns` pairs of an argument and the column that sets
-    it, `reads` the names that the template reads. `values_are_text`: as CSV has them. `most` bounds the characters of
-    a row's own arguments, and those of its own tools, which stand in the column `tools`.
+    Args:
+        common: The arguments that the job sets for all rows.
+        columns: Pairs of an argument and the column that sets it.
+        reads: The names that the template reads.
+        values_are_text: True if values must be parsed from text, as in CSV.
+        most: The maximum characters of a row's own arguments, and of its own tools.
+        tools: The column of a row's own tools, or None.
+        reads_tools: True if the template reads tools.
     """
 
     def __init__(
@@ -75,29 +80,29 @@ class RowArguments:
         self._tools, self._reads_tools = tools, reads_tools
 
     def of_row(self, values: Values) -> Told:
-        """The job's arguments with those of the row's columns laid over. Raises RowProblem."""
+        """Return the job's arguments, overridden by the row's columns. Raises RowProblem."""
         if not self._columns and self._tools is None:
             return Told(self._common)
         given = {name: values.get(column) for name, column in self._columns}
         if self._texts:
             given = {name: _from_text(value) for name, value in given.items()}
-        # as JSON text tools of different shapes fit into one column
+        # Tools may be JSON text, since tools of different shapes do not fit in one typed column
         tools = None if self._tools is None else _from_text(values.get(self._tools))
-        return Told(self._with_tools(self._laid_over(given), tools))
+        return Told(self._with_tools(self._override(given), tools))
 
     def of_request(self, body: Mapping[str, Any]) -> Told:
-        """The job's arguments with those of a chat request laid over. Raises RowProblem."""
+        """Return the job's arguments, overridden by a chat request's. Raises RowProblem."""
         given = {name: body[name] for name in (EFFORT, DOCUMENTS) if body.get(name) is not None}
         given |= self._kwargs(body.get(KWARGS))
         unread = tuple(name for name in given if name not in self._reads)
         read = {name: given[name] for name in given if name in self._reads}
-        arguments = self._laid_over(read) if read else self._common
+        arguments = self._override(read) if read else self._common
         if body.get(CHOICE) == "none":
             return Told({name: one for name, one in arguments.items() if name != TOOLS}, unread)
         return Told(self._with_tools(arguments, body.get(TOOLS)), unread)
 
     def _with_tools(self, arguments: Arguments, value: Any) -> Arguments:
-        """Return the arguments with a row's own tools; an empty list of them is none."""
+        """Return the arguments with a row's own tools. An empty list means no tools."""
         if value is None:
             return arguments
         try:
@@ -118,14 +123,14 @@ class RowArguments:
         if not isinstance(value, Mapping):
             raise _bad(KWARGS, f"must be an object, not {kind_of(value)}")
         given = {name: one for name, one in value.items() if one is not None}
-        if given.get(_GENERATION_PROMPT) is True:  # as every prompt has it
+        if given.get(_GENERATION_PROMPT) is True:  # the default
             del given[_GENERATION_PROMPT]
         for name in given:
             if is_given(name):
                 raise _bad(f"{KWARGS}.{name}", "every chat template has this name already; it cannot be set")
         return given
 
-    def _laid_over(self, given: Mapping[str, Any]) -> Arguments:
+    def _override(self, given: Mapping[str, Any]) -> Arguments:
         own = {name: value for name, value in given.items() if value is not None}
         try:
             plain: dict[str, Any] = plain_json(own, self._most)
@@ -141,7 +146,7 @@ class RowArguments:
 
 
 def argument_problem(name: str, value: Any) -> str | None:
-    """Say what is wrong with the value of an argument whose kind is known."""
+    """Return why the value of a well-known argument is invalid, or None."""
     if name == DOCUMENTS and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
         return "must be a list of objects, as in [{title: …, text: …}]"
     if name == EFFORT and not isinstance(value, str):
@@ -154,7 +159,7 @@ def _bad(name: str, message: str) -> RowProblem:
 
 
 def _from_text(value: Any) -> Any:
-    """The value that a file without types holds: a number, true, a list or an object as in JSON; else the text."""
+    """Parse a value in a file without types: a number, true, or JSON; anything else stays text."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):

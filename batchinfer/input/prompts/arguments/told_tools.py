@@ -1,4 +1,4 @@
-"""The tools that chat templates are told of: what an index keeps of them."""
+"""The tools of rows, as the index stores them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from batchinfer.input.tool_calls.known_tools import known_tools
 
 
 class ToldTools:
-    """Says which tools rows have. Most rows have the job's, whose text is made once."""
+    """Returns the tools of rows as text. The text of the last tools is cached, since rows usually share them."""
 
     def __init__(self) -> None:
         self._last: tuple[Sequence[Mapping[str, Any]], str] | None = None
 
     def of(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return the tools among the arguments of a chat template as `known_tools` writes them; None: there are
-        none."""
+        """Return the tools among the arguments as `known_tools` writes them, or None."""
         tools = arguments.get(TOOLS)
         if not tools:
             return None

@@ -1,4 +1,4 @@
-"""Rows whose answers must call a tool: `tool_choice` of OpenAI requests, as a constraint on the answer."""
+"""Rows whose answers must call a tool: `tool_choice` of OpenAI requests as a constraint."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ _RIGHT = "must be none, auto, required, or a function, as in {type: function, fu
 
 
 class ToolChoice:
-    """Gives rows the constraint that their choice of a tool asks for. `style`: of the checkpoint's calls; `reasons`:
-    whether its reasoning is told apart by tokens."""
+    """Sets the constraints that the tool choice of rows requires.
+
+    Args:
+        style: The syntax of the checkpoint's calls, or None.
+        tokenizer: The tokenizer.
+        reasons: True if tokens mark the reasoning of the checkpoint.
+    """
 
     def __init__(self, style: CallStyle | None, tokenizer: Tokenizer, reasons: bool) -> None:
         self._style, self._tokenizer, self._reasons = style, tokenizer, reasons
@@ -27,7 +32,7 @@ class ToolChoice:
     def params(
         self, params: SamplingParams, body: Mapping[str, Any], tools: Sequence[Tool] | None
     ) -> SamplingParams:
-        """Return the parameters of a chat request that has these tools. Raises RowProblem."""
+        """Return the parameters of a chat request with these tools. Raises RowProblem."""
         choice, single = body.get(CHOICE), body.get(PARALLEL) is False
         if choice in (None, "auto", "none"):
             if single and tools:

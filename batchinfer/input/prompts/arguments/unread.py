@@ -1,33 +1,33 @@
-"""Counts the arguments that rows give and their chat template does not read, which are ignored."""
+"""Counts arguments of rows that are ignored because the chat template does not read them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-_NAME = 60  # characters of an argument's name that are remembered
-_MOST_NAMES = 20  # of unread arguments that are remembered
+_NAME = 60  # maximum characters kept of a name
+_MOST_NAMES = 20  # maximum number of names kept
 
 
 class UnreadArguments:
-    """Counts the rows that give an argument which the template does not read, by its name."""
+    """The number of rows per argument that the template does not read."""
 
     def __init__(self) -> None:
         self.rows: dict[str, int] = {}
 
     def add(self, names: Iterable[str], rows: int = 1) -> None:
-        """Count so many rows more for each of these names; only the first names are remembered."""
+        """Add `rows` to the count of each name. Only the first names are kept."""
         for short in dict.fromkeys(name[:_NAME] for name in names):
             if short in self.rows or len(self.rows) < _MOST_NAMES:
                 self.rows[short] = self.rows.get(short, 0) + rows
 
     def join(self, others: Mapping[str, int]) -> None:
-        """Count what was counted elsewhere."""
+        """Add counts from elsewhere."""
         for name, rows in others.items():
             self.add((name,), rows)
 
 
 def unread_text(rows: Mapping[str, int]) -> str | None:
-    """Say which arguments were ignored, in how many rows. None: no argument was."""
+    """Return a message about ignored arguments and their rows, or None."""
     if not rows:
         return None
     most_first = sorted(rows.items(), key=lambda one: (-one[1], one[0]))

@@ -1,1 +1,1 @@
-"""Sampling parameters as requests of other programs write them."""
+"""Sampling parameters from the fields of API requests."""

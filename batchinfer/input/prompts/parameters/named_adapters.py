@@ -1,4 +1,4 @@
-"""The adapter of a row, by the name that the row has for it."""
+"""The adapter that a row names."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from typing import Any
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.input.rows import RowProblem, Values, kind_of
 
-_NAMED = 10  # adapters that a message lists
+_NAMED = 10  # maximum number of adapters in a message
 
 
 class NamedAdapters:
-    """`fingerprints`: of the job's adapters, by name; `column`: of the name of a row's adapter."""
+    """Finds adapters by name.
+
+    Args:
+        fingerprints: The fingerprints of the job's adapters by name.
+        column: The column that names a row's adapter, or None.
+    """
 
     def __init__(self, fingerprints: Mapping[str, str], column: str | None) -> None:
         self._fingerprints, self._column = fingerprints, column
 
     def of_row(self, params: SamplingParams, values: Values) -> SamplingParams:
-        """Return the parameters with the adapter that the row names, if it names one. Raises RowProblem for a name that
-        the job does not have."""
+        """Return the parameters with the adapter that the row names, if any. Raises RowProblem if it is unknown."""
         name = None if self._column is None else values.get(self._column)
         if name is None or name == "":
             return params
@@ -35,8 +39,10 @@ class NamedAdapters:
         return replace(params, adapter=self._fingerprints[name])
 
     def of_request(self, params: SamplingParams, body: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters with the adapter that the field `model` of a request names. Any other name is the
-        model's, whatever it is called elsewhere."""
+        """Return the parameters with the adapter that the field `model` of a request names.
+
+        Any other name means the model without an adapter, since clients may call it anything.
+        """
         name = body.get("model") if self._fingerprints else None
         if not isinstance(name, str) or name not in self._fingerprints:
             return params

@@ -1,4 +1,4 @@
-"""The tokens that parameters name, by their ids or by texts."""
+"""The tokens that sampling parameters name by id or by text."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.input.rows import RowProblem
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 
-_MOST_WORDS = 4096  # that are remembered
+_MOST_WORDS = 4096  # maximum number of cached words
 
 
 class NamedTokens:
-    """Checks the tokens that parameters name, and finds those of texts. `vocab_size`: the model knows the ids below."""
+    """Checks the token ids in parameters, which must be below `vocab_size`, and encodes bad words."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._last: tuple[SamplingParams, SamplingParams] | None = None  # most rows have the same
+        self._last: tuple[SamplingParams, SamplingParams] | None = None  # rows usually share parameters
         self._words: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def named(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the tokens of their texts. Raises RowProblem for a token that the model does not
-        know."""
+        """Return the parameters with the tokens of their bad words. Raises RowProblem for an unknown token id."""
         if self._last is None or params is not self._last[0]:
             self._last = params, self._found(params)
         return self._last[1]
@@ -41,7 +40,7 @@ class NamedTokens:
             raise RowProblem("token_id_out_of_range", message)
 
     def _of_word(self, word: str) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of a text as it stands, and behind a space, as words within a text do."""
+        """Return the tokens of a text at the start of a text and after a space."""
         if word not in self._words:
             if len(self._words) >= _MOST_WORDS:
                 self._words.clear()

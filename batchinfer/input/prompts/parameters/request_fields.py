@@ -1,4 +1,4 @@
-"""The fields of a request's body, whoever's they are, become sampling parameters by their names here."""
+"""Translates the fields of OpenAI's and vLLM's requests to sampling parameters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from batchinfer.core.sampling import OTHER_NAMES
 from batchinfer.input.openai import ECHO
 from batchinfer.input.rows import RowProblem, kind_of
 
-# What requests may carry without changing the answer here.
+# Fields that do not affect answers
 HARMLESS = frozenset(
     (
         *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention"),
-        # of vLLM's server: what it logs, when it runs a request, and with what it follows a constraint
+        # vLLM's settings for logs, scheduling, caching and the library for constraints
         *("request_id", "priority", "cache_salt", "guided_decoding_backend"),
     )
 )
-# Fields that are accepted only with the value that asks for nothing.
+# Unsupported fields that are accepted with values that have no effect
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tools": ([],),
@@ -30,7 +30,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "best_of": (1,),
-    # of vLLM's server
+    # vLLM's fields
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),  # special tokens are skipped
     "use_beam_search": (False,),
@@ -46,7 +46,7 @@ _NOTHING_IN_CHATS = {
     ECHO: (False,),
 }
 _NOTHING_IN_TEXTS = {"add_special_tokens": (True,)}
-# Numbers by which vLLM's server is told that there is no limit
+# vLLM's numbers for "no limit", with the value that has the same meaning here
 _NO_LIMIT = {"top_k": (-1, 0), "thinking_token_budget": (-1, None)}
 STRUCTURED = "structured_outputs"
 _STRUCTURES = {
@@ -61,13 +61,13 @@ _NO_STRUCTURE = {"disable_any_whitespace": (False,), "disable_additional_propert
 
 @dataclass(slots=True)
 class AskedParameters:
-    """Collects the parameters that a request asks for, and what it calls them."""
+    """Collects the parameters of a request, with the names of their fields."""
 
     values: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, str] = field(default_factory=dict)
 
     def put(self, name: str, value: Any, called: str) -> None:
-        """Take a value that is not null. Raises RowProblem where another field has set another one."""
+        """Add a non-null value. Raises RowProblem if another field has set a different one."""
         number, meant = _NO_LIMIT.get(called, (None, None))
         value = meant if number is not None and value == number else value
         if self.values.setdefault(name, value) != value:
@@ -78,7 +78,7 @@ class AskedParameters:
         self.fields.setdefault(name, called)
 
     def put_structure(self, given: object) -> None:
-        """Take vLLM's `structured_outputs`. Raises RowProblem."""
+        """Add vLLM's `structured_outputs`. Raises RowProblem."""
         if not isinstance(given, Mapping):
             raise RowProblem("bad_parameter", f"{STRUCTURED}: must be an object, not {kind_of(given)}")
         for key, value in given.items():
@@ -90,18 +90,18 @@ class AskedParameters:
 
 
 def parameter_of(called: str) -> str:
-    """Return the name that a parameter has here, whatever a request calls it."""
+    """Return the parameter of a field."""
     return OTHER_NAMES.get(called, called)
 
 
 def asks_nothing(called: str, value: object, chat: bool) -> bool:
-    """Whether a field asks for what is done anyway."""
+    """Return True if a field has a value that has no effect."""
     own = (_NOTHING_IN_CHATS if chat else _NOTHING_IN_TEXTS).get(called, ())
     return value in (*own, *_NOTHING.get(called, ()))
 
 
 def unsupported(called: str) -> RowProblem:
-    """Return the error of a row with such a field."""
+    """Return the error for an unsupported field."""
     if called == "best_of":
         text = "must be 1, as a line has one response; sampling.best_of is for jobs with a prompt section"
     elif called == "extra_body":

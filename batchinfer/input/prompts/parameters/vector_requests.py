@@ -1,4 +1,4 @@
-"""Requests for vectors: the inputs of each, and what they say of the vectors."""
+"""Embedding requests: their inputs and options."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from batchinfer.input.openai import MAX_INPUTS
 from batchinfer.input.prompts.parameters.request_fields import HARMLESS, unsupported
 from batchinfer.input.rows import RowProblem, kind_of
 
-ENCODINGS = ("float", "base64")  # of vectors
+ENCODINGS = ("float", "base64")  # formats of vectors in responses
 _NO_PROMPT = "none"
-# Fields that are accepted with the value that asks for what is done anyway; of vLLM's server
+# Unsupported fields of vLLM that are accepted with values that have no effect
 _NOTHING: Mapping[str, tuple[object, ...]] = {"embed_dtype": ("float32",), "endianness": ("native", "little")}
 
 
 @dataclass(frozen=True, slots=True)
 class VectorRequests:
-    """The vectors that requests may ask for: of at most `widest` numbers, and behind which of the checkpoint's
-    `prompts`; `before` is the text of the one that stands before texts where a request names none."""
+    """The options that embedding requests may choose.
+
+    Args:
+        before: The prompt before texts if a request names none.
+        widest: The maximum number of dimensions.
+        normalize: True if vectors are normalised.
+        prompts: The checkpoint's prompts by name.
+    """
 
     before: str
     widest: int
@@ -29,16 +35,23 @@ class VectorRequests:
 
 
 class AskedVectors(NamedTuple):
-    """The vectors that a request asks for: one of each of its inputs, which are texts or token ids."""
+    """An embedding request. Each input gets a vector.
+
+    Args:
+        inputs: Texts, or lists of token ids.
+        before: The prompt before texts.
+        add_special: True if the tokenizer adds its special tokens around texts.
+        dimensions: The size of the vectors; 0 for the job's size.
+    """
 
     inputs: Sequence[str | list[Any]]
-    before: str  # put before inputs that are texts
-    add_special: bool  # whether these get the tokens that the tokenizer puts around a text
-    dimensions: int  # 0: as many as the job's
+    before: str
+    add_special: bool
+    dimensions: int
 
 
 def asked_vectors(body: Mapping[str, Any], requests: VectorRequests) -> AskedVectors:
-    """Read the body of a request. Raises RowProblem."""
+    """Parse the body of an embedding request. Raises RowProblem."""
     for name, value in body.items():
         if value is not None and name not in HARMLESS and not _is_known(name, value, requests):
             raise unsupported(name)
@@ -52,7 +65,7 @@ def asked_vectors(body: Mapping[str, Any], requests: VectorRequests) -> AskedVec
 
 
 def _is_known(name: str, value: object, requests: VectorRequests) -> bool:
-    """Whether a request may have a field with this value. Raises RowProblem for one with another value."""
+    """Return True if a request may have a field with this value. Raises RowProblem for an invalid value."""
     check = _CHECKS.get(name)
     if check is not None:
         check(name, value)
@@ -90,7 +103,7 @@ def _dimensions(body: Mapping[str, Any], requests: VectorRequests) -> int:
 
 
 def _before(body: Mapping[str, Any], requests: VectorRequests) -> str:
-    """Return what is put before the request's texts."""
+    """Return the prompt before the request's texts."""
     name = body.get("input_type")
     if name is None:
         return requests.before
@@ -103,7 +116,7 @@ def _before(body: Mapping[str, Any], requests: VectorRequests) -> str:
 
 
 def _inputs(value: object) -> Sequence[str | list[Any]]:
-    """Return the texts and lists of token ids of a request."""
+    """Return the inputs of a request: texts, or lists of token ids."""
     if value is None:
         raise RowProblem("prompt_missing", "input is null or missing")
     if isinstance(value, str):

@@ -1,1 +1,1 @@
-"""Rows become prompts with parameters and keys, prepared now or known from the last run."""
+"""Prepared rows: prompts with parameters and work keys, from this run or an earlier one."""

@@ -1,4 +1,4 @@
-"""The tokens of continuations, behind those of the prompts that they continue."""
+"""Appends the tokens of continuations to the tokens of their prompts."""
 
 from __future__ import annotations
 
@@ -13,28 +13,35 @@ from batchinfer.input.rows import RowProblem
 from batchinfer.input.tokenizer.masks import masks_for
 from batchinfer.input.tokenizer.tokenizer import SegmentEncoder, Tokenizer
 
-_TAIL = 64  # characters at a prompt's end that decide which tokens a label has behind it
-_MOST_TAILS = 4096  # that are remembered
+_TAIL = 64  # characters at the end of a prompt that determine the tokens of a label after it
+_MOST_TAILS = 4096  # maximum number of cached ends of prompts
 Ids = Sequence[int]
 
 
 class ContinuedPrompts:
-    """Finds which tokens continuations have behind a prompt, and puts them there.
+    """Finds the tokens of continuations after a prompt, and appends them.
 
-    A continuation has the tokens that the tokenizer gives both texts as one, from the first on that the prompt by
-    itself does not have, or that another label changes: the end of a prompt may melt into what follows.
+    The tokenizer may merge the end of the prompt with the start of a continuation. Therefore prompt and continuation
+    are encoded as one text. The continuation begins at the first token that differs from the tokens of the prompt, or
+    from those with another label.
     """
 
     def __init__(self, tokenizer: Tokenizer, segments: SegmentEncoder, labels: Sequence[str]) -> None:
-        """labels: those of the job; (): each draft has its own continuation."""
+        """Create without cached tails.
+
+        Args:
+            tokenizer: The tokenizer.
+            segments: Encodes texts with masks.
+            labels: The job's labels; () if each draft has its own continuations.
+        """
         self._pattern = tokenizer.special_pattern if tokenizer.specials else None
         self._segments = segments
         self._labels = tuple(labels)
-        self._of_tails: dict[tuple[str, bool], _Tail | None] = {}  # None: is about to be found
+        self._of_tails: dict[tuple[str, bool], _Tail | None] = {}  # None while the tail is being encoded
         self._params: dict[tuple[int, ...], SamplingParams] = {}
 
     def to_encode(self, draft: Draft) -> list[Draft]:
-        """Return what is to be encoded beside a draft, before `joined` is asked for."""
+        """Return the texts to encode for a draft before `joined` is called."""
         if draft.text is None or not draft.continuations:
             return []
         if self._labels and not draft.masks:
@@ -51,9 +58,16 @@ class ContinuedPrompts:
     def joined(
         self, draft: Draft, ids: Ids, encoded: Sequence[Ids], encode: Callable[[Draft], Ids]
     ) -> tuple[Ids, SamplingParams]:
-        """Return the tokens of a prompt and its continuations, and the parameters of such a request. Raises RowProblem.
+        """Return the tokens of a prompt and its continuations, and the parameters of the request.
 
-        ids: of the prompt. encoded: what `to_encode` asked for. encode: encodes a draft, where that was not enough.
+        Args:
+            draft: The prompt.
+            ids: The tokens of the prompt.
+            encoded: The tokens of the texts from `to_encode`.
+            encode: Encodes a further draft, if those are not sufficient.
+
+        Raises:
+            RowProblem: The prompt or a continuation has no tokens.
         """
         context = self._without_end(ids, draft)
         if not draft.continuations:
@@ -63,36 +77,36 @@ class ContinuedPrompts:
         if draft.text is None:
             each = [one for one in draft.continuations if not isinstance(one, str)]
         elif self._labels and not draft.masks:
-            context, each = self._behind_tail(draft, context, encoded, encode)
+            context, each = self._after_tail(draft, context, encoded, encode)
         else:
-            context, each = _behind(context, [self._without_end(one, draft) for one in encoded])
+            context, each = _split_off(context, [self._without_end(one, draft) for one in encoded])
         empty = "the continuation has no tokens"
         return [*context, *(token for one in each for token in one)], self._scores(
             tuple(map(len, each)), empty
         )
 
-    def _behind_tail(
+    def _after_tail(
         self, draft: Draft, context: Ids, encoded: Sequence[Ids], encode: Callable[[Draft], Ids]
     ) -> tuple[Ids, list[Ids]]:
-        """Return the prompt and the labels behind it, as they are behind its last characters."""
+        """Return the tokens of the prompt and of each label. They are cached by the last characters of prompts."""
         key = self._tail(draft)
         if encoded:
             short = Draft(draft.params, key[0], add_special=key[1])
             alone, *whole = (self._without_end(one, short) for one in encoded)
-            self._of_tails[key] = _Tail(alone, *_behind(alone, whole))
+            self._of_tails[key] = _Tail(alone, *_split_off(alone, whole))
         tail = self._of_tails.get(key)
         if tail is None or not tail.ends(context):
             whole = [self._without_end(encode(self._whole(draft, one)), draft) for one in self._labels]
-            return _behind(context, whole)
+            return _split_off(context, whole)
         return context[: len(context) - len(tail.alone) + len(tail.context)], tail.each
 
     def _tail(self, draft: Draft) -> tuple[str, bool]:
-        """Return the end of a prompt, and whether it is all of it, which the tokenizer puts something around."""
+        """Return the end of a prompt, and True if it is the whole prompt and special tokens are added."""
         text = draft.text or ""
         return (text, draft.add_special) if len(text) <= _TAIL else (text[-_TAIL:], False)
 
     def _whole(self, draft: Draft, continuation: str) -> Draft:
-        """Return the draft of a prompt with a continuation. Special tokens in one that a row gives are plain text."""
+        """Return the draft of a prompt with a continuation. Special-token literals of rows are masked."""
         masks = draft.masks
         if not self._labels and self._pattern is not None and self._pattern.search(continuation):
             own = masks_for(continuation, self._pattern)
@@ -102,7 +116,7 @@ class ContinuedPrompts:
         return draft._replace(text=f"{draft.text}{continuation}", masks=masks, continuations=None)
 
     def _without_end(self, ids: Ids, draft: Draft) -> Ids:
-        """Return token ids without what the tokenizer puts behind a text: something follows."""
+        """Return token ids without the special tokens that the tokenizer adds at the end of a text."""
         behind = self._segments.around[1] if draft.add_special else []
         size = len(behind)
         return ids[:-size] if size and [*ids[-size:]] == behind else ids
@@ -118,21 +132,27 @@ class ContinuedPrompts:
 
 
 class _Tail:
-    """The tokens of the last characters of prompts, and those of the labels behind them."""
+    """Tokens at the end of prompts.
+
+    Args:
+        alone: The tokens of the last characters of a prompt.
+        context: The first of these tokens, which are the same before all labels.
+        each: The tokens of each label, after `context`.
+    """
 
     def __init__(self, alone: Ids, context: Ids, each: list[Ids]) -> None:
         self.alone, self.context, self.each = alone, context, each
-        # where the text was cut, its first tokens are others than the prompt's
+        # The text was cut at an arbitrary character, so its first tokens may differ from the prompt's
         self._sure = len(alone) // 2
 
     def ends(self, prompt: Ids) -> bool:
-        """Whether the prompt with these tokens ends so."""
-        known = self.alone[self._sure :]
-        return len(self.context) >= self._sure and [*prompt[len(prompt) - len(known) :]] == [*known]
+        """Return True if a prompt ends with the second half of these tokens."""
+        end = self.alone[self._sure :]
+        return len(self.context) >= self._sure and [*prompt[len(prompt) - len(end) :]] == [*end]
 
 
-def _behind(context: Ids, whole: Sequence[Ids]) -> tuple[Ids, list[Ids]]:
-    """Return what all of `whole` begin with of the context, and what of each follows."""
+def _split_off(context: Ids, whole: Sequence[Ids]) -> tuple[Ids, list[Ids]]:
+    """Return the common prefix of the prompt and all texts, and the rest of each. Raises RowProblem if empty."""
     alone = np.asarray(context, np.int32)
     shared = min(common_prefix(alone, np.asarray(one, np.int32)) for one in whole)
     if not shared:

@@ -1,4 +1,4 @@
-"""Pairs of texts, of which a cross-encoder makes scores."""
+"""Pairs of a query and a document, which cross-encoders score."""
 
 from __future__ import annotations
 
@@ -14,34 +14,43 @@ Ids = Sequence[int]
 
 
 class PairedTexts:
-    """Puts the tokens of a query and of a document together as the tokenizer does, and cuts them where that is asked
-    for. See ContinuedPrompts, which does the same for continuations."""
+    """Joins the tokens of a query and a document as the tokenizer does, and truncates them if the job allows it.
+
+    It has the interface of ContinuedPrompts.
+    """
 
     def __init__(
         self, template: PairTemplate, scoring: PairScoring, longest: int, truncate: Truncate
     ) -> None:
-        """longest: tokens of a pair."""
+        """Create for pairs of at most `longest` tokens."""
         self._template, self._scoring = template, scoring
         self._room, self._truncate = longest - template.added, truncate
         self._params: dict[int, SamplingParams] = {}
 
     def to_encode(self, draft: Draft) -> list[Draft]:
-        """Return the document, which is encoded beside the query."""
+        """Return the document, which must be encoded in addition to the query."""
         (document,) = draft.continuations or ("",)
         return [Draft(draft.params, str(document))]
 
     def joined(
         self, draft: Draft, ids: Ids, encoded: Sequence[Ids], encode: Callable[[Draft], Ids]
     ) -> tuple[Ids, SamplingParams]:
-        """Return the tokens of a pair, and the parameters of such a request. Raises RowProblem.
+        """Return the tokens of a pair, and the parameters of the request.
 
-        ids: of the query. encoded: what `to_encode` asked for. encode: is not needed.
+        Args:
+            draft: The query, with the document as its continuation.
+            ids: The tokens of the query.
+            encoded: The tokens of the text from `to_encode`.
+            encode: Not used.
+
+        Raises:
+            RowProblem: The tokens added to a pair leave no room for it.
         """
         (document,) = encoded
         if self._truncate != "error":
             ids, document = self._cut(ids, document)
         second = self._template.second_segment(ids, document) if self._scoring.typed else 0
-        if second not in self._params:  # no more of them than a prompt has tokens
+        if second not in self._params:  # bounded by the number of positions
             self._params[second] = SamplingParams.logits(self._scoring.pooling, second)
         return self._template.joined(ids, document), self._params[second]
 

@@ -1,4 +1,4 @@
-"""Rows become prompts with parameters and keys, and facts that the index keeps besides."""
+"""Prepared rows: prompts with parameters and work keys, and the facts that the index stores."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from batchinfer.core.request import RowError, TokenIds
 from batchinfer.input.prompts.row_facts import RowFacts
 from batchinfer.input.tokenizer.reasoning_styles import Openings
 
-KEY_TYPE = np.dtype("V32")  # of a work key
+KEY_TYPE = np.dtype("V32")  # the type of a work key
 
 
 @dataclass(slots=True)
 class PreparedRungs:
-    """The work of n rows on one rung of the job's ladder, as Prepared has that of their first attempts. A row without
-    such work has parameter -1."""
+    """The work of n rows on one rung of the job's ladder. Arrays are as in Prepared.
+
+    `params_of` is -1 for a row without work on this rung.
+    """
 
     params_of: NDArray[np.int32]
     max_tokens: NDArray[np.int32]
@@ -27,16 +29,19 @@ class PreparedRungs:
 
 
 class OwnTexts(NamedTuple):
-    """The texts of n rows that say how their answers are read: tools as `known_tools` writes them, or labels as a JSON
-    list. `texts` are distinct; `of` says where each row's stands in that list, plus 1; 0: it has none. Where no row has
-    any, nothing is said of rows."""
+    """Texts of n rows that determine how their answers are parsed.
+
+    Args:
+        texts: The distinct texts: tools as `known_tools` writes them, or labels as a JSON list.
+        of: Per row the position in `texts` plus 1, or 0 for none. Empty if no row has a text.
+    """
 
     texts: list[str]
     of: NDArray[np.int32]
 
     @classmethod
     def found(cls, numbers: dict[str, int], of: NDArray[np.int32]) -> OwnTexts:
-        """Return texts numbered from 1."""
+        """Return the texts, given their numbers from 1 and the numbers of the rows."""
         return cls(list(numbers), of) if numbers else NO_TEXTS
 
 
@@ -45,8 +50,14 @@ NO_TEXTS = OwnTexts([], np.zeros(0, np.int32))
 
 @dataclass(frozen=True, slots=True)
 class FurtherPrompts:
-    """Prompts of rows that want answers to several, behind the first of each: `rows` (m,) says whose each is, in order;
-    `counts` (m,) how many of the `tokens`, which lie end to end, are its. Parameters are those of the first."""
+    """Further prompts of rows with several inputs. They have the parameters of the first prompt.
+
+    Args:
+        rows: The row of each prompt, ascending, shape (m,).
+        counts: The number of tokens per prompt, shape (m,).
+        keys: The concatenated work keys.
+        tokens: The concatenated prompts.
+    """
 
     rows: NDArray[np.int32]
     counts: TokenIds
@@ -63,16 +74,25 @@ NO_PROMPTS = FurtherPrompts(_NONE, _NONE, b"", _NONE)
 
 @dataclass(slots=True)
 class Prepared:
-    """The prompts of n rows, ready for the index. An error row has count 0, a zero key and parameter 0.
+    """The prompts of n rows for the index. An error row has count 0, a zero key and parameter 0.
 
-    `tokens` are the prompts end to end; `params` lists distinct parameters, `params_of` (n,) points into it;
-    `max_tokens` (n,), `counts` (n,). `openings` (n,) say whether prompts have begun the reasoning of their answers;
-    `unread` are arguments that the chat template does not read, and in how many rows; `rungs` the further attempts;
-    `own_texts` what rows say of how their answers are read. `samples` (n,) are the numbers of answers that rows ask for
-    themselves, 0 where a row asks for none; None: no row asks. Those of a row with `further` prompts are of one prompt
-    each. `dimensions` (n,) are those of the vectors that rows ask for, 0 where a row does not say; None: no row does.
-
-    `known`: an earlier run prepared these rows, and their answers are stored: `tokens` is empty.
+    Args:
+        errors: The errors by row.
+        params: The distinct sampling parameters as JSON.
+        params_of: Per row the position in `params`, shape (n,).
+        max_tokens: Shape (n,).
+        counts: The number of prompt tokens, shape (n,).
+        keys: The concatenated work keys.
+        tokens: The concatenated prompts.
+        openings: How each prompt ends: whether it has begun the reasoning, shape (n,).
+        unread: The number of rows per argument that the chat template does not read.
+        rungs: The further attempts.
+        own_texts: The tools or labels of rows.
+        known: True if an earlier run prepared the rows and their answers are stored; `tokens` is then empty.
+        samples: The number of answers that each row asks for, 0 if it does not, shape (n,); None if no row asks. For a
+            row with `further` prompts, each prompt gets one answer.
+        dimensions: The size of vectors that each row asks for, 0 if it does not, shape (n,); None if no row asks.
+        further: The further prompts of embedding requests.
     """
 
     errors: dict[int, RowError]
@@ -95,25 +115,24 @@ class Prepared:
         return len(self.counts)
 
     def tokens_there(self) -> NDArray[np.int64]:
-        """Return how many token ids of each row there are."""
+        """Return the number of tokens per row that `tokens` contains."""
         return np.zeros(len(self), np.int64) if self.known else self.counts.astype(np.int64)
 
     def answers(self, usual: int) -> NDArray[np.int64]:
-        """Return how many answers each row gets, where a row that asks for no number gets the `usual` one."""
+        """Return the number of answers per row; `usual` is the number for rows that ask for none."""
         if self.samples is None:
             return np.full(len(self), usual, np.int64)
         return np.where(self.samples > 0, self.samples, usual).astype(np.int64)
 
     def keys_of_new_work(self) -> bytes:
-        """Return the keys of the rows whose tokens are there: error rows have none, and the answers of known ones are
-        stored."""
+        """Return the work keys of the rows in `tokens` and of all further prompts."""
         first = np.frombuffer(self.keys, np.uint8).reshape(-1, 32)[self.tokens_there() > 0].tobytes()
         return first + self.further.keys
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRows:
-    """Rows that were read: their prompts, and all else that the index keeps of them."""
+    """The prompts of rows, and the facts that the index stores."""
 
     prompts: Prepared
     facts: RowFacts

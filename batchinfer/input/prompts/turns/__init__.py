@@ -1,1 +1,1 @@
-"""Turns of a conversation that are more than text: the calls of tools."""
+"""Turns of a conversation that are more than text: tool calls."""

@@ -1,7 +1,7 @@
-"""The calls that assistants made earlier in a conversation, in the form that the chat template prints.
+"""Writes earlier tool calls of a conversation in the form that the chat template expects.
 
-OpenAI's API has the arguments of a call as JSON text. Most templates write an object as JSON themselves, and would put
-a text into quotes; others (DeepSeek's) join text, and fail with an object; some take both.
+In OpenAI's API, the arguments of a call are JSON text. Most templates take an object, and would quote a text; others
+(DeepSeek's) take text, and fail with an object; some take both.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ _TRIED_TEXT = json.dumps(_TRIED)
 
 
 class CallTurns:
-    """Brings the arguments of calls into the form that one template prints. `render` renders messages through it."""
+    """Converts the arguments of calls for one template, whose messages `render` renders."""
 
     def __init__(self, render: Callable[[list[Message]], str]) -> None:
         self._render = render
 
     def formed(self, messages: list[Message]) -> list[Message]:
-        """Return the messages with the arguments of their calls in the template's form. Raises RowProblem for calls
-        that are none."""
+        """Return the messages with the arguments of calls in the template's form. Raises RowProblem."""
         if not any("tool_calls" in message for message in messages):
             return messages
         return [self._formed(number, message) for number, message in enumerate(messages)]
@@ -61,22 +60,22 @@ class CallTurns:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """Whether JSON text comes out of the template as it went in."""
+        """True if the template writes JSON text unchanged."""
         return _TRIED_TEXT in self._tried(_TRIED_TEXT)
 
     @cached_property
     def _takes_object(self) -> bool:
-        """Whether an object comes out as anything but Python's notation. A template that takes neither says so."""
+        """True if the template writes an object other than in Python's syntax, or takes neither objects nor texts."""
         found = self._tried(_TRIED)
         return (bool(found) and str(_TRIED) not in found) or not self._takes_text
 
     def _tried(self, arguments: Any) -> str:
-        """Return a conversation with such a call as the template renders it; nothing if it refuses."""
+        """Return a rendered conversation with such a call, or "" if the template raises an error."""
         try:
             return self._render(_conversation(arguments))
         except MemoryError:
             raise
-        except Exception:  # noqa: BLE001 - a checkpoint's template may raise anything; the row's own turn says what
+        except Exception:  # noqa: BLE001 - a checkpoint's template may raise anything; rendering the row reports it
             return ""
 
 
