@@ -163,7 +163,7 @@ def _source(options: BenchOptions, quantization: Quantization) -> Source:
         if refused:
             raise UsageError(f"--kv-cache-dtype is {options.kv_cache_dtype!r}, and {refused[0][1]}")
         return checkpoint_source(options.folder, _kv_cache(options), quantization)
-    spec = shape_config(options.model).quantized(quantization).caching(_kv_cache(options))
+    spec = shape_config(options.model).quantized(quantization).with_cache_dtype(_kv_cache(options))
     return ModelSource(spec, parameter_count(spec), lambda *place: DummyWeights(spec, *place))
 
 

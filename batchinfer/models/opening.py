@@ -10,7 +10,7 @@ from batchinfer.models.checkpoint.checkpoint import (
     Checkpoint,
     check_tensors,
     config_folder,
-    dequantised,
+    dequantisation_notices,
     inspect_checkpoint,
 )
 from batchinfer.models.checkpoint.config import known_types, parse_config
@@ -45,7 +45,7 @@ def inspect_gguf(model: GgufModel) -> Checkpoint:
     shapes = check_tensors(model.path, spec, tensors, PackedTensors({**packed}), prefixes, hint)
     types = sorted({each.type.name for each in model.tensors.values()} - set(FLOAT_DTYPES))
     form = next((each.form for each in packed.values() if each.form is not None), None)
-    notices = dequantised({" and ".join(types): form} if types else {}, shapes)
+    notices = dequantisation_notices({" and ".join(types): form} if types else {}, shapes)
     return Checkpoint(model.path, model.files, tensors, spec, prefixes, packed, shapes, tuple(notices))
 
 

@@ -15,8 +15,8 @@ import torch
 from batchinfer.core.errors import CannotSplit, Unavailable
 from batchinfer.models.adapters.factors import AdaptedWeights, PartOfLayers
 from batchinfer.models.adapters.merging import MergedWeights
-from batchinfer.models.adapters.sizes import AdapterSizes, sizes_of
-from batchinfer.models.adapters.stored_adapter import MERGED_WHOLE, StoredAdapter, inspect_adapter
+from batchinfer.models.adapters.sizes import AdapterSizes, adapter_sizes
+from batchinfer.models.adapters.stored_adapter import DORA_NOT_SHARDED, StoredAdapter, inspect_adapter
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.outliers import WatchedWeights, warning_of
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights
@@ -29,8 +29,8 @@ from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.ops.choose import Arithmetic, choose_ops
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import AdapterRoom
-from batchinfer.models.parallel.group import ALONE, Ranks
-from batchinfer.models.parallel.sharded import sharded
+from batchinfer.models.parallel.group import SINGLE_RANK, Ranks
+from batchinfer.models.parallel.shard_spec import shard_spec
 from batchinfer.models.spec.model_cost import loaded_bytes, model_cost
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer.models.spec.spec import AttentionRules, AttentionSpec, ModelSpec
@@ -59,7 +59,9 @@ class ModelSource:
     merged: StoredAdapter | None = None  # an adapter that all rows have, in the weights
     folder: Path | None = None  # may say that its channels are others than those that adapters were made for
     adapter_places: int | None = None  # how many adapters are on the device at a time; None: all
-    ranks: Ranks = ALONE  # with which it is computed; its spec and its weights are those of this rank's part
+    ranks: Ranks = (
+        SINGLE_RANK  # with which it is computed; its spec and its weights are those of this rank's part
+    )
     whole: ModelSpec | None = None  # the model that it is a part of; None: it is all of it
     read: ReadCount = field(default_factory=ReadCount)  # by its weights, of its checkpoint's files
     # Its decode steps launch the same kernels each time, and never wait for the device
@@ -67,10 +69,10 @@ class ModelSource:
 
     def part(self, ranks: Ranks) -> ModelSource:
         """Return the part of a rank, whose weights `weights` reads already. Raises CannotSplit."""
-        place, merged = ranks.place, self.merged
-        if merged is not None and place.cuts:
-            raise CannotSplit(MERGED_WHOLE)
-        own = sharded(self.spec, place)
+        place, merged = ranks.shard, self.merged
+        if merged is not None and place.cuts_layers:
+            raise CannotSplit(DORA_NOT_SHARDED)
+        own = shard_spec(self.spec, place)
         return replace(
             self,
             spec=own,
@@ -137,7 +139,7 @@ class ModelSource:
 
     @property
     def _part(self) -> PartOfLayers | None:
-        place = self.ranks.place
+        place = self.ranks.shard
         if self.whole is None:
             return None
         layers = self.whole.layers if place.layers is None else self.whole.layers[slice(*place.layers)]
@@ -155,7 +157,7 @@ class ModelSource:
     @property
     def _sizes(self) -> AdapterSizes | None:
         """Return what the adapters beside the weights take; None: there are none."""
-        return sizes_of(self.spec, [*self.adapters.values()])
+        return adapter_sizes(self.spec, [*self.adapters.values()])
 
     def weight_bytes(self, cost: ModelCost) -> int:
         """Return the bytes of its loaded weights; a tied head counts once, unless it is quantised beside its
@@ -186,7 +188,7 @@ def checkpoint_source(
     quantization: Quantization = "none",
     adapters: Sequence[tuple[str, Path]] = (),
     adapter_places: int | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> Source:
     """Open a checkpoint folder as a model with such a cache and such weights, and with adapters: their fingerprints and
     folders, and how many are on the device at a time; or the part of it that a rank has. Raises what inspecting a
@@ -194,23 +196,23 @@ def checkpoint_source(
     does not have.
     """
     checkpoint = open_checkpoint(path, _describe_here)
-    checkpoint = checkpoint.held_for(quantization)
+    checkpoint = checkpoint.for_quantization(quantization)
     if isinstance(checkpoint, Checkpoint):
-        spec = checkpoint.spec.quantized(quantization).caching(kv_cache)
+        spec = checkpoint.spec.quantized(quantization).with_cache_dtype(kv_cache)
         found = {name: inspect_adapter(folder.name, folder, checkpoint) for name, folder in adapters}
         merged = next((adapter for adapter in found.values() if adapter.config.dora), None)
         beside = {name: adapter for name, adapter in found.items() if not adapter.config.dora}
-        place = ranks.place
+        place = ranks.shard
         read = ReadCount()
-        weights = partial(CheckpointWeights, checkpoint, place=place, read=read)
+        weights = partial(CheckpointWeights, checkpoint, shard=place, read=read)
         whole = ModelSource(
             spec, checkpoint.parameters, weights, beside, merged, path, adapter_places, read=read
         )
-        if place.whole:
+        if place.is_whole:
             return whole
         check_parts(checkpoint, place)
         return whole.part(ranks)
-    if not ranks.place.whole:
+    if not ranks.shard.is_whole:
         raise CannotSplit("a model that transformers' code computes is not divided among ranks")
     if adapters:
         raise Unavailable("a model that transformers' code computes is given no adapters; merge them into it")

@@ -10,7 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.core.wording import counted
-from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares, balanced, imbalance, ranged
+from batchinfer.models.parallel.expert_placement import (
+    ExpertPlacement,
+    Shares,
+    balance_experts,
+    imbalance,
+    split_into_ranges,
+)
 from batchinfer.models.spec.spec import ExpertsSpec, LayerSpec, LinearSpec, ModelSpec
 from batchinfer.report.tables.earlier_runs import EarlierExperts
 from batchinfer_kernels.cost import Cost, Peaks
@@ -58,7 +64,7 @@ class ExpertPlan:
         placed = self.placement
         return imbalance(
             [
-                (ranged(len(each), self.ranks) if placed is None else placed.layers[layer], each)
+                (split_into_ranges(len(each), self.ranks) if placed is None else placed.layers[layer], each)
                 for layer, each in tokens.items()
             ]
         )
@@ -92,11 +98,11 @@ def planned_experts(
         spare_bytes: Memory of each rank for copies of experts. Each layer gets the same number of copies.
     """
     layers = expert_layers(spec)
-    in_ranges = {index: ranged(fed.routing.experts, ranks) for index, fed in layers.items()}
+    in_ranges = {index: split_into_ranges(fed.routing.experts, ranks) for index, fed in layers.items()}
     each = sum(_expert_bytes(spec.layers[index], itemsize) for index in layers)
     copies = int(max(0, spare_bytes) // each) if each else 0
     costs = {index: _costs(spec.layers[index], loads, index, ranks, peaks, itemsize) for index in layers}
-    found = {index: balanced(costs[index].tolist(), ranks, copies) for index in layers}
+    found = {index: balance_experts(costs[index].tolist(), ranks, copies) for index in layers}
     before = imbalance([(in_ranges[index], loads.tokens[index].tolist()) for index in layers])
     after = imbalance([(found[index], loads.tokens[index].tolist()) for index in layers])
     whole, saved = _longest(in_ranges, costs), _longest(found, costs)

@@ -13,7 +13,7 @@ from batchinfer.core.gguf.files import gguf_files
 from batchinfer.core.hub import CONFIG, GGUF, ModelName, find_snapshot, missing_files
 from batchinfer.filesystem.durable import FileOps, storage, write_new
 from batchinfer.job.template import ORDERS, QUESTIONS, ModelKind, init_files
-from batchinfer.models.files.config_fields import QUANTIZATION, stated_config
+from batchinfer.models.files.config_fields import QUANTIZATION, read_config_json
 from batchinfer.verbs.schema_starter import SchemaFile
 
 _MOST_OF_NAME = 200  # characters of a job's name
@@ -89,7 +89,7 @@ def _kind(path: Path) -> ModelKind:
     try:
         if path.suffix == GGUF or gguf_files(path):
             return "gguf"
-        quantised = (path / CONFIG).is_file() and QUANTIZATION in stated_config(path)
+        quantised = (path / CONFIG).is_file() and QUANTIZATION in read_config_json(path)
     except BatchInferError:
         return "floats"
     return "quantised" if quantised else "floats"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from batchinfer.core.errors import BatchInferError
 from batchinfer.job import load_job
 from batchinfer.models.adapters.channel_factors import FILE
-from batchinfer.models.adapters.sizes import sizes_of
+from batchinfer.models.adapters.sizes import adapter_sizes
 from batchinfer.models.adapters.stored_adapter import inspect_adapter
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.pipeline.options import RunOptions
@@ -279,7 +279,7 @@ def test_the_plan_counts_what_adapters_take(tmp_path: Path, model: Path, models:
     assert plain.memory is not None
     checkpoint = inspect_checkpoint(model)
     stored = [inspect_adapter(name, models / name, checkpoint) for name in ("one", "two")]
-    sizes = sizes_of(checkpoint.spec, stored)
+    sizes = adapter_sizes(checkpoint.spec, stored)
     assert sizes is not None
     assert adapted.memory.weights - plain.memory.weights == sizes.values * 4
     runs = [found.forecast.run for found in (adapted, unused) if found.forecast is not None]

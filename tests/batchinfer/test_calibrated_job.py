@@ -146,7 +146,7 @@ def test_experts_with_few_tokens_are_told_of(tmp_path: Path) -> None:
     job = load_job(write_job(tmp_path, sparse, ROWS[:6], **PLAIN), INT4)
     found = quantize_job(job, False, Listener(SILENT.progress, told.append))
     assert re.match("[1-9]0? of 10 experts had fewer than 512 tokens of these rows", told[-1])
-    made = inspect_checkpoint(found.folder).held_for("int4")
+    made = inspect_checkpoint(found.folder).for_quantization("int4")
     assert all(linear.stored for linear in made.spec.linears() if linear.experts)
     assert not quantize_job(job, False, SILENT).made
     assert found.folder.name == name_of(sparse, "1 experts")
@@ -159,7 +159,7 @@ def test_an_exported_model_is_an_ordinary_checkpoint(model: Path, tmp_path: Path
     with pytest.raises(OutputConflict, match="is there already"):
         export_job_model(load_job(file, INT4), tmp_path / "exported", 32, SILENT)
     assert {path.name for path in tmp_path.glob("*.tmp")} == set()
-    stored = inspect_checkpoint(found.folder).held_for("int4")
+    stored = inspect_checkpoint(found.folder).for_quantization("int4")
     assert {form.group for form in stored.spec.forms} == {32}
     config = AutoConfig.from_pretrained(found.folder)
     assert config.quantization_config["config_groups"]["group_0"]["weights"]["num_bits"] == 4
@@ -222,7 +222,7 @@ def test_the_command_calibrates_on_a_file_of_prompts_as_on_a_job_with_these_rows
     assert made[0]
     assert made[0] == made[1] == made[2]
     # 96 inputs are no groups of 64: this layer stays as it was
-    form = dict(inspect_checkpoint(tmp_path / "of-job").held_for("int4").spec.layers[0].forms)
+    form = dict(inspect_checkpoint(tmp_path / "of-job").for_quantization("int4").spec.layers[0].forms)
     assert {name: one.group for name, one in form.items()} == {"qkv": 64, "o": 64, "gate_up": 64}
     assert cli._guarded(["quantize", str(job), "--group", "64"]) == 2
     assert "together with --output" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def source(section: BenchSection) -> ModelSource:
     plain, model = shape_config(model_name(section)), _of(section)
     if section.rehearsal and not model.is_plain:
         plain = replace(plain, layers=plain.layers[:1])  # the interpreter is slow, and layers are alike
-    spec = plain.caching(model.kv_cache)
+    spec = plain.with_cache_dtype(model.kv_cache)
     spec = in_blocks(spec) if model.quantization == "stored" else spec
     weights = CodedWeights if model.quantization == "stored" else DummyWeights
     return ModelSource(spec, parameter_count(plain), lambda *place: weights(spec, *place))

@@ -214,7 +214,7 @@ def _memory(section: BenchSection, name: str) -> list[Result]:
     sizes = [path.stat().st_size for path in files]
     checkpoint = inspect_checkpoint(folder)
     for kind in {"none", checkpoint.stored_quantization} & {"none", *ON_CPUS}:
-        held = checkpoint.held_for(kind)
+        held = checkpoint.for_quantization(kind)
         loaded = loaded_bytes(held.spec, held.parameters, 2)
         took, most = load(folder, kind, files, cold=False)
         bytes_of = {"files_bytes": sum(sizes), "loaded_bytes": loaded, "peak_bytes": most}

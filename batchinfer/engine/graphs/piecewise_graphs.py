@@ -192,7 +192,7 @@ class PiecewiseGraphs:
         for replay, own in zip(before, pieces.attention, strict=True):
             replay()
             (queries, attended), group = views[own.shapes], own.cache.group
-            own.attention.attended(queries, inputs[group], own.cache, plans[group], attended)
+            own.attention.attend(queries, inputs[group], own.cache, plans[group], attended)
         last()
         if self._behind is not None:
             self._behind(inputs)

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from batchinfer.engine.kv.table_sizes import TableSizes
-from batchinfer.models.spec.spec import Caches, keeping, wrong_caches
+from batchinfer.models.spec.spec import Caches, cache_mistakes, own_caches
 
 # Each table is built, uploaded and planned with in every step, which takes the host time. Gemma 3 has 5 layers with a
 # window to one without: 6 or 7 tables if blocks are as deep as the fewer ones.
@@ -57,7 +57,7 @@ class CacheLayout:
 
 def one_group(caches: Caches, block_size: int) -> CacheLayout:
     """All layers keep all tokens."""
-    windows, layers = _windows(caches), tuple(keeping(caches))
+    windows, layers = _windows(caches), tuple(own_caches(caches))
     return CacheLayout(windows, (CacheGroup(layers, None, frozenset(windows)),), len(layers), block_size)
 
 
@@ -68,10 +68,10 @@ def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
     block: such a model keeps all tokens of all layers. Raises ValueError where a layer reads the K and V of
     one that keeps none before it.
     """
-    wrong = next(wrong_caches(caches), None)
+    wrong = next(cache_mistakes(caches), None)
     if wrong is not None:
         raise ValueError(wrong)
-    own = keeping(caches)
+    own = own_caches(caches)
     alike = len({cache.layout for cache in own.values()}) == 1
     keeps = {layer: cache.window if alike else None for layer, cache in own.items()}
     keeps = {
@@ -92,7 +92,7 @@ def stage_layout(layout: CacheLayout, caches: Caches, layers: tuple[int, int]) -
     in each as in the others, so that a block is no deeper than it has to be: a group may have none. Its `windows` are
     those of the whole model, whose steps are counted."""
     first, end = layers
-    own = keeping(caches[first:end])
+    own = own_caches(caches[first:end])
     kept = {layer: group.keeps for group in layout.groups for layer in group.layers}
     parts = dict[int, tuple[int, ...]]()
     for kind in {group.keeps for group in layout.groups}:
@@ -127,7 +127,7 @@ def _memory(layout: CacheLayout, longest: int) -> int:
 
 
 def _cut(caches: Caches, keeps: Mapping[int, int | None], depth: int, block_size: int) -> CacheLayout:
-    own, groups = keeping(caches), []
+    own, groups = own_caches(caches), []
     for kind in dict.fromkeys(keeps.values()):
         layers = [layer for layer, keep in keeps.items() if keep == kind]
         for at in range(0, len(layers), depth):

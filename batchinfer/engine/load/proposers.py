@@ -61,7 +61,7 @@ def load_heads(config: LoadConfig, arithmetic: Arithmetic, company: Company) -> 
         return None
     if company.divided:
         raise CannotSplit("a model that is divided among ranks has no heads")
-    checkpoint = inspect_checkpoint(config.model).held_for(config.quantization)
+    checkpoint = inspect_checkpoint(config.model).for_quantization(config.quantization)
     stored = inspect_heads(config.heads, checkpoint)
     if isinstance(stored, StoredLayer):
         return load_layer(stored, arithmetic)

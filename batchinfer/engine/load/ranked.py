@@ -24,7 +24,7 @@ from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.engine.schedule.step_plan import RankStep
 from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.parallel.group import ALONE, Ranks
+from batchinfer.models.parallel.group import SINGLE_RANK, Ranks
 from batchinfer.models.sources import ModelSource, Source, checkpoint_source
 from batchinfer_kernels.cost import ModelCost, Peaks
 
@@ -32,7 +32,7 @@ Tell = Callable[[RankStep], None]
 AnyEngine = Engine | EngineTurns
 
 
-def source_of(config: LoadConfig, ranks: Ranks = ALONE) -> Source:
+def source_of(config: LoadConfig, ranks: Ranks = SINGLE_RANK) -> Source:
     """Open the checkpoint, or the part of it that a rank has."""
     return checkpoint_source(
         config.model, config.kv_cache, config.quantization, config.adapters, config.adapter_places, ranks
@@ -47,13 +47,13 @@ def part_of(whole: Source, config: LoadConfig, company: Company) -> Source:
         raise CannotSplit("a model that transformers' code computes is not divided among ranks")
     place = place_of(company.rank, company.division, whole.spec, config.experts)
     if company.division.experts > 1:
-        return source_of(config, Ranks(experts=company.peers, exact=config.deterministic, place=place))
-    return source_of(config, Ranks(company.peers, company.peers, place=place))
+        return source_of(config, Ranks(experts=company.peers, exact=config.deterministic, shard=place))
+    return source_of(config, Ranks(company.peers, company.peers, shard=place))
 
 
 def first_layer(source: Source) -> int:
     """Return the number in the whole model of the first layer that this process has."""
-    layers = source.ranks.place.layers if isinstance(source, ModelSource) else None
+    layers = source.ranks.shard.layers if isinstance(source, ModelSource) else None
     return 0 if layers is None else layers[0]
 
 
@@ -67,7 +67,7 @@ def in_turns(limits: SchedulerConfig, stages: int) -> tuple[SchedulerConfig, int
 def layout_for(source: Source, block_size: int, longest: int) -> CacheLayout:
     """Return the layout of the cache. Stages have the block tables of the whole model."""
     if isinstance(source, ModelSource) and source.whole is not None:
-        layers, whole = source.ranks.place.layers, source.whole.caches
+        layers, whole = source.ranks.shard.layers, source.whole.caches
         if layers is not None:
             return stage_layout(cache_layout(whole, block_size, longest), whole, layers)
     return cache_layout(source.spec.caches, block_size, longest)

@@ -15,7 +15,7 @@ from torch.distributed import DistBackendError
 
 from batchinfer.core.errors import Unavailable
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division, Seat
-from batchinfer.models.parallel.group import Alone, Group, SpentTime, TimedGroup, TorchGroup
+from batchinfer.models.parallel.group import Group, SingleRankGroup, SpentTime, TimedGroup, TorchGroup
 
 # A rank that computes, or is stopped, keeps the others waiting: whoever watches the engine decides how long. One that
 # ends is noticed at once.
@@ -29,8 +29,8 @@ class Company:
 
     rank: int = 0
     division: Division = UNDIVIDED
-    everyone: Group = field(default_factory=Alone)
-    peers: Group = field(default_factory=Alone)
+    everyone: Group = field(default_factory=SingleRankGroup)
+    peers: Group = field(default_factory=SingleRankGroup)
     wait: SpentTime = field(default_factory=SpentTime)  # for ranks of other stages
     # On collectives; None: no rank computes the same layers, or they are a GPU's, for which nobody waits
     sums: SpentTime | None = None
@@ -55,7 +55,7 @@ def join(seat: Seat | None, device: torch.device) -> Company:
     store = _file_store(seat)
     met = partial(_met, device=device)
     everyone: Group = met(c10d.PrefixStore("everyone", store), rank, division.ranks)
-    peers = everyone if division.stages == 1 else Alone()
+    peers = everyone if division.stages == 1 else SingleRankGroup()
     if division.stages > 1 and division.peers > 1:
         stage = c10d.PrefixStore(f"stage {division.stage(rank)}", store)
         peers = met(stage, division.peer(rank), division.peers)

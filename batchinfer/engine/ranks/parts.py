@@ -11,21 +11,21 @@ from batchinfer.engine.ranks.seat import Division
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.stored_parts import check_parts
 from batchinfer.models.parallel.expert_placement import ExpertPlacement
-from batchinfer.models.parallel.place import Portion, RankPlace, Span
-from batchinfer.models.parallel.sharded import expert_sizes, sharded, tensor_sizes
+from batchinfer.models.parallel.shard import ModelShard, Portion, Span
+from batchinfer.models.parallel.shard_spec import expert_sizes, shard_spec, tensor_sizes
 from batchinfer.models.spec.parameters import layer_parameters
 from batchinfer.models.spec.spec import ModelSpec
 
 
 def place_of(
     rank: int, division: Division, spec: ModelSpec, placement: ExpertPlacement | None = None
-) -> RankPlace:
+) -> ModelShard:
     """Return the place of a rank in a model. Tensor ranks have whole experts, where each has as many as the others.
     `placement`: of whole experts; None: they are in ranges.
     Raises CannotSplit for more stages than it has layers, and where ranks of experts would not have as many each."""
     share = Portion(division.peer(rank), division.peers)
     whole = share if share.size > 1 and share.size in expert_sizes(spec) else None
-    place = RankPlace(share, whole) if division.experts == 1 else RankPlace(experts=share)
+    place = ModelShard(share, whole) if division.experts == 1 else ModelShard(experts=share)
     place = replace(place, placement=placement if place.experts is not None else None)
     if division.experts > 1 and whole is None:
         sizes = ", ".join(map(str, expert_sizes(spec)))
@@ -47,7 +47,7 @@ def expert_ranks(spec: ModelSpec, division: Division) -> int:
 def check_division(spec: ModelSpec, division: Division) -> None:
     """Raise CannotSplit where the model cannot be divided so."""
     for rank in range(division.ranks):
-        sharded(spec, place_of(rank, division, spec))
+        shard_spec(spec, place_of(rank, division, spec))
 
 
 def check_stored(checkpoint: Checkpoint, division: Division) -> None:

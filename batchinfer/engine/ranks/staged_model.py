@@ -38,13 +38,13 @@ class StageBorders:
     def receive(self, tokens: int) -> None:
         """Fill the first rows of `states`."""
         if self.before is not None:
-            with self.wait.spending():
+            with self.wait.measure():
                 self.group.receive(self.states[:tokens], self.before)
 
     def hand_on(self, hidden: Tensor) -> None:
         """Send these rows to the stage behind."""
         if self.behind is not None:
-            with self.wait.spending():
+            with self.wait.measure():
                 self.group.send(hidden, self.behind)
 
 

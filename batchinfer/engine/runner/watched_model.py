@@ -131,4 +131,4 @@ class WatchedModel:
         return self.decoder.argmax(hidden)
 
     def _keep(self, taps: Taps, hidden: Tensor, inputs: Seq[AttentionInputs]) -> None:
-        self.kept.write(inputs[self.group].slots, self.head.kept(taps.states, hidden))
+        self.kept.write(inputs[self.group].slots, self.head.input_states(taps.states, hidden))

@@ -12,7 +12,7 @@ from typing import Any
 from batchinfer.core.hub import ADAPTER as CONFIG
 from batchinfer.models.files.config_fields import Fields, load_json_object, shown
 
-MOST_RANK = 4096
+MAX_RANK = 4096
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")  # a pattern that names modules, and is no expression
 # Ways to begin training that changed the weights of the model, too
 _CHANGES_WEIGHTS = ("pissa", "olora", "corda", "lora_ga")
@@ -66,7 +66,7 @@ def read_adapter_config(path: Path) -> tuple[LoraConfig, list[str]]:
         wanted = "the names of modules, or of their ends, → numbers above 0"
         mistakes.append(f"{CONFIG}: alpha_pattern is {shown(alphas)}; wanted {wanted}")
         alphas = {}
-    rank, alpha = fields.integer("r", 8, high=MOST_RANK), fields.number("lora_alpha", 8.0)
+    rank, alpha = fields.integer("r", 8, high=MAX_RANK), fields.number("lora_alpha", 8.0)
     ways = fields.boolean("use_rslora", False), dict(alphas), fields.boolean("use_dora", False)
     return LoraConfig(rank, alpha, *ways), mistakes
 

@@ -13,11 +13,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from batchinfer.models.adapters.channel_factors import ChannelFactors
-from batchinfer.models.adapters.stored_adapter import ChangedModule, StoredAdapter, changes
+from batchinfer.models.adapters.stored_adapter import ChangedModule, StoredAdapter, changed_modules
 from batchinfer.models.checkpoint.tensor_names import StoredParameter
-from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights, stretches_of
+from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights, segments_of
 from batchinfer.models.families.family import Part
-from batchinfer.models.parallel.place import WHOLE, ParameterCut, RankPlace, layer_cuts
+from batchinfer.models.parallel.shard import WHOLE_PARAMETER, ModelShard, ParameterCut, layer_cuts
 from batchinfer.models.spec.parameters import FACTOR_A, FACTOR_B
 from batchinfer.models.spec.spec import LayerSpec, LinearSpec, ModelSpec
 
@@ -27,7 +27,7 @@ class PartOfLayers:
     """The part of these layers of a model that a rank has, whose `place` it is."""
 
     layers: Sequence[LayerSpec]
-    place: RankPlace
+    place: ModelShard
 
 
 class FactorFiles:
@@ -87,7 +87,7 @@ class AdaptedWeights(Weights):
     def layer(self, index: int) -> LayerWeights:
         found = dict(self._weights.layer(index))
         for linear, cuts in self._linears(index):
-            for number, modules in enumerate(changes(self._adapters, index, linear.name)):
+            for number, modules in enumerate(changed_modules(self._adapters, index, linear.name)):
                 if modules:
                     whole = self._channels.changed(index, linear.name, *self._factors(modules, linear))
                     a, b = cut_factors(*whole, linear, cuts)
@@ -128,10 +128,10 @@ def cut_factors(
     B A x is the sum of what they give."""
     rows, first = list[Tensor](), 0
     for part, count in linear.parts:
-        start, end = cuts.get(part, WHOLE).outputs or (0, count)
+        start, end = cuts.get(part, WHOLE_PARAMETER).outputs or (0, count)
         rows.append(b[first + start : first + end])
         first += count
-    inputs = cuts.get(linear.parts[0][0], WHOLE).inputs
+    inputs = cuts.get(linear.parts[0][0], WHOLE_PARAMETER).inputs
     return a if inputs is None else a[:, slice(*inputs)].contiguous(), torch.cat(rows)
 
 
@@ -139,4 +139,4 @@ def rows_of(values: Tensor, part: Part | None) -> Tensor:
     """Return the rows of (outputs, …) that are a part's, whichever way the weight itself lies."""
     if part is None:
         return values
-    return stretches_of(values, StoredParameter("", replace(part, transposed=False))).flatten(0, 1)
+    return segments_of(values, StoredParameter("", replace(part, transposed=False))).flatten(0, 1)

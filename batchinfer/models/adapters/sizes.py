@@ -9,9 +9,9 @@ from batchinfer.models.adapters.stored_adapter import StoredAdapter
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer_kernels.cost import Cost, ModelCost, OperatorCost, low_rank_cost
 
-LEAST_RANK = 16  # of a place: the least inner dimension of a tile
+MIN_RANK = 16  # of a place: the least inner dimension of a tile
 # Of a GPU's places, however large adapters are: with fewer, rows of one would wait for those of another
-LEAST_PLACES = 8
+MIN_PLACES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class AdapterSizes:
     @property
     def place_values(self) -> int:
         """Count the values of a place on a GPU, which has room for any of the adapters."""
-        return sum(product.width * max(LEAST_RANK, *product.ranks) for product in self.products)
+        return sum(product.width * max(MIN_RANK, *product.ranks) for product in self.products)
 
     def places(self, room: int, itemsize: int) -> int | None:
         """Return how many adapters are on a GPU at a time that has so many bytes for them; None: all."""
-        found = max(LEAST_PLACES, room // max(1, self.place_values * itemsize) - 1)  # one place is of zeros
+        found = max(MIN_PLACES, room // max(1, self.place_values * itemsize) - 1)  # one place is of zeros
         return found if found < self.count else None
 
     def mean_cost(self, itemsize: int, tokens: int, adapters: int) -> Cost:
@@ -67,7 +67,7 @@ class AdapterSizes:
         return replace(cost, operators=(*cost.operators, own), adapted=True)
 
 
-def sizes_of(spec: ModelSpec, adapters: Sequence[StoredAdapter]) -> AdapterSizes | None:
+def adapter_sizes(spec: ModelSpec, adapters: Sequence[StoredAdapter]) -> AdapterSizes | None:
     """Return the sizes of adapters that stand beside their model; None where there are none."""
     beside = [adapter for adapter in adapters if not adapter.config.dora]
     return AdapterSizes(len(beside), tuple(_products(spec, beside))) if beside else None

@@ -28,7 +28,7 @@ _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector
 # What may stand before the names of a decoder's modules in a model of several parts, or in one of another version
 _BASES = ("model.language_model.", "language_model.model.", "model.", "")
 # Why ranks that compute each layer together have no DoRA
-MERGED_WHOLE = "a DoRA is merged into whole rows of weights; only layers can be divided among ranks"
+DORA_NOT_SHARDED = "a DoRA is merged into whole rows of weights; only layers can be divided among ranks"
 DIGEST = 32  # hexadecimal digits of a fingerprint
 
 
@@ -267,7 +267,7 @@ def _last(outputs: PartOutputs) -> int:
     return part.stop if part.every is None else outputs.count // (part.stop - part.start) * part.every
 
 
-def changes(
+def changed_modules(
     adapters: Iterable[StoredAdapter], layer: int, linear: str
 ) -> Iterator[tuple[ChangedModule, ...]]:
     """Yield what each adapter changes of a product: nothing, or some of its modules."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.calibration.channels import scale_channels
-from batchinfer.models.calibration.work import LEAST_TOKENS
+from batchinfer.models.calibration.work import MIN_EXPERT_TOKENS
 from batchinfer.models.ops.layers import Experts
 from batchinfer.models.spec.parameters import BIAS, SCALES
 from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, LayerSpec
@@ -67,14 +67,14 @@ class SeenTokens:
     @property
     def few(self) -> int:
         """Return how many experts have fewer tokens than they are to be calibrated on."""
-        return int((torch.bincount(self.experts.flatten(), minlength=self.count) < LEAST_TOKENS).sum())
+        return int((torch.bincount(self.experts.flatten(), minlength=self.count) < MIN_EXPERT_TOKENS).sum())
 
     def of(self, number: int, preferred: Tensor) -> tuple[Tensor, Tensor]:
         """preferred: (T, experts), probabilities → the inputs (n, hidden) float32 of an expert, and the weights (n,)
         of its results."""
         weights = self.weights.masked_fill(self.experts != number, 0.0).sum(1)
         chosen = self.experts.eq(number).any(1)
-        missing = min(LEAST_TOKENS, len(chosen)) - int(chosen.sum())
+        missing = min(MIN_EXPERT_TOKENS, len(chosen)) - int(chosen.sum())
         if missing > 0:
             others = preferred[:, number].masked_fill(chosen, -torch.inf).topk(missing).indices
             weights[others] = preferred[others, number]

@@ -20,7 +20,7 @@ from batchinfer.models.adapters.channel_factors import marked_factors, write_fac
 from batchinfer.models.calibration.layer import RoundedLayer
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_names, table_names
-from batchinfer.models.checkpoint.weights import stretches_of
+from batchinfer.models.checkpoint.weights import segments_of
 from batchinfer.models.files.config_fields import load_json_object
 from batchinfer.models.formats.codes import int4_words
 from batchinfer.models.spec.parameters import BIAS, HEAD, SCALES, norm_parameters
@@ -181,7 +181,7 @@ def _by_tensor(
 def _placed(whole: Tensor, values: Places) -> Tensor:
     """Return the tensor with all values where they lie in it."""
     for place, value in values:
-        into = stretches_of(whole, place)
+        into = segments_of(whole, place)
         into.copy_(value.view(into.shape))
     return whole
 

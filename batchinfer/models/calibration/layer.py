@@ -62,7 +62,7 @@ class RoundedLayer:
     weights: LayerWeights
 
 
-def rounded_layer(
+def round_layer(
     layer: LayerSpec, weights: LayerWeights, read: LayerInputs, group: int, dtype: torch.dtype
 ) -> RoundedLayer:
     """weights: float32, of which those of experts are changed where they are; `dtype`: of the checkpoint that is to

@@ -22,11 +22,11 @@ BLOCK = 16  # tokens of a block of the cache that a layer is run over
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledRow:
     """A sequence of token ids, a prompt and maybe an answer. `counted`: which tokens count, (tokens,): a beginning that
-    sequences share counts once, as it is computed once. `asked`: at which the next one is asked for."""
+    sequences share counts once, as it is computed once. `scored`: at which the next one is scored for."""
 
     ids: NDArray[np.int32]
     counted: NDArray[np.bool_]
-    asked: NDArray[np.bool_]
+    scored: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class SampledStep:
         lengths = [len(row.ids) for row in rows]
         self.ids = torch.from_numpy(np.concatenate([row.ids for row in rows]).astype(np.int64)).to(device)
         self.counted = torch.from_numpy(np.concatenate([row.counted for row in rows])).to(device)
-        self.asked = torch.from_numpy(np.concatenate([row.asked for row in rows])).to(device)
+        self.scored = torch.from_numpy(np.concatenate([row.scored for row in rows])).to(device)
         blocks = [-(-length // BLOCK) for length in lengths]
         self.blocks = sum(blocks)
         firsts = np.cumsum([0, *blocks[:-1]])

@@ -17,10 +17,10 @@ from batchinfer.models.calibration.layer import (
     LayerInputs,
     RoundedLayer,
     WatchedLinear,
-    rounded_layer,
+    round_layer,
 )
 from batchinfer.models.calibration.sample import LayerRun, SampleRows
-from batchinfer.models.calibration.work import CalibrationOutcome, Loss, rounds
+from batchinfer.models.calibration.work import CalibrationOutcome, Loss, rounded_linears
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights
 from batchinfer.models.checkpoint.tensor_names import layer_names
@@ -101,12 +101,12 @@ class Search:
         weights = {name: one.to(self._device) for name, one in self._weights.layer(index).items()}
         cast = _cast(exact, weights, self._dtype)
         names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
-        read = self._read(rounds(layer, names, self._group), exact, cast)
+        read = self._read(rounded_linears(layer, names, self._group), exact, cast)
         if read.seen is not None:
             self._experts, self._few = self._experts + read.seen.count, self._few + read.seen.few
         if self._held_out is not None:
             self._streams.exact = self._held_out(exact, self._built(exact, cast), self._streams.exact)
-        found = rounded_layer(layer, weights, read, self._group, self._stored)
+        found = round_layer(layer, weights, read, self._group, self._stored)
         after = self._built(found.spec, _cast(found.spec, found.weights, self._dtype))
         self._streams.searched = self._searched(found.spec, after, self._streams.searched)
         if self._held_out is not None:
@@ -164,11 +164,11 @@ class Search:
         return Loss(kl / tokens, same / tokens, tokens) if tokens else None
 
     def _held_out_states(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the last hidden states that tokens are asked of, of both models, some at a time."""
+        """Yield the last hidden states that tokens are scored of, of both models, some at a time."""
         assert self._held_out is not None
         streams = zip(self._held_out.steps, self._streams.exact, self._streams.rounded, strict=True)
         for step, exact, rounded in streams:
-            pair = (torch.split(states[step.asked], LOGIT_ROWS) for states in (exact, rounded))
+            pair = (torch.split(states[step.scored], LOGIT_ROWS) for states in (exact, rounded))
             yield from zip(*pair, strict=True)
 
 

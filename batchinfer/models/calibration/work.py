@@ -13,7 +13,7 @@ from batchinfer.models.spec.spec import AttentionSpec, ExpertsSpec, LayerSpec, L
 
 # An expert that gets fewer tokens of the sample is calibrated on others, too: on those whose router prefers it most. On
 # 2 to 12 rows 512 left up to 11 % less error of a small model's hidden states than 128 (docs/performance.md)
-LEAST_TOKENS = 512
+MIN_EXPERT_TOKENS = 512
 # Exponents of the channels' sizes that are tried; 0: channels stay as they are
 POWERS = tuple(step / 10 for step in range(11))
 # Of each layer that reads the channels, evenly spread: powers are compared by them
@@ -38,7 +38,7 @@ class Loss:
 @dataclass(frozen=True, slots=True)
 class CalibrationOutcome:
     """The outcome of a calibration. `loss`: None, if there was no row to measure it on. Of `experts`, those of all
-    layers, `few` had fewer tokens of the sample than LEAST_TOKENS, and were calibrated on those of others, too."""
+    layers, `few` had fewer tokens of the sample than MIN_EXPERT_TOKENS, and were calibrated on those of others, too."""
 
     loss: Loss | None
     experts: int = 0
@@ -71,14 +71,14 @@ def calibration_work(checkpoint: Checkpoint, tokens: int, group: int) -> Calibra
     layers = Counter[tuple[LayerSpec, tuple[LinearSpec, ...]]]()
     for index, layer in enumerate(checkpoint.spec.layers):
         names = layer_names(checkpoint.spec, index, checkpoint.prefixes)
-        layers[layer, tuple(rounds(layer, names, group))] += 1
+        layers[layer, tuple(rounded_linears(layer, names, group))] += 1
     found = CalibrationWork()
     for (layer, rounded), times in layers.items():
         found += sum(_parts(layer, rounded, tokens), CalibrationWork()) * times
     return found
 
 
-def rounds(layer: LayerSpec, names: Mapping[str, StoredParameter], group: int) -> list[LinearSpec]:
+def rounded_linears(layer: LayerSpec, names: Mapping[str, StoredParameter], group: int) -> list[LinearSpec]:
     """Return the linear layers whose weights become codes that the checkpoint's tensors, by their `names`, can hold:
     whole tensors, or outputs of them. Both of experts do, or none: engines have one format for an expert."""
     found = [
@@ -160,7 +160,7 @@ def _experts_work(layer: LayerSpec, both: list[LinearSpec], tokens: int) -> Cali
     up, down = both
     fed = layer.feed_forward
     assert isinstance(fed, ExpertsSpec), "only they have experts"
-    own = min(tokens, max(LEAST_TOKENS, tokens * up.chosen // up.experts))
+    own = min(tokens, max(MIN_EXPERT_TOKENS, tokens * up.chosen // up.experts))
     read = 2 * own * (up.inputs * up.outputs + up.inputs**2 + down.inputs**2)
     each = CalibrationWork(products=read) + rounding_work(up.outputs, up.inputs)
     each += rounding_work(down.outputs, down.inputs)

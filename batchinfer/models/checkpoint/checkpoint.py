@@ -14,9 +14,9 @@ from batchinfer.models.checkpoint.config import decoder_config, is_supported, lo
 from batchinfer.models.checkpoint.tensor_names import (
     StoredParameter,
     expected_shapes,
-    further_layers,
     ignores,
     layer_names,
+    mtp_prefixes,
     prefixes_of,
     stored_classifier,
     table_names,
@@ -24,7 +24,7 @@ from batchinfer.models.checkpoint.tensor_names import (
 from batchinfer.models.checkpoint.zero_points import misread_before
 from batchinfer.models.families.family import NamePrefixes
 from batchinfer.models.families.multimodal import Multimodal
-from batchinfer.models.files.config_fields import stated_config, wrong_checkpoint
+from batchinfer.models.files.config_fields import checkpoint_error, read_config_json
 from batchinfer.models.files.fingerprint import Progress
 from batchinfer.models.files.folder import CheckpointFolder
 from batchinfer.models.files.weight_files import (
@@ -83,17 +83,17 @@ class Checkpoint(WeightFiles):
     def stored_quantization(self) -> Quantization:
         """Return the quantisation of weights that products can be computed of as they are stored: of 8 bits where there
         are some, else of 4; none where there are none, or several."""
-        codes = {form.codes for form in self.as_stored(frozenset(STORED)).spec.forms}
+        codes = {form.codes for form in self.keep_quantized(frozenset(STORED)).spec.forms}
         codes = codes & {"fp8", "int8"} or codes - {"sparse"} or codes
         return STORED[codes.pop()] if len(codes) == 1 else "none"
 
-    def held_for(self, quantization: Quantization) -> Checkpoint:
+    def for_quantization(self, quantization: Quantization) -> Checkpoint:
         """Return the checkpoint with weights that stay quantised as they are stored, where such a run has it so."""
         kept = {codes for codes, held in STORED.items() if held == quantization}
         kept |= {"int4"} if quantization == "int4" else set()
-        return self.as_stored(frozenset(kept)) if kept else self
+        return self.keep_quantized(frozenset(kept)) if kept else self
 
-    def as_stored(self, among: frozenset[WeightCodes] = frozenset({"fp8", "int8"})) -> Checkpoint:
+    def keep_quantized(self, among: frozenset[WeightCodes] = frozenset({"fp8", "int8"})) -> Checkpoint:
         """Return the checkpoint with weights that stay in codes `among` these where products can be computed with
         them."""
         layers = tuple(
@@ -163,7 +163,7 @@ class Checkpoint(WeightFiles):
         deterministic: bool = False,
     ) -> ModelCost:
         """Return the cost of its steps; see model_cost."""
-        spec = self.spec.quantized(quantization).caching(kv_cache)
+        spec = self.spec.quantized(quantization).with_cache_dtype(kv_cache)
         return model_cost(spec, itemsize, device, deterministic)
 
 
@@ -176,7 +176,7 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
     supported, or weights do not fit).
     """
     folder = config_folder(path)
-    raw = stated_config(folder.path)
+    raw = read_config_json(folder.path)
     if not is_supported(raw):
         folder.refuse_model_code()
     folder.refuse_tokenizer_code()
@@ -186,7 +186,7 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
     prefixes = prefixes_of(spec.family, files.tensors, whole.prefixes if whole else ())
     spec = stored_classifier(spec, files.tensors, prefixes)
     stated, placed = decoder_config(raw), expected_shapes(spec, prefixes)
-    unused = further_layers(spec, stated, prefixes)
+    unused = mtp_prefixes(spec, stated, prefixes)
     tensors = {
         name: tensor
         for name, tensor in files.tensors.items()
@@ -199,7 +199,9 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
     shapes = check_tensors(folder.path, spec, tensors, packed, prefixes, hint)
     notices = (
         *([_text_alone(whole, files.tensors)] if whole else ()),
-        *dequantised({each.format: each.form for each in packed.found.values() if each.quantized}, shapes),
+        *dequantisation_notices(
+            {each.format: each.form for each in packed.found.values() if each.quantized}, shapes
+        ),
         *_filled_up(packed.found.values(), shapes),
         *packed.notices,
         *folder.unused_code,
@@ -207,7 +209,9 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(folder.path, files.files, tensors, spec, prefixes, packed.found, shapes, notices)
 
 
-def dequantised(forms: Mapping[str, WeightForm | None], shapes: Mapping[str, Shape]) -> Iterator[str]:
+def dequantisation_notices(
+    forms: Mapping[str, WeightForm | None], shapes: Mapping[str, Shape]
+) -> Iterator[str]:
     """Yield the notices about quantised weights that are dequantised, by the names of their formats; each with the form
     in which it could stay."""
     for name, form in sorted(forms.items(), key=lambda found: found[0]):
@@ -247,7 +251,7 @@ def config_folder(path: Path) -> CheckpointFolder:
     """The folder, once it is sure that it has a config.json. Raises JobFileError, SecurityRefusal."""
     folder = CheckpointFolder(path)
     if folder.file("config.json") is None:
-        raise wrong_checkpoint(path, f"{path} has no config.json; a Hugging Face checkpoint folder is needed")
+        raise checkpoint_error(path, f"{path} has no config.json; a Hugging Face checkpoint folder is needed")
     return folder
 
 
@@ -278,7 +282,7 @@ def check_tensors(
         ]),
     ]  # fmt: skip
     if messages:
-        raise wrong_checkpoint(path, *messages, hint=hint)
+        raise checkpoint_error(path, *messages, hint=hint)
     return found
 
 

@@ -11,14 +11,14 @@ from batchinfer.models.families.multimodal import MULTIMODAL, Multimodal
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.files.config_fields import (
     Fields,
+    checkpoint_error,
     load_if_there,
+    read_config_json,
     shown,
-    stated_config,
-    wrong_checkpoint,
 )
 from batchinfer.models.formats.registry import stored_format
 from batchinfer.models.spec.rope_config import RopeConfig
-from batchinfer.models.spec.spec import ModelSpec, wrong_caches
+from batchinfer.models.spec.spec import ModelSpec, cache_mistakes
 
 Known = TypeVar("Known", Family, Multimodal, Family | Multimodal)
 
@@ -26,7 +26,7 @@ Known = TypeVar("Known", Family, Multimodal, Family | Multimodal)
 def load_config(folder: Path) -> ModelSpec:
     """Parse config.json and, where there is one, generation_config.json. JobFileError lists all mistakes."""
     return parse_config(
-        stated_config(folder),
+        read_config_json(folder),
         load_if_there(folder / "generation_config.json"),
         folder / "config.json",
     )
@@ -38,13 +38,13 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Pa
     family, raw, name = _decoder(raw, mistakes)
     stored_format(raw, mistakes)
     if family is None or mistakes:  # what follows depends on the family
-        raise wrong_checkpoint(path, *mistakes)
+        raise checkpoint_error(path, *mistakes)
     files = ConfigFiles(Fields(raw, name, mistakes), Fields(generation, "generation_config.json", mistakes))
     spec = family.parse(files)
     if not mistakes:
         mistakes.extend(_contradictions(spec))
     if mistakes:
-        raise wrong_checkpoint(path, *dict.fromkeys(mistakes))
+        raise checkpoint_error(path, *dict.fromkeys(mistakes))
     return spec
 
 
@@ -102,7 +102,7 @@ def _family(
 
 def _contradictions(spec: ModelSpec) -> list[str]:
     """Return the mistakes in a spec whose single values are all possible."""
-    found = [f"config.json: {wrong}" for wrong in wrong_caches(spec.caches)]
+    found = [f"config.json: {wrong}" for wrong in cache_mistakes(spec.caches)]
     if found:
         return found
     attention = spec.attention

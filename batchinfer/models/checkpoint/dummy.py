@@ -17,10 +17,16 @@ from batchinfer.models.checkpoint.tensor_names import (
     layer_names,
     table_names,
 )
-from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights, stretches_of
+from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights, segments_of
 from batchinfer.models.families.family import NamePrefixes
 from batchinfer.models.families.registry import FAMILIES
-from batchinfer.models.spec.parameters import BIAS, Shape, fused, layer_parameters, table_parameters
+from batchinfer.models.spec.parameters import (
+    BIAS,
+    Shape,
+    fused_parameters,
+    layer_parameters,
+    table_parameters,
+)
 from batchinfer.models.spec.spec import ModelSpec
 
 _TABLES = -1  # where the layers' seeds start counting
@@ -51,7 +57,7 @@ class DummyWeights(Weights):
             found = [drawn[parameter] for parameter in parameters]
             return torch.cat(found) if len(found) > 1 else found[0]
 
-        return dict(fused(self._spec.layers[index], joined))
+        return dict(fused_parameters(self._spec.layers[index], joined))
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
         """One layer by its parameters' names, not yet fused."""
@@ -93,7 +99,7 @@ def _stored(
             continue
         if place.tensor not in whole:
             whole[place.tensor] = parameter.new_empty(shapes[place.tensor])
-        stretches = stretches_of(whole[place.tensor], place)
+        stretches = segments_of(whole[place.tensor], place)
         stretches.copy_(parameter.view(stretches.shape))
     yield from whole.items()
 

@@ -14,7 +14,7 @@ from batchinfer.models.spec.spec import ModelSpec
 # What is left of outliers once they were made smaller (smoothing.py). Two of 192 channels in every norm of the
 # quickstart's model so many times the others: at 10 the mean divergence is 1.0e-4 nats, 3 times that of int8 without
 # them, at 30 it is 2.3e-3, 60 times
-LEAST_RATIO = 20.0
+OUTLIER_RATIO = 20.0
 # Norms whose results are inputs of linear layers
 WATCHED_NORMS = {"input_norm": "input norm", "post_norm": "post-attention norm"}
 
@@ -70,7 +70,7 @@ class WatchedWeights(Weights):
 
 def warning_of(worst: Outlier | None) -> str | None:
     """Return the warning for a user who asked for int8; None if no channel stands out."""
-    if worst is None or worst.ratio < LEAST_RATIO:
+    if worst is None or worst.ratio < OUTLIER_RATIO:
         return None
     return (
         f"model.quantization: int8 may change answers of this checkpoint: {worst}, and int8 rounds the other channels "

@@ -11,7 +11,7 @@ from batchinfer.core.hub import GGUF
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.stored_parts import StoredPart, StoredParts, bytes_of, slices_of
 from batchinfer.models.files.safetensors_header import data_start
-from batchinfer.models.parallel.place import EVERYTHING
+from batchinfer.models.parallel.shard import WHOLE_MODEL
 
 PIECE_BYTES = 1 << 20  # that are read at once, into memory that stays in a cache
 AHEAD_BYTES = 512 << 20
@@ -39,7 +39,7 @@ class ReadAhead:
     def __init__(self, checkpoint: Checkpoint, parts: StoredParts | None = None) -> None:
         """`parts`: those of a rank; None: all."""
         self._checkpoint = checkpoint
-        self._parts = parts or StoredParts(checkpoint, EVERYTHING)
+        self._parts = parts or StoredParts(checkpoint, WHOLE_MODEL)
         self._starts: dict[Path, int] = {}
         self._changed = Condition()
         self._stopped = False

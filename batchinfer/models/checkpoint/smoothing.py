@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights
-from batchinfer.models.parallel.group import Alone, Group
+from batchinfer.models.parallel.group import Group, SingleRankGroup
 from batchinfer.models.spec.divisible import gated_halves, norm_readers
 from batchinfer.models.spec.parameters import BIAS, FACTOR_A, FACTOR_B, FINAL_NORM
 from batchinfer.models.spec.spec import (
@@ -22,7 +22,7 @@ from batchinfer.models.spec.spec import (
 )
 
 # Of the median channel's size: smaller channels stay as they are, and with them most checkpoints
-LEAST_RATIO = 4.0
+OUTLIER_RATIO = 4.0
 
 
 class SmoothedWeights(Weights):
@@ -31,7 +31,7 @@ class SmoothedWeights(Weights):
     them."""
 
     def __init__(self, weights: Weights, spec: ModelSpec, ranks: Group | None = None) -> None:
-        self._weights, self._spec, self._ranks = weights, spec, ranks or Alone()
+        self._weights, self._spec, self._ranks = weights, spec, ranks or SingleRankGroup()
 
     def tables(self) -> Tables:
         tables, norm = self._weights.tables(), self._spec.final_norm
@@ -50,7 +50,7 @@ class SmoothedWeights(Weights):
         for name, readers in norm_readers(layer):
             fed = layer.feed_forward
             ranged = isinstance(fed, ExpertsSpec) and fed.held is not None and "experts.gate_up" in readers
-            among = self._ranks if ranged else Alone()
+            among = self._ranks if ranged else SingleRankGroup()
             _smooth_norm(weights, name, layer.norms[name], [linears[reader] for reader in readers], among)
         for up, down in gated_halves(layer):
             _smooth_half(weights, linears[up], linears[down])
@@ -118,7 +118,7 @@ def scale_factors(weights: dict[str, Tensor], start: str, factors: Tensor) -> No
 def has_outliers(loud: Tensor) -> bool:
     """Whether one of the channels (K,) stands out by its size: most often none does, and nothing else is looked at."""
     middle = loud.median()
-    return bool(middle > 0) and bool((loud / middle >= LEAST_RATIO).any())
+    return bool(middle > 0) and bool((loud / middle >= OUTLIER_RATIO).any())
 
 
 def factors_of(loud: Tensor, quiet: Tensor) -> Tensor | None:
@@ -131,7 +131,7 @@ def factors_of(loud: Tensor, quiet: Tensor) -> Tensor | None:
     if not bool(middle > 0) or not bool(usual > 0):
         return None
     ratio = loud / middle
-    outlying = ratio >= LEAST_RATIO
+    outlying = ratio >= OUTLIER_RATIO
     if not bool(outlying.any()):
         return None
     least = torch.maximum(quiet / usual, 1 / ratio)  # a weight may be 0

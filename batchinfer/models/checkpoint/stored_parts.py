@@ -13,8 +13,8 @@ from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_nam
 from batchinfer.models.families.family import Part
 from batchinfer.models.files.safetensors_header import TensorInfo
 from batchinfer.models.formats.packed_tensor import ALL, PackedTensor, Shape, Slices, Span
-from batchinfer.models.parallel.place import ParameterCut, RankPlace, layer_cuts, table_cut
-from batchinfer.models.parallel.sharded import sharded
+from batchinfer.models.parallel.shard import ModelShard, ParameterCut, layer_cuts, table_cut
+from batchinfer.models.parallel.shard_spec import shard_spec
 from batchinfer.models.spec.parameters import EMBEDDING, HEAD, table_parameters
 
 NO_SLICES: Slices = MappingProxyType({})
@@ -50,17 +50,17 @@ class StoredPart:
 class StoredParts:
     """The parts of a checkpoint's tensors that a rank's part of the model is read of."""
 
-    def __init__(self, checkpoint: Checkpoint, place: RankPlace) -> None:
+    def __init__(self, checkpoint: Checkpoint, place: ModelShard) -> None:
         """Raises CannotSplit where the model cannot be divided so."""
         self._checkpoint, self._place = checkpoint, place
-        self.spec = sharded(checkpoint.spec, place)
+        self.spec = shard_spec(checkpoint.spec, place)
 
     def tables(self) -> dict[str, StoredPart]:
         """Return the parts of the parameters before and after the layers that the checkpoint has."""
         whole = self._checkpoint
         names = table_names(whole.spec, whole.prefixes)
         there = {name: place for name, place in names.items() if place.tensor in whole.shapes}
-        if self._place.whole:
+        if self._place.is_whole:
             return {name: stored_part(whole, place, None) for name, place in there.items()}
         spec = self.spec
         wanted = [*table_parameters(spec)]
@@ -80,10 +80,10 @@ class StoredParts:
         return {name: self._part(names[name], cut) for name, cut in cuts.items()}
 
     def _part(self, stored: StoredParameter, cut: ParameterCut) -> StoredPart:
-        return stored_part(self._checkpoint, stored, cut if self._place.cuts else None)
+        return stored_part(self._checkpoint, stored, cut if self._place.cuts_layers else None)
 
 
-def check_parts(checkpoint: Checkpoint, place: RankPlace) -> None:
+def check_parts(checkpoint: Checkpoint, place: ModelShard) -> None:
     """Raises CannotSplit where the checkpoint cannot be divided so: before anything is read."""
     parts = StoredParts(checkpoint, place)
     parts.tables()
@@ -95,7 +95,7 @@ def stored_part(checkpoint: Checkpoint, stored: StoredParameter, cut: ParameterC
     """Return what is read for a rank's part of a parameter; None: the rank's layers are all there, and their tensors
     are read as they are. Raises CannotSplit where the stored tensors cannot be divided so."""
     packed = checkpoint.packed.get(stored.tensor)
-    if cut is None or (cut.whole and stored.part is None):
+    if cut is None or (cut.is_whole and stored.part is None):
         return StoredPart(stored, packed)
     first = stored.tensor if packed is None else packed.stored[0]
     if checkpoint.tensors[first].file.suffix == GGUF:

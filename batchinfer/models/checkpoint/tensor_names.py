@@ -27,7 +27,7 @@ from batchinfer.models.spec.parameters import (
 from batchinfer.models.spec.spec import ModelSpec
 
 WEIGHT = ".weight"
-MOST_FURTHER = 64  # layers behind the last one; checkpoints have one
+MAX_MTP_LAYERS = 64  # layers behind the last one; checkpoints have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ def stored_classifier(spec: ModelSpec, names: Collection[str], prefixes: NamePre
     return spec.without_classifier()
 
 
-def further_layers(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefixes) -> tuple[str, ...]:
+def mtp_prefixes(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefixes) -> tuple[str, ...]:
     """Return the prefixes of the layers for multi-token prediction behind the last layer, which are not run."""
     family, first = FAMILIES[spec.family], len(spec.layers)
-    count = raw.get(family.further_layers) if family.further_layers else 0
-    numbers = range(first, first + min(count, MOST_FURTHER)) if isinstance(count, int) else ()
+    count = raw.get(family.mtp_layers_key) if family.mtp_layers_key else 0
+    numbers = range(first, first + min(count, MAX_MTP_LAYERS)) if isinstance(count, int) else ()
     return tuple(f"{prefixes.base}{family.names.layers}.{number}." for number in numbers)
 
 

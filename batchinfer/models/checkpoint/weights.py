@@ -16,6 +16,7 @@ from torch import Tensor
 
 from batchinfer.core.hub import GGUF
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.checkpoint.file_segment import FileSegment, segment_of
 from batchinfer.models.checkpoint.read_ahead import ReadAhead
 from batchinfer.models.checkpoint.stored_parts import (
     NO_SLICES,
@@ -24,13 +25,12 @@ from batchinfer.models.checkpoint.stored_parts import (
     slices_of,
     stored_part,
 )
-from batchinfer.models.checkpoint.stretch import Stretch, stretch_of
 from batchinfer.models.checkpoint.tensor_names import StoredParameter
 from batchinfer.models.families.family import Part
 from batchinfer.models.files.weight_files import StoredTensor
 from batchinfer.models.formats.gguf import read_stored
 from batchinfer.models.formats.packed_tensor import Codes, Slices
-from batchinfer.models.parallel.place import EVERYTHING, RankPlace
+from batchinfer.models.parallel.shard import WHOLE_MODEL, ModelShard
 from batchinfer.models.spec.parameters import (
     BIAS,
     CLASSIFIER,
@@ -44,14 +44,14 @@ from batchinfer.models.spec.parameters import (
     SCALES,
     TOKEN_TYPES,
     ZEROS,
-    fused,
+    fused_parameters,
 )
 from batchinfer.models.spec.spec import LinearSpec
 from batchinfer_kernels.cpu.memory import ReusedPages
 
 _NORMS = (FINAL_NORM, FINAL_NORM + BIAS, EMBEDDING_NORM, EMBEDDING_NORM + BIAS)
-# One layer's tensors, fused as `parameters.fused` says: "qkv" and "qkv.bias", "input_norm" and so on; beside a weight
-# that stays quantised "qkv.scales" and, where blocks share them, "qkv.lines": see models.ops.interface.CodedWeight
+# The tensors of a layer by the names that `fused_parameters` yields: "qkv", "qkv.bias", "input_norm" and so on. Weights
+# that stay quantised also have "qkv.scales" and, with block scales, "qkv.lines": see models.ops.layers.CodedWeight
 LayerWeights = Mapping[str, Tensor]
 
 
@@ -124,12 +124,12 @@ class CheckpointWeights(Weights):
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         device: torch.device | str,
-        place: RankPlace = EVERYTHING,
+        shard: ModelShard = WHOLE_MODEL,
         read: ReadCount | None = None,
     ) -> None:
         """`read`: counts what is read. Raises CannotSplit where the checkpoint cannot be divided so."""
         self._checkpoint = checkpoint
-        self._parts = StoredParts(checkpoint, place)
+        self._parts = StoredParts(checkpoint, shard)
         self._dtype = dtype
         self._device = device
         self._count = ReadCount() if read is None else read
@@ -177,7 +177,7 @@ class CheckpointWeights(Weights):
                 found = [files.found(places[parameter]) for parameter in parameters]
                 return self._copied(found, torch.float32 if parameters[0] in layer.vectors else self._dtype)
 
-            found = dict(fused(layer, joined))
+            found = dict(fused_parameters(layer, joined))
             for linear in layer.linears:
                 if linear.stored_codes:
                     parts = [files.coded(places[part]) for part, _ in linear.parts]
@@ -207,14 +207,14 @@ class CheckpointWeights(Weights):
             copied[linear.name + ZEROS] = self._copied(zeros, torch.float32)
         return copied
 
-    def _copied(self, parts: Sequence[Tensor | Stretch], dtype: torch.dtype) -> Tensor:
+    def _copied(self, parts: Sequence[Tensor | FileSegment], dtype: torch.dtype) -> Tensor:
         """The parts above one another, cast and read or copied in one pass."""
         rows = sum(part.shape[0] for part in parts)
         whole = self._empty((rows, *parts[0].shape[1:]), dtype)
         start = 0
         for part in parts:
             into = whole[start : start + part.shape[0]]
-            if isinstance(part, Stretch):
+            if isinstance(part, FileSegment):
                 part.read(into, self._pages)
                 self._count.add(part.shape[0] * part.line_bytes)
             else:
@@ -240,12 +240,12 @@ class StoredCodes:
     zeros: Tensor | None = None
 
 
-def stretches_of(tensor: Tensor, stored: StoredParameter) -> Tensor:
+def segments_of(tensor: Tensor, stored: StoredParameter) -> Tensor:
     """The part of a stored tensor that is the parameter, as a view: (stretches, outputs of each, …)."""
-    return _stretches(tensor if stored.index is None else tensor[stored.index], stored.part)
+    return _segments(tensor if stored.index is None else tensor[stored.index], stored.part)
 
 
-def _stretches(tensor: Tensor, part: Part | None) -> Tensor:
+def _segments(tensor: Tensor, part: Part | None) -> Tensor:
     """Return the stretches of outputs that the part has of the tensor, or of one matrix in it."""
     if part is None:
         return tensor[None]
@@ -272,9 +272,9 @@ class _OpenFiles:
         self._last, self._last_codes = None, None
         self._stack.close()
 
-    def found(self, part: StoredPart) -> Tensor | Stretch:
+    def found(self, part: StoredPart) -> Tensor | FileSegment:
         """Return where a parameter can be read as it is stored, or else read it."""
-        return stretch_of(self._checkpoint.tensors, part) or self.parameter(part)
+        return segment_of(self._checkpoint.tensors, part) or self.parameter(part)
 
     def parameter(self, part: StoredPart) -> Tensor:
         """Read a parameter as it is stored, or dequantised to float32."""
@@ -282,20 +282,20 @@ class _OpenFiles:
         if stored.rows:
             found = torch.stack([self._read(row, None, part.slices) for row in stored.rows])
         else:
-            found = _stretches(self._matrix(part), stored.part).flatten(0, 1)
+            found = _segments(self._matrix(part), stored.part).flatten(0, 1)
         return torch.zeros_like(found) if part.elsewhere else found
 
     def coded(self, part: StoredPart) -> StoredCodes:
-        """Read a parameter's quantised values as they are stored, of a tensor that `Checkpoint.as_stored` names."""
+        """Read a parameter's quantised values as they are stored, of a tensor that `keep_quantized` names."""
         stored, packed = part.stored, part.packed
-        assert packed is not None, "as_stored names packed tensors"
+        assert packed is not None, "keep_quantized names packed tensors"
         if self._last_codes is None or self._last_codes[0] != part.key:
             self._last_codes = part.key, packed.codes(partial(self._read, slices=part.slices), stored.index)
         codes, form = self._last_codes[1], packed.form
         place = stored.part and replace(stored.part, transposed=False)
 
         def own(tensor: Tensor) -> Tensor:
-            return _stretches(tensor, place).flatten(0, 1)
+            return _segments(tensor, place).flatten(0, 1)
 
         lines = own(torch.arange(len(codes.values), dtype=torch.int32) // codes.high)
         # Of a part all scales of blocks are kept, which its lines choose from

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from batchinfer.models.files.config_fields import wrong_checkpoint
+from batchinfer.models.files.config_fields import checkpoint_error
 from batchinfer.models.files.fingerprint import file_identity
 from batchinfer.models.formats.gptq import GptqTensor
 from batchinfer.models.formats.packed_tensor import PackedTensor, Stored
@@ -60,5 +60,5 @@ def _scan(path: Path, scanned: list[GptqTensor], tensors: Stored) -> bool:
     if wrong:
         more = [f"{len(wrong) - 1} more tensors store zero points that do not fit"] if wrong[1:] else []
         hint = "if the zero points may differ, set sym: false in quantization_config; if not, download the model again"
-        raise wrong_checkpoint(path, wrong[0], *more, hint=hint)
+        raise checkpoint_error(path, wrong[0], *more, hint=hint)
     return misread

@@ -24,7 +24,7 @@ class AttentionHalf(ABC):
         """x, what the layer's norm gave → (T, heads, dim). K and V of the step's tokens are written to the cache."""
 
     @abstractmethod
-    def attended(
+    def attend(
         self,
         queries: Tensor,
         inputs: AttentionInputs,
@@ -66,7 +66,7 @@ class HeadsAttention(AttentionHalf):
             else self._rotated_alone(heads, inputs)
         )
 
-    def attended(
+    def attend(
         self,
         queries: Tensor,
         inputs: AttentionInputs,
@@ -129,7 +129,7 @@ class LatentAttention(AttentionHalf):
         turned.copy_(self.ops.latent_store(turned, latent, kv[:, spec.rank :], self.rope, inputs, cache))
         return q
 
-    def attended(
+    def attend(
         self,
         queries: Tensor,
         inputs: AttentionInputs,

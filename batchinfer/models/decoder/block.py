@@ -22,8 +22,8 @@ from batchinfer.models.ops.layers import (
     SparseWeight,
     Weight,
 )
-from batchinfer.models.parallel.divided_ops import SUMMED, SummedLinear
-from batchinfer.models.parallel.group import ALONE, Ranks
+from batchinfer.models.parallel.group import SINGLE_RANK, Ranks
+from batchinfer.models.parallel.sharded_ops import SUMMED, SummedLinear
 from batchinfer.models.spec.parameters import BIAS, FACTOR_A, FACTOR_B, LINES, SCALES, ZEROS, norm_parameters
 from batchinfer.models.spec.spec import LayerSpec, LinearSpec
 
@@ -50,7 +50,7 @@ class Block(DecoderLayer):
         assert cache is not None, "a layer with attention reads a cache"
         assert plan is not None, "a layer with attention reads a cache"
         queries, normed, residual = self.begin(x, residual, inputs, cache)
-        attended = self._attention.attended(queries, inputs, cache, plan)
+        attended = self._attention.attend(queries, inputs, cache, plan)
         del queries  # not kept while the widest tensors of the layer are made
         return self.end(attended, normed, residual, inputs)
 
@@ -123,7 +123,7 @@ def pack_layer(
     rope: RopeTable | None = None,
     adapters: int = 0,
     room: AdapterRoom | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> LayerParts:
     """Pack the layer's weights as the operators want them. `rope`: None where it has no attention, or is not known
     yet. `adapters`: how many there are, whose factors may be among the weights; `room` and `ranks`: as for

@@ -17,7 +17,7 @@ from batchinfer.models.decoder.positions import distance_table, position_table, 
 from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache, RopeTable
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import Head, finite_argmax
-from batchinfer.models.parallel.divided_ops import SplitEmbedding
+from batchinfer.models.parallel.sharded_ops import SplitEmbedding
 from batchinfer.models.spec.parameters import EMBEDDING_NORM, FINAL_NORM
 from batchinfer.models.spec.spec import ModelSpec, Rotation
 from batchinfer_kernels.low_rank import AdaptedRows
@@ -31,7 +31,7 @@ class Taps:
     layers: tuple[int, ...]
     states: list[Tensor] = field(default_factory=list)
 
-    def look(self, layer: int, x: Tensor, residual: Tensor | None) -> None:
+    def record(self, layer: int, x: Tensor, residual: Tensor | None) -> None:
         """Take what this layer reads, x + residual, if it is asked for."""
         if layer in self.layers:  # what a layer is given it may overwrite
             self.states.append(x.clone() if residual is None else x + residual)
@@ -118,13 +118,13 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             cache = places.get(index)
             if taps is not None:
-                taps.look(index, x, residual)
+                taps.record(index, x, residual)
             if cache is None:
                 x, residual = layer(x, residual, inputs[0], None, None)
             else:
                 x, residual = layer(x, residual, inputs[cache.group], cache, plans[cache.group])
         if taps is not None:
-            taps.look(len(self._layers), x, residual)
+            taps.record(len(self._layers), x, residual)
         return x if residual is None else x + residual
 
     def forward_split_at_attention(
@@ -147,7 +147,7 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             cache = places.get(index)
             if taps is not None:
-                taps.look(index, x, residual)
+                taps.record(index, x, residual)
             if cache is None:
                 x, residual = layer(x, residual, inputs[0], None, None)
                 continue
@@ -159,7 +159,7 @@ class Decoder:
             assert attended is not None, "what attention gave is to be sent"
             x, residual = layer.end(attended, normed, residual, own)
         if taps is not None:
-            taps.look(len(self._layers), x, residual)
+            taps.record(len(self._layers), x, residual)
         return x if residual is None else x + residual
 
     def static_buffers(self, tokens: int) -> StaticBuffers:

@@ -12,8 +12,8 @@ from batchinfer.models.checkpoint.weights import LayerWeights
 from batchinfer.models.ops.attention import AttentionInputs
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import Experts, ExpertWeights, LayerParts
-from batchinfer.models.parallel.divided_ops import HeldExperts, SummedExperts
-from batchinfer.models.parallel.group import ALONE, Ranks
+from batchinfer.models.parallel.group import SINGLE_RANK, Ranks
+from batchinfer.models.parallel.sharded_ops import HeldExperts, SummedExperts
 from batchinfer.models.spec.parameters import BIAS, LINES, SCALES, ZEROS
 from batchinfer.models.spec.spec import SHARED, ExpertsSpec, FeedForwardSpec, LayerSpec, LinearSpec
 from batchinfer_kernels.experts import sigmoid
@@ -50,7 +50,9 @@ def _expert_half(
     return routed + shared
 
 
-def pack_experts(ops: Ops, spec: LayerSpec, weights: LayerWeights, ranks: Ranks = ALONE) -> Experts | None:
+def pack_experts(
+    ops: Ops, spec: LayerSpec, weights: LayerWeights, ranks: Ranks = SINGLE_RANK
+) -> Experts | None:
     """The experts of a layer that has some; with those of other ranks, if these have the others or their columns."""
     fed = spec.feed_forward
     if not isinstance(fed, ExpertsSpec):

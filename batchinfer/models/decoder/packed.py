@@ -12,8 +12,8 @@ from batchinfer.models.checkpoint.weights import Tables, Weights
 from batchinfer.models.decoder.block import pack_layer
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import AdapterRoom, Head, LayerParts
-from batchinfer.models.parallel.divided_ops import SplitHead
-from batchinfer.models.parallel.group import ALONE, Ranks
+from batchinfer.models.parallel.group import SINGLE_RANK, Ranks
+from batchinfer.models.parallel.sharded_ops import SplitHead
 from batchinfer.models.spec.parameters import BIAS, CLASSIFIER_DENSE, CLASSIFIER_NORM, CLASSIFIER_OUT
 from batchinfer.models.spec.spec import ClassifierSpec, HeadActivation, ModelSpec
 
@@ -56,7 +56,7 @@ class PackedWeights:
     classifier: Classifier | None = None  # None: there is no classification head
     adapters: int = 0  # how many there are at a time
     adapter_places: int | None = None  # None: that many in all
-    ranks: Ranks = ALONE  # with which it is computed
+    ranks: Ranks = SINGLE_RANK  # with which it is computed
 
 
 def pack_weights(
@@ -66,7 +66,7 @@ def pack_weights(
     device: torch.device | str,
     adapters: int = 0,
     room: AdapterRoom | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> PackedWeights:
     """Pack the weights for `ops`, a layer at a time, with the factors of so many adapters, of which the device has
     `room` for some at a time; None: for all. `ranks`: those that have the rest of the spec's layers."""

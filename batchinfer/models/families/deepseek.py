@@ -145,5 +145,5 @@ DEEPSEEK_V3 = Family(
     ("DeepseekV3ForCausalLM", "DeepseekV3Model"),
     parse_deepseek_v3,
     deepseek_modules,
-    further_layers="num_nextn_predict_layers",
+    mtp_layers_key="num_nextn_predict_layers",
 )

@@ -139,7 +139,7 @@ class ConfigFiles:
 class Family:
     """A `model_type`: its `architectures`, the causal model's first, how its configuration is read, and the names of
     its tensors: `modules` maps the parameters of a layer to the modules that hold them, `names` are those around.
-    `further_layers`: what config.json calls the number of layers behind the last one, which are not run: they guess
+    `mtp_layers_key`: what config.json calls the number of layers behind the last one, which are not run: they guess
     further tokens."""
 
     model_type: str
@@ -147,7 +147,7 @@ class Family:
     parse: Callable[[ConfigFiles], ModelSpec]
     modules: Callable[[LayerSpec], Modules] = llama_modules
     names: TableNames = TableNames()
-    further_layers: str = ""
+    mtp_layers_key: str = ""
 
 
 def attention(
@@ -173,7 +173,7 @@ def attention(
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rotation=(rotation or whole_heads)(fields, head_dim),
+        rotation=(rotation or full_rotation)(fields, head_dim),
         q_norm=norm,
         k_norm=norm,
         qkv_bias=qkv_bias,
@@ -181,12 +181,12 @@ def attention(
     )
 
 
-def whole_heads(fields: Fields, head_dim: int) -> Rotation:
+def full_rotation(fields: Fields, head_dim: int) -> Rotation:
     """The rotation of all of a head."""
     return Rotation(parse_rope(fields.raw, max_positions(fields), fields.mistakes), head_dim)
 
 
-def parts_of_heads(absent: float = 1.0) -> RotationOf:
+def partial_rotation(absent: float = 1.0) -> RotationOf:
     """The rotation of the part of a head that `partial_rotary_factor` states, or of `absent` of it."""
 
     def parsed(fields: Fields, head_dim: int) -> Rotation:

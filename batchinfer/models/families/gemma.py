@@ -18,6 +18,7 @@ from batchinfer.models.families.family import (
     RotationOf,
     activation,
     attention,
+    full_rotation,
     hidden_size,
     kinds_of_layers,
     layer_count,
@@ -26,7 +27,6 @@ from batchinfer.models.families.family import (
     no_rotation,
     rms_eps,
     sliding_window,
-    whole_heads,
 )
 from batchinfer.models.families.llama import llama_layer
 from batchinfer.models.files.config_fields import Fields
@@ -72,7 +72,7 @@ def parse_gemma2(files: ConfigFiles) -> ModelSpec:
     """Make the spec of a Gemma2Config."""
     fields = files.config
     attended = replace(
-        _attention(fields, None, whole_heads), soft_cap=_cap(fields, "attn_logit_softcapping", 50.0)
+        _attention(fields, None, full_rotation), soft_cap=_cap(fields, "attn_logit_softcapping", 50.0)
     )
     layers = tuple(_layer(fields, attended, kind) for kind in _kinds(fields, "gemma2"))
     return _model("gemma2", files, layers, logit_cap=_cap(fields, "final_logit_softcapping", 30.0))

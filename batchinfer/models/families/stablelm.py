@@ -16,7 +16,7 @@ from batchinfer.models.families.family import (
     hidden_size,
     layer_count,
     model,
-    parts_of_heads,
+    partial_rotation,
 )
 from batchinfer.models.spec.spec import LayerSpec, ModelSpec, NormSpec
 
@@ -29,7 +29,7 @@ def parse_stablelm(files: ConfigFiles) -> ModelSpec:
     fields = files.config
     biased, parallel = fields.boolean("use_qkv_bias", False), fields.boolean("use_parallel_residual", False)
     attended = attention(
-        fields, absent_kv_heads=32, qkv_bias=biased, rotation=parts_of_heads(ABSENT_ROTARY_PART)
+        fields, absent_kv_heads=32, qkv_bias=biased, rotation=partial_rotation(ABSENT_ROTARY_PART)
     )
     if fields.boolean("qk_layernorm", False):
         each = NormSpec(attended.head_dim, fields.number("layer_norm_eps", 1e-5), "layer")

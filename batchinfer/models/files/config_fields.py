@@ -25,7 +25,7 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
-def wrong_checkpoint(path: Path, *messages: str, hint: str | None = None) -> JobFileError:
+def checkpoint_error(path: Path, *messages: str, hint: str | None = None) -> JobFileError:
     """The error of a checkpoint that cannot be run: the job named the wrong one."""
     return JobFileError(str(path), [Mistake(WHERE, message, hint=hint) for message in messages])
 
@@ -34,13 +34,13 @@ def load_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises JobFileError when it is too big, not JSON, or not an object."""
     size = path.stat().st_size
     if size > MAX_JSON_BYTES:
-        raise wrong_checkpoint(path, f"{path.name} has {size} bytes; at most {MAX_JSON_BYTES} are read")
+        raise checkpoint_error(path, f"{path.name} has {size} bytes; at most {MAX_JSON_BYTES} are read")
     try:
         raw = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise wrong_checkpoint(path, f"{path.name} is not valid JSON: {shown(str(error))}") from error
+        raise checkpoint_error(path, f"{path.name} is not valid JSON: {shown(str(error))}") from error
     if not isinstance(raw, dict):
-        raise wrong_checkpoint(path, f"{path.name} holds {shown(raw)}; a JSON object is needed")
+        raise checkpoint_error(path, f"{path.name} holds {shown(raw)}; a JSON object is needed")
     return raw
 
 
@@ -153,7 +153,7 @@ class Fields:
         return tuple(ids)
 
 
-def stated_config(folder: Path) -> dict[str, Any]:
+def read_config_json(folder: Path) -> dict[str, Any]:
     """Return the values of config.json. A `quantization_config` that it lacks is read from the file in which AutoGPTQ
     or AutoAWQ kept it before 2024. Raises JobFileError, and SecurityRefusal for what is no regular file."""
     raw = load_json_object(folder / CONFIG)

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 from batchinfer.core.embedding import Dense, DenseActivation, DenseDtype
 from batchinfer.core.errors import JobFileError
-from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
+from batchinfer.models.files.config_fields import checkpoint_error, load_json_object, shown
 from batchinfer.models.files.folder import CheckpointFolder
 from batchinfer.models.files.safetensors_header import PREFIX_BYTES, TensorInfo, read_header
 
@@ -27,7 +27,7 @@ def dense_module(folder: CheckpointFolder, name: str, named_by: str) -> Dense:
     if config is None or weights is None:
         missing = CONFIG if config is None else WEIGHTS
         text = f"{named_by} has the module Dense in the folder {shown(name)}, which has no {missing}"
-        raise wrong_checkpoint(folder.path, text, hint="pickled weights (pytorch_model.bin) are not read")
+        raise checkpoint_error(folder.path, text, hint="pickled weights (pytorch_model.bin) are not read")
     stated = load_json_object(config)
     tensors = read_header(weights)
     wrong = _problem(stated, tensors)
@@ -50,7 +50,7 @@ def dense_module(folder: CheckpointFolder, name: str, named_by: str) -> Dense:
 
 
 def _refused(folder: CheckpointFolder, name: str, wrong: str) -> JobFileError:
-    return wrong_checkpoint(Path(folder.path), f"the module Dense in {shown(name)}: {wrong}")
+    return checkpoint_error(Path(folder.path), f"the module Dense in {shown(name)}: {wrong}")
 
 
 def _activation(stated: Mapping[str, Any]) -> str:

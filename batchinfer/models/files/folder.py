@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from batchinfer.core.errors import SecurityRefusal
 from batchinfer.core.hub import CONFIG
 from batchinfer.core.model_links import inside, model_roots
-from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
+from batchinfer.models.files.config_fields import checkpoint_error, load_json_object, shown
 
 FURTHER_TEMPLATES = (
     "additional_chat_templates",
@@ -24,7 +24,7 @@ class CheckpointFolder:
         regular file nor a folder."""
         if not path.is_dir():
             what = "a file" if path.is_file() else "missing"
-            raise wrong_checkpoint(path, f"{path} is {what}; a checkpoint folder with config.json is needed")
+            raise checkpoint_error(path, f"{path} is {what}; a checkpoint folder with config.json is needed")
         self.path = path.resolve()
         self._roots = model_roots(self.path)
         for entry in sorted(self.path.iterdir()):

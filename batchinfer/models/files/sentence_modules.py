@@ -11,7 +11,7 @@ from typing import Any
 from batchinfer.core.embedding import Dense
 from batchinfer.core.hub import CONFIG
 from batchinfer.core.sampling import Pooling
-from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
+from batchinfer.models.files.config_fields import checkpoint_error, load_json_object, shown
 from batchinfer.models.files.dense_modules import dense_module
 from batchinfer.models.files.folder import CheckpointFolder
 
@@ -64,7 +64,7 @@ def sentence_modules(path: Path) -> SentenceModules | None:
     _check_kinds(path, kinds)
     if modules[0].get("path"):
         text = f"{MODULES} has the model in the folder {shown(modules[0]['path'])}"
-        raise wrong_checkpoint(
+        raise checkpoint_error(
             path, text, hint="name that folder in model.path, and embed.pooling in the job"
         )
     _check_texts(folder)
@@ -72,10 +72,10 @@ def sentence_modules(path: Path) -> SentenceModules | None:
     mode, prompts = _mode(folder, pooling), _stored(folder, PROMPTS)
     texts = prompts.get("prompts") or {}
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise wrong_checkpoint(path, f"{PROMPTS} has prompts that are not texts by name")
+        raise checkpoint_error(path, f"{PROMPTS} has prompts that are not texts by name")
     default = prompts.get("default_prompt_name")
     if default is not None and default not in texts:
-        raise wrong_checkpoint(path, f"{PROMPTS} has the default prompt {shown(default)}, and no such prompt")
+        raise checkpoint_error(path, f"{PROMPTS} has the default prompt {shown(default)}, and no such prompt")
     places = (str(module.get("path")) for module, kind in zip(modules, kinds, strict=True) if kind == "Dense")
     dense = tuple(dense_module(folder, place, MODULES) for place in places)
     return SentenceModules(
@@ -88,21 +88,21 @@ def _check_kinds(path: Path, kinds: list[str]) -> None:
     unknown = [kind for kind in kinds if kind not in _KINDS]
     if unknown:
         text = f"{MODULES} has the module {unknown[0][:80]}, which is not computed; {', '.join(_KINDS)} are"
-        raise wrong_checkpoint(path, text)
+        raise checkpoint_error(path, text)
     between = kinds[2 : len(kinds) - (kinds[-1:] == ["Normalize"])]
     if kinds[:2] != [*_KINDS[:2]] or any(kind != "Dense" for kind in between):
         text = f"{MODULES} has the modules {', '.join(kinds)[:200] or 'none'}"
         order = "Transformer and Pooling, any number of Dense, and perhaps Normalize"
-        raise wrong_checkpoint(path, f"{text}; computed are {order}, in this order")
+        raise checkpoint_error(path, f"{text}; computed are {order}, in this order")
 
 
 def _modules(file: Path) -> list[dict[str, Any]]:
     try:
         found = json.loads(file.read_bytes()) if file.stat().st_size <= _MOST_BYTES else None
     except (ValueError, RecursionError) as error:
-        raise wrong_checkpoint(file.parent, f"{MODULES} is not valid JSON: {shown(str(error))}") from error
+        raise checkpoint_error(file.parent, f"{MODULES} is not valid JSON: {shown(str(error))}") from error
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise wrong_checkpoint(file.parent, f"{MODULES} holds no list of modules")
+        raise checkpoint_error(file.parent, f"{MODULES} holds no list of modules")
     return found
 
 
@@ -118,7 +118,7 @@ def _stored(folder: CheckpointFolder, name: str, named_by: str = MODULES) -> dic
 
 def _check_texts(folder: CheckpointFolder) -> None:
     if _stored(folder, TEXTS).get("do_lower_case"):
-        raise wrong_checkpoint(folder.path, f"{TEXTS} has do_lower_case, and texts are encoded as they are")
+        raise checkpoint_error(folder.path, f"{TEXTS} has do_lower_case, and texts are encoded as they are")
 
 
 def _mode(folder: CheckpointFolder, pooling: Mapping[str, Any]) -> str:
@@ -130,7 +130,7 @@ def _mode(folder: CheckpointFolder, pooling: Mapping[str, Any]) -> str:
     ]
     if len(found) != 1:
         text = f"its pooling has {len(found)} modes ({', '.join(map(str, found))}); computed is one"
-        raise wrong_checkpoint(folder.path, text)
+        raise checkpoint_error(folder.path, text)
     return str(found[0])
 
 

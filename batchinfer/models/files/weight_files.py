@@ -14,7 +14,7 @@ from batchinfer.core.errors import SecurityRefusal
 from batchinfer.core.hub import GGUF, PICKLE_SUFFIXES
 from batchinfer.core.hub import WEIGHT_INDEX as INDEX
 from batchinfer.core.hub import WEIGHTS as SINGLE
-from batchinfer.models.files.config_fields import load_json_object, shown, stated_config, wrong_checkpoint
+from batchinfer.models.files.config_fields import checkpoint_error, load_json_object, read_config_json, shown
 from batchinfer.models.files.fingerprint import Progress, model_fingerprint
 from batchinfer.models.files.folder import CheckpointFolder
 from batchinfer.models.files.safetensors_header import DTYPE_BYTES, TensorInfo, data_start, read_header
@@ -77,7 +77,7 @@ class WeightFiles:
         `progress` gets the bytes done since its last call, `sum(f.stat().st_size for f in files)` in all.
         """
         whole = self.files[0].suffix == GGUF
-        config = {} if whole else stated_config(self.path)
+        config = {} if whole else read_config_json(self.path)
         return model_fingerprint(config, self.files, cache, progress)
 
     def check_zero_points(self, cache: MutableMapping[str, str]) -> bool:
@@ -120,13 +120,13 @@ def _no_weights(folder: CheckpointFolder) -> Exception:
             "convert it to safetensors (transformers: save_pretrained) on a machine that may run such code"
         )
     found = f"; found {listed(others)}" if others else ""
-    return wrong_checkpoint(folder.path, f"no weights: {SINGLE} or {INDEX} is needed in {folder.path}{found}")
+    return checkpoint_error(folder.path, f"no weights: {SINGLE} or {INDEX} is needed in {folder.path}{found}")
 
 
 def _indexed_files(folder: CheckpointFolder, index: Path) -> tuple[list[Path], dict[str, str]]:
     weight_map = load_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise wrong_checkpoint(
+        raise checkpoint_error(
             index, f"{INDEX}: weight_map is {shown(weight_map)}; wanted tensor names → file names"
         )
     files, missing = [], []
@@ -137,7 +137,7 @@ def _indexed_files(folder: CheckpointFolder, index: Path) -> tuple[list[Path], d
         else:
             files.append(file)
     if missing:
-        raise wrong_checkpoint(
+        raise checkpoint_error(
             index,
             f"{INDEX} names {listed(missing)}, missing in {folder.path}",
             hint="the download may be incomplete",
@@ -173,7 +173,7 @@ def _check_index(folder: CheckpointFolder, index: dict[str, str], tensors: dict[
         if name not in tensors or tensors[name].file != folder.path / file
     ]
     if wrong:
-        raise wrong_checkpoint(folder.path / INDEX, f"{INDEX} names files that do not hold {listed(wrong)}")
+        raise checkpoint_error(folder.path / INDEX, f"{INDEX} names files that do not hold {listed(wrong)}")
 
 
 def listed(names: list[str]) -> str:

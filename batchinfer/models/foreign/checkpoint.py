@@ -13,7 +13,7 @@ from typing import Any
 from batchinfer.machine.ask_child import Died, ask_child
 from batchinfer.models.checkpoint.checkpoint import config_folder
 from batchinfer.models.families.registry import FAMILIES
-from batchinfer.models.files.config_fields import load_if_there, shown, stated_config, wrong_checkpoint
+from batchinfer.models.files.config_fields import checkpoint_error, load_if_there, read_config_json, shown
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, WeightFiles, listed, read_weight_files
 from batchinfer.models.foreign.spec import CannotRun, ForeignSpec, foreign_cost
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
@@ -74,7 +74,7 @@ class ForeignCheckpoint(WeightFiles):
         """Only float weights are read."""
         return "none"
 
-    def held_for(self, quantization: Quantization) -> ForeignCheckpoint:
+    def for_quantization(self, quantization: Quantization) -> ForeignCheckpoint:
         """Return the checkpoint itself: it stores no quantised values."""
         return self
 
@@ -111,7 +111,7 @@ def inspect_foreign(path: Path, describe: Describe) -> ForeignCheckpoint:
     class runs the model. Raises JobFileError for what cannot be run, with the reason.
     """
     folder = config_folder(path)
-    raw = stated_config(folder.path)
+    raw = read_config_json(folder.path)
     if raw.get("quantization_config"):
         quantized = CannotRun(
             "it is a quantized checkpoint (quantization_config)", "only float weights are supported"
@@ -130,7 +130,7 @@ def inspect_foreign(path: Path, describe: Describe) -> ForeignCheckpoint:
 
 def _refused(path: Path, raw: Mapping[str, Any], error: CannotRun) -> Exception:
     own = ", ".join(FAMILIES)
-    return wrong_checkpoint(
+    return checkpoint_error(
         path / "config.json",
         f"config.json: model_type {shown(raw.get('model_type'))} is not supported: {error}",
         hint=f"batchinfer has code for {own}; of the others, docs/models.md lists what transformers can run here",
@@ -144,4 +144,4 @@ def _check_dtypes(files: WeightFiles) -> None:
         if tensor.info.dtype not in (*FLOAT_DTYPES, *WHOLE_DTYPES)
     ]
     if wrong:
-        raise wrong_checkpoint(files.path, f"tensors that are not float: {listed(wrong)}")
+        raise checkpoint_error(files.path, f"tensors that are not float: {listed(wrong)}")

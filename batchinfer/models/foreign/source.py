@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batchinfer.core.errors import Unavailable
 from batchinfer.models.adapters.stored_adapter import StoredAdapter
-from batchinfer.models.files.config_fields import wrong_checkpoint
+from batchinfer.models.files.config_fields import checkpoint_error
 from batchinfer.models.files.weight_files import StoredTensor, listed
 from batchinfer.models.foreign.checkpoint import ForeignCheckpoint
 from batchinfer.models.foreign.interface import ATTENTION_NAME, class_of, config_of, quiet
@@ -79,7 +79,7 @@ class ForeignSource:
             model = TransformersModel(causal, spec, ops, wanted.returned)
             check_together(model, ops, wanted, arithmetic.dtype)
         except CannotRun as error:
-            raise wrong_checkpoint(self.checkpoint.path, f"{spec.family}: {error}") from error
+            raise checkpoint_error(self.checkpoint.path, f"{spec.family}: {error}") from error
         return lambda _ops, _longest: model
 
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
@@ -146,4 +146,4 @@ def _check_loaded(checkpoint: ForeignCheckpoint, found: Mapping[str, Any]) -> No
         hint = (
             f"config.json describes another model than the weights, or another than {checkpoint.spec.family}"
         )
-        raise wrong_checkpoint(checkpoint.path, *messages, hint=hint)
+        raise checkpoint_error(checkpoint.path, *messages, hint=hint)

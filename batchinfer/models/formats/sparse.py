@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from batchinfer.models.files.config_fields import wrong_checkpoint
+from batchinfer.models.files.config_fields import checkpoint_error
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, StoredTensor
 from batchinfer.models.formats.packed_tensor import Codes, PackedTensor, PackedTensors, Read, Shape, Stored
 from batchinfer_kernels.arithmetic import SPARSE_KEPT, SPARSE_QUAD, SPARSE_SIZES, WeightForm
@@ -90,7 +90,7 @@ class MaskedWeight:
             fits = int(places.sum()) == values.numel()
         if not fits:
             what = "two of each four inputs" if self.half else f"{values.numel()} values"
-            raise wrong_checkpoint(Path(self.stored[1]), f"{self.stored[1]} does not mark {what}")
+            raise checkpoint_error(Path(self.stored[1]), f"{self.stored[1]} does not mark {what}")
         coded = values.element_size() == 1  # not every operator has floats of 8 bits
         own = values.view(torch.uint8) if coded else values
         whole = own.new_zeros(self.shape).masked_scatter_(places.bool(), own)

@@ -94,7 +94,7 @@ class EagleHead:
     embedding: Tensor
     head: Head
 
-    def kept(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
+    def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
         """Make the states of a step's tokens, the low, the middle and the high one side by side."""
         return self.weights.fuse(torch.cat([*tapped], -1))
 
@@ -112,7 +112,7 @@ class EagleHead:
         state = self._normed("state_norm", states)
         residual = state if self.weights.stored.norms_residual else states
         queries = self.attention.queries(torch.cat((embedded, state), -1), inputs, cache)
-        attended = self.attention.result(self.attention.attended(queries, inputs, cache, plan), inputs)
+        attended = self.attention.result(self.attention.attend(queries, inputs, cache, plan), inputs)
         x, residual = ops.norm(self._norm, parts.norms, "post_norm", attended, residual)
         return feed_forward(ops, layer, parts, x, inputs) + residual
 

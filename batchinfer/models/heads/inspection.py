@@ -10,7 +10,7 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.files.config_fields import load_json_object
 from batchinfer.models.files.folder import CheckpointFolder
 from batchinfer.models.heads.stored_eagle import inspect_eagle
-from batchinfer.models.heads.stored_heads import CONFIG, StoredHeads, wrong_heads
+from batchinfer.models.heads.stored_heads import CONFIG, StoredHeads, heads_error
 from batchinfer.models.heads.stored_medusa import PICKLED, WEIGHTS, inspect_medusa
 from batchinfer.models.heads.stored_mtp import inspect_mtp
 
@@ -22,11 +22,11 @@ def inspect_heads(path: Path, checkpoint: Checkpoint) -> StoredHeads:
     folder, a malformed file).
     """
     if not path.is_dir():
-        raise wrong_heads(path, f"{path} is {'a file' if path.exists() else 'missing'}; a folder is needed")
+        raise heads_error(path, f"{path} is {'a file' if path.exists() else 'missing'}; a folder is needed")
     folder = CheckpointFolder(path)
     config = folder.file(CONFIG)
     if config is None:
-        raise wrong_heads(path, f"{path} has no {CONFIG}: a folder of heads is needed")
+        raise heads_error(path, f"{path} has no {CONFIG}: a folder of heads is needed")
     if folder.path == checkpoint.path.resolve():
         return inspect_mtp(checkpoint)
     raw = load_json_object(config)
@@ -35,7 +35,7 @@ def inspect_heads(path: Path, checkpoint: Checkpoint) -> StoredHeads:
     if _is_eagle(raw):
         return inspect_eagle(folder, checkpoint)
     keys = "neither medusa_num_heads, nor draft_vocab_size, which EAGLE-3 heads have"
-    raise wrong_heads(path, f"{path} has no heads of a kind that is known: {CONFIG} has {keys}")
+    raise heads_error(path, f"{path} has no heads of a kind that is known: {CONFIG} has {keys}")
 
 
 def _is_eagle(raw: Mapping[str, Any]) -> bool:

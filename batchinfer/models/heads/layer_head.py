@@ -14,7 +14,7 @@ from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, Laye
 class LayerHead(Protocol):
     """Makes of a token's state and of the token behind it the state of that one, and of a state the next token."""
 
-    def kept(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
+    def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
         """Make the states of a step's tokens: tapped, (T, hidden of the model) each, what its layers read that the head
         asks for, and hidden, what the last one gave, before the final norm → (T, width)."""
 

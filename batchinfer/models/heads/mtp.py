@@ -58,7 +58,7 @@ class MtpHead:
     layer: DecoderLayer
     model: Decoder
 
-    def kept(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
+    def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
         """Make the states of a step's tokens: what the model's final norm gives."""
         return self.model.states(hidden)
 

@@ -18,7 +18,7 @@ from batchinfer.models.families.llama import llama_layer
 from batchinfer.models.files.config_fields import Fields, load_json_object, shown
 from batchinfer.models.files.folder import CheckpointFolder
 from batchinfer.models.files.weight_files import NAMED, StoredTensor, listed, read_weight_files
-from batchinfer.models.heads.stored_heads import CONFIG, StoredLayer, unfit, wrong_heads
+from batchinfer.models.heads.stored_heads import CONFIG, StoredLayer, heads_error, tensor_mistakes
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import Shape
 from batchinfer.models.spec.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
@@ -26,7 +26,7 @@ from batchinfer_kernels.cost import ModelCost, OperatorCost, linear_cost
 
 READ_STATES = 3  # hidden states of a token that are read together: a low, a middle and a high one
 _LAYERS = ("midlayer.", "layers.0.")  # what begins the names of its layer's tensors: SafeAILab's, vLLM's
-EMBEDDING, HEAD, OFFSETS, TAKEN = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+EMBEDDING, HEAD, OFFSETS, USED_TOKENS = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 _STATED = "eagle_aux_hidden_state_layer_ids"
 _NESTED = "transformer_layer_config"  # where vLLM's speculators state the sizes of the layer
 
@@ -123,7 +123,7 @@ def inspect_eagle(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredEag
     assert config is not None, "its configuration says what kind of heads it has"
     pickles = folder.names(*PICKLE_SUFFIXES)
     if pickles and folder.file(WEIGHTS) is None and folder.file(WEIGHT_INDEX) is None:
-        raise wrong_heads(
+        raise heads_error(
             path, f"{listed(pickles)} is a pickle, which is not read: save its tensors as {WEIGHTS}"
         )
     files, mistakes = read_weight_files(folder), list[str]()
@@ -131,7 +131,7 @@ def inspect_eagle(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredEag
     if not mistakes:
         mistakes += _mistakes(stored, files.tensors)
     if mistakes:
-        raise wrong_heads(path, *mistakes[:NAMED])
+        raise heads_error(path, *mistakes[:NAMED])
     return stored
 
 
@@ -217,9 +217,9 @@ def _states(raw: Mapping[str, Any], layers: int, mistakes: list[str]) -> tuple[i
 
 def _mistakes(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
     """Yield what is missing, does not fit, or is unknown."""
-    named = {name: one for name, one in tensors.items() if name not in (OFFSETS, TAKEN)}
+    named = {name: one for name, one in tensors.items() if name not in (OFFSETS, USED_TOKENS)}
     found = [
-        *unfit(
+        *tensor_mistakes(
             stored.shapes(),
             {name: one.info for name, one in named.items()},
             WEIGHTS,
@@ -232,7 +232,7 @@ def _mistakes(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Itera
 
 def _wrong_numbers(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
     """Yield what is wrong with the tensors that say which tokens it proposes, but for what they say."""
-    kinds = {OFFSETS: (stored.spec.vocab, ("I64", "I32")), TAKEN: (stored.model_vocab, ("BOOL",))}
+    kinds = {OFFSETS: (stored.spec.vocab, ("I64", "I32")), USED_TOKENS: (stored.model_vocab, ("BOOL",))}
     if stored.offsets and OFFSETS not in tensors:
         yield f"{WEIGHTS} lacks the tensor {OFFSETS}, which says which of the model's tokens its own are"
     for name, (count, dtypes) in kinds.items():
@@ -256,7 +256,7 @@ def _wrong_tokens(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> I
         )
     elif len(np.unique(tokens)) < len(tokens):
         yield f"{WEIGHTS}: {OFFSETS} makes the same token of two of the head's"
-    elif TAKEN in tensors:
-        taken = np.flatnonzero(np.frombuffer(tensors[TAKEN].content(), np.bool_))
+    elif USED_TOKENS in tensors:
+        taken = np.flatnonzero(np.frombuffer(tensors[USED_TOKENS].content(), np.bool_))
         if not np.array_equal(taken, np.sort(tokens)):
-            yield f"{WEIGHTS}: {TAKEN} names other tokens than {OFFSETS}"
+            yield f"{WEIGHTS}: {USED_TOKENS} names other tokens than {OFFSETS}"

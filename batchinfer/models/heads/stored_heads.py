@@ -62,12 +62,12 @@ class StoredLayer(StoredHeads):
         return self.cost(itemsize).kv_bytes(1) + self.spec.hidden * itemsize
 
 
-def wrong_heads(path: Path, *messages: str) -> JobFileError:
+def heads_error(path: Path, *messages: str) -> JobFileError:
     """Make the error of heads that cannot be run."""
     return JobFileError(str(path), [Mistake(WHERE, message) for message in messages])
 
 
-def unfit(
+def tensor_mistakes(
     expected: Mapping[str, Shape], tensors: Mapping[str, TensorInfo], where: str, kind: str
 ) -> Iterator[str]:
     """Yield what is missing, has another shape than the model asks for, is stored as no floats, or is unknown. `where`

@@ -13,10 +13,10 @@ from batchinfer.models.files.config_fields import Fields, load_json_object
 from batchinfer.models.files.folder import CheckpointFolder
 from batchinfer.models.files.safetensors_header import read_header
 from batchinfer.models.files.weight_files import NAMED
-from batchinfer.models.heads.stored_heads import CONFIG, StoredHeads, unfit, wrong_heads
+from batchinfer.models.heads.stored_heads import CONFIG, StoredHeads, heads_error, tensor_mistakes
 
 WEIGHTS, PICKLED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
-MOST_HEADS, MOST_LAYERS = 16, 8
+MAX_HEADS, MAX_LAYERS = 16, 8
 _HEAD = re.compile(r"(\d+)\.")
 
 
@@ -70,20 +70,20 @@ def inspect_medusa(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredMe
         missing = CONFIG if config is None else WEIGHTS
         pickled = weights is None and folder.file(PICKLED) is not None
         hint = f"; {PICKLED} is a pickle, which is not read: save its tensors as {WEIGHTS}" if pickled else ""
-        raise wrong_heads(path, f"{path} has no {missing}: a folder of Medusa heads is needed{hint}")
+        raise heads_error(path, f"{path} has no {missing}: a folder of Medusa heads is needed{hint}")
     mistakes = list[str]()
     fields = Fields(load_json_object(config), CONFIG, mistakes)
-    least = fields.integer("medusa_num_heads", high=MOST_HEADS)
-    layers = fields.integer("medusa_num_layers", high=MOST_LAYERS)
+    least = fields.integer("medusa_num_heads", high=MAX_HEADS)
+    layers = fields.integer("medusa_num_layers", high=MAX_LAYERS)
     if mistakes:
-        raise wrong_heads(path, *mistakes)
+        raise heads_error(path, *mistakes)
     tensors, spec = read_header(weights), checkpoint.spec
     count = max((int(found[1]) + 1 for name in tensors if (found := _HEAD.match(name))), default=0)
-    heads = StoredMedusa(weights, min(count, MOST_HEADS), layers, spec.hidden, spec.vocab)
+    heads = StoredMedusa(weights, min(count, MAX_HEADS), layers, spec.hidden, spec.vocab)
     expected = dict(pair for head in range(max(1, heads.count)) for pair in heads.names(head))
-    mistakes += unfit(expected, tensors, WEIGHTS, "Medusa head")
+    mistakes += tensor_mistakes(expected, tensors, WEIGHTS, "Medusa head")
     if not mistakes and count < least:
         mistakes.append(f"{WEIGHTS} has {count} heads, and {CONFIG} says {least}")
     if mistakes:
-        raise wrong_heads(path, *mistakes[:NAMED])
+        raise heads_error(path, *mistakes[:NAMED])
     return heads

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.config import decoder_config, parse_config
-from batchinfer.models.checkpoint.tensor_names import further_layers, layer_shapes
+from batchinfer.models.checkpoint.tensor_names import layer_shapes, mtp_prefixes
 from batchinfer.models.families.registry import FAMILIES
-from batchinfer.models.files.config_fields import stated_config
+from batchinfer.models.files.config_fields import read_config_json
 from batchinfer.models.files.folder import CheckpointFolder
 from batchinfer.models.files.safetensors_header import TensorInfo
 from batchinfer.models.files.weight_files import NAMED, read_weight_files
 from batchinfer.models.formats.packed_tensor import PackedTensors
 from batchinfer.models.formats.registry import packed_tensors, stored_format
-from batchinfer.models.heads.stored_heads import CONFIG, StoredLayer, unfit, wrong_heads
+from batchinfer.models.heads.stored_heads import CONFIG, StoredLayer, heads_error, tensor_mistakes
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import Shape, layer_parameters
 from batchinfer.models.spec.spec import ModelSpec
@@ -83,17 +83,17 @@ def inspect_mtp(checkpoint: Checkpoint) -> StoredMtp:
     Raises JobFileError: it has none, or several, or something is missing, or does not fit the model.
     """
     path, spec = checkpoint.path, checkpoint.spec
-    raw, key = decoder_config(stated_config(path)), FAMILIES[spec.family].further_layers
+    raw, key = decoder_config(read_config_json(path)), FAMILIES[spec.family].mtp_layers_key
     count = raw.get(key) if key else 0
     if count != 1:
         told = f"{key} is {count!r}; a layer is supported" if key else f"a {spec.family} has no such layers"
-        raise wrong_heads(
+        raise heads_error(
             path, f"{path} is the job's model, of which layers for further tokens are heads; {told}"
         )
     index = len(spec.layers)
     further = parse_config({**raw, "num_hidden_layers": index + 1}, {}, path / CONFIG).layers[index]
     whole = replace(spec, layers=(*spec.layers, further))
-    (start,) = further_layers(spec, raw, checkpoint.prefixes)
+    (start,) = mtp_prefixes(spec, raw, checkpoint.prefixes)
     stored = read_weight_files(CheckpointFolder(path)).tensors
     tensors = {name: one for name, one in stored.items() if name.startswith(start)}
     packed = packed_tensors(stored_format(raw, []), tensors)
@@ -107,7 +107,7 @@ def inspect_mtp(checkpoint: Checkpoint) -> StoredMtp:
     )
     layer = StoredMtp(found, start)
     if mistakes := [*_mistakes(layer, packed)]:
-        raise wrong_heads(path, *mistakes[:NAMED])
+        raise heads_error(path, *mistakes[:NAMED])
     return layer
 
 
@@ -124,4 +124,4 @@ def _mistakes(layer: StoredMtp, packed: PackedTensors) -> Iterator[str]:
         for name, shape in whole.shapes.items()
     }
     yield from packed.told
-    yield from unfit(expected, infos, "the checkpoint", "layer for further tokens")
+    yield from tensor_mistakes(expected, infos, "the checkpoint", "layer for further tokens")

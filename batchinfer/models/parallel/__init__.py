@@ -1,1 +1,1 @@
-"""A model divided among several ranks."""
+"""A model that is sharded among several ranks."""

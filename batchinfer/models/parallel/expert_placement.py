@@ -1,8 +1,8 @@
-"""The experts of each layer that each of several ranks has, ranged or balanced. No torch.
+"""The experts of each layer that each rank holds: contiguous ranges, or a balanced placement. No torch.
 
-A balanced placement gives the ranks about equal loads: the most costly experts are repeated, and all copies are packed
-onto ranks, the most costly first, as DeepSeek's load balancer for experts does (EPLB; Liu et al., 2024). Then the most
-loaded rank exchanges experts with others as long as that helps.
+A balanced placement gives the ranks similar loads, as DeepSeek's load balancer for experts does (EPLB; Liu et al.,
+2024): costly experts get several copies, and the copies are packed onto ranks, the most costly first. Then the most
+loaded rank exchanges experts with others while that reduces its load.
 """
 
 from __future__ import annotations
@@ -15,43 +15,53 @@ import numpy as np
 
 from batchinfer.models.spec.spec import HeldExpert
 
-Shares = tuple[tuple[int, ...], ...]  # the experts of a layer on each rank, in the order of their numbers
-# costs[expert][copies - 1]: what an expert takes each of the ranks that have it, where so many have it
+Shares = tuple[tuple[int, ...], ...]  # the experts of a layer on each rank, in ascending order
+# costs[expert][copies - 1]: the cost of an expert for each of the ranks that hold a copy of it
 Costs = Sequence[Sequence[float]]
-NEAR = 0.02  # a share of the greatest load, which is not worth another copy
-MOST_EXCHANGES = 64
-EXCHANGING = 3  # ranks of which one takes part in each exchange: those with the least
+LOAD_TOLERANCE = 0.02  # relative increase of the greatest load that is accepted to save copies
+MAX_EXCHANGES = 64
+EXCHANGE_PARTNERS = 3  # the least loaded ranks, which are tried as partners of an exchange
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """The experts that each rank has of each layer of a whole model, where these are no ranges; an expert may be on
-    several ranks. Layers without experts have ()."""
+    """The experts that each rank holds of each layer, if they are not ranges. An expert may be on several ranks.
+
+    Layers without experts have ().
+    """
 
     layers: tuple[Shares, ...]
 
     def held(self, layer: int, rank: int) -> tuple[HeldExpert, ...]:
-        """Return what a rank has of a layer. Copies take turns in the order of their ranks."""
+        """Return the experts of a layer that a rank holds. Copies take turns in the order of their ranks."""
         shares = self.layers[layer]
         return tuple(_held(shares, rank, number) for number in shares[rank])
 
 
-def ranged(experts: int, ranks: int) -> Shares:
-    """Return the experts of a layer in ranges, which differ by one expert at most."""
+def split_into_ranges(experts: int, ranks: int) -> Shares:
+    """Return the experts of a layer in one range per rank; their sizes differ by at most one."""
     return tuple(
         tuple(range(experts * rank // ranks, experts * (rank + 1) // ranks)) for rank in range(ranks)
     )
 
 
 def rank_loads(shares: Shares, loads: Sequence[float]) -> list[float]:
-    """Return what each rank has of a layer's loads, one for each expert; copies have even parts."""
+    """Return the load of each rank in a layer. Copies of an expert share its load evenly.
+
+    Args:
+        shares: The experts of each rank.
+        loads: The load of each expert.
+    """
     copies = Counter(number for share in shares for number in share)
     return [sum(loads[number] / copies[number] for number in share) for share in shares]
 
 
 def imbalance(layers: Sequence[tuple[Shares, Sequence[float]]]) -> float:
-    """Return the load of the most loaded rank of each layer, summed over layers, over that of the mean rank: how many
-    times as long as even ranks all wait, as they meet behind each layer. 1 where nothing was loaded."""
+    """Return the greatest load of a rank divided by the mean load, with both summed over layers.
+
+    Ranks wait for each other after each layer. So this is the factor by which even loads would be faster. It is 1 if
+    there is no load.
+    """
     each = [rank_loads(*layer) for layer in layers]
     mean = sum(sum(ranks) / len(ranks) for ranks in each)
     return sum(map(max, each)) / mean if mean else 1.0
@@ -62,34 +72,46 @@ def _held(shares: Shares, rank: int, number: int) -> HeldExpert:
     return HeldExpert(number, having.index(rank), len(having))
 
 
-def balanced(costs: Costs, ranks: int, beside: int) -> Shares:
-    """Return the experts of each rank, such that the greatest load is small: with as few on each rank, and as few
-    copies, as come near what is reached where each has up to `beside` more than its even share. Every rank has one or
-    more, and every expert is somewhere. Raises ValueError for more ranks than experts.
+def balance_experts(costs: Costs, ranks: int, extra: int) -> Shares:
+    """Return the experts of each rank, chosen to make the greatest load small.
+
+    It uses as few copies and as few experts per rank as possible while the greatest load stays within LOAD_TOLERANCE of
+    the best load found. Each rank holds at least one expert, and each expert is on at least one rank.
+
+    Args:
+        costs: The cost of each expert, by number of copies.
+        ranks: The number of ranks.
+        extra: How many experts a rank may hold beyond its even share.
+
+    Raises:
+        ValueError: There are more ranks than experts.
     """
     if not 1 <= ranks <= len(costs):
         raise ValueError(f"{len(costs)} experts have no part for each of {ranks} ranks")
     share = -(-len(costs) // ranks)
-    # No placement has less than the mean, of whatever copies it is
+    # A lower bound of the greatest load, for any number of copies
     mean = sum(min(each * held for held, each in enumerate(of, 1)) for of in costs) / ranks
     found = list[tuple[float, Shares]]()
-    for more in _doubled(min(beside, len(costs) - share)):
+    for more in _doubled(min(extra, len(costs) - share)):
         for copies in _numbers(costs, ranks, ranks * (share + more) - len(costs)):
             found.append(_packed(costs, ranks, share + more, copies))
-            if found[-1][0] <= mean * (1 + NEAR):
+            if found[-1][0] <= mean * (1 + LOAD_TOLERANCE):
                 return found[-1][1]
     least = min(load for load, _ in found)
-    return next(shares for load, shares in found if load <= least * (1 + NEAR))
+    return next(shares for load, shares in found if load <= least * (1 + LOAD_TOLERANCE))
 
 
 def _doubled(most: int) -> list[int]:
-    """Return 0, 1, 2, 4 … up to the most."""
+    """Return 0, 1, 2, 4 … up to `most`, and `most` itself."""
     return sorted({0, most, *(1 << power for power in range(most.bit_length()))})
 
 
 def _numbers(costs: Costs, ranks: int, most: int) -> list[list[int]]:
-    """Return how many copies each expert has: one; then with 1, 2, 4 … more of those that are most costly, as far as
-    they become less costly by that."""
+    """Return candidates for the number of copies of each expert.
+
+    The first candidate has one copy of each. The others add 1, 2, 4 … copies in all, one at a time, each of the most
+    costly expert that gets cheaper by another copy.
+    """
     copies, found = [1] * len(costs), [[1] * len(costs)]
     for more in range(1, most + 1):
         helped = [
@@ -106,11 +128,11 @@ def _numbers(costs: Costs, ranks: int, most: int) -> list[list[int]]:
 
 
 def _packed(costs: Costs, ranks: int, room: int, copies: Sequence[int]) -> tuple[float, Shares]:
-    """Return the greatest load, and the experts of each rank."""
+    """Place the copies, and return the greatest load of a rank and the experts of each rank."""
     each = [of[held - 1] for of, held in zip(costs, copies, strict=True)]
     shares: list[set[int]] = [set() for _ in range(ranks)]
     loads, left = [0.0] * ranks, sum(copies)
-    # Those with more copies first: of equals they have the fewest ranks to go to
+    # Experts of equal cost are placed by falling number of copies: with more copies, fewer ranks are left to choose from
     for number in sorted(range(len(costs)), key=lambda one: (-each[one], -copies[one], one)):
         for _ in range(copies[number]):
             empty = sum(not share for share in shares)
@@ -120,7 +142,7 @@ def _packed(costs: Costs, ranks: int, room: int, copies: Sequence[int]) -> tuple
                 if number not in share and len(share) < room and (not share or left > empty)
             ]
             if not free:
-                continue  # fewer copies: the ranks that have none of it are full
+                continue  # the expert gets fewer copies: every rank without it is full
             rank = min(free, key=lambda one: (loads[one], len(shares[one]), one))
             shares[rank].add(number)
             loads[rank] += each[number]
@@ -135,11 +157,10 @@ def _loads(costs: Costs, shares: Sequence[set[int]]) -> list[float]:
 
 
 def _exchange(each: Sequence[float], shares: list[set[int]], loads: list[float]) -> None:
-    """Let the most loaded rank exchange an expert with another one, while it comes to have less to do than it had, and
-    so does the other."""
-    for _ in range(MOST_EXCHANGES):
+    """Let the most loaded rank exchange experts with others while that reduces the greater load of the two ranks."""
+    for _ in range(MAX_EXCHANGES):
         *others, most = sorted(range(len(loads)), key=loads.__getitem__)
-        found = [_best_exchange(each, shares, loads, most, other) for other in others[:EXCHANGING]]
+        found = [_best_exchange(each, shares, loads, most, other) for other in others[:EXCHANGE_PARTNERS]]
         after, own, its, other = min((one for one in found if one is not None), default=(0.0, 0, 0, -1))
         if other < 0 or after >= loads[most] * (1 - 1e-9):
             return
@@ -152,7 +173,10 @@ def _exchange(each: Sequence[float], shares: list[set[int]], loads: list[float])
 def _best_exchange(
     each: Sequence[float], shares: Sequence[set[int]], loads: Sequence[float], most: int, other: int
 ) -> tuple[float, int, int, int] | None:
-    """Return the greater load of both ranks after an exchange, and which experts they exchange; None: none can be."""
+    """Return the best exchange of two ranks: (greater load afterwards, expert of `most`, expert of `other`, `other`).
+
+    None if there is no expert to exchange.
+    """
     owns, theirs = sorted(shares[most] - shares[other]), sorted(shares[other] - shares[most])
     if not owns or not theirs:
         return None

@@ -1,4 +1,4 @@
-"""The ranks that compute one model together, and what they send each other."""
+"""The ranks that compute one model together, and how they communicate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from batchinfer.models.parallel.place import EVERYTHING, RankPlace
+from batchinfer.models.parallel.shard import WHOLE_MODEL, ModelShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -22,163 +22,172 @@ class Group(Protocol):
 
     @property
     def rank(self) -> int:
-        """Return which of them this process is."""
+        """Return the number of this process among the ranks."""
 
     @property
     def size(self) -> int:
-        """Return how many they are."""
+        """Return the number of ranks."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks, on each; may write into x."""
+        """Return the sum over all ranks, on each rank; may overwrite x."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return (size, *x.shape): the ranks' tensors in their order."""
+        """Return (size, *x.shape): the tensors of all ranks, in the order of the ranks."""
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Return the tensor of the rank `source`, on each; may write into x."""
+        """Return the tensor of the rank `source`, on each rank; may overwrite x."""
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to another rank, which receives it."""
+        """Send a tensor to another rank, which must call `receive`."""
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Fill x with what another rank sends, and return it."""
+        """Fill x with the tensor that another rank sends, and return it."""
 
 
-class Alone:
-    """A single rank, which has nobody to tell anything."""
+class SingleRankGroup:
+    """A group with a single rank, which communicates with no other process."""
 
     rank, size = 0, 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return x as it is."""
+        """Return x."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return x as the first of one."""
+        """Return x with a first dimension of size 1."""
         return x[None]
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Return x as it is."""
+        """Return x."""
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        """Raise: there is no other rank."""
+        """Raise ValueError: there is no other rank."""
         raise ValueError(f"a group of one has no rank {to}")
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Raise: there is no other rank."""
+        """Raise ValueError: there is no other rank."""
         raise ValueError(f"a group of one has no rank {source}")
 
 
 class TorchGroup:
-    """The ranks of a process group of torch's."""
+    """The ranks of a process group of torch.distributed."""
 
     def __init__(self, processes: ProcessGroup) -> None:
         self._processes = processes
         self.rank, self.size = processes.rank(), processes.size()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Add x up over all ranks, in place."""
+        """Sum x over all ranks, in place."""
         self._processes.allreduce([x]).wait()
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather the ranks' tensors."""
+        """Gather the tensors of all ranks."""
         found = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         self._processes.allgather([[*found.unbind()]], [x.contiguous()]).wait()
         return found
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Overwrite x with that of the rank `source`."""
+        """Overwrite x with the tensor of the rank `source`."""
         self._processes.broadcast(x, source).wait()
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send x, and wait until it is taken."""
+        """Send x, and wait until it has been sent."""
         self._processes.send([x], to, 0).wait()
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Wait for a tensor, which overwrites x."""
+        """Wait for a tensor of the rank `source`, and store it in x."""
         self._processes.recv([x], source, 0).wait()
         return x
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedGroup:
-    """Adds up what the collectives of a group took this rank, for ranks that wait until they are done. To wait for
-    ranks that come later is a part of it."""
+    """Adds up the time that a rank spends in the collectives of a group, waiting for other ranks included.
+
+    The group must block until a collective is done.
+    """
 
     inner: Group
     spent: SpentTime
 
     @property
     def rank(self) -> int:
-        """Return which of the ranks this process is."""
+        """Return the number of this process among the ranks."""
         return self.inner.rank
 
     @property
     def size(self) -> int:
-        """Return how many they are."""
+        """Return the number of ranks."""
         return self.inner.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Add x up over all ranks."""
-        with self.spent.spending():
+        """Sum x over all ranks."""
+        with self.spent.measure():
             return self.inner.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather the ranks' tensors."""
-        with self.spent.spending():
+        """Gather the tensors of all ranks."""
+        with self.spent.measure():
             return self.inner.all_gather(x)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """Return the tensor of the rank `source`."""
-        with self.spent.spending():
+        with self.spent.measure():
             return self.inner.broadcast(x, source)
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to another rank. Not timed: it is no collective."""
+        """Send a tensor to another rank. This is not timed, as it is no collective."""
         self.inner.send(x, to)
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Fill x with what another rank sends. Not timed, either."""
+        """Fill x with the tensor that another rank sends. This is not timed."""
         return self.inner.receive(x, source)
 
 
 class SpentTime:
-    """Adds up seconds."""
+    """A sum of measured times."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     @contextmanager
-    def spending(self) -> Iterator[None]:
-        """Count the time inside."""
+    def measure(self) -> Iterator[None]:
+        """Add the time spent in the `with` block."""
         began = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - began
 
     def restart(self) -> None:
-        """Forget what was counted."""
+        """Set the sum to 0."""
         self.seconds = 0.0
 
 
-def merged(x: Tensor, group: Group) -> Tensor:
-    """Return the values of all ranks, of which each is 0 on all ranks but one. Their bytes are added, so that none is
-    rounded, and -0 stays what it is."""
+def merge_disjoint(x: Tensor, group: Group) -> Tensor:
+    """Return tensors of all ranks as one, if each value is nonzero on at most one rank.
+
+    Bytes are added instead of floats, which rounds nothing and keeps -0.
+    """
     return group.all_reduce(x.contiguous().view(torch.uint8)).view(x.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
-    """The `place` of a rank in a model, and the ranks that add up what they make of a token: `tensor`, of their heads
-    and columns; `experts`, of the ranges of experts that they have. `exact`: experts' results are added in the order
-    and with the bits of one process, for which each of them is sent."""
+    """The shard of a rank, and the groups of ranks over which results are summed.
 
-    tensor: Group = field(default_factory=Alone)
-    experts: Group = field(default_factory=Alone)
+    Args:
+        tensor: The ranks that share heads and columns.
+        experts: The ranks that share the experts.
+        exact: If True, results of experts are added with the bits of a single process, for which each result is sent.
+        shard: The part of the model that this rank holds.
+    """
+
+    tensor: Group = field(default_factory=SingleRankGroup)
+    experts: Group = field(default_factory=SingleRankGroup)
     exact: bool = False
-    place: RankPlace = EVERYTHING
+    shard: ModelShard = WHOLE_MODEL
 
 
-ALONE = Ranks()
+SINGLE_RANK = Ranks()

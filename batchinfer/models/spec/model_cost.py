@@ -15,7 +15,7 @@ from batchinfer.models.spec.spec import (
     LinearSpec,
     ModelSpec,
     NormSpec,
-    keeping,
+    own_caches,
 )
 from batchinfer_kernels.arithmetic import Device, WeightForm
 from batchinfer_kernels.cost import (
@@ -90,7 +90,9 @@ def model_cost(
         parameters=sum(linear.values for linear in spec.linears()),
         active_parameters=sum(linear.active_values for linear in spec.linears()),
         head_parameters=spec.head.values if spec.has_head else 0,
-        caches=tuple((cache.window, cache.token_bytes(itemsize)) for cache in keeping(spec.caches).values()),
+        caches=tuple(
+            (cache.window, cache.token_bytes(itemsize)) for cache in own_caches(spec.caches).values()
+        ),
         itemsize=itemsize,
         weight_itemsize=_value_bytes(spec, itemsize),
         causal=spec.causal,
@@ -238,7 +240,7 @@ def _attention_of(attention: AttentionSpec | LatentAttentionSpec, itemsize: int)
 
 def _copying(spec: ModelSpec, itemsize: int) -> Cost:
     """Return the cost of copying a token's K and V, in all layers that keep them."""
-    each = keeping(spec.caches).values()
+    each = own_caches(spec.caches).values()
     costs = (copy_parts_cost(1, c.heads, c.dim, itemsize, c.tensors, c.dtype is not None) for c in each)
     return sum(costs, Cost())
 

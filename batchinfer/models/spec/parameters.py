@@ -83,7 +83,9 @@ def parameter_count(spec: ModelSpec) -> int:
     return sum(map(math.prod, shapes))
 
 
-def fused(layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]) -> Iterator[tuple[str, Joined]]:
+def fused_parameters(
+    layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]
+) -> Iterator[tuple[str, Joined]]:
     """Yield the operators' parameters: each linear layer's weight and bias, by its name, its parts above one another;
     each norm and vector. `joined` makes one of the parameters that it is given. Weights that stay quantised are left
     out."""

@@ -151,14 +151,14 @@ class CacheSpec:
 Caches = Sequence[CacheSpec | None]
 
 
-def keeping(caches: Caches) -> dict[int, CacheSpec]:
+def own_caches(caches: Caches) -> dict[int, CacheSpec]:
     """The layers that keep K and V of their own."""
     return {layer: cache for layer, cache in enumerate(caches) if cache is not None and cache.shared is None}
 
 
-def wrong_caches(caches: Caches) -> Iterator[str]:
+def cache_mistakes(caches: Caches) -> Iterator[str]:
     """Why these are no caches of one model, a sentence each."""
-    own = keeping(caches)
+    own = own_caches(caches)
     if not own:
         yield "no layer keeps K and V"
     for layer, cache in enumerate(caches):
@@ -595,7 +595,7 @@ class ModelSpec:
         """Return the cache of each layer; None for a layer without attention."""
         return tuple(layer.cache for layer in self.layers)
 
-    def caching(self, kept: KvCacheDtype) -> ModelSpec:
+    def with_cache_dtype(self, kept: KvCacheDtype) -> ModelSpec:
         """Return the model with a cache of this dtype; auto: as it is. Latents stay as they are."""
         if kept == "auto":
             return self

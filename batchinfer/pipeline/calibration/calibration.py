@@ -16,7 +16,7 @@ from batchinfer.engine.config import CalibrationOrder
 from batchinfer.filesystem.durable import FileOps, check_free_space, storage, write_json
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
-from batchinfer.models.calibration.work import LEAST_TOKENS, CalibrationOutcome, Loss
+from batchinfer.models.calibration.work import MIN_EXPERT_TOKENS, CalibrationOutcome, Loss
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.spec import INT4_GROUP
@@ -144,8 +144,8 @@ def loss_text(loss: Loss) -> str:
 def few_text(found: CalibrationOutcome) -> str:
     """Say which experts had few tokens, for people."""
     return (
-        f"{found.few:,} of {counted(found.experts, 'expert')} had fewer than {LEAST_TOKENS} tokens of these rows, and "
-        "were calibrated on tokens of other experts, too"
+        f"{found.few:,} of {counted(found.experts, 'expert')} had fewer than {MIN_EXPERT_TOKENS} tokens of these rows, "
+        "and were calibrated on tokens of other experts, too"
     )
 
 

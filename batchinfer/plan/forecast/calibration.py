@@ -115,7 +115,7 @@ def work_seconds(work: CalibrationWork, flops_per_s: float) -> float:
 def _engine(setting: Setting, checkpoint: Checkpoint, codes: Quantization) -> tuple[ModelCost, StepTime]:
     """Return the model's cost and step times for this quantisation, without measurements of earlier runs."""
     setting = setting.with_numerics(quantization=codes)
-    cost = setting.model_cost(checkpoint.held_for(codes))
+    cost = setting.model_cost(checkpoint.for_quantization(codes))
     return cost, step_times(setting, cost, None).time
 
 

@@ -11,7 +11,7 @@ from batchinfer.job import Job
 from batchinfer.machine.devices import Devices
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.parallel.expert_placement import ExpertPlacement
-from batchinfer.models.parallel.sharded import rank_traffic, sharded
+from batchinfer.models.parallel.shard_spec import rank_traffic, shard_spec
 from batchinfer.models.spec.model_cost import loaded_bytes, model_cost
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer.models.spec.spec import ModelSpec
@@ -69,7 +69,9 @@ def divided_model(setup: Setup, division: Division) -> DividedModel | None:
     checkpoint, setting = setup.checkpoint, setup.setting
     if division.ranks == 1 or not isinstance(checkpoint, Checkpoint):
         return None
-    whole = checkpoint.spec.quantized(setting.numerics.quantization).caching(setting.numerics.kv_cache)
+    whole = checkpoint.spec.quantized(setting.numerics.quantization).with_cache_dtype(
+        setting.numerics.kv_cache
+    )
     return divided_spec(whole, division, setting)
 
 
@@ -83,7 +85,7 @@ def _part(whole: ModelSpec, division: Division, rank: int, setting: Setting) -> 
     experts = setting.parts.experts
     placement = None if experts is None else experts.placement
     place = place_of(_fullest(rank, division, placement), division, whole, placement)
-    own = sharded(whole, place)
+    own = shard_spec(whole, place)
     cost = model_cost(own, setting.numerics.itemsize, setting.device, setting.numerics.deterministic)
     cost = cost if experts is None else with_imbalance(cost, experts.times)
     weights = loaded_bytes(own, parameter_count(own), setting.numerics.itemsize)

@@ -136,7 +136,9 @@ def _candidate(
     assert isinstance(checkpoint, Checkpoint), "other models are not divided"
     setting = setup.setting.with_placement(division=division, replicas=engines, gpus=())
     layout = LayoutForecast(division.tensor, division.stages, 1, engines)
-    whole = checkpoint.spec.quantized(setting.numerics.quantization).caching(setting.numerics.kv_cache)
+    whole = checkpoint.spec.quantized(setting.numerics.quantization).with_cache_dtype(
+        setting.numerics.kv_cache
+    )
     try:
         check_division(whole, division)
         check_stored(checkpoint, division)

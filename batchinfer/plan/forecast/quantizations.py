@@ -54,11 +54,11 @@ def quantized_forecasts(
     checkpoint = open_checkpoint(job.model.path) if setting.parts.weights is not None else setup.checkpoint
     if not isinstance(checkpoint, Checkpoint) or any(each.quantized for each in checkpoint.packed.values()):
         return
-    checkpoint = checkpoint.as_stored(frozenset())
+    checkpoint = checkpoint.keep_quantized(frozenset())
     if (setting.device, setting.numerics.dtype) == ("cpu", "float16"):
         return
     for name in dict.fromkeys((*COMPARED[setting.device], setting.numerics.quantization)):
-        held = checkpoint.held_for(name)
+        held = checkpoint.for_quantization(name)
         other = setting.with_numerics(quantization=name, calibrates=False).with_parts(weights=None)
         found = replace(setup, checkpoint=held, setting=other)
         taken = loaded_bytes(held.spec.quantized(name), held.parameters, setting.numerics.itemsize)

@@ -168,7 +168,9 @@ def check_division_of(job: Job, checkpoint: StoredModel, device: Device, quantiz
     if division.ranks > 1 and not isinstance(checkpoint, Checkpoint):
         raise CannotSplit("a model that transformers' code computes is not divided among ranks")
     if division.ranks > 1 and isinstance(checkpoint, Checkpoint):
-        check_division(checkpoint.spec.quantized(quantization).caching(job.model.kv_cache_dtype), division)
+        check_division(
+            checkpoint.spec.quantized(quantization).with_cache_dtype(job.model.kv_cache_dtype), division
+        )
     if job.engine.deterministic and job.engine.tensor_parallel_size > 1:
         raise Unavailable(
             "engine.deterministic promises the bits of one process, and ranks that compute each layer together "

@@ -7,7 +7,7 @@ from batchinfer.engine.ranks.parts import expert_ranks, place_of
 from batchinfer.job import Job
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.opening import StoredModel
-from batchinfer.models.parallel.sharded import sharded
+from batchinfer.models.parallel.shard_spec import shard_spec
 from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer.models.spec.spec import ModelSpec
@@ -46,6 +46,6 @@ def _free_bytes(spec: ModelSpec, setting: Setting) -> int:
     if setting.device == "cpu":
         memory = placement.free_memory // placement.processes_here
     firsts = range(0, division.ranks, division.peers)
-    owns = [sharded(spec, place_of(rank, division, spec)) for rank in firsts]
+    owns = [shard_spec(spec, place_of(rank, division, spec)) for rank in firsts]
     itemsize = setting.numerics.itemsize
     return memory - max(loaded_bytes(own, parameter_count(own), itemsize) for own in owns)

@@ -12,8 +12,8 @@ from batchinfer.engine.ranks.parts import check_stored
 from batchinfer.filesystem.remembered import read_json, read_strings, write_strings
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
-from batchinfer.models.adapters.sizes import AdapterSizes, sizes_of
-from batchinfer.models.adapters.stored_adapter import MERGED_WHOLE, StoredAdapter, inspect_adapter
+from batchinfer.models.adapters.sizes import AdapterSizes, adapter_sizes
+from batchinfer.models.adapters.stored_adapter import DORA_NOT_SHARDED, StoredAdapter, inspect_adapter
 from batchinfer.models.calibration.work import Loss
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.opening import StoredModel
@@ -53,7 +53,7 @@ def job_weights(job: Job, checkpoint: StoredModel, setting: Setting, state: Stat
         CannotSplit: The checkpoint or an adapter cannot be sharded among the job's ranks.
     """
     checkpoint.check_zero_points(read_strings(state.fingerprints))
-    held = checkpoint.held_for(setting.numerics.quantization)
+    held = checkpoint.for_quantization(setting.numerics.quantization)
     adapters = job_adapters(job, held, state)
     setting = with_adapters(setting, job, adapters)
     found, setting = with_calibration(job, held, setting, state, adapters.merged)
@@ -61,7 +61,7 @@ def job_weights(job: Job, checkpoint: StoredModel, setting: Setting, state: Stat
     if division.ranks > 1 and isinstance(found, Checkpoint):
         check_stored(found, division)
         if adapters.merged and division.tensor > 1:
-            raise CannotSplit(MERGED_WHOLE)
+            raise CannotSplit(DORA_NOT_SHARDED)
     return JobWeights(found, setting, adapters.fingerprints)
 
 
@@ -110,7 +110,7 @@ def job_adapters(job: Job, checkpoint: StoredModel, state: StateFolder) -> JobAd
     fingerprints = {name: adapter.fingerprint(known) for name, adapter in found.items()}
     different = {fingerprints[name]: adapter for name, adapter in found.items()}
     merged = any(adapter.config.dora for adapter in found.values())
-    return JobAdapters(fingerprints, sizes_of(checkpoint.spec, [*different.values()]), merged)
+    return JobAdapters(fingerprints, adapter_sizes(checkpoint.spec, [*different.values()]), merged)
 
 
 def _check_merged(job: Job, found: Mapping[str, StoredAdapter]) -> None:
@@ -164,7 +164,7 @@ def with_calibration(
     found = calibrated_folder(checkpoint, state, adapted) if any_there else None
     if not found or not (found / RECORD).exists():
         return checkpoint, setting
-    return inspect_checkpoint(found).held_for("int4"), setting.with_parts(weights=found)
+    return inspect_checkpoint(found).for_quantization("int4"), setting.with_parts(weights=found)
 
 
 def calibrated_folder(

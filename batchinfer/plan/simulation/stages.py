@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from batchinfer.machine.links import DeviceLink
-from batchinfer.models.parallel.sharded import RankTraffic
+from batchinfer.models.parallel.shard_spec import RankTraffic
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost, StepShape
 

@@ -20,8 +20,8 @@ from batchinfer.engine.ranks.joining import _speak
 from batchinfer.engine.ranks.parts import check_division, place_of, stage_spans
 from batchinfer.engine.ranks.seat import Division
 from batchinfer.machine.spawning import Child
-from batchinfer.models.parallel.group import Alone
-from batchinfer.models.parallel.place import Portion, RankPlace
+from batchinfer.models.parallel.group import SingleRankGroup
+from batchinfer.models.parallel.shard import ModelShard, Portion
 from batchinfer.models.spec.parameters import layer_parameters
 from batchinfer.models.spec.spec import ExpertsSpec
 from batchinfer.pipeline.workers.ranks.meeting import Meeting
@@ -45,7 +45,7 @@ def test_who_sends_tokens_has_sent_a_word(tensor: int, stages: int) -> None:
 
     def meet(group: ThreadGroup) -> None:
         everyone = Counting(group.rank, group.meeting)
-        _speak(group.rank, division, (everyone, Alone()), CPU)
+        _speak(group.rank, division, (everyone, SingleRankGroup()), CPU)
 
     of_ranks(groups_of(division.ranks), meet)
     first = [rank for rank in range(1, division.ranks) if division.stage(rank) == 0]
@@ -57,7 +57,7 @@ def test_gpus_of_several_kinds_do_not_form_an_engine(monkeypatch: pytest.MonkeyP
 
     def meet(group: ThreadGroup) -> str:
         with pytest.raises(Unavailable, match=r"several kinds .*\[114, 9, 0\]") as found:
-            _speak(group.rank, Division(2, 1), (group, Alone()), torch.device(CPU.type, group.rank))
+            _speak(group.rank, Division(2, 1), (group, SingleRankGroup()), torch.device(CPU.type, group.rank))
         return str(found.value)
 
     monkeypatch.setattr(joining, "_kind", lambda device: torch.tensor(kinds[device.index]))
@@ -66,12 +66,12 @@ def test_gpus_of_several_kinds_do_not_form_an_engine(monkeypatch: pytest.MonkeyP
 
 
 def test_gpus_that_cannot_speak_say_what_helps() -> None:
-    class Broken(Alone):
+    class Broken(SingleRankGroup):
         def all_gather(self, x: torch.Tensor) -> torch.Tensor:
             raise DistBackendError("NCCL error: unhandled system error")
 
     with pytest.raises(Unavailable, match=r"unhandled system error; a container needs .*--shm-size"):
-        _speak(0, Division(2, 1), (Broken(), Alone()), CPU)
+        _speak(0, Division(2, 1), (Broken(), SingleRankGroup()), CPU)
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3))
@@ -110,7 +110,7 @@ def test_what_does_not_divide_is_refused_with_what_does() -> None:
     with pytest.raises(CannotSplit, match=r"can be divided among 1, 2"):
         check_division(spec, Division(tensor=3))
     check_division(spec, Division(tensor=2, stages=3))
-    assert place_of(0, Division(), spec).whole
+    assert place_of(0, Division(), spec).is_whole
 
 
 def test_ranks_have_whole_experts_where_each_has_as_many() -> None:
@@ -118,7 +118,7 @@ def test_ranks_have_whole_experts_where_each_has_as_many() -> None:
     for count, experts in ((6, Portion(1, 2)), (5, None)):
         routed = ExpertsSpec(Routing(count, 2), 128, "silu")
         model = replace(spec, layers=tuple(replace(layer, feed_forward=routed) for layer in spec.layers))
-        assert place_of(1, Division(tensor=2), model) == RankPlace(Portion(1, 2), experts)
+        assert place_of(1, Division(tensor=2), model) == ModelShard(Portion(1, 2), experts)
         check_division(model, Division(tensor=2))
 
 
@@ -126,7 +126,7 @@ def test_ranks_of_experts_have_as_many_each_and_all_the_rest() -> None:
     spec = llama_spec(3, 64, 128, 4, 2, 16, vocab=100)
     routed = ExpertsSpec(Routing(6, 2), 128, "silu")
     model = replace(spec, layers=tuple(replace(layer, feed_forward=routed) for layer in spec.layers))
-    assert place_of(4, Division(stages=2, experts=3), model) == RankPlace(
+    assert place_of(4, Division(stages=2, experts=3), model) == ModelShard(
         experts=Portion(1, 3), layers=(0, 2)
     )
     check_division(model, Division(stages=3, experts=2))

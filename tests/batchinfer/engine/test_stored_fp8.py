@@ -55,7 +55,7 @@ def folders(kind: str) -> tuple[Path, Path]:
 
 
 def stored(kind: str) -> Checkpoint:
-    return inspect_checkpoint(folders(kind)[0]).as_stored()
+    return inspect_checkpoint(folders(kind)[0]).keep_quantized()
 
 
 @pytest.mark.parametrize(
@@ -136,5 +136,5 @@ def test_blocks_of_other_widths_are_dequantised(tmp_path: Path, block: int) -> N
     make_fp8(tmp_path / "stored", tmp_path / "plain", "llama", block=block, **SIZES)
     found = inspect_checkpoint(tmp_path / "stored")
     assert found.stored_quantization == ("stored" if block == 128 else "none")
-    assert ("dequantised" in found.as_stored().notices[0]) == (block != 128)
+    assert ("dequantised" in found.keep_quantized().notices[0]) == (block != 128)
     assert inspect_checkpoint(tmp_path / "plain").stored_quantization == "none"

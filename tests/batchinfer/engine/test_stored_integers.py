@@ -46,7 +46,7 @@ def folder() -> Path:
 
 
 def stored() -> Checkpoint:
-    return inspect_checkpoint(folder()).as_stored()
+    return inspect_checkpoint(folder()).keep_quantized()
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("gpu", marks=TRITON)])
@@ -84,7 +84,7 @@ def test_int4_is_multiplied_as_it_is_stored(tmp_path: Path, name: str) -> None:
     """Its codes and scales stand for the dequantised weights; what a CPU does not have in int4 is in int8."""
     make_published(tmp_path / "stored", tmp_path / "plain", name)
     whole = inspect_checkpoint(tmp_path / "stored")
-    model = whole.held_for("int4")
+    model = whole.for_quantization("int4")
     plain, read = (CheckpointWeights(each, torch.float32, "cpu").layer(1) for each in (whole, model))
     coded = [linear for linear in model.spec.layers[1].linears if linear.stored]
     assert len(coded) >= 2
@@ -119,7 +119,7 @@ def test_a_gpu_multiplies_int4_as_it_is_stored(
     monkeypatch.setattr(gpu_linear, "least_panel_rows", lambda *_, **__: many)
     make_published(tmp_path / "stored", tmp_path / "plain", name)
     whole = inspect_checkpoint(tmp_path / "stored")
-    model = whole.held_for("int4")
+    model = whole.for_quantization("int4")
     model = replace(model, spec=model.spec.quantized("int4"))
     got, wanted = forced(model, triton_ops(model), DEVICE), forced(model, ValueOps(), DEVICE)
     off, plain = farthest(got, wanted), farthest(forced(whole, TorchOps(), "cpu"), wanted)
@@ -151,7 +151,7 @@ def test_products_one_part_of_which_is_in_floats_are_dequantised(tmp_path: Path)
     k = "model.layers.1.self_attn.k_proj.weight"
     del stored[k + "_scale"]
     save_file(stored | {k: plain[k]}, tmp_path / "stored" / SINGLE, metadata={"format": "pt"})
-    model = inspect_checkpoint(tmp_path / "stored").as_stored()
+    model = inspect_checkpoint(tmp_path / "stored").keep_quantized()
     assert dict(model.spec.layers[1].forms) == dict.fromkeys(("o", "gate_up", "down"), INT8)
     found, wanted = (
         CheckpointWeights(each, torch.float32, "cpu").layer(1)["qkv"]

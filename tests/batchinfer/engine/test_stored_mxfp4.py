@@ -45,7 +45,7 @@ def folders() -> tuple[Path, Path]:
 
 
 def stored() -> Checkpoint:
-    return inspect_checkpoint(folders()[0]).held_for("stored-mxfp4")
+    return inspect_checkpoint(folders()[0]).for_quantization("stored-mxfp4")
 
 
 def test_a_cpu_gives_the_dequantised_models_bits() -> None:
@@ -73,7 +73,10 @@ def linears() -> tuple[Path, Path]:
 @pytest.mark.parametrize("tiles", ["none", "emulated"])
 def test_linear_layers_of_a_cpu_have_the_dequantised_models_bits(tiles: TileWay) -> None:
     """In compiled layers where those widen, and operator by operator; both add in the same order."""
-    model, plain = inspect_checkpoint(linears()[0]).held_for("stored-mxfp4"), inspect_checkpoint(linears()[1])
+    model, plain = (
+        inspect_checkpoint(linears()[0]).for_quantization("stored-mxfp4"),
+        inspect_checkpoint(linears()[1]),
+    )
     assert [len(layer.forms) for layer in model.spec.layers] == [3, 4]
     (notice,) = model.notices
     assert "stay in mxfp4 as they are stored" in notice
@@ -93,7 +96,10 @@ def test_linear_layers_of_a_cpu_have_the_dequantised_models_bits(tiles: TileWay)
 
 @TRITON
 def test_linear_layers_of_a_gpu_compute_the_dequantised_model() -> None:
-    model, plain = inspect_checkpoint(linears()[0]).held_for("stored-mxfp4"), inspect_checkpoint(linears()[1])
+    model, plain = (
+        inspect_checkpoint(linears()[0]).for_quantization("stored-mxfp4"),
+        inspect_checkpoint(linears()[1]),
+    )
     got, wanted = forced(model, triton_ops(model), DEVICE), forced(plain, TorchOps(), DEVICE)
     assert farthest(got, wanted)[-1] < 2e-5
 
@@ -102,7 +108,7 @@ def test_what_linear_layers_in_mxfp4_take() -> None:
     small, large = (checkpoint_source(linears()[0], quantization=how) for how in ("stored-mxfp4", "none"))
     assert isinstance(small, ModelSource)
     assert isinstance(large, ModelSource)
-    model = inspect_checkpoint(linears()[0]).held_for("stored-mxfp4")
+    model = inspect_checkpoint(linears()[0]).for_quantization("stored-mxfp4")
     cost, plain = model.cost(2), inspect_checkpoint(linears()[0]).cost(2)
     coded = sum(linear.values for linear in model.spec.linears() if linear.stored)
     assert large.weight_bytes(plain) - small.weight_bytes(cost) == coded * 2 - coded * 17 // 32
@@ -148,6 +154,6 @@ def test_what_gpt_oss_20b_takes(tmp_path: Path) -> None:
 
 def test_asked_for_in_other_codes_they_are_quantised_again() -> None:
     """From what they stand for; scales of their own groups are gone."""
-    model = inspect_checkpoint(folders()[0]).held_for("int8")
+    model = inspect_checkpoint(folders()[0]).for_quantization("int8")
     assert not model.spec.forms
     assert {form.codes for form in model.spec.quantized("int8").forms} == {"int8"}

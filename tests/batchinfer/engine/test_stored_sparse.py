@@ -46,7 +46,7 @@ def test_a_gpu_leaves_out_the_zeros(
     if with_zeros:
         make_dense(folders)
         stored = plain
-    model = inspect_checkpoint(stored).held_for("stored-sparse")
+    model = inspect_checkpoint(stored).for_quantization("stored-sparse")
     dense = inspect_checkpoint(plain)
     got, wanted = forced(model, triton_ops(model), DEVICE), forced(dense, TorchOps(), DEVICE)
     assert farthest(got, wanted)[-1] < 2e-5
@@ -62,7 +62,7 @@ def make_dense(folders: tuple[Path, Path]) -> None:
 def test_what_stays_sparse_and_what_it_takes(folders: tuple[Path, Path]) -> None:
     whole = inspect_checkpoint(folders[0])
     assert whole.stored_quantization == "stored-sparse"
-    model = whole.held_for("stored-sparse")
+    model = whole.for_quantization("stored-sparse")
     sparse = [[name for name, form in layer.forms if form == FORM] for layer in model.spec.layers]
     assert sparse == [["qkv", "gate_up", "down"], ["qkv", "o", "gate_up", "down"]]
     (notice,) = model.notices

@@ -63,7 +63,7 @@ def rows_of(family: str, ops: str) -> tuple[Rows, dict[str, float]]:
     logits may differ."""
     model = checkpoint(family)
     if ops == "codes":  # a sum in another order may make a code the next one
-        model = replace(model, spec=model.spec.caching("int8"))
+        model = replace(model, spec=model.spec.with_cache_dtype("int8"))
         return Rows(make_runner(model, cpu_ops(model, codes=True), LIMITS)), {"atol": 1e-3, "rtol": 1e-3}
     made = TorchOps() if ops == "torch" else cpu_ops(model)
     return Rows(make_runner(model, made, LIMITS)), {"atol": 1e-5, "rtol": 1e-5}

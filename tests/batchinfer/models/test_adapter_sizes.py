@@ -10,7 +10,7 @@ from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.schedule.step_shape import step_shape
 from batchinfer.machine.hardware import Hardware
 from batchinfer.models.adapters.factors import AdaptedWeights
-from batchinfer.models.adapters.sizes import sizes_of
+from batchinfer.models.adapters.sizes import adapter_sizes
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import FACTOR_A, FACTOR_B
@@ -23,7 +23,7 @@ from tests.batchinfer.engine.test_adapters import adapters
 def test_sizes_are_those_of_the_factors_that_are_loaded() -> None:
     for family in ("llama", "phi3", "deepseek_v2"):
         model, stored = checkpoint(family), [*adapters(family).values()]
-        found = sizes_of(model.spec, stored)
+        found = adapter_sizes(model.spec, stored)
         assert found is not None
         weights = CheckpointWeights(model, torch.float32, "cpu")
         factors = 0
@@ -32,13 +32,13 @@ def test_sizes_are_those_of_the_factors_that_are_loaded() -> None:
                 parts = adapted.layer(layer).items()
                 factors += sum(each.numel() for name, each in parts if FACTOR_A in name or FACTOR_B in name)
         assert (found.count, found.values) == (3, factors)
-    assert sizes_of(checkpoint("llama").spec, []) is None
+    assert adapter_sizes(checkpoint("llama").spec, []) is None
 
 
 def test_a_step_costs_what_its_tokens_with_adapters_and_their_factors_do() -> None:
     model, stored = checkpoint("llama"), adapters("llama")
     plain = model_cost(model.spec, 2)
-    one = sizes_of(model.spec, [stored["one"]])
+    one = adapter_sizes(model.spec, [stored["one"]])
     assert one is not None
     cost = one.with_cost(plain)
     assert (plain.adapted, cost.adapted) == (False, True)
@@ -67,7 +67,7 @@ def test_low_rank_products() -> None:
 
 def test_a_gpu_has_places_for_as_many_adapters_as_a_tenth_of_its_memory_holds() -> None:
     spec, stored = checkpoint("llama").spec, [*adapters("llama").values()]
-    few, many = sizes_of(spec, stored), sizes_of(spec, stored * 10)
+    few, many = adapter_sizes(spec, stored), adapter_sizes(spec, stored * 10)
     assert few is not None
     assert many is not None
     assert (few.place_values, many.count) == (many.place_values, 30)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchinfer.models.calibration import experts
 from batchinfer.models.calibration.experts import SeenTokens, WatchedExperts, round_experts
-from batchinfer.models.calibration.layer import LayerInputs, rounded_layer
+from batchinfer.models.calibration.layer import LayerInputs, round_layer
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.ops.layers import Experts
@@ -136,7 +136,7 @@ def test_channels_before_the_router_are_scaled_for_all_experts() -> None:
     inputs, weights = [one * loud for one in normed], layer_weights() | {"post_norm": loud}
     weights["router"] = weights["router"] / loud
     seen = seen_of(inputs, [0, 1, 2])
-    after = dict(rounded_layer(layer, weights, LayerInputs({}, seen), GROUP, torch.float32).weights)
+    after = dict(round_layer(layer, weights, LayerInputs({}, seen), GROUP, torch.float32).weights)
     factors = loud / after["post_norm"]
     assert len(factors.unique()) > 1
     changed = [x * after["post_norm"] for x in normed]
@@ -168,7 +168,7 @@ def test_experts_are_rounded_alike_some_at_a_time(monkeypatch: pytest.MonkeyPatc
 
 def test_an_expert_with_few_tokens_gets_those_that_its_router_prefers() -> None:
     torch.manual_seed(2)
-    tokens, few, least = 700, 5, experts.LEAST_TOKENS
+    tokens, few, least = 700, 5, experts.MIN_EXPERT_TOKENS
     seen = SeenTokens(
         3,
         torch.arange(float(tokens))[:, None],

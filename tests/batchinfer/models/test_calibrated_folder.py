@@ -158,7 +158,7 @@ def check_names(folder: Path, model: Any) -> None:
 
 def check_weights(folder: Path, layers: list[RoundedLayer], family: str) -> None:
     """What was rounded is read as codes, and the rest in the dtype of the checkpoint."""
-    stored = inspect_checkpoint(folder).held_for("int4")
+    stored = inspect_checkpoint(folder).for_quantization("int4")
     read = CheckpointWeights(stored, torch.float32, "cpu")
     for index, layer in enumerate(layers):
         named = {linear.name for linear in layer.spec.linears if linear.stored}

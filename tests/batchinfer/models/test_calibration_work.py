@@ -70,7 +70,7 @@ def test_products_and_scales_are_counted_as_they_are_done(
     changed = {} if inner is None else {"moe_intermediate_size": inner}
     make_checkpoint(tmp_path / "model", family, **{**SIZES, **FAMILIES[family], **changed})
     counts = Counts()
-    monkeypatch.setattr(search, "rounded_layer", counts.products(search.rounded_layer))
+    monkeypatch.setattr(search, "round_layer", counts.products(search.round_layer))
     for module in ("channels", "layer", "experts"):
         name = f"batchinfer.models.calibration.{module}.quantize_groups"
         monkeypatch.setattr(name, counts.scaled(quantize_groups))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from batchinfer.core.errors import BatchInferError, JobFileError, SecurityRefusal
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
-from batchinfer.models.checkpoint.tensor_names import further_layers
+from batchinfer.models.checkpoint.tensor_names import mtp_prefixes
 from batchinfer.models.checkpoint.weights import CheckpointWeights, Tables
 from batchinfer.models.files.weight_files import INDEX
 from tests.checkpoints import edit_json, make_checkpoint, make_model_folder
@@ -40,7 +40,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shard_spec(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     make_checkpoint(folder, "qwen2", shards=3)
     return folder
@@ -334,7 +334,7 @@ class TestTensors:
         )
         edit_tensors(tmp_path, lambda t: t.update({f"model.layers.2.{n}": torch.ones(7) for n in extra}))
         refused(tmp_path, 78, "unexpected tensors: model.layers.2.")
-        many = further_layers(wanted.spec, {"num_nextn_predict_layers": 10**5}, wanted.prefixes)
+        many = mtp_prefixes(wanted.spec, {"num_nextn_predict_layers": 10**5}, wanted.prefixes)
         assert len(many) <= 64, "config.json does not say how much memory is taken"
         edit_json(tmp_path / "config.json", num_nextn_predict_layers=1)
         assert inspect_checkpoint(tmp_path).tensors.keys() == wanted.tensors.keys()

@@ -201,7 +201,7 @@ def test_one_checkpoint_may_have_groups_of_several_kinds(tmp_path: Path) -> None
 
 
 def read(folder: Path, quantization: Quantization = "none") -> Mapping[str, Tensor]:
-    checkpoint = inspect_checkpoint(folder).held_for(quantization)
+    checkpoint = inspect_checkpoint(folder).for_quantization(quantization)
     return CheckpointWeights(checkpoint, torch.float32, "cpu").layer(1)
 
 
@@ -287,9 +287,9 @@ def test_int8_of_torchao_is_multiplied_where_activations_are_quantised_too() -> 
 @pytest.mark.parametrize("name", ["torchao int4", "torchao intx"])
 def test_codes_of_torchao_are_the_weights(name: str) -> None:
     folder = published(name)[0]
-    assert {form.codes for form in inspect_checkpoint(folder / "packed").held_for("int4").spec.forms} == {
-        "int4"
-    }
+    assert {
+        form.codes for form in inspect_checkpoint(folder / "packed").for_quantization("int4").spec.forms
+    } == {"int4"}
     found, plain = read(folder / "packed", "int4"), read(folder / "plain")
     for part in ("qkv", "gate_up", "down"):
         scales, zeros = (found[part + end].repeat_interleave(32, 1) for end in (SCALES, ZEROS))

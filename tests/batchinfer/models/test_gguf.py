@@ -150,7 +150,7 @@ def test_codes_of_4_bits_are_multiplied_as_they_are_stored(tmp_path: Path) -> No
         file = tmp_path / f"{kind.name}.gguf"
         make_gguf(file, tmp_path / "plain", "llama", (kind,))
         _zero_scales(file)
-        checkpoint = inspect(file).held_for("int4")
+        checkpoint = inspect(file).for_quantization("int4")
         assert {name for name, _ in checkpoint.spec.layers[0].forms} == {"qkv", "o", "gate_up", "down"}
         assert {form.whole_zeros for form in checkpoint.spec.forms} == {kind is Type.Q4_0}
         floats = CheckpointWeights(inspect(file), torch.float32, "cpu").layer(0)

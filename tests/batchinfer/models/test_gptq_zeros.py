@@ -15,7 +15,7 @@ from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
-from batchinfer.models.files.config_fields import stated_config
+from batchinfer.models.files.config_fields import read_config_json
 from batchinfer.models.files.fingerprint import model_fingerprint
 from batchinfer.models.files.weight_files import StoredTensor
 from batchinfer.models.formats.gptq import GptqTensor, gptq_format
@@ -82,7 +82,7 @@ def layer(checkpoint: Checkpoint) -> Tensor:
 
 def fingerprint_before(checkpoint: Checkpoint) -> str:
     """The fingerprint of versions that took the stated layout for granted, and carried nothing."""
-    return model_fingerprint(stated_config(checkpoint.path), checkpoint.files, {}, lambda _: None)
+    return model_fingerprint(read_config_json(checkpoint.path), checkpoint.files, {}, lambda _: None)
 
 
 def test_zero_points_of_a_symmetric_checkpoint_show_their_layout(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_layers_count_by_their_rules_and_the_codes_of_their_cache() -> None:
     bare = replace(first, attention=None, input_norm=None)
     spec = replace(plain, layers=(*plain.layers, local, bare))
     for kept, codes in (("auto", None), ("int8", "int8"), ("fp8", "fp8")):
-        cached = spec.caching(kept)
+        cached = spec.with_cache_dtype(kept)
         source = ModelSource(cached, 0, lambda *place, spec=cached: DummyWeights(spec, *place))
         assert source.prompt_layers == {
             AttentionRules(codes=codes): 3,

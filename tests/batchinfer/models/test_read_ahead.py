@@ -17,17 +17,17 @@ from safetensors import safe_open
 
 from batchinfer.models.checkpoint import read_ahead, stretch
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.checkpoint.file_segment import segment_of
 from batchinfer.models.checkpoint.read_ahead import THREAD, ByteRange, ReadAhead
 from batchinfer.models.checkpoint.stored_parts import StoredPart, StoredParts
-from batchinfer.models.checkpoint.stretch import stretch_of
-from batchinfer.models.checkpoint.weights import CheckpointWeights, stretches_of
-from batchinfer.models.parallel.place import EVERYTHING
+from batchinfer.models.checkpoint.weights import CheckpointWeights, segments_of
+from batchinfer.models.parallel.shard import WHOLE_MODEL
 from batchinfer_kernels.cpu.memory import ReusedPages
 from tests.checkpoints import FAMILIES, make_checkpoint
 
 
 def _parts(checkpoint: Checkpoint) -> list[StoredPart]:
-    parts = StoredParts(checkpoint, EVERYTHING)
+    parts = StoredParts(checkpoint, WHOLE_MODEL)
     layers = [parts.layer(index) for index in range(len(checkpoint.spec.layers))]
     return [part for each in (parts.tables(), *layers) for part in each.values()]
 
@@ -41,11 +41,11 @@ def test_a_stretch_is_what_safetensors_gives(
     make_checkpoint(tmp_path, family, shards=2)
     checkpoint, pages, read = inspect_checkpoint(tmp_path), ReusedPages(), 0
     for part in _parts(checkpoint):
-        found = stretch_of(checkpoint.tensors, part)
+        found = segment_of(checkpoint.tensors, part)
         if found is None:
             continue
         with safe_open(str(found.file), "pt") as file:
-            wanted = stretches_of(file.get_tensor(part.stored.tensor), part.stored).flatten(0, 1)
+            wanted = segments_of(file.get_tensor(part.stored.tensor), part.stored).flatten(0, 1)
         for dtype in (wanted.dtype, torch.bfloat16):
             given = torch.full(found.shape, torch.nan, dtype=dtype)
             found.read(given, pages)

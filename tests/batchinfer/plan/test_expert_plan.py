@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from batchinfer.models.parallel.expert_placement import ranged, rank_loads
+from batchinfer.models.parallel.expert_placement import rank_loads, split_into_ranges
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import ExpertsSpec, ModelSpec
 from batchinfer.plan.expert_plan import has_experts, planned_experts
@@ -77,7 +77,7 @@ def test_copies_that_would_only_be_read_are_not_made() -> None:
 def test_experts_that_few_steps_read_count_for_less() -> None:
     """Of two tokens a step, one or both go to the hot expert: the others are seldom read."""
     found = planned_experts(spec_of(), 2, history(HOT, 2), FAST_PRODUCTS, 4, 0)
-    assert found.placement.layers[1] != ranged(8, 2)
+    assert found.placement.layers[1] != split_into_ranges(8, 2)
 
 
 def test_a_history_of_another_model_is_none() -> None:

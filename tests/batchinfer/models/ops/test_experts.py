@@ -25,8 +25,8 @@ from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import LayerParts
 from batchinfer.models.ops.torch_ops import TorchOps
-from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares, ranged
-from batchinfer.models.parallel.group import ALONE, Alone, Ranks
+from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares, split_into_ranges
+from batchinfer.models.parallel.group import SINGLE_RANK, Ranks, SingleRankGroup
 from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, HeldExpert, LayerSpec, ModelSpec
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.experts import Choice
@@ -151,7 +151,7 @@ def packed(
     dtype: torch.dtype = torch.float32,
     quantization: Any = "none",
     held: tuple[HeldExpert, ...] | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> tuple[Ops, LayerSpec, LayerParts]:
     """`held`: the experts that are there, of which other `ranks` have the others."""
     module, spec = CASES[name]
@@ -238,7 +238,7 @@ def test_ranks_with_some_of_the_experts_give_what_one_gives(
     assert parts.experts is not None
     wanted = parts.experts(x, choice)
 
-    for shares in (ranged(6, 3), PLACED):
+    for shares in (split_into_ranges(6, 3), PLACED):
         placement = ExpertPlacement((shares,))
         asked = [(kind, dtype, quantization, exact, placement.held(0, rank), x, choice) for rank in range(3)]
         with poisoned():
@@ -252,7 +252,7 @@ def test_ranks_with_some_of_the_experts_give_what_one_gives(
 
 
 @dataclass
-class Given(Alone):
+class Given(SingleRankGroup):
     """Ranks one after the other, as the interpreter runs no two at once: notes what one gives to a sum, which is known
     when it is asked for again."""
 

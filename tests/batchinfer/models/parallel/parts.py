@@ -16,9 +16,9 @@ from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, Laye
 from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.parallel.expert_placement import ExpertPlacement
-from batchinfer.models.parallel.group import ALONE, Ranks
-from batchinfer.models.parallel.place import Portion, RankPlace, Span
-from batchinfer.models.parallel.sharded import sharded
+from batchinfer.models.parallel.group import SINGLE_RANK, Ranks
+from batchinfer.models.parallel.shard import ModelShard, Portion, Span
+from batchinfer.models.parallel.shard_spec import shard_spec
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer_kernels.arithmetic import Quantization
@@ -32,14 +32,14 @@ LOADING = ("quantization", "dtype", "adapters")  # what is said of the loading, 
 def load_part(
     checkpoint: Checkpoint,
     ops: Ops,
-    place: RankPlace,
-    ranks: Ranks = ALONE,
+    place: ModelShard,
+    ranks: Ranks = SINGLE_RANK,
     quantization: Quantization = "none",
     dtype: torch.dtype = torch.float32,
     adapters: Sequence[tuple[str, Path]] = (),
 ) -> Decoder:
     """As an engine loads the part of a rank."""
-    ranks = replace(ranks, place=place)
+    ranks = replace(ranks, shard=place)
     source = checkpoint_source(checkpoint.path, "auto", quantization, adapters, ranks=ranks)
     assert isinstance(source, ModelSource)
     return source.load(ops, Arithmetic(dtype, torch.device("cpu")))(ops, 512)
@@ -92,9 +92,9 @@ def run_sharded(
 
     def work(group: ThreadGroup) -> list[Tensor]:
         share = Portion(group.rank, size)
-        place = RankPlace(share if tensor else Portion(), share if experts else None, placement=placement)
+        place = ModelShard(share if tensor else Portion(), share if experts else None, placement=placement)
         ranks = Ranks(group, group, exact) if tensor else Ranks(experts=group, exact=exact)
-        own = ops(sharded(checkpoint.spec, place))
+        own = ops(shard_spec(checkpoint.spec, place))
         decoder = load_part(checkpoint, own, place, ranks, **load)
         return run_paged(decoder, own, prompts, dtype=dtype, **how)
 
@@ -106,6 +106,6 @@ def run_stages(
 ) -> list[Tensor]:
     """Logits of all prompts through stages with these layers."""
     load = {key: how.pop(key) for key in LOADING if key in how}
-    stages = [load_part(checkpoint, ops, RankPlace(layers=span), **load) for span in spans]
+    stages = [load_part(checkpoint, ops, ModelShard(layers=span), **load) for span in spans]
     whole: Any = Stages(checkpoint.spec, 512, stages)
     return run_paged(whole, ops, prompts, dtype=load.get("dtype", torch.float32), **how)

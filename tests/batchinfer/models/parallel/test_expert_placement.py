@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from batchinfer.models.parallel.expert_placement import (
-    NEAR,
+    LOAD_TOLERANCE,
     ExpertPlacement,
-    balanced,
+    balance_experts,
     imbalance,
-    ranged,
     rank_loads,
+    split_into_ranges,
 )
 from batchinfer.models.spec.spec import HeldExpert
 from tests.examples import examples
@@ -39,14 +39,15 @@ def cases(draw: st.DrawFn) -> tuple[list[float], int, int]:
 def test_every_expert_is_somewhere_and_no_rank_has_more_than_it_may(
     case: tuple[list[float], int, int],
 ) -> None:
-    loads, ranks, beside = case
-    shares, room = balanced(costs_of(loads, ranks), ranks, beside), -(-len(loads) // ranks) + beside
+    loads, ranks, extra = case
+    shares, room = balance_experts(costs_of(loads, ranks), ranks, extra), -(-len(loads) // ranks) + extra
     assert len(shares) == ranks
     assert {number for share in shares for number in share} == set(range(len(loads)))
     assert all(1 <= len(set(share)) == len(share) <= room for share in shares)
     assert all(list(share) == sorted(share) for share in shares)
     assert sum(rank_loads(shares, loads)) == pytest.approx(sum(loads))
-    assert shares == balanced(costs_of(loads, ranks), ranks, beside)  # as ranks that plan alone need it
+    again = balance_experts(costs_of(loads, ranks), ranks, extra)
+    assert shares == again, "ranks that plan on their own need equal placements"
     held = ExpertPlacement((shares,))
     turns: dict[int, list[HeldExpert]] = {}
     for rank in range(ranks):
@@ -71,45 +72,45 @@ def every(experts: int, ranks: int, room: int) -> NDArray[np.float64]:
 @given(st.lists(st.integers(0, 20), min_size=4, max_size=4), st.integers(2, 3), st.integers(0, 1))
 @settings(max_examples=examples(40, 400), deadline=None)
 def test_the_most_loaded_rank_has_little_more_than_it_has_to(
-    counts: list[int], ranks: int, beside: int
+    counts: list[int], ranks: int, extra: int
 ) -> None:
-    loads, room = [float(one) for one in counts], -(-len(counts) // ranks) + beside
+    loads, room = [float(one) for one in counts], -(-len(counts) // ranks) + extra
     best = float((every(len(loads), ranks, room) @ np.array(loads)).max(1).min())
-    found = max(rank_loads(balanced(costs_of(loads, ranks), ranks, beside), loads))
+    found = max(rank_loads(balance_experts(costs_of(loads, ranks), ranks, extra), loads))
     assert best <= found + 1e-9
     assert found <= 1.3 * best + 1e-9  # the worst of all such counts: 9, 17, 17 and 17 for three ranks
 
 
 def test_a_hot_expert_is_repeated_as_often_as_it_has_to_be() -> None:
     loads = [12.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    ranges = ranged(8, 4)
+    ranges = split_into_ranges(8, 4)
     assert rank_loads(ranges, loads) == [13, 2, 2, 2]
-    alone = balanced(costs_of(loads, 4), 4, 0)
+    alone = balance_experts(costs_of(loads, 4), 4, 0)
     assert max(rank_loads(alone, loads)) == 13  # each rank has two, as it has to
-    spread = balanced(costs_of(loads, 4), 4, 1)
-    assert max(rank_loads(spread, loads)) <= 5.0 * (1 + NEAR)
+    spread = balance_experts(costs_of(loads, 4), 4, 1)
+    assert max(rank_loads(spread, loads)) <= 5.0 * (1 + LOAD_TOLERANCE)
     assert imbalance([(ranges, loads)]) == pytest.approx(13 / (19 / 4))
     assert imbalance([(ranges, loads), (spread, loads)]) < imbalance([(ranges, loads)])
-    even = balanced(costs_of([1.0] * 8, 4), 4, 2)
+    even = balance_experts(costs_of([1.0] * 8, 4), 4, 2)
     assert sorted(number for share in even for number in share) == [*range(8)]  # no copy for nothing
 
 
 def test_the_fullest_rank_exchanges_experts() -> None:
     """Dealt out one after the other, they would come to 9 and 11."""
     loads = [5.0, 5.0, 4.0, 3.0, 3.0, 0.0]
-    assert rank_loads(balanced(costs_of(loads, 2), 2, 0), loads) == [10, 10]
+    assert rank_loads(balance_experts(costs_of(loads, 2), 2, 0), loads) == [10, 10]
 
 
 def test_what_is_no_less_costly_by_copies_is_not_repeated() -> None:
     """Such as reading an expert's weights, where they take longer than what is computed with them."""
-    shares = balanced([[9.0, 9.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]], 2, 2)
+    shares = balance_experts([[9.0, 9.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]], 2, 2)
     assert sorted(map(len, shares)) == [1, 3]
 
 
 def test_large_layers_are_placed_quickly() -> None:
     loads = [1000.0 / (1 + number) for number in range(256)]
     began = time.perf_counter()
-    shares = balanced(costs_of(loads, 8), 8, 4)
+    shares = balance_experts(costs_of(loads, 8), 8, 4)
     assert max(rank_loads(shares, loads)) <= 1.05 * sum(loads) / 8
     assert time.perf_counter() - began < 2
 
@@ -117,4 +118,4 @@ def test_large_layers_are_placed_quickly() -> None:
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_ranks_without_an_expert_are_refused(ranks: int) -> None:
     with pytest.raises(ValueError, match=f"1 experts have no part for each of {ranks} ranks"):
-        balanced([[1.0]], ranks, 4)
+        balance_experts([[1.0]], ranks, 4)

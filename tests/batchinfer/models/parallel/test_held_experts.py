@@ -12,11 +12,11 @@ from batchinfer.machine.links import link_between
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.ops.layers import Experts
 from batchinfer.models.ops.torch_ops import TorchOps
-from batchinfer.models.parallel.divided_ops import HeldExperts
 from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares
-from batchinfer.models.parallel.group import Alone
-from batchinfer.models.parallel.place import Portion, RankPlace
-from batchinfer.models.parallel.sharded import rank_traffic, sharded
+from batchinfer.models.parallel.group import SingleRankGroup
+from batchinfer.models.parallel.shard import ModelShard, Portion
+from batchinfer.models.parallel.shard_spec import rank_traffic, shard_spec
+from batchinfer.models.parallel.sharded_ops import HeldExperts
 from batchinfer.models.spec.parameters import layer_parameters, parameter_count
 from batchinfer.models.spec.spec import ExpertsSpec
 from batchinfer_kernels.arithmetic import Quantization
@@ -95,12 +95,12 @@ def test_a_rank_reads_the_experts_that_it_has_and_no_others(
         stored = inspect_checkpoint(tmp_path)
     else:
         stored, _ = store(tmp_path, form, monkeypatch)
-    held = stored.held_for(stored.stored_quantization)
+    held = stored.for_quantization(stored.stored_quantization)
     placement = placement_of(held, 3)
-    every, own = read_all(held, RankPlace()), 0
+    every, own = read_all(held, ModelShard()), 0
     for rank in range(3):
-        place = RankPlace(experts=Portion(rank, 3), placement=placement)
-        spec, count = sharded(held.spec, place), read_all(held, place)
+        place = ModelShard(experts=Portion(rank, 3), placement=placement)
+        spec, count = shard_spec(held.spec, place), read_all(held, place)
         for layer, shares in zip(spec.layers, placement.layers, strict=True):
             names = {name.split(".")[1] for name in layer_parameters(layer) if name.startswith("expert.")}
             assert names == {str(number) for number in (shares[rank] if shares else ())}
@@ -115,9 +115,9 @@ def test_wherever_experts_are_ranks_send_the_same(tmp_path: Path) -> None:
     """So that it saves nothing to have those together which the same tokens choose (docs/large-models.md)."""
     make_checkpoint(tmp_path, "mixtral", num_local_experts=4)
     checkpoint = inspect_checkpoint(tmp_path)
-    places = [RankPlace(experts=Portion(1, 2), placement=one) for one in (None, placement_of(checkpoint))]
+    places = [ModelShard(experts=Portion(1, 2), placement=one) for one in (None, placement_of(checkpoint))]
     ranges, placed = (
-        rank_traffic(sharded(checkpoint.spec, place), 2, experts_alone=True) for place in places
+        rank_traffic(shard_spec(checkpoint.spec, place), 2, only_experts=True) for place in places
     )
     assert ranges == placed
     link, states = link_between("NVIDIA H100 80GB HBM3"), 1024 * 4096 * 2  # of Qwen3-235B-A22B
@@ -150,7 +150,7 @@ def test_copies_take_turns_by_the_places_of_tokens() -> None:
     for rank in range(3):
         held = placement.held(0, rank)
         spec, inner = ExpertsSpec(Routing(2, 1), 8, "silu", held=held), Counting(len(held))
-        experts = HeldExperts(inner, TorchOps(), spec, Alone(), exact=False)
+        experts = HeldExperts(inner, TorchOps(), spec, SingleRankGroup(), exact=False)
         experts(torch.zeros(11, 4), choice)
         assert experts.loads.tolist() == [2, 9]
         found.append(inner.loads.tolist())

@@ -15,10 +15,10 @@ from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import Head
 from batchinfer.models.ops.torch_ops import TorchOps
-from batchinfer.models.parallel.divided_ops import SplitHead
 from batchinfer.models.parallel.group import Ranks
-from batchinfer.models.parallel.place import Portion, RankPlace
-from batchinfer.models.parallel.sharded import sharded
+from batchinfer.models.parallel.shard import ModelShard, Portion
+from batchinfer.models.parallel.shard_spec import shard_spec
+from batchinfer.models.parallel.sharded_ops import SplitHead
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer_kernels.arithmetic import NO_TOKEN, Quantization
 from batchinfer_kernels.cpu.compiled import CompiledOperators
@@ -49,7 +49,7 @@ def made(folder: Path, family: str, **options: Any) -> Checkpoint:
 
 def alone(checkpoint: Checkpoint, ops: Ops, **how: Any) -> list[torch.Tensor]:
     load = {key: how.pop(key) for key in LOADING if key in how}
-    decoder = load_part(checkpoint, ops, RankPlace(), **load)
+    decoder = load_part(checkpoint, ops, ModelShard(), **load)
     prompts = prompts_of(checkpoint.spec.vocab, LENGTHS)
     return run_paged(decoder, ops, prompts, dtype=load.get("dtype", torch.float32), **how)
 
@@ -121,7 +121,7 @@ def test_stages_have_the_bits_of_one_model(tmp_path: Path, family: str, dtype: t
 def test_norms_of_all_heads_are_refused(tmp_path: Path) -> None:
     spec = made(tmp_path, "olmo2").spec
     with pytest.raises(CannotSplit, match="norms all query heads"):
-        sharded(spec, RankPlace(Portion(0, 2)))
+        shard_spec(spec, ModelShard(Portion(0, 2)))
 
 
 QUANTIZED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -183,7 +183,7 @@ def test_expert_ranks_of_rounded_weights(tmp_path: Path, family: str, quantizati
 def test_ranks_of_stored_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """In their codes, tensor ranks; and the experts of gpt-oss by ranges, to the bit."""
     packed, plain = store(tmp_path, form, monkeypatch)
-    held = packed.held_for(packed.stored_quantization)
+    held = packed.for_quantization(packed.stored_quantization)
     prompts, how = prompts_of(260, LENGTHS), {"quantization": packed.stored_quantization}
     wanted = alone(held, compiled(held.spec), **how)
     check_rounded(run_sharded(held, compiled, 2, prompts, **how), wanted, alone(plain, compiled(plain.spec)))
@@ -199,7 +199,7 @@ def test_ranks_of_calibrated_experts(tmp_path: Path, family: str) -> None:
     shared = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}
     make_checkpoint(tmp_path / "plain", family, **QUANTIZED, **(shared if family == "qwen2_moe" else {}))
     calibrate(tmp_path / "plain", tmp_path / "int4")
-    held = inspect_checkpoint(tmp_path / "int4").held_for("int4")
+    held = inspect_checkpoint(tmp_path / "int4").for_quantization("int4")
     assert all(dict(layer.forms)["experts.down"].stored for layer in held.spec.layers)
     prompts, how = prompts_of(260, LENGTHS), {"quantization": "int4", "chunk": 20}
     wanted, plain = alone(held, compiled(held.spec), **how), inspect_checkpoint(tmp_path / "plain")
@@ -244,7 +244,7 @@ def test_a_dora_is_merged_into_layers_that_are_all_there(tmp_path: Path) -> None
     checkpoint, ops = inspect_checkpoint(tmp_path / "base"), TorchOps()
     folders = [("one", make_adapter(tmp_path / "one", model, ENDS["llama"], dora=True))]
     with pytest.raises(CannotSplit, match="DoRA"):
-        load_part(checkpoint, ops, RankPlace(Portion(0, 2)), adapters=folders)
+        load_part(checkpoint, ops, ModelShard(Portion(0, 2)), adapters=folders)
     found = run_stages(checkpoint, ops, [(0, 2), (2, 3)], prompts_of(260, LENGTHS), adapters=folders)
     check_equal([found], alone(checkpoint, ops, adapters=folders))
 
@@ -287,7 +287,7 @@ def test_a_step_sends_two_sums_a_layer(tmp_path: Path, experts: bool) -> None:
 
     def work(group: ThreadGroup) -> None:
         portion = Portion(group.rank, 2)
-        place, ops = RankPlace(portion, portion if experts else None), TorchOps()
+        place, ops = ModelShard(portion, portion if experts else None), TorchOps()
         decoder = load_part(checkpoint, ops, place, Ranks(group, group))
         run_paged(decoder, ops, prompts_of(260, (7,)))
         sent.append(group.sent)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.ranks.parts import check_division
 from batchinfer.engine.ranks.seat import Division
-from batchinfer.models.parallel.place import ParameterCut, Portion, RankPlace, layer_cuts, table_cut
-from batchinfer.models.parallel.sharded import sharded, tensor_sizes
+from batchinfer.models.parallel.shard import ModelShard, ParameterCut, Portion, layer_cuts, table_cut
+from batchinfer.models.parallel.shard_spec import shard_spec, tensor_sizes
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import BIAS, layer_parameters, parameter_count, table_parameters
 from batchinfer.models.spec.spec import (
@@ -72,7 +72,7 @@ def specs(draw: st.DrawFn) -> ModelSpec:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[ModelSpec, list[RankPlace]]:
+def layouts(draw: st.DrawFn) -> tuple[ModelSpec, list[ModelShard]]:
     """A model, and the places of all ranks of a layout."""
     spec, tensor = draw(specs()), draw(st.sampled_from([1, 2, 3, 4]))
     ranged = any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers) and draw(st.booleans())
@@ -80,7 +80,7 @@ def layouts(draw: st.DrawFn) -> tuple[ModelSpec, list[RankPlace]]:
     borders = sorted(draw(st.sets(st.integers(1, len(spec.layers) - 1)))) if len(spec.layers) > 1 else []
     spans = [*zip([0, *borders], [*borders, len(spec.layers)], strict=True)]
     places = [
-        RankPlace(
+        ModelShard(
             Portion(rank, size) if tensor > 1 else Portion(),
             Portion(rank, size) if ranged else None,
             span if borders else None,
@@ -101,12 +101,12 @@ def marked(cut: ParameterCut, shape: tuple[int, ...]) -> np.ndarray[tuple[int, .
 
 
 @given(layouts())
-def test_the_parts_are_the_model(layout: tuple[ModelSpec, list[RankPlace]]) -> None:
+def test_the_parts_are_the_model(layout: tuple[ModelSpec, list[ModelShard]]) -> None:
     """Each value of a weight that is cut is on one rank, or on as many as share a KV head; all others are on all ranks
     of their stage; and each rank has the shapes that its spec says."""
     spec, places = layout
     try:
-        parts = [sharded(spec, place) for place in places]
+        parts = [shard_spec(spec, place) for place in places]
     except CannotSplit:
         return
     held: dict[tuple[int, str], np.ndarray[tuple[int, ...], np.dtype[np.int64]]] = {}
@@ -147,7 +147,7 @@ def check_tables(spec: ModelSpec, parts: list[ModelSpec]) -> None:
     assert all(rows["head", row] == rows["head", 0] >= 1 for row in range(spec.vocab))
 
 
-def check_totals(spec: ModelSpec, parts: list[ModelSpec], places: list[RankPlace]) -> None:
+def check_totals(spec: ModelSpec, parts: list[ModelSpec], places: list[ModelShard]) -> None:
     """Parameters and the memory of the cache add up, and the whole costs of products are no less."""
     tied_apart = spec.tied and not parts[0].ends
     assert sum(map(parameter_count, parts)) >= parameter_count(spec) + tied_apart * spec.vocab * spec.hidden
@@ -180,4 +180,4 @@ def test_three_kv_heads_over_two_ranks_are_refused() -> None:
     layer = LayerSpec(24, norm, AttentionSpec(6, 3, 4, 1.0, TURN), norm, FeedForwardSpec(12, "silu"))
     spec = ModelSpec("llama", 24, 50, (layer,), norm, True, 64, (), None, None)
     with pytest.raises(CannotSplit, match=r"3 KV heads cannot be divided among 2 ranks; .* among 1, 3, 6$"):
-        sharded(spec, RankPlace(Portion(0, 2)))
+        shard_spec(spec, ModelShard(Portion(0, 2)))

@@ -16,14 +16,14 @@ from torch import Tensor
 from batchinfer.core.errors import CannotSplit
 from batchinfer.models.checkpoint import weights as weights_module
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.checkpoint.file_segment import FileSegment
 from batchinfer.models.checkpoint.read_ahead import ReadAhead
 from batchinfer.models.checkpoint.stored_parts import StoredParts, check_parts
-from batchinfer.models.checkpoint.stretch import Stretch
 from batchinfer.models.checkpoint.weights import CheckpointWeights, LayerWeights, ReadCount
 from batchinfer.models.formats.mxfp4 import mxfp4_values
 from batchinfer.models.formats.packed_tensor import cut_inputs
-from batchinfer.models.parallel.place import Portion, RankPlace
-from batchinfer.models.parallel.sharded import sharded
+from batchinfer.models.parallel.shard import ModelShard, Portion
+from batchinfer.models.parallel.shard_spec import shard_spec
 from batchinfer.models.spec.parameters import LINES, SCALES, ZEROS, parameter_count
 from batchinfer.models.spec.spec import LinearSpec
 from batchinfer_kernels.arithmetic import STORED
@@ -92,22 +92,22 @@ class CountedSlice:
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(CountedFile, "read", Counter())
     monkeypatch.setattr(weights_module, "safe_open", CountedFile)
-    read_stretch = Stretch.read
+    read_stretch = FileSegment.read
 
-    def counted(stretch: Stretch, *given: Any) -> None:
+    def counted(stretch: FileSegment, *given: Any) -> None:
         CountedFile.read[f"{stretch.file.name} from {stretch.start}"] += stretch.shape[0] * stretch.line_bytes
         read_stretch(stretch, *given)
 
-    monkeypatch.setattr(Stretch, "read", counted)
+    monkeypatch.setattr(FileSegment, "read", counted)
     return CountedFile.read
 
 
-def read_all(checkpoint: Checkpoint, place: RankPlace) -> int:
+def read_all(checkpoint: Checkpoint, place: ModelShard) -> int:
     """Read what a rank has; the bytes by its own count."""
     count = ReadCount()
     weights = CheckpointWeights(checkpoint, torch.float32, "cpu", place, count)
     weights.tables()
-    for index in range(len(sharded(checkpoint.spec, place).layers)):
+    for index in range(len(shard_spec(checkpoint.spec, place).layers)):
         weights.layer(index)
     return count.bytes
 
@@ -123,19 +123,19 @@ def test_a_rank_reads_its_parameters_and_nothing_else(
         return
     for rank in range(4):
         share = Portion(rank, 4)
-        place = RankPlace(share, share if experts else None)
+        place = ModelShard(share, share if experts else None)
         read.clear()
         assert read_all(checkpoint, place) == sum(read.values())
-        assert sum(read.values()) <= 4 * parameter_count(sharded(checkpoint.spec, place))
+        assert sum(read.values()) <= 4 * parameter_count(shard_spec(checkpoint.spec, place))
         if not rank:
-            assert sum(read.values()) == 4 * parameter_count(sharded(checkpoint.spec, place))
+            assert sum(read.values()) == 4 * parameter_count(shard_spec(checkpoint.spec, place))
 
 
 def test_what_is_read_ahead_is_no_more_than_is_read(tmp_path: Path) -> None:
     """Rows of tensors are; a part of each row is not."""
     make_checkpoint(tmp_path, "llama", num_key_value_heads=4)
     checkpoint = inspect_checkpoint(tmp_path)
-    parts = StoredParts(checkpoint, RankPlace(Portion(1, 4)))
+    parts = StoredParts(checkpoint, ModelShard(Portion(1, 4)))
     found = {(each.start, each.end) for each in ReadAhead(checkpoint, parts).ranges(1)}
     stored = checkpoint.tensors
     names = ("q_proj", "k_proj", "v_proj")
@@ -196,16 +196,16 @@ def test_a_part_of_a_stored_format_is_that_part_of_the_whole(
 ) -> None:
     """Dequantised, and in its codes."""
     packed, plain = store(tmp_path, form, monkeypatch)
-    packed = packed.as_stored(frozenset(STORED)) if held else packed
+    packed = packed.keep_quantized(frozenset(STORED)) if held else packed
     if form in REFUSED:
         with pytest.raises(CannotSplit):
-            check_parts(packed, RankPlace(Portion(0, 2)))
+            check_parts(packed, ModelShard(Portion(0, 2)))
         return
     whole = Counter[str]()
     for rank in range(2):
-        place = RankPlace(Portion(rank, 2))
+        place = ModelShard(Portion(rank, 2))
         check_parts(packed, place)
-        spec = sharded(packed.spec, place)
+        spec = shard_spec(packed.spec, place)
         for index, layer in enumerate(spec.layers):
             wanted = CheckpointWeights(plain, torch.float32, "cpu", place).layer(index)
             read.clear()
@@ -225,6 +225,6 @@ def test_a_group_that_lies_across_a_border_is_refused(
     make_published(tmp_path / "packed", tmp_path / "plain", "w4a16")
     packed = inspect_checkpoint(tmp_path / "packed")
     with pytest.raises(CannotSplit, match="0 to 48 of its inputs are no whole groups of 32"):
-        check_parts(packed, RankPlace(Portion(0, 2)))
+        check_parts(packed, ModelShard(Portion(0, 2)))
     with pytest.raises(CannotSplit, match=r"48 of 96 inputs of down .*among 1$"):
-        sharded(packed.as_stored(frozenset(STORED)).spec, RankPlace(Portion(0, 2)))
+        shard_spec(packed.keep_quantized(frozenset(STORED)).spec, ModelShard(Portion(0, 2)))

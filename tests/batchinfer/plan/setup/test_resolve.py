@@ -207,7 +207,7 @@ def test_stored_fp8_is_multiplied_by_gpus(tmp_path: Path, stored: Checkpoint, ch
     assert h100.numerics.text == "bfloat16 with stored fp8 weights"
     assert h100.peaks == Peaks(989.4e12, 3.35e12, 1978.9e12)
     assert h100.numerics.context(stored, "m", "t") != a100.numerics.context(stored, "m", "t")
-    assert h100.model_cost(stored.as_stored()).quantized
+    assert h100.model_cost(stored.keep_quantized()).quantized
     assert resolve(job, checkpoint, named("h100")).numerics.quantization == "none"
     asked = job_of(tmp_path, ("model.quantization", "none"))
     assert resolve(asked, stored, named("h100")).numerics.quantization == "none"

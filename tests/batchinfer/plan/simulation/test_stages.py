@@ -15,7 +15,7 @@ from batchinfer.engine.ranks.parts import place_of
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.machine.links import DeviceLink
-from batchinfer.models.parallel.sharded import rank_traffic, sharded
+from batchinfer.models.parallel.shard_spec import rank_traffic, shard_spec
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer.plan.simulation.clock import Clock
@@ -104,7 +104,7 @@ def test_a_ring_sends_each_part_twice_round() -> None:
 
 def stages_of(spec: ModelSpec, division: Division, link: DeviceLink) -> tuple[SimulatedStage, ...]:
     firsts = sorted(range(0, division.ranks, division.tensor), key=division.stage)
-    parts = [sharded(spec, place_of(rank, division, spec)) for rank in firsts]
+    parts = [shard_spec(spec, place_of(rank, division, spec)) for rank in firsts]
     return tuple(
         SimulatedStage(
             model_cost(part, 2),

@@ -24,7 +24,7 @@ PIECE_BYTES = 8 << 20  # read at once where values are converted: still in a cac
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class FileSegment:
     """Bytes of a file that are a tensor."""
 
     file: Path
@@ -62,7 +62,7 @@ class Stretch:
             done += count
 
 
-def stretch_of(tensors: Mapping[str, StoredTensor], part: StoredPart) -> Stretch | None:
+def segment_of(tensors: Mapping[str, StoredTensor], part: StoredPart) -> FileSegment | None:
     """Return the stretch that a parameter is; None: it is packed, or in several places, or not here."""
     stored = part.stored
     if stored.rows or part.packed is not None or part.elsewhere:
@@ -85,4 +85,4 @@ def stretch_of(tensors: Mapping[str, StoredTensor], part: StoredPart) -> Stretch
         lines = range(shape[0])[own.start : own.stop]
         start += lines.start * math.prod(shape[1:]) * dtype.itemsize
         shape = (len(lines), *shape[1:])
-    return Stretch(tensor.file, data_start(tensor.file) + info.start + start, shape, dtype)
+    return FileSegment(tensor.file, data_start(tensor.file) + info.start + start, shape, dtype)

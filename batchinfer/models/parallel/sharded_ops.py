@@ -10,53 +10,65 @@ from torch import Tensor
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import AddedValues, Experts, Head, Linear
 from batchinfer.models.ops.torch_ops import add_loads
-from batchinfer.models.parallel.group import Group, merged
-from batchinfer.models.parallel.place import Portion
+from batchinfer.models.parallel.group import Group, merge_disjoint
+from batchinfer.models.parallel.shard import Portion
 from batchinfer.models.spec.spec import SHARED, ExpertsSpec, HeldExpert
 from batchinfer_kernels.arithmetic import NO_TOKEN
 from batchinfer_kernels.experts import Choice
 
-# The products that read what ranks have a part of
+# Products whose inputs are split among ranks, and whose outputs are therefore summed
 SUMMED = ("o", "down", SHARED + "down")
 
 
 class SummedLinear(Linear):
-    """A product of the rank's inputs, added up over all ranks."""
+    """A linear layer whose inputs are split among ranks; its outputs are summed over all ranks."""
 
     def __init__(self, inner: Linear, group: Group) -> None:
         self.in_features, self.out_features = inner.in_features, inner.out_features
         self._inner, self._group = inner, group
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the product, summed over all ranks."""
         return self._group.all_reduce(self._inner(x))
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
+        """Return the sum over all ranks of the product with the factors of adapters."""
         return self._group.all_reduce(self._inner.adapted(x, added))
 
 
 class SummedExperts(Experts):
-    """Experts of which the rank has some columns each, added up over all ranks."""
+    """Experts that are split among ranks by columns; their outputs are summed over all ranks."""
 
     def __init__(self, inner: Experts, group: Group) -> None:
         self.loads = inner.loads
         self._inner, self._group = inner, group
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        """Return the weighted results of the chosen experts, summed over all ranks."""
         return self._group.all_reduce(self._inner(x, choice, counted))
 
 
 class HeldExperts(Experts):
-    """All experts of a layer: each rank computes those that it has, and what they give is added up over all ranks.
+    """The experts of a layer, distributed over ranks; one expert may be on several ranks.
 
-    All ranks choose alike, as the router is on each. Of an expert that several ranks have, each computes the tokens
-    whose turn it is by their places in the step, which are the same on all. Where it is `exact`, each result is sent,
-    and they are weighted and added by the operator that one process adds them with, in the order of the choice; else
-    each rank adds up its own, and the sums of the ranks are added.
+    The router is on every rank, so all ranks choose the same experts. If several ranks hold an expert, they take its
+    tokens in turn, by the tokens' positions in the step.
+
+    If `exact`, the ranks exchange the result of each expert, and add them up with the operator and in the order that a
+    single process uses. Otherwise each rank adds up its own results, and the sums of the ranks are added.
     """
 
     def __init__(self, inner: Experts, ops: Ops, spec: ExpertsSpec, group: Group, exact: bool) -> None:
-        """`inner`: the experts that the rank has, numbered from 0 on."""
-        assert spec.held is not None, "a rank alone has all of them"
+        """Create the layer.
+
+        Args:
+            inner: The experts that this rank holds, numbered from 0.
+            ops: Operators of the rank.
+            spec: The layer's experts, with `held` set.
+            group: The ranks that share the experts.
+            exact: If True, return the same bits as a single process.
+        """
+        assert spec.held is not None, "a single rank holds all experts"
         device = inner.loads.device
         self.loads = torch.zeros(spec.routing.experts, dtype=torch.int64, device=device)
         self._inner, self._ops, self._none = inner, ops, len(spec.held)
@@ -64,21 +76,26 @@ class HeldExperts(Experts):
         self._group, self._exact = group, exact
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        """Return (T, hidden), the weighted results of the chosen experts on all ranks."""
         add_loads(self.loads, choice.experts, counted)
         numbers = self._own_numbers(choice.experts)
         if self._exact:
-            return self._ops.combine(merged(self._made(x, numbers), self._group), choice.weights)
+            return self._ops.combine(merge_disjoint(self._made(x, numbers), self._group), choice.weights)
         return self._group.all_reduce(self._added(x, Choice(numbers, choice.weights)))
 
     def _added(self, x: Tensor, choice: Choice) -> Tensor:
-        """Return (T, N), the weighted sum of what this rank's experts make of each token."""
+        """Return (T, N), the weighted sum of the results of this rank's experts for each token."""
         if self._inner.skips:
             return self._inner(x, choice)
         return self._ops.combine(self._made(x, choice.experts), choice.weights)
 
     def _made(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """Return (T × chosen, N), the result of each token's experts in the order of its choice, unweighted; zeros for
-        those of other ranks. `numbers`: (T, chosen), as of `_own_numbers`."""
+        """Return (T × chosen, N), the unweighted result of each chosen expert; results of other ranks are zeros.
+
+        Args:
+            x: (T, hidden).
+            numbers: (T, chosen), from `_own_numbers`.
+        """
         chosen, each = numbers.shape[1], numbers.flatten()
         if self._inner.skips:
             return self._each(x.repeat_interleave(chosen, 0), each)
@@ -89,22 +106,27 @@ class HeldExperts(Experts):
         return made
 
     def _own_numbers(self, experts: Tensor) -> Tensor:
-        """Return (T, chosen) the inner numbers of chosen experts whose tokens are this rank's; of others that behind
-        the last one."""
+        """Return (T, chosen) the inner numbers of the chosen experts.
+
+        The number after the last inner expert marks results that other ranks compute.
+        """
         if self._numbers.shape[1] == 1:
             return self._numbers[:, 0][experts]
         places = torch.arange(len(experts), device=experts.device)[:, None]
         return self._numbers[experts, places % self._copies[experts]]
 
     def _each(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """Compute each row with one expert, whose result keeps its bits: its weight is 1."""
+        """Compute each row with one expert and weight 1, which leaves the bits of the result unchanged."""
         ones = torch.ones(len(rows), 1, device=rows.device)
         return self._inner(rows, Choice(numbers[:, None], ones))
 
 
 def _turns(held: Sequence[HeldExpert], experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (experts,) how many copies there are of each, as far as they matter here, and (experts, most copies) the
-    inner number of whom has each turn; the number behind the last one for turns of other ranks."""
+    """Return the number of copies of each expert, (experts,), and who takes each turn, (experts, max copies).
+
+    A turn has the inner number of this rank's expert, or `len(held)` if another rank takes it. Experts that this rank
+    does not hold count as one copy.
+    """
     copies = torch.ones(experts, dtype=torch.int64)
     numbers = torch.full((experts, max(one.copies for one in held)), len(held), dtype=torch.int64)
     for inner, one in enumerate(held):
@@ -113,21 +135,26 @@ def _turns(held: Sequence[HeldExpert], experts: int, device: torch.device) -> tu
 
 
 class SplitEmbedding:
-    """The rows of the tokens from the first to before the second of `tokens`; the others are those of other ranks."""
+    """An embedding whose rows are split among ranks; `tokens` is this rank's range, (first, end)."""
 
     def __init__(self, ops: Ops, tokens: tuple[int, int], group: Group) -> None:
         self._ops, self._tokens, self._group = ops, tokens, group
 
     def __call__(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """token_ids: (T,) int64; table: (tokens of the rank, hidden) → (T, hidden), with the bits of a whole table."""
+        """Return (T, hidden), bit by bit equal to a lookup in the unsplit table.
+
+        Args:
+            token_ids: (T,) int64.
+            table: (tokens of the rank, hidden).
+        """
         first, end = self._tokens
         own = (token_ids >= first) & (token_ids < end)
         rows = self._ops.embedding((token_ids - first).clamp(0, end - first - 1), table)
-        return merged(rows.masked_fill_(~own[:, None], 0), self._group)
+        return merge_disjoint(rows.masked_fill_(~own[:, None], 0), self._group)
 
 
 class SplitHead(Head):
-    """A head each of whose ranks makes the logits of some tokens; all ranks get those of all."""
+    """A head whose tokens are split among ranks; every rank gets the logits of all tokens."""
 
     def __init__(self, inner: Head, vocab: int, group: Group) -> None:
         self.in_features, self.out_features = inner.in_features, vocab
@@ -135,6 +162,7 @@ class SplitHead(Head):
         self._spans = [Portion(rank, group.size).span(vocab) for rank in range(group.size)]
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the logits of all tokens, (n, vocab)."""
         logits = self._inner(x)
         widest = max(end - first for first, end in self._spans)
         padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[1]))
@@ -144,12 +172,15 @@ class SplitHead(Head):
         )
 
     def argmax(self, x: Tensor) -> Tensor:
-        """As of all logits, of which each rank sends its greatest and where that is."""
+        """Return the argmax over the logits of all tokens, (n,) int64; NO_TOKEN for rows that are not finite.
+
+        Each rank sends only its greatest logit and the token of it.
+        """
         best, tokens = self._inner(x).max(-1)
         first = self._spans[self._group.rank][0]
-        # float64 holds both exactly, the logit and the token's number
+        # float64 represents both the logit and the token id exactly
         found = self._group.all_gather(torch.stack((best.double(), (tokens + first).double())))
         logits, ids = found[:, 0], found[:, 1].long()
-        # The lowest rank of equals has the lowest token; NaN is greater than all others
+        # Of equal logits, max() picks the lowest rank, which has the lowest token id. NaN counts as the greatest value
         greatest, ranks = logits.max(0)
         return torch.where(greatest.isfinite(), ids.gather(0, ranks[None])[0], NO_TOKEN)

@@ -1,4 +1,4 @@
-"""The spec of the part of a model that a rank has, and the bytes that it sends other ranks. No torch."""
+"""The spec of a shard, and the bytes that its rank sends to other ranks. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from batchinfer.core.errors import CannotSplit
 from batchinfer.models.parallel.expert_placement import ExpertPlacement
-from batchinfer.models.parallel.place import EVERYTHING, Portion, RankPlace, Span
+from batchinfer.models.parallel.shard import WHOLE_MODEL, ModelShard, Portion, Span
 from batchinfer.models.spec.spec import (
     AttentionSpec,
     ExpertsSpec,
@@ -20,75 +20,80 @@ from batchinfer.models.spec.spec import (
 )
 from batchinfer_kernels.arithmetic import WeightForm
 
-FP8_BLOCK = 128  # outputs, and inputs, that share a scale where blocks do
-GROUP_UNIT = 8  # of which an int4 group's inputs are a multiple
-MOST_RANKS = 64  # that are tried for a message
-LOGIT_BYTES = 4  # of a logit
-BEST_BYTES = 16  # of a row's greatest logit and its token, both of which are sent as float64
+FP8_BLOCK = 128  # width and height of a block of weights that share a scale
+GROUP_UNIT = 8  # the inputs of an int4 group are a multiple of it
+MAX_RANKS = 64  # largest number of ranks that an error message suggests
+LOGIT_BYTES = 4
+ARGMAX_BYTES = 16  # the greatest logit of a row and its token, both sent as float64
 
 
-def sharded(spec: ModelSpec, place: RankPlace) -> ModelSpec:
-    """Return the spec of a rank's part. Raises CannotSplit where the model cannot be divided so, with the sizes that
-    can."""
-    if place.whole:
+def shard_spec(spec: ModelSpec, shard: ModelShard) -> ModelSpec:
+    """Return the spec of a shard.
+
+    Raises:
+        CannotSplit: The model cannot be sharded like this. The message lists the possible numbers of ranks.
+    """
+    if shard.is_whole:
         return spec
-    _check_model(spec, place)
+    _check_model(spec, shard)
     try:
-        layers = tuple(_layer(layer, place, index) for index, layer in enumerate(spec.layers))
+        layers = tuple(_layer(layer, shard, index) for index, layer in enumerate(spec.layers))
     except CannotSplit as error:
-        raise CannotSplit(f"{error}; {_told_sizes(spec, place)}") from None
+        raise CannotSplit(f"{error}; {_list_sizes(spec, shard)}") from None
     found = replace(spec, layers=layers)
-    if not place.tensor.whole:
-        found = replace(found, tokens=place.tensor.span(spec.vocab))
-    return found if place.layers is None else _stage(found, place.layers)
+    if not shard.tensor.is_whole:
+        found = replace(found, tokens=shard.tensor.span(spec.vocab))
+    return found if shard.layers is None else _stage(found, shard.layers)
 
 
-def tensor_sizes(spec: ModelSpec, place: RankPlace = EVERYTHING) -> list[int]:
-    """Return the numbers of ranks that each of its layers can be divided among; ranks have whole experts where each
-    gets as many."""
+def tensor_sizes(spec: ModelSpec, shard: ModelShard = WHOLE_MODEL) -> list[int]:
+    """Return the numbers of ranks over which every layer can be sharded.
+
+    For numbers that divide the experts evenly, ranks hold whole experts.
+    """
     evenly = expert_sizes(spec)
-    every = (Portion(0, size) for size in range(1, MOST_RANKS + 1))
-    ranges = replace(place, placement=None)
+    every = (Portion(0, size) for size in range(1, MAX_RANKS + 1))
+    ranges = replace(shard, placement=None)
     places = (replace(ranges, tensor=one, experts=one if one.size in evenly else None) for one in every)
     return [each.tensor.size for each in places if _divides(spec, each)]
 
 
 def expert_sizes(spec: ModelSpec) -> list[int]:
-    """Return the numbers of ranks that the experts of each layer can be divided among, as many to each; none for a
-    model without experts."""
+    """Return the numbers of ranks over which the experts of every layer can be distributed evenly.
+
+    The list is empty if the model has no experts.
+    """
     counts = {len(fed.numbers) for layer in spec.layers if isinstance(fed := layer.feed_forward, ExpertsSpec)}
-    return [
-        size for size in range(1, MOST_RANKS + 1) if counts and all(count % size == 0 for count in counts)
-    ]
+    return [size for size in range(1, MAX_RANKS + 1) if counts and all(count % size == 0 for count in counts)]
 
 
-def _divides(spec: ModelSpec, place: RankPlace) -> bool:
+def _divides(spec: ModelSpec, shard: ModelShard) -> bool:
     try:
         for layer in set(spec.layers):
-            _layer(layer, place, 0)
+            _layer(layer, shard, 0)
     except CannotSplit:
         return False
     return True
 
 
-def _told_sizes(spec: ModelSpec, place: RankPlace) -> str:
-    sizes = ", ".join(map(str, tensor_sizes(spec, place)))
+def _list_sizes(spec: ModelSpec, shard: ModelShard) -> str:
+    sizes = ", ".join(map(str, tensor_sizes(spec, shard)))
     return f"its tensors can be divided among {sizes or 'no ranks'}"
 
 
-def _check_model(spec: ModelSpec, place: RankPlace) -> None:
+def _check_model(spec: ModelSpec, shard: ModelShard) -> None:
     if spec.encoder is not None:
         raise CannotSplit(f"{spec.family} is an encoder, which one rank computes alone")
-    divided = place.experts is not None and not place.experts.whole
+    divided = shard.experts is not None and not shard.experts.is_whole
     if divided and not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers):
         raise CannotSplit(f"{spec.family} has no experts that ranks could divide")
-    if not place.tensor.whole and spec.vocab < place.tensor.size:
+    if not shard.tensor.is_whole and spec.vocab < shard.tensor.size:
         raise CannotSplit(
-            f"a vocabulary of {spec.vocab} tokens has no part for each of {place.tensor.size} ranks"
+            f"a vocabulary of {spec.vocab} tokens has no part for each of {shard.tensor.size} ranks"
         )
-    if place.layers is None:
+    if shard.layers is None:
         return
-    first, end = place.layers
+    first, end = shard.layers
     if not 0 <= first < end <= len(spec.layers):
         raise CannotSplit(f"there are no layers {first} to {end - 1}; {spec.family} has {len(spec.layers)}")
     if all(layer.attention is None for layer in spec.layers[first:end]):
@@ -98,7 +103,10 @@ def _check_model(spec: ModelSpec, place: RankPlace) -> None:
 
 
 def _stage(spec: ModelSpec, layers: Span) -> ModelSpec:
-    """Return the spec of some of the layers, with what is before the first and behind the last one."""
+    """Return the spec of a range of layers.
+
+    The first range has the embedding, the last one the final norm and the head.
+    """
     first, end = layers
     own = tuple(_renumbered(layer, first) for layer in spec.layers[first:end])
     return replace(spec, layers=own, begins=spec.begins and first == 0, ends=end == len(spec.layers))
@@ -115,14 +123,14 @@ def _renumbered(layer: LayerSpec, first: int) -> LayerSpec:
     return replace(layer, attention=replace(attention, kv_layer=attention.kv_layer - first))
 
 
-def _layer(layer: LayerSpec, place: RankPlace, index: int) -> LayerSpec:
+def _layer(layer: LayerSpec, shard: ModelShard, index: int) -> LayerSpec:
     fed = layer.feed_forward
     found = replace(
         layer,
-        attention=_attention(layer.attention, place.tensor),
-        feed_forward=_experts(fed, place, index)
+        attention=_attention(layer.attention, shard.tensor),
+        feed_forward=_experts(fed, shard, index)
         if isinstance(fed, ExpertsSpec)
-        else _columns(fed, place.tensor),
+        else _columns(fed, shard.tensor),
     )
     pairs = [*zip(layer.linears, found.linears, strict=True)]
     for whole, own in pairs:
@@ -134,7 +142,7 @@ def _layer(layer: LayerSpec, place: RankPlace, index: int) -> LayerSpec:
 def _attention(
     spec: AttentionSpec | LatentAttentionSpec | None, share: Portion
 ) -> AttentionSpec | LatentAttentionSpec | None:
-    if spec is None or share.whole:
+    if spec is None or share.is_whole:
         return spec
     heads = _part(spec.q_heads, share, "query heads")
     if isinstance(spec, LatentAttentionSpec):
@@ -156,21 +164,28 @@ def _columns(spec: FeedForwardSpec, share: Portion) -> FeedForwardSpec:
     return replace(spec, inner=_part(spec.inner, share, "intermediate columns"))
 
 
-def _experts(spec: ExpertsSpec, place: RankPlace, index: int) -> ExpertsSpec:
-    shared = None if spec.shared is None else _columns(spec.shared, place.tensor)
-    if place.experts is None:
-        return replace(spec, inner=_part(spec.inner, place.tensor, "columns of an expert"), shared=shared)
+def _experts(spec: ExpertsSpec, shard: ModelShard, index: int) -> ExpertsSpec:
+    shared = None if spec.shared is None else _columns(spec.shared, shard.tensor)
+    if shard.experts is None:
+        return replace(spec, inner=_part(spec.inner, shard.tensor, "columns of an expert"), shared=shared)
     count = spec.routing.experts
-    if count < place.experts.size:
-        raise CannotSplit(f"{count} experts have no part for each of {place.experts.size} ranks")
-    return replace(spec, held=_held(count, place.experts, place.placement, index), shared=shared)
+    if count < shard.experts.size:
+        raise CannotSplit(f"{count} experts have no part for each of {shard.experts.size} ranks")
+    return replace(spec, held=_held(count, shard.experts, shard.placement, index), shared=shared)
 
 
 def _held(
     count: int, share: Portion, placement: ExpertPlacement | None, layer: int
 ) -> tuple[HeldExpert, ...] | None:
-    """Return what a rank has of `count` experts of a layer of the whole model; None: all."""
-    if share.whole:
+    """Return the experts of a layer that a rank holds; None if it holds all.
+
+    Args:
+        count: The number of experts of the layer.
+        share: The rank's portion.
+        placement: The experts of each rank. None: ranges.
+        layer: The number of the layer in the whole model.
+    """
+    if share.is_whole:
         return None
     if placement is not None:
         return placement.held(layer, share.rank)
@@ -184,14 +199,17 @@ def _part(count: int, share: Portion, what: str) -> int:
 
 
 def _own_form(whole: LinearSpec, own: LinearSpec) -> WeightForm | None:
-    """Return the form of a rank's part of a weight: a group of all inputs is one of all that are left."""
+    """Return the form of a rank's part of a weight.
+
+    If one group spans all inputs, the part has one group of the rank's inputs.
+    """
     form = whole.form
     one = form is not None and form.group == whole.inputs
     return replace(form, group=own.inputs) if form is not None and one else form
 
 
 def _check_form(whole: LinearSpec, own: LinearSpec) -> None:
-    """Raises CannotSplit where scales of quantised values would lie across a border between ranks."""
+    """Raise CannotSplit if values of one scale would be on several ranks."""
     form = whole.form
     if form is None:
         return
@@ -213,21 +231,32 @@ def _check_form(whole: LinearSpec, own: LinearSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """The values that ranks with the same layers send each other, in bytes of a token: `sums` times in a step the
-    hidden states of all tokens are added up, and once, where there is an `embedding`, their embeddings. Of each row
-    that is sampled every rank sends `logits` bytes where logits are asked for, or the best of them: `best` bytes."""
+    """The bytes that ranks with the same layers exchange.
+
+    Args:
+        sums: How often a step sums the hidden states of all tokens over the ranks.
+        token_bytes: Bytes of a token's hidden state. The next stage receives it, too.
+        embedding: If True, embeddings are summed as well, once per step.
+        logits: Bytes that each rank sends per sampled row if logits are needed.
+        best: Bytes that each rank sends per sampled row if only the argmax is needed.
+    """
 
     sums: int
-    token_bytes: int  # of a token's hidden state, which the next stage gets, too
+    token_bytes: int
     embedding: bool = False
     logits: int = 0
     best: int = 0
 
 
-def rank_traffic(own: ModelSpec, itemsize: int, experts_alone: bool = False) -> RankTraffic:
-    """Return the traffic of a rank with this part of a model. `itemsize`: bytes of an activation; `experts_alone`:
-    nothing but its experts is divided among ranks with the same layers."""
-    if experts_alone:
+def rank_traffic(own: ModelSpec, itemsize: int, only_experts: bool = False) -> RankTraffic:
+    """Return the traffic of a rank.
+
+    Args:
+        own: The spec of the rank's shard.
+        itemsize: Bytes of an activation.
+        only_experts: If True, ranks with the same layers share nothing but experts.
+    """
+    if only_experts:
         sums = sum(isinstance(layer.feed_forward, ExpertsSpec) for layer in own.layers)
         return RankTraffic(sums, own.hidden * itemsize)
     head = own.has_head
@@ -237,13 +266,15 @@ def rank_traffic(own: ModelSpec, itemsize: int, experts_alone: bool = False) -> 
         token_bytes=own.hidden * itemsize,
         embedding=own.begins,
         logits=LOGIT_BYTES * (end - first) if head else 0,
-        best=BEST_BYTES if head else 0,
+        best=ARGMAX_BYTES if head else 0,
     )
 
 
 def _sums(layer: LayerSpec) -> int:
-    """Count the sums over ranks in a layer: behind attention, behind the feed-forward half or experts, and behind the
-    shared experts, where there are any."""
+    """Return the number of sums over ranks in a layer.
+
+    There is one after attention, one after the feed-forward half, and one after shared experts.
+    """
     fed = layer.feed_forward
     shared = isinstance(fed, ExpertsSpec) and fed.shared is not None
     return (layer.attention is not None) + 1 + shared

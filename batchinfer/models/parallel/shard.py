@@ -1,0 +1,133 @@
+"""The shard of a model that a rank holds, and the part of each parameter that it reads. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchinfer.models.parallel.expert_placement import ExpertPlacement
+from batchinfer.models.spec.parameters import BIAS, EMBEDDING, HEAD, Shape, layer_parameters
+from batchinfer.models.spec.spec import LayerSpec, ModelSpec
+
+Span = tuple[int, int]  # first, end (exclusive)
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """One of `size` equal parts."""
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if there is no such part."""
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} of {self.size}")
+
+    @property
+    def is_whole(self) -> bool:
+        """Return True if there is only one part."""
+        return self.size == 1
+
+    def span(self, count: int) -> Span:
+        """Return the range of this part among `count` items. The sizes of the parts differ by at most one."""
+        return count * self.rank // self.size, count * (self.rank + 1) // self.size
+
+
+ALL = Portion()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """The part of a model that a rank holds.
+
+    Ranks with the same `layers` form a group, whose members differ in `tensor` or `experts`.
+
+    Args:
+        tensor: The portion of the heads, the intermediate columns and the vocabulary.
+        experts: The portion of the experts, each of them whole. None: each expert is split by columns, as in `tensor`.
+        layers: The layers that the rank runs, (first, end). None: all.
+        placement: The experts of each rank. None: ranges.
+    """
+
+    tensor: Portion = ALL
+    experts: Portion | None = None
+    layers: Span | None = None
+    placement: ExpertPlacement | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Return True if the shard is the whole model."""
+        return self.layers is None and not self.cuts_layers
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Return True if the rank holds only a part of each of its layers."""
+        return not self.tensor.is_whole or not (self.experts is None or self.experts.is_whole)
+
+
+WHOLE_MODEL = ModelShard()
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCut:
+    """The part of a parameter that a rank reads.
+
+    Args:
+        outputs: Outputs, or rows, as (first, end). None: all.
+        inputs: Inputs as (first, end). None: all.
+        elsewhere: If True, another rank has the values, and this one has zeros: a bias of results that are summed.
+    """
+
+    outputs: Span | None = None
+    inputs: Span | None = None
+    elsewhere: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Return True if all values are read."""
+        return self == WHOLE_PARAMETER
+
+
+WHOLE_PARAMETER = ParameterCut()
+
+
+def layer_cuts(whole: LayerSpec, own: LayerSpec, shard: ModelShard) -> dict[str, ParameterCut]:
+    """Return the cut of each parameter of a layer.
+
+    Args:
+        whole: The layer of the whole model.
+        own: The part of it that the rank holds.
+        shard: The rank's shard.
+    """
+    shapes, share = layer_parameters(whole), shard.tensor
+    added = {
+        part + BIAS
+        for all_of_it, linear in zip(whole.linears, own.linears, strict=True)
+        for part, _ in linear.parts
+        if linear.biased and linear.inputs != all_of_it.inputs
+    }
+    return {
+        name: ParameterCut(elsewhere=share.rank > 0) if name in added else _cut(shapes[name], shape, share)
+        for name, shape in layer_parameters(own).items()
+    }
+
+
+def table_cut(own: ModelSpec, name: str) -> ParameterCut:
+    """Return the cut of a parameter before or after the layers, of a rank whose model is `own`."""
+    return ParameterCut(own.tokens) if name in (EMBEDDING, HEAD) else WHOLE_PARAMETER
+
+
+def _cut(whole: Shape, own: Shape, share: Portion) -> ParameterCut:
+    outputs, *inputs = (_span(count, held, share) for count, held in zip(whole, own, strict=True))
+    return ParameterCut(outputs, inputs[0] if inputs else None)
+
+
+def _span(count: int, held: int, share: Portion) -> Span | None:
+    """Return the range of a rank that holds `held` of `count` items; None for all.
+
+    If there are fewer parts than ranks, neighbouring ranks hold the same part.
+    """
+    if count == held:
+        return None
+    first = count // held * share.rank // share.size * held
+    return first, first + held
