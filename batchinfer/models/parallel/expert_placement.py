@@ -132,7 +132,7 @@ def _packed(costs: Costs, ranks: int, room: int, copies: Sequence[int]) -> tuple
     each = [of[held - 1] for of, held in zip(costs, copies, strict=True)]
     shares: list[set[int]] = [set() for _ in range(ranks)]
     loads, left = [0.0] * ranks, sum(copies)
-    # Experts of equal cost are placed by falling number of copies: with more copies, fewer ranks are left to choose from
+    # Experts with more copies go first if costs are equal: fewer ranks are left to choose from
     for number in sorted(range(len(costs)), key=lambda one: (-each[one], -copies[one], one)):
         for _ in range(copies[number]):
             empty = sum(not share for share in shares)

@@ -1,5 +1,4 @@
-"""The products of a layer whose inputs can be divided by channel, and their weights multiplied, while the function of
-the layer stays. No torch."""
+"""Finds channels that can be divided between two products without changing the function of a layer. No torch."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from batchinfer.models.spec.spec import (
     LayerSpec,
 )
 
-# Activations between which a value of the up projection is only multiplied
+# Activations of the gate that are multiplied with the up projection, which itself has no activation
 _MULTIPLIED = ("silu", "gelu", "gelu_tanh")
 
 
 def norm_readers(layer: LayerSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the norms whose results go into products alone, and all of these products."""
+    """Yield each norm whose results are read by matrix products only, with the names of these products."""
     feeding = tuple(_first_of(layer.feed_forward))
     alone = layer.parallel and layer.post_norm is None
     if layer.input_norm is not None and layer.attention is not None:
@@ -29,14 +28,14 @@ def norm_readers(layer: LayerSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _first_of_attention(attention: AttentionSpec | LatentAttentionSpec) -> tuple[str, ...]:
-    """Return the products that the input of attention goes through."""
+    """Return the names of the products that read the input of attention."""
     if isinstance(attention, AttentionSpec):
         return (attention.first,)
     return ("q" if attention.q_rank is None else "q_a", "kv_a")
 
 
 def _first_of(fed: FeedForwardSpec | ExpertsSpec) -> Iterator[str]:
-    """Yield the products that the input of a feed-forward half goes through."""
+    """Yield the names of the products that read the input of a feed-forward half."""
     if isinstance(fed, FeedForwardSpec):
         yield fed.first
         return
@@ -48,7 +47,7 @@ def _first_of(fed: FeedForwardSpec | ExpertsSpec) -> Iterator[str]:
 
 
 def gated_halves(layer: LayerSpec) -> Iterator[tuple[str, str]]:
-    """Yield the products gate above up, and those that read what they make, where an activation leaves up as it is."""
+    """Yield the names of (gate and up, down) of each gated half whose up projection has no activation."""
     fed = layer.feed_forward
     dense = [("", fed)] if isinstance(fed, FeedForwardSpec) else []
     if isinstance(fed, ExpertsSpec):

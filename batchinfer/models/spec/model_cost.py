@@ -1,4 +1,4 @@
-"""The cost of a model's step, derived from its spec. No torch."""
+"""The cost of a step of a model, derived from its spec. No torch."""
 
 from __future__ import annotations
 
@@ -55,8 +55,15 @@ from batchinfer_kernels.cost import (
 
 
 def loaded_bytes(spec: ModelSpec, parameters: int, itemsize: int) -> int:
-    """Return the bytes of loaded weights, `parameters` values in all; a tied head counts once, unless it is quantised
-    beside its embedding. `itemsize`: bytes of a value that is not quantised."""
+    """Return the bytes of loaded weights.
+
+    A head that is tied to the embedding counts once, unless it is a quantised copy.
+
+    Args:
+        spec: The model.
+        parameters: The number of values in all tensors.
+        itemsize: Bytes of a value that is not quantised.
+    """
     coded = [linear for linear in spec.linears() if linear.form is not None]
     head = [spec.head] if spec.head_form is not None and spec.has_head else []
     taken = sum(
@@ -69,9 +76,14 @@ def loaded_bytes(spec: ModelSpec, parameters: int, itemsize: int) -> int:
 def model_cost(
     spec: ModelSpec, itemsize: int, device: Device = "cpu", deterministic: bool = False
 ) -> ModelCost:
-    """Return the cost of a model. `itemsize`: bytes of an activation, and of a weight or a cached value that is not
-    quantised; `device`: whose operators compute it, as a GPU does not quantise activations for weights in int4, and
-    makes K and V of latents for prompts, unless it is `deterministic`."""
+    """Return the cost of a step.
+
+    Args:
+        spec: The model.
+        itemsize: Bytes of an activation, and of weights and cached values that are not quantised.
+        device: The device whose operators run. A GPU does not quantise activations for int4 weights.
+        deterministic: If False, a GPU may compute K and V from latents for prompts.
+    """
     summed: dict[str, OperatorCost] = {}
     for layer, times in Counter(spec.layers).items():
         for operator in _layer_operators(layer, itemsize, device):
@@ -100,7 +112,7 @@ def model_cost(
 
 
 def _value_bytes(spec: ModelSpec, itemsize: int) -> float:
-    """Return the bytes that a value of most of the weights takes."""
+    """Return the bytes per value of the form that has the most weights."""
     values = Counter[float]()
     for linear in spec.linears():
         values[itemsize if linear.form is None else linear.form.value_bytes(itemsize)] += linear.values
@@ -108,7 +120,7 @@ def _value_bytes(spec: ModelSpec, itemsize: int) -> float:
 
 
 def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
-    """Return the cost of embedding a token: its row, scaled, and the row of its position, which is added to it."""
+    """Return the cost of embedding a token, with its multiplier, learned position and norm."""
     found = embedding_cost(1, spec.hidden, itemsize) * (1 + spec.learned_positions)
     if spec.embedding_multiplier != 1:
         found += scale_cost(1, spec.hidden, itemsize)
@@ -118,7 +130,10 @@ def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
 
 
 def _behind_layers(spec: ModelSpec, itemsize: int) -> Iterator[OperatorCost]:
-    """Yield the costs of the operators that see only the rows that are asked for. An encoder has no head."""
+    """Yield the costs of the operators after the layers, which compute only the sampled rows.
+
+    An encoder has no head.
+    """
     norm = spec.final_norm if spec.ends else None
     if norm is not None:
         yield _sampled("final_norm", lambda n: _norm(norm, n, itemsize, residual=True))
@@ -161,7 +176,10 @@ def _layer_operators(layer: LayerSpec, itemsize: int, device: Device) -> Iterato
 
 
 def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Callable[[int], Cost]:
-    """Return the cost of rotating heads and of filling the cache, if it is the layer's own."""
+    """Return the cost of rotating heads and storing K and V, by number of tokens.
+
+    A layer that reads another layer's cache stores nothing.
+    """
     heads, rotation = attention.q_heads, attention.rotation
     turned = rotation.dim if rotation.rope else 0
     if isinstance(attention, LatentAttentionSpec):
@@ -180,16 +198,18 @@ def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Cal
 
 
 def _heads(attention: LatentAttentionSpec, form: WeightForm | None, itemsize: int) -> Callable[[int], Cost]:
-    """Return the cost of the products that take queries into the latent, and results out of it."""
+    """Return the cost of the products that map queries into the latent and results out of it, by number of tokens."""
     into = _linear(LinearSpec("", attention.plain_dim, (("", attention.rank),), form=form), itemsize)
     out = _linear(LinearSpec("", attention.rank, (("", attention.v_dim),), form=form), itemsize)
     return lambda n: (into(n) + out(n)) * attention.q_heads
 
 
 def _attention(spec: ModelSpec, itemsize: int, decompresses: bool) -> OperatorCost:
-    """Return the cost of attention of all layers together: pairs and cached tokens are counted over all of them
-    already, so that each costs what it does in a mean layer. `decompresses`: where K and V are latent, they may be
-    made."""
+    """Return the cost of attention in all layers.
+
+    Pairs and cached tokens are counted over all layers, so each has the mean cost of a layer. With `decompresses`, the
+    cost includes K and V that may be computed from latents.
+    """
     each = [_attention_of(layer.attention, itemsize) for layer in spec.layers if layer.attention is not None]
     whole = sum(each[1:], each[0])
     pair, read = (Cost(c.flops // len(each), c.bytes // len(each)) for c in (whole.pair, whole.kv_token))
@@ -198,8 +218,10 @@ def _attention(spec: ModelSpec, itemsize: int, decompresses: bool) -> OperatorCo
 
 
 def _decompressing(spec: ModelSpec) -> Decompressing | None:
-    """Return the FLOPs of a mean layer that makes K and V; None: a layer has no latents, or quantised weights, which
-    are multiplied with queries and results alone."""
+    """Return the mean cost of a layer that computes K and V from latents.
+
+    None if a layer has no latents, or has quantised `kv_b` weights, from which K and V are never computed.
+    """
     sizes = []
     for layer in spec.layers:
         attention = layer.attention
@@ -239,14 +261,14 @@ def _attention_of(attention: AttentionSpec | LatentAttentionSpec, itemsize: int)
 
 
 def _copying(spec: ModelSpec, itemsize: int) -> Cost:
-    """Return the cost of copying a token's K and V, in all layers that keep them."""
+    """Return the cost of copying the K and V of a token in all layers that have a cache of their own."""
     each = own_caches(spec.caches).values()
     costs = (copy_parts_cost(1, c.heads, c.dim, itemsize, c.tensors, c.dtype is not None) for c in each)
     return sum(costs, Cost())
 
 
 def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
-    """Return the cost of the activation behind a product."""
+    """Return the cost of the activation after a product."""
     if linear.gated:
         width = linear.outputs // 2
         return _token("activation", lambda n: gated_activation_cost(n * linear.chosen, width, itemsize))
@@ -254,8 +276,10 @@ def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
 
 
 def _experts(linear: LinearSpec, itemsize: int, device: Device) -> OperatorCost:
-    """Return the cost of the experts' products. Those of the first half read each token once, those of the second each
-    row."""
+    """Return the cost of a product of experts.
+
+    The first product reads each token once. The second one reads a row per token and chosen expert.
+    """
 
     def cost(tokens: int, hit: int) -> Cost:
         rows = tokens * linear.chosen
@@ -276,8 +300,10 @@ def _experts(linear: LinearSpec, itemsize: int, device: Device) -> OperatorCost:
 
 
 def _norms(layer: LayerSpec, tokens: int, itemsize: int) -> Cost:
-    """Return the cost of the norms: of the hidden state, which add the residual where they stand before a half of the
-    layer, and of q and k where they are no heads' norms, which `rope_store` has."""
+    """Return the cost of the norms of a layer.
+
+    Norms before a half of the layer also add the residual. Norms of q and k are left out if `rope_store` computes them.
+    """
     found = Cost()
     for name, norm in layer.norms.items():
         attention = layer.attention
@@ -312,10 +338,10 @@ def _linear(linear: LinearSpec, itemsize: int, device: Device = "cpu") -> Callab
 
 
 def _token(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
-    """Return the cost of an operator that every token passes; it is linear in their number."""
+    """Return the cost of an operator that computes every token; it is linear in their number."""
     return OperatorCost(name, step=cost(0), token=cost(1) - cost(0))
 
 
 def _sampled(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
-    """Return the cost of an operator that sees only the sampled rows."""
+    """Return the cost of an operator that computes only the sampled rows."""
     return OperatorCost(name, step=cost(0), sampled=cost(1) - cost(0), only_sampled=True)

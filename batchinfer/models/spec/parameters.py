@@ -1,6 +1,6 @@
 """The parameters of a model, derived from its spec: names, shapes, and how they are fused. No torch.
 
-A weight goes by its part's name ("q"), a bias by that and ".bias", a norm by its own ("input_norm").
+A weight is named like its part ("q"), a bias like the part and ".bias", a norm like itself ("input_norm").
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from batchinfer.models.spec.spec import ClassifierSpec, EncoderSpec, LayerSpec, 
 
 BIAS, SCALES, LINES, ZEROS = ".bias", ".scales", ".lines", ".zeros"
 EMBEDDING, POSITIONS, HEAD, FINAL_NORM = "embedding", "positions", "head", "final_norm"
-# Of an encoder
+# Encoders only
 EMBEDDING_NORM, TOKEN_TYPES, DISTANCES = "embedding_norm", "token_types", "distances"
-CLASSIFIER = "classifier."  # begins the names of its classification head's
+CLASSIFIER = "classifier."  # prefix of the parameters of a classification head
 CLASSIFIER_DENSE, CLASSIFIER_NORM, CLASSIFIER_OUT = (CLASSIFIER + part for part in ("dense", "norm", "out"))
-# Between the name of a product and the number of an adapter, the names of the factors that it has for the product
+# Factors of an adapter are named "{product}{FACTOR_A}{number of the adapter}"
 FACTOR_A, FACTOR_B = ".factor_a.", ".factor_b."
 Shape = tuple[int, ...]
 Joined = TypeVar("Joined")
 
 
 def layer_parameters(layer: LayerSpec) -> dict[str, Shape]:
-    """Parameter → shape, (out, in) for weights."""
+    """Return the shape of each parameter of a layer by name; weights are (out, in)."""
     shapes: dict[str, Shape] = {}
     for name, norm in layer.norms.items():
         shapes |= norm_parameters(name, norm)
@@ -37,7 +37,7 @@ def layer_parameters(layer: LayerSpec) -> dict[str, Shape]:
 
 
 def norm_parameters(name: str, norm: NormSpec) -> dict[str, Shape]:
-    """Its weight, and its bias if it has one."""
+    """Return the shapes of a norm's weight and, if it has one, its bias."""
     return {name: norm.shape, name + BIAS: norm.shape} if norm.biased else {name: norm.shape}
 
 
@@ -56,7 +56,7 @@ def table_parameters(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def _encoder_tables(spec: ModelSpec, encoder: EncoderSpec) -> dict[str, Shape]:
-    """Return the shapes of the tables that a decoder does not have."""
+    """Return the shapes of the tables that only encoders have."""
     norm, tables = encoder.embedding_norm, dict[str, Shape]()
     tables |= {} if norm is None else norm_parameters(EMBEDDING_NORM, norm)
     if encoder.token_types:
@@ -76,7 +76,7 @@ def _classifier_tables(classifier: ClassifierSpec, hidden: int) -> dict[str, Sha
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Values in all tensors; a tied head counts once."""
+    """Return the number of values in all tensors; a tied head counts once."""
     shapes = [*table_parameters(spec).values()]
     for layer in spec.layers:
         shapes += layer_parameters(layer).values()
@@ -86,9 +86,15 @@ def parameter_count(spec: ModelSpec) -> int:
 def fused_parameters(
     layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]
 ) -> Iterator[tuple[str, Joined]]:
-    """Yield the operators' parameters: each linear layer's weight and bias, by its name, its parts above one another;
-    each norm and vector. `joined` makes one of the parameters that it is given. Weights that stay quantised are left
-    out."""
+    """Yield the parameters as operators read them, with their names.
+
+    The weights of the parts of a linear layer, and their biases, are concatenated under the name of the layer. Norms
+    and vectors stay separate. Weights that stay quantised are left out.
+
+    Args:
+        layer: The layer.
+        joined: Returns the concatenation of the named parameters.
+    """
     for name, norm in layer.norms.items():
         for parameter in norm_parameters(name, norm):
             yield parameter, joined([parameter])

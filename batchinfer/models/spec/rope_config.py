@@ -1,4 +1,4 @@
-"""Reads a checkpoint's rotary position embedding, in the spellings of transformers 4 and 5."""
+"""Reads the rotary position embedding of config.json, in the formats of transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The numbers of a RoPE variant. What its kind does not use keeps its default."""
+    """The parameters of a RoPE variant. Parameters that its kind does not use keep their defaults."""
 
     kind: RopeKind = "default"
     theta: float = 10_000.0
@@ -25,21 +25,27 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: whole dimensions bound the ramp
+    truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
     attention_factor: float = 1.0  # multiplies cos and sin
-    short: tuple[
-        float, ...
-    ] = ()  # longrope: what each pair's period is multiplied with up to the original positions
-    long: tuple[float, ...] = ()  # and in sequences that may be longer
+    # longrope: factors of the periods of all pairs, for sequences within the original positions, and for longer ones
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
 
 
 def _stated(raw: Mapping[str, Any]) -> Any:
-    """`rope_scaling` or `rope_parameters` of config.json (the former wins, as in transformers)."""
+    """Return `rope_scaling` or else `rope_parameters` of config.json. This is the precedence of transformers."""
     return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
 
 
 def rotary_part(raw: Mapping[str, Any], head_dim: int, mistakes: list[str], absent: float = 1.0) -> int:
-    """How many values of a head are rotated; `absent`: the part where nothing is stated."""
+    """Return the number of values of a head that are rotated.
+
+    Args:
+        raw: config.json.
+        head_dim: Values of a head.
+        mistakes: Receives a message if the stated factor is invalid.
+        absent: The factor if config.json has none.
+    """
     source = _stated(raw)
     stated = source.get("partial_rotary_factor") if isinstance(source, Mapping) else None
     if stated is None:
@@ -60,21 +66,28 @@ def parse_rope(
     partial: bool = False,
     absent_theta: float = 10_000.0,
 ) -> RopeConfig:
-    """Read the rope parameters of config.json. `partial`: part of a head may be rotated (see `rotary_part`)."""
+    """Read the rope parameters of config.json.
+
+    Args:
+        raw: config.json.
+        max_positions: The model's maximum length.
+        mistakes: Receives a message for each invalid value.
+        partial: If True, a part of each head may be rotated (see `rotary_part`).
+        absent_theta: The theta if config.json has none.
+    """
     source = _stated(raw)
     if not isinstance(source, Mapping):
         mistakes.append(f"config.json: the rope parameters are {shown(source)}; wanted an object")
         return RopeConfig()
     rope = {"rope_theta": raw.get("rope_theta"), **source}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # as it was first called
+    kind = "longrope" if kind == "su" else kind  # its earlier name
     before = len(mistakes)
     _check_supported(kind, rope, raw, mistakes, partial)
     if len(mistakes) > before:
         return RopeConfig()
-    if (
-        raw.get("original_max_position_embeddings") is not None
-    ):  # stated outside of the rope parameters, it wins
+    # A value outside of the rope parameters takes precedence
+    if raw.get("original_max_position_embeddings") is not None:
         rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     if rope["rope_theta"] is None:
         rope["rope_theta"] = absent_theta
@@ -95,7 +108,7 @@ def _check_supported(
 
 def _parse_kind(kind: RopeKind, fields: Fields, max_positions: int) -> RopeConfig:
     theta = fields.number("rope_theta", above=1.0)
-    if kind in ("default", "dynamic"):  # dynamic differs beyond the positions that the model was made for
+    if kind in ("default", "dynamic"):  # dynamic differs only beyond max_position_embeddings
         return RopeConfig("default", theta)
     if kind == "linear":
         return RopeConfig("linear", theta, fields.number("factor"))
@@ -116,7 +129,7 @@ def _parse_llama3(fields: Fields, theta: float, original: int, max_positions: in
 
 
 def _parse_longrope(fields: Fields, theta: float, original: int, max_positions: int) -> RopeConfig:
-    """LongRoPE (Ding et al., 2024)."""
+    """Read the parameters of LongRoPE (Ding et al., 2024)."""
     factor = fields.number("factor", max_positions / original)
     usual = 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeConfig(
@@ -145,7 +158,7 @@ def _parse_yarn(fields: Fields, theta: float, original: int, max_positions: int)
 
 
 def _yarn_attention_factor(fields: Fields, factor: float) -> float:
-    """As stated, or derived (YaRN, section 3.4; with mscale as DeepSeek uses it)."""
+    """Return the stated factor, or derive it as YaRN (section 3.4) or, with mscale, as DeepSeek does."""
     stated = fields.optional_number("attention_factor")
     mscale, mscale_all_dim = fields.optional_number("mscale"), fields.optional_number("mscale_all_dim")
     if stated is not None:
@@ -156,7 +169,7 @@ def _yarn_attention_factor(fields: Fields, factor: float) -> float:
 
 
 def yarn_scale(raw: Mapping[str, Any], rope: RopeConfig) -> float:
-    """Return the factor of DeepSeek's queries and keys besides the rotation, derived from `mscale_all_dim`."""
+    """Return the factor by which DeepSeek scales queries and keys in addition to the rotation (`mscale_all_dim`)."""
     stated = _stated(raw)
     weight = stated.get("mscale_all_dim") if isinstance(stated, Mapping) else None
     return _mscale(rope.factor, weight) if rope.kind != "default" and isinstance(weight, int | float) else 1.0

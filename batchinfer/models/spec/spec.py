@@ -1,9 +1,9 @@
 """The spec of a model: one description, from which shapes, names, memory, costs and operators are derived. No torch.
 
-config.json ─▶ families/ ─▶ ModelSpec ─▶ parameters (shapes, dummy weights, what a checkpoint must hold)
-                                     ├─▶ model_cost (what plan, report and step budgets count with)
+config.json ─▶ families/ ─▶ ModelSpec ─▶ parameters (shapes, dummy weights, expected tensors of a checkpoint)
+                                     ├─▶ model_cost (used by plan, report and step budgets)
                                      ├─▶ caches (memory of a block)
-                                     └─▶ block, decoder (what runs), ops.fuse (a layer as one call)
+                                     └─▶ block, decoder (the operators), ops.fuse (a layer as one call)
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ from batchinfer_kernels.arithmetic import (
 )
 from batchinfer_kernels.routing import Routing
 
-HeadActivation = Activation | Literal["tanh", "relu"]  # of what classifies
-BUCKETS = 32  # of distances of keys: MPNet's, whatever its configuration says
-SHARED = "shared."  # begins the names of the products of shared experts
+HeadActivation = Activation | Literal["tanh", "relu"]  # of a classification head
+BUCKETS = 32  # distance buckets of MPNet, which ignores the number in its configuration
+SHARED = "shared."  # prefix of the products of shared experts
 
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """A norm of `width` values: RMSNorm, or LayerNorm, which may have a bias. Values are multiplied with `offset` and
-    the weight added up: Gemma's weights are differences from 1. `heads`: so many stretches of `width` values are
-    normed, each with a weight of its own."""
+    """An RMSNorm or LayerNorm over `width` values.
+
+    Values are multiplied with (`offset` + weight); Gemma's weights are differences from 1.
+
+    Args:
+        heads: If set, the input has that many groups of `width` values, each with its own weights.
+    """
 
     width: int
     eps: float
@@ -47,20 +51,25 @@ class NormSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of its weight."""
+        """Return the shape of the weight."""
         return (self.width,) if self.heads is None else (self.heads, self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """One matrix product. `parts` are the parameters that lie above one another in its weight, with their outputs;
-    `biased` says whether each of them has a bias.
+    """One matrix product.
 
-    `activation` follows it; where it is `gated`, the upper half of its outputs is the gate of the lower half. One that
-    is `exact` is never quantised, and its results are float32. With `experts` the weight is that of all of them, one
-    above the other, and a token multiplies those of `chosen` experts; 0: it belongs to none. With `heads` it has a part
-    for each of so many, which queries and results of attention are multiplied with (LatentAttentionSpec). `form`: how
-    its weight lies in memory; None: as values of the run's dtype.
+    Args:
+        parts: Parameters that are concatenated in the weight, with their numbers of outputs.
+        biased: Whether each part has a bias.
+        activation: The function after the product.
+        gated: If True, the first half of the outputs is the gate of the second half.
+        exact: If True, the weight is never quantised, and the results are float32.
+        experts: The number of experts whose weights are concatenated; 0 if the product belongs to none.
+        chosen: The number of experts that compute a token.
+        heads: If set, queries and results of attention are multiplied with the parts of this many heads
+            (LatentAttentionSpec).
+        form: How the weight is stored in memory. None: in the dtype of the run.
     """
 
     name: str
@@ -77,35 +86,35 @@ class LinearSpec:
 
     @property
     def outputs(self) -> int:
-        """How many values it gives for a token; where it has several experts, those of one."""
+        """Return the outputs per token, of a single expert if there are experts."""
         return sum(outputs for _, outputs in self.parts) // max(1, self.experts)
 
     @property
     def stored(self) -> bool:
-        """Whether its weight stays as the checkpoint stores it, quantised or without its zeros."""
+        """Return True if the weight stays as in the checkpoint: quantised, or sparse without its zeros."""
         return self.form is not None and self.form.stored
 
     @property
     def stored_codes(self) -> bool:
-        """Whether these are quantised values."""
+        """Return True if the weight stays quantised as in the checkpoint."""
         return self.form is not None and self.form.stored and self.form.coded
 
     @property
     def values(self) -> int:
-        """Values of the weight, without the bias."""
+        """Return the number of values of the weight, without the bias."""
         return self.inputs * self.outputs * max(1, self.experts)
 
     @property
     def active_values(self) -> int:
-        """How many of its values a token is multiplied with."""
+        """Return the number of weight values that a token is multiplied with."""
         return self.inputs * self.outputs * self.chosen
 
 
-INT4_GROUP = 32  # inputs that share a scale where weights are rounded to int4
+INT4_GROUP = 32  # inputs that share a scale when this program quantises weights to int4
 
 
 def form_of(linear: LinearSpec, codes: WeightCodes) -> WeightForm:
-    """Return the form of a weight that is quantised to such codes; heads have int8 in place of int4."""
+    """Return the form of a weight that is quantised to `codes`. Weights with heads use int8 instead of int4."""
     if codes != "int4":
         return WeightForm(codes)
     return WeightForm("int8") if linear.heads else WeightForm("int4", "group", group=INT4_GROUP)
@@ -113,10 +122,13 @@ def form_of(linear: LinearSpec, codes: WeightCodes) -> WeightForm:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """The cache of a layer: K and V of each token, of `heads` heads of `dim` values. `window`: of how many tokens, the
-    one that is run included; None: of all. Where it is `latent`, K and V are made of the same values, which are kept
-    once. `shared`: the earlier layer whose K and V it reads; it keeps none itself. `dtype`: that of quantised values,
-    which take a byte each, with a float32 scale for each head; None: values are kept in the run's dtype.
+    """The KV cache of a layer: K and V of each token, for `heads` heads of `dim` values.
+
+    Args:
+        window: The number of tokens that a query sees, its own included. None: all.
+        latent: If True, K and V are computed from the same values, which are stored once.
+        shared: The earlier layer whose K and V this layer reads; it then stores none.
+        dtype: The dtype of quantised values: one byte each, and a float32 scale per head. None: the dtype of the run.
     """
 
     heads: int
@@ -127,37 +139,42 @@ class CacheSpec:
     dtype: CacheDtype | None = None
 
     def head_bytes(self, dim: int, itemsize: int) -> int:
-        """Return the bytes of `dim` values of a head, which take `itemsize` each where they are not quantised."""
+        """Return the bytes of `dim` values of a head.
+
+        Args:
+            dim: The number of values.
+            itemsize: Bytes of a value that is not quantised.
+        """
         return dim * itemsize if self.dtype is None else dim + SCALE_BYTES
 
     def token_bytes(self, itemsize: int) -> int:
-        """Return the bytes that a token takes in the cache."""
+        """Return the bytes of a token in the cache."""
         return self.tensors * self.heads * self.head_bytes(self.dim, itemsize)
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """How a token lies in a block: layers of the same layout may take turns in one."""
+        """Return the layout of a token in a block; layers with the same layout can use the same blocks."""
         return self.heads, self.dim, self.latent, self.dtype
 
     @property
     def tensors(self) -> int:
-        """Tensors that hold it."""
+        """Return the number of tensors that store the cache."""
         if self.shared is not None:
             return 0
         return 1 if self.latent else 2
 
 
-# Of each layer; None: it has no attention, and so no cache
+# One per layer; None for a layer without attention
 Caches = Sequence[CacheSpec | None]
 
 
 def own_caches(caches: Caches) -> dict[int, CacheSpec]:
-    """The layers that keep K and V of their own."""
+    """Return the caches of the layers that store K and V themselves, by layer."""
     return {layer: cache for layer, cache in enumerate(caches) if cache is not None and cache.shared is None}
 
 
 def cache_mistakes(caches: Caches) -> Iterator[str]:
-    """Why these are no caches of one model, a sentence each."""
+    """Yield why these caches cannot belong to one model, a sentence each."""
     own = own_caches(caches)
     if not own:
         yield "no layer keeps K and V"
@@ -166,15 +183,20 @@ def cache_mistakes(caches: Caches) -> Iterator[str]:
         if cache is None or source is None:
             continue
         if source >= layer or source not in own:
-            yield f"layer {layer} is to read the K and V of layer {source}, which keeps none before it"
+            yield f"layer {layer} reads the K and V of layer {source}, which is no earlier layer with K and V"
         elif (cache.layout, cache.window) != (own[source].layout, own[source].window):
-            yield f"layer {layer} is to read the K and V of layer {source}, whose heads, window or dtype are others"
+            yield f"layer {layer} reads the K and V of layer {source}, whose heads, window or dtype differ"
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotary embedding of a layer: of the first `dim` values of each head, or of none where `rope` is None. A pair
-    is (i, i + dim / 2), or (2i, 2i + 1) where it is `interleaved`."""
+    """The rotary embedding of a layer, over the first `dim` values of each head.
+
+    Args:
+        rope: The angles. None: nothing is rotated.
+        dim: The number of rotated values.
+        interleaved: If True, pairs are (2i, 2i + 1), otherwise (i, i + dim / 2).
+    """
 
     rope: RopeConfig | None
     dim: int
@@ -183,7 +205,7 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRules:
-    """The rules by which a layer's scores are masked and changed, and the codes of its cache; see AttentionSpec."""
+    """The mask and score rules of a layer, and the dtype of its quantised cache; see AttentionSpec."""
 
     window: int | None = None
     soft_cap: float | None = None
@@ -193,14 +215,18 @@ class AttentionRules:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention: q, k and v of the layer's input, rotated, and a projection back.
+    """Grouped-query attention with rotary embeddings and an output projection.
 
-    `scale` multiplies scores; with a `soft_cap` they then become soft_cap * tanh(score / soft_cap). `window`: how many
-    keys a query sees, its own included; None: all. `q_norm` and `k_norm` come before the rotation: of each head where
-    they are as wide as a head, else of all heads together. With `sinks` each query head has a score without a value,
-    which takes part in every softmax. `kv_layer`: the number of an earlier layer, with equal KV heads and the same
-    window, whose K and V it reads (Brandon et al., 2024, "cross-layer attention"); it then makes none, and k_norm is
-    that layer's. `cache_dtype` is the cache's (CacheSpec).
+    Args:
+        scale: Factor of scores.
+        window: The number of keys that a query sees, its own included. None: all.
+        soft_cap: If set, scores become soft_cap * tanh(score / soft_cap).
+        sinks: If True, each query head has a score without a value that takes part in every softmax.
+        q_norm: The norm of q before the rotation: of each head if it is as wide as a head, else of all heads together.
+        k_norm: The same for k.
+        kv_layer: An earlier layer whose K and V this layer reads (Brandon et al., 2024, "cross-layer attention"). Both
+            have equal KV heads and windows, and k_norm is that layer's.
+        cache_dtype: The dtype of the cache (see CacheSpec).
     """
 
     q_heads: int
@@ -220,40 +246,44 @@ class AttentionSpec:
 
     @property
     def group(self) -> int:
-        """Query heads a KV head."""
+        """Return the number of query heads per KV head."""
         return self.q_heads // self.kv_heads
 
     @property
     def rules(self) -> AttentionRules:
+        """Return the mask and score rules."""
         return AttentionRules(self.window, self.soft_cap, self.sinks, self.cache_dtype)
 
     @property
     def q_width(self) -> int:
+        """Return the values of q per token."""
         return self.q_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
+        """Return the values of k, and of v, per token."""
         return self.kv_heads * self.head_dim
 
     @property
     def norms_heads(self) -> bool:
-        """Whether all heads of q, and all of k, pass the same RMSNorm: the operator that rotates them knows it."""
+        """Return True if every head of q and k has the same RMSNorm, which the rotation operator computes."""
         norm = self.q_norm
         return norm is not None and norm.shape == (self.head_dim,) and norm.kind == "rms"
 
     @property
     def cache(self) -> CacheSpec:
+        """Return the cache of the layer."""
         return CacheSpec(
             self.kv_heads, self.head_dim, window=self.window, shared=self.kv_layer, dtype=self.cache_dtype
         )
 
     @property
     def first(self) -> str:
-        """The name of the product that its input goes through."""
+        """Return the name of the product that reads the input."""
         return "qkv" if self.kv_layer is None else "q"
 
     def linears(self, hidden: int) -> tuple[LinearSpec, ...]:
-        """Its products, in the order in which they run."""
+        """Return the products in the order in which they run."""
         q, kv = ("q", self.q_width), (("k", self.kv_width), ("v", self.kv_width))
         return (
             LinearSpec(self.first, hidden, (q, *kv) if self.kv_layer is None else (q,), self.qkv_bias),
@@ -262,18 +292,23 @@ class AttentionSpec:
 
     @property
     def norms(self) -> dict[str, NormSpec | None]:
-        """The norms of queries and keys by the name of their parameter."""
+        """Return the norms of queries and keys by parameter name."""
         return {"q_norm": self.q_norm} | ({"k_norm": self.k_norm} if self.kv_layer is None else {})
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionSpec:
-    """Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2"): K and V of all heads are products of the same
-    `rank` values of a token, its latent, which are normed. The cache keeps the latent, and beside it values of k that
-    are rotated and that all heads share.
+    """Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2").
 
-    A head of q and k has `plain_dim` values without a position, then rotated ones; one of v has `v_dim`. With a
-    `q_rank` q is a product of that many values, which are normed. `eps` is of both norms.
+    K and V of all heads are products of one normed vector per token, the latent. The cache stores the latent and the
+    rotated values of k, which all heads share.
+
+    Args:
+        rank: Values of the latent.
+        plain_dim: Values of a head of q and k that are not rotated; the rotated values follow.
+        v_dim: Values of a head of v.
+        q_rank: If set, q is a product of a normed vector with this many values.
+        eps: The epsilon of both norms.
     """
 
     q_heads: int
@@ -289,30 +324,31 @@ class LatentAttentionSpec:
 
     @property
     def kv_heads(self) -> int:
-        """All query heads read the same values."""
+        """Return 1: all query heads read the same cached values."""
         return 1
 
     @property
     def group(self) -> int:
-        """Query heads a KV head."""
+        """Return the number of query heads per KV head."""
         return self.q_heads
 
     @property
     def q_dim(self) -> int:
-        """Values of a head of q."""
+        """Return the values of a head of q."""
         return self.plain_dim + self.rotation.dim
 
     @property
     def head_dim(self) -> int:
-        """Values of a token that a query is multiplied with."""
+        """Return the cached values of a token."""
         return self.rank + self.rotation.dim
 
     @property
     def cache(self) -> CacheSpec:
+        """Return the cache of the layer."""
         return CacheSpec(1, self.head_dim, latent=True)
 
     def linears(self, hidden: int) -> tuple[LinearSpec, ...]:
-        """Its products, in the order in which they run; `kv_b` has k and v of each head above one another."""
+        """Return the products in the order in which they run. In `kv_b`, k and v of each head are adjacent."""
         width = self.q_heads * self.q_dim
         if self.q_rank is None:
             q = [LinearSpec("q", hidden, (("q", width),))]
@@ -329,15 +365,17 @@ class LatentAttentionSpec:
 
     @property
     def norms(self) -> dict[str, NormSpec | None]:
-        """The norms of the compressed queries and latents by the name of their parameter."""
+        """Return the norms of compressed queries and latents by parameter name."""
         q = None if self.q_rank is None else NormSpec(self.q_rank, self.eps)
         return {"q_a_norm": q, "kv_a_norm": NormSpec(self.rank, self.eps)}
 
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardSpec:
-    """down(activation(gate(x)) * up(x)), `inner` values wide (Shazeer, 2020), or down(activation(up(x))) where it is
-    not `gated`."""
+    """A feed-forward half with `inner` intermediate values.
+
+    It computes down(activation(gate(x)) * up(x)) (Shazeer, 2020) or, if not `gated`, down(activation(up(x))).
+    """
 
     inner: int
     activation: Activation
@@ -346,11 +384,16 @@ class FeedForwardSpec:
 
     @property
     def first(self) -> str:
-        """The name of the product that its input goes through."""
+        """Return the name of the product that reads the input."""
         return "gate_up" if self.gated else "up"
 
     def linears(self, hidden: int, start: str = "") -> tuple[LinearSpec, LinearSpec]:
-        """Its products, in the order in which they run; `start` begins their names and those of their parts."""
+        """Return the products in the order in which they run.
+
+        Args:
+            hidden: Values of the input and the output.
+            start: A prefix for the names of the products and their parts.
+        """
         names = ("gate", "up") if self.gated else ("up",)
         into = tuple((start + name, self.inner) for name in names)
         return (
@@ -361,8 +404,10 @@ class FeedForwardSpec:
 
 @dataclass(frozen=True, slots=True)
 class HeldExpert:
-    """An expert that a rank has, as one of `copies` ranks: it computes those of the expert's tokens whose places in
-    the step are `turn` modulo `copies`."""
+    """An expert that a rank holds, as one of `copies` ranks.
+
+    Of the expert's tokens, the rank computes each whose position in the step is `turn` modulo `copies`.
+    """
 
     number: int
     turn: int = 0
@@ -371,12 +416,15 @@ class HeldExpert:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """Experts, each a gated feed-forward half that is `inner` values wide, of which a token uses those that `routing`
-    chooses by the logits of a router; their weighted results are added up (Shazeer et al., 2017).
+    """A mixture of experts (Shazeer et al., 2017): gated feed-forward halves, a few of them per token.
 
-    `shared`: what all tokens pass beside them, added to the rest; where it is `shared_gated`, it is multiplied with the
-    sigmoid of a number that is computed of each token. `held`: the experts that are there, in the order of their
-    numbers, where other ranks have the others; None: all.
+    A router computes logits, `routing` chooses experts by them, and the weighted results are added up.
+
+    Args:
+        inner: Intermediate values of an expert.
+        shared: A feed-forward half that all tokens use; its results are added.
+        shared_gated: If True, the results of `shared` are multiplied with a sigmoid gate, one value per token.
+        held: The experts of this rank in ascending order. None: all.
     """
 
     routing: Routing
@@ -390,17 +438,17 @@ class ExpertsSpec:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers of the experts that are there."""
+        """Return the numbers of the experts of this rank."""
         return tuple(range(self.routing.experts) if self.held is None else (one.number for one in self.held))
 
     @property
     def chosen(self) -> int:
-        """How many of the experts that are there a token uses, about, and one at least."""
+        """Return about how many experts of this rank a token uses, at least one."""
         each = len(self.numbers) if self.held is None else sum(1 / one.copies for one in self.held)
         return max(1, int(self.routing.chosen * each / self.routing.experts + 1e-9))
 
     def linears(self, hidden: int) -> Iterator[LinearSpec]:
-        """Its products, in the order in which they run."""
+        """Yield the products in the order in which they run."""
         numbers, routed = self.numbers, self.routing.experts
         yield LinearSpec("router", hidden, (("router", routed),), self.router_biased, exact=True)
         into = tuple((f"expert.{e}.{name}", self.inner) for e in numbers for name in ("gate", "up"))
@@ -416,19 +464,23 @@ class ExpertsSpec:
 
     @property
     def vectors(self) -> dict[str, int]:
-        """Parameters that no product has, and their lengths."""
+        """Return the lengths of parameters that belong to no product."""
         return {"correction": self.routing.experts} if self.routing.corrected else {}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A decoder layer: h += m * attention_norm(attention(input_norm(h))); then
-    h += m * feed_forward_norm(feed_forward(post_norm(h))). A norm that is None is left out; m is `residual_multiplier`.
-    Where it is `parallel`, both halves read the layer's input, through the same norm if there is no post_norm. Without
-    an `attention` it is the feed-forward half alone, and has neither input_norm nor attention_norm. Where it
-    `norms_sums`, it is h = attention_norm(h + attention(h)), then h = feed_forward_norm(h + feed_forward(h)), as in the
-    first Transformers (Vaswani et al., 2017), and has no other norms. `forms`: those of its quantised weights, by the
-    names of its products.
+    """A decoder layer.
+
+    It computes h += m * attention_norm(attention(input_norm(h))), then h += m *
+    feed_forward_norm(feed_forward(post_norm(h))), with m = `residual_multiplier`. Norms that are None are skipped.
+
+    Args:
+        attention: None: the layer is the feed-forward half only, and has neither input_norm nor attention_norm.
+        parallel: If True, both halves read the input of the layer, through the same norm if there is no post_norm.
+        norms_sums: If True, the layer is h = attention_norm(h + attention(h)), then h = feed_forward_norm(h +
+            feed_forward(h)), as in the first Transformer (Vaswani et al., 2017), and has no other norms.
+        forms: The forms of quantised weights, by product.
     """
 
     hidden: int
@@ -446,37 +498,37 @@ class LayerSpec:
     def __post_init__(self) -> None:
         halved = self.input_norm is None and self.attention_norm is None and not self.parallel
         if self.attention is None and not halved:
-            raise ValueError("a layer without attention has no norm of it, and no half beside it")
+            raise ValueError("a layer without attention has no attention norms and is not parallel")
         both = self.attention_norm is not None and self.feed_forward_norm is not None
         alone = self.input_norm is None and self.post_norm is None and self.residual_multiplier == 1
         if self.norms_sums and not (both and alone and not self.parallel):
-            raise ValueError("a layer that norms sums has a norm behind each half, and none before")
+            raise ValueError("a layer that norms sums has a norm after each half, and none before")
 
     @property
     def rotation(self) -> Rotation | None:
-        """None: it has no attention."""
+        """Return the rotary embedding; None without attention."""
         return None if self.attention is None else self.attention.rotation
 
     @property
     def cache(self) -> CacheSpec | None:
-        """None: it keeps nothing, and reads nothing that another keeps."""
+        """Return the KV cache that the layer stores or reads; None without attention."""
         return None if self.attention is None else self.attention.cache
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        """Its matrix products, in the order in which they run."""
+        """Return the matrix products in the order in which they run."""
         attending = () if self.attention is None else self.attention.linears(self.hidden)
         found, forms = (*attending, *self.feed_forward.linears(self.hidden)), dict(self.forms)
         return tuple(replace(each, form=forms.get(each.name)) for each in found) if forms else found
 
     def quantized(self, codes: WeightCodes) -> LayerSpec:
-        """Return the layer with all weights quantised to such codes that may be, and are not yet."""
+        """Return the layer with its weights quantised to `codes`; exact and already quantised weights stay as they are."""
         forms = ((each.name, each.form or form_of(each, codes)) for each in self.linears if not each.exact)
         return replace(self, forms=tuple(forms))
 
     @property
     def vectors(self) -> dict[str, int]:
-        """Parameters that belong to neither a product nor a norm, and their lengths. They are float32."""
+        """Return the lengths of parameters that belong to no product or norm; they are float32."""
         attention = self.attention
         of_experts = self.feed_forward.vectors if isinstance(self.feed_forward, ExpertsSpec) else {}
         if isinstance(attention, AttentionSpec) and attention.sinks:
@@ -485,7 +537,7 @@ class LayerSpec:
 
     @property
     def norms(self) -> dict[str, NormSpec]:
-        """The layer's norms by the name of their parameter."""
+        """Return the norms by parameter name."""
         found = {
             "input_norm": self.input_norm,
             "attention_norm": self.attention_norm,
@@ -498,8 +550,12 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierSpec:
-    """A classification head, which makes `labels` logits of a prompt's pooled states: out(norm(activation(dense(x)))),
-    without the norm where it is None. `biased`: whether dense has a bias; out always has one."""
+    """A classification head: out(norm(activation(dense(x)))), `labels` logits from pooled hidden states.
+
+    Args:
+        biased: Whether dense has a bias; out always has one.
+        norm: None: there is no norm.
+    """
 
     labels: int
     activation: HeadActivation
@@ -510,14 +566,17 @@ class ClassifierSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """An encoder: its tokens see one another, also later ones, and no token follows, so that it has no head that makes
-    logits of tokens; it may have a `classifier`. A window of its attention is on both sides: a query sees the keys of
-    which it is less than that many positions apart.
+    """An encoder: each token also sees later tokens, and no tokens are generated.
 
-    `embedding_norm` norms embeddings, once those of positions and types are added. With `token_types` each token has
-    one of so many types. `first_position`: the row of the first token in the table of learned positions. With
-    `distance_buckets` each query head adds a learned number to a score, by the distance of query and key (MPNet; see
-    models/decoder/positions.py).
+    It has no head for logits of tokens, but may have a `classifier`. A window extends to both sides: a query sees the
+    keys at a distance less than the window.
+
+    Args:
+        embedding_norm: The norm of the sum of the embeddings of token, position and type.
+        token_types: The number of types of tokens.
+        first_position: The row of the first token in the table of learned positions.
+        distance_buckets: If set, each head adds a learned number to scores, by the distance of query and key (MPNet;
+            see models/decoder/positions.py).
     """
 
     embedding_norm: NormSpec | None = None
@@ -529,15 +588,18 @@ class EncoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder: an embedding, layers, a norm, and a head that makes logits; or an `encoder`, without the head. Sizes
-    are counts of values.
+    """A decoder with an embedding, layers, a norm and a head; or an `encoder` without the head.
 
-    Embeddings and logits are multiplied with their multipliers, that of embeddings rounded to the run's dtype. With
-    `learned_positions` an embedding of the position is added; with a `logit_cap` logits become cap * tanh(logit / cap).
+    Sizes are counts of values. `begins`, `ends` and `tokens` describe a shard.
 
-    Of a model that several ranks compute: `begins`, the embedding is here, and not at a rank with earlier layers;
-    `ends`: the last norm and the head are; `tokens`: those whose rows embedding and head have, from the first to before
-    the second; None: all.
+    Args:
+        embedding_multiplier: Factor of embeddings, rounded to the dtype of the run.
+        logit_multiplier: Factor of logits.
+        logit_cap: If set, logits become cap * tanh(logit / cap).
+        learned_positions: If True, the embedding of a token is added to one of its position.
+        begins: Whether this rank has the embedding.
+        ends: Whether this rank has the final norm and the head.
+        tokens: The tokens whose rows embedding and head have, (first, end). None: all.
     """
 
     family: str
@@ -545,7 +607,7 @@ class ModelSpec:
     vocab: int
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None
-    tied: bool  # the head is the embedding, unless the checkpoint brings a different one
+    tied: bool  # the head is the embedding, unless the checkpoint has a different head
     max_positions: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -562,22 +624,22 @@ class ModelSpec:
 
     @property
     def rows(self) -> int:
-        """How many rows embedding and head have."""
+        """Return the number of rows of embedding and head."""
         return self.vocab if self.tokens is None else self.tokens[1] - self.tokens[0]
 
     @property
     def has_head(self) -> bool:
-        """Whether it makes logits of tokens."""
+        """Return True if it computes logits of tokens."""
         return self.causal and self.ends
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees those before it alone, so that a prompt can be read in parts, and continued."""
+        """Return True if tokens see only earlier ones, so prompts can be chunked and continued."""
         return self.encoder is None
 
     @property
     def classifier(self) -> ClassifierSpec | None:
-        """Return the classification head; None: it has none."""
+        """Return the classification head, if there is one."""
         return None if self.encoder is None else self.encoder.classifier
 
     def without_classifier(self) -> ModelSpec:
@@ -587,7 +649,7 @@ class ModelSpec:
 
     @property
     def attention(self) -> AttentionSpec | LatentAttentionSpec:
-        """Return the attention of the first layer that has one, whose heads and sizes all layers share."""
+        """Return the attention of the first layer that has one; all layers share its heads and sizes."""
         return next(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
@@ -596,7 +658,7 @@ class ModelSpec:
         return tuple(layer.cache for layer in self.layers)
 
     def with_cache_dtype(self, kept: KvCacheDtype) -> ModelSpec:
-        """Return the model with a cache of this dtype; auto: as it is. Latents stay as they are."""
+        """Return the model with a cache of this dtype. "auto" and latent caches change nothing."""
         if kept == "auto":
             return self
         layers = (
@@ -608,37 +670,40 @@ class ModelSpec:
         return replace(self, layers=tuple(layers))
 
     def quantized(self, quantization: Quantization) -> ModelSpec:
-        """Return the model with weights that are quantised so when they are loaded, where the checkpoint does not hold
-        them quantised; none, stored: as it is."""
+        """Return the model with weights quantised on loading; weights that the checkpoint stores quantised stay as they are.
+
+        Other values than "int4", "int8" and "fp8" change nothing.
+        """
         if quantization not in ("int4", "int8", "fp8"):
             return self
         layers = tuple(layer.quantized(quantization) for layer in self.layers)
-        # the head in int8 at least: its logits decide
+        # The head is never quantised to int4: errors of logits change tokens directly
         return replace(self, layers=layers, head_form=WeightForm("fp8" if quantization == "fp8" else "int8"))
 
     @property
     def forms(self) -> frozenset[WeightForm]:
-        """Return the forms in which its quantised weights lie."""
+        """Return the forms of all quantised weights."""
         linears = (*self.linears(), *([self.head] if self.has_head else []))
         return frozenset(linear.form for linear in linears if linear.form is not None)
 
     @property
     def long_rope_beyond(self) -> int | None:
-        """Sequences that may become longer are rotated in another way; None: there is but one."""
+        """Return the length beyond which sequences need LongRoPE's long rotation; None without LongRoPE."""
         rope = self.attention.rotation.rope
         return rope.original_max_positions if rope is not None and rope.kind == "longrope" else None
 
     def content_roots(self, max_model_len: int) -> ContentRoots:
-        """Return the content roots of requests that may be this long."""
+        """Return the content roots of requests of up to `max_model_len` tokens."""
         return ContentRoots(max_model_len, self.long_rope_beyond)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer that has attention; None: it sees all tokens."""
+        """Return the window of each layer with attention; None if it sees all tokens."""
         return tuple(cache.window for cache in self.caches if cache is not None)
 
     @property
     def head(self) -> LinearSpec:
+        """Return the product that computes logits."""
         return LinearSpec("lm_head", self.hidden, (("head", self.rows),), form=self.head_form)
 
     def linears(self) -> Iterator[LinearSpec]:
