@@ -1,4 +1,4 @@
-"""A checkpoint folder, checked before anything of it is loaded. No torch."""
+"""A checkpoint folder, checked before anything is loaded. No torch."""
 
 from __future__ import annotations
 
@@ -51,51 +51,63 @@ from batchinfer_kernels.arithmetic import (
 from batchinfer_kernels.cost import ModelCost
 
 _IN_16_BITS = " in 16 bits"
-OWN = "batchinfer"  # whose code computes a model of a family of ours
+OWN = "batchinfer"  # `modelling` of models of the supported families
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint(WeightFiles):
-    """A folder of one of our families that passed every check: its weights fit its configuration. `tensors` are those
-    that are read."""
+    """A checkpoint of a supported family that passed every check: its weights fit its configuration.
+
+    Args:
+        tensors: The tensors that are read.
+        packed: Tensors that are stored in a quantised or sparse format, by the name of the weight.
+        shapes: The shapes of all tensors after dequantisation.
+        notices: Messages for the user before the run.
+    """
 
     spec: ModelSpec
     prefixes: NamePrefixes
-    packed: Mapping[str, PackedTensor]  # those that are dequantised as they are read
-    shapes: Mapping[str, Shape]  # of all tensors once they are
-    notices: tuple[str, ...] = ()  # what a user should know before it runs
+    packed: Mapping[str, PackedTensor]
+    shapes: Mapping[str, Shape]
+    notices: tuple[str, ...] = ()
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
+        """Return the fingerprint; see WeightFiles.
+
+        It also changes if earlier versions read wrong zero points, which keeps their answers from being reused.
+        """
         found = WeightFiles.fingerprint(self, cache, progress)
         if not self.check_zero_points(cache):
             return found
         return hashlib.sha256(f"{found} with the zero points that are stored".encode()).hexdigest()
 
     def check_zero_points(self, cache: MutableMapping[str, str]) -> bool:
+        """Return True if earlier versions read wrong zero points; see WeightFiles."""
         return misread_before(self.path, self.packed, self.tensors, cache)
 
     @property
     def plain(self) -> bool:
-        """Whether all weights are stored as the floats that they are."""
+        """Return True if all weights are stored as floats, neither quantised nor sparse."""
         return all(each.plain for each in self.packed.values())
 
     @property
     def stored_quantization(self) -> Quantization:
-        """Return the quantisation of weights that products can be computed of as they are stored: of 8 bits where there
-        are some, else of 4; none where there are none, or several."""
+        """Return the quantisation with which stored weights can be used without dequantising them.
+
+        "none" if there is none, or more than one. 8-bit formats take precedence over 4-bit formats.
+        """
         codes = {form.codes for form in self.keep_quantized(frozenset(STORED)).spec.forms}
         codes = codes & {"fp8", "int8"} or codes - {"sparse"} or codes
         return STORED[codes.pop()] if len(codes) == 1 else "none"
 
     def for_quantization(self, quantization: Quantization) -> Checkpoint:
-        """Return the checkpoint with weights that stay quantised as they are stored, where such a run has it so."""
+        """Return the checkpoint for a run with this `quantization`; matching stored weights stay quantised."""
         kept = {codes for codes, held in STORED.items() if held == quantization}
         kept |= {"int4"} if quantization == "int4" else set()
         return self.keep_quantized(frozenset(kept)) if kept else self
 
     def keep_quantized(self, among: frozenset[WeightCodes] = frozenset({"fp8", "int8"})) -> Checkpoint:
-        """Return the checkpoint with weights that stay in codes `among` these where products can be computed with
-        them."""
+        """Return the checkpoint with stored weights of the kinds `among` kept quantised, if products support them."""
         layers = tuple(
             replace(layer, forms=tuple(self._forms(index, layer, among)))
             for index, layer in enumerate(self.spec.layers)
@@ -108,6 +120,7 @@ class Checkpoint(WeightFiles):
     def _forms(
         self, index: int, layer: LayerSpec, among: frozenset[WeightCodes]
     ) -> Iterator[tuple[str, WeightForm]]:
+        """Yield the products whose weights stay as stored, with their forms."""
         names = layer_names(self.spec, index, self.prefixes)
         for linear in layer.linears:
             if linear.exact or linear.heads:
@@ -115,17 +128,19 @@ class Checkpoint(WeightFiles):
             parts = (names[part] for part, _ in linear.parts)
             found = {self._form(part, bool(linear.experts)) for part in parts}
             form = found.pop()
-            alone = form is None or form.coded or not linear.experts  # no grouped product skips zeros
-            if form is not None and not found and form.codes in among and alone:
+            supported = form is None or form.coded or not linear.experts  # no grouped product skips zeros
+            if form is not None and not found and form.codes in among and supported:
                 yield linear.name, form
 
     def _form(self, stored: StoredParameter, whole: bool) -> WeightForm | None:
-        """How a parameter lies in memory as it is stored; None: it is dequantised. `whole`: it has to be a tensor of
-        its own."""
+        """Return the form of a parameter that stays as stored; None if it is dequantised.
+
+        With `whole`, the parameter must be a tensor of its own.
+        """
         packed, part = self.packed.get(stored.tensor), stored.part
         if packed is None or stored.rows:
             return None
-        if packed.transposed:  # its codes have the outputs one after the other, of each matrix
+        if packed.transposed:  # quantised values are stored output by output in each matrix
             return packed.form if part is not None and part.transposed and part.index is not None else None
         if part is not None and (whole or part.index is not None or part.transposed):
             return None
@@ -133,25 +148,24 @@ class Checkpoint(WeightFiles):
 
     @property
     def dtype(self) -> Dtype:
-        """Return the dtype that config.json states, or else that of most of the stored bytes."""
+        """Return the dtype in config.json, or else the float dtype with the most stored bytes."""
         return self.spec.dtype or self.stored_dtype
 
     @property
     def parameters(self) -> int:
-        """Values in all tensors."""
+        """Return the number of values in all tensors."""
         return sum(map(math.prod, self.shapes.values()))
 
     @property
     def modelling(self) -> str:
-        """Return whose code computes the model."""
+        """Return the program whose code computes the model."""
         return OWN
 
     def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
-        """Return the settings that this model does not support on any device: the key of the job file, and the
-        reason."""
+        """Return the settings that this model does not support on any device: (key of the job file, reason)."""
         if not (coded_cache and self.spec.attention.cache.latent):
             return []
-        why = f"{self.spec.family} keeps latents in its cache, which are small already and have no codes"
+        why = f"{self.spec.family} caches latents, which are small already and are not quantised"
         return [("model.kv_cache_dtype", f"{why}; leave it out")]
 
     def cost(
@@ -162,18 +176,20 @@ class Checkpoint(WeightFiles):
         device: Device = "cpu",
         deterministic: bool = False,
     ) -> ModelCost:
-        """Return the cost of its steps; see model_cost."""
+        """Return the cost of a step; see model_cost."""
         spec = self.spec.quantized(quantization).with_cache_dtype(kv_cache)
         return model_cost(spec, itemsize, device, deterministic)
 
 
 def inspect_checkpoint(path: Path) -> Checkpoint:
-    """Check a Hugging Face checkpoint folder of one of our families without loading it.
+    """Check a Hugging Face checkpoint folder of a supported family without loading it.
 
-    An auto_map of config.json is ignored: the family's code here computes the model, and none of the checkpoint's is
-    run. Raises SecurityRefusal (pickle weights, another class with an auto_map, a tokenizer that is nothing but Python
-    code, a path that leaves the folder, a malformed safetensors header) or JobFileError (something is missing or not
-    supported, or weights do not fit).
+    An auto_map in config.json is ignored: batchinfer computes the model, and no code of the checkpoint is run.
+
+    Raises:
+        SecurityRefusal: Weights are pickled, the class is unsupported and has an auto_map, the tokenizer exists only as
+            Python code, a path leaves the folder, or a safetensors header is malformed.
+        JobFileError: Something is missing or not supported, or weights do not fit the configuration.
     """
     folder = config_folder(path)
     raw = read_config_json(folder.path)
@@ -198,7 +214,7 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
     hint = f"config.json describes another model than the weights, or another family than {spec.family}"
     shapes = check_tensors(folder.path, spec, tensors, packed, prefixes, hint)
     notices = (
-        *([_text_alone(whole, files.tensors)] if whole else ()),
+        *([_text_only(whole, files.tensors)] if whole else ()),
         *dequantisation_notices(
             {each.format: each.form for each in packed.found.values() if each.quantized}, shapes
         ),
@@ -212,8 +228,12 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
 def dequantisation_notices(
     forms: Mapping[str, WeightForm | None], shapes: Mapping[str, Shape]
 ) -> Iterator[str]:
-    """Yield the notices about quantised weights that are dequantised, by the names of their formats; each with the form
-    in which it could stay."""
+    """Yield a notice for each format whose weights are dequantised on loading.
+
+    Args:
+        forms: The form in which the weights could stay, by name of the format. None: in no form.
+        shapes: The shapes of all tensors.
+    """
     for name, form in sorted(forms.items(), key=lambda found: found[0]):
         text = f"weights stored as {name} are dequantised when they are loaded: {_all_take(shapes)}"
         kept = form is not None and form.codes == "int4"
@@ -221,7 +241,7 @@ def dequantisation_notices(
 
 
 def _filled_up(packed: Iterable[PackedTensor], shapes: Mapping[str, Shape]) -> Iterator[str]:
-    """Yield the notice about weights that are stored without their zeros, which they get back."""
+    """Yield a notice for each sparse format, whose weights are filled up with zeros."""
     for name in sorted({each.format for each in packed if not (each.quantized or each.plain)}):
         yield f"{name} are filled up with zeros when they are loaded: {_all_take(shapes)}"
 
@@ -231,7 +251,7 @@ def _all_take(shapes: Mapping[str, Shape]) -> str:
 
 
 def _kept(spec: ModelSpec) -> Iterator[str]:
-    """Yield the notices about quantised weights that are multiplied as they are stored."""
+    """Yield a notice about weights that stay as stored."""
     weights = [(linear.values, linear.stored) for linear in spec.linears()]
     kept, all_values = sum(values for values, coded in weights if coded), sum(values for values, _ in weights)
     codes = " and ".join(sorted({form.codes if form.coded else "2:4 sparse" for form in spec.forms}))
@@ -240,15 +260,15 @@ def _kept(spec: ModelSpec) -> Iterator[str]:
         yield f"{share} stay in {codes} as they are stored; the rest is computed in the job's dtype"
 
 
-def _text_alone(whole: Multimodal, tensors: Iterable[str]) -> str:
-    """Return the notice about a model of several parts, of which the decoder alone is run."""
+def _text_only(whole: Multimodal, tensors: Iterable[str]) -> str:
+    """Return the notice about a multimodal model: only its decoder is run."""
     parts = Counter(part for name in tensors if (part := whole.part_of(name)))
     left_out = ", ".join(f"{count} of {part}" for part, count in parts.items())
     return f"{whole.architecture}: text only; tensors that are not loaded: {left_out or 'none'}"
 
 
 def config_folder(path: Path) -> CheckpointFolder:
-    """The folder, once it is sure that it has a config.json. Raises JobFileError, SecurityRefusal."""
+    """Return the folder after checking that it has a config.json. Raises JobFileError and SecurityRefusal."""
     folder = CheckpointFolder(path)
     if folder.file("config.json") is None:
         raise checkpoint_error(path, f"{path} has no config.json; a Hugging Face checkpoint folder is needed")
@@ -263,20 +283,31 @@ def check_tensors(
     prefixes: NamePrefixes,
     hint: str,
 ) -> dict[str, Shape]:
-    """Return the shapes of all tensors once they are dequantised. Raises JobFileError where they are not those of the
-    model."""
+    """Return the shapes of all tensors after dequantisation.
+
+    Args:
+        path: The checkpoint, for messages.
+        spec: The model.
+        tensors: The stored tensors.
+        packed: The quantised or sparse tensors among them.
+        prefixes: The prefixes of their names.
+        hint: A hint for the error message.
+
+    Raises:
+        JobFileError: Tensors are missing, unexpected, of a wrong shape, or not float.
+    """
     expected, found = expected_shapes(spec, prefixes), dict(packed.unpacked_shapes(tensors))
     stored = packed.stored
     messages = [
         *packed.told,
-        *_told("missing tensors", _missing(spec, expected, found, prefixes)),
-        *_told("unexpected tensors", [name for name in found if name not in expected]),
-        *_told("tensors of a wrong shape", [
+        *_listed("missing tensors", _missing(spec, expected, found, prefixes)),
+        *_listed("unexpected tensors", [name for name in found if name not in expected]),
+        *_listed("tensors of a wrong shape", [
             f"{name} {list(shape)} instead of {list(expected[name])}"
             for name, shape in found.items()
             if name in expected and shape != expected[name]
         ]),
-        *_told("tensors that are not float", [
+        *_listed("tensors that are not float", [
             f"{name} ({tensor.info.dtype})" for name, tensor in tensors.items()
             if tensor.info.dtype not in FLOAT_DTYPES and name not in stored
         ]),
@@ -289,7 +320,7 @@ def check_tensors(
 def _missing(
     spec: ModelSpec, expected: Mapping[str, Shape], found: Collection[str], prefixes: NamePrefixes
 ) -> list[str]:
-    """Tied, the head or the embedding may be absent, not both."""
+    """Return the missing tensors. If head and embedding are tied, either of them may be missing."""
     missing = [name for name in expected if name not in found]
     if not spec.causal:
         return missing
@@ -300,5 +331,5 @@ def _missing(
     return missing
 
 
-def _told(what: str, names: list[str]) -> list[str]:
+def _listed(what: str, names: list[str]) -> list[str]:
     return [f"{what}: {listed(names)}"] if names else []

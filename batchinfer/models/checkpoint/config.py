@@ -1,4 +1,4 @@
-"""Reads a checkpoint's configuration: config.json and the EOS ids of generation_config.json. No torch."""
+"""Reads the configuration of a checkpoint: config.json, and the EOS ids of generation_config.json. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Known = TypeVar("Known", Family, Multimodal, Family | Multimodal)
 
 
 def load_config(folder: Path) -> ModelSpec:
-    """Parse config.json and, where there is one, generation_config.json. JobFileError lists all mistakes."""
+    """Read config.json and, if there is one, generation_config.json. Raises JobFileError with all mistakes."""
     return parse_config(
         read_config_json(folder),
         load_if_there(folder / "generation_config.json"),
@@ -33,11 +33,20 @@ def load_config(folder: Path) -> ModelSpec:
 
 
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Path) -> ModelSpec:
-    """The model that these JSON objects describe; `path` is config.json's, for messages. Raises JobFileError."""
+    """Return the model of a configuration.
+
+    Args:
+        raw: config.json.
+        generation: generation_config.json, or {}.
+        path: The path of config.json, for messages.
+
+    Raises:
+        JobFileError: The configuration is invalid or not supported. It lists all mistakes.
+    """
     mistakes: list[str] = []
     family, raw, name = _decoder(raw, mistakes)
     stored_format(raw, mistakes)
-    if family is None or mistakes:  # what follows depends on the family
+    if family is None or mistakes:  # the other fields depend on the family
         raise checkpoint_error(path, *mistakes)
     files = ConfigFiles(Fields(raw, name, mistakes), Fields(generation, "generation_config.json", mistakes))
     spec = family.parse(files)
@@ -49,30 +58,29 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Pa
 
 
 def is_supported(raw: Mapping[str, Any]) -> bool:
-    """Whether config.json names a model type and a class that one of our families covers."""
+    """Return True if config.json names a model type and a class of a supported family."""
     return _family(raw, [], known_types()) is not None
 
 
 def known_types() -> dict[str, Family | Multimodal]:
-    """By `model_type`, what our own code computes."""
+    """Return the supported families and multimodal models by `model_type`."""
     return {**FAMILIES, **MULTIMODAL}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of the decoder: in a model of several parts, its text_config and the keys that hold for
-    it, too."""
+    """Return the decoder's configuration; of a multimodal model, text_config with the shared keys."""
     whole = multimodal_of(raw)
     return raw if whole is None else whole.text_config(raw) or {}
 
 
 def multimodal_of(raw: Mapping[str, Any]) -> Multimodal | None:
-    """The model of several parts that config.json describes, if it is one."""
+    """Return the multimodal model that config.json describes; None if it is not one."""
     kind = raw.get("model_type")
     return MULTIMODAL.get(kind) if isinstance(kind, str) else None
 
 
 def _decoder(raw: Mapping[str, Any], mistakes: list[str]) -> tuple[Family | None, Mapping[str, Any], str]:
-    """The decoder's family, what config.json says of it, and where."""
+    """Return the decoder's family, its configuration, and the name of that for messages."""
     known = _family(raw, mistakes, known_types())
     if not isinstance(known, Multimodal):
         return known, raw, "config.json"
@@ -80,7 +88,7 @@ def _decoder(raw: Mapping[str, Any], mistakes: list[str]) -> tuple[Family | None
     if stated is None:
         mistakes.append(f"config.json: text_config is {shown(raw.get('text_config'))}; wanted an object")
         return None, raw, name
-    # its `architectures` may name the class of the whole model
+    # `architectures` of text_config may name the multimodal class
     return _family({**stated, "architectures": None}, mistakes, FAMILIES, name), stated, name
 
 
@@ -101,7 +109,7 @@ def _family(
 
 
 def _contradictions(spec: ModelSpec) -> list[str]:
-    """Return the mistakes in a spec whose single values are all possible."""
+    """Return the mistakes of a spec whose single values are valid."""
     found = [f"config.json: {wrong}" for wrong in cache_mistakes(spec.caches)]
     if found:
         return found

@@ -1,4 +1,4 @@
-"""Weights that nobody trained: seeded random numbers in the sizes of a configuration. They cost what real ones do."""
+"""Dummy weights: seeded random numbers in the shapes of a configuration. They cost as much time as real weights."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ from batchinfer.models.spec.parameters import (
 )
 from batchinfer.models.spec.spec import ModelSpec
 
-_TABLES = -1  # where the layers' seeds start counting
+_TABLES = -1  # the number of the tables among the layers, for seeds
 
 
 class DummyWeights(Weights):
-    """Normal numbers in every matrix, 1 in every norm, 0 in every bias and vector.
+    """Normally distributed matrices; norms are 1, biases and vectors are 0.
 
-    Their deviation is 1 / √hidden: layers then give values of about one, which all dtypes hold, and change the
-    hidden state enough that an answer depends on its whole prompt.
-    A layer depends on the seed and its own number only, so that asking again, in any order, gives equal tensors on
-    the same kind of device.
+    The standard deviation is 1 / √hidden. Outputs of layers are then of about 1, which all dtypes can represent, and
+    answers depend on the whole prompt. A layer depends only on the seed and its number, so repeated calls return equal
+    tensors on devices of the same kind.
     """
 
     def __init__(
@@ -48,9 +47,11 @@ class DummyWeights(Weights):
         self._deviation = spec.hidden**-0.5
 
     def tables(self) -> Tables:
+        """Return the tables."""
         return Tables.of(self._drawn(_TABLES, table_parameters(self._spec)))
 
     def layer(self, index: int) -> LayerWeights:
+        """Return the fused tensors of a layer."""
         drawn = self.layer_tensors(index)
 
         def joined(parameters: Sequence[str]) -> Tensor:
@@ -60,13 +61,13 @@ class DummyWeights(Weights):
         return dict(fused_parameters(self._spec.layers[index], joined))
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
-        """One layer by its parameters' names, not yet fused."""
+        """Return the tensors of a layer by parameter name, not fused."""
         layer = self._spec.layers[index]
         drawn = self._drawn(index, layer_parameters(layer))
         return drawn | {name: drawn[name].float().zero_() for name in layer.vectors}
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by the name that a checkpoint gives it; a tied head is left out."""
+        """Yield every tensor by its name in a checkpoint, without a tied head."""
         spec = self._spec
         prefixes = NamePrefixes(FAMILIES[spec.family].names.base)
         shapes = expected_shapes(spec, prefixes)
@@ -90,7 +91,7 @@ class DummyWeights(Weights):
 def _stored(
     parameters: Mapping[str, Tensor], names: Mapping[str, StoredParameter], shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors as a checkpoint holds them: a parameter may be a part of one."""
+    """Yield tensors as a checkpoint stores them: one tensor may contain several parameters."""
     whole: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         place = names[name]
@@ -99,13 +100,13 @@ def _stored(
             continue
         if place.tensor not in whole:
             whole[place.tensor] = parameter.new_empty(shapes[place.tensor])
-        stretches = segments_of(whole[place.tensor], place)
-        stretches.copy_(parameter.view(stretches.shape))
+        segments = segments_of(whole[place.tensor], place)
+        segments.copy_(parameter.view(segments.shape))
     yield from whole.items()
 
 
 def write_checkpoint(folder: Path, config_json: Mapping[str, Any], weights: DummyWeights) -> None:
-    """The weights as a Hugging Face checkpoint: what other engines can load. Raises OSError."""
+    """Write the weights as a Hugging Face checkpoint, which other engines can load. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in weights.named()}
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")

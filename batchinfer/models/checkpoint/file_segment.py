@@ -1,5 +1,7 @@
-"""Stretches of a safetensors file that hold a parameter as it is. They are read without mapping the file: copying what
-is in the page cache takes a tenth of the time that faults for its pages take."""
+"""Segments of a safetensors file that contain a parameter as it is, read without mapping the file.
+
+Copying from the page cache takes a tenth of the time of page faults.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ from batchinfer.models.files.weight_files import StoredTensor
 from batchinfer_kernels.cpu.memory import ReusedPages
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PIECE_BYTES = 8 << 20  # read at once where values are converted: still in a cache when they are
+PIECE_BYTES = 8 << 20  # bytes of a read if values are converted, which then are still in a CPU cache
 
 
 @dataclass(frozen=True, slots=True)
 class FileSegment:
-    """Bytes of a file that are a tensor."""
+    """A contiguous segment of a file that is a tensor."""
 
     file: Path
     start: int
@@ -34,12 +36,19 @@ class FileSegment:
 
     @property
     def line_bytes(self) -> int:
-        """Return the bytes of what one index of the first dimension has."""
+        """Return the bytes per index of the first dimension."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def read(self, to: Tensor, pages: ReusedPages) -> None:
-        """Read it into a tensor of its shape, which may have another dtype or be on another device. Raises OSError,
-        also where the file has become shorter."""
+        """Read the segment into a tensor of its shape, of any dtype and on any device.
+
+        Args:
+            to: The tensor.
+            pages: Memory for conversions.
+
+        Raises:
+            OSError: Reading failed, or the file has become shorter.
+        """
         with self.file.open("rb", buffering=0) as file:
             if (to.dtype, to.device.type) == (self.dtype, "cpu"):
                 self._fill(file.fileno(), 0, to)
@@ -52,7 +61,7 @@ class FileSegment:
                 into.copy_(piece)
 
     def _fill(self, file: int, line: int, to: Tensor) -> None:
-        """Read lines from `line` on into a tensor on the host."""
+        """Read into a tensor on the host, from index `line` of the first dimension on."""
         room = to.flatten().view(torch.uint8).numpy().data
         at, done = self.start + line * self.line_bytes, 0
         while done < len(room):
@@ -63,7 +72,7 @@ class FileSegment:
 
 
 def segment_of(tensors: Mapping[str, StoredTensor], part: StoredPart) -> FileSegment | None:
-    """Return the stretch that a parameter is; None: it is packed, or in several places, or not here."""
+    """Return the segment that is a parameter; None if it is packed, not contiguous, or on another rank."""
     stored = part.stored
     if stored.rows or part.packed is not None or part.elsewhere:
         return None

@@ -1,4 +1,4 @@
-"""Reads the next layers' bytes of a checkpoint while a layer is packed. No torch."""
+"""Reads a checkpoint's next layers into the page cache while a layer is packed. No torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from batchinfer.models.checkpoint.stored_parts import StoredPart, StoredParts, b
 from batchinfer.models.files.safetensors_header import data_start
 from batchinfer.models.parallel.shard import WHOLE_MODEL
 
-PIECE_BYTES = 1 << 20  # that are read at once, into memory that stays in a cache
-AHEAD_BYTES = 512 << 20
-TABLES = -1  # what comes before the first layer
+PIECE_BYTES = 1 << 20  # bytes of a read, into memory that fits a CPU cache
+AHEAD_BYTES = 512 << 20  # limit on the bytes that are read ahead
+TABLES = -1  # the number of the tables, which come before the first layer
 THREAD = "batchinfer-read-ahead"
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes of a file, end exclusive."""
+    """A range of bytes of a file; `end` is exclusive."""
 
     file: Path
     start: int
@@ -29,25 +29,29 @@ class ByteRange:
 
 
 class ReadAhead:
-    """A thread that reads bytes before they are asked for, in the order in which they will be, and throws them away:
-    whoever reads them next finds them in the page cache. It ends when it is closed.
+    """A thread that reads a checkpoint's bytes into the page cache before the loader needs them.
 
-    To read them takes a third of the CPU time of asking the system to do so (posix_fadvise), which reads into pages of
-    4 KiB, and does not find the disk's full speed.
+    It discards the bytes. Reading takes a third of the CPU time of posix_fadvise, which allocates pages of 4 KiB and
+    does not reach the full speed of the disk.
     """
 
     def __init__(self, checkpoint: Checkpoint, parts: StoredParts | None = None) -> None:
-        """`parts`: those of a rank; None: all."""
+        """Create the thread's state; `tables` starts it.
+
+        Args:
+            checkpoint: The checkpoint.
+            parts: The parts that a rank reads. None: everything.
+        """
         self._checkpoint = checkpoint
         self._parts = parts or StoredParts(checkpoint, WHOLE_MODEL)
         self._starts: dict[Path, int] = {}
         self._changed = Condition()
         self._stopped = False
-        self._wanted = TABLES  # the layer that was asked for last
+        self._wanted = TABLES  # the layer that was requested last
         self._thread: Thread | None = None
 
     def close(self) -> None:
-        """End the thread, after at most the piece that it is reading."""
+        """Stop the thread after the piece that it is reading."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -56,18 +60,18 @@ class ReadAhead:
             self._thread = None
 
     def tables(self) -> None:
-        """Have the tables read, and then the first layers."""
+        """Start to read the tables, and then the layers."""
         self._thread = Thread(target=self._read, name=THREAD, daemon=True)
         self._thread.start()
 
     def layer(self, index: int) -> None:
-        """Have what comes after this layer read."""
+        """Allow reading beyond this layer, which the loader is reading now."""
         with self._changed:
             self._wanted = index
             self._changed.notify_all()
 
     def ranges(self, index: int) -> Sequence[ByteRange]:
-        """Return where a layer's tensors are, those that follow one another in a file as one."""
+        """Return the byte ranges of a layer's tensors. Adjacent ranges are merged."""
         return self._ranges(self._parts.layer(index).values())
 
     def _ranges(self, parts: Iterable[StoredPart]) -> Sequence[ByteRange]:
@@ -82,8 +86,10 @@ class ReadAhead:
         return joined
 
     def _stored(self, part: StoredPart) -> Iterator[ByteRange]:
-        """Yield where a parameter is read from. A part of each line of a tensor is left to whoever reads it: the system
-        would read all of it ahead."""
+        """Yield the byte ranges of a parameter.
+
+        Parts of each row of a tensor are left out: the kernel's readahead would read the whole tensor for them.
+        """
         for name in part.names:
             if name not in self._checkpoint.tensors:
                 continue
@@ -94,7 +100,7 @@ class ReadAhead:
                 yield ByteRange(tensor.file, start + within[0], start + within[1])
 
     def _data_start(self, path: Path) -> int:
-        """Return the byte of a file that the offsets of its tensors count from."""
+        """Return the byte of a file from which the offsets of its tensors count."""
         if path.suffix == GGUF:
             return 0
         if path not in self._starts:
@@ -102,28 +108,28 @@ class ReadAhead:
         return self._starts[path]
 
     def _read(self) -> None:
-        """Read all, but at most AHEAD_BYTES, or a layer, before they are asked for: the page cache may be small."""
-        asked: list[int] = []  # the bytes of the tables and of each layer so far
+        """Read everything, at most AHEAD_BYTES or one layer ahead of the loader: the page cache may be small."""
+        sizes: list[int] = []  # bytes of the tables and of each layer so far
         for index in range(TABLES, len(self._parts.spec.layers)):
             of_tables = index == TABLES
             ranges = self._ranges(self._parts.tables().values()) if of_tables else self.ranges(index)
             with self._changed:
-                self._changed.wait_for(lambda: self._stopped or self._is_near(asked))
+                self._changed.wait_for(lambda: self._stopped or self._is_near(sizes))
                 if self._stopped:
                     return
-            asked.append(sum(each.end - each.start for each in ranges))
+            sizes.append(sum(each.end - each.start for each in ranges))
             try:
                 for each in ranges:
                     self._read_range(each, index)
-            except OSError:  # whoever needs the bytes reads them again, and says what is wrong with the file
+            except OSError:  # the loader reads the bytes again, and reports the error
                 return
 
-    def _is_near(self, asked: Sequence[int]) -> bool:
-        ahead = asked[self._wanted - TABLES + 1 :]
+    def _is_near(self, sizes: Sequence[int]) -> bool:
+        ahead = sizes[self._wanted - TABLES + 1 :]
         return not ahead or sum(ahead) < AHEAD_BYTES
 
     def _read_range(self, wanted: ByteRange, index: int) -> None:
-        """Read a range of a layer, as long as none behind it is asked for."""
+        """Read a byte range of a layer, unless the loader has gone past that layer."""
         piece = memoryview(bytearray(PIECE_BYTES))
         with wanted.file.open("rb", buffering=0) as file:
             file.seek(wanted.start)

@@ -1,4 +1,4 @@
-"""Models known by name: their config.json as their makers state it, for runs on dummy weights. No torch."""
+"""Shapes of well-known models, the contents of their config.json, for runs on dummy weights. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu"}
 
 SHAPES: dict[str, dict[str, Any]] = {
-    # for tests and for trying the command
+    # for tests and first experiments
     "tiny": {
         **_LLAMA,
         "vocab_size": 512,
@@ -90,10 +90,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(name: str) -> ModelSpec:
-    """Return the configuration of a named shape. Raises UsageError for a name that is none."""
-    from batchinfer.models.checkpoint.config import (
-        parse_config,  # 28 ms, which the help of `bench` need not take
-    )
+    """Return the spec of a named shape. Raises UsageError for an unknown name."""
+    # Imported here because it takes 28 ms, which `bench --help` does not need
+    from batchinfer.models.checkpoint.config import parse_config
 
     if name not in SHAPES:
         raise UsageError(f"no shape is called {name!r}; there are {', '.join(SHAPES)}")

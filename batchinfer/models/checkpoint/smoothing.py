@@ -1,6 +1,9 @@
-"""Takes outlier channels out of what int8 has to round: from norms into the weights that read them, and from up
-projections into down projections (Xiao et al., 2023, "SmoothQuant", with half of the ratio moved, and with the sizes of
-weights in place of measured activations). Factors are powers of two, so that a model of floats keeps its bits."""
+"""Moves outlier channels out of int8 activations and into weights (Xiao et al., 2023, "SmoothQuant").
+
+They move from norms to the weights that read them, and from up projections to down projections. Half of the ratio
+moves, and sizes of weights replace measured activations. Factors are powers of two, which leave the results of an
+unquantised model bit by bit equal.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,24 @@ from batchinfer.models.spec.spec import (
     NormSpec,
 )
 
-# Of the median channel's size: smaller channels stay as they are, and with them most checkpoints
+# A channel is an outlier from this ratio to the median channel on. Most checkpoints have none
 OUTLIER_RATIO = 4.0
 
 
 class SmoothedWeights(Weights):
-    """Hands on a model's weights with smaller outliers, where products are computed in int8 that the checkpoint does
-    not store. `ranks` have the experts that are not here: what all experts read becomes smaller by what is in all of
-    them."""
+    """Passes on a model's weights with smaller outliers, for products that are quantised to int8 on loading.
+
+    Args:
+        weights: The weights.
+        spec: The model, or the rank's shard.
+        ranks: The ranks with the other experts. The factors of their common input depend on the experts of all ranks.
+    """
 
     def __init__(self, weights: Weights, spec: ModelSpec, ranks: Group | None = None) -> None:
         self._weights, self._spec, self._ranks = weights, spec, ranks or SingleRankGroup()
 
     def tables(self) -> Tables:
+        """Return the tables, with outliers moved from the final norm to the head."""
         tables, norm = self._weights.tables(), self._spec.final_norm
         if norm is None or not self._spec.has_head or not _is_rounded(self._spec.head):
             return tables
@@ -45,6 +53,7 @@ class SmoothedWeights(Weights):
         return replace(tables, head=_times(tables.head, factors), norms=norms)
 
     def layer(self, index: int) -> LayerWeights:
+        """Return the weights of a layer with smaller outliers."""
         layer, weights = self._spec.layers[index], dict(self._weights.layer(index))
         linears = {linear.name: linear for linear in layer.linears}
         for name, readers in norm_readers(layer):
@@ -58,7 +67,7 @@ class SmoothedWeights(Weights):
 
 
 def _is_rounded(linear: LinearSpec) -> bool:
-    """Whether its weight becomes int8 or int4 when it is loaded, and its inputs int8 when they come."""
+    """Return True if the weight is quantised to int8 or int4 on loading, and its inputs to int8."""
     form = linear.form
     return form is not None and form.codes in ("int4", "int8") and not form.stored
 
@@ -66,11 +75,11 @@ def _is_rounded(linear: LinearSpec) -> bool:
 def _smooth_norm(
     weights: dict[str, Tensor], name: str, norm: NormSpec, readers: list[LinearSpec], ranks: Group
 ) -> None:
-    """Divide a norm's weight, and multiply the columns of all that read it, also at other ranks."""
+    """Divide the weight of a norm, and multiply the columns of all products that read it, on all ranks."""
     if not any(map(_is_rounded, readers)) or any(reader.stored for reader in readers):
         return
     sizes = _sizes(weights[name], norm)
-    if not has_outliers(sizes):  # as at all ranks, which have this norm
+    if not has_outliers(sizes):  # equal on all ranks, as each has this norm
         return
     columns = ranks.all_gather(_columns(weights[reader.name] for reader in readers)).amax(0)
     factors = factors_of(sizes, columns)
@@ -110,31 +119,44 @@ def _smooth_half(weights: dict[str, Tensor], first: LinearSpec, second: LinearSp
 
 
 def scale_factors(weights: dict[str, Tensor], start: str, factors: Tensor) -> None:
-    """Change the factors of all adapters whose names begin so as the weight beside which they stand."""
+    """Multiply the factors of adapters like the weight that they are added to.
+
+    Args:
+        weights: The tensors of a layer, changed in place.
+        start: Prefix of the names of the adapters' factors.
+        factors: The multipliers.
+    """
     for name in [name for name in weights if name.startswith(start)]:
         weights[name] = _times(weights[name], factors)
 
 
-def has_outliers(loud: Tensor) -> bool:
-    """Whether one of the channels (K,) stands out by its size: most often none does, and nothing else is looked at."""
-    middle = loud.median()
-    return bool(middle > 0) and bool((loud / middle >= OUTLIER_RATIO).any())
+def has_outliers(sizes: Tensor) -> bool:
+    """Return True if any channel is an outlier.
 
-
-def factors_of(loud: Tensor, quiet: Tensor) -> Tensor | None:
-    """Return the powers of two that channels are divided by; None if no channel is an outlier.
-
-    loud: (K,) sizes of the channels; quiet: (K,) largest weights that read them. A factor is the square root of the
-    two ratios to the median, so that afterwards both are as far from it.
+    Args:
+        sizes: (K,) sizes of the channels.
     """
-    middle, usual = loud.median(), quiet.median()
-    if not bool(middle > 0) or not bool(usual > 0):
+    median = sizes.median()
+    return bool(median > 0) and bool((sizes / median >= OUTLIER_RATIO).any())
+
+
+def factors_of(sizes: Tensor, columns: Tensor) -> Tensor | None:
+    """Return the powers of two by which channels are divided, (K,); None if no channel is an outlier.
+
+    A factor is chosen such that afterwards the channel and its weights have about equal ratios to their medians.
+
+    Args:
+        sizes: (K,) sizes of the channels.
+        columns: (K,) largest weights that read them.
+    """
+    median, usual = sizes.median(), columns.median()
+    if not bool(median > 0) or not bool(usual > 0):
         return None
-    ratio = loud / middle
+    ratio = sizes / median
     outlying = ratio >= OUTLIER_RATIO
     if not bool(outlying.any()):
         return None
-    least = torch.maximum(quiet / usual, 1 / ratio)  # a weight may be 0
+    least = torch.maximum(columns / usual, 1 / ratio)  # weights may be 0
     powers = (ratio / least).sqrt().log2().round().clamp(min=0)
     return torch.where(outlying, powers.exp2(), 1.0)
 
@@ -144,7 +166,7 @@ def _sizes(weight: Tensor, norm: NormSpec) -> Tensor:
 
 
 def _columns(weights: Iterable[Tensor]) -> Tensor:
-    """Return the largest magnitude of each column of matrices."""
+    """Return the largest magnitude of each column, over several matrices."""
     return torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
 
 
@@ -153,7 +175,7 @@ def _times(weight: Tensor, factors: Tensor) -> Tensor:
 
 
 def _divided(weights: Mapping[str, Tensor], name: str, norm: NormSpec, factors: Tensor) -> dict[str, Tensor]:
-    """Return the weight and bias of a norm, divided."""
+    """Return the weight and bias of a norm, divided by factors."""
     weight = weights[name]
     found = {name: ((weight.float() + norm.offset) / factors - norm.offset).to(weight.dtype)}
     if norm.biased:

@@ -1,4 +1,4 @@
-"""The parts of stored tensors that hold a rank's part of a parameter. No torch."""
+"""The parts of stored tensors that a rank reads for its parameters. No torch."""
 
 from __future__ import annotations
 
@@ -22,17 +22,23 @@ NO_SLICES: Slices = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """Stored tensors that a parameter is read of: their `slices`, or all of those that have none. `stored` says where
-    the parameter lies in what is read, `packed` what it is packed as."""
+    """The parts of stored tensors from which a parameter is read.
+
+    Args:
+        stored: The part of the read values that is the parameter.
+        packed: The format of a quantised or sparse tensor.
+        slices: The part of each tensor that is read; tensors without an entry are read completely.
+        elsewhere: If True, another rank has the values, and this one uses zeros.
+    """
 
     stored: StoredParameter
     packed: PackedTensor | None = None
     slices: Slices = field(default_factory=dict)
-    elsewhere: bool = False  # another rank has the values, and here are zeros
+    elsewhere: bool = False
 
     @property
     def key(self) -> object:
-        """Return what tells the matrix that is read from others."""
+        """Return a key that is equal for parts that are read from the same matrix."""
         return (
             self.stored.tensor,
             self.stored.index,
@@ -48,58 +54,68 @@ class StoredPart:
 
 
 class StoredParts:
-    """The parts of a checkpoint's tensors that a rank's part of the model is read of."""
+    """The parts of a checkpoint's tensors from which a rank reads its shard."""
 
-    def __init__(self, checkpoint: Checkpoint, place: ModelShard) -> None:
-        """Raises CannotSplit where the model cannot be divided so."""
-        self._checkpoint, self._place = checkpoint, place
-        self.spec = shard_spec(checkpoint.spec, place)
+    def __init__(self, checkpoint: Checkpoint, shard: ModelShard) -> None:
+        """Create the parts. Raises CannotSplit if the model cannot be sharded like this."""
+        self._checkpoint, self._shard = checkpoint, shard
+        self.spec = shard_spec(checkpoint.spec, shard)
 
     def tables(self) -> dict[str, StoredPart]:
-        """Return the parts of the parameters before and after the layers that the checkpoint has."""
+        """Return the parts of the stored parameters before and after the layers."""
         whole = self._checkpoint
         names = table_names(whole.spec, whole.prefixes)
-        there = {name: place for name, place in names.items() if place.tensor in whole.shapes}
-        if self._place.is_whole:
-            return {name: stored_part(whole, place, None) for name, place in there.items()}
+        there = {name: stored for name, stored in names.items() if stored.tensor in whole.shapes}
+        if self._shard.is_whole:
+            return {name: stored_part(whole, stored, None) for name, stored in there.items()}
         spec = self.spec
         wanted = [*table_parameters(spec)]
         if spec.begins and spec.has_head and {HEAD, EMBEDDING} <= there.keys() and HEAD not in wanted:
-            wanted.append(HEAD)  # it may be another one, although they are said to be tied
+            wanted.append(
+                HEAD
+            )  # it may differ from the embedding although config.json says that they are tied
         other = {EMBEDDING: HEAD, HEAD: EMBEDDING}
-        places = {name: there[name if name in there else other[name]] for name in wanted}
-        return {name: self._part(place, table_cut(spec, name)) for name, place in places.items()}
+        found = {name: there[name if name in there else other[name]] for name in wanted}
+        return {name: self._part(stored, table_cut(spec, name)) for name, stored in found.items()}
 
     def layer(self, index: int) -> dict[str, StoredPart]:
-        """Return the parts of the parameters of a layer, counted from the first one of the rank."""
-        whole, place = self._checkpoint, self._place
-        first = 0 if place.layers is None else place.layers[0]
+        """Return the parts of the parameters of a layer, which is counted from the first one of the shard."""
+        whole, shard = self._checkpoint, self._shard
+        first = 0 if shard.layers is None else shard.layers[0]
         names = layer_names(whole.spec, first + index, whole.prefixes)
         own = self.spec.layers[index]
-        cuts = layer_cuts(whole.spec.layers[first + index], own, place)
+        cuts = layer_cuts(whole.spec.layers[first + index], own, shard)
         return {name: self._part(names[name], cut) for name, cut in cuts.items()}
 
     def _part(self, stored: StoredParameter, cut: ParameterCut) -> StoredPart:
-        return stored_part(self._checkpoint, stored, cut if self._place.cuts_layers else None)
+        return stored_part(self._checkpoint, stored, cut if self._shard.cuts_layers else None)
 
 
-def check_parts(checkpoint: Checkpoint, place: ModelShard) -> None:
-    """Raises CannotSplit where the checkpoint cannot be divided so: before anything is read."""
-    parts = StoredParts(checkpoint, place)
+def check_parts(checkpoint: Checkpoint, shard: ModelShard) -> None:
+    """Raise CannotSplit if the checkpoint cannot be sharded like this. Nothing is read."""
+    parts = StoredParts(checkpoint, shard)
     parts.tables()
     for index in range(len(parts.spec.layers)):
         parts.layer(index)
 
 
 def stored_part(checkpoint: Checkpoint, stored: StoredParameter, cut: ParameterCut | None) -> StoredPart:
-    """Return what is read for a rank's part of a parameter; None: the rank's layers are all there, and their tensors
-    are read as they are. Raises CannotSplit where the stored tensors cannot be divided so."""
+    """Return the part from which a rank reads a parameter.
+
+    Args:
+        checkpoint: The checkpoint.
+        stored: Where the parameter is stored.
+        cut: The part that the rank needs. None: all, as its layers are not cut.
+
+    Raises:
+        CannotSplit: The stored tensors cannot be cut like this.
+    """
     packed = checkpoint.packed.get(stored.tensor)
     if cut is None or (cut.is_whole and stored.part is None):
         return StoredPart(stored, packed)
     first = stored.tensor if packed is None else packed.stored[0]
     if checkpoint.tensors[first].file.suffix == GGUF:
-        raise CannotSplit("the tensors of a GGUF file are read as a whole, and cannot be divided among ranks")
+        raise CannotSplit("tensors of a GGUF file are read as a whole, and cannot be divided among ranks")
     try:
         return replace(_cut(checkpoint, stored, packed, cut), elsewhere=cut.elsewhere)
     except CannotSplit as error:
@@ -113,7 +129,7 @@ def _cut(
         rows = stored.rows if cut.outputs is None else stored.rows[slice(*cut.outputs)]
         columns = (ALL,) if cut.inputs is None else (slice(*cut.inputs),)
         return StoredPart(replace(stored, tensor=rows[0], rows=rows), None, dict.fromkeys(rows, columns))
-    part, outputs = _narrowed(stored.part, cut.outputs)
+    part, outputs = _cut_outputs(stored.part, cut.outputs)
     found = replace(stored, part=part)
     transposed = stored.part is not None and stored.part.transposed
     if packed is not None:
@@ -130,15 +146,17 @@ def _cut(
 def _spans(
     shape: Shape, transposed: bool, turned: bool, outputs: Span | None, inputs: Span | None
 ) -> tuple[Span, Span]:
-    """Return the spans of a packed matrix, which has this shape, in the order in which its `cut` takes them."""
+    """Return the spans of a packed matrix in the order of the arguments of its `cut`."""
     sizes = shape[::-1] if transposed or turned else shape
     spans = outputs or (0, sizes[0]), inputs or (0, sizes[1])
     return spans[::-1] if turned else spans
 
 
-def _narrowed(part: Part | None, outputs: Span | None) -> tuple[Part | None, Span | None]:
-    """Return where outputs of a parameter lie among those of its module that are read, and these. The index is that
-    of what is read."""
+def _cut_outputs(part: Part | None, outputs: Span | None) -> tuple[Part | None, Span | None]:
+    """Return the part of the outputs that are read which is the parameter, and the outputs to read.
+
+    The part has index 0 if the tensor has several matrices, as only one is read.
+    """
     if part is None:
         return None, outputs
     found = part if part.index is None else replace(part, index=0)
@@ -150,17 +168,17 @@ def _narrowed(part: Part | None, outputs: Span | None) -> tuple[Part | None, Spa
         return found, None
     first, end = outputs
     if first % width or end % width:
-        raise CannotSplit(f"outputs {first} to {end} lie across stretches of {width} of another product's")
+        raise CannotSplit(f"outputs {first} to {end} do not start and end at multiples of {width}")
     return found, (first // width * part.every, end // width * part.every)
 
 
 def slices_of(slices: Slices, name: str, shape: Shape) -> tuple[slice, ...]:
-    """Return the part of a stored tensor that is read; (): all of it, as also where it is a single value."""
+    """Return the slices of a stored tensor that are read; () for all of it, and always for single values."""
     return slices.get(name, ())[: len(shape)] if math.prod(shape) != 1 else ()
 
 
 def bytes_of(info: TensorInfo, slices: tuple[slice, ...]) -> Span | None:
-    """Return the bytes of a tensor, from its first one, that a part of it takes; None if others lie between them."""
+    """Return the range of bytes of a part, from the tensor's first byte; None if the part is not contiguous."""
     first, held, step = 0, 1, info.nbytes
     for size, part in zip(info.shape, slices, strict=False):
         span = range(size)[part]

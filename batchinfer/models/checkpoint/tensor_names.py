@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint must hold, by the names that its family gives them."""
+"""The tensors of a checkpoint, by the names that its family uses."""
 
 from __future__ import annotations
 
@@ -27,13 +27,18 @@ from batchinfer.models.spec.parameters import (
 from batchinfer.models.spec.spec import ModelSpec
 
 WEIGHT = ".weight"
-MAX_MTP_LAYERS = 64  # layers behind the last one; checkpoints have one
+MAX_MTP_LAYERS = 64  # published checkpoints have one
 
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """A tensor of a checkpoint, and which part of it the parameter is; None: all of it. With `rows` each row is a
-    tensor of its own, and `tensor` the first."""
+    """A tensor of a checkpoint, and the part of it that is the parameter.
+
+    Args:
+        tensor: The name of the tensor, or of the first one with `rows`.
+        part: The part of the tensor. None: all of it.
+        rows: If set, each row of the parameter is a tensor of its own, with these names.
+    """
 
     tensor: str
     part: Part | None = None
@@ -41,44 +46,49 @@ class StoredParameter:
 
     @property
     def index(self) -> int | None:
-        """Return the index of its matrix, if the tensor holds several."""
+        """Return the index of the matrix, if the tensor stores several."""
         return None if self.part is None else self.part.index
 
     def shape(self, parameter: Shape) -> Shape:
-        """The least that the tensor's may be, to hold a parameter of this shape."""
+        """Return the smallest shape of a tensor that stores a parameter of this shape."""
         if self.part is None:
             return parameter
-        rows, stretch = parameter[0], self.part.stop - self.part.start
-        stored = self.part.stop if self.part.every is None else rows // stretch * self.part.every
+        rows, width = parameter[0], self.part.stop - self.part.start
+        stored = self.part.stop if self.part.every is None else rows // width * self.part.every
         whole = (stored, *parameter[1:])
         matrix = whole[::-1] if self.part.transposed else whole
         return matrix if self.part.index is None else (self.part.index + 1, *matrix)
 
 
 def prefixes_of(family: str, names: Collection[str], among: Iterable[NamePrefixes] = ()) -> NamePrefixes:
-    """Return the prefixes of the names: one of `among`, or else what the family's checkpoints have before those of the
-    base model, mostly "model."; nothing where only the base model was saved."""
+    """Return the prefixes of a checkpoint's tensors.
+
+    This is the first of `among` that occurs, or else the family's usual prefix, or none if only the base model was
+    saved.
+    """
     known = (*among, NamePrefixes(FAMILIES[family].names.base))
     found = (each for each in known if any(name.startswith(each.base) for name in names))
     return next(found, NamePrefixes())
 
 
 def ignores(family: str, name: str) -> bool:
-    """Whether a tensor is one that old checkpoints saved although it is computed, or one on top of an encoder."""
+    """Return True if a tensor is not read: it is computed instead, or belongs to a head on top of an encoder."""
     names = FAMILIES[family].names
     return name.endswith(names.ignored) or name.removeprefix(names.base).startswith(names.unread)
 
 
 def stored_classifier(spec: ModelSpec, names: Collection[str], prefixes: NamePrefixes) -> ModelSpec:
-    """Return the model without a classification head that config.json names, and of which none of `names` is: a base
-    model was saved under the configuration of another class."""
+    """Return the model without its classification head if the head's tensors are not among `names`.
+
+    Some base models were saved with the configuration of a class that has a head.
+    """
     if spec.classifier is None or table_names(spec, prefixes)[CLASSIFIER_OUT].tensor in names:
         return spec
     return spec.without_classifier()
 
 
 def mtp_prefixes(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefixes) -> tuple[str, ...]:
-    """Return the prefixes of the layers for multi-token prediction behind the last layer, which are not run."""
+    """Return the prefixes of the MTP layers after the last layer, which are not run."""
     family, first = FAMILIES[spec.family], len(spec.layers)
     count = raw.get(family.mtp_layers_key) if family.mtp_layers_key else 0
     numbers = range(first, first + min(count, MAX_MTP_LAYERS)) if isinstance(count, int) else ()
@@ -86,8 +96,7 @@ def mtp_prefixes(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefixes
 
 
 def table_names(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, StoredParameter]:
-    """Map the parameters before and after the layers to their places in the checkpoint; a head even if it is the
-    embedding."""
+    """Return where the parameters before and after the layers are stored. A head is included even if it is tied."""
     names = FAMILIES[spec.family].names
     modules = {
         EMBEDDING: prefixes.base + names.embedding,
@@ -111,7 +120,7 @@ def _classifier_modules(names: ClassifierNames | None, prefixes: NamePrefixes) -
 
 
 def layer_names(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[str, StoredParameter]:
-    """Parameter of the layer → where it is stored."""
+    """Return where the parameters of a layer are stored."""
     layer, family = spec.layers[index], FAMILIES[spec.family]
     start = f"{prefixes.base}{family.names.layers}.{index}."
     return dict(_stored(layer_parameters(layer), family.modules(layer), start))
@@ -133,7 +142,7 @@ def _stored(
 
 
 def expected_shapes(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, Shape]:
-    """Name → shape of every tensor; a tied checkpoint may leave out the head or the embedding."""
+    """Return the shapes of all tensors by name. In a tied checkpoint the head or the embedding may be missing."""
     tables = table_parameters(spec)
     shapes: dict[str, Shape] = {}
     head = {HEAD: tables[EMBEDDING]} if spec.causal else {}
@@ -144,7 +153,7 @@ def expected_shapes(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, Shape]
 
 
 def layer_shapes(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[str, Shape]:
-    """Name → shape of every tensor of a layer."""
+    """Return the shapes of the tensors of a layer by name."""
     shapes: dict[str, Shape] = {}
     _add(shapes, layer_names(spec, index, prefixes), layer_parameters(spec.layers[index]))
     return shapes
@@ -153,7 +162,7 @@ def layer_shapes(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[st
 def _add(
     shapes: dict[str, Shape], names: Mapping[str, StoredParameter], parameters: Mapping[str, Shape]
 ) -> None:
-    """A tensor that holds several parameters is as large as the last of them needs it to be."""
+    """Add the shapes of tensors. A tensor with several parameters is large enough for all of them."""
     for parameter, stored in names.items():
         if stored.rows:
             shapes |= dict.fromkeys(stored.rows, parameters[parameter][1:])

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, read layer by layer in the run's dtype."""
+"""Reads the weights of a checkpoint layer by layer, in the dtype of the run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LayerWeights = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The weights before and after the layers. If they are tied, `head` is the very tensor `embedding`."""
+    """The weights before and after the layers. If they are tied, `head` is the same tensor object as `embedding`."""
 
     embedding: Tensor  # (vocab, hidden)
     head: Tensor  # (vocab, hidden)
@@ -65,12 +65,12 @@ class Tables:
     positions: Tensor | None = None  # (max positions, hidden)
     token_types: Tensor | None = None  # (types, hidden)
     distances: Tensor | None = None  # (buckets, query heads)
-    # Those of a classification head by the names of their parameters; a checkpoint's are float32
+    # The parameters of a classification head by name, float32 if they are from a checkpoint
     classifier: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, found: Mapping[str, Tensor]) -> Tables:
-        """Make them from tables by parameter name; if only one of embedding and head is there, it is both."""
+        """Return the tables from tensors by parameter name. A missing head is the embedding, and vice versa."""
         embedding, head = found.get(EMBEDDING), found.get(HEAD)
         table = embedding if embedding is not None else found[HEAD]
         return cls(
@@ -85,8 +85,10 @@ class Tables:
 
 
 class Weights(ABC):
-    """Where a decoder gets its weights from, a layer at a time, so that it never needs them all twice. In a `with`
-    block it may read ahead, and is asked for the tables and then for the layers in their order."""
+    """A source of a decoder's weights, layer by layer, which avoids holding all of them twice.
+
+    Within a `with` block it may read ahead: call `tables`, and then `layer` in ascending order.
+    """
 
     def __enter__(self) -> Self:
         return self
@@ -96,28 +98,33 @@ class Weights(ABC):
 
     @abstractmethod
     def tables(self) -> Tables:
-        """Embedding, head and final norm."""
+        """Return the weights before and after the layers."""
 
     @abstractmethod
     def layer(self, index: int) -> LayerWeights:
-        """The weights of one layer, in tensors of their own."""
+        """Return the weights of a layer, in tensors that share no memory with others."""
 
 
 class ReadCount:
-    """Counts bytes of tensors as they are stored, each time that they are read, out of files or the page cache. What is
-    read ahead is read again, and counts once."""
+    """Counts the stored bytes of all tensors that are read, from files or the page cache.
+
+    Bytes that are read ahead count once, when the loader reads them.
+    """
 
     def __init__(self) -> None:
         self.bytes = 0
 
     def add(self, count: int) -> None:
-        """Count so many more."""
+        """Add to the count."""
         self.bytes += count
 
 
 class CheckpointWeights(Weights):
-    """Weights out of safetensors files, mapped only while a layer is copied out of them, or of GGUF files. Of a rank's
-    part of a model nothing else is read; layers are counted from its first one."""
+    """Weights of a checkpoint, in safetensors or GGUF files.
+
+    Safetensors files are mapped only while a layer is copied. A rank reads only its shard; layers are counted from the
+    shard's first one.
+    """
 
     def __init__(
         self,
@@ -127,7 +134,18 @@ class CheckpointWeights(Weights):
         shard: ModelShard = WHOLE_MODEL,
         read: ReadCount | None = None,
     ) -> None:
-        """`read`: counts what is read. Raises CannotSplit where the checkpoint cannot be divided so."""
+        """Create the weights.
+
+        Args:
+            checkpoint: The checkpoint.
+            dtype: The dtype of the run.
+            device: The device of the tensors.
+            shard: The part of the model to read.
+            read: Counts the bytes that are read.
+
+        Raises:
+            CannotSplit: The checkpoint cannot be sharded like this.
+        """
         self._checkpoint = checkpoint
         self._parts = StoredParts(checkpoint, shard)
         self._dtype = dtype
@@ -147,6 +165,7 @@ class CheckpointWeights(Weights):
         self._pages.close()
 
     def tables(self) -> Tables:
+        """Return the weights before and after the layers."""
         if self._ahead is not None:
             self._ahead.tables()
         parts = self._parts.tables()
@@ -158,15 +177,16 @@ class CheckpointWeights(Weights):
                 for name, part in parts.items()
             }
         spec = self._parts.spec
-        # transformers ties two stored tables only when they are equal, whatever config.json says
+        # transformers ties two stored tables only if they are equal, whatever config.json says
         both = EMBEDDING in found and HEAD in found
         if both and spec.tied and torch.equal(found[EMBEDDING], found[HEAD]):
             del found[HEAD]
-        if not spec.begins:  # its dtype and device are asked for
+        if not spec.begins:  # an empty one, which provides the dtype and the device
             found[EMBEDDING] = torch.empty(0, spec.hidden, dtype=self._dtype, device=self._device)
         return Tables.of(found)
 
     def layer(self, index: int) -> LayerWeights:
+        """Return the weights of a layer."""
         if self._ahead is not None:
             self._ahead.layer(index)
         self._pages.forget()
@@ -185,13 +205,13 @@ class CheckpointWeights(Weights):
             return found
 
     def tensor(self, name: str) -> Tensor:
-        """Read a tensor that is no parameter of the model, dequantised where it is packed."""
+        """Read a tensor that is not a parameter of the model, dequantised if necessary."""
         part = stored_part(self._checkpoint, StoredParameter(name), None)
         with _OpenFiles(self._checkpoint, self._count) as files:
             return self._copied([files.found(part)], self._dtype)
 
     def _coded(self, linear: LinearSpec, parts: Sequence[StoredCodes]) -> dict[str, Tensor]:
-        """The parts above one another, with their scales and, where blocks share these, the lines that say which."""
+        """Return the concatenated quantised values and scales of the parts, with zero points and lines if they have any."""
         copied = {
             linear.name: self._copied([part.codes for part in parts], parts[0].codes.dtype),
             linear.name + SCALES: self._copied([part.scales for part in parts], parts[0].scales.dtype),
@@ -208,7 +228,7 @@ class CheckpointWeights(Weights):
         return copied
 
     def _copied(self, parts: Sequence[Tensor | FileSegment], dtype: torch.dtype) -> Tensor:
-        """The parts above one another, cast and read or copied in one pass."""
+        """Return the concatenation of the parts in `dtype`, read or copied in one pass."""
         rows = sum(part.shape[0] for part in parts)
         whole = self._empty((rows, *parts[0].shape[1:]), dtype)
         start = 0
@@ -223,7 +243,10 @@ class CheckpointWeights(Weights):
         return whole
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory to be written. A CPU's is in huge pages: a fault for every 4 KiB would take as long as the copy."""
+        """Return uninitialised memory.
+
+        A CPU uses huge pages: a page fault per 4 KiB would take as much time as the copy.
+        """
         if torch.device(self._device).type == "cpu":
             return self._pages.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self._device)
@@ -231,8 +254,11 @@ class CheckpointWeights(Weights):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredCodes:
-    """A parameter whose values are quantised, (N, K); of MXFP4 as `Codes` has them. Scales are (N,), or
-    (blocks, groups) of which each output has a line, or like zeros (N, groups)."""
+    """The quantised values of a parameter, (N, K), or packed like `Codes` for MXFP4.
+
+    Scales are (N,), or (N, groups) like zeros. Block scales are (blocks, groups), and `lines` is the row of them for
+    each output.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -241,12 +267,12 @@ class StoredCodes:
 
 
 def segments_of(tensor: Tensor, stored: StoredParameter) -> Tensor:
-    """The part of a stored tensor that is the parameter, as a view: (stretches, outputs of each, …)."""
+    """Return the part of a stored tensor that is the parameter, as a view: (segments, outputs per segment, …)."""
     return _segments(tensor if stored.index is None else tensor[stored.index], stored.part)
 
 
 def _segments(tensor: Tensor, part: Part | None) -> Tensor:
-    """Return the stretches of outputs that the part has of the tensor, or of one matrix in it."""
+    """Return the segments of outputs that a part consists of, from a tensor or one matrix of it."""
     if part is None:
         return tensor[None]
     outputs = tensor.t() if part.transposed and tensor.dim() > 1 else tensor
@@ -255,7 +281,7 @@ def _segments(tensor: Tensor, part: Part | None) -> Tensor:
 
 
 class _OpenFiles:
-    """The files of a checkpoint, mapped when first needed and unmapped at the end."""
+    """The files of a checkpoint, mapped on first use and unmapped at the end."""
 
     def __init__(self, checkpoint: Checkpoint, count: ReadCount) -> None:
         self._checkpoint, self._count = checkpoint, count
@@ -273,7 +299,7 @@ class _OpenFiles:
         self._stack.close()
 
     def found(self, part: StoredPart) -> Tensor | FileSegment:
-        """Return where a parameter can be read as it is stored, or else read it."""
+        """Return the file segment of a parameter, or else its tensor."""
         return segment_of(self._checkpoint.tensors, part) or self.parameter(part)
 
     def parameter(self, part: StoredPart) -> Tensor:
@@ -286,7 +312,7 @@ class _OpenFiles:
         return torch.zeros_like(found) if part.elsewhere else found
 
     def coded(self, part: StoredPart) -> StoredCodes:
-        """Read a parameter's quantised values as they are stored, of a tensor that `keep_quantized` names."""
+        """Read the quantised values of a parameter that `keep_quantized` has chosen."""
         stored, packed = part.stored, part.packed
         assert packed is not None, "keep_quantized names packed tensors"
         if self._last_codes is None or self._last_codes[0] != part.key:
@@ -298,15 +324,18 @@ class _OpenFiles:
             return _segments(tensor, place).flatten(0, 1)
 
         lines = own(torch.arange(len(codes.values), dtype=torch.int32) // codes.high)
-        # Of a part all scales of blocks are kept, which its lines choose from
+        # A part keeps the scales of all blocks; its lines select from them
         in_blocks = form is not None and form.scales == "block"
         scales = codes.scales if in_blocks else own(codes.scales)
         zeros = None if codes.zeros is None else own(codes.zeros)
         return StoredCodes(own(codes.values), scales, lines, zeros)
 
     def _matrix(self, part: StoredPart) -> Tensor:
-        """A tensor, or one of the matrices in it, dequantised where it is packed. One matrix at a time: a tensor may
-        hold those of hundreds of experts. Kept until another is asked for, since it may hold several parameters."""
+        """Return a tensor, or one matrix of it, dequantised if necessary.
+
+        Matrices are read one at a time, as a tensor may have one for each of hundreds of experts. The last one is
+        cached, as it may contain several parameters.
+        """
         key = part.key
         if self._last is None or self._last[0] != key:
             self._last = key, self._unpacked(part)
@@ -322,7 +351,7 @@ class _OpenFiles:
         return packed.dequantized(read)[index]
 
     def _read(self, name: str, index: int | None = None, slices: Slices = NO_SLICES) -> Tensor:
-        """A view of the mapped file, or what a GGUF file stores."""
+        """Return a view of the mapped file, or a tensor that is read from a GGUF file."""
         stored = self._checkpoint.tensors[name]
         if stored.file.suffix == GGUF:
             self._count.add(stored.info.nbytes)

@@ -1,1 +1,1 @@
-"""The one decoder that runs every model of ours."""
+"""The decoder that runs the models of all supported families."""

@@ -1,4 +1,4 @@
-"""The attention half of a decoder layer, as its spec describes it: from what its norm gave to what is added."""
+"""The attention half of a decoder layer, between the norm before it and the residual addition."""
 
 from __future__ import annotations
 
@@ -16,12 +16,20 @@ from batchinfer_kernels.paged_attention import ScoreRules
 
 
 class AttentionHalf(ABC):
-    """(T, hidden) → (T, hidden), in three parts. What the first and the last launch depends on the number of tokens
-    alone, not on whose they are."""
+    """Computes attention in three parts, (T, hidden) → (T, hidden).
+
+    The kernels that `queries` and `result` launch depend only on the number of tokens, so they can be captured.
+    """
 
     @abstractmethod
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        """x, what the layer's norm gave → (T, heads, dim). K and V of the step's tokens are written to the cache."""
+        """Return the queries, (T, heads, dim), and write K and V of the step's tokens to the cache.
+
+        Args:
+            x: (T, hidden), the output of the norm.
+            inputs: Positions and slots of the step.
+            cache: The cache of the layer.
+        """
 
     @abstractmethod
     def attend(
@@ -32,21 +40,24 @@ class AttentionHalf(ABC):
         plan: AttentionPlan,
         out: Tensor | None = None,
     ) -> Tensor:
-        """(T, heads, dim) → (T, heads, another dim), written to `out` if given."""
+        """Return the attention results, (T, heads, v_dim), for queries (T, heads, dim).
+
+        They are written to `out` if it is given.
+        """
 
     @abstractmethod
     def result(self, attended: Tensor, inputs: AttentionInputs) -> Tensor:
-        """→ (T, hidden)"""
+        """Return the output projection, (T, hidden)."""
 
     @property
     @abstractmethod
     def widths(self) -> tuple[int, int]:
-        """Values of a token: of its queries, and of what is attended."""
+        """Return the values per token of the queries, and of the attention results."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadsAttention(AttentionHalf):
-    """q, k and v by heads."""
+    """Attention with q, k and v per head."""
 
     ops: Ops
     spec: AttentionSpec
@@ -55,6 +66,7 @@ class HeadsAttention(AttentionHalf):
     rules: ScoreRules
 
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
+        """Return the rotated queries, and write K and V to the cache."""
         spec = self.spec
         qkv = self.parts.product(spec.first, x, inputs)
         if spec.q_norm is not None and not spec.norms_heads:
@@ -74,45 +86,51 @@ class HeadsAttention(AttentionHalf):
         plan: AttentionPlan,
         out: Tensor | None = None,
     ) -> Tensor:
+        """Return the attention results."""
         if inputs.parts is not None and self.spec.kv_layer is None:
             self.ops.copy_parts(cache, inputs.parts)
         return self.ops.attention(queries, cache, plan, self.rules, out)
 
     def result(self, attended: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Return the output projection."""
         return self.parts.product("o", attended.flatten(1), inputs)
 
     @property
     def widths(self) -> tuple[int, int]:
+        """Return the values per token of the queries, and of the attention results."""
         return self.spec.q_width, self.spec.q_width
 
     def _rotated(self, heads: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        """q; rotated k, and v, go to the cache."""
+        """Return the rotated q, and write the rotated k, and v, to the cache."""
         spec = self.spec
         q_end, k_end = spec.q_heads, spec.q_heads + spec.kv_heads
         q, k, v = heads[:, :q_end], heads[:, q_end:k_end], heads[:, k_end:]
         return self.ops.rope_store(q, k, v, self.turn, inputs, cache)
 
     def _rotated_alone(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
-        """q, where the cache is that of an earlier layer, which has filled it."""
+        """Return the rotated q, for a layer that reads the cache of an earlier one."""
         return self.ops.rope(q, self.turn, inputs)
 
     def _norm_apart(self, qkv: Tensor) -> None:
-        """Norms q and k in place, before they are rotated."""
+        """Norm q and k in place, before they are rotated."""
         widths = {"q_norm": self.spec.q_width, "k_norm": self.spec.kv_width}
         start = 0
         for name, norm in self.spec.norms.items():
             assert norm is not None
             part = qkv[:, start : start + widths[name]]
             start += widths[name]
-            stretches = part.view(len(part), -1, norm.width)
-            normed, _ = self.ops.norm(norm, self.parts.norms, name, stretches.contiguous())
-            stretches.copy_(normed)
+            rows = part.view(len(part), -1, norm.width)
+            normed, _ = self.ops.norm(norm, self.parts.norms, name, rows.contiguous())
+            rows.copy_(normed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentAttention(AttentionHalf):
-    """K and V are made of a latent, or stay one: see `Ops.latent_attention`. That is decided for a step's sequences,
-    not for the number of its tokens, and so it is a part of attention."""
+    """Attention over latents; see `Ops.latent_attention`.
+
+    Whether K and V are computed from latents depends on the step's sequences, not only on the number of tokens. So
+    `attend` does it.
+    """
 
     ops: Ops
     spec: LatentAttentionSpec
@@ -121,6 +139,7 @@ class LatentAttention(AttentionHalf):
     heads: LatentHeads
 
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
+        """Return the queries with their rotated part, and write latents to the cache."""
         spec = self.spec
         q = self._queries(x, inputs).view(-1, spec.q_heads, spec.q_dim)
         turned = q[..., spec.plain_dim :]
@@ -137,15 +156,18 @@ class LatentAttention(AttentionHalf):
         plan: AttentionPlan,
         out: Tensor | None = None,
     ) -> Tensor:
+        """Return the attention results."""
         if inputs.parts is not None:
             self.ops.copy_parts(cache, inputs.parts)
         return self.ops.latent_attention(queries, cache, plan, self.heads, self.spec.scale, out)
 
     def result(self, attended: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Return the output projection."""
         return self.parts.product("o", attended.flatten(1), inputs)
 
     @property
     def widths(self) -> tuple[int, int]:
+        """Return the values per token of the queries, and of the attention results."""
         spec = self.spec
         return spec.q_heads * spec.q_dim, spec.q_heads * spec.v_dim
 
@@ -164,7 +186,7 @@ class LatentAttention(AttentionHalf):
 def attention_half(
     ops: Ops, spec: AttentionSpec | LatentAttentionSpec | None, parts: LayerParts
 ) -> AttentionHalf | None:
-    """The one that the spec describes, if it describes one."""
+    """Return the attention half of a layer; None if the layer has no attention."""
     if spec is None:
         return None
     assert parts.rope is not None, "heads are rotated, if by an angle of 0"
@@ -177,7 +199,7 @@ def attention_half(
 
 
 def _head_turn(spec: AttentionSpec, parts: LayerParts, rope: RopeTable) -> HeadTurn:
-    """Return the rotation with the norms that are computed with it: those of each head by itself."""
+    """Return the rotation, with the norms of single heads that the same operator computes."""
     norm, found = spec.q_norm, parts.norms
     if norm is None or not spec.norms_heads:
         return HeadTurn(rope)
@@ -185,7 +207,7 @@ def _head_turn(spec: AttentionSpec, parts: LayerParts, rope: RopeTable) -> HeadT
 
 
 def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> LatentHeads | None:
-    """Pack the weights that make K and V of a latent, head by head; None without a latent."""
+    """Pack the weights that compute K and V from latents, head by head; None without latents."""
     attention = spec.attention
     if not isinstance(attention, LatentAttentionSpec):
         return None
@@ -202,7 +224,7 @@ def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Laten
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBoundary:
-    """The point before the attention of a layer, whose cache holds K and V of the step's tokens by then."""
+    """The point before the attention of a layer. The cache already holds K and V of the step's tokens."""
 
     queries: Tensor  # (T, heads, dim)
     attention: AttentionHalf
@@ -211,7 +233,7 @@ class AttentionBoundary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaticBuffers:
-    """Tensors that hold, for steps of up to `tokens` tokens, what is passed on at each boundary and at the end."""
+    """Buffers for steps of up to `tokens` tokens: the tensors passed at each boundary, and the result."""
 
     tokens: int
     queries: Tensor  # (tokens × the widest queries,)

@@ -1,4 +1,4 @@
-"""A decoder layer, as its spec describes it."""
+"""A decoder layer, built from its spec."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from batchinfer.models.spec.spec import LayerSpec, LinearSpec
 
 
 class Block(DecoderLayer):
-    """A layer as one operator after the other."""
+    """A layer that calls its operators one by one."""
 
     def __init__(self, ops: Ops, spec: LayerSpec, parts: LayerParts) -> None:
         self._ops, self._spec, self._parts = ops, spec, parts
@@ -44,6 +44,7 @@ class Block(DecoderLayer):
         cache: LayerCache | None,
         plan: AttentionPlan | None,
     ) -> tuple[Tensor, Tensor | None]:
+        """Run the layer, and return the next layer's x and residual."""
         if self._attention is None:
             x, residual = self._before("post_norm", x, residual)
             return self._feed(x, inputs), residual
@@ -51,24 +52,28 @@ class Block(DecoderLayer):
         assert plan is not None, "a layer with attention reads a cache"
         queries, normed, residual = self.begin(x, residual, inputs, cache)
         attended = self._attention.attend(queries, inputs, cache, plan)
-        del queries  # not kept while the widest tensors of the layer are made
+        del queries  # frees memory before the widest tensors of the layer are allocated
         return self.end(attended, normed, residual, inputs)
 
     @property
     def attends(self) -> bool:
-        """Whether it has attention; without, it is not begun and ended but called."""
+        """Return True if it has attention. Otherwise use `__call__` instead of `begin` and `end`."""
         return self._attention is not None
 
     @property
     def attention(self) -> AttentionHalf:
+        """Return the attention half."""
         assert self._attention is not None, "a layer without attention is called"
         return self._attention
 
     def begin(
         self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, cache: LayerCache
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Compute the part of a layer before attention → (queries, the output of its norm if `end` needs it, the
-        residual). K and V of the step's tokens are written to the cache."""
+        """Run the part of the layer before attention, and write K and V of the step's tokens to the cache.
+
+        Returns:
+            The queries, the output of the norm if `end` needs it, and the residual.
+        """
         normed, residual = self._before("input_norm", x, residual)
         queries = self.attention.queries(normed, inputs, cache)
         return queries, normed if self._spec.parallel and "post_norm" not in self._norms else None, residual
@@ -76,7 +81,7 @@ class Block(DecoderLayer):
     def end(
         self, attended: Tensor, normed: Tensor | None, residual: Tensor, inputs: AttentionInputs
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the part of a layer after attention → the next layer's x and residual."""
+        """Run the part of the layer after attention, and return the next layer's x and residual."""
         if self._spec.norms_sums:
             return self._end_of_sums(self.attention.result(attended, inputs), residual, inputs), None
         attended = self._after("attention_norm", self.attention.result(attended, inputs))
@@ -87,13 +92,13 @@ class Block(DecoderLayer):
         return self._feed(x, inputs), residual
 
     def _end_of_sums(self, attended: Tensor, residual: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Compute the same where sums are normed: nothing is left to be added."""
+        """Run the part after attention of a layer that norms sums. No residual is left."""
         x, _ = self._before("attention_norm", attended, residual)
         fed = feed_forward(self._ops, self._spec, self._parts, x, inputs)
         return self._before("feed_forward_norm", fed, x)[0]
 
     def _feed(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        """The feed-forward half, from what its norm gave to what is added to the residual."""
+        """Run the feed-forward half, from the output of its norm to the summand of the residual."""
         x = feed_forward(self._ops, self._spec, self._parts, x, inputs)
         return self._after("feed_forward_norm", x)
 
@@ -112,7 +117,7 @@ class Block(DecoderLayer):
 
 
 def build_layer(ops: Ops, spec: LayerSpec, parts: LayerParts) -> DecoderLayer:
-    """Build the layer of its packed parts; in one call where the operators offer that."""
+    """Build a layer from packed parts. It is a single fused call if the operators support that."""
     return ops.fuse(spec, parts) or Block(ops, spec, parts)
 
 
@@ -125,9 +130,17 @@ def pack_layer(
     room: AdapterRoom | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> LayerParts:
-    """Pack the layer's weights as the operators want them. `rope`: None where it has no attention, or is not known
-    yet. `adapters`: how many there are, whose factors may be among the weights; `room` and `ranks`: as for
-    pack_weights."""
+    """Pack the weights of a layer for the operators.
+
+    Args:
+        ops: The operators.
+        spec: The layer.
+        weights: Its weights, which may include factors of adapters.
+        rope: The rotary table. None: the layer has no attention, or the table is not known yet.
+        adapters: The number of adapters.
+        room: As for `pack_weights`.
+        ranks: As for `pack_weights`.
+    """
     linears = {
         linear.name: _packed(ops, linear, weights)
         for linear in spec.linears
@@ -152,7 +165,7 @@ def pack_layer(
 def _adapters(
     ops: Ops, spec: LayerSpec, weights: LayerWeights, count: int, room: AdapterRoom | None
 ) -> Iterator[tuple[str, Adapters]]:
-    """Yield the names of the products that any adapter changes, and the factors of all adapters for each."""
+    """Yield the products that any adapter changes, with the factors of all adapters."""
     for linear in spec.linears:
         found = [
             None if a not in weights else Factors(weights[a], weights[b])
@@ -175,8 +188,7 @@ def _packed(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
 
 
 def _weight(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Weight:
-    """Return a product's weight, with its scales where it is stored quantised; quantised here, if the spec says so; or
-    as the sparse one that it is."""
+    """Return the weight of a product: stored with scales, sparse, or quantised here if the spec says so."""
     weight, scales = weights[linear.name], weights.get(linear.name + SCALES)
     if scales is None:
         if linear.form is not None and not linear.form.coded:

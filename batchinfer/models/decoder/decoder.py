@@ -1,4 +1,4 @@
-"""A decoder over a paged KV cache, or an encoder, as its spec describes it, made of `ops`."""
+"""A decoder over a paged KV cache, or an encoder, built from its spec and from operators."""
 
 from __future__ import annotations
 
@@ -25,27 +25,37 @@ from batchinfer_kernels.low_rank import AdaptedRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taps:
-    """Takes what some layers read in one step: their numbers, ascending, where the number of all layers stands for what
-    the last one gives, and (T, hidden) for each of them."""
+    """Records the inputs of some layers in one step, (T, hidden) each.
+
+    Args:
+        layers: The numbers of the layers, ascending. The number of all layers means the output of the last one.
+        states: The recorded inputs.
+    """
 
     layers: tuple[int, ...]
     states: list[Tensor] = field(default_factory=list)
 
     def record(self, layer: int, x: Tensor, residual: Tensor | None) -> None:
-        """Take what this layer reads, x + residual, if it is asked for."""
-        if layer in self.layers:  # what a layer is given it may overwrite
+        """Record the input of a layer, x + residual, if the layer is in `layers`."""
+        if layer in self.layers:  # layers may overwrite their inputs
             self.states.append(x.clone() if residual is None else x + residual)
 
 
 class Decoder:
-    """Token ids and their places in; hidden states and, for the rows asked for, logits out.
+    """Computes hidden states from token ids and positions, and logits of selected rows.
 
-    Holds no sequence state: the KV cache is the caller's. Call under `torch.inference_mode()`.
+    It has no state of sequences: the caller owns the KV cache. Call it under `torch.inference_mode()`.
     """
 
     def __init__(self, packed: PackedWeights, ops: Ops, max_positions: int) -> None:
-        """Sequences may be up to `max_positions` long: so much is computed of the rotary tables. `ops` may differ from
-        those that packed the weights in how they read prompts."""
+        """Build the layers.
+
+        Args:
+            packed: The packed weights.
+            ops: Operators. Unlike everything else about them, how they read prompts may differ from the packing
+                operators.
+            max_positions: The maximum length of a sequence, which sets the size of the rotary tables.
+        """
         spec = packed.spec
         self.spec, self.max_positions = spec, max_positions
         self._ops = ops
@@ -70,24 +80,23 @@ class Decoder:
 
     @property
     def embedding(self) -> Tensor:
-        """The table of its tokens, (vocab, hidden)."""
+        """Return the embedding table, (vocab, hidden)."""
         return self._tables.embedding
 
     @property
     def head(self) -> Head:
-        """The layer that makes logits of states behind the final norm."""
+        """Return the layer that computes logits from normed states."""
         assert self._head is not None, "an encoder makes no logits"
         return self._head
 
     @property
     def expert_loads(self) -> ExpertLoads:
-        """How many tokens the experts of its layers were given; empty where there are none."""
+        """Return the numbers of tokens per expert, for the layers that have experts."""
         found = {index: layer.loads for index, layer in enumerate(self._layers)}
         return ExpertLoads({index: loads for index, loads in found.items() if loads is not None})
 
     def place_adapter(self, number: int, place: int) -> None:
-        """Put an adapter where tokens find it that have this place in place of its number, in steps that are launched
-        from now on."""
+        """Load an adapter into a place; steps launched later use it for tokens with that place."""
         for adapters in self._changed:
             adapters.place(number, place)
 
@@ -100,13 +109,21 @@ class Decoder:
         before: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Tensor:
-        """Run one step: token_ids (T,) int64 → hidden states (T, hidden) before the final norm. A model that does not
-        begin with the embedding takes the hidden states that the layers before it gave, `before`, in place of them;
-        they have the bits that they have within one model. `taps` are given what layers read.
+        """Run one step, and write K and V of its tokens to the caches.
 
-        Writes K and V of the step's tokens to `caches`, one for each layer with attention, which names its group:
-        `inputs` and `plans`, which come from `ops.plan_attention`, have an element a group. Raises ValueError for a
-        position that the rotary table does not have: compiled operators would read behind it.
+        Args:
+            token_ids: (T,) int64.
+            inputs: Positions and slots, one element per cache group.
+            caches: The cache of each layer with attention, which names its group.
+            plans: From `ops.plan_attention`, one element per cache group.
+            before: The hidden states of the previous stage, for a model that does not begin with the embedding.
+            taps: Records the inputs of layers.
+
+        Returns:
+            The hidden states before the final norm, (T, hidden). Stages return the same bits as the whole model.
+
+        Raises:
+            ValueError: A position is beyond the rotary table; compiled operators would read out of bounds.
         """
         longest = max(inputs[0].context_lens)
         if longest > self.max_positions:
@@ -135,10 +152,10 @@ class Decoder:
         before: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
-        """Run `forward`, yielding before each layer's attention, whose result the caller computes and sends.
+        """Run `forward`, but yield before the attention of each layer; the caller computes it and sends the result.
 
-        Of `inputs` only positions, slots and the padding slot are read: what is launched between two boundaries depends
-        on the number of tokens alone. Not for operators that fuse layers.
+        Only positions, slots and the padding slot of `inputs` are read. So the kernels between two boundaries depend
+        only on the number of tokens. Operators that fuse layers do not support this.
         """
         inputs = self._sorted(inputs)
         x = self._embedded(token_ids, inputs[0]) if before is None else before
@@ -155,15 +172,15 @@ class Decoder:
             own = inputs[cache.group]
             queries, normed, residual = layer.begin(x, residual, own, cache)
             attended = yield AttentionBoundary(queries, layer.attention, cache)
-            del queries, x  # whoever captures the pieces uses their memory again
-            assert attended is not None, "what attention gave is to be sent"
+            del queries, x  # lets graph capture reuse their memory
+            assert attended is not None, "the caller must send the attention results"
             x, residual = layer.end(attended, normed, residual, own)
         if taps is not None:
             taps.record(len(self._layers), x, residual)
         return x if residual is None else x + residual
 
     def static_buffers(self, tokens: int) -> StaticBuffers:
-        """Allocate what `forward_split_at_attention` passes on, for steps of up to that many tokens."""
+        """Allocate the buffers of `forward_split_at_attention` for steps of up to `tokens` tokens."""
         embedding, hidden = self._tables.embedding, self.spec.hidden
         halves = [
             layer.attention.widths for layer in self._layers if isinstance(layer, Block) and layer.attends
@@ -173,7 +190,7 @@ class Decoder:
         return StaticBuffers(tokens, queries, attended, embedding.new_zeros(tokens, hidden))
 
     def _sorted(self, inputs: Sequence[AttentionInputs]) -> Sequence[AttentionInputs]:
-        """Sort the step's tokens by their adapter, where any has one, for all layers."""
+        """Sort the step's tokens by adapter, once for all layers, if any token has one."""
         adapters = inputs[0].adapters
         if adapters is None:
             return inputs
@@ -194,11 +211,11 @@ class Decoder:
         return x if norm is None else self._ops.norm(norm, self._tables.norms, EMBEDDING_NORM, x)[0]
 
     def states(self, hidden: Tensor) -> Tensor:
-        """hidden: rows of `forward` → (n, hidden), behind the final norm: what transformers calls last_hidden_state."""
+        """Return the normed states, (n, hidden), of rows of `forward`: transformers' last_hidden_state."""
         return self._normed(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: (n, hidden), the rows of `forward` to sample from → (n, vocab) float32."""
+        """Return the logits, (n, vocab) float32, of rows of `forward`, (n, hidden)."""
         assert self._head is not None, "an encoder makes no logits"
         logits = self._head(self._normed(hidden))
         if self.spec.logit_multiplier != 1:
@@ -207,7 +224,7 @@ class Decoder:
         return logits if cap is None else self._ops.cap_logits(logits, cap)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """hidden: as for `logits` → (n,) int64, the argmax of the logits; NO_TOKEN where they are no finite numbers."""
+        """Return the argmax of the logits of rows of `forward`, (n,) int64; NO_TOKEN for rows that are not finite."""
         if _keeps_order(self.spec):
             assert self._head is not None, "an encoder makes no logits"
             return self._head.argmax(self._normed(hidden))
@@ -223,6 +240,8 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 
 
 def _keeps_order(spec: ModelSpec) -> bool:
-    """Whether two logits that the head tells apart stay so: what is capped, or not multiplied with a power of two, may
-    be rounded to equal numbers, of which the first is taken."""
+    """Return True if logits have the order of the head's outputs.
+
+    A cap, or a factor that is not a power of two, may round different logits to the same value.
+    """
     return spec.logit_cap is None and math.frexp(spec.logit_multiplier)[0] == 0.5

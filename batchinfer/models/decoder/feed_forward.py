@@ -1,4 +1,4 @@
-"""The feed-forward half of a decoder layer, as its spec describes it, and how many tokens each expert was given."""
+"""The feed-forward half of a decoder layer, and counters of the tokens per expert."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchinfer_kernels.experts import sigmoid
 
 
 def feed_forward(ops: Ops, spec: LayerSpec, parts: LayerParts, x: Tensor, inputs: AttentionInputs) -> Tensor:
-    """(T, hidden) → (T, hidden)"""
+    """Run the feed-forward half, (T, hidden) → (T, hidden)."""
     if isinstance(spec.feed_forward, ExpertsSpec):
         return _expert_half(ops, spec.feed_forward, parts, x, inputs)
     return _dense_half(spec.feed_forward, parts, x, inputs)
@@ -35,7 +35,7 @@ def _dense_half(
 def _expert_half(
     ops: Ops, spec: ExpertsSpec, parts: LayerParts, x: Tensor, inputs: AttentionInputs
 ) -> Tensor:
-    """The weighted results of each token's experts, and what all tokens pass."""
+    """Return the weighted results of each token's experts, plus the results of the shared expert."""
     assert parts.experts is not None
     logits = parts.linears["router"](x)
     choice = ops.choose_experts(logits, spec.routing, parts.vectors.get("correction"))
@@ -53,7 +53,10 @@ def _expert_half(
 def pack_experts(
     ops: Ops, spec: LayerSpec, weights: LayerWeights, ranks: Ranks = SINGLE_RANK
 ) -> Experts | None:
-    """The experts of a layer that has some; with those of other ranks, if these have the others or their columns."""
+    """Pack the experts of a layer; None if it has none.
+
+    With several ranks, the result also sums over the ranks that hold other experts, or other columns.
+    """
     fed = spec.feed_forward
     if not isinstance(fed, ExpertsSpec):
         return None
@@ -66,7 +69,7 @@ def pack_experts(
 
 
 def _of_experts(ops: Ops, weights: LayerWeights, linear: LinearSpec) -> ExpertWeights:
-    """Split the experts' weights, which are stacked, and quantise them, if the spec says so."""
+    """Split the stacked weights of experts, and quantise them if the spec says so."""
 
     def split(end: str) -> Tensor | None:
         found = weights.get(linear.name + end)
@@ -80,35 +83,37 @@ def _of_experts(ops: Ops, weights: LayerWeights, linear: LinearSpec) -> ExpertWe
         weight,
         split(BIAS),
         scales,
-        None if lines is None else lines[: len(lines) // linear.experts],  # blocks lie alike in all of them
+        None if lines is None else lines[: len(lines) // linear.experts],  # all experts have equal lines
         0 if linear.form is None else linear.form.group,
         split(ZEROS),
     )
 
 
 class ExpertLoads:
-    """The counters of a decoder's layers, (experts,) int64 each, where the device counts in place: a step waits for
-    none of them."""
+    """Counters of tokens per expert, (experts,) int64 for each layer.
+
+    The device counts in place, so steps do not wait for the host.
+    """
 
     def __init__(self, layers: Mapping[int, Tensor]) -> None:
         self._layers = layers
 
     def numbered_from(self, first: int) -> ExpertLoads:
-        """Return the same counters of a stage's layers, by their numbers in the whole model."""
+        """Return the same counters of a stage, with the layer numbers of the whole model."""
         return ExpertLoads({first + index: loads for index, loads in self._layers.items()})
 
     def read(self) -> ExpertTokens:
-        """Layer → tokens of each expert since the last restart. Waits for the device."""
+        """Return the tokens per expert of each layer since the last restart. Waits for the device."""
         return {index: loads.tolist() for index, loads in self._layers.items()}
 
     def restart(self) -> None:
-        """Count from 0."""
+        """Set all counters to 0."""
         for loads in self._layers.values():
             loads.zero_()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing that runs inside."""
+        """Do not count tokens in the `with` block."""
         kept = {index: loads.clone() for index, loads in self._layers.items()}
         try:
             yield

@@ -1,4 +1,4 @@
-"""The weights of a decoder as its operators want them: all of a decoder that takes long to make."""
+"""The weights of a decoder, packed for its operators. Packing is the slow part of loading."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ from batchinfer.models.spec.spec import ClassifierSpec, HeadActivation, ModelSpe
 
 
 class Classifier:
-    """Makes logits of pooled states, in float32 whatever the run's dtype is: it costs nothing beside the layers."""
+    """Computes logits from pooled states, in float32 for every dtype; its cost is negligible."""
 
     def __init__(self, ops: Ops, spec: ClassifierSpec, weights: Mapping[str, Tensor]) -> None:
-        """weights: (out, in), biases and norms by the names of their parameters."""
+        """Pack the weights.
+
+        Args:
+            ops: The operators.
+            spec: The classification head.
+            weights: Weights (out, in), biases and norms by parameter name.
+        """
         self._ops, self._spec = ops, spec
         found = {name: tensor.float() for name, tensor in weights.items()}
         self._norms = {name: found[name] for name in found if name.startswith(CLASSIFIER_NORM)}
@@ -31,7 +37,7 @@ class Classifier:
         )
 
     def __call__(self, pooled: Tensor) -> Tensor:
-        """(n, hidden), of any float dtype → (n, labels) float32. A row's logits do not depend on the others'."""
+        """Return the logits, (n, labels) float32, of pooled states, (n, hidden). Rows do not affect each other."""
         x = _activated(self._ops, self._dense(pooled.float()), self._spec.activation)
         norm = self._spec.norm
         x = x if norm is None else self._ops.norm(norm, self._norms, CLASSIFIER_NORM, x)[0]
@@ -46,7 +52,7 @@ def _activated(ops: Ops, x: Tensor, activation: HeadActivation) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeights:
-    """The weights of a model on their device. How long its sequences may be need not be known yet."""
+    """The weights of a model on their device, for sequences of any length."""
 
     spec: ModelSpec
     tables: Tables
@@ -54,9 +60,9 @@ class PackedWeights:
     layers: tuple[LayerParts, ...]  # without their rotary tables
     device: torch.device | str
     classifier: Classifier | None = None  # None: there is no classification head
-    adapters: int = 0  # how many there are at a time
-    adapter_places: int | None = None  # None: that many in all
-    ranks: Ranks = SINGLE_RANK  # with which it is computed
+    adapters: int = 0  # the number of adapters that are loaded at a time
+    adapter_places: int | None = None  # the same number if there are more adapters; None: all are loaded
+    ranks: Ranks = SINGLE_RANK
 
 
 def pack_weights(
@@ -68,15 +74,24 @@ def pack_weights(
     room: AdapterRoom | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> PackedWeights:
-    """Pack the weights for `ops`, a layer at a time, with the factors of so many adapters, of which the device has
-    `room` for some at a time; None: for all. `ranks`: those that have the rest of the spec's layers."""
+    """Pack the weights for `ops`, one layer at a time.
+
+    Args:
+        spec: The model.
+        weights: Its weights, with the factors of adapters.
+        ops: The operators.
+        device: The device of the weights.
+        adapters: The number of adapters.
+        room: The places for adapters on the device. None: all adapters are loaded.
+        ranks: The ranks that hold the rest of the spec's layers.
+    """
     tables = weights.tables()
     head = ops.pack_head(ops.in_form(tables.head, spec.head_form)) if spec.has_head else None
     if head is not None and spec.tokens is not None:
         head = SplitHead(head, spec.vocab, ranks.tensor)
     head_spec = spec.classifier
     classifier = None if head_spec is None else Classifier(ops, head_spec, tables.classifier)
-    # or a head that was copied would be there twice while the layers are packed
+    # Frees the unpacked head before layers are packed
     tables = replace(tables, head=tables.embedding)
     layers = tuple(
         pack_layer(ops, layer, weights.layer(index), None, adapters, room, ranks)

@@ -1,6 +1,6 @@
-"""The tables of positions: rotations, learned embeddings, and numbers that distances add to scores.
+"""Tables of positions: rotations, learned embeddings, and the numbers that distances add to scores.
 
-Rotations are equal to those of transformers' ROPE_INIT_FUNCTIONS.
+Rotations are equal to transformers' ROPE_INIT_FUNCTIONS.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from batchinfer.models.ops.attention import RopeTable
 from batchinfer.models.spec.rope_config import RopeConfig
 from batchinfer.models.spec.spec import BUCKETS, ModelSpec, Rotation
 
-TYPES = 2  # that tokens may have: those of one text are 0, and those of a second one 1
-FARTHEST = 128  # the distance from which on all keys share a bucket
+TYPES = 2  # token types: 0 for the first text of a pair, 1 for the second
+FARTHEST = 128  # all keys at this distance or farther share a bucket
 
 
 def rope_table(rotation: Rotation, max_positions: int, device: torch.device | str) -> RopeTable:
-    """cos and sin of positions 0 … max_positions - 1, each (max_positions, rotary_dim / 2) float32.
+    """Return cos and sin for positions 0 … max_positions - 1, (max_positions, rotary_dim / 2) float32 each.
 
-    Computed on the CPU, so that every device multiplies the same numbers; YaRN's attention factor is in them. Where
-    nothing is rotated, one pair of each head is, by an angle of 0. LongRoPE's table has max_positions rows more: those
-    for sequences that may grow beyond the positions that the model was first made for.
+    They are computed on the CPU, so all devices use equal numbers. YaRN's attention factor is included. A layer without
+    rotation rotates one pair by an angle of 0. LongRoPE's table has max_positions further rows, for sequences that may
+    exceed the original length.
     """
     if rotation.rope is None:
         cos = torch.ones(max_positions, 1, device=device)
@@ -38,7 +38,7 @@ def rope_table(rotation: Rotation, max_positions: int, device: torch.device | st
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """(head_dim / 2,) float32, on the CPU; LongRoPE's are (2, head_dim / 2): short and long."""
+    """Return (head_dim / 2,) float32 on the CPU; for LongRoPE (2, head_dim / 2), short and long."""
     plain = 1.0 / _position_frequencies(rope.theta, head_dim)
     if rope.kind == "linear":
         return plain / rope.factor
@@ -57,7 +57,7 @@ def _position_frequencies(theta: float, head_dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Long waves divided by the factor, short ones kept, those between interpolated (Llama 3.1)."""
+    """Return frequencies of Llama 3.1: long waves divided by the factor, short ones kept, others interpolated."""
     low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions
     waves = 2 * math.pi / plain
     scaled = torch.where(waves > original / low, plain / rope.factor, plain)
@@ -68,7 +68,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
-    """A ramp over the dimensions from extrapolation (fast) to interpolation (slow) (Peng et al., 2023)."""
+    """Return YaRN's frequencies: a ramp from extrapolation (fast) to interpolation (slow) (Peng et al., 2023)."""
     powers = _position_frequencies(rope.theta, head_dim)
     low, high = _yarn_range(rope, head_dim)
     width = high - low if high != low else 0.001  # no singularity
@@ -78,7 +78,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_range(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
-    """The dimensions between which the ramp runs."""
+    """Return the first and the last dimension of the ramp."""
     low, high = (_yarn_dimension(rotations, rope, head_dim) for rotations in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -86,15 +86,16 @@ def _yarn_range(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
 
 
 def _yarn_dimension(rotations: float, rope: RopeConfig, head_dim: int) -> float:
-    """Return the dimension that turns that many times over the original context."""
+    """Return the dimension that rotates `rotations` times over the original length."""
     turns = rope.original_max_positions / (rotations * 2 * math.pi)
     return head_dim * math.log(turns) / (2 * math.log(rope.theta))
 
 
 def position_table(spec: ModelSpec, tables: Tables) -> Tensor | None:
-    """Return what is added to the embedding of the token at each position, (max positions, hidden): its position's;
-    where there are types, (types x max positions, hidden), for each of the first TYPES as many rows, with its
-    embedding added. None: nothing."""
+    """Return the table that is added to token embeddings: (positions, hidden), or (types × positions, hidden).
+
+    With token types, each type has its own copy of the table, with its embedding added. None: nothing is added.
+    """
     if tables.positions is None or spec.encoder is None:
         return tables.positions
     positions = tables.positions[spec.encoder.first_position :]
@@ -104,15 +105,20 @@ def position_table(spec: ModelSpec, tables: Tables) -> Tensor | None:
 
 
 def distance_table(learned: Tensor, max_positions: int) -> Tensor:
-    """learned: (buckets, heads) → (heads, 2 x max_positions) float32, at max_positions + d the number for a key that
-    comes d positions after a query."""
+    """Return the numbers that are added to scores, (heads, 2 × max_positions) float32, from (buckets, heads).
+
+    Column max_positions + d belongs to a key that is d positions after the query.
+    """
     distances = torch.arange(-max_positions, max_positions, device=learned.device)
     return learned[distance_buckets(distances)].float().t().contiguous()
 
 
 def distance_buckets(distances: Tensor) -> Tensor:
-    """Return the bucket of each distance, int64: near ones have one each, farther ones share them by their logarithm
-    (Raffel et al., 2020); later keys have those of the upper half."""
+    """Return the bucket of each distance, int64 (Raffel et al., 2020).
+
+    Near distances have a bucket each. Farther ones share buckets, in logarithmic steps. Keys after the query use the
+    upper half of the buckets.
+    """
     side, exact = BUCKETS // 2, BUCKETS // 4
     far = distances.abs()
     wide = torch.log(far.clamp(min=1).float() / exact) / math.log(FARTHEST / exact) * (side - exact)

@@ -1,6 +1,8 @@
-"""BERT (Devlin et al., 2018), which MiniLM's checkpoints are, too (Wang et al., 2020), RoBERTa (Liu et al., 2019) and
-XLM-RoBERTa (Conneau et al., 2019), MPNet (Song et al., 2020) and DistilBERT (Sanh et al., 2019): encoders that norm the
-sum behind each half of a layer."""
+"""BERT-like encoders, which norm the sum after each half of a layer.
+
+BERT (Devlin et al., 2018) and MiniLM's checkpoints (Wang et al., 2020), RoBERTa (Liu et al., 2019), XLM-RoBERTa
+(Conneau et al., 2019), MPNet (Song et al., 2020) and DistilBERT (Sanh et al., 2019).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from batchinfer.models.spec.spec import (
     NormSpec,
 )
 
-# What DistilBERT calls the sizes that BERT names
+# BERT's names of fields → DistilBERT's
 DISTILBERT_FIELDS = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",
@@ -40,29 +42,29 @@ DISTILBERT_FIELDS = {
     "intermediate_size": "hidden_dim",
     "hidden_act": "activation",
 }
-# Layers that other tasks put on top, and the tables of positions that are counted
+# Prefixes of heads for other tasks, and tables that are computed
 UNREAD = ("pooler.", "cls.", "lm_head.", "classifier.", "qa_outputs.", "vocab_", "pre_classifier.")
 IGNORED = ("embeddings.position_ids", "embeddings.token_type_ids")
 
 
 def parse_bert(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a BertConfig."""
+    """Return the spec of a BertConfig."""
     types = files.config.integer("type_vocab_size", 2)
     return _encoder("bert", files, EncoderSpec(token_types=types))
 
 
 def parse_roberta(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a RobertaConfig."""
+    """Return the spec of a RobertaConfig."""
     return _roberta("roberta", files)
 
 
 def parse_xlm_roberta(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of an XLMRobertaConfig."""
+    """Return the spec of an XLMRobertaConfig."""
     return _roberta("xlm-roberta", files)
 
 
 def parse_mpnet(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of an MPNetConfig, whose positions begin behind a padding token that is always 1."""
+    """Return the spec of an MPNetConfig, whose positions start after a padding token that always has id 1."""
     buckets = files.config.integer("relative_attention_num_buckets", BUCKETS)
     if buckets != BUCKETS:
         files.mistakes.append(
@@ -72,13 +74,13 @@ def parse_mpnet(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_distilbert(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a DistilBertConfig."""
+    """Return the spec of a DistilBertConfig."""
     files = replace(files, config=files.config.renamed(DISTILBERT_FIELDS))
     return _encoder("distilbert", files, EncoderSpec(), head_activation="relu")
 
 
 def _roberta(family: str, files: ConfigFiles) -> ModelSpec:
-    """Positions are counted from behind the padding token's id."""
+    """Return the spec of a RoBERTa, whose positions start after the id of the padding token."""
     fields = files.config
     types, first = fields.integer("type_vocab_size", 2), fields.integer("pad_token_id", 1, low=0) + 1
     return _encoder(family, files, EncoderSpec(token_types=types, first_position=first), absent_eos=(2,))
@@ -127,7 +129,7 @@ def _encoder(
 
 
 def _check(fields: Fields) -> None:
-    """Note what the configuration may say and no model of ours does."""
+    """Append a mistake for each stated feature that is not supported."""
     only: Mapping[str, object] = {
         "position_embedding_type": "absolute",
         "is_decoder": False,
@@ -142,7 +144,7 @@ def _check(fields: Fields) -> None:
 
 
 def bert_modules(_: LayerSpec) -> Modules:
-    """Return the names of the modules."""
+    """Return the modules of a layer's parameters."""
     return {
         "q": "attention.self.query",
         "k": "attention.self.key",
@@ -156,13 +158,13 @@ def bert_modules(_: LayerSpec) -> Modules:
 
 
 def mpnet_modules(layer: LayerSpec) -> Modules:
-    """BERT's, but for attention."""
+    """Return the modules of a layer's parameters: BERT's, except for attention."""
     parts = {name: f"attention.attn.{name}" for name in "qkvo"}
     return {**bert_modules(layer), **parts, "attention_norm": "attention.LayerNorm"}
 
 
 def distilbert_modules(_: LayerSpec) -> Modules:
-    """Return the names of the modules."""
+    """Return the modules of a layer's parameters."""
     parts = {name: f"attention.{name}_lin" for name in "qkv"}
     return {
         **parts,
@@ -174,7 +176,7 @@ def distilbert_modules(_: LayerSpec) -> Modules:
     }
 
 
-# The head of BERT begins with its pooler
+# BERT's classification head includes its pooler
 POOLED = ClassifierNames("pooler.dense", "classifier", dense_in_base=True)
 PROJECTED = ClassifierNames("classifier.dense", "classifier.out_proj")
 
@@ -192,7 +194,7 @@ def _names(base: str, head: ClassifierNames, layers: str = "encoder.layer") -> T
 
 
 def _classes(start: str) -> tuple[str, ...]:
-    """Return the classes that have such an encoder, whatever they put on top of it."""
+    """Return the names of a family's classes, with any head on top."""
     tops = ("MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
     return (f"{start}Model", *(f"{start}For{top}" for top in tops))
 

@@ -1,4 +1,4 @@
-"""The classification heads of encoders, as config.json describes them."""
+"""The classification heads of encoders, read from config.json."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from batchinfer.models.families.family import activation
 from batchinfer.models.files.config_fields import Fields, shown
 from batchinfer.models.spec.spec import ClassifierSpec, HeadActivation, NormSpec
 
-CLASSIFIES = "ForSequenceClassification"  # ends the names of the classes that have such a head
+CLASSIFIES = "ForSequenceClassification"  # suffix of the classes with such a head
 _POOLINGS = ("cls", "mean")
-_USUAL_LABELS = 2  # of a configuration that names none
+_USUAL_LABELS = 2  # if the configuration states no number
 
 
 def classifier(fields: Fields, behind_dense: HeadActivation) -> ClassifierSpec | None:
-    """Read a head that makes logits of the first token's state; None: the checkpoint is of a class without one."""
+    """Read a head that computes logits from the state of the first token; None if the class has no head."""
     return ClassifierSpec(_labels(fields), behind_dense) if _classifies(fields.raw) else None
 
 
 def normed_classifier(fields: Fields, norm: NormSpec) -> ClassifierSpec | None:
-    """Read ModernBERT's head, which says how states are pooled and has a norm; None: the class has no head."""
+    """Read ModernBERT's head, which has a norm and a configurable pooling; None if the class has no head."""
     if not _classifies(fields.raw):
         return None
     pooling = fields.text("classifier_pooling", "cls")
@@ -42,7 +42,7 @@ def _classifies(raw: Mapping[str, Any]) -> bool:
 
 
 def _labels(fields: Fields) -> int:
-    """Return how many labels there are: transformers writes them down by name, or it is two."""
+    """Return the number of labels: of the names in `id2label`, or else `num_labels`, or 2."""
     named = fields.raw.get("id2label")
     if isinstance(named, dict) and named:
         return len(named)

@@ -1,5 +1,8 @@
-"""Command R and R+ (Cohere, 2024), and Command R7B (2024): LayerNorms without a bias, both halves of a layer side by
-side, neighbours as pairs of the rotation, and logits scaled; R7B rotates only in the layers that have a window."""
+"""Command R and R+ (Cohere, 2024), and Command R7B (2024).
+
+LayerNorms without bias, parallel halves of a layer, interleaved pairs in the rotation, and scaled logits. R7B rotates
+only in layers with a window.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ ABSENT_THETA = {"cohere": 500_000.0, "cohere2": 10_000.0}
 
 
 def parse_cohere(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a CohereConfig."""
+    """Return the spec of a CohereConfig."""
     fields = files.config
     attended = _attention(fields, "cohere")
     if fields.boolean("use_qk_norm", False):
@@ -41,7 +44,7 @@ def parse_cohere(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_cohere2(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a Cohere2Config."""
+    """Return the spec of a Cohere2Config."""
     fields = files.config
     attended = _attention(fields, "cohere2")
     still = replace(attended, rotation=replace(attended.rotation, rope=None))

@@ -1,5 +1,4 @@
-"""DeepSeek-V2 and V3 (DeepSeek-AI, 2024): K and V of all heads are made of one latent a token, and experts stand in
-groups, a few of which a token uses."""
+"""DeepSeek-V2 and V3 (DeepSeek-AI, 2024): latent attention, and experts in groups, a few of them per token."""
 
 from __future__ import annotations
 
@@ -53,14 +52,14 @@ V2_METHODS = ("greedy", "group_limited_greedy")
 
 
 def parse_deepseek_v2(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a DeepseekV2Config."""
+    """Return the spec of a DeepseekV2Config."""
     fields = files.config
     method = fields.text("topk_method", "greedy")
     if method not in V2_METHODS:
         fields.mistakes.append(
             f"{fields.name}: topk_method {shown(method)} is not supported; {' and '.join(V2_METHODS)} are"
         )
-    # transformers knows the key, and computes as if it were false
+    # transformers reads norm_topk_prob but never normalises
     rule = routing(
         fields, "n_routed_experts", 64, 0, normalised=False, scale=fields.number("routed_scaling_factor", 1.0)
     )
@@ -72,7 +71,7 @@ def parse_deepseek_v2(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_deepseek_v3(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a DeepseekV3Config."""
+    """Return the spec of a DeepseekV3Config."""
     fields = files.config
     scale = fields.number("routed_scaling_factor", 2.5)
     normalised = fields.boolean("norm_topk_prob", True)
@@ -101,7 +100,7 @@ def _model(
     eos: tuple[int, ...],
     turned: bool,
 ) -> ModelSpec:
-    """`turned`: pairs of the rotation are neighbours."""
+    """Return the spec of a model; `turned`: whether pairs of the rotation are interleaved."""
     fields = files.config
     norm, attended = NormSpec(hidden_size(fields), rms_eps(fields)), _attention(fields, turned)
     inner, shared, first = (fields.integer(key, value, low=0) for key, value in absent.items())
@@ -129,7 +128,7 @@ def _attention(fields: Fields, turned: bool) -> LatentAttentionSpec:
 
 
 def deepseek_modules(layer: LayerSpec) -> Modules:
-    """Return the names of the modules, those of every expert among them."""
+    """Return the modules of a layer's parameters, experts included."""
     experts = expert_modules(layer, "mlp.experts", PROJECTIONS)
     if not isinstance(layer.feed_forward, ExpertsSpec):
         return MODULES

@@ -1,4 +1,4 @@
-"""A family of models, and the fields that most of their config.json files have in common."""
+"""A family of models, and readers for the fields that most config.json files share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_python_tanh": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-# (config.json, values of a head) → how heads are rotated
+# Reads a rotation from config.json, given the number of values of a head
 RotationOf = Callable[[Fields, int], Rotation]
 LayerKind = Literal["full_attention", "sliding_attention"]
 FULL: LayerKind = "full_attention"
@@ -40,9 +40,18 @@ LOCAL: LayerKind = "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A parameter that is some outputs, [start, stop), of a module's weight and bias; with `every`, those of each
-    stretch of that many outputs. `transposed`: the weight is stored as (inputs, outputs). `index`: which of several
-    matrices in one tensor it is. `weight` and `bias` end the names of the tensors."""
+    """A parameter that is a part of the outputs of a stored module: the range [start, stop).
+
+    Args:
+        module: The module that stores the parameter.
+        start: The first output.
+        stop: The output after the last one.
+        every: If set, the outputs repeat in groups of this size, and the range applies to each group.
+        transposed: If True, the weight is stored as (inputs, outputs).
+        index: The index of the matrix, if one tensor stores several.
+        weight: Suffix of the name of the weight.
+        bias: Suffix of the name of the bias.
+    """
 
     module: str
     start: int
@@ -56,14 +65,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A parameter each of whose rows is the weight of a module of its own."""
+    """A parameter whose rows are the weights of separate modules."""
 
     modules: tuple[str, ...]
 
 
-# What most checkpoints call the products of a gated half, of an expert, too
+# Names of the products of a gated half, or of an expert, in most checkpoints
 PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-# Parameters (see spec.py) and the modules that hold them, within a layer
+# Parameter (see spec.py) → the module that stores it, within a layer
 Modules = Mapping[str, str | Part | Rows]
 LLAMA_MODULES: Modules = {
     "input_norm": "input_layernorm",
@@ -79,14 +88,16 @@ LLAMA_MODULES: Modules = {
 
 
 def llama_modules(_: LayerSpec) -> Modules:
-    """Every parameter in a module of its own, named as Llama names it."""
+    """Return Llama's modules, one per parameter."""
     return LLAMA_MODULES
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifierNames:
-    """The names of the modules of a classification head. No base stands before them, but before `dense` where that is
-    `dense_in_base`."""
+    """The names of the modules of a classification head.
+
+    They have no prefix, except `dense` if `dense_in_base`: then it has the base model's.
+    """
 
     dense: str
     out: str
@@ -96,10 +107,13 @@ class ClassifierNames:
 
 @dataclass(frozen=True, slots=True)
 class TableNames:
-    """The names that a family's checkpoints have for the modules around the layers. `base` stands before all names but
-    the head's, unless only the base model was saved. Tensors whose names end with one of `ignored` are computed, not
-    read; those that begin with one of `unread`, behind the base, belong to what is put on top of an encoder, and are
-    read where that is its `classifier`."""
+    """The names of the modules before and after the layers in checkpoints of a family.
+
+    Args:
+        base: Prefix of all names except the head's; it is missing if only the base model was saved.
+        ignored: Suffixes of tensors that are computed instead of read.
+        unread: Prefixes, after `base`, of heads on top of an encoder. They are only read as its `classifier`.
+    """
 
     base: str = "model."
     embedding: str = "embed_tokens"
@@ -117,7 +131,7 @@ class TableNames:
 
 @dataclass(frozen=True, slots=True)
 class NamePrefixes:
-    """The prefixes of the names of a checkpoint's tensors: of the base model's, and of the head's."""
+    """The prefixes of a checkpoint's tensors: of the base model, and of the head."""
 
     base: str = ""
     head: str = ""
@@ -125,22 +139,29 @@ class NamePrefixes:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFiles:
-    """A checkpoint's config.json and generation_config.json; what is wrong in them goes to one list."""
+    """A checkpoint's config.json and generation_config.json, with one list of mistakes."""
 
     config: Fields
     generation: Fields
 
     @property
     def mistakes(self) -> list[str]:
+        """Return the mistakes found in both files so far."""
         return self.config.mistakes
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A `model_type`: its `architectures`, the causal model's first, how its configuration is read, and the names of
-    its tensors: `modules` maps the parameters of a layer to the modules that hold them, `names` are those around.
-    `mtp_layers_key`: what config.json calls the number of layers behind the last one, which are not run: they guess
-    further tokens."""
+    """A `model_type`: how its configuration is read, and how its tensors are named.
+
+    Args:
+        architectures: The classes that are supported, the causal model first.
+        parse: Returns the spec of a configuration.
+        modules: Returns the modules that store the parameters of a layer.
+        names: The names of the modules before and after the layers.
+        mtp_layers_key: The key of config.json with the number of MTP layers, which follow the last layer and are not
+            run.
+    """
 
     model_type: str
     architectures: tuple[str, ...]
@@ -160,9 +181,18 @@ def attention(
     qk_norm: NormSpec | None = None,
     rotation: RotationOf | None = None,
 ) -> AttentionSpec:
-    """Make the spec of attention from sizes named as Llama's. Null KV heads mean all heads, absent ones
-    `absent_kv_heads` (None: all, too); a head is as wide as stated, or as `absent_head_dim`, or hidden / heads.
-    `qk_norm` is each head's, its width the head's; `rotation` is of whole heads if not given."""
+    """Return the spec of attention, from fields with Llama's names.
+
+    Args:
+        fields: config.json.
+        absent_kv_heads: The KV heads if num_key_value_heads is missing. None, or null in the file: the number of query
+            heads.
+        absent_head_dim: The values of a head if head_dim is missing. None: hidden_size / heads.
+        qkv_bias: Whether q, k and v have biases.
+        o_bias: Whether the output projection has a bias.
+        qk_norm: The norm of each head of q and k; its width is set here.
+        rotation: Reads the rotation. None: whole heads are rotated.
+    """
     q_heads = fields.integer("num_attention_heads")
     stated = "num_key_value_heads" in fields.raw or absent_kv_heads is None
     kv_heads = fields.integer("num_key_value_heads", q_heads if stated else absent_kv_heads)
@@ -182,12 +212,12 @@ def attention(
 
 
 def full_rotation(fields: Fields, head_dim: int) -> Rotation:
-    """The rotation of all of a head."""
+    """Return the rotation of whole heads."""
     return Rotation(parse_rope(fields.raw, max_positions(fields), fields.mistakes), head_dim)
 
 
 def partial_rotation(absent: float = 1.0) -> RotationOf:
-    """The rotation of the part of a head that `partial_rotary_factor` states, or of `absent` of it."""
+    """Return a reader for rotations of a part of each head: `partial_rotary_factor`, or else `absent`."""
 
     def parsed(fields: Fields, head_dim: int) -> Rotation:
         rope = parse_rope(fields.raw, max_positions(fields), fields.mistakes, partial=True)
@@ -197,7 +227,7 @@ def partial_rotation(absent: float = 1.0) -> RotationOf:
 
 
 def no_rotation(_: Fields, head_dim: int) -> Rotation:
-    """Positions are learned, or not known to the layer."""
+    """Return no rotation, for positions that are learned or that layers do not use."""
     return Rotation(None, head_dim)
 
 
@@ -212,15 +242,23 @@ def _head_dim(fields: Fields, q_heads: int, absent: int | None) -> int:
 
 
 def gated_feed_forward(fields: Fields, biased: bool = False) -> FeedForwardSpec:
-    """Read a gated feed-forward half with the names that Llama has."""
+    """Return the spec of a gated feed-forward half, from fields with Llama's names."""
     return FeedForwardSpec(fields.integer("intermediate_size"), activation(fields), biased)
 
 
 def routing(
     fields: Fields, key: str, absent: int, absent_chosen: int, *, normalised: bool, **more: Any
 ) -> Routing:
-    """Make the routing of `key` experts, of which a token uses `num_experts_per_tok`; `absent…`: what transformers
-    assumes."""
+    """Return the routing of a mixture of experts.
+
+    Args:
+        fields: config.json.
+        key: The field with the number of experts.
+        absent: The number of experts that transformers assumes if the field is missing.
+        absent_chosen: The same for num_experts_per_tok.
+        normalised: Whether the weights of the chosen experts are normalised.
+        more: Further fields of Routing.
+    """
     experts = fields.integer(key, absent, high=2**16)
     chosen = fields.integer("num_experts_per_tok", absent_chosen, high=2**16)
     if chosen > experts:
@@ -229,7 +267,13 @@ def routing(
 
 
 def expert_modules(layer: LayerSpec, start: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Every expert's parameters in modules of their own, as `names` calls them."""
+    """Return the modules of all experts, each parameter in a module of its own.
+
+    Args:
+        layer: The layer.
+        start: Prefix of the modules.
+        names: Parts of an expert ("gate", "up", "down") → their modules.
+    """
     fed = layer.feed_forward
     if not isinstance(fed, ExpertsSpec):
         return {}
@@ -238,7 +282,7 @@ def expert_modules(layer: LayerSpec, start: str, names: Mapping[str, str]) -> di
 
 
 def activation(fields: Fields, key: str = "hidden_act", absent: str = "silu") -> Activation:
-    """Read the activation of the feed-forward half."""
+    """Return the activation of the feed-forward half."""
     name = fields.text(key, absent)
     if name not in ACTIVATIONS:
         fields.mistakes.append(
@@ -248,40 +292,42 @@ def activation(fields: Fields, key: str = "hidden_act", absent: str = "silu") ->
 
 
 def rms_eps(fields: Fields, absent: float = 1e-6) -> float:
-    """Read the epsilon of every RMSNorm."""
+    """Return the epsilon of every RMSNorm."""
     return fields.number("rms_norm_eps", absent)
 
 
 def max_positions(fields: Fields) -> int:
-    """The longest context that the model was made for."""
+    """Return the maximum length of a sequence."""
     return fields.integer("max_position_embeddings", high=2**31 - 1)
 
 
 def layer_count(fields: Fields) -> int:
-    """How many layers there are."""
+    """Return the number of layers."""
     return fields.integer("num_hidden_layers", high=10_000)
 
 
 def hidden_size(fields: Fields) -> int:
-    """Values of a token between two layers."""
+    """Return the values of a hidden state."""
     return fields.integer("hidden_size")
 
 
 def kinds_of_layers(fields: Fields, layers: int, pattern: int) -> list[LayerKind]:
-    """As `layer_types` says; else every `pattern`-th layer sees everything, a number that `sliding_window_pattern` may
-    state."""
+    """Return the kind of each layer: `layer_types`, or else full attention in every n-th layer.
+
+    n is `sliding_window_pattern`, or else `pattern`.
+    """
     every = fields.integer("sliding_window_pattern", pattern)
     usual: list[LayerKind] = [LOCAL if (index + 1) % every else FULL for index in range(layers)]
     return layer_kinds(fields, layers) or usual
 
 
 def sliding_window(fields: Fields, absent: int = 4096) -> int | None:
-    """`sliding_window`, null: none."""
+    """Return `sliding_window`: None if it is null, `absent` if it is missing."""
     return fields.optional_integer("sliding_window") if "sliding_window" in fields.raw else absent
 
 
 def layer_kinds(fields: Fields, layers: int) -> list[LayerKind] | None:
-    """`layer_types`, checked; None where there are none, or wrong ones."""
+    """Return `layer_types`; None if it is missing or invalid."""
     kinds = fields.raw.get("layer_types")
     if kinds is None:
         return None
@@ -304,9 +350,17 @@ def model(
     absent_tied: bool = False,
     **special: Any,
 ) -> ModelSpec:
-    """Make the spec of a model around its layers. `norm` is the last one, an RMSNorm if not given; `absent_…`: what
-    transformers assumes where nothing is stated; `special`: fields of the spec that most families leave at their
-    defaults."""
+    """Return the spec of a model.
+
+    Args:
+        family: Its model_type.
+        files: Its configuration.
+        layers: Its layers.
+        norm: The final norm. None: an RMSNorm.
+        absent_eos: The EOS ids that transformers assumes if none are stated.
+        absent_tied: The same for tie_word_embeddings.
+        special: Further fields of ModelSpec.
+    """
     fields = files.config
     hidden = hidden_size(fields)
     return ModelSpec(
@@ -325,7 +379,7 @@ def model(
 
 
 def eos_token_ids(files: ConfigFiles, absent: tuple[int, ...]) -> tuple[int, ...]:
-    """All of generation_config.json's; else config.json's; else what the family's configuration assumes."""
+    """Return the EOS ids of generation_config.json, or else of config.json, or else `absent`."""
     found = files.generation.token_ids("eos_token_id")
     if found is None:
         found = files.config.token_ids("eos_token_id")
@@ -335,7 +389,7 @@ def eos_token_ids(files: ConfigFiles, absent: tuple[int, ...]) -> tuple[int, ...
 
 
 def stated_dtype(fields: Fields) -> Dtype | None:
-    """As config.json states it; None where it does not, or where it is one that nothing runs in."""
+    """Return the dtype of config.json; None if it is missing or not supported."""
     stated = fields.raw.get("dtype") or fields.raw.get("torch_dtype")
     name = stated.removeprefix("torch.") if isinstance(stated, str) else None
     return cast(Dtype, name) if name in get_args(Dtype) else None

@@ -1,6 +1,9 @@
-"""Gemma 1, 2 and 3 (Gemma Team, 2024 and 2025), text: norms whose weights are differences from 1, and embeddings
-scaled with the root of their size. From 2 on a norm after each half, too, and windows; in 2 capped scores and logits;
-in 3 norms of heads, and a rotation for each kind of layer."""
+"""Gemma 1, 2 and 3 (Gemma Team, 2024 and 2025), text only.
+
+Weights of norms are differences from 1, and embeddings are scaled with the square root of their size. Gemma 2 and 3
+have windows and a norm after each half of a layer. Gemma 2 caps scores and logits. Gemma 3 norms heads, and has one
+rotation per kind of layer.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ MODULES: Modules = {
 
 
 def parse_gemma(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a GemmaConfig. Its "gelu" means the tanh approximation, which it was trained with."""
+    """Return the spec of a GemmaConfig. "gelu" means the tanh approximation, with which Gemma was trained."""
     fields = files.config
     bias, named = fields.boolean("attention_bias", False), fields.raw.get("hidden_act") == "gelu"
     attended = attention(fields, absent_kv_heads=16, absent_head_dim=256, qkv_bias=bias, o_bias=bias)
@@ -69,7 +72,7 @@ def parse_gemma(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_gemma2(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a Gemma2Config."""
+    """Return the spec of a Gemma2Config."""
     fields = files.config
     attended = replace(
         _attention(fields, None, full_rotation), soft_cap=_cap(fields, "attn_logit_softcapping", 50.0)
@@ -79,7 +82,7 @@ def parse_gemma2(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_gemma3(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a Gemma3TextConfig."""
+    """Return the spec of a Gemma3TextConfig."""
     fields = files.config
     attended = _attention(fields, _norm(fields), no_rotation)
     turned = {
@@ -93,12 +96,12 @@ def parse_gemma3(files: ConfigFiles) -> ModelSpec:
 
 
 def _sees_later(fields: Fields) -> bool:
-    """Whether it is an encoder, as EmbeddingGemma is."""
+    """Return True if the model is an encoder, such as EmbeddingGemma."""
     return fields.boolean("use_bidirectional_attention", False)
 
 
 def _on_both_sides(layer: LayerSpec) -> LayerSpec:
-    """Return an encoder's layer, half of whose window lies on each side."""
+    """Return the layer of an encoder, with half of its window on each side."""
     attended = layer.attention
     assert isinstance(attended, AttentionSpec), "a Gemma's"
     window = None if attended.window is None else attended.window // 2 + 1
@@ -131,8 +134,11 @@ def _layer(fields: Fields, attended: AttentionSpec, kind: LayerKind) -> LayerSpe
 
 
 def _rope(fields: Fields, kind: LayerKind) -> RopeConfig:
-    """`rope_parameters` by kind of layer as transformers 5 writes them; else a theta for each, and `rope_scaling` for
-    the layers that see everything."""
+    """Return the rotary embedding of layers with this kind of attention.
+
+    transformers 5 writes `rope_parameters` by kind. Older files state one theta per kind, and `rope_scaling` for layers
+    with full attention.
+    """
     key, absent = THETA[kind]
     stated = fields.raw.get("rope_parameters")
     each = stated.get(kind) if isinstance(stated, dict) else None
@@ -147,7 +153,7 @@ def _norm(fields: Fields) -> NormSpec:
 
 
 def _cap(fields: Fields, key: str, absent: float | None = None) -> float | None:
-    """A cap; null: none."""
+    """Return the cap in a field; None if it is null or 0, `absent` if it is missing."""
     return absent if key not in fields.raw else fields.optional_number(key) or None
 
 
@@ -162,7 +168,7 @@ def _model(family: str, files: ConfigFiles, layers: tuple[LayerSpec, ...], **spe
 
 
 def gemma_modules(layer: LayerSpec) -> Modules:
-    """Llama's, with other norms where there is one after each half."""
+    """Return the modules of a layer's parameters, with further norms if there is one after each half."""
     return LLAMA_MODULES if layer.attention_norm is None else MODULES
 
 

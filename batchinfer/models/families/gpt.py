@@ -1,5 +1,8 @@
-"""GPT-2 (Radford et al., 2019): learned positions, and weights stored as (inputs, outputs). GPT-NeoX and Pythia (Black
-et al., 2022; Biderman et al., 2023): both halves of a layer side by side, and q, k and v of each head together."""
+"""GPT-2 (Radford et al., 2019), GPT-NeoX (Black et al., 2022) and Pythia (Biderman et al., 2023).
+
+GPT-2 has learned positions, and weights that are stored as (inputs, outputs). The others have parallel halves of a
+layer, and store q, k and v head by head.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from batchinfer.models.spec.spec import (
     Rotation,
 )
 
-# What GPT-2 calls the sizes that Llama names
+# Llama's names of fields → GPT-2's
 GPT2_FIELDS = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -50,7 +53,7 @@ NEOX_NAMES = TableNames(
 
 
 def parse_gpt2(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a GPT2Config."""
+    """Return the spec of a GPT2Config."""
     files = replace(files, config=files.config.renamed(GPT2_FIELDS))
     fields = files.config
     if fields.boolean("add_cross_attention", False):
@@ -77,7 +80,7 @@ def parse_gpt2(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_gpt_neox(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a GPTNeoXConfig."""
+    """Return the spec of a GPTNeoXConfig."""
     fields = files.config
     bias, norm = fields.boolean("attention_bias", True), _norm(fields, "layer_norm_eps")
     attended = attention(fields, qkv_bias=bias, o_bias=bias, rotation=_neox_rotation)
@@ -104,7 +107,7 @@ def _norm(fields: Fields, key: str) -> NormSpec:
 
 
 def gpt2_modules(layer: LayerSpec) -> Modules:
-    """q, k and v above one another, everything transposed."""
+    """Return the modules of a layer's parameters: q, k and v in one tensor, all weights transposed."""
     assert isinstance(layer.attention, AttentionSpec)
     width = layer.attention.q_width
     parts = {
@@ -121,7 +124,7 @@ def gpt2_modules(layer: LayerSpec) -> Modules:
 
 
 def gpt_neox_modules(layer: LayerSpec) -> Modules:
-    """Return the names of the modules; the stored tensor has q, k and v of one head after the other."""
+    """Return the modules of a layer's parameters: one tensor with q, k and v of each head in turn."""
     assert isinstance(layer.attention, AttentionSpec)
     dim = layer.attention.head_dim
     parts = {

@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI, 2025): sinks in every softmax, a window in every other layer, and experts with a clamped SwiGLU."""
+"""gpt-oss (OpenAI, 2025): attention sinks, a window in every other layer, and experts with a clamped SwiGLU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ABSENT_ROPE = {
 
 
 def parse_gpt_oss(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a GptOssConfig."""
+    """Return the spec of a GptOssConfig."""
     fields = files.config
     bias = fields.boolean("attention_bias", True)
     attended = attention(
@@ -76,7 +76,10 @@ def _check_activation(fields: Fields) -> None:
 
 
 def gpt_oss_modules(layer: LayerSpec) -> Modules:
-    """The experts' matrices stand in one tensor, transposed, the rows of gate and up by turns."""
+    """Return the modules of a layer's parameters.
+
+    All experts are in one tensor per product, transposed, with alternating rows of gate and up.
+    """
     fed = layer.feed_forward
     if not isinstance(fed, ExpertsSpec):
         return LLAMA_MODULES

@@ -17,7 +17,7 @@ from batchinfer.models.spec.spec import ModelSpec
 
 
 def parse_granite(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a GraniteConfig."""
+    """Return the spec of a GraniteConfig."""
     fields = files.config
     bias = fields.boolean("attention_bias", False)
     scale = fields.number("attention_multiplier", 1.0)

@@ -1,5 +1,7 @@
-"""Llama 2 and 3 (Touvron et al., 2023; Grattafiori et al., 2024), and Mistral (Jiang et al., 2023), which is a Llama
-with one sliding window."""
+"""Llama 2 and 3 (Touvron et al., 2023; Grattafiori et al., 2024), and Mistral (Jiang et al., 2023).
+
+Mistral is a Llama with one sliding window.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,13 @@ def llama_layer(
     feed_forward: FeedForwardSpec | ExpertsSpec,
     norm: NormSpec | None = None,
 ) -> LayerSpec:
-    """A norm before each of its halves, an RMSNorm if not given."""
+    """Return a layer with a norm before each half, an RMSNorm unless `norm` is given."""
     norm = norm or NormSpec(hidden_size(fields), rms_eps(fields))
     return LayerSpec(norm.width, norm, attended, norm, feed_forward)
 
 
 def parse_llama(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a LlamaConfig."""
+    """Return the spec of a LlamaConfig."""
     fields = files.config
     bias = fields.boolean("attention_bias", False)
     attended = attention(fields, qkv_bias=bias, o_bias=bias)
@@ -51,7 +53,7 @@ def parse_llama(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_mistral(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a MistralConfig."""
+    """Return the spec of a MistralConfig."""
     fields = files.config
     layers = layer_count(fields)
     attended = replace(attention(fields, absent_kv_heads=8), window=_window(fields, layers))

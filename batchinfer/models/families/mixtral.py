@@ -25,7 +25,7 @@ ABSENT_EPS = 1e-5
 
 
 def parse_mixtral(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a MixtralConfig."""
+    """Return the spec of a MixtralConfig."""
     fields = files.config
     attended = replace(attention(fields, absent_kv_heads=8), window=fields.optional_integer("sliding_window"))
     rule = routing(fields, "num_local_experts", 8, 2, normalised=True)
@@ -36,7 +36,7 @@ def parse_mixtral(files: ConfigFiles) -> ModelSpec:
 
 
 def mixtral_modules(layer: LayerSpec) -> Modules:
-    """Llama's, and names of the authors' own for the experts."""
+    """Return the modules of a layer's parameters: Llama's, and Mixtral's names for experts."""
     names = {"gate": "w1", "up": "w3", "down": "w2"}
     experts = expert_modules(layer, "block_sparse_moe.experts", names)
     return {**LLAMA_MODULES, "router": "block_sparse_moe.gate", **experts}

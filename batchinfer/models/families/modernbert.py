@@ -1,5 +1,4 @@
-"""ModernBERT (Warner et al., 2024): an encoder with the layers of newer decoders, every third of which sees all tokens,
-and the others those near by."""
+"""ModernBERT (Warner et al., 2024): an encoder with decoder-like layers, two thirds of them with a window."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ THETA: dict[LayerKind, tuple[str, float]] = {
 
 
 def parse_modernbert(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a ModernBertConfig."""
+    """Return the spec of a ModernBertConfig."""
     fields = files.config
     hidden, bias = hidden_size(fields), fields.boolean("attention_bias", False)
     norm = NormSpec(
@@ -57,13 +56,13 @@ def parse_modernbert(files: ConfigFiles) -> ModelSpec:
         activation(fields, "hidden_activation", "gelu"),
         biased=fields.boolean("mlp_bias", False),
     )
-    # of keys on both sides, which half of it is away at most
+    # local_attention counts keys on both sides, at a distance of at most half of it
     window = fields.integer("local_attention", 128) // 2 + 1
     layers = []
     for index, kind in enumerate(_kinds(fields)):
         rotation = Rotation(_rope(fields, kind), attended.head_dim)
         own = replace(attended, rotation=rotation, window=window if kind == LOCAL else None)
-        # the first layer reads embeddings that are normed already
+        # The first layer reads embeddings, which are normed already
         layers.append(LayerSpec(hidden, norm if index else None, own, norm, fed))
     made = model("modernbert", files, tuple(layers), norm=norm, absent_eos=ABSENT_EOS)
     encoder = EncoderSpec(embedding_norm=norm, classifier=normed_classifier(fields, norm))
@@ -71,13 +70,19 @@ def parse_modernbert(files: ConfigFiles) -> ModelSpec:
 
 
 def _kinds(fields: Fields) -> list[LayerKind]:
-    """`layer_types`, or as often as `global_attn_every_n_layers` says one that sees all, the first one among them."""
+    """Return `layer_types`, or else full attention in every n-th layer, starting with the first.
+
+    n is `global_attn_every_n_layers`.
+    """
     count, every = layer_count(fields), fields.integer("global_attn_every_n_layers", 3)
     return layer_kinds(fields, count) or [LOCAL if index % every else FULL for index in range(count)]
 
 
 def _rope(fields: Fields, kind: LayerKind) -> RopeConfig:
-    """`rope_parameters` by kind of layer as transformers 5 writes them; else a theta for each."""
+    """Return the rotary embedding of layers with this kind of attention.
+
+    transformers 5 writes `rope_parameters` by kind. Older files state one theta per kind.
+    """
     key, absent = THETA[kind]
     stated = fields.raw.get("rope_parameters")
     each = stated.get(kind) if isinstance(stated, dict) else None
@@ -86,7 +91,7 @@ def _rope(fields: Fields, kind: LayerKind) -> RopeConfig:
 
 
 def modernbert_modules(layer: LayerSpec) -> Modules:
-    """q, k and v above one another, and what is activated above what it is multiplied with."""
+    """Return the modules of a layer's parameters: one tensor with q, k and v, and one with gate and up."""
     inner, width = layer.feed_forward.inner, layer.hidden
     return {
         **{name: Part("attn.Wqkv", i * width, (i + 1) * width) for i, name in enumerate("qkv")},

@@ -1,4 +1,4 @@
-"""Models of several parts, one of which is a decoder of our families: that part is run, on text alone."""
+"""Multimodal models whose decoder belongs to a supported family. Only the decoder is run, on text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from batchinfer.models.families.family import NamePrefixes
 
-# transformers leaves out of text_config what equals its own defaults: these, of the sizes that a family must know
+# transformers omits fields of text_config that equal its defaults. These are the defaults of the required sizes
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     "max_position_embeddings",
@@ -25,10 +25,10 @@ ABSENT_SIZES: dict[str, dict[str, int]] = {
         "cohere2": (256_000, 8192, 22_528, 40, 64, 8192),
     }.items()
 }
-# Stated next to text_config, these hold for the decoder where text_config is silent
+# Fields next to text_config that apply to the decoder if text_config does not have them
 _SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 _TIED = "tie_word_embeddings"
-# What transformers 4 and the published checkpoints write, and what transformers 5 does
+# Of transformers 4 and published checkpoints, and of transformers 5
 _LLAVA_PREFIXES = (
     NamePrefixes("language_model.model.", "language_model."),
     NamePrefixes("model.language_model."),
@@ -37,9 +37,14 @@ _LLAVA_PREFIXES = (
 
 @dataclass(frozen=True, slots=True)
 class Multimodal:
-    """A `model_type` whose config.json has the decoder's in `text_config`. `absent_text`: the decoder's model_type
-    where it is not stated; `prefixes`: what may stand before the names of its tensors; `others`: what begins those of
-    other parts, with or without "model." before it."""
+    """A `model_type` whose config.json has the decoder's configuration in `text_config`.
+
+    Args:
+        absent_text: The decoder's model_type if text_config has none.
+        absent_tied: Whether embedding and head are tied if neither configuration says so.
+        prefixes: The possible prefixes of the decoder's tensors.
+        others: Prefixes of the tensors of other parts, after an optional "model.".
+    """
 
     model_type: str
     architecture: str
@@ -50,11 +55,11 @@ class Multimodal:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """Classes that hold it."""
+        """Return the supported classes."""
         return (self.architecture,)
 
     def text_config(self, raw: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return config.json's object about the decoder; None if it is no object."""
+        """Return the decoder's configuration with its defaults; None if text_config is not an object."""
         stated = raw.get("text_config")
         if not isinstance(stated, Mapping):
             return None
@@ -71,7 +76,7 @@ class Multimodal:
         }
 
     def part_of(self, tensor: str) -> str | None:
-        """Return the other part that a tensor belongs to; None for the decoder's."""
+        """Return the other part that a tensor belongs to; None if it is the decoder's."""
         name = tensor.removeprefix("model.")
         return next((part for part in self.others if name == part or name.startswith(f"{part}.")), None)
 

@@ -1,4 +1,4 @@
-"""OLMo 2 (OLMo et al., 2024): norms after each half of a layer instead of before, and over all heads of q and k."""
+"""OLMo 2 (OLMo et al., 2024): norms after each half of a layer, and norms over all heads of q and k."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODULES: Modules = {
 
 
 def parse_olmo2(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of an Olmo2Config."""
+    """Return the spec of an Olmo2Config."""
     fields = files.config
     bias, norm = (
         fields.boolean("attention_bias", False),
@@ -43,7 +43,7 @@ def parse_olmo2(files: ConfigFiles) -> ModelSpec:
 
 
 def olmo2_modules(_: LayerSpec) -> Modules:
-    """Llama's, with other norms."""
+    """Return the modules of a layer's parameters: Llama's, with other norms."""
     return MODULES
 
 

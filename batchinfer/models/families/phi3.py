@@ -1,5 +1,7 @@
-"""Phi-3 and Phi-4 (Abdin et al., 2024): a Llama whose checkpoints hold q, k and v in one tensor and gate and up in
-another, and which may rotate only a part of each head."""
+"""Phi-3 and Phi-4 (Abdin et al., 2024): a Llama whose checkpoints fuse q, k and v, and gate and up.
+
+A part of each head may be rotated.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ ABSENT_ORIGINAL = 4096
 
 
 def parse_phi3(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a Phi3Config."""
+    """Return the spec of a Phi3Config."""
     fields = files.config
     window = fields.optional_integer("sliding_window")
     attended = replace(attention(fields, rotation=_rotation), window=window)
@@ -40,7 +42,7 @@ def parse_phi3(files: ConfigFiles) -> ModelSpec:
 
 
 def _rotation(fields: Fields, head_dim: int) -> Rotation:
-    """Its "yarn" means LongRoPE, as transformers says; a model was made for 4096 positions first if it does not say."""
+    """Return the rotation. "yarn" means LongRoPE, as in transformers. The default original length is 4096."""
     raw = {"original_max_position_embeddings": ABSENT_ORIGINAL, **fields.raw}
     for key in ("rope_scaling", "rope_parameters"):
         stated = raw.get(key)
@@ -51,7 +53,7 @@ def _rotation(fields: Fields, head_dim: int) -> Rotation:
 
 
 def phi3_modules(layer: LayerSpec) -> Modules:
-    """Llama's, but for what is fused."""
+    """Return the modules of a layer's parameters: Llama's, except for the fused ones."""
     fused = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
     parts = dict(LLAMA_MODULES)
     for linear in layer.linears:

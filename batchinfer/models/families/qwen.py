@@ -20,13 +20,13 @@ from batchinfer.models.spec.spec import AttentionSpec, LayerSpec, ModelSpec, Nor
 
 
 def parse_qwen2(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a Qwen2Config."""
+    """Return the spec of a Qwen2Config."""
     attended = attention(files.config, absent_kv_heads=32, qkv_bias=True)
     return model("qwen2", files, _layers(files.config, attended))
 
 
 def parse_qwen3(files: ConfigFiles) -> ModelSpec:
-    """Qwen3Config, whose heads are 128 wide unless it says otherwise, whatever the hidden size."""
+    """Return the spec of a Qwen3Config. Heads have 128 values by default, for any hidden size."""
     bias = files.config.boolean("attention_bias", False)
     attended = attention(
         files.config,

@@ -40,7 +40,7 @@ MODULES: Modules = {
 
 
 def parse_qwen2_moe(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a Qwen2MoeConfig: all tokens also pass a shared expert, which has a gate."""
+    """Return the spec of a Qwen2MoeConfig, with a gated shared expert that all tokens use."""
     fields = files.config
     attended = attention(fields, absent_kv_heads=16, qkv_bias=fields.boolean("qkv_bias", True))
     normalised = fields.boolean("norm_topk_prob", False)
@@ -55,7 +55,7 @@ def parse_qwen2_moe(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_qwen3_moe(files: ConfigFiles) -> ModelSpec:
-    """Qwen3MoeConfig, which transformers 5 saves with `num_local_experts`."""
+    """Return the spec of a Qwen3MoeConfig. transformers 5 saves it with `num_local_experts`."""
     fields = files.config
     bias = fields.boolean("attention_bias", False)
     norm = NormSpec(0, rms_eps(fields))
@@ -71,7 +71,7 @@ def parse_qwen3_moe(files: ConfigFiles) -> ModelSpec:
 def _layers(
     fields: Fields, attended: AttentionSpec, experts: ExpertsSpec, windows: list[int | None]
 ) -> tuple[LayerSpec, ...]:
-    """Return the layers in their order, with experts and without."""
+    """Return all layers, with and without experts."""
     dense, plain = gated_feed_forward(fields), _layers_without_experts(fields)
     every = fields.integer("decoder_sparse_step", 1)
     halves = [dense if i in plain or (i + 1) % every else experts for i in range(len(windows))]
@@ -92,14 +92,14 @@ def _layers_without_experts(fields: Fields) -> list[int]:
 
 
 def _window(fields: Fields) -> int | None:
-    """Read the window of the layers that have one; transformers 5 saves 0 where none has."""
+    """Return the window of the layers that have one; None if no layer has (transformers 5 saves 0 then)."""
     if not fields.boolean("use_sliding_window", False):
         return None
     return fields.optional_integer("sliding_window") or (None if "sliding_window" in fields.raw else 4096)
 
 
 def _alternating_windows(fields: Fields) -> list[int | None]:
-    """Every other layer's below `max_window_layers`, beginning with the first, unless `layer_types` says otherwise."""
+    """Return the window of each layer: from `layer_types`, or else every other one below `max_window_layers`."""
     layers, window = layer_count(fields), _window(fields)
     kinds = layer_kinds(fields, layers)
     if kinds is None:
@@ -113,7 +113,7 @@ def _alternating_windows(fields: Fields) -> list[int | None]:
 
 
 def qwen_moe_modules(layer: LayerSpec) -> Modules:
-    """Llama's, and those of the experts."""
+    """Return the modules of a layer's parameters, experts included."""
     return {**MODULES, **expert_modules(layer, "mlp.experts", PROJECTIONS)}
 
 

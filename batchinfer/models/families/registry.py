@@ -1,4 +1,4 @@
-"""The list of families. A new one is a file next to this one, and a line here."""
+"""The list of families. To add one, write a file in this folder, and add it here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""StableLM 2 (Bellagente et al., 2024): LayerNorm, a part of each head rotated, and in some models both halves of a
-layer side by side and a LayerNorm of each head with weights of its own."""
+"""StableLM 2 (Bellagente et al., 2024): LayerNorm, and a rotation of a part of each head.
+
+Some models have parallel halves of a layer, and a LayerNorm with separate weights for each head.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ ABSENT_EOS = (0,)
 
 
 def parse_stablelm(files: ConfigFiles) -> ModelSpec:
-    """Make the spec of a StableLmConfig."""
+    """Return the spec of a StableLmConfig."""
     fields = files.config
     biased, parallel = fields.boolean("use_qkv_bias", False), fields.boolean("use_parallel_residual", False)
     attended = attention(
@@ -43,7 +45,7 @@ def parse_stablelm(files: ConfigFiles) -> ModelSpec:
 
 
 def stablelm_modules(layer: LayerSpec) -> Modules:
-    """Llama's, and a module for the norm of each head."""
+    """Return the modules of a layer's parameters: Llama's, and one module per head for norms of heads."""
     norms = {name: norm for name, norm in layer.norms.items() if norm.heads}
     rows = {
         name: Rows(tuple(f"self_attn.{name[0]}_layernorm.norms.{head}" for head in range(norm.heads or 0)))

@@ -1,1 +1,1 @@
-"""A model's folder: which files it has, and what may be read of them."""
+"""A model's folder: its files, and which of them may be read."""

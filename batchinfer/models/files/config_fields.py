@@ -1,4 +1,4 @@
-"""Typed reading of a checkpoint's JSON: every wrong value is noted, none is fatal by itself."""
+"""Reads typed values from a checkpoint's JSON files, and collects mistakes instead of stopping at the first."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from typing import Any
 
 from batchinfer.core.errors import JobFileError, Mistake, SecurityRefusal
 
-MAX_JSON_BYTES = 64 * 2**20  # index files of the largest public checkpoints have some 10 MB
+MAX_JSON_BYTES = 64 * 2**20  # index files of the largest public checkpoints have about 10 MB
 WHERE = "model.path"
 SHOWN = 80  # characters of a wrong value that a message quotes
 CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
-STATED_IN = "stated_in"  # the file that a quantization_config is from, if it is not config.json
+STATED_IN = "stated_in"  # added to a quantization_config: its file, if that is not config.json
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it: JSON-like and short."""
+    """Return a value as messages quote it: its repr, shortened to SHOWN characters."""
     text = repr(value)
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
 def checkpoint_error(path: Path, *messages: str, hint: str | None = None) -> JobFileError:
-    """The error of a checkpoint that cannot be run: the job named the wrong one."""
+    """Return the error of a checkpoint that cannot be run."""
     return JobFileError(str(path), [Mistake(WHERE, message, hint=hint) for message in messages])
 
 
 def load_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises JobFileError when it is too big, not JSON, or not an object."""
+    """Return the JSON object in a file.
+
+    Raises:
+        JobFileError: The file is too large, is not JSON, or is not an object.
+    """
     size = path.stat().st_size
     if size > MAX_JSON_BYTES:
         raise checkpoint_error(path, f"{path.name} has {size} bytes; at most {MAX_JSON_BYTES} are read")
@@ -45,8 +49,12 @@ def load_json_object(path: Path) -> dict[str, Any]:
 
 
 def load_if_there(path: Path) -> dict[str, Any]:
-    """`load_json_object` of a file that a checkpoint may lack: an empty object then. Raises JobFileError, and
-    SecurityRefusal for what is no regular file."""
+    """Return the JSON object in a file; an empty one if there is no file.
+
+    Raises:
+        JobFileError: The file is too large, is not JSON, or is not an object.
+        SecurityRefusal: It is not a regular file.
+    """
     if not path.exists():
         return {}
     if not path.is_file():
@@ -55,10 +63,10 @@ def load_if_there(path: Path) -> dict[str, Any]:
 
 
 class Fields:
-    """Reads typed values out of one JSON object and notes what is wrong in `mistakes`.
+    """Reads typed values from a JSON object, and appends what is wrong to `mistakes`.
 
-    A wrong value is answered with the default (or the lower bound), so that reading goes on and all mistakes
-    are found; whoever reads checks `mistakes` before using anything.
+    For an invalid value, methods return the default, or the lower bound. Callers must check `mistakes` before they use
+    any value.
     """
 
     def __init__(
@@ -68,14 +76,25 @@ class Fields:
         mistakes: list[str],
         theirs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`theirs`: what the file calls a key that is asked for by another name."""
+        """Create a reader.
+
+        Args:
+            raw: The JSON object.
+            name: The name of the file, for messages.
+            mistakes: Receives the messages.
+            theirs: Names of keys in the file, by the names under which they are read.
+        """
         self.raw = raw
         self.name = name
         self.mistakes = mistakes
         self._theirs = theirs
 
     def renamed(self, theirs: Mapping[str, str]) -> Fields:
-        """The same object, whose keys are asked for by usual names: usual → the file's own. Messages name its own."""
+        """Return a reader for an object with other names of keys. Messages quote the names in the file.
+
+        Args:
+            theirs: Names of keys in the file, by the names under which they are read.
+        """
         usual = {key: self.raw[own] for key, own in theirs.items() if own in self.raw}
         return Fields({**self.raw, **usual}, self.name, self.mistakes, theirs)
 
@@ -84,7 +103,7 @@ class Fields:
         self.mistakes.append(f"{self.name}: {self._theirs.get(key, key)} {found}; wanted {wanted}")
 
     def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**24) -> int:
-        """An integer in low … high; without a default it must be there. null counts as absent."""
+        """Return an integer in [low, high]. null counts as missing; a missing field needs a default."""
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
@@ -94,11 +113,11 @@ class Fields:
         return default if default is not None else low
 
     def optional_integer(self, key: str, low: int = 1, high: int = 2**31 - 1) -> int | None:
-        """As `integer`, None when absent or null."""
+        """Return an integer in [low, high]; None if it is missing or null."""
         return None if self.raw.get(key) is None else self.integer(key, low=low, high=high)
 
     def number(self, key: str, default: float | None = None, above: float = 0.0, high: float = 1e30) -> float:
-        """A finite number in (above, high]; without a default it must be there. null counts as absent."""
+        """Return a finite number in (above, high]. null counts as missing; a missing field needs a default."""
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
@@ -108,13 +127,13 @@ class Fields:
         return default if default is not None else math.nextafter(above, math.inf)
 
     def optional_number(self, key: str, high: float = 1e30) -> float | None:
-        """A finite number in [0, high]; None when absent or null."""
+        """Return a finite number in [0, high]; None if it is missing or null."""
         if self.raw.get(key) is None:
             return None
         return self.number(key, above=math.nextafter(0.0, -1.0), high=high)
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of finite numbers above 0."""
+        """Return a list of finite numbers above 0; the field is required."""
         value = self.raw.get(key)
         if isinstance(value, list) and all(type(v) in (int, float) and 0 < v < 1e30 for v in value):
             return tuple(map(float, value))
@@ -122,7 +141,7 @@ class Fields:
         return ()
 
     def boolean(self, key: str, default: bool) -> bool:
-        """true or false; null counts as absent."""
+        """Return true or false. null counts as missing."""
         value = self.raw.get(key)
         if value is None:
             return default
@@ -132,7 +151,7 @@ class Fields:
         return value
 
     def text(self, key: str, default: str) -> str:
-        """A string; null counts as absent."""
+        """Return a string. null counts as missing."""
         value = self.raw.get(key)
         if value is None:
             return default
@@ -142,7 +161,7 @@ class Fields:
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...] | None:
-        """One token id or a list of them; None when absent or null."""
+        """Return one token id or a list of them as a tuple; None if the field is missing or null."""
         value = self.raw.get(key)
         if value is None:
             return None
@@ -154,8 +173,14 @@ class Fields:
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """Return the values of config.json. A `quantization_config` that it lacks is read from the file in which AutoGPTQ
-    or AutoAWQ kept it before 2024. Raises JobFileError, and SecurityRefusal for what is no regular file."""
+    """Return the values of config.json.
+
+    If it has no `quantization_config`, one is read from the file in which AutoGPTQ or AutoAWQ stored it before 2024.
+
+    Raises:
+        JobFileError: A file is too large, is not JSON, or is not an object.
+        SecurityRefusal: A file is not a regular file.
+    """
     raw = load_json_object(folder / CONFIG)
     if QUANTIZATION in raw:
         return raw
@@ -167,7 +192,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def _of_autogptq(found: Mapping[str, Any]) -> dict[str, Any]:
-    """AutoGPTQ's keys are those of today. It wrote a layout for Marlin as an attribute of its own."""
+    """Return the quantization_config of an AutoGPTQ file, which has a separate key for the layout of Marlin."""
     marlin = {"checkpoint_format": "marlin"} if found.get("is_marlin_format") else {}
     return {"quant_method": "gptq", **found, **marlin}
 

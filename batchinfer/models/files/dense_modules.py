@@ -1,4 +1,4 @@
-"""The linear layers that sentence-transformers puts behind the pooling, each in a folder of its own."""
+"""The linear layers that sentence-transformers applies after pooling, each stored in its own folder."""
 
 from __future__ import annotations
 
@@ -15,14 +15,23 @@ from batchinfer.models.files.safetensors_header import PREFIX_BYTES, TensorInfo,
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _WEIGHT, _BIAS = "linear.weight", "linear.bias"
-# What newer versions may give a module to read and to write: all that is computed
+# The only supported value of module_input_name and module_output_name, which newer versions write
 _VECTOR = "sentence_embedding"
 _MOST_OUTPUTS = 1 << 16
 
 
 def dense_module(folder: CheckpointFolder, name: str, named_by: str) -> Dense:
-    """Read the layer in the folder `name` of a checkpoint, which `named_by` names. Raises JobFileError for what is not
-    computed, SecurityRefusal for files that lie elsewhere or are damaged."""
+    """Read the linear layer in a subfolder of a checkpoint.
+
+    Args:
+        folder: The checkpoint.
+        name: The subfolder.
+        named_by: The file that names it, for messages.
+
+    Raises:
+        JobFileError: The layer is not supported.
+        SecurityRefusal: A file is outside of the folder or malformed.
+    """
     config, weights = (folder.file(f"{name}/{file}", named_by) for file in (CONFIG, WEIGHTS))
     if config is None or weights is None:
         missing = CONFIG if config is None else WEIGHTS
@@ -54,13 +63,12 @@ def _refused(folder: CheckpointFolder, name: str, wrong: str) -> JobFileError:
 
 
 def _activation(stated: Mapping[str, Any]) -> str:
-    """Return the name of the activation's class, without where that is; transformers' default is the hyperbolic
-    tangent."""
+    """Return the class name of the activation, without its module. transformers' default is Tanh."""
     return str(stated.get("activation_function", "Tanh")).rpartition(".")[2]
 
 
 def _problem(stated: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str | None:
-    """Say what about a layer is not computed, or does not fit; None: nothing."""
+    """Return why a layer is not supported or does not fit; None if it is fine."""
     if (activation := _activation(stated)) not in get_args(DenseActivation):
         return f"its activation {activation} is not computed; {', '.join(get_args(DenseActivation))} are"
     for key in ("module_input_name", "module_output_name"):

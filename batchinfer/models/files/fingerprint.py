@@ -1,4 +1,4 @@
-"""The fingerprint identifies a model: a hash of its weights and its configuration."""
+"""The fingerprint of a model: a hash of its weights and its configuration."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ from pathlib import Path
 from typing import Any
 
 CHUNK_BYTES = 4 * 2**20
-UNHASHED_KEYS = ("transformers_version", "_name_or_path")  # who saved it, not what it computes
+UNHASHED_KEYS = ("transformers_version", "_name_or_path")  # these do not affect results
 
-Progress = Callable[[int], None]  # gets the number of bytes done since it was last called
+Progress = Callable[[int], None]  # called with the number of bytes since the last call
 
 
 def file_identity(path: Path) -> str:
-    """Path, size, mtime, ctime and inode as one string: what must be unchanged for a cached hash to hold."""
+    """Return path, size, mtime, ctime and inode as one string. A cached hash is valid while it is unchanged."""
     real = path.resolve()
     status = real.stat()
     return f"{real}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}|{status.st_ino}"
 
 
 def file_sha256(path: Path, cache: MutableMapping[str, str], progress: Progress) -> str:
-    """The file's sha256 in hex, from `cache` (by `file_identity`) when it is there; put there otherwise."""
+    """Return the sha256 of a file in hex.
+
+    Args:
+        path: The file.
+        cache: Hashes by `file_identity`; a new hash is added.
+        progress: Called with the number of bytes that were hashed since the last call.
+    """
     identity = file_identity(path)
     if identity in cache:
         progress(path.stat().st_size)
@@ -32,7 +38,7 @@ def file_sha256(path: Path, cache: MutableMapping[str, str], progress: Progress)
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             progress(len(chunk))
-    if file_identity(path) == identity:  # else it changed while it was read: nothing to remember
+    if file_identity(path) == identity:  # unless the file changed during reading
         cache[identity] = digest.hexdigest()
     return digest.hexdigest()
 
@@ -43,7 +49,7 @@ def model_fingerprint(
     cache: MutableMapping[str, str],
     progress: Progress,
 ) -> str:
-    """sha256 in hex over the configuration's content and every weight file's content; names do not count."""
+    """Return the sha256, in hex, of the contents of the configuration and all weight files, without their names."""
     kept = {key: value for key, value in raw_config.items() if key not in UNHASHED_KEYS}
     hashes = sorted(file_sha256(path, cache, progress) for path in files)
     text = json.dumps({"config": kept, "weights": hashes}, sort_keys=True, separators=(",", ":"))

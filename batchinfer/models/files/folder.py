@@ -1,4 +1,4 @@
-"""The files of a checkpoint folder, none of which may lie anywhere else."""
+"""A checkpoint folder, which guarantees that no file is read from anywhere else."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from batchinfer.core.hub import CONFIG
 from batchinfer.core.model_links import inside, model_roots
 from batchinfer.models.files.config_fields import checkpoint_error, load_json_object, shown
 
-FURTHER_TEMPLATES = (
-    "additional_chat_templates",
-)  # folders that transformers reads where it converts a tokenizer
+# Folders that transformers reads when it converts a tokenizer
+FURTHER_TEMPLATES = ("additional_chat_templates",)
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 class CheckpointFolder:
-    """A folder whose files are regular files inside it, or where `model_roots` says that they may lie."""
+    """A folder of regular files. They are inside the folder, or where `model_roots` allows links to point to."""
 
     def __init__(self, path: Path) -> None:
-        """Raises JobFileError when `path` is no folder, SecurityRefusal when an entry leads outside, or is neither a
-        regular file nor a folder."""
+        """Check the folder's entries.
+
+        Raises:
+            JobFileError: `path` is not a folder.
+            SecurityRefusal: An entry points outside, or is neither a regular file nor a folder.
+        """
         if not path.is_dir():
             what = "a file" if path.is_file() else "missing"
             raise checkpoint_error(path, f"{path} is {what}; a checkpoint folder with config.json is needed")
@@ -39,10 +42,14 @@ class CheckpointFolder:
             raise _not_regular(entry)
 
     def file(self, name: str, named_by: str = "") -> Path | None:
-        """The regular file of that name, None when there is none.
+        """Return the path of a regular file; None if there is none.
 
-        `named_by` is the file that the name comes from, where it was not ours. Raises SecurityRefusal when
-        the name or a link leads outside, or what is there is no regular file (opening a pipe would hang).
+        Args:
+            name: The name of the file.
+            named_by: The file that contains the name, if it comes from the checkpoint.
+
+        Raises:
+            SecurityRefusal: The name or a link points outside, or it is not a regular file (opening a pipe would hang).
         """
         if not _is_plain(name):
             raise SecurityRefusal(
@@ -58,12 +65,14 @@ class CheckpointFolder:
         return path
 
     def names(self, *suffixes: str) -> list[str]:
-        """Names right in the folder that end so, sorted."""
+        """Return the sorted names of the folder's entries that end with any of the suffixes."""
         return sorted(entry.name for entry in self.path.iterdir() if entry.name.endswith(suffixes))
 
     def refuse_model_code(self) -> None:
-        """Raises SecurityRefusal when config.json names a Python class of the checkpoint's own, for a model that
-        nothing here can compute."""
+        """Raise SecurityRefusal if config.json names a Python class in the checkpoint.
+
+        Call it for unsupported models only; supported ones do not need the class.
+        """
         if self._asks_for_code(CONFIG):
             raise SecurityRefusal(
                 f"{self.path / CONFIG} has an auto_map: the checkpoint wants its own Python code run, which batchinfer "
@@ -71,7 +80,7 @@ class CheckpointFolder:
             )
 
     def refuse_tokenizer_code(self) -> None:
-        """Raises SecurityRefusal when the tokenizer is a Python class of the checkpoint's own, and nothing else."""
+        """Raise SecurityRefusal if the tokenizer exists only as a Python class in the checkpoint."""
         name = self._names_tokenizer_class()
         if name is not None and self.file(TOKENIZER) is None:
             raise SecurityRefusal(
@@ -81,19 +90,19 @@ class CheckpointFolder:
 
     @property
     def unused_code(self) -> tuple[str, ...]:
-        """Return the notices about code that the checkpoint asks for and that is not run."""
+        """Return a notice if the checkpoint has a tokenizer class of its own, which is not run."""
         name = self._names_tokenizer_class()
         if name is None:
             return ()
         return (f"{name} names the tokenizer's own Python class, which is not run: {TOKENIZER} is used",)
 
     def _names_tokenizer_class(self) -> str | None:
-        """The file that does."""
+        """Return the file that names a tokenizer class in the checkpoint, if any."""
         named = (name for name in (TOKENIZER_CONFIG, CONFIG) if self._asks_for_code(name, "AutoTokenizer"))
         return next(named, None)
 
     def _asks_for_code(self, name: str, of: str | None = None) -> bool:
-        """Whether the file maps anything, or the class `of`, to Python code of the checkpoint."""
+        """Return True if the auto_map of a file has an entry for the class `of`; with None, if it has any entry."""
         path = self.file(name)
         stated = load_json_object(path).get("auto_map") if path is not None else None
         return of in stated if of is not None and isinstance(stated, dict) else bool(stated)
@@ -104,7 +113,7 @@ def _not_regular(path: Path) -> SecurityRefusal:
 
 
 def _is_plain(name: str) -> bool:
-    """Relative, printable, of bearable length, and without a step upwards."""
+    """Return True if a name is relative, printable, not too long, and has no ".."."""
     pure = PurePosixPath(name)
     harmless = name.isprintable() and "\\" not in name and not pure.is_absolute()
     return (

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read with bounds and checked in full before anything maps the file."""
+"""The header of a safetensors file, read with bounds and checked completely before the file is mapped."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from batchinfer.core.errors import SecurityRefusal
 from batchinfer.models.files.config_fields import shown
 
-# Not safetensors itself: it accepts a name that stands twice, unknown fields and 70 dimensions, does not give offsets
-# without the tensors, and does not say which tensor has which wrong size.
+# The safetensors library is not used for this: it accepts duplicate names, unknown fields and 70 dimensions, does not
+# return offsets without the tensors, and does not name the tensor that has a wrong size.
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 PREFIX_BYTES = 8
 DTYPE_BYTES = {
@@ -38,7 +38,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a file. Offsets are bytes in the file's data section, end exclusive."""
+    """A tensor of a file. `start` and `end` (exclusive) are byte offsets in the file's data section."""
 
     dtype: str  # as safetensors spells it, e.g. "BF16"
     shape: tuple[int, ...]
@@ -47,18 +47,22 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
+        """Return the size in bytes."""
         return self.end - self.start
 
 
 class _Malformed(ValueError):
-    """The problem of a header; it becomes a SecurityRefusal that names the file."""
+    """The problem of a header. It becomes a SecurityRefusal that names the file."""
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Tensor name → where and what it is. Raises SecurityRefusal when the header is not exactly right.
+    """Return the tensors of a file by name.
 
-    Checked: the header's length against its limit and the file, JSON without duplicate names, known dtypes,
-    shapes that match their sizes, and data that fills the rest of the file without holes or overlaps.
+    It checks the header's length against its limit and the file, that the JSON has no duplicate names, that dtypes are
+    known, that shapes match sizes, and that the data fills the rest of the file without holes or overlaps.
+
+    Raises:
+        SecurityRefusal: The header is malformed.
     """
     try:
         return _read(path)
@@ -67,13 +71,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def data_start(path: Path) -> int:
-    """Return the byte of a file that the offsets of its tensors count from. Raises OSError."""
+    """Return the byte of a file at which its data section starts. Raises OSError."""
     with path.open("rb") as file:
         return PREFIX_BYTES + int.from_bytes(file.read(PREFIX_BYTES), "little")
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Read what a header says besides its tensors. Raises SecurityRefusal as read_header does."""
+    """Return the metadata of a header, without its tensors. Raises SecurityRefusal as read_header does."""
     try:
         return _parsed(_header(path))[1]
     except _Malformed as error:
@@ -118,7 +122,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parsed(header: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the entries of tensors, and what is said besides."""
+    """Return the JSON entries of the tensors, and the metadata."""
     try:
         raw = json.loads(header.decode("utf-8"), object_pairs_hook=_unique)
     except _Malformed:
@@ -162,7 +166,7 @@ def _tensor(name: str, entry: Any) -> TensorInfo:
 
 
 def _check_layout(tensors: dict[str, TensorInfo], data_bytes: int) -> None:
-    """Sorted by place, each tensor begins where the last one ended, and the last ends with the file."""
+    """Check that the tensors fill the data section without holes or overlaps."""
     end = 0
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if info.start != end:

@@ -1,4 +1,4 @@
-"""The layout of sentence-transformers: modules behind a model, and prompts."""
+"""The layout of sentence-transformers: modules after a model, and prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchinfer.models.files.dense_modules import dense_module
 from batchinfer.models.files.folder import CheckpointFolder
 
 MODULES, PROMPTS, TEXTS = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
-# Where its modules always are; modules.json says so, too
+# The usual folders of the modules; modules.json names them, too
 POOLING_FOLDER, DENSE_FOLDERS = "1_Pooling", ("2_Dense", "3_Dense")
 _CONFIG = "config.json"
 _MODE = "pooling_mode_"
@@ -30,30 +30,34 @@ _POOLINGS: Mapping[str, Pooling] = {
 _KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
 _MOST_BYTES = 1 << 20
 _KEY = "activation_fn"
-_OLD_KEY = "sbert_ce_default_activation_function"  # of versions before 4
+_OLD_KEY = "sbert_ce_default_activation_function"  # before version 4
 
 
 @dataclass(frozen=True, slots=True)
 class SentenceModules:
-    """The modules behind a checkpoint's model, and the prompts that it was taught with."""
+    """The modules after a checkpoint's model, and the prompts that it was trained with."""
 
     normalizes: bool
-    mode: str  # of the pooling, as its file names it
-    prompts: Mapping[str, str]  # texts by name, which are put before others
+    mode: str  # the pooling, as its file names it
+    prompts: Mapping[str, str]  # prefixes of texts, by name
     default_prompt: str | None
-    pools_prompt: bool  # whether a prompt's tokens count, too
-    dense: tuple[Dense, ...] = ()  # layers behind the pooling, in order
+    pools_prompt: bool  # whether the tokens of the prefix are pooled, too
+    dense: tuple[Dense, ...] = ()  # the layers after the pooling, in order
 
     @property
     def pooling(self) -> Pooling | None:
-        """The pooling, if it is one that engines have."""
+        """Return the pooling; None if it is not supported."""
         return _POOLINGS.get(self.mode)
 
 
 def sentence_modules(path: Path) -> SentenceModules | None:
-    """Read a checkpoint's modules, if its folder has any. Raises JobFileError for those that are not computed, and
-    SecurityRefusal for files that lie elsewhere."""
-    if path.is_file():  # in GGUF
+    """Read a checkpoint's modules; None if it has none.
+
+    Raises:
+        JobFileError: A module is not supported.
+        SecurityRefusal: A file is outside of the folder or malformed.
+    """
+    if path.is_file():  # a GGUF file
         return None
     folder = CheckpointFolder(path)
     file = folder.file(MODULES)
@@ -84,7 +88,7 @@ def sentence_modules(path: Path) -> SentenceModules | None:
 
 
 def _check_kinds(path: Path, kinds: list[str]) -> None:
-    """Raises JobFileError unless there is a model, a pooling, then any number of layers, and perhaps a norm."""
+    """Raise JobFileError unless the kinds are Transformer, Pooling, any number of Dense, and optionally Normalize."""
     unknown = [kind for kind in kinds if kind not in _KINDS]
     if unknown:
         text = f"{MODULES} has the module {unknown[0][:80]}, which is not computed; {', '.join(_KINDS)} are"
@@ -107,7 +111,7 @@ def _modules(file: Path) -> list[dict[str, Any]]:
 
 
 def _kind(module: Mapping[str, Any]) -> str:
-    """Return the name of a module's class, without where that is."""
+    """Return the name of a module's class, without its package."""
     return str(module.get("type")).rpartition(".")[2]
 
 
@@ -122,7 +126,7 @@ def _check_texts(folder: CheckpointFolder) -> None:
 
 
 def _mode(folder: CheckpointFolder, pooling: Mapping[str, Any]) -> str:
-    """Return the name of the pooling. Raises JobFileError for several at once."""
+    """Return the name of the pooling. Raises JobFileError unless there is exactly one."""
     named = pooling.get("pooling_mode")
     found = [named] if isinstance(named, str) else [*named] if isinstance(named, list) else []
     found = found or [
@@ -135,9 +139,11 @@ def _mode(folder: CheckpointFolder, pooling: Mapping[str, Any]) -> str:
 
 
 def stated_activation(path: Path) -> str | None:
-    """Return the class that a checkpoint's scores pass, as its files name it: that of the newest version that wrote
-    one. None: they name none. Raises JobFileError, SecurityRefusal."""
-    if path.is_file():  # in GGUF
+    """Return the class of the activation of a reranker's scores; None if no file names one.
+
+    The file of the newest version takes precedence. Raises JobFileError and SecurityRefusal.
+    """
+    if path.is_file():  # a GGUF file
         return None
     folder = CheckpointFolder(path)
     own, config = (_stored(folder, name, "") for name in (PROMPTS, CONFIG))

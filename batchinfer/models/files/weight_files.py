@@ -1,4 +1,4 @@
-"""The weight files of a checkpoint folder, checked before anything of them is loaded. No torch."""
+"""The weight files of a checkpoint folder, checked before anything is loaded. No torch."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ FLOAT_DTYPES: dict[str, Dtype] = {
     "F16": "float16",
     "F64": "float32",
 }
-NAMED = 5  # tensors that a message lists
+NAMED = 5  # names that a message lists
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor and the file that holds it."""
+    """A tensor and the file that stores it."""
 
     file: Path
     info: TensorInfo
 
     def content(self) -> bytes:
-        """Read its bytes: of small tensors, on which it depends what larger ones mean."""
+        """Return the bytes. Use it for small tensors only, such as offsets."""
         with self.file.open("rb") as file:
             file.seek(data_start(self.file) + self.info.start)
             return file.read(self.info.nbytes)
 
     def integers(self) -> NDArray[np.int64]:
-        """Read a tensor of I32 or I64, flattened."""
+        """Return a tensor of I32 or I64, flattened, as int64."""
         return np.frombuffer(self.content(), f"<i{DTYPE_BYTES[self.info.dtype]}").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """A checkpoint folder or a GGUF file, and the weight files; nothing in it leads outside."""
+    """The weight files of a checkpoint folder, or a GGUF file. No link points outside of the folder."""
 
     path: Path
     files: tuple[Path, ...]
@@ -57,12 +57,12 @@ class WeightFiles:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
+        """Return the bytes of all tensors as stored."""
         return sum(tensor.info.nbytes for tensor in self.tensors.values())
 
     @property
     def stored_dtype(self) -> Dtype:
-        """That of most of the stored bytes."""
+        """Return the float dtype that has the most stored bytes."""
         sizes: Counter[Dtype] = Counter()
         for tensor in self.tensors.values():
             if tensor.info.dtype in FLOAT_DTYPES:
@@ -70,20 +70,24 @@ class WeightFiles:
         return max(sorted(sizes), key=lambda name: sizes[name], default="float32")
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
-        """sha256 in hex of what the model computes: the content of its weights and of config.json. A GGUF file holds
-        both.
+        """Return the sha256, in hex, of the contents of the weights and config.json. A GGUF file contains both.
 
-        `cache` maps `fingerprint.file_identity` to the file's sha256 and is filled with what was missing;
-        `progress` gets the bytes done since its last call, `sum(f.stat().st_size for f in files)` in all.
+        Args:
+            cache: Hashes of files by `fingerprint.file_identity`; missing ones are added.
+            progress: Called with the number of bytes since the last call: the sizes of all files in total.
         """
         whole = self.files[0].suffix == GGUF
         config = {} if whole else read_config_json(self.path)
         return model_fingerprint(config, self.files, cache, progress)
 
     def check_zero_points(self, cache: MutableMapping[str, str]) -> bool:
-        """Return True if earlier versions read other zero points from these files; floats have none.
+        """Return True if earlier versions read wrong zero points from these files.
 
-        `cache` holds results of earlier scans, and gets the new one. Raises JobFileError if zero points are wrong.
+        Args:
+            cache: Results of earlier scans; a new result is added.
+
+        Raises:
+            JobFileError: Zero points are invalid.
         """
         return False
 
@@ -91,8 +95,9 @@ class WeightFiles:
 def read_weight_files(folder: CheckpointFolder) -> WeightFiles:
     """Read the headers of the folder's safetensors files.
 
-    Raises SecurityRefusal (pickle weights, a path that leaves the folder, a malformed header) or JobFileError (files
-    are missing, or an index names other tensors than there are).
+    Raises:
+        SecurityRefusal: Weights are pickled, a path leaves the folder, or a header is malformed.
+        JobFileError: Files are missing, or the index does not match them.
     """
     files, index = _weight_files(folder)
     tensors = _stored_tensors(files)
@@ -101,7 +106,10 @@ def read_weight_files(folder: CheckpointFolder) -> WeightFiles:
 
 
 def _weight_files(folder: CheckpointFolder) -> tuple[list[Path], dict[str, str]]:
-    """The files to read, and the index (tensor → file), empty for a single file, which wins as in transformers."""
+    """Return the files to read, and the index (tensor → file).
+
+    As in transformers, a single file takes precedence; then the index is empty.
+    """
     single = folder.file(SINGLE)
     if single is not None:
         return [single], {}
@@ -166,7 +174,7 @@ def _stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
 
 
 def _check_index(folder: CheckpointFolder, index: dict[str, str], tensors: dict[str, StoredTensor]) -> None:
-    """Every tensor must be where the index says."""
+    """Raise JobFileError if a tensor is not in the file that the index names."""
     wrong = [
         name
         for name, file in index.items()
@@ -177,6 +185,6 @@ def _check_index(folder: CheckpointFolder, index: dict[str, str], tensors: dict[
 
 
 def listed(names: list[str]) -> str:
-    """The first names, for a message."""
+    """Return the first names, for a message."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(repr(name)[1:-1][:200] for name in names[:NAMED]) + more

@@ -1,1 +1,1 @@
-"""Heads that were trained for a model, and propose its next tokens from its hidden states."""
+"""Draft heads, which propose a model's next tokens from its hidden states."""

@@ -1,5 +1,8 @@
-"""EAGLE-3 (Li et al., 2025, arXiv:2503.01840): a decoder layer that reads a token's embedding beside the state of the
-token before it, which is made of three of the model's hidden states."""
+"""EAGLE-3 (Li et al., 2025, arXiv:2503.01840): a decoder layer that drafts from embeddings and hidden states.
+
+It reads the embedding of a token next to the state of the token before it. A state combines three hidden states of the
+target model.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _FINAL = "final_norm"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleWeights:
-    """The weights of a head, packed for its operators. What is None is the model's."""
+    """The weights of a head, packed for its operators. The head uses the model's weights for fields that are None."""
 
     stored: StoredEagle
     ops: Ops
@@ -36,11 +39,11 @@ class EagleWeights:
     fuse: Linear
     embedding: Tensor | None
     head: Head | None
-    targets: Tensor | None  # (tokens of the head,) int64: which of the model's they are; None: the same
+    targets: Tensor | None  # (tokens of the head,) int64: the model's token ids; None: both have equal ids
 
     @classmethod
     def load(cls, stored: StoredEagle, ops: Ops, dtype: torch.dtype, device: torch.device) -> EagleWeights:
-        """Load all of them, in the dtype of the model."""
+        """Load all weights in the dtype of the model."""
         found = _tensors(stored, dtype, device)
         layer, start = stored.spec.layers[0], stored.start
 
@@ -72,7 +75,7 @@ class EagleWeights:
         )
 
     def of(self, model: Decoder, positions: int) -> EagleHead:
-        """Make the head of a model, for sequences of up to so many tokens."""
+        """Return the head of a model, for sequences of up to `positions` tokens."""
         layer = self.stored.spec.layers[0]
         assert layer.rotation is not None, "a layer with attention rotates its heads"
         rope = rope_table(layer.rotation, positions, self.norms[_FINAL].device)
@@ -95,7 +98,7 @@ class EagleHead:
     head: Head
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Make the states of a step's tokens, the low, the middle and the high one side by side."""
+        """Return the states of a step's tokens, from three hidden states of each: low, middle and high."""
         return self.weights.fuse(torch.cat([*tapped], -1))
 
     def forward(
@@ -117,11 +120,11 @@ class EagleHead:
         return feed_forward(ops, layer, parts, x, inputs) + residual
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the last norm."""
+        """Apply the final norm."""
         return self._normed(_FINAL, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Make the logits of all tokens of the model."""
+        """Return the logits of all tokens of the model."""
         logits, targets = self.head(self.states(hidden)), self.weights.targets
         if targets is None:
             return logits
@@ -130,14 +133,14 @@ class EagleHead:
         return whole
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Find the argmax of the logits."""
+        """Return the argmax of the logits."""
         tokens, targets = self.head.argmax(self.states(hidden)), self.weights.targets
         return tokens if targets is None else torch.where(tokens < 0, tokens, targets[tokens.clamp(min=0)])
 
     @property
     def _norm(self) -> NormSpec:
         norm = self.weights.stored.spec.final_norm
-        assert norm is not None, "all of its norms are alike"
+        assert norm is not None, "all norms of a head are equal, and it has one"
         return norm
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
@@ -146,7 +149,7 @@ class EagleHead:
 
 
 def _tensors(stored: StoredEagle, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Read the tensors of a head: its weights in a dtype, and the numbers of its tokens."""
+    """Read the tensors of a head: weights in `dtype`, token offsets in int64."""
     wanted, found = stored.shapes(), dict[str, Tensor]()
     with ExitStack() as stack:
         for path in stored.files:

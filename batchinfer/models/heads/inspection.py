@@ -1,4 +1,4 @@
-"""Finds out which kind of heads a folder has, and checks them against their model. No torch."""
+"""Detects the kind of draft heads in a folder, and checks them against their model. No torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from batchinfer.models.heads.stored_mtp import inspect_mtp
 
 
 def inspect_heads(path: Path, checkpoint: Checkpoint) -> StoredHeads:
-    """Check a folder of heads for a model.
+    """Check a folder of draft heads for a model.
 
-    Raises JobFileError (something is missing, or does not fit the model) and SecurityRefusal (a path that leaves the
-    folder, a malformed file).
+    Raises:
+        JobFileError: Something is missing, or does not fit the model.
+        SecurityRefusal: A path leaves the folder, or a file is malformed.
     """
     if not path.is_dir():
         raise heads_error(path, f"{path} is {'a file' if path.exists() else 'missing'}; a folder is needed")
@@ -35,7 +36,7 @@ def inspect_heads(path: Path, checkpoint: Checkpoint) -> StoredHeads:
     if _is_eagle(raw):
         return inspect_eagle(folder, checkpoint)
     keys = "neither medusa_num_heads, nor draft_vocab_size, which EAGLE-3 heads have"
-    raise heads_error(path, f"{path} has no heads of a kind that is known: {CONFIG} has {keys}")
+    raise heads_error(path, f"{path} has heads of an unknown kind: {CONFIG} has {keys}")
 
 
 def _is_eagle(raw: Mapping[str, Any]) -> bool:

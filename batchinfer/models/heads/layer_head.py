@@ -1,4 +1,4 @@
-"""The protocol of a head with a layer of its own, once it is on its device."""
+"""The protocol of a loaded draft head that has a decoder layer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, Laye
 
 
 class LayerHead(Protocol):
-    """Makes of a token's state and of the token behind it the state of that one, and of a state the next token."""
+    """A draft head with a decoder layer. It drafts one token after the other, from states.
+
+    From the state of a token and the token that follows, it computes the state of the following token, and from a state
+    the next token.
+    """
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Make the states of a step's tokens: tapped, (T, hidden of the model) each, what its layers read that the head
-        asks for, and hidden, what the last one gave, before the final norm → (T, width)."""
+        """Return the states of a step's tokens, (T, width).
+
+        Args:
+            tapped: (T, hidden of the model) each: the inputs of the layers that the head reads.
+            hidden: (T, hidden of the model), the output of the last layer before the final norm.
+        """
 
     def forward(
         self,
@@ -26,22 +34,28 @@ class LayerHead(Protocol):
         cache: LayerCache,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Run a step: token_ids (T,) int64, those behind the tokens whose states, (T, width), are given → (T, width).
-        Writes K and V of the states to the cache."""
+        """Run a step, write K and V of the states to the cache, and return the next states, (T, width).
+
+        Args:
+            token_ids: (T,) int64, the tokens that follow the tokens of `states`.
+            states: (T, width).
+            inputs: Positions and slots of the step.
+            cache: The cache of the head's layer.
+            plan: The attention plan of the step.
+        """
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the last norm: (n, width) → (n, width)."""
+        """Apply the final norm: (n, width) → (n, width)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Make the logits of all tokens of the model: (n, width) → (n, vocab) float32, -inf for those that the head
-        never proposes."""
+        """Return (n, vocab) float32 from (n, width); -inf for tokens that the head never proposes."""
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Find the argmax of the logits, (n, width) → (n,) int64; NO_TOKEN where they are not finite numbers."""
+        """Return the argmax of the logits, (n,) int64, from (n, width); NO_TOKEN for rows that are not finite."""
 
 
 class HeadWeights(Protocol):
-    """The weights of such a head."""
+    """The loaded weights of a LayerHead."""
 
     def of(self, model: Decoder, positions: int) -> LayerHead:
-        """Make the head of a model, for sequences of up to so many tokens."""
+        """Return the head of a model, for sequences of up to `positions` tokens."""

@@ -1,5 +1,7 @@
-"""The layer for multi-token prediction of DeepSeek-V3 (DeepSeek-AI, 2024, 2.2): one more layer of the model, which
-reads a token's embedding beside the state of the token before it."""
+"""The layer for multi-token prediction (MTP) of DeepSeek-V3 (DeepSeek-AI, 2024, 2.2).
+
+It is one more layer of the model, which reads the embedding of a token next to the state of the token before it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from batchinfer.models.ops.layers import DecoderLayer, LayerParts, Linear
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MtpWeights:
-    """The weights of such a layer, packed for its operators."""
+    """The weights of an MTP layer, packed for its operators."""
 
     stored: StoredMtp
     ops: Ops
@@ -31,7 +33,7 @@ class MtpWeights:
 
     @classmethod
     def load(cls, stored: StoredMtp, ops: Ops, dtype: torch.dtype, device: torch.device) -> MtpWeights:
-        """Load all of them, in the dtype of the model."""
+        """Load all weights in the dtype of the model."""
         weights, start = CheckpointWeights(stored.checkpoint, dtype, device), stored.start
         return cls(
             stored,
@@ -42,7 +44,7 @@ class MtpWeights:
         )
 
     def of(self, model: Decoder, positions: int) -> MtpHead:
-        """Make the layer of a model, for sequences of up to so many tokens."""
+        """Return the MTP layer of a model, for sequences of up to `positions` tokens."""
         layer = self.stored.spec.layers[0]
         assert layer.rotation is not None, "a layer with attention rotates its heads"
         rope = rope_table(layer.rotation, positions, self.norms[NORM].device)
@@ -51,15 +53,17 @@ class MtpWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MtpHead:
-    """A layer for further tokens that is ready to run; see LayerHead. A state is behind the last norm, the model's as
-    its own, as SGLang has it."""
+    """An MTP layer that is ready to run; see LayerHead.
+
+    As in SGLang, a state is the output of a final norm: of the model's, or of the layer's own.
+    """
 
     weights: MtpWeights
     layer: DecoderLayer
     model: Decoder
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Make the states of a step's tokens: what the model's final norm gives."""
+        """Return the states of a step's tokens, the output of the model's final norm."""
         return self.model.states(hidden)
 
     def forward(
@@ -77,15 +81,15 @@ class MtpHead:
         return self._normed(NORM, x, residual)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Return the states as they are."""
+        """Return the states, which are normed already."""
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Make the logits by the model's head."""
+        """Return the logits of the model's head."""
         return self.model.head(hidden)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Find the argmax of the logits."""
+        """Return the argmax of the logits."""
         return self.model.head.argmax(hidden)
 
     def _normed(self, name: str, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -1,5 +1,7 @@
-"""The folder of an EAGLE-3 head (Li et al., 2025, arXiv:2503.01840), checked against its model before anything of it is
-loaded. No torch."""
+"""The folder of an EAGLE-3 head (Li et al., 2025, arXiv:2503.01840), checked against its model without loading it.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,30 @@ from batchinfer.models.spec.parameters import Shape
 from batchinfer.models.spec.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
 from batchinfer_kernels.cost import ModelCost, OperatorCost, linear_cost
 
-READ_STATES = 3  # hidden states of a token that are read together: a low, a middle and a high one
-_LAYERS = ("midlayer.", "layers.0.")  # what begins the names of its layer's tensors: SafeAILab's, vLLM's
+READ_STATES = 3  # hidden states per token that a head reads: of a low, a middle and a high layer
+_LAYERS = (
+    "midlayer.",
+    "layers.0.",
+)  # prefixes of the tensors of the layer, as written by SafeAILab and by vLLM
 EMBEDDING, HEAD, OFFSETS, USED_TOKENS = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 _STATED = "eagle_aux_hidden_state_layer_ids"
-_NESTED = "transformer_layer_config"  # where vLLM's speculators state the sizes of the layer
+_NESTED = "transformer_layer_config"  # key of the sizes of the layer in files of vLLM's speculators
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEagle(StoredLayer):
-    """An EAGLE-3 head that fits its model. `start` begins the names of its layer's tensors. `offsets`: whether it has
-    tokens of its own, and says which of the model's they are; `embedding`, `head`: whether these are its own, and not
-    the model's. `norms_residual`: whether its residual is the state behind its norm."""
+    """An EAGLE-3 head that fits its model.
+
+    Args:
+        weights: The files of its weights.
+        layer: A model with the one layer of the head.
+        states: The layers of the target model whose inputs the head reads.
+        start: Prefix of the names of the tensors of the layer.
+        offsets: If True, a tensor maps the tokens of the head to tokens of the model.
+        embedding: If True, the head has an embedding of its own, otherwise it uses the model's.
+        head: If True, the head has an output layer of its own, otherwise it uses the model's.
+        norms_residual: If True, the residual is the normed state instead of the state.
+    """
 
     weights: tuple[Path, ...]
     layer: ModelSpec
@@ -50,33 +64,32 @@ class StoredEagle(StoredLayer):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files of its weights."""
+        """Return the files of the weights."""
         return self.weights
 
     @property
     def spec(self) -> ModelSpec:
-        """A model of its layer, whose tokens are those that it proposes."""
+        """Return a model with the one layer of the head, and with the tokens that the head proposes."""
         return self.layer
 
     @property
     def tapped(self) -> tuple[int, ...]:
-        """The layers of its model whose inputs it reads."""
+        """Return the layers of the target model whose inputs the head reads."""
         return self.states
 
     @property
     def attention(self) -> AttentionSpec:
-        """The attention of its layer."""
+        """Return the attention of the layer."""
         found = self.layer.attention
         assert isinstance(found, AttentionSpec), "an EAGLE-3 head has no latents"
         return found
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes of its weights once they are loaded."""
+        """Return the bytes of the loaded weights."""
         return itemsize * sum(map(math.prod, self.shapes().values()))
 
     def cost(self, itemsize: int) -> ModelCost:
-        """Return the cost of its steps: its layer's, whose queries, keys and values are made of twice as many
-        values."""
+        """Return the cost of a step. The inputs of q, k and v are twice as wide as in other layers."""
         found, hidden = model_cost(self.layer, itemsize), self.layer.hidden
         outputs = self.attention.q_width + 2 * self.attention.kv_width
         read = linear_cost(0, hidden, outputs, itemsize, itemsize)
@@ -84,7 +97,7 @@ class StoredEagle(StoredLayer):
         return replace(found, operators=(*found.operators, OperatorCost("qkv_of_embedding", read, each)))
 
     def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of its tensors, but for the numbers of its tokens."""
+        """Return the shapes of all tensors except the token maps."""
         hidden, attended, fed = self.layer.hidden, self.attention, self.layer.layers[0].feed_forward
         assert isinstance(fed, FeedForwardSpec), "an EAGLE-3 head has no experts"
         heads = {"q": attended.q_width, "k": attended.kv_width, "v": attended.kv_width}
@@ -104,7 +117,7 @@ class StoredEagle(StoredLayer):
         return found | ({EMBEDDING: (self.model_vocab, hidden)} if self.embedding else {})
 
 
-# The norms of its layer, by the names that ours have for them
+# Norms of the layer: parameter → module
 NORMS = {
     "input_norm": "input_layernorm",
     "state_norm": "hidden_norm",
@@ -113,14 +126,16 @@ NORMS = {
 
 
 def inspect_eagle(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredEagle:
-    """Check the folder of an EAGLE-3 head for a model: as SafeAILab publishes it, and SpecForge, AngelSlim and vLLM's
-    speculators.
+    """Check the folder of an EAGLE-3 head for a model.
 
-    Raises JobFileError (something is missing, or does not fit the model) and SecurityRefusal (a path that leaves the
-    folder, a malformed file).
+    It may be in the format of SafeAILab, SpecForge, AngelSlim or vLLM's speculators.
+
+    Raises:
+        JobFileError: Something is missing, or does not fit the model.
+        SecurityRefusal: A path leaves the folder, or a file is malformed.
     """
     path, config = folder.path, folder.file(CONFIG)
-    assert config is not None, "its configuration says what kind of heads it has"
+    assert config is not None, "inspect_heads has read the configuration"
     pickles = folder.names(*PICKLE_SUFFIXES)
     if pickles and folder.file(WEIGHTS) is None and folder.file(WEIGHT_INDEX) is None:
         raise heads_error(
@@ -191,32 +206,36 @@ def _spec(layer: LayerSpec, vocab: int, model: ModelSpec) -> ModelSpec:
 
 
 def _states(raw: Mapping[str, Any], layers: int, mistakes: list[str]) -> tuple[int, ...]:
-    """Return the layers of the model whose inputs the head reads. What vLLM states are those; what is stated under
-    eagle_config, where SGLang looks, are the layers before them."""
-    told, nested = raw.get(_STATED), raw.get("eagle_config")
+    """Return the layers of the model whose inputs the head reads.
+
+    vLLM's key lists these layers. The key that SGLang reads, in eagle_config, lists the layers before them.
+    """
+    stated, nested = raw.get(_STATED), raw.get("eagle_config")
     key, further = _STATED, 0
-    if told is None and isinstance(nested, dict):
-        told, key, further = nested.get(_STATED), f"eagle_config.{_STATED}", 1
+    if stated is None and isinstance(nested, dict):
+        stated, key, further = nested.get(_STATED), f"eagle_config.{_STATED}", 1
         if nested.get("use_aux_hidden_state") is False:
             mistakes.append(
                 f"{CONFIG}: eagle_config.use_aux_hidden_state is false; EAGLE-3 reads three states"
             )
     wanted = f"{READ_STATES} different ones from {-further} to {layers - further}"
-    if told is None:
+    if stated is None:
         found = 2, layers // 2, layers - 3
         if not found[0] < found[1] < found[2]:
             mistakes.append(f"{CONFIG}: a model of {layers} layers needs {key}: {wanted}")
         return found
-    if isinstance(told, list) and all(isinstance(one, int) and 0 <= one + further <= layers for one in told):
-        states = tuple(sorted({one + further for one in told}))
-        if len(states) == len(told) == READ_STATES:
+    if isinstance(stated, list) and all(
+        isinstance(one, int) and 0 <= one + further <= layers for one in stated
+    ):
+        states = tuple(sorted({one + further for one in stated}))
+        if len(states) == len(stated) == READ_STATES:
             return states
-    mistakes.append(f"{CONFIG}: {key} is {shown(told)}; wanted {wanted}")
+    mistakes.append(f"{CONFIG}: {key} is {shown(stated)}; wanted {wanted}")
     return ()
 
 
 def _mistakes(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield what is missing, does not fit, or is unknown."""
+    """Yield a message for each tensor that is missing, unknown, or does not fit."""
     named = {name: one for name, one in tensors.items() if name not in (OFFSETS, USED_TOKENS)}
     found = [
         *tensor_mistakes(
@@ -231,19 +250,22 @@ def _mistakes(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Itera
 
 
 def _wrong_numbers(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield what is wrong with the tensors that say which tokens it proposes, but for what they say."""
+    """Yield a message for each token map that is missing, or has a wrong shape or dtype."""
     kinds = {OFFSETS: (stored.spec.vocab, ("I64", "I32")), USED_TOKENS: (stored.model_vocab, ("BOOL",))}
     if stored.offsets and OFFSETS not in tensors:
-        yield f"{WEIGHTS} lacks the tensor {OFFSETS}, which says which of the model's tokens its own are"
+        yield f"{WEIGHTS} has no tensor {OFFSETS}, which maps the tokens of the head to tokens of the model"
     for name, (count, dtypes) in kinds.items():
         info = tensors[name].info if name in tensors else None
         if info is not None and (info.shape != (count,) or info.dtype not in dtypes):
-            told = f"{info.dtype} of shape {info.shape}"
-            yield f"{WEIGHTS}: {name} is {told}; wanted {dtypes[0]} of shape {(count,)}"
+            stored_as = f"{info.dtype} of shape {info.shape}"
+            yield f"{WEIGHTS}: {name} is {stored_as}; wanted {dtypes[0]} of shape {(count,)}"
 
 
 def _wrong_tokens(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield what is wrong with the tokens that it proposes: those of the model that are named by their distance."""
+    """Yield a message if the token map is wrong.
+
+    It must map to tokens of the model, to each at most once, and to the tokens that the tensor t2d marks.
+    """
     if not stored.offsets:
         return
     tokens = tensors[OFFSETS].integers() + np.arange(stored.spec.vocab)
@@ -257,6 +279,6 @@ def _wrong_tokens(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> I
     elif len(np.unique(tokens)) < len(tokens):
         yield f"{WEIGHTS}: {OFFSETS} makes the same token of two of the head's"
     elif USED_TOKENS in tensors:
-        taken = np.flatnonzero(np.frombuffer(tensors[USED_TOKENS].content(), np.bool_))
-        if not np.array_equal(taken, np.sort(tokens)):
+        used = np.flatnonzero(np.frombuffer(tensors[USED_TOKENS].content(), np.bool_))
+        if not np.array_equal(used, np.sort(tokens)):
             yield f"{WEIGHTS}: {USED_TOKENS} names other tokens than {OFFSETS}"

@@ -1,4 +1,4 @@
-"""The base of what is known of heads before anything of them is loaded. No torch."""
+"""The base classes of draft heads that are checked but not loaded. No torch."""
 
 from __future__ import annotations
 
@@ -18,64 +18,78 @@ CONFIG = "config.json"
 
 
 class StoredHeads(ABC):
-    """Heads that passed every check: they fit their model."""
+    """Draft heads that passed every check: they fit their model."""
 
     @property
     @abstractmethod
     def files(self) -> tuple[Path, ...]:
-        """The files of their weights."""
+        """Return the files of the weights."""
 
     @abstractmethod
     def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes of their weights once they are loaded, in values of that many bytes."""
+        """Return the bytes of the loaded weights.
+
+        Args:
+            itemsize: Bytes of a value.
+        """
 
     def token_bytes(self, itemsize: int) -> int:
-        """Return the bytes that they keep of each token in the blocks of the KV cache."""
+        """Return the bytes that the heads store per token in the blocks of the KV cache."""
         return 0
 
     def state_bytes(self, rows: int, itemsize: int) -> int:
-        """Return the bytes of the states of so many sampled rows, if they are asked with these."""
+        """Return the bytes of hidden states that the heads need for `rows` sampled rows."""
         return 0
 
 
 class StoredLayer(StoredHeads):
-    """A head with a layer of its own, which attends to what it kept of earlier tokens. It reads, of each token, a state
-    that is made of its model's hidden states."""
+    """A draft head with a decoder layer, which attends to earlier tokens and has a KV cache.
+
+    For each token, it reads a state that is computed from hidden states of the target model.
+    """
 
     @property
     @abstractmethod
     def spec(self) -> ModelSpec:
-        """A model of that one layer, whose tokens are those that the head proposes."""
+        """Return a model with the one layer of the head, and with the tokens that the head proposes."""
 
     @property
     @abstractmethod
     def tapped(self) -> tuple[int, ...]:
-        """The layers of its model whose inputs are read, ascending; the number of all layers: what the last one
-        gives."""
+        """Return the layers of the target model whose inputs the head reads, ascending.
+
+        A number equal to the number of layers means the output of the last one.
+        """
 
     @abstractmethod
     def cost(self, itemsize: int) -> ModelCost:
-        """Return the cost of its steps."""
+        """Return the cost of a step."""
 
     def token_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a token's K and V, and of its state."""
+        """Return the bytes of a token's K, V and state."""
         return self.cost(itemsize).kv_bytes(1) + self.spec.hidden * itemsize
 
 
 def heads_error(path: Path, *messages: str) -> JobFileError:
-    """Make the error of heads that cannot be run."""
+    """Return the error of draft heads that cannot be used."""
     return JobFileError(str(path), [Mistake(WHERE, message) for message in messages])
 
 
 def tensor_mistakes(
     expected: Mapping[str, Shape], tensors: Mapping[str, TensorInfo], where: str, kind: str
 ) -> Iterator[str]:
-    """Yield what is missing, has another shape than the model asks for, is stored as no floats, or is unknown. `where`
-    they are stored, and which `kind` of heads these are."""
+    """Yield a message for each tensor that is missing, unknown, of a wrong shape, or not floating-point.
+
+    Args:
+        expected: The shapes that the model needs.
+        tensors: The stored tensors.
+        where: The file, for messages.
+        kind: The kind of heads, for messages.
+    """
     for name, shape in expected.items():
         info = tensors.get(name)
         if info is None:
-            yield f"{where} lacks the tensor {name}"
+            yield f"{where} has no tensor {name}"
         elif info.shape != shape:
             yield f"{where}: {name} is of shape {info.shape}, and the model's heads are of {shape}"
         elif info.dtype not in FLOAT_DTYPES:

@@ -1,5 +1,7 @@
-"""The folder of Medusa heads (Cai et al., 2024, arXiv:2401.10774), checked against their model before anything of it is
-loaded. No torch."""
+"""The folder of Medusa heads (Cai et al., 2024, arXiv:2401.10774), checked against their model without loading them.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,13 @@ _HEAD = re.compile(r"(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class StoredMedusa(StoredHeads):
-    """Medusa heads that fit their model: the file of their weights, how many they are, and of how many residual blocks
-    each."""
+    """Medusa heads that fit their model.
+
+    Args:
+        weights: The file of their weights.
+        count: The number of heads.
+        layers: Residual blocks per head.
+    """
 
     weights: Path
     count: int
@@ -33,12 +40,12 @@ class StoredMedusa(StoredHeads):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The file of their weights."""
+        """Return the file of the weights."""
         return (self.weights,)
 
     @property
     def head_values(self) -> int:
-        """Count the values of one head."""
+        """Return the number of values of one head."""
         return self.layers * self.hidden * (self.hidden + 1) + self.vocab * self.hidden
 
     def weight_bytes(self, itemsize: int) -> int:
@@ -46,7 +53,7 @@ class StoredMedusa(StoredHeads):
         return self.count * self.head_values * itemsize
 
     def state_bytes(self, rows: int, itemsize: int) -> int:
-        """Return the bytes of the states of so many sampled rows."""
+        """Return the bytes of the hidden states of `rows` sampled rows."""
         return rows * self.hidden * itemsize
 
     def names(self, head: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -59,11 +66,13 @@ class StoredMedusa(StoredHeads):
 
 
 def inspect_medusa(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredMedusa:
-    """Check a folder of heads for a model. The file says how many there are: configurations that were published with
-    five heads say two.
+    """Check a folder of Medusa heads for a model.
 
-    Raises JobFileError (something is missing, or does not fit the model) and SecurityRefusal (a path that leaves the
-    folder, a malformed file).
+    The number of heads comes from the weights: published configurations of five heads state two.
+
+    Raises:
+        JobFileError: Something is missing, or does not fit the model.
+        SecurityRefusal: A path leaves the folder, or a file is malformed.
     """
     path, config, weights = folder.path, folder.file(CONFIG), folder.file(WEIGHTS)
     if config is None or weights is None:

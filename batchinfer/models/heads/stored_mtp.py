@@ -1,5 +1,7 @@
-"""The layer for multi-token prediction behind a checkpoint's last layer (DeepSeek-AI, 2024, "DeepSeek-V3", 2.2),
-checked before anything of it is loaded. No torch."""
+"""The MTP layer after a checkpoint's last layer (DeepSeek-AI, 2024, "DeepSeek-V3", 2.2), checked without loading it.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -30,41 +32,46 @@ _TABLES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the mo
 
 @dataclass(frozen=True, slots=True)
 class StoredMtp(StoredLayer):
-    """A layer for further tokens that fits its model. `checkpoint`: the model's, of which this layer is the last one,
-    and has the tensors; `start` begins their names. Its embedding and its head are the model's."""
+    """An MTP layer that fits its model. Its embedding and its head are the model's.
+
+    Args:
+        checkpoint: The model's checkpoint with the MTP layer as its last layer, and with the tensors of that layer
+            only.
+        start: Prefix of the names of the tensors.
+    """
 
     checkpoint: Checkpoint
     start: str
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files of its weights."""
+        """Return the files of the weights."""
         return tuple(dict.fromkeys(one.file for one in self.checkpoint.tensors.values()))
 
     @property
     def index(self) -> int:
-        """The number of the layer."""
+        """Return the number of the layer."""
         return len(self.checkpoint.spec.layers) - 1
 
     @property
     def spec(self) -> ModelSpec:
-        """A model of its layer."""
+        """Return a model with only this layer."""
         whole = self.checkpoint.spec
         return replace(whole, layers=whole.layers[-1:])
 
     @property
     def tapped(self) -> tuple[int, ...]:
-        """None of the model's layers: it reads what its final norm gives."""
+        """Return (): the layer reads the output of the model's final norm."""
         return ()
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes of its weights once they are loaded."""
+        """Return the bytes of the loaded weights."""
         hidden = self.spec.hidden
         own = sum(map(math.prod, layer_parameters(self.spec.layers[0]).values()))
         return itemsize * (own + sum(map(math.prod, _around(hidden).values())))
 
     def cost(self, itemsize: int) -> ModelCost:
-        """Return the cost of its steps."""
+        """Return the cost of a step."""
         found, hidden = model_cost(self.spec, itemsize), self.spec.hidden
         read = linear_cost(0, 2 * hidden, hidden, itemsize, itemsize)
         each = linear_cost(1, 2 * hidden, hidden, itemsize, itemsize) - read
@@ -72,24 +79,23 @@ class StoredMtp(StoredLayer):
 
 
 def _around(hidden: int) -> dict[str, Shape]:
-    """Return the shapes of what it has besides a layer's tensors."""
+    """Return the shapes of the tensors that an ordinary layer does not have."""
     norms = {f"{name}.weight": (hidden,) for name in (EMBEDDING_NORM, STATE_NORM, NORM)}
     return {f"{FUSE}.weight": (hidden, 2 * hidden), **norms}
 
 
 def inspect_mtp(checkpoint: Checkpoint) -> StoredMtp:
-    """Check the layer for further tokens that a checkpoint has behind its last layer.
+    """Check the MTP layer that a checkpoint has after its last layer.
 
-    Raises JobFileError: it has none, or several, or something is missing, or does not fit the model.
+    Raises:
+        JobFileError: There is no MTP layer, or more than one, or a tensor is missing or does not fit the model.
     """
     path, spec = checkpoint.path, checkpoint.spec
     raw, key = decoder_config(read_config_json(path)), FAMILIES[spec.family].mtp_layers_key
     count = raw.get(key) if key else 0
     if count != 1:
-        told = f"{key} is {count!r}; a layer is supported" if key else f"a {spec.family} has no such layers"
-        raise heads_error(
-            path, f"{path} is the job's model, of which layers for further tokens are heads; {told}"
-        )
+        why = f"{key} is {count!r}; one layer is supported" if key else f"a {spec.family} has no MTP layers"
+        raise heads_error(path, f"{path} is the job's model, whose MTP layer would be the heads; {why}")
     index = len(spec.layers)
     further = parse_config({**raw, "num_hidden_layers": index + 1}, {}, path / CONFIG).layers[index]
     whole = replace(spec, layers=(*spec.layers, further))
@@ -112,7 +118,7 @@ def inspect_mtp(checkpoint: Checkpoint) -> StoredMtp:
 
 
 def _mistakes(layer: StoredMtp, packed: PackedTensors) -> Iterator[str]:
-    """Yield what is missing, has another shape than the model asks for, or is unknown."""
+    """Yield a message for each tensor that is missing, unknown, or of a wrong shape."""
     whole, hidden = layer.checkpoint, layer.spec.hidden
     expected = {**layer_shapes(whole.spec, layer.index, whole.prefixes)}
     around = _around(hidden) | {
@@ -124,4 +130,4 @@ def _mistakes(layer: StoredMtp, packed: PackedTensors) -> Iterator[str]:
         for name, shape in whole.shapes.items()
     }
     yield from packed.told
-    yield from tensor_mistakes(expected, infos, "the checkpoint", "layer for further tokens")
+    yield from tensor_mistakes(expected, infos, "the checkpoint", "MTP layer")

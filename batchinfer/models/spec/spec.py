@@ -522,7 +522,7 @@ class LayerSpec:
         return tuple(replace(each, form=forms.get(each.name)) for each in found) if forms else found
 
     def quantized(self, codes: WeightCodes) -> LayerSpec:
-        """Return the layer with its weights quantised to `codes`; exact and already quantised weights stay as they are."""
+        """Return the layer with weights quantised to `codes`, except exact and already quantised ones."""
         forms = ((each.name, each.form or form_of(each, codes)) for each in self.linears if not each.exact)
         return replace(self, forms=tuple(forms))
 
@@ -670,7 +670,7 @@ class ModelSpec:
         return replace(self, layers=tuple(layers))
 
     def quantized(self, quantization: Quantization) -> ModelSpec:
-        """Return the model with weights quantised on loading; weights that the checkpoint stores quantised stay as they are.
+        """Return the model with weights quantised on loading, unless the checkpoint stores them quantised.
 
         Other values than "int4", "int8" and "fp8" change nothing.
         """

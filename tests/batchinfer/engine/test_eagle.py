@@ -124,8 +124,8 @@ def published(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.pop("fc.weight"), r"model\.safetensors lacks the tensor fc\.weight"),
-        (lambda w: w.pop("d2t"), "lacks the tensor d2t, which says which of the model's tokens its own are"),
+        (lambda w: w.pop("fc.weight"), r"model\.safetensors has no tensor fc\.weight"),
+        (lambda w: w.pop("d2t"), "has no tensor d2t, which maps the tokens of the head"),
         (
             lambda w: w.update({"midlayer.mlp.up_proj.weight": torch.zeros(8, 48)}),
             r"midlayer\.mlp\.up_proj\.weight is of shape .8, 48., and the model's heads are of .40, 48.",

@@ -226,13 +226,13 @@ def test_costs_count_what_is_read_and_what_is_kept() -> None:
 @pytest.mark.parametrize(
     ("reads", "windows", "message"),
     [
-        ((1, 1), (), "layer 0 is to read the K and V of layer 1, which keeps none before it"),
-        ((0, 0, 1), (), "layer 2 is to read the K and V of layer 1, which keeps none before it"),
-        ((0, None, 1), (), "layer 2 is to read the K and V of layer 1, which keeps none before it"),
+        ((1, 1), (), "layer 0 reads the K and V of layer 1, which is no earlier layer with K and V"),
+        ((0, 0, 1), (), "layer 2 reads the K and V of layer 1, which is no earlier layer with K and V"),
+        ((0, None, 1), (), "layer 2 reads the K and V of layer 1, which is no earlier layer with K and V"),
         (
             (0, 0),
             (24, None),
-            "layer 1 is to read the K and V of layer 0, whose heads, window or dtype are others",
+            "layer 1 reads the K and V of layer 0, whose heads, window or dtype differ",
         ),
         ((None, None), (), "no layer keeps K and V"),
     ],

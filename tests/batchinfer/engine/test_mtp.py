@@ -61,7 +61,7 @@ def test_a_layer_reads_what_rows_share() -> None:
     [
         (
             lambda w: w.pop("eh_proj.weight"),
-            r"the checkpoint lacks the tensor model\.layers\.2\.eh_proj\.weight",
+            r"the checkpoint has no tensor model\.layers\.2\.eh_proj\.weight",
         ),
         (
             lambda w: w.update({"enorm.weight": torch.ones(7)}),
@@ -73,7 +73,7 @@ def test_a_layer_reads_what_rows_share() -> None:
         ),
         (
             lambda w: w.update({"eh_proj.bias": torch.ones(48)}),
-            r"has the tensor model\.layers\.2\.eh_proj\.bias, which no layer for further tokens has",
+            r"has the tensor model\.layers\.2\.eh_proj\.bias, which no MTP layer has",
         ),
     ],
 )
@@ -101,8 +101,8 @@ def test_checkpoints_without_one_such_layer_are_refused(tmp_path: Path, count: i
     config = json.loads((folder / "config.json").read_text())
     weights_changed(folder, lambda w: w.clear() if not count else None)
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": count}))
-    with pytest.raises(JobFileError, match=f"num_nextn_predict_layers is {count}; a layer is supported"):
+    with pytest.raises(JobFileError, match=f"num_nextn_predict_layers is {count}; one layer is supported"):
         inspect_heads(folder, inspect_checkpoint(folder))
     llama = checkpoint("llama")
-    with pytest.raises(JobFileError, match=r"is the job's model, .* a llama has no such layers"):
+    with pytest.raises(JobFileError, match=r"is the job's model, .* a llama has no MTP layers"):
         inspect_heads(llama.path, llama)
