@@ -211,7 +211,7 @@ class CheckpointWeights(Weights):
             return self._copied([files.found(part)], self._dtype)
 
     def _coded(self, linear: LinearSpec, parts: Sequence[StoredCodes]) -> dict[str, Tensor]:
-        """Return the concatenated quantised values and scales of the parts, with zero points and lines if they have any."""
+        """Return the concatenated quantised values, scales, zero points and lines of the parts."""
         copied = {
             linear.name: self._copied([part.codes for part in parts], parts[0].codes.dtype),
             linear.name + SCALES: self._copied([part.scales for part in parts], parts[0].scales.dtype),
