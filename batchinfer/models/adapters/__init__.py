@@ -1,1 +1,1 @@
-"""Adapters: small changes of a model's weights, stored apart (LoRA)."""
+"""Adapters (LoRA): small changes of a model's weights, stored in folders of their own."""

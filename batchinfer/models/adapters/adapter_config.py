@@ -1,4 +1,4 @@
-"""Reads the adapter_config.json of a LoRA (Hu et al., 2021) as PEFT writes it. No torch."""
+"""Reads the adapter_config.json of a LoRA (Hu et al., 2021) in PEFT's format. No torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from batchinfer.core.hub import ADAPTER as CONFIG
 from batchinfer.models.files.config_fields import Fields, load_json_object, shown
 
 MAX_RANK = 4096
-_PLAIN = re.compile(r"[A-Za-z0-9_.]+")  # a pattern that names modules, and is no expression
-# Ways to begin training that changed the weights of the model, too
+_PLAIN = re.compile(r"[A-Za-z0-9_.]+")  # a pattern that is a name, not a regular expression
+# Initialisations that also change the weights of the model
 _CHANGES_WEIGHTS = ("pissa", "olora", "corda", "lora_ga")
-# Settings of which anything but these is another computation, and why it is refused
+# Keys that are refused if they are set, and why
 _REFUSED: Mapping[str, str] = {
     "lora_bias": "biases of the factors are not computed",
-    "modules_to_save": "it holds whole modules beside the factors; merge it into the model (PEFT: merge_and_unload)",
+    "modules_to_save": "it also contains complete modules; merge it into the model (PEFT: merge_and_unload)",
     "trainable_token_indices": "it changes embeddings, which all rows of a batch share; merge it into the model",
     "target_parameters": "it changes the stacked weights of experts, which is not computed; merge it into the model",
     "layer_replication": "it repeats layers, which makes another model of it; merge it into the model",
@@ -33,17 +33,22 @@ _REFUSED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """How the factors of a LoRA are scaled: alpha / rank, or alpha / sqrt(rank) where it is rank-stabilised
-    (Kalajdzievski, 2023). `alphas`: those of single modules, by the ends of their names."""
+    """The configuration of a LoRA, which scales its factors.
+
+    The scale is alpha / rank or, if rank-stabilised (Kalajdzievski, 2023), alpha / sqrt(rank).
+
+    Args:
+        alphas: Values of alpha for single modules, by the ends of their names.
+    """
 
     rank: int
     alpha: float
     rank_stabilised: bool = False
     alphas: Mapping[str, float] | None = None
-    dora: bool = False  # rows of weights are rescaled, so that it has to be merged
+    dora: bool = False  # it rescales rows of weights, and must be merged into them
 
     def scale(self, module: str, rank: int) -> float:
-        """Return what the product of a module's factors, which are of this rank, is multiplied with."""
+        """Return the factor of the product of a module's factors, which have this rank."""
         alpha = self.alpha
         for pattern, own in (self.alphas or {}).items():
             if module == pattern or module.endswith("." + pattern):
@@ -53,8 +58,10 @@ class LoraConfig:
 
 
 def read_adapter_config(path: Path) -> tuple[LoraConfig, list[str]]:
-    """Read the file → its settings, and all that is wrong with them. Raises JobFileError for what is not a JSON
-    object."""
+    """Return the settings in the file, and a message for each mistake.
+
+    Raises JobFileError if the file is not a JSON object.
+    """
     raw, mistakes = load_json_object(path), list[str]()
     fields = Fields(raw, CONFIG, mistakes)
     if (kind := raw.get("peft_type")) != "LORA":
@@ -86,7 +93,7 @@ def _refused(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_pattern(value: object) -> bool:
-    """Whether it maps names to numbers. PEFT reads names as expressions; what is more than a name is refused."""
+    """Return True if it maps names to numbers. PEFT reads names as regular expressions; these are refused."""
     return isinstance(value, dict) and all(
         _PLAIN.fullmatch(name) and type(alpha) in (int, float) and 0 < alpha < 1e30
         for name, alpha in value.items()

@@ -1,10 +1,10 @@
-"""The factors by which a calibration has changed a model's channels, for adapters that were made for the model before.
+"""The factors by which calibration has changed a model's channels, for adapters of the original model.
 
     channel_factors.safetensors    LAYER.PRODUCT.inputs (in,) and LAYER.PRODUCT.outputs (out,), float32
 
-A product of the changed model reads inputs that are divided by `inputs`, and its outputs are multiplied with `outputs`.
-So an adapter B A adds what it did before once A's columns are multiplied with `inputs`, and B's rows with `outputs`.
-Factors that are all 1 are left out.
+Inputs of a product of the changed model are divided by `inputs`, and its outputs are multiplied with `outputs`. An
+adapter B A has the same effect as before if A's columns are multiplied with `inputs`, and B's rows with `outputs`.
+Factors that are all 1 are not stored.
 """
 
 from __future__ import annotations
@@ -25,24 +25,32 @@ _A, _B = FACTOR_A + "0", FACTOR_B + "0"
 
 
 class ChannelFactors:
-    """The factors of all products of a model."""
+    """The channel factors of all products of a model."""
 
     def __init__(self, factors: Mapping[str, Tensor], first: int = 0) -> None:
-        """`first`: the number of the layer that counts as 0."""
+        """Create the factors.
+
+        Args:
+            factors: The factors by name in the file.
+            first: The number of the layer that is layer 0 here.
+        """
         self._factors, self._first = factors, first
 
     @classmethod
     def of(cls, folder: Path) -> ChannelFactors:
-        """Read those of a checkpoint's folder; without the file there are none. Raises what reading it raises."""
+        """Read the factors in a checkpoint's folder; without the file there are none.
+
+        Raises OSError and SafetensorError.
+        """
         path = folder / FILE
         return cls(load_file(path) if path.exists() else {})
 
     def of_layers(self, layers: tuple[int, int] | None) -> ChannelFactors:
-        """Return those of the layers from the first to before the second, numbered from 0 on; None: of all."""
+        """Return the factors of the layers (first, end). None: all."""
         return self if layers is None else ChannelFactors(self._factors, self._first + layers[0])
 
     def changed(self, layer: int, product: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an adapter's factors A (rank, in) and B (out, rank) for the changed model."""
+        """Return an adapter's factors A (rank, in) and B (out, rank), adapted to the changed model."""
         start = f"{self._first + layer}.{product}"
         inputs, outputs = (self._factors.get(f"{start}.{end}") for end in ("inputs", "outputs"))
         a = a if inputs is None else (a.float() * inputs.to(a.device)).to(a.dtype)
@@ -51,27 +59,31 @@ class ChannelFactors:
 
 
 class MarkedWeights(Weights):
-    """Hands on a model's weights with an adapter of ones beside each: whoever changes channels changes it, too, so that
-    it says by how much."""
+    """Passes on a model's weights with an adapter of ones for each product.
+
+    Code that changes channels also changes adapters, so the ones become the channel factors.
+    """
 
     def __init__(self, weights: Weights, spec: ModelSpec) -> None:
         self._weights, self._spec = weights, spec
 
     def tables(self) -> Tables:
+        """Return the tables."""
         return self._weights.tables()
 
     def layer(self, index: int) -> LayerWeights:
+        """Return the weights of a layer, with an adapter of ones for each product."""
         found = dict(self._weights.layer(index))
         for linear in self._spec.layers[index].linears:
-            if not linear.experts:  # these have no adapters
-                place = found[linear.name].device
-                found[linear.name + _A] = torch.ones(1, linear.inputs, device=place)
-                found[linear.name + _B] = torch.ones(linear.outputs, 1, device=place)
+            if not linear.experts:  # experts have no adapters
+                device = found[linear.name].device
+                found[linear.name + _A] = torch.ones(1, linear.inputs, device=device)
+                found[linear.name + _B] = torch.ones(linear.outputs, 1, device=device)
         return found
 
 
 def marked_factors(index: int, layer: LayerSpec, weights: LayerWeights) -> Iterator[tuple[str, Tensor]]:
-    """Yield the factors of a layer whose weights were marked, by their names in the file."""
+    """Yield the channel factors of a layer from MarkedWeights, by name in the file."""
     for linear in layer.linears:
         for mark, end in ((_A, "inputs"), (_B, "outputs")):
             found = weights.get(linear.name + mark)

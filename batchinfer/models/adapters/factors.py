@@ -1,4 +1,4 @@
-"""Weights beside which stand the factors of adapters, as one pair of matrices for each product that they change."""
+"""Adds the factors of adapters to a model's weights, as one pair of matrices per adapter and product."""
 
 from __future__ import annotations
 
@@ -24,14 +24,19 @@ from batchinfer.models.spec.spec import LayerSpec, LinearSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class PartOfLayers:
-    """The part of these layers of a model that a rank has, whose `place` it is."""
+    """The part of a model's layers that is in a rank's shard.
+
+    Args:
+        layers: The complete layers that the rank runs.
+        place: The rank's shard.
+    """
 
     layers: Sequence[LayerSpec]
     place: ModelShard
 
 
 class FactorFiles:
-    """The files of adapters, mapped when first needed and unmapped at the end."""
+    """The files of adapters, mapped on first use and unmapped at the end."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -53,8 +58,10 @@ class FactorFiles:
 
 
 class AdaptedWeights(Weights):
-    """Hands on a model's weights with the factors of adapters, whose files are mapped while it is open. Of a rank's
-    part of a model they are those of its outputs, or of its inputs."""
+    """Passes on a model's weights with the factors of adapters. Their files are mapped within a `with` block.
+
+    A rank gets only the factors of its outputs and inputs.
+    """
 
     def __init__(
         self,
@@ -66,8 +73,17 @@ class AdaptedWeights(Weights):
         part: PartOfLayers | None = None,
         folder: Path | None = None,
     ) -> None:
-        """`part`: what the spec is of layers of which other ranks have the rest; None: all. `folder`: the model's,
-        which may say that its channels are others than those that the adapters were made for."""
+        """Create the weights.
+
+        Args:
+            weights: The weights of the model, or of a shard.
+            spec: Its spec.
+            adapters: The adapters.
+            dtype: The dtype of the factors.
+            device: The device of the factors.
+            part: The shard. None: the whole model.
+            folder: The model's folder, which may contain channel factors.
+        """
         self._weights, self._spec, self._adapters, self._part = weights, spec, adapters, part
         self._dtype, self._device = dtype, device
         self._channels = ChannelFactors.of(folder) if folder is not None and adapters else ChannelFactors({})
@@ -82,9 +98,11 @@ class AdaptedWeights(Weights):
         self._files.__exit__(*details)
 
     def tables(self) -> Tables:
+        """Return the tables."""
         return self._weights.tables()
 
     def layer(self, index: int) -> LayerWeights:
+        """Return the weights of a layer, with the factors of adapters."""
         found = dict(self._weights.layer(index))
         for linear, cuts in self._linears(index):
             for number, modules in enumerate(changed_modules(self._adapters, index, linear.name)):
@@ -98,15 +116,17 @@ class AdaptedWeights(Weights):
         return found
 
     def _linears(self, index: int) -> Iterator[tuple[LinearSpec, Mapping[str, ParameterCut]]]:
-        """Yield the products of a layer as the whole model has them, and what of their parts is here."""
+        """Yield the products of a layer of the whole model, with the cuts of the rank's parameters."""
         own, part = self._spec.layers[index], self._part
         whole = own if part is None else part.layers[index]
         cuts = {} if part is None else layer_cuts(whole, own, part.place)
         yield from ((linear, cuts) for linear in whole.linears)
 
     def _factors(self, modules: Sequence[ChangedModule], linear: LinearSpec) -> tuple[Tensor, Tensor]:
-        """Return the modules' A above one another, (rank, in), and their B beside one another, each in the rows of its
-        outputs, (out, rank), scaled."""
+        """Return the factors of a product: A (rank, in) of all modules concatenated, and B (out, rank), scaled.
+
+        The columns of B of a module are zero outside of the module's outputs.
+        """
         rank = sum(module.rank for module in modules)
         a = torch.empty(rank, linear.inputs, dtype=self._dtype, device=self._device)
         b = torch.zeros(linear.outputs, rank, dtype=torch.float32)
@@ -124,8 +144,10 @@ class AdaptedWeights(Weights):
 def cut_factors(
     a: Tensor, b: Tensor, linear: LinearSpec, cuts: Mapping[str, ParameterCut]
 ) -> tuple[Tensor, Tensor]:
-    """Return the factors of the outputs and inputs that a rank has of a product. Where ranks have parts of the inputs,
-    B A x is the sum of what they give."""
+    """Return the factors of a rank's outputs and inputs of a product.
+
+    If ranks hold parts of the inputs, B A x is the sum of the results of all ranks.
+    """
     rows, first = list[Tensor](), 0
     for part, count in linear.parts:
         start, end = cuts.get(part, WHOLE_PARAMETER).outputs or (0, count)
@@ -136,7 +158,7 @@ def cut_factors(
 
 
 def rows_of(values: Tensor, part: Part | None) -> Tensor:
-    """Return the rows of (outputs, …) that are a part's, whichever way the weight itself lies."""
+    """Return the rows of (outputs, …) that belong to a part, whether or not the weight is stored transposed."""
     if part is None:
         return values
     return segments_of(values, StoredParameter("", replace(part, transposed=False))).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Weights into which an adapter is merged: one that cannot be computed beside them."""
+"""Merges an adapter into the weights of a model, for adapters that cannot be applied at run time."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from batchinfer.models.spec.spec import ModelSpec
 
 
 class MergedWeights(Weights):
-    """Hands on a model's weights with a DoRA (Liu et al., 2024) in them: a row of W becomes m (W + scale B A) / ||W +
-    scale B A||, with its magnitude m."""
+    """Passes on a model's weights with a DoRA (Liu et al., 2024) merged into them.
+
+    A row of W becomes m (W + scale B A) / ||W + scale B A||, with its magnitude m.
+    """
 
     def __init__(self, weights: Weights, spec: ModelSpec, adapter: StoredAdapter) -> None:
         self._weights, self._spec, self._adapter = weights, spec, adapter
 
     def tables(self) -> Tables:
+        """Return the tables."""
         return self._weights.tables()
 
     def layer(self, index: int) -> LayerWeights:
+        """Return the weights of a layer, with the adapter merged into them."""
         found = dict(self._weights.layer(index))
         with FactorFiles() as files:
             for linear in self._spec.layers[index].linears:
@@ -34,7 +38,7 @@ class MergedWeights(Weights):
 
 
 def _merged(weight: Tensor, modules: Sequence[ChangedModule], files: FactorFiles) -> Tensor:
-    """weight: (out, in), of which each module has some rows."""
+    """Return the weight (out, in) of a product with all modules merged; each module has some of the rows."""
     found = weight.clone()
     for module in modules:
         assert module.magnitude_name is not None, "a DoRA has magnitudes of all modules"

@@ -1,4 +1,4 @@
-"""Counts what a job's adapters take: memory, and in a step products and bytes. No torch."""
+"""The memory of a job's adapters, and their cost per step. No torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from batchinfer.models.adapters.stored_adapter import StoredAdapter
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer_kernels.cost import Cost, ModelCost, OperatorCost, low_rank_cost
 
-MIN_RANK = 16  # of a place: the least inner dimension of a tile
-# Of a GPU's places, however large adapters are: with fewer, rows of one would wait for those of another
+MIN_RANK = 16  # of a place on a GPU: the smallest inner dimension of a tile
+# Places on a GPU, whatever their size: with fewer, rows would often wait for a place for their adapter
 MIN_PLACES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ChangedProduct:
-    """A product that adapters change: what it reads and gives for a token, and the ranks of those that change it."""
+    """A product that adapters change: its inputs and outputs, and the ranks of the adapters that change it."""
 
     inputs: int
     outputs: int
@@ -24,7 +24,7 @@ class ChangedProduct:
 
     @property
     def width(self) -> int:
-        """Values of factors for each rank."""
+        """Return the values of factors per rank."""
         return self.inputs + self.outputs
 
 
@@ -37,21 +37,26 @@ class AdapterSizes:
 
     @property
     def values(self) -> int:
-        """Count the values of all factors, each pair as large as its product."""
+        """Return the number of values of all factors."""
         return sum(product.width * sum(product.ranks) for product in self.products)
 
     @property
     def place_values(self) -> int:
-        """Count the values of a place on a GPU, which has room for any of the adapters."""
+        """Return the number of values of a place on a GPU, which fits any of the adapters."""
         return sum(product.width * max(MIN_RANK, *product.ranks) for product in self.products)
 
     def places(self, room: int, itemsize: int) -> int | None:
-        """Return how many adapters are on a GPU at a time that has so many bytes for them; None: all."""
-        found = max(MIN_PLACES, room // max(1, self.place_values * itemsize) - 1)  # one place is of zeros
+        """Return the number of places on a GPU; None if all adapters fit.
+
+        Args:
+            room: Bytes for adapters.
+            itemsize: Bytes of a value.
+        """
+        found = max(MIN_PLACES, room // max(1, self.place_values * itemsize) - 1)  # one place has zeros
         return found if found < self.count else None
 
     def mean_cost(self, itemsize: int, tokens: int, adapters: int) -> Cost:
-        """Return what tokens that have an adapter, and adapters that tokens have, cost in the mean of all."""
+        """Return the cost of tokens with an adapter, and of adapters in a step, for the mean adapter."""
         costs = (
             low_rank_cost(tokens, adapters, product.inputs, product.outputs, rank, itemsize)
             for product in self.products
@@ -61,16 +66,16 @@ class AdapterSizes:
         return Cost(whole.flops // self.count, whole.bytes // self.count)
 
     def with_cost(self, cost: ModelCost) -> ModelCost:
-        """Return the cost of a model with these adapters beside it."""
+        """Return the cost of a model, with these adapters added."""
         size = cost.itemsize
         own = OperatorCost("adapters", adapted=self.mean_cost(size, 1, 0), adapter=self.mean_cost(size, 0, 1))
         return replace(cost, operators=(*cost.operators, own), adapted=True)
 
 
 def adapter_sizes(spec: ModelSpec, adapters: Sequence[StoredAdapter]) -> AdapterSizes | None:
-    """Return the sizes of adapters that stand beside their model; None where there are none."""
-    beside = [adapter for adapter in adapters if not adapter.config.dora]
-    return AdapterSizes(len(beside), tuple(_products(spec, beside))) if beside else None
+    """Return the sizes of the adapters that are not merged into the weights; None if there are none."""
+    separate = [adapter for adapter in adapters if not adapter.config.dora]
+    return AdapterSizes(len(separate), tuple(_products(spec, separate))) if separate else None
 
 
 def _products(spec: ModelSpec, adapters: Sequence[StoredAdapter]) -> Iterator[ChangedProduct]:

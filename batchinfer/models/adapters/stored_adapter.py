@@ -1,4 +1,4 @@
-"""An adapter's folder, checked against the model that it changes before anything of it is loaded. No torch."""
+"""An adapter's folder, checked against its model before anything is loaded. No torch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,24 @@ from batchinfer.models.files.safetensors_header import read_header
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, StoredTensor, listed
 from batchinfer.models.spec.spec import LinearSpec
 
-_WRAPPED = "base_model.model."  # begins the names of PEFT's tensors
+_WRAPPED = "base_model.model."  # prefix of the names of PEFT's tensors
 _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-# What may stand before the names of a decoder's modules in a model of several parts, or in one of another version
+# Possible prefixes of a decoder's modules, in multimodal models and in other versions of transformers
 _BASES = ("model.language_model.", "language_model.model.", "model.", "")
-# Why ranks that compute each layer together have no DoRA
+# The error for a DoRA with tensor parallelism
 DORA_NOT_SHARDED = "a DoRA is merged into whole rows of weights; only layers can be divided among ranks"
 DIGEST = 32  # hexadecimal digits of a fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class PartOutputs:
-    """The outputs of a module that are a part of a product: `count` ones of the product, from `first` on; `part` says
-    which of the module's they are, None: all."""
+    """Outputs of a module that are outputs of a product.
+
+    Args:
+        first: The first of these outputs in the product.
+        count: Their number.
+        part: Their position in the module. None: they are all of its outputs.
+    """
 
     first: int
     count: int
@@ -44,7 +49,12 @@ class PartOutputs:
 
 @dataclass(frozen=True, slots=True)
 class ChangedModule:
-    """The factors of one module: its outputs get `scale` B A x more. A: (rank, inputs); B: (outputs, rank)."""
+    """The factors of one module: scale B A x is added to its outputs. A: (rank, inputs); B: (outputs, rank).
+
+    Args:
+        outputs: The outputs of a product that are in the module.
+        magnitude_name: The tensor of magnitudes of a DoRA.
+    """
 
     a: StoredTensor
     b: StoredTensor
@@ -52,7 +62,7 @@ class ChangedModule:
     b_name: str
     scale: float
     outputs: tuple[PartOutputs, ...]
-    magnitude_name: str | None = None  # of a DoRA: the tensor of the sizes of the rows of its weight
+    magnitude_name: str | None = None
 
     @property
     def rank(self) -> int:
@@ -62,7 +72,11 @@ class ChangedModule:
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """An adapter that fits its model. `changed`: by layer and name of the product, the modules that it has of it."""
+    """An adapter that fits its model.
+
+    Args:
+        changed: The changed modules, by layer and name of the product.
+    """
 
     path: Path
     config: LoraConfig
@@ -71,13 +85,12 @@ class StoredAdapter:
 
     @property
     def values(self) -> int:
-        """Count the values of all factors."""
+        """Return the number of values of all factors."""
         modules = (module for modules in self.changed.values() for module in modules)
         return sum(module.rank * (module.a.info.shape[1] + module.b.info.shape[0]) for module in modules)
 
     def of_layers(self, layers: tuple[int, int] | None) -> StoredAdapter:
-        """Return what it changes of the layers from the first to before the second, numbered from 0 on; None: of
-        all."""
+        """Return the adapter of a stage with the layers (first, end), numbered from 0. None: all layers."""
         if layers is None:
             return self
         first, end = layers
@@ -85,8 +98,12 @@ class StoredAdapter:
         return replace(self, changed=own)
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
-        """Return a digest of what the adapter computes: the content of its weights, and how they are scaled. `cache`
-        and `progress` as for WeightFiles.fingerprint."""
+        """Return a hash of the weights and their scales, which determine what the adapter computes.
+
+        Args:
+            cache: As for WeightFiles.fingerprint.
+            progress: As for WeightFiles.fingerprint.
+        """
         config = self.config
         scaled = (config.alpha, config.rank_stabilised, sorted((config.alphas or {}).items()))
         text = json.dumps({"lora": scaled, "weights": file_sha256(self.weights, cache, progress)})
@@ -95,7 +112,7 @@ class StoredAdapter:
 
 @dataclass(slots=True)
 class _Module:
-    """A module of the model: where its outputs go, or why an adapter cannot change it."""
+    """A module of the model: where its outputs are used, or why adapters cannot change it."""
 
     layer: int
     linear: LinearSpec
@@ -104,10 +121,16 @@ class _Module:
 
 
 def inspect_adapter(name: str, path: Path, checkpoint: Checkpoint) -> StoredAdapter:
-    """Check the folder of an adapter. `name`: what the job calls it.
+    """Check the folder of an adapter.
 
-    Raises JobFileError (something is missing, not computed, or does not fit the model) and SecurityRefusal (a path that
-    leaves the folder, a malformed file).
+    Args:
+        name: Its name in the job file.
+        path: The folder.
+        checkpoint: The model.
+
+    Raises:
+        JobFileError: Something is missing, not supported, or does not fit the model.
+        SecurityRefusal: A path leaves the folder, or a file is malformed.
     """
     folder = _folder(name, path)
     config, mistakes = read_adapter_config(path / CONFIG)
@@ -124,7 +147,7 @@ def inspect_adapter(name: str, path: Path, checkpoint: Checkpoint) -> StoredAdap
 
 
 def check_adapter_alone(path: Path) -> None:
-    """Check the configuration of an adapter whose model is not known. Raises JobFileError and SecurityRefusal."""
+    """Check the configuration of an adapter without its model. Raises JobFileError and SecurityRefusal."""
     _, mistakes = read_adapter_config(_folder(path.name, path).path / CONFIG)
     if mistakes:
         raise _wrong(path.name, path, mistakes)
@@ -155,7 +178,7 @@ def _no_weights(folder: CheckpointFolder) -> str:
 def _changed(
     tensors: Mapping[str, StoredTensor], config: LoraConfig, checkpoint: Checkpoint
 ) -> tuple[dict[tuple[int, str], tuple[ChangedModule, ...]], list[str]]:
-    """Return the modules of each product, and all that is wrong."""
+    """Return the changed modules by product, and a message for each mistake."""
     modules, mistakes = _modules(checkpoint), list[str]()
     found: dict[tuple[int, str], list[ChangedModule]] = {}
     factors = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
@@ -185,7 +208,7 @@ def _changed(
             magnitude = stem + _MAGNITUDE if config.dora else None
             one = ChangedModule(*parts, scale, tuple(module.outputs), magnitude)
             found.setdefault((module.layer, module.linear.name), []).append(one)
-    return {place: tuple(modules) for place, modules in found.items()}, mistakes
+    return {product: tuple(modules) for product, modules in found.items()}, mistakes
 
 
 def _strange(names: list[str]) -> str:
@@ -197,7 +220,7 @@ def _strange(names: list[str]) -> str:
 
 
 def _modules(checkpoint: Checkpoint) -> dict[str, _Module]:
-    """Return the modules that hold weights of the layers' products, by name behind the prefix of all names."""
+    """Return the modules that contain weights of products, by name without the base prefix."""
     found: dict[str, _Module] = {}
     for index, layer in enumerate(checkpoint.spec.layers):
         names = layer_names(checkpoint.spec, index, checkpoint.prefixes)
@@ -224,7 +247,7 @@ def _refused(linear: LinearSpec, stored: StoredParameter) -> str:
             "adapters of experts are not computed; merge the adapter into the model (PEFT: merge_and_unload)"
         )
     if linear.heads:
-        return "adapters of what makes K and V of a latent are not computed; merge the adapter into the model"
+        return "adapters of kv_b_proj (latent attention) are not computed; merge the adapter into the model"
     if linear.exact or stored.rows:
         return "adapters of routers are not computed; merge the adapter into the model"
     return ""
@@ -237,7 +260,7 @@ def _module_of(name: str, modules: Mapping[str, _Module], checkpoint: Checkpoint
 
 
 def _no_size(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) -> str | None:
-    """Say what is wrong with the magnitudes of a DoRA, which cannot be merged into codes; None: nothing is."""
+    """Return what is wrong with the magnitudes of a DoRA; None if they are fine."""
     found, outputs = tensors.get(stem + _MAGNITUDE), max(map(_last, module.outputs))
     if module.linear.stored:
         return f"{stem}: DoRA cannot be merged into weights that stay quantised; set model.quantization: none"
@@ -247,7 +270,7 @@ def _no_size(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) ->
 
 
 def _misfit(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) -> str | None:
-    """Say how the factors of a module do not fit; None: they do."""
+    """Return how the factors of a module do not fit; None if they fit."""
     a, b = tensors[stem + _A].info, tensors[stem + _B].info
     for name, info in ((stem + _A, a), (stem + _B, b)):
         if info.dtype not in FLOAT_DTYPES:
@@ -260,7 +283,7 @@ def _misfit(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) -> 
 
 
 def _last(outputs: PartOutputs) -> int:
-    """Return how many outputs the module has at least."""
+    """Return the smallest number of outputs that the module can have."""
     part = outputs.part
     if part is None:
         return outputs.count
@@ -270,6 +293,6 @@ def _last(outputs: PartOutputs) -> int:
 def changed_modules(
     adapters: Iterable[StoredAdapter], layer: int, linear: str
 ) -> Iterator[tuple[ChangedModule, ...]]:
-    """Yield what each adapter changes of a product: nothing, or some of its modules."""
+    """Yield the modules of a product that each adapter changes; () if it changes none."""
     for adapter in adapters:
         yield adapter.changed.get((layer, linear), ())

@@ -50,7 +50,7 @@ class SingleRankGroup:
     rank, size = 0, 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return x."""
+        """Return x unchanged."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class SingleRankGroup:
         return x[None]
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Return x."""
+        """Return x unchanged."""
         return x
 
     def send(self, x: Tensor, to: int) -> None:
