@@ -1,4 +1,4 @@
-"""job.yaml → a frozen Job, or every mistake at once."""
+"""Reads a job file and returns a frozen Job, or reports all mistakes at once."""
 
 from batchinfer.job.prompt import PromptSection
 from batchinfer.job.sampling import SamplingSection

@@ -1,6 +1,6 @@
-"""Checks over several fields: options that exclude or need each other, templates, folders that overlap.
+"""Checks that involve several fields: options that exclude or need each other, templates, overlapping folders.
 
-Works on the values as they were written, so that one wrong field hides no other mistake.
+Works on the values as written: a wrong field does not hide other mistakes.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ RESULT_COLUMNS = (
     "error_message",
     "retryable",
 )
-# Those that stand in the place of a text's, by task
+# Columns that replace those of texts, by task
 TASK_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "embed": ("embedding",),
     "score": ("logprob", "is_greedy", "scored_tokens"),
     "classify": ("label", "probability", "probabilities"),
     "rerank": ("score",),
 }
-ATTEMPT = "attempt"  # the column of a job with a ladder (on_invalid)
-SAMPLE = "sample_index"  # the column of a job with several answers to a row (sampling.n)
-LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
-PROMPT_LOGPROBS = "prompt_logprobs"  # as LOGPROBS, of the prompt
-ENGINE_CLASS = "engine_class"  # the column of a job with ray.classes: any
-CONFIDENCE = "confidence"  # the column of a job with output.confidence
-REASONING_COLUMNS = ("reasoning", "reasoning_tokens")  # of a result whose answers mark their reasoning
-TOOL_CALLS_COLUMN = "tool_calls"  # of a result whose answers may call tools
+ATTEMPT = "attempt"  # column of a job with a ladder (on_invalid)
+SAMPLE = "sample_index"  # column of a job with several answers per row (sampling.n)
+LOGPROBS = "logprobs"  # column with log-probabilities, and the parameter that asks for them
+PROMPT_LOGPROBS = "prompt_logprobs"  # the same for the prompt
+ENGINE_CLASS = "engine_class"  # column of a job with ray.classes: any
+CONFIDENCE = "confidence"  # column of a job with output.confidence
+REASONING_COLUMNS = ("reasoning", "reasoning_tokens")  # columns of a job whose answers mark reasoning
+TOOL_CALLS_COLUMN = "tool_calls"  # column of a job whose answers may call tools
 LINE_FORMATS = ("jsonl", "openai", "csv")
 CSV_OPTIONS = ("delimiter", "quote")
 _OPENAI_KEYS = {"custom_id", "method", "url", "body"}
-_PEEK_BYTES = 1 << 20  # a first line longer than this is not looked at: then the format has to be named
+_PEEK_BYTES = 1 << 20  # a longer first line is not examined: the format must be named
 _OTHER_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
 def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
-    """Every mistake between fields. Fields of a wrong type are passed over: they have their own finding."""
+    """Return all mistakes that involve several fields. Skips fields of a wrong type, which are reported already."""
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
     return [
         *_input(sections.get("input")),
@@ -149,7 +149,7 @@ def _draft_section(drafts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _written(section: Mapping[str, Any]) -> Iterator[Finding]:
-    """How files of lines are written is said of files of lines."""
+    """Check that options for lines of text are only used with such files."""
     form = section.get("format", "auto")
     for names, formats, readers in (
         (("encoding",), LINE_FORMATS, "JSONL and CSV"),
@@ -187,20 +187,20 @@ def _prompt(
 
 
 def _has_requests(sections: Mapping[str, dict[str, Any]], file: JobFile) -> bool:
-    """Say whether rows are OpenAI requests: those of a file of them, for which the job gives no prompts."""
+    """Return True if rows are OpenAI requests: the format says so, or the file has them and the job has no prompt."""
     source, given = sections.get("input", {}), _given(sections.get("prompt", {}), *PROMPT_SOURCES)
     return source.get("format") == "openai" or (not given and _is_openai(source, file))
 
 
 def _is_openai(section: Mapping[str, Any], file: JobFile) -> bool:
-    """Whether the first input that is one readable file begins as an OpenAI batch does."""
+    """Return True if the first input is one readable file that begins like an OpenAI batch."""
     for path in _inputs(section, file)[:1]:
         try:
             with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as lines:
                 first = lines.read(_PEEK_BYTES).lstrip(b"\xef\xbb\xbf \r\n").split(b"\n", 1)[0]
             value = json.loads(first)
         except (OSError, EOFError, ValueError, zlib.error):
-            return False  # not there, not one file, or not whole JSON: whoever reads the input will say so
+            return False  # missing, not a single file, or not JSON: reported when the input is read
         return isinstance(value, dict) and value.keys() >= _OPENAI_KEYS
     return False
 
@@ -222,9 +222,9 @@ def _template(text: str, loc: Loc, first_line: int | None) -> Iterator[Finding]:
 
 
 def _template_faults(text: str) -> Iterator[tuple[int, str, str]]:
-    """Line, message and hint of each fault.
+    """Yield the line, message and hint of each mistake in a template.
 
-    Parses, and only parses: running even a constant expression of a template could take for ever.
+    Only parses it: evaluating even a constant expression could take forever.
     """
     environment = SandboxedEnvironment()
     try:
@@ -233,7 +233,7 @@ def _template_faults(text: str) -> Iterator[tuple[int, str, str]]:
         yield error.lineno, f"is no valid Jinja template: {error.message}", "{{ column }} is a row's value"
         return
     for other in tree.find_all(_OTHER_FILES):
-        yield other.lineno, "asks for another template; a job's template stands alone", "write it out here"
+        yield other.lineno, "includes another template, which a job's template cannot do", "write it out here"
     for kind, used, known in (
         ("filter", nodes.Filter, environment.filters),
         ("test", nodes.Test, environment.tests),
@@ -267,7 +267,7 @@ def _from_columns(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _adapters(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
-    """Rows can have the adapters that the job lists."""
+    """Check that the job lists the adapters that it names."""
     model = sections.get("model", {})
     listed, name = model.get("adapters") or {}, model.get("adapter")
     if isinstance(listed, dict) and isinstance(name, str) and name not in listed:
@@ -282,7 +282,7 @@ def _adapters(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
-    """An answer has one constraint, and columns have the types of one schema."""
+    """Check that answers have only one constraint, and that columns come from a schema."""
     sampling, output = sections.get("sampling", {}), sections.get("output", {})
     schemas = [("output", name) for name in ("schema", "schema_file") if output.get(name) is not None]
     given = [*schemas, *(("sampling", name) for name in CONSTRAINTS if sampling.get(name))]
@@ -300,7 +300,7 @@ def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _confidence(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
-    """Confidence is of values that the job lists, and is kept in the place of log-probabilities."""
+    """Check that answers have listed values, and that log-probabilities are not used otherwise."""
     sampling, output = sections.get("sampling", {}), sections.get("output", {})
     if output.get("confidence") is not True:
         return
@@ -327,7 +327,7 @@ def _confidence(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterat
 
 
 def _fit(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
-    """max_tokens: fit needs a constraint to fit, of the job or of its rows."""
+    """Check that `max_tokens: fit` has a constraint, of the job or of its rows."""
     sampling, output = sections.get("sampling", {}), sections.get("output", {})
     if sampling.get("max_tokens") != "fit" or _is_openai(sections.get("input", {}), file):
         return
@@ -360,12 +360,12 @@ def _samples(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
     named = isinstance(per_row, Mapping | tuple) and "temperature" in per_row
     usual = 1 if _is_openai(sections.get("input", {}), file) else 0
     if not named and not sampling.get("temperature", usual):
-        message = f"is {n}, but temperature is 0, so that all answers to a row would be the same"
+        message = f"is {n}, but temperature is 0, so all answers to a row would be the same"
         yield Finding(("sampling", name), message, "set sampling.temperature, for example to 0.8")
 
 
 def _lists(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
-    """Find why a row cannot have lists of its answers."""
+    """Find why the answers to a row cannot be put into lists."""
     sampling, source = sections.get("sampling", {}), sections.get("input", {})
     if sections.get("output", {}).get("explode") is not False:
         return
@@ -374,7 +374,7 @@ def _lists(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Fi
         message = "is false, which is not for OpenAI batch files: --to-openai writes a line with all choices"
         yield Finding(loc, message, "remove it")
     elif isinstance(per_row, Mapping | tuple) and "n" in per_row:
-        message = "is false, and n is read from a column: lists are made where all rows have as many answers"
+        message = "is false, and n is read from a column: lists need the same number of answers for all rows"
         yield Finding(loc, message, "remove one of the two")
     elif sampling.get("n", 1) == 1 and sampling.get("best_of", 1) == 1:
         yield Finding(loc, "is false, but each row has one answer", "set sampling.n, or remove it")
@@ -384,17 +384,17 @@ def _lists(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Fi
 
 
 def _best_of(best_of: int, per_row: object, is_openai: bool) -> Iterator[Finding]:
-    """Find what does not go with the best of several answers: rows that ask for numbers of answers themselves."""
+    """Find options that exclude best_of: rows that set the number of answers themselves."""
     if is_openai:
         message = f"is {best_of}, which is not for OpenAI batch files: a request says itself how many answers it wants"
         yield Finding(("sampling", "best_of"), message, "set n, or give the prompt section")
     elif isinstance(per_row, Mapping | tuple) and "n" in per_row:
-        message = f"is {best_of}, and n is read from a column; of as many answers to each row the best can be chosen"
+        message = f"is {best_of}, and n is read from a column; best_of needs the same number of answers for all rows"
         yield Finding(("sampling", "best_of"), message, "remove one of the two")
 
 
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
-    """Find options that the device's operators lack. With device: auto, `resolve` refuses them."""
+    """Find options that the device does not support. With device: auto, `resolve` refuses them."""
     if engine.get("device") != "cpu":
         return
     if model.get("kv_cache_dtype") == "fp8":
@@ -415,15 +415,15 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
 
 
 def _ranks(engine: Mapping[str, Any]) -> Iterator[Finding]:
-    """Tensor ranks have whole experts already, where these divide."""
+    """Check that tensor and expert parallelism are not combined: tensor parallelism already distributes experts."""
     tensor, experts = (_whole(engine, f"{kind}_parallel_size", 1) for kind in ("tensor", "expert"))
     if tensor is not None and experts is not None and tensor > 1 and experts > 1:
-        message = f"is {experts}, beside tensor_parallel_size, which is {tensor} and divides experts, too"
+        message = f"is {experts}, but tensor_parallel_size is {tensor} and distributes experts already"
         yield Finding(("engine", "expert_parallel_size"), message, "give one of the two")
 
 
 def _ray(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """The engines of a Ray cluster are counted once, and bounds are in order."""
+    """Check that the number of engines on a Ray cluster is given once, with bounds in order."""
     ray, asked = sections.get("ray"), sections.get("engine", {}).get("data_parallel", "auto")
     if ray is None:
         return
@@ -443,7 +443,7 @@ def task_columns(task: str) -> tuple[str, ...]:
 
 
 def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> tuple[str, ...]:
-    """The columns that the result has of its own."""
+    """Return the names of the result's own columns."""
     ray = values.get("ray")
     classes = [ENGINE_CLASS] if isinstance(ray, Mapping) and ray.get("classes") == "any" else []
     if (task := str(values.get("task"))) in TASK_COLUMNS:
@@ -463,7 +463,7 @@ def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> t
 
 
 def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Finding]:
-    """Names are compared as DuckDB does: without regard to case."""
+    """Check output.columns for duplicates and reserved names. Like DuckDB, ignores case."""
     columns = section.get("columns")
     seen: dict[str, str] = {}
     for at, column in enumerate(columns if isinstance(columns, tuple) else ()):
@@ -499,7 +499,7 @@ def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Findi
 
 
 def _expected(sections: Mapping[str, dict[str, Any]], taken: Sequence[str]) -> Iterator[Finding]:
-    """The column of expected answers becomes one of the result, as those of output.columns do."""
+    """Check that the column of expected answers does not collide with other result columns."""
     column = sections.get("input", {}).get("expected")
     if not isinstance(column, str):
         return
@@ -547,7 +547,7 @@ def _folders(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
 
 
 def _names_not_utf8(folders: Mapping[str, str | None]) -> Iterator[Finding]:
-    """A link may lead to a folder that no job file can name."""
+    """Find links to folders whose names are not UTF-8."""
     for section, folder in folders.items():
         shown = None if folder is None else not_utf8(os.path.realpath(folder))
         if shown is not None:
@@ -556,7 +556,7 @@ def _names_not_utf8(folders: Mapping[str, str | None]) -> Iterator[Finding]:
 
 
 def _model(sections: Mapping[str, dict[str, Any]], file: JobFile) -> tuple[str | None, list[Finding]]:
-    """The model's folder, and what is wrong with how it is named."""
+    """Return the model's folder, and findings about its name."""
     path = _folder_at(sections, "model", file)
     if path is None:
         return None, []
@@ -567,7 +567,7 @@ def _model(sections: Mapping[str, dict[str, Any]], file: JobFile) -> tuple[str |
 
 
 def _store(cache: str | None, model: str | None, inputs: Sequence[str]) -> Iterator[Finding]:
-    """The shared store of completions gets new files in every run."""
+    """Check that the store is not in the model's folder or among the input files. Every run adds files to it."""
     if cache is None:
         return
     real = Path(os.path.realpath(cache))
@@ -605,7 +605,7 @@ def _inputs(section: Mapping[str, Any], file: JobFile) -> list[str]:
 
 
 def _input_overlap(path: str, output: Path) -> str | None:
-    """How results in `output` would fall upon the input `path`; None if they would not."""
+    """Return how results in `output` would overlap the input `path`, or None if they do not."""
     base = os.path.realpath(_fixed_part(path))
     if Path(base).is_relative_to(output):
         return f"holds the input {shorten(path, 200)}, and results replace their folder as a whole"
@@ -615,19 +615,19 @@ def _input_overlap(path: str, output: Path) -> str | None:
 
 
 def _falls_among_inputs(path: str, folder: Path) -> bool:
-    """Whether Parquet files in `folder` would be read by the input `path`."""
+    """Return True if the input `path` would read Parquet files in `folder`."""
     base = os.path.realpath(_fixed_part(path))
     return folder.is_relative_to(base) and (base == os.path.realpath(path) or _may_match_results(path))
 
 
 def _fixed_part(path: str) -> str:
-    """The folder of a glob, before its first wildcard; a path without one, as it is."""
+    """Return the folder of a glob before its first wildcard, or a path without wildcards unchanged."""
     parts = Path(path).parts
     fixed = next((at for at, part in enumerate(parts) if re.search(r"[*?\[]", part)), len(parts))
     return str(Path(*parts[:fixed]))
 
 
 def _may_match_results(glob: str) -> bool:
-    """False for a glob whose file names end in something else than .parquet, such as *.jsonl."""
+    """Return False for a glob whose names cannot end in .parquet, such as *.jsonl."""
     ending = re.search(r"\.[A-Za-z0-9]+$", glob)
     return ending is None or ending[0].lower() == ".parquet"

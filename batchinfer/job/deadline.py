@@ -1,4 +1,4 @@
-"""Times that a user names: when the results are wanted (`deadline`), and when a run stops (`--stop-at`)."""
+"""Parses times that a user gives: when results are needed (`deadline`), and when a run stops (`--stop-at`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StopTime:
 
     @classmethod
     def of(cls, text: str, now: datetime) -> StopTime:
-        """Return the time that `text` means at `now`, which has a time zone. Raises UsageError."""
+        """Return the time that `text` means at `now`, which must have a time zone. Raises UsageError."""
         try:
             at = next_moment(text, now)
         except (ValueError, OverflowError):
@@ -42,11 +42,11 @@ class StopTime:
 
 
 def next_moment(text: str, now: datetime) -> datetime:
-    """Return the time that `text` means at `now`, which has a time zone.
+    """Return the time that `text` means at `now`, which must have a time zone.
 
-    HH:MM is the next such time by the machine's clock: tomorrow's if today's has passed. When clocks are set back, an
-    hour occurs twice: the first occurrence that has not passed counts. A timestamp without a zone is local. Raises
-    ValueError or OverflowError for any other text.
+    HH:MM is its next occurrence by the machine's clock. When clocks are set back, an hour occurs twice; the first
+    occurrence in the future counts. A timestamp without a zone is local. Raises ValueError or OverflowError
+    for other text.
     """
     clock = _CLOCK.fullmatch(text)
     if clock is None:
@@ -59,7 +59,7 @@ def next_moment(text: str, now: datetime) -> datetime:
 
 
 def _timestamp(text: str) -> str:
-    """Return `text`, unless it is a bare date: that would be midnight at its start, which few mean."""
+    """Return `text`, or raise ValueError for a bare date: few users mean midnight at its start."""
     if not re.match(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}", text):
         raise ValueError(f"no time of day and no timestamp: {text}")
     return text

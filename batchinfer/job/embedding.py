@@ -1,4 +1,4 @@
-"""The section of a job file that says which vectors are made."""
+"""The section `embed` of a job file, which describes vectors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from batchinfer.job.section import Section
 
 
 class EmbedSection(Section):
-    """The vectors of a job with `task: embed`, and of OpenAI requests for some. auto: as the checkpoint's modules.json
-    (sentence-transformers) says."""
+    """The vectors of a job with `task: embed`, and of OpenAI requests for embeddings.
+
+    auto: as the checkpoint's modules.json (sentence-transformers) says.
+    """
 
     pooling: Literal["auto", Pooling] = Field(
         default="auto",

@@ -1,4 +1,4 @@
-"""The kinds of values that a job file holds beyond plain numbers: paths, sizes, `auto`."""
+"""Types of job-file values other than plain numbers: paths, sizes, `auto`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from batchinfer.job.wording import Right, found
 from batchinfer.job.yaml_tree import shorten
 
 MAX_BYTES = 2**50
-MIN_SQL_BYTES = 2**26  # less lets DuckDB run no query worth the name
-MIN_KV_BYTES = 2**20  # less holds no block of any real model: a number without its unit
+MIN_SQL_BYTES = 2**26  # with less, DuckDB cannot run real queries
+MIN_KV_BYTES = 2**20  # smaller than a block of any real model; probably a number without a unit
 
-# Those whose text Python's incremental decoders read and which people's files have, by Python's names for them
+# Common encodings that Python's incremental decoders support, by their names in Python
 _PAGES = (
     "437",
     "850",
@@ -68,9 +68,9 @@ ENCODING_NAMES = (
 )  # fmt: skip
 
 SAMPLING_PARAMETERS = tuple(field.name for field in fields(SamplingParams) if field.name not in DERIVED)
-_OF_ROWS = (*SAMPLING_PARAMETERS, "n")  # what a row may set itself
+_OF_ROWS = (*SAMPLING_PARAMETERS, "n")  # parameters that a row may set
 
-MAX_ARGUMENT = 1 << 20  # characters; a job file is no larger
+MAX_ARGUMENT = 1 << 20  # characters; the maximum size of a job file
 _RIGHT_ARGUMENTS = "it must be a mapping from arguments to values, as in {enable_thinking: false}"
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -83,12 +83,12 @@ def _ray_address(value: object) -> object:
         return value
     host, colon, port = value.rpartition(":")
     if not colon or not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", host) or not re.fullmatch(r"[0-9]{1,5}", port):
-        return ()  # fits no type, so that the field's own words answer
+        return ()  # fits no type, so the field's own message is used
     return value if 1 <= int(port) <= 65535 else ()
 
 
 def _label_pairs(value: object) -> object:
-    """Return {ray.io/accelerator-type: H100} as pairs."""
+    """Convert a mapping such as {ray.io/accelerator-type: H100} to pairs."""
     if not isinstance(value, dict):
         return value
     for name, wanted in value.items():
@@ -102,7 +102,7 @@ def _folder(info: Info) -> Path:
 
 
 def _anchored(text: str, info: Info) -> str:
-    """A path as written → absolute; refuses what would silently mean another place."""
+    """Return an absolute path. Refuses paths that would silently mean another place."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         raise ValueError(
             f"found the address {shorten(text)}; buckets and URLs are not supported: a path must be on one of this "
@@ -118,7 +118,7 @@ def _to_path(value: object, info: Info) -> object:
 
 
 def _to_model(value: object, info: Info) -> object:
-    """A folder, or the cache's folder of the model that is named; `check` says what is wrong where there is none."""
+    """Return a folder, or the cache folder of a named model. `check` reports a missing model."""
     if not isinstance(value, str) or not value:
         return value
     path = Path(_anchored(value, info))
@@ -129,7 +129,7 @@ def _to_model(value: object, info: Info) -> object:
 
 
 def _to_adapter(value: object, info: Info) -> object:
-    """A folder, or the cache's folder of the adapter that is named."""
+    """Return a folder, or the cache folder of a named adapter."""
     return locate_adapter(value, Path(_anchored(value, info))) if isinstance(value, str) and value else value
 
 
@@ -152,7 +152,7 @@ def _bytes(text: str) -> int:
 
 
 def _memory(value: object) -> object:
-    """auto, a size (→ bytes, int) or a share (→ float). () fits no type, so that the field's own words answer."""
+    """Return auto, bytes (int) or a share (float). Other values become (), which fits no type."""
     if isinstance(value, str):
         value = value if value == "auto" else _bytes(value)
     if value == "auto" or (isinstance(value, int) and MIN_KV_BYTES <= value <= MAX_BYTES):
@@ -163,7 +163,7 @@ def _memory(value: object) -> object:
 
 
 def _min_rows(value: object) -> object:
-    """Accept a number of rows (int) or a share of them (float). () fits neither, so the field's own words answer."""
+    """Return a number of rows (int) or a share (float). Other values become (), which fits no type."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value if 1 <= value <= INT32_MAX else ()
     return value if isinstance(value, float) and 0 < value < 1 else ()
@@ -178,12 +178,12 @@ def _size(value: object) -> object:
 
 
 def _pairs(value: object) -> object:
-    """[max_tokens] or {temperature: temp_col} → pairs of a parameter and its column."""
+    """Convert [max_tokens] or {temperature: temp_col} to pairs of a parameter and its column."""
     return _checked_pairs(value, _check_parameter)
 
 
 def _argument_pairs(value: object) -> object:
-    """[enable_thinking] or {enable_thinking: think_col} → pairs of an argument and its column."""
+    """Convert [enable_thinking] or {enable_thinking: think_col} to pairs of an argument and its column."""
     return _checked_pairs(value, _check_argument)
 
 
@@ -207,7 +207,7 @@ def _checked_pairs(value: object, check: Callable[[object], None]) -> object:
 
 
 def _marks(value: object) -> object:
-    """{begin: <think>, end: </think>} → (<think>, </think>)."""
+    """Convert {begin: <think>, end: </think>} to a pair of texts."""
     if not isinstance(value, dict):
         return value
     if value.keys() != {"begin", "end"}:
@@ -240,7 +240,7 @@ def _check_argument(name: object) -> None:
 
 
 def _from_json_text(value: object, right: str) -> object:
-    """JSON text → its value; anything else stays as it is. `right` says what would be right."""
+    """Parse JSON text; return other values unchanged. `right` describes valid values for the error message."""
     if not isinstance(value, str):
         return value
     try:
@@ -250,7 +250,7 @@ def _from_json_text(value: object, right: str) -> object:
 
 
 def _arguments_text(value: object) -> object:
-    """A mapping, or JSON text of one → compact JSON text. An argument that is null is left out, as if not given."""
+    """Convert a mapping, or JSON text of one, to compact JSON text. Arguments that are null are omitted."""
     value = _from_json_text(value, _RIGHT_ARGUMENTS)
     if value is None:
         return None
@@ -267,7 +267,7 @@ def _arguments_text(value: object) -> object:
 
 
 def _tools_text(value: object) -> object:
-    """A list of tools, or JSON text of one → compact JSON text."""
+    """Convert a list of tools, or JSON text of one, to compact JSON text."""
     value = _from_json_text(value, "it must be a list of tools")
     if value is None:
         return None
@@ -279,14 +279,14 @@ def _tools_text(value: object) -> object:
 
 
 def _sql_memory(value: object) -> object:
-    """auto, or a size (→ bytes). () fits no type, so that the field's own words answer."""
+    """Return auto or a size in bytes. Other values become (), which fits no type."""
     size = value if value == "auto" else _size(value)
     number = isinstance(size, int) and not isinstance(size, bool) and MIN_SQL_BYTES <= size <= MAX_BYTES
     return size if size == "auto" or number else ()
 
 
 def _encoding(value: object) -> object:
-    """Any name of an encoding → the one that Python calls it by: latin-1 → iso8859-1."""
+    """Return Python's name of an encoding: latin-1 becomes iso8859-1."""
     if not isinstance(value, str) or not value:
         return value
     try:
@@ -313,14 +313,14 @@ def _quote(value: object) -> object:
 
 
 def _character(value: object, word: str) -> object:
-    """() fits no type, so that the field's own words answer."""
+    """Return one ASCII character or the word. Other texts become (), which fits no type."""
     if not isinstance(value, str) or value == word:
         return value
     return value if len(value) == 1 and value.isascii() and value not in "\0\r\n" else ()
 
 
 def _schema_text(value: object) -> object:
-    """A mapping, or JSON text of one → compact JSON text."""
+    """Convert a mapping, or JSON text of one, to compact JSON text."""
     if value is None:
         return value
     if isinstance(value, str):
@@ -339,7 +339,7 @@ def _schema_text(value: object) -> object:
 
 
 def _biases(value: object) -> object:
-    """{50256: -100} → pairs of a token and its bias."""
+    """Convert a mapping such as {50256: -100} to pairs of a token and its bias."""
     return value if value is None else token_biases(value)
 
 
@@ -358,7 +358,7 @@ def _deadline(text: str) -> str:
 
 
 def bounded(name: str) -> Any:
-    """The bounds of a sampling parameter, for its type."""
+    """Return the bounds of a sampling parameter, as an annotation of its type."""
     bounds = BOUNDS[name]
     return Field(gt=bounds.low, le=bounds.high) if bounds.above else Field(ge=bounds.low, le=bounds.high)
 
@@ -382,7 +382,7 @@ AdapterPath = Annotated[
 ]
 Whole = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Auto = Literal["auto"]
-# The sources that jobs name; the source of a model comes with the model
+# Draft sources that a job may name. A draft model or heads have a section instead.
 DraftSource = Literal["prompt", "answers", "earlier"]
 AUTO_DRAFTS: tuple[DraftSource, ...] = get_args(DraftSource)
 DraftSources = Annotated[tuple[DraftSource, ...], Field(min_length=1), BeforeValidator(_no_removed_source)]

@@ -1,4 +1,4 @@
-"""A job file as plain values, each of which knows where it was written: a line of the file, or a --set."""
+"""Reads a job file into plain values, each with its origin: a line of the file, or a --set option."""
 
 from __future__ import annotations
 
@@ -15,40 +15,49 @@ from batchinfer.core.errors import InputMissing, JobFileError, Mistake
 from batchinfer.job.variables import HOLE, Variables
 from batchinfer.job.yaml_tree import UNUSABLE, Finding, Loc, Node, read_yaml, shorten
 
-MAX_BYTES = 1 << 20  # of a job file; the longest prompts are a few hundred KB
+MAX_BYTES = 1 << 20  # maximum size; the longest prompts have a few hundred KB
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a value: the line of its key, or the dotted key of the --set that gave it."""
+    """The origin of a value: the line of its key, or the key of the --set option."""
 
     line: int | None
     override: Loc | None = None
-    text_line: int | None = None  # where the text begins, when its lines are the file's lines
+    text_line: int | None = None  # first line of a text block
 
 
 @dataclass(frozen=True, slots=True)
 class JobFile:
-    """A job file as it was read: `values` are plain (dict, tuple, str, int, float, bool, None); `mistakes`, so far."""
+    """A job file as plain values: dict, tuple, str, int, float, bool or None.
+
+    Attributes:
+        path: The file.
+        values: The values.
+        places: Where each value was written.
+        mistakes: Mistakes found so far.
+        broken: Values with a known mistake. Further mistakes of these values are ignored.
+        dated: Texts that name ${date}, expanded with HOLE instead of the date.
+    """
 
     path: Path
     values: dict[str, Any]
     places: dict[Loc, Place]
     mistakes: tuple[Mistake, ...]
-    broken: frozenset[Loc]  # values whose mistake is known: what else is wrong with them only follows from it
-    dated: dict[Loc, str]  # the texts that name ${date}, expanded but for it: a HOLE stands in its place
+    broken: frozenset[Loc]
+    dated: dict[Loc, str]
 
     @property
     def folder(self) -> Path:
-        """The folder from which relative paths start."""
+        """Return the folder that relative paths start from."""
         return self.path.parent
 
     def lines(self) -> dict[str, int]:
-        """Dotted key → line, for what is found out later."""
+        """Return the line of each dotted key."""
         return {dotted(loc): place.line for loc, place in self.places.items() if place.line and _is_key(loc)}
 
     def mistake(self, finding: Finding) -> Mistake:
-        """`finding` with the line of its key, or of the nearest key above it that was written."""
+        """Return a finding with the line of its key, or of the nearest parent key with a line."""
         place = self.place(finding.loc)
         where = dotted(finding.loc)
         if place.override is None:
@@ -57,11 +66,12 @@ class JobFile:
         return Mistake(f"--set {dotted(place.override)}", inner + finding.message, None, finding.hint)
 
     def without_lines(self) -> JobFile:
-        """Return the same values, of which no line is known."""
+        """Return the same values without lines."""
         places = {loc: replace(place, line=None, text_line=None) for loc, place in self.places.items()}
         return replace(self, places=places, mistakes=tuple(replace(one, line=None) for one in self.mistakes))
 
     def place(self, loc: Loc) -> Place:
+        """Return the origin of a value, or of its nearest parent with a known origin."""
         for length in range(len(loc), 0, -1):
             if loc[:length] in self.places:
                 return self.places[loc[:length]]
@@ -73,16 +83,17 @@ def _is_key(loc: Loc) -> bool:
 
 
 def dotted(loc: Iterable[str | int]) -> str:
-    """`("output", "columns", 1)` → `output.columns`; a key that is no plain word is quoted."""
+    """Return the dotted name of a location: ("output", "columns", 1) is `output.columns`. Unusual keys are quoted."""
     names = (part for part in loc if isinstance(part, str))
     return ".".join(name if re.fullmatch(r"[\w-]{1,60}", name) else shorten(name) for name in names)
 
 
 def read_job_file(path: Path, overrides: Sequence[tuple[str, str]], variables: Variables) -> JobFile:
-    """The file's values with the overrides laid over them.
+    """Read a job file, and apply the overrides.
 
-    Raises InputMissing where there is no such file, and JobFileError where nothing of the file is of use: unreadable,
-    not UTF-8, not YAML, empty, no mapping.
+    Raises InputMissing if the file does not exist, and JobFileError if it is unreadable, not UTF-8, not YAML,
+    empty, or
+    not a mapping.
     """
     if (shown := not_utf8(path)) is not None:
         message = (
@@ -95,8 +106,12 @@ def read_job_file(path: Path, overrides: Sequence[tuple[str, str]], variables: V
 def read_job_values(
     path: Path, given: Mapping[str, Any], overrides: Sequence[tuple[str, str]], variables: Variables
 ) -> JobFile:
-    """Values that a program gives, as if they stood in a job file. `path` names them, and relative paths start from its
-    folder. Raises JobFileError as `read_job_file` does, also for values that no job file can have."""
+    """Convert the values of a mapping as if they were in a job file.
+
+    `path` names the mapping in messages, and its folder anchors relative paths. Raises JobFileError, also for
+    values that
+    a job file cannot have.
+    """
     try:
         text = json.dumps(given, default=_path_text, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -117,7 +132,7 @@ def _path_text(value: Any) -> str:
 def read_job_text(
     path: Path, text: str, overrides: Sequence[tuple[str, str]], variables: Variables
 ) -> JobFile:
-    """The values of a job file's text with the overrides laid over them. Raises JobFileError as `read_job_file`."""
+    """Parse the text of a job file, and apply the overrides. Raises JobFileError."""
     root, findings = read_yaml(text)
     values = _Values(variables)
     if root is not None and isinstance(root.value, dict):
@@ -159,7 +174,7 @@ def _read_text(path: Path) -> str:
 
 
 def _no_job_file(path: Path) -> str:
-    """Suggest the next step: name a job file that exists, or have one written."""
+    """Return a message that suggests an existing job file, or how to create one."""
     held = sorted(one.name for suffix in ("*.yaml", "*.yml") for one in path.parent.glob(suffix))
     near = difflib.get_close_matches(path.name, held, 1) or held[:1]
     if near:
@@ -183,7 +198,7 @@ def _plain(finding: Finding) -> Mistake:
 
 @dataclass(slots=True)
 class _Values:
-    """Gathers plain values and their places, first from the file and then from each override."""
+    """Collects plain values and their origins: from the file, then from each override."""
 
     variables: Variables
     root: dict[str, Any] = field(default_factory=dict)
@@ -196,7 +211,7 @@ class _Values:
         self.root = self._value(root, (), None)
 
     def override(self, key: str, text: str) -> list[Mistake]:
-        """Lays one `--set key=text` over the values; gives what was wrong with it."""
+        """Apply one `--set key=text`, and return its mistakes."""
         loc = tuple(UNUSABLE.sub("\ufffd", key).split("."))
         node, findings = read_yaml(text)
         if not all(loc):
@@ -227,7 +242,7 @@ class _Values:
         return []
 
     def _forget(self, loc: Loc) -> None:
-        """Drop the values at this place, with their places and mistakes."""
+        """Remove the values below a location, with their origins and mistakes."""
         self.places = {at: place for at, place in self.places.items() if at[: len(loc)] != loc}
         self.broken = {at for at in self.broken if at[: len(loc)] != loc}
         self.dated = {at: text for at, text in self.dated.items() if at[: len(loc)] != loc}
@@ -269,7 +284,7 @@ class _Values:
 
 
 def not_utf8(path: str | os.PathLike[str]) -> str | None:
-    """How a path reads that holds bytes which are not UTF-8: pyarrow and DuckDB take no such path. None for others."""
+    """Return a readable form of a path that is not UTF-8, which pyarrow and DuckDB refuse, or None for other paths."""
     data = os.fsencode(path)
     try:
         data.decode("utf-8")
@@ -279,11 +294,11 @@ def not_utf8(path: str | os.PathLike[str]) -> str | None:
 
 
 def job_file_in(path: Path) -> Path:
-    """The job file that is meant: the job.yaml in a folder that holds one, or else the path itself."""
+    """Return the job.yaml in a folder that has one, or else the path itself."""
     held = path / "job.yaml"
     return held if held.is_file() else path
 
 
 def absolute(folder: Path, text: str) -> str:
-    """`text` as an absolute path, from `folder` on if it is relative; `..` folded, links and globs kept."""
+    """Return an absolute path. `..` is resolved; links and globs are kept."""
     return os.path.normpath(os.path.join(folder, text))

@@ -1,4 +1,4 @@
-"""The ladder of a job file (`on_invalid`): with which parameters rows run again whose answers were not valid."""
+"""The ladder of a job file (`on_invalid`): parameters for further attempts at rows with invalid answers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from batchinfer.job.wording import Right, found
 from batchinfer.job.yaml_tree import Finding
 
 MOST_RUNGS = 8
-# What says how tokens are chosen, and how many. What an answer has to look like, and where it is whole, stays.
+# Parameters for choosing tokens and for lengths. The required form of an answer is the same in all attempts.
 LADDER_PARAMETERS = tuple(name for name in BOUNDS if name not in ("logprobs", "prompt_logprobs"))
 _FLOATS = frozenset(one.name for one in fields(SamplingParams) if isinstance(one.default, float))
 
 
 def _rungs(value: object) -> object:
-    """Return the rungs as they were written, numbers in their own types. () fits no type."""
+    """Return the rungs with numbers of their own types. Other values are returned unchanged and fit no type."""
     if not isinstance(value, tuple | list):
         return value
     if len(value) > MOST_RUNGS:
@@ -66,9 +66,14 @@ Ladder = Annotated[
 
 
 def ladder_findings(ladder: Sequence[Rung], params: SamplingParams, alike: bool) -> Iterator[Finding]:
-    """Find what is wrong with a ladder for rows with these parameters. `alike`: whether all rows have them."""
+    """Find mistakes in a ladder for rows with these parameters.
+
+    `alike` is True if all rows have the same parameters.
+    """
     if ladder and alike and params.has_known_length:
-        message = "is of no use with sampling.ignore_eos: nothing but max_tokens ends an answer, so that all are cut"
+        message = (
+            "has no effect with sampling.ignore_eos: only max_tokens ends an answer, so all answers are cut"
+        )
         yield Finding(("on_invalid",), message, "remove one of the two")
     tried = {params.canonical().to_json(): 1}
     for number, rung in enumerate(ladder, 1):

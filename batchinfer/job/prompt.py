@@ -1,4 +1,4 @@
-"""The section of a job file that says how a row becomes a prompt."""
+"""The section `prompt` of a job file, which describes how a row becomes a prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT_SOURCES = ("user", "messages", "text", "token_ids")
 
 
 class PromptSection(Section):
-    """The part of a row that the model reads: exactly one of user, messages, text and token_ids."""
+    """The prompt of a row: exactly one of user, messages, text and token_ids."""
 
     system: Text | None = Field(
         default=None,
@@ -59,11 +59,11 @@ class PromptSection(Section):
     )
     chat_template: PathField | None = Field(
         default=None,
-        description="File with a chat template (Jinja), instead of the checkpoint's or where it has none.",
+        description="File with a chat template (Jinja), instead of the checkpoint's own, if any.",
     )
     template_arguments: TemplateArguments = Field(
         default=None,
-        description="What the chat template is told besides messages, such as {enable_thinking: false}.",
+        description="Extra arguments of the chat template for all rows, such as {enable_thinking: false}.",
     )
     template_arguments_from_columns: ArgumentColumns = Field(
         default=(),
@@ -94,28 +94,28 @@ class PromptSection(Section):
 
     @property
     def source(self) -> str | None:
-        """The key that says where prompts come from; None: they stand in OpenAI requests."""
+        """Return the key that says where prompts come from, or None if the input has OpenAI requests."""
         return next((name for name in PROMPT_SOURCES if getattr(self, name) is not None), None)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the chat template that all rows have in common."""
+        """Return the chat-template arguments that all rows share."""
         found: dict[str, Any] = json.loads(self.template_arguments or "{}")
         return found
 
     @property
     def given_tools(self) -> dict[str, Any]:
-        """The tools that all rows have in common, as the chat template is told of them."""
+        """Return the tools that all rows share, as an argument of the chat template."""
         return {} if self.tools is None else {"tools": json.loads(self.tools)}
 
     @property
     def may_call(self) -> bool:
-        """Whether the section itself says that answers may call tools."""
+        """Return True if the section says that answers may call tools."""
         return bool(self.tool_keys()) or self.tool_calls not in ("auto", "none")
 
     @property
     def asked_call(self) -> dict[str, Any]:
-        """The call that every answer has to make, as an OpenAI request asks for it; empty: none."""
+        """Return the tool call that every answer must make, as in an OpenAI request. Empty if no call is required."""
         if self.tool_choice == "auto":
             return {}
         named = {"type": "function", "function": {"name": self.tool_choice}}
@@ -126,7 +126,7 @@ class PromptSection(Section):
         return [name for name in ("tools", "tools_from_column") if getattr(self, name) is not None]
 
     def argument_keys(self) -> list[tuple[str, str]]:
-        """Return each argument that the section names, with the key that names it."""
+        """Return each chat-template argument of the section with the key that names it."""
         columns = "template_arguments_from_columns"
         return [
             *((name, f"template_arguments.{name}") for name in self.arguments),

@@ -1,4 +1,4 @@
-"""Checks of the prompt section: its source, and the options that go with only some sources."""
+"""Checks the prompt section: its source, and options that need a certain source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batchinfer.job.prompt import PROMPT_SOURCES
 from batchinfer.job.yaml_tree import Finding
 
 SOURCES_TEXT = "user, messages, text and token_ids"
-_AS_IT_IS = ("text", "token_ids")  # prompts that no chat template renders
+_AS_IT_IS = ("text", "token_ids")  # prompts without a chat template
 _OF_CHATS = (
     "chat_template",
     "template_arguments",
@@ -24,11 +24,11 @@ _OF_ROWS = (
     "template_arguments_from_columns",
     "tools_from_column",
     "tool_choice",
-)  # what requests say themselves, or not at all
+)  # options that OpenAI requests set themselves, or do not have
 
 
 def prompt_findings(section: Mapping[str, Any], requests: bool) -> Iterator[Finding]:
-    """Every mistake of the section. `requests`: the input is an OpenAI batch file, whose lines hold the prompts."""
+    """Yield all mistakes of the section. `requests` is True for OpenAI batch files, which contain the prompts."""
     given = [name for name in PROMPT_SOURCES if section.get(name) is not None]
     if requests and not given:
         yield from _for_requests(section)
@@ -54,7 +54,7 @@ def _source(section: Mapping[str, Any], given: list[str]) -> Iterator[Finding]:
 
 
 def _chat(section: Mapping[str, Any], source: str) -> Iterator[Finding]:
-    """Find options of chat templates where none is used."""
+    """Find options of chat templates in a section without a chat template."""
     if source in _AS_IT_IS:
         why = f"{source} takes the prompt as it is, without a chat template"
         unused: tuple[str, ...] = ("chat", *_OF_CHATS)
@@ -66,7 +66,7 @@ def _chat(section: Mapping[str, Any], source: str) -> Iterator[Finding]:
         why, unused = "chat: false uses no chat template", _OF_CHATS
         if section.get("system") is not None:
             message = (
-                "is given, but chat: false makes a prompt without messages, so that none is of the system"
+                "is given, but chat: false makes a prompt without messages, so there is no system message"
             )
             yield Finding(("prompt", "system"), message, "put its text at the beginning of user")
     else:
@@ -77,7 +77,7 @@ def _chat(section: Mapping[str, Any], source: str) -> Iterator[Finding]:
 
 
 def _choice(section: Mapping[str, Any]) -> Iterator[Finding]:
-    """Find a choice of a tool where none can be called, or not this one."""
+    """Find a tool_choice without tools, or one that names an unknown tool."""
     choice, tools = section.get("tool_choice"), section.get("tools")
     if choice in (None, "auto") or section.get("tools_from_column") is not None:
         return

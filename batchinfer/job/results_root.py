@@ -5,7 +5,7 @@
     results/${date}/tickets     results/tickets
     ${date}                     the job's name
 
-State and report lie next to this root, so that every night finds the answers of the nights before.
+State and report are stored next to this root, so every run finds the answers of earlier days.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from pathlib import Path, PurePath
 from batchinfer.job.file import absolute
 from batchinfer.job.variables import HOLE
 
-_AROUND = "-_. "  # what joins a date to the rest of a name
-_NAME_LENGTH = 60  # characters of a job's name that a folder is called after
+_AROUND = "-_. "  # separators between a date and the rest of a name
+_NAME_LENGTH = 60  # maximum characters of a folder named after a job
 _TRIAL = "-first-"
 
 
 def trial_results(root: Path, limit: int) -> Path:
-    """The result folder of a trial over the first `limit` rows."""
+    """Return the result folder of a trial with the first `limit` rows."""
     return root.with_name(f"{root.name}{_TRIAL}{limit}")
 
 
 def root_of_trial(results: Path) -> Path | None:
-    """Return the root for which `trial_results` gave that folder; None for a name that it never gives."""
+    """Return the root of a trial's result folder, or None if the name is not that of a trial."""
     found = re.fullmatch(rf"(.+){_TRIAL}\d+", results.name)
     return results.with_name(found[1]) if found else None
 
 
 def results_root(text: str, folder: Path, job: str) -> Path:
-    """The root of an `output.path` in which every ${date} was replaced by HOLE; relative paths start from `folder`."""
+    """Return the root of an `output.path` with HOLE instead of each ${date}. `folder` anchors relative paths."""
     parts = [rest for part in PurePath(os.path.normpath(text)).parts if (rest := _closed(part))]
     if all(part in ("..", os.sep, os.sep * 2) for part in parts):
         parts.append(folder_name(job))
@@ -42,7 +42,7 @@ def results_root(text: str, folder: Path, job: str) -> Path:
 
 
 def _closed(part: str) -> str:
-    """One component without its holes and what joined them to the rest."""
+    """Return a path component without its holes and their separators."""
     if HOLE not in part:
         return part
     first, *between, last = part.split(HOLE)
@@ -51,5 +51,5 @@ def _closed(part: str) -> str:
 
 
 def folder_name(job: str) -> str:
-    """A job's name as that of a folder."""
+    """Return a job's name in a form that is valid for a folder."""
     return re.sub(r"[^\w.-]+", "-", job)[:_NAME_LENGTH].strip("-.") or "job"

@@ -1,4 +1,4 @@
-"""The section of a job file that says how tokens are chosen."""
+"""The section `sampling` of a job file, which describes how tokens are chosen."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from batchinfer.job.section import Section
 
 
 class SamplingSection(Section):
-    """How tokens are chosen, for every row alike but for the parameters that `from_columns` declares."""
+    """How tokens are chosen. The same for every row, except for parameters in `from_columns`."""
 
     max_tokens: Annotated[int, bounded("max_tokens")] | Literal["fit"] = Field(
         default=256,
-        description="Most tokens of an answer. fit: as many as its constraint can need.",
+        description="Maximum tokens of an answer. fit: the longest answer that its constraint allows.",
     )
     min_tokens: Annotated[int, bounded("min_tokens")] = Field(
-        default=0, description="Fewest tokens of an answer: it does not end before."
+        default=0, description="Minimum tokens of an answer: it does not end earlier."
     )
     temperature: Annotated[float, bounded("temperature")] = Field(
         default=0.0,
@@ -83,7 +83,7 @@ class SamplingSection(Section):
     )
     logit_bias: Biases = Field(
         default=(),
-        description="What is added to the scores of tokens: a mapping from token ids to numbers from -100 to 100.",
+        description="Numbers to add to the scores of tokens: a mapping from token ids to numbers from -100 to 100.",
         json_schema_extra={"default": {}},
     )
     allowed_token_ids: tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...] = Field(
@@ -91,7 +91,7 @@ class SamplingSection(Section):
     )
     bad_words: Words = Field(
         default=(),
-        description="Texts that answers do not get: the last token of each is barred behind the others.",
+        description="Texts that answers do not contain: the last token of each is barred after the others.",
     )
 
     json_schema: JsonSchema | None = Field(
@@ -106,7 +106,7 @@ class SamplingSection(Section):
     )
     thinking_budget: Annotated[int, bounded("thinking_budget")] | None = Field(
         default=None,
-        description="Most tokens of reasoning: then its end is forced, and the answer follows. null: no such limit.",
+        description="Maximum tokens of reasoning; then its end is forced, and the answer follows. null: no limit.",
     )
     prompt_logprobs: Annotated[int, bounded("prompt_logprobs")] | None = Field(
         default=None,
@@ -114,11 +114,11 @@ class SamplingSection(Section):
     )
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = Field(
         default=1,
-        description="Answers to each row: sampled ones, each a row of the result with a sample_index.",
+        description="Number of sampled answers to each row. Each is a row of the result with a sample_index.",
     )
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = Field(
         default=1,
-        description="Answers that are computed to each row, of which the n with the likeliest tokens are published.",
+        description="Number of answers to compute for each row. The n answers with the likeliest tokens are published.",
     )
     from_columns: FromColumns = Field(
         default=(),
@@ -129,16 +129,16 @@ class SamplingSection(Section):
 
     @property
     def fits(self) -> bool:
-        """Whether max_tokens is what an answer's constraint can need."""
+        """Return True if max_tokens follows from the constraint of an answer."""
         return self.max_tokens == "fit"
 
     @property
     def chooses(self) -> bool:
-        """Whether more answers are computed than are published."""
+        """Return True if more answers are computed than published."""
         return self.best_of > self.n
 
     def params(self) -> SamplingParams:
-        """Return the parameters of a row without values of its own. Where max_tokens is fit, they have no limit."""
+        """Return the parameters of a row without values of its own. With `max_tokens: fit` they have no limit."""
         given = {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
         return SamplingParams(**self._limited(given))
 
@@ -147,46 +147,48 @@ class SamplingSection(Section):
         return self._limited(self.given())
 
     def _limited(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A row's own limit takes the place of this one once its constraint is known. The best answers are told by the
-        log-probabilities of their tokens."""
+        """Return the parameters with a limit for `max_tokens: fit`, and with logprobs for `best_of`.
+
+        A row's constraint replaces the limit later. The best answers are chosen by their log-probabilities.
+        """
         given = given | ({"max_tokens": INT32_MAX} if self.fits else {})
         return given | ({"logprobs": 0} if self.chooses and given.get("logprobs") is None else {})
 
     @property
     def asks_logprobs(self) -> bool:
-        """Whether rows may have log-probabilities, so that the result has a column for them."""
+        """Return True if rows may have log-probabilities: the result then has a column for them."""
         return self.logprobs is not None or self.chooses or "logprobs" in dict(self.from_columns)
 
     @property
     def asks_prompt_logprobs(self) -> bool:
-        """Whether rows may have log-probabilities of their prompts, so that the result has a column for them."""
+        """Return True if rows may have log-probabilities of their prompts: the result then has a column for them."""
         return self.prompt_logprobs is not None or "prompt_logprobs" in dict(self.from_columns)
 
     @property
     def parameter_columns(self) -> tuple[tuple[str, str], ...]:
-        """The parameters that rows set themselves, each with its column."""
+        """Return the parameters that rows set themselves, each with its column."""
         return tuple(pair for pair in self.from_columns if pair[0] != "n")
 
     @property
     def samples_column(self) -> str | None:
-        """The column that says how many answers a row gets, where the job names one."""
+        """Return the column with the number of answers per row, or None."""
         return dict(self.from_columns).get("n")
 
     @property
     def asks_samples(self) -> bool:
-        """Whether the job file says that rows may have several answers, so that the result has a column for it."""
+        """Return True if rows may have several answers: the result then has a column for their number."""
         return self.n > 1 or self.best_of > 1 or self.samples_column is not None
 
     def row_parameters(self) -> str:
-        """The parameters that rows set themselves, for people: `max_tokens, temperature (column temp_col)`."""
+        """Return the parameters that rows set themselves, as in `max_tokens, temperature (column temp_col)`."""
         return ", ".join(
             name if name == column else f"{name} (column {column})" for name, column in self.from_columns
         )
 
     def given(self) -> dict[str, Any]:
-        """Only what the job file says itself: the rest of an OpenAI request's parameters is not ours to choose."""
+        """Return only the parameters that the job file sets. An OpenAI request has its own defaults for the others."""
         return {name: getattr(self, name) for name in SAMPLING_PARAMETERS if name in self.model_fields_set}
 
     def said(self) -> dict[str, Any]:
-        """As `given`, with the number of answers to each row where that is more than one."""
+        """Return `given()`, plus the number of answers per row if it is above 1."""
         return self.given() | ({"n": self.n} if self.n > 1 else {})

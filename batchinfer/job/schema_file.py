@@ -1,4 +1,4 @@
-"""The file that `output.schema_file` names: a JSON Schema."""
+"""Reads the JSON Schema in `output.schema_file`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RIGHT = "{type: object, properties: {…}}"
 
 
 def no_schema(value: object) -> str | None:
-    """Why a value that was read from YAML or JSON is no schema for answers; None for a mapping."""
+    """Return why a value from YAML or JSON is no schema for answers, or None if it is a mapping."""
     if isinstance(value, dict):
         return None
     if value is True:
@@ -31,7 +31,7 @@ def no_schema(value: object) -> str | None:
 
 
 def read_schema_file(path: Path) -> str:
-    """The schema in a file, as compact JSON text. Raises ValueError, which says what is wrong with the file."""
+    """Return the schema in a file as compact JSON text. Raises ValueError with the reason if there is none."""
     try:
         schema = read_exactly(path.read_bytes()[: MAX_SCHEMA_BYTES + 1])
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The sections of a job file that say what is scored: continuations of rows, labels, or relevance."""
+"""The sections `score`, `classify` and `rerank` of a job file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchinfer.job.field_types import Choice, Text
 from batchinfer.job.section import Section
 from batchinfer.job.wording import Right
 
-DEFAULT_ANSWERS = ("yes", "no")  # of rerankers that say whether a document answers a query
+DEFAULT_ANSWERS = ("yes", "no")  # answers of rerankers that say whether a document answers a query
 
 
 class ScoreSection(Section):
@@ -19,11 +19,11 @@ class ScoreSection(Section):
 
     continuation: Text | None = Field(
         default=None,
-        description="Column of what stands behind the prompt: the result says how likely it is there. null: the prompt "
-        "itself is scored, but for its first token.",
+        description="Column with the continuation to score: how likely it is after the prompt. null: score the prompt "
+        "itself, except its first token.",
     )
     per_token: bool = Field(
-        default=False, description="Whether the result has the log-probability of each token, too."
+        default=False, description="Whether the result also has the log-probability of each token."
     )
 
 
@@ -31,7 +31,7 @@ class ClassifySection(Section):
     """The labels of a job with `task: classify`."""
 
     choices: Choice = Field(
-        default=(), max_length=MAX_LABELS, description="The labels: texts that may stand behind each prompt."
+        default=(), max_length=MAX_LABELS, description="The labels: texts that may follow each prompt."
     )
     choices_from_column: Text | None = Field(
         default=None,
@@ -44,37 +44,40 @@ class ClassifySection(Section):
     )
     calibrate: bool | Annotated[Text, Right("a text, such as N/A")] = Field(
         default=False,
-        description="Whether probabilities are divided by those behind a prompt without content, in which N/A stands "
-        "for all values of a row; or the text that stands for them.",
+        description="Whether probabilities are divided by those after a prompt without content, in which N/A replaces "
+        "all values of a row. A text: use it instead of N/A.",
     )
 
     @property
     def content_free(self) -> str | None:
-        """Return the text that stands for a row's values where there is no content; None: nothing is calibrated."""
+        """Return the text that replaces a row's values in the prompt without content, or None without calibration."""
         if isinstance(self.calibrate, str):
             return self.calibrate
         return "N/A" if self.calibrate else None
 
 
 class RerankSection(Section):
-    """How a job with `task: rerank` asks: for the document in the prompt with two answers, or for a document beside the
-    query, of which a cross-encoder makes a score."""
+    """The relevance of documents in a job with `task: rerank`.
+
+    A decoder answers yes or no to a prompt with query and document. A cross-encoder scores the pair of query
+    and document.
+    """
 
     yes: Text = Field(
         default=DEFAULT_ANSWERS[0],
-        description="Text that says, behind the prompt, that the document is relevant: the score is its probability "
-        "between the two.",
+        description="Answer that means that the document is relevant: the score is its probability relative to the "
+        "answer no.",
     )
     no: Text = Field(
         default=DEFAULT_ANSWERS[1],
-        description="Text that says, behind the prompt, that it is not.",
+        description="Answer that means that the document is not relevant.",
     )
     document: Text | None = Field(
         default=None,
-        description="For cross-encoders: column of the document, which is compared with the query, the prompt. null: "
-        "the prompt has the document in it.",
+        description="For cross-encoders: column of the document, which is compared with the query in prompt. null: "
+        "the prompt contains the document.",
     )
     activation: Literal["auto", ScoreActivation] = Field(
         default="auto",
-        description="For cross-encoders: what makes a score of the logit. auto: as the checkpoint says, else sigmoid.",
+        description="For cross-encoders: function from logit to score. auto: as the checkpoint says, else sigmoid.",
     )

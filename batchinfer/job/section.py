@@ -13,12 +13,12 @@ from batchinfer.job.yaml_tree import shorten
 
 
 class Section(BaseModel):
-    """The base of all sections: frozen, without unknown keys, and nothing is converted silently."""
+    """Base class of all sections: frozen, without unknown keys, and without silent conversions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def described(self, defaults: bool) -> Iterator[str]:
-        """A line for each option, for people; `defaults`: also for those that have their default value."""
+        """Yield a line for each option. `defaults` includes options with their default value."""
         for key, value in self:
             info = type(self).model_fields[key]
             if defaults or value != info.get_default():
@@ -26,6 +26,7 @@ class Section(BaseModel):
 
 
 def shown(key: str, value: object) -> str:
+    """Return the value of an option as text."""
     if value is None:
         return "auto" if key == "max_model_len" else "none"
     if key in ("json_schema", "template_arguments", "tools") and isinstance(value, str):

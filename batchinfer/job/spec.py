@@ -1,7 +1,8 @@
-"""job.yaml → a frozen Job, or every mistake at once.
+"""The job file as classes: loads a frozen Job, or reports all mistakes at once.
 
-The shape of the file is these classes: each field says what it is for, and `batchinfer schema` prints that for
-editors. What ties several fields together is checked in check.py; wording.py decides how a mistake reads.
+Each field describes itself, and `batchinfer schema` prints the descriptions for editors. check.py checks
+conditions on
+several fields, and wording.py words the messages.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from batchinfer.job.wording import Right, findings_of
 from batchinfer_kernels.arithmetic import AskedQuantization, Device, Dtype, KvCacheDtype
 
 _OUTPUT_PATH = ("output", "path")
-# The sections that decide which rows there are and what they hold
+# Keys and sections that determine which rows a result has and what they contain
 _SHAPES_RESULTS = (
     "columns",
     "json_schema",
@@ -72,11 +73,11 @@ _SHAPES_RESULTS = (
     "confidence",
 )  # keys of output, as Job.identity_json has them
 _OF_ROWS = ("model", "input", "prompt", "task", *TASK_SECTIONS, "sampling", "on_invalid")
-_NO_FILE = "(the job that was given)"  # stands for the job file where there is none
+_NO_FILE = "(in-memory job)"  # path of a job that is no file
 
 
 class ModelSection(Section):
-    """The checkpoint that answers."""
+    """The model of the job."""
 
     path: ModelPath = Field(
         description="Folder of the checkpoint (config.json, *.safetensors, tokenizer.json), a GGUF file, or the name "
@@ -99,18 +100,19 @@ class ModelSection(Section):
     )
     kv_cache_dtype: KvCacheDtype = Field(
         default="auto",
-        description="What the KV cache keeps. auto: values in dtype. int8, fp8: codes of one byte. fp8: GPU only.",
+        description="Type of the values in the KV cache. auto: dtype. int8, fp8: one byte per value. fp8: GPU only.",
     )
     max_model_len: MaxLength = Field(
         default=None,
-        description="Most tokens of a row, prompt and answer together. auto: the checkpoint's own maximum.",
+        description="Maximum tokens of a row, prompt and answer together. auto: the checkpoint's own maximum.",
     )
     adapters: dict[Name, AdapterPath] = Field(
         default={},
         description="LoRA adapters by the names that rows call them: folders that PEFT saved, or org/name.",
     )
     adapter: Name | None = Field(
-        default=None, description="Name of the adapter of rows that name none. null: the model as it is."
+        default=None,
+        description="Name of the adapter for rows that do not name one. null: the model as it is.",
     )
     adapter_from_column: Column | None = Field(
         default=None, description="Column with the name of a row's adapter. null there: as adapter says."
@@ -118,17 +120,17 @@ class ModelSection(Section):
 
 
 class DraftModelSection(Section):
-    """A smaller model, or heads of the job's, whose tokens are drafts."""
+    """A draft model, or draft heads of the job's model."""
 
     model: ModelPath | None = Field(
         default=None,
         description="Folder of a smaller model's checkpoint, a GGUF file, or the name of a model that batchinfer pull "
-        "has downloaded. Its tokens are those of the job's model.",
+        "has downloaded. It must have the same tokenizer as the job's model.",
     )
     heads: ModelPath | None = Field(
         default=None,
-        description="Folder of Medusa heads or of an EAGLE-3 head that were trained for the job's model, or the "
-        "model's own where it has a layer for further tokens, instead of model.",
+        description="Folder of Medusa heads or of an EAGLE-3 head that were trained for the job's model, instead of "
+        "model. Or the job's model itself, if it has layers for further tokens (MTP).",
     )
     quantization: AskedQuantization = Field(
         default="auto",
@@ -136,8 +138,8 @@ class DraftModelSection(Section):
     )
     runs: Literal["auto", "first", "beside"] = Field(
         default="auto",
-        description="first: it answers all rows before the job's model is loaded. beside: it is in memory, too, and "
-        "proposes the tokens of rows that decode. auto: what is expected to take less time.",
+        description="first: it answers all rows before the job's model is loaded. beside: it is loaded together with "
+        "the job's model and drafts tokens while rows decode. auto: whichever should take less time.",
     )
 
 
@@ -178,8 +180,8 @@ class InputSection(Section):
     )
     expected: Column | None = Field(
         default=None,
-        description="Column with the right answer (label) of a row. Results are measured against it, and carry it; no "
-        "prompt and no key holds it.",
+        description="Column with the right answer (label) of a row. Results contain it and are measured against it; no "
+        "prompt and no work key contains it.",
     )
     unique_ids: bool = Field(
         default=False, description="Whether a row that repeats an earlier row's id becomes an error row."
@@ -209,7 +211,7 @@ class OutputSection(Section):
     """The folder and the columns of the results."""
 
     path: PathField = Field(
-        description="Folder of the results, replaced as a whole. The job's state is beside it, in .batchinfer-NAME."
+        description="Folder of the results, replaced as a whole. The job's state is next to it, in .batchinfer-NAME."
     )
     columns: tuple[Column, ...] = Field(
         default=(), description="Input columns to carry into the results, with their own types."
@@ -233,19 +235,21 @@ class OutputSection(Section):
     explode: bool = Field(
         default=True,
         description="Whether each of several answers to a row (sampling.n) is a row of the result. false: a row has "
-        "lists of what its answers are.",
+        "lists with all of its answers.",
     )
     rows_per_file: Whole = Field(default=100_000, description="Rows per result file.")
 
 
 class EngineSection(Section):
-    """How the engine works; nothing here changes what is asked of the model."""
+    """How the engine works. None of these options changes what the model is asked."""
 
     device: Literal["auto", Device] = Field(
-        default="auto", description="Where to compute. auto: cuda where there is a GPU."
+        default="auto", description="Device to compute on. auto: cuda if there is a GPU."
     )
-    max_num_seqs: Auto | Whole = Field(default="auto", description="Most rows computed at once.")
-    max_num_batched_tokens: Auto | Whole = Field(default="auto", description="Most tokens in one step.")
+    max_num_seqs: Auto | Whole = Field(default="auto", description="Maximum number of rows computed at once.")
+    max_num_batched_tokens: Auto | Whole = Field(
+        default="auto", description="Maximum number of tokens in one step."
+    )
     block_size: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
         default="auto", description="Tokens per block of the KV cache."
     )
@@ -267,15 +271,16 @@ class EngineSection(Section):
         default=1, description="Number of processes that compute each layer of an engine together."
     )
     pipeline_parallel_size: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=1, description="Number of processes among which the layers of an engine are divided."
+        default=1,
+        description="Number of pipeline stages (processes) per engine; each computes a part of the layers.",
     )
     expert_parallel_size: Annotated[int, Field(ge=1, le=64)] = Field(
         default=1,
-        description="Number of processes of an engine among which the experts of each layer are divided.",
+        description="Number of processes per engine that share the experts of each layer.",
     )
     expert_placement: Literal["auto", "ranges"] = Field(
         default="auto",
-        description="Which whole experts each process has. auto: by how often earlier runs chose each, once there are.",
+        description="Placement of experts on processes. auto: by how often earlier runs chose each expert, if known.",
     )
     deterministic: bool = Field(
         default=False,
@@ -291,13 +296,13 @@ class RayEngines(Section):
 
 
 class RaySection(Section):
-    """An existing Ray cluster on which the engines run; nothing here changes answers."""
+    """An existing Ray cluster on which the engines run. None of these options changes answers."""
 
     address: RayAddress = Field(description="auto: the cluster of this machine, or HOST:PORT of another one.")
     engines: Annotated[Engines | RayEngines | None, Right("a number of engines, or {min: 1, max: 8}")] = (
         Field(
             default=None,
-            description="Number of engines. null: as many as the cluster has room for at the start.",
+            description="Number of engines. null: all that fit on the cluster at the start.",
         )
     )
     cpus: Annotated[int, Field(ge=1, le=1024)] | None = Field(
@@ -344,7 +349,7 @@ class OnErrorSection(Section):
 
 
 class CacheSection(Section):
-    """The store of answers: what is in it is not computed again."""
+    """The store of answers. Stored answers are not computed again."""
 
     path: PathField | None = Field(
         default=None,
@@ -352,12 +357,12 @@ class CacheSection(Section):
     )
     keep: Whole | None = Field(
         default=30,
-        description="Days after which answers that no result has used are dropped from the store. null: never.",
+        description="Days after which unused answers are deleted from the store. null: never.",
     )
 
 
 class CommitSection(Section):
-    """How often finished answers are stored; a crash loses at most what came after."""
+    """How often finished answers are stored. A crash loses only the answers since then."""
 
     rows: Auto | Whole = Field(
         default="auto",
@@ -378,24 +383,26 @@ class Job(Section):
     name: Name = Field(description="Name of the job, for reports and messages.")
     task: Task = Field(
         default="generate",
-        description="What the model makes of a row: a text, a vector (embed), how likely a text is (score), a label "
-        "(classify), or how relevant a document is (rerank).",
+        description="Kind of answer: a text (generate), a vector (embed), the probability of a text (score), a label "
+        "(classify), or the relevance of a document (rerank).",
     )
-    model: ModelSection = Field(description="Which model answers, and in what type it computes.")
+    model: ModelSection = Field(description="The model, and the type it computes in.")
     input: InputSection = Field(description="The rows: files (path) or a query (sql).")
     prompt: PromptSection | None = Field(
-        default=None, description="What the model reads of a row. Required, except with input.format: openai."
+        default=None, description="How a row becomes a prompt. Required, except with input.format: openai."
     )
     embed: EmbedSection = Field(
         default=EmbedSection(),
         description="Which vectors are made, with task: embed and for requests to /v1/embeddings.",
     )
-    score: ScoreSection = Field(default=ScoreSection(), description="What is scored, with task: score.")
+    score: ScoreSection = Field(
+        default=ScoreSection(), description="The continuations to score, with task: score."
+    )
     classify: ClassifySection = Field(
-        default=ClassifySection(), description="Between which labels rows choose, with task: classify."
+        default=ClassifySection(), description="The labels to choose from, with task: classify."
     )
     rerank: RerankSection = Field(
-        default=RerankSection(), description="How the model says what is relevant, with task: rerank."
+        default=RerankSection(), description="How relevance is measured, with task: rerank."
     )
     sampling: SamplingSection = Field(
         default=SamplingSection(),
@@ -403,7 +410,7 @@ class Job(Section):
     )
     on_invalid: Ladder = Field(
         default=(),
-        description="Parameters with which rows run again, in turn, whose answers were cut, looped or unfit.",
+        description="Parameters of further attempts at rows whose answers were cut, looped or did not match.",
         json_schema_extra={"default": []},
     )
     output: OutputSection = Field(description="Where the results go, and which columns they have.")
@@ -415,9 +422,9 @@ class Job(Section):
     )
     drafts: Annotated[Literal["auto", "off"] | DraftSources | DraftModelSection, DRAFTS] = Field(
         default="auto",
-        description="Where tokens come from that are likely to follow, of which a step verifies several at once: the "
-        "row's own text (prompt), other answers (answers), its answer in the job's last result (earlier), a smaller "
-        "model's. auto: all of them but a model, where it pays on a CPU; off: none.",
+        description="Sources of draft tokens, several of which a step verifies at once: the row's own text (prompt), "
+        "other answers (answers), the row's answer in the job's last result (earlier), or a smaller model. auto: all "
+        "except a model, if worthwhile on a CPU. off: none.",
     )
     on_error: OnErrorSection = Field(
         default=OnErrorSection(), description="How many error rows the job may have."
@@ -444,6 +451,7 @@ class Job(Section):
     _chat_template: str | None = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any, /) -> None:
+        """Set the private attributes from the context that `load_job` passes."""
         self._root = self.output.path
         if context:
             self._source = context["source"]
@@ -466,86 +474,87 @@ class Job(Section):
 
     @property
     def requests(self) -> bool:
-        """Whether rows are OpenAI requests, which hold their own prompts and parameters."""
+        """Return True if rows are OpenAI requests, which contain their own prompts and parameters."""
         return self.prompt is None or self.prompt.source is None
 
     @property
     def chat_template(self) -> str | None:
-        """The text of the file that `prompt.chat_template` names, as it was when the job was read."""
+        """Return the text of the file `prompt.chat_template`, read when the job was loaded."""
         return self._chat_template
 
     @property
     def prompting(self) -> PromptSection:
-        """The section `prompt`, or its defaults: requests of an OpenAI batch file need none."""
+        """Return the section `prompt`, or its defaults for OpenAI batch files without one."""
         return self.prompt or PromptSection()
 
     @property
     def carried(self) -> tuple[str, ...]:
-        """The input columns that the results have: `output.columns`, and that of the expected answers."""
+        """Return the input columns that the results contain: `output.columns` and `input.expected`."""
         columns, expected = self.output.columns, self.input.expected
         return columns if expected is None or expected in columns else (*columns, expected)
 
     @property
     def attempts(self) -> int:
-        """How many times a row may run: once, and once for each rung of the ladder."""
+        """Return the maximum number of attempts per row: one plus the rungs of the ladder."""
         return 1 + len(self.on_invalid)
 
     @property
     def samples(self) -> int:
-        """How many answers each row gets that asks for no number itself."""
+        """Return the number of answers to a row that does not set it itself."""
         return max(self.sampling.n, self.sampling.best_of)
 
     @property
     def published_samples(self) -> int:
-        """How many of the answers to such a row are rows of the result."""
+        """Return the number of published answers to such a row."""
         return self.sampling.n if self.sampling.chooses else self.samples
 
     @property
     def rows_of_answers(self) -> int:
-        """How many rows of the result the answers to such a row are."""
+        """Return the number of result rows for the answers to such a row."""
         return self.published_samples if self.output.explode else 1
 
     @property
     def mixes_classes(self) -> bool:
-        """Whether engines of several classes of machine may answer, so that the result names the class."""
+        """Return True if several machine classes may answer: the result then names the class."""
         return self.ray is not None and self.ray.classes == "any"
 
     @property
     def has_samples(self) -> bool:
-        """Whether rows may get several answers: those of the job, their own, or as a request says, be it by its number
-        of inputs."""
+        """Return True if rows may have several answers.
+
+        The job, the row or an OpenAI request may ask for them; a request for embeddings may have several inputs.
+        """
         return self.sampling.asks_samples or (self.requests and self.task in ("generate", "embed"))
 
     @property
     def embeds(self) -> bool:
-        """Whether its rows may ask for vectors: all of them, or the requests that do so beside others."""
+        """Return True if rows may ask for vectors: all rows with task: embed, or some OpenAI requests."""
         return self.task == "embed" or (self.task == "generate" and self.requests)
 
     @property
     def source(self) -> Path:
-        """The job file, absolute; relative paths start from its folder."""
+        """Return the absolute path of the job file. Relative paths start from its folder."""
         return self._source
 
     @property
     def overrides(self) -> tuple[tuple[str, str], ...]:
-        """The values that override the job file, as `load_job` takes them."""
+        """Return the overrides of the job file, as passed to `load_job`."""
         return self._overrides
 
     @property
     def date(self) -> str | None:
-        """The date that replaces ${date}; None where no option names it."""
+        """Return the date that replaces ${date}, or None if no option uses it."""
         return self._date
 
     @property
     def results_root(self) -> Path:
-        """Return `output.path` without its ${date}; the folders next to it belong to the job, not to one night's
-        result."""
+        """Return `output.path` without its ${date}. State and report are stored next to it and shared by all dates."""
         return self._root
 
     def first_rows(self, limit: int) -> Job:
-        """Return a trial: the job over its first `limit` rows, with its own result folder next to the root.
+        """Return a trial of the job: its first `limit` rows, with a result folder of its own next to the root.
 
-        A trial reads few rows on purpose, so `input.min_rows` does not apply to it.
+        `input.min_rows` does not apply to a trial.
         """
         path = trial_results(self._root, limit)
         fewest = limit if self.input.limit is None else min(limit, self.input.limit)
@@ -566,12 +575,12 @@ class Job(Section):
         return f"{self.source}: {where}"
 
     def mistake(self, where: str, message: str) -> JobFileError:
-        """Return an error with the line of the key `where`, for mistakes found later, e.g. a missing column."""
+        """Return an error with the line of the key `where`, for mistakes found later, such as a missing column."""
         return JobFileError(str(self.source), [Mistake(where, message, self._line(where))])
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Add the lines of this file's keys to the mistakes that are found while the block runs."""
+        """Add lines of the job file to mistakes that are raised in the block."""
         try:
             yield
         except JobFileError as error:
@@ -584,31 +593,31 @@ class Job(Section):
         return self._lines.get(where, self._lines.get(where.split(".")[0]))
 
     def identity_json(self) -> str:
-        """Canonical JSON of what decides which rows there are and what they hold; not of how they are made.
+        """Return canonical JSON of the options that determine which rows a result has and what they contain.
 
-        An option at its default is left out, so that results stay current when one is added to this class.
+        Options at their default are omitted, so new options do not make results outdated.
         """
         dump = self.model_dump(mode="json", exclude_defaults=True)
         identity: dict[str, Any] = {key: dump[key] for key in _OF_ROWS if key in dump}
         for name in ("sql_memory", "workers", "allow_empty", "min_rows"):
             identity["input"].pop(name, None)
-        if "prompt" in identity:  # what stands in the file counts, with the tokenizer's own files
+        if "prompt" in identity:  # the contents of the file count instead, with the tokenizer's files
             identity["prompt"].pop("chat_template", None)
         if (
             self.model.quantization == "none"
-        ):  # the default of older results; the model's context tells it from auto
+        ):  # the default of older results; the context of the work keys distinguishes it from auto
             del identity["model"]["quantization"]
         output = dump["output"]
         identity |= {key: output[key] for key in _SHAPES_RESULTS if output.get(key)}
         identity |= {} if self.output.explode else {"explode": False}
         identity |= {"engine_class": True} if self.mixes_classes else {}
-        if self.requests:  # a parameter that is written out counts there, even with its default
+        if self.requests:  # explicit parameters count there, even at their default
             identity["sampling"] = self.sampling.said()
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     @property
     def draft_sources(self) -> tuple[DraftName, ...]:
-        """The sources of drafts; none where no answers are generated."""
+        """Return the draft sources, or none if no texts are generated."""
         if self.task != "generate" or self.drafts == "off":
             return ()
         if isinstance(self.drafts, DraftModelSection):
@@ -617,19 +626,19 @@ class Job(Section):
 
     @property
     def drafting_job(self) -> Job | None:
-        """Return the job as the model runs it whose answers are drafts; None: there is none."""
+        """Return the job as the draft model runs it if it answers all rows first, or None without a draft model."""
         drafts = self.drafts
         if not isinstance(drafts, DraftModelSection) or drafts.model is None:
             return None
         model = ModelSection(
             path=drafts.model, dtype=self.model.dtype, quantization=drafts.quantization, calibration="off"
         )
-        whole = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}  # what it is smaller for
+        whole = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}  # a small model needs no sharding
         engine = self.engine.model_copy(update=whole)
         return self.model_copy(update={"model": model, "engine": engine, "drafts": "auto"})
 
     def describe(self, defaults: bool = False) -> str:
-        """Describe the job for people, one line per option; `defaults`: also options that have their default value."""
+        """Return a description of the job with one line per option. `defaults` includes options at their default."""
         lines = [f"{self.name} ({self.source})"]
         for section, spec in self:
             if section in TASK_SECTIONS and section != self.task and not (section == "embed" and self.embeds):
@@ -653,11 +662,16 @@ def load_job(
     date: str | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> Job:
-    """Reads and checks a job file, or a mapping with its sections; no input is read and nothing is written.
+    """Read and check a job file, or a mapping with its sections. No input is read and nothing is written.
 
-    Relative paths start from the folder of the job file; those of a mapping from the working directory. `overrides` are
-    pairs of a dotted key and YAML text, as `--set` gives them; `date` (YYYY-MM-DD) is what ${date} stands for, today
-    where it is None. Raises InputMissing where there is no such file, and otherwise JobFileError with every mistake.
+    Raises InputMissing if the file does not exist, and otherwise JobFileError with all mistakes.
+
+    Args:
+        given: Path of the job file, or a mapping. Relative paths start from the file's folder, or from the working
+            directory for a mapping.
+        overrides: Pairs of a dotted key and YAML text, as for `--set`.
+        date: Value of ${date} as YYYY-MM-DD. None: today.
+        env: Environment variables.
     """
     source = Path(os.path.abspath(_NO_FILE if isinstance(given, Mapping) else given))
     day = _run_date(source, date)
@@ -684,7 +698,7 @@ def load_job(
 
 
 def _with_schema_file(job: Job) -> Job:
-    """The job with the schema in its `output.schema_file` as its `output.schema`. Raises JobFileError."""
+    """Return the job with the contents of `output.schema_file` as `output.schema`. Raises JobFileError."""
     path = job.output.schema_file
     if path is None or job.output.json_schema is not None:
         return job
@@ -696,7 +710,7 @@ def _with_schema_file(job: Job) -> Job:
 
 
 def _with_template_file(job: Job) -> Job:
-    """The job with the text of its `prompt.chat_template`. Raises JobFileError."""
+    """Return the job with the text of its `prompt.chat_template`. Raises JobFileError."""
     path = None if job.prompt is None else job.prompt.chat_template
     if path is None:
         return job
@@ -722,7 +736,7 @@ def _is_day(text: str) -> bool:
 
 
 def _without_empty_sections(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A section with nothing below it (all of it commented out) is a section of defaults."""
+    """Replace sections without any key (all of them commented out) by sections of defaults."""
     sections = {name for name, info in Job.model_fields.items() if isinstance(info.annotation, type)} - {
         "name"
     }
@@ -730,10 +744,10 @@ def _without_empty_sections(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_order(mistakes: Sequence[Mistake]) -> list[Mistake]:
-    """By line; those without one (a missing section, a --set) last, in the order they were found."""
+    """Sort mistakes by line. Mistakes without a line (a missing section, a --set) come last, in their order."""
     return sorted(dict.fromkeys(mistakes), key=lambda one: (one.line is None, one.line or 0))
 
 
 def job_schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a job file, with a description of every option."""
+    """Return the JSON Schema (2020-12) of a job file, with a description of every option."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Job.model_json_schema()}

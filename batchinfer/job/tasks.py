@@ -1,4 +1,4 @@
-"""The tasks of jobs, and the checks of what goes with a job's task."""
+"""The tasks of jobs, and checks of options that need a certain task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from batchinfer.job.scoring import DEFAULT_ANSWERS
 from batchinfer.job.yaml_tree import Finding, shorten
 
 Task = Literal["generate", "embed", "score", "classify", "rerank"]
-TASK_SECTIONS = tuple(name for name in get_args(Task) if name != "generate")  # each task has one of its name
+TASK_SECTIONS = tuple(
+    name for name in get_args(Task) if name != "generate"
+)  # each task has a section of its name
 _ANSWERS = {
     "generate": "texts",
     "embed": "vectors",
@@ -19,7 +21,7 @@ _ANSWERS = {
     "classify": "labels",
     "rerank": "scores of relevance",
 }
-# What a job says of answers that are texts, by section; an empty name: the section as a whole
+# Options that apply to texts only: section, key and reason. An empty key means the whole section.
 _OF_TEXTS = (
     ("sampling", "", "says how tokens are chosen"),
     ("on_invalid", "", "says how rows run again whose texts are not valid"),
@@ -34,14 +36,16 @@ _OF_TEXTS = (
 
 
 def task_findings(values: Mapping[str, Any], requests: bool = False) -> Iterator[Finding]:
-    """Find what does not go with the job's task. `requests`: rows are OpenAI requests, which may ask for vectors beside
-    texts."""
+    """Yield options that do not fit the job's task.
+
+    `requests` is True if rows are OpenAI requests, which may ask for vectors as well as texts.
+    """
     task = values.get("task", "generate")
     if task not in _ANSWERS:
         return
     for name in TASK_SECTIONS:
         if name != task and values.get(name) and not (name == "embed" and task == "generate" and requests):
-            message = f"is given, but the job has not task: {name}, so that its answers are {_ANSWERS[task]}"
+            message = f"is given, but the job does not have task: {name}: its answers are {_ANSWERS[task]}"
             yield Finding((name,), message, f"add task: {name}, or remove it")
     if task == "generate":
         return
@@ -91,7 +95,7 @@ def _scored(values: Mapping[str, Any], task: str) -> Iterator[Finding]:
 
 
 def _uncalibrated(section: Mapping[str, Any], prompt: Any, model: Any) -> Iterator[Finding]:
-    """Find why labels cannot be calibrated: one prompt without content is to do for all rows."""
+    """Find why labels cannot be calibrated: one prompt without content must fit all rows."""
     loc = ("classify", "calibrate")
     if section.get("choices_from_column") is not None:
         message = (
@@ -110,7 +114,7 @@ def _uncalibrated(section: Mapping[str, Any], prompt: Any, model: Any) -> Iterat
 
 
 def _pairs(given: Mapping[str, Any], prompt: Any) -> Iterator[Finding]:
-    """Find what a cross-encoder, which gets a query and a document, does not read."""
+    """Find options that do not apply to a cross-encoder, which gets a query and a document."""
     for name in ("yes", "no"):
         if given.get(name) is not None:
             message = "is given beside document, of which a cross-encoder makes a score without any answer"
@@ -130,7 +134,7 @@ def _two_answers(given: Mapping[str, Any], prompt: Any) -> Iterator[Finding]:
         yield Finding(("rerank", "activation"), message, "remove it, or name the column of the document")
     yes, no = DEFAULT_ANSWERS
     if given.get("yes", yes) == given.get("no", no):
-        message = f"is {shorten(given.get('no', no))}, as yes is, so that every row would get 0.5"
+        message = f"is {shorten(given.get('no', no))}, the same as yes: every row would get 0.5"
         yield Finding(("rerank", "no"), message, "give two different texts")
 
 

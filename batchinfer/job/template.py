@@ -1,4 +1,4 @@
-"""The files that `batchinfer init` writes: a commented job that runs, and a few rows for it."""
+"""Generates the files that `batchinfer init` writes: a commented job file that runs, and a few rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from batchinfer_kernels.arithmetic import AskedQuantization
 
-ModelKind = Literal["floats", "quantised", "gguf"]  # how a job's model stores its weights
+ModelKind = Literal["floats", "quantised", "gguf"]  # how the model stores its weights
 _FOLDER = "folder with config.json, *.safetensors, tokenizer.json"
 _GGUF = "GGUF: weights, configuration and tokenizer in one file or its parts"
 _NAMED = "name of a model that batchinfer pull downloads"
@@ -34,7 +34,7 @@ model:
   dtype: auto             # or float32, bfloat16, float16
   quantization: auto      # or @QUANTIZATIONS@
                           # @QUANTIZATION_NOTE@
-  max_model_len: auto     # most tokens of a row, prompt and answer together
+  max_model_len: auto     # maximum tokens of a row, prompt and answer together
 
 input:
   path: prompts.jsonl     # a file, a folder, a glob such as data/*.parquet, or a list of them
@@ -58,13 +58,13 @@ sampling:
   from_columns: []        # e.g. [max_tokens]: rows set it themselves, in a column of that name
 
 output:
-  path: results           # a folder of Parquet files; state lies beside it in .batchinfer-results
+  path: results           # a folder of Parquet files; the state is next to it, in .batchinfer-results
   columns: [@COLUMN@]     # input columns to carry along
 @OUTPUT@
 
 engine:
   device: auto            # or cpu, cuda
-  max_num_seqs: auto      # most rows in work at once
+  max_num_seqs: auto      # maximum rows computed at once
   kv_memory: auto         # or 4GiB, or a share such as 0.8
 
 on_error:
@@ -75,7 +75,7 @@ on_error:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Rows to start with, and the instruction that goes with them."""
+    """Example rows, and an instruction for them."""
 
     system: str
     column: str
@@ -97,7 +97,7 @@ QUESTIONS = Sample(
     ),
     "64",
 )
-# for the quickstart's model, which was trained with this very instruction (jobs/quickstart/job.yaml)
+# For the quickstart's model, which was trained with this instruction (jobs/quickstart/job.yaml)
 ORDERS = Sample(
     "Write the order as one line of JSON with the keys customer, quantity, item and due. "
     "Copy the customer and the item as written. The due date is YYYY-MM-DD.",
@@ -120,14 +120,14 @@ def init_text(
     kind: ModelKind = "floats",
     pulled: bool = False,
 ) -> str:
-    """Return a commented job file with this name that runs on the `prompts.jsonl` in its folder.
+    """Return a commented job file that runs on the file `prompts.jsonl` in its folder.
 
     Args:
         model: The checkpoint's path, or its name in the Hugging Face cache.
-        sample: The prompt and the input column.
+        sample: The instruction and the input column.
         name: The name of the job.
         kind: How the model stores its weights, for the comments.
-        pulled: True if `model` is a name.
+        pulled: Whether `model` is a name.
     """
     values = {
         "@NAME@": yaml_text(name),
@@ -144,7 +144,7 @@ def init_text(
 
 
 def yaml_text(text: str) -> str:
-    """In quotes, and without variables."""
+    """Return a text as a quoted YAML scalar without variables."""
     return json.dumps(text.replace("$", "$$"), ensure_ascii=False)
 
 
@@ -155,7 +155,7 @@ def init_files(
     kind: ModelKind = "floats",
     pulled: bool = False,
 ) -> dict[str, str]:
-    """Return the files that `batchinfer init` writes, file name → text. See `init_text` for the arguments."""
+    """Return the files that `batchinfer init` writes, by file name. See `init_text` for the arguments."""
     rows = (json.dumps({"id": f"r{n}", sample.column: text}) for n, text in enumerate(sample.texts, 1))
     prompts = "".join(f"{row}\n" for row in rows)
     return {"job.yaml": init_text(model, sample, name, kind, pulled), "prompts.jsonl": prompts}

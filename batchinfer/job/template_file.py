@@ -1,4 +1,4 @@
-"""The file that `prompt.chat_template` names: a chat template in Jinja."""
+"""Reads the chat template in `prompt.chat_template`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import stat
 from pathlib import Path
 
-MAX_BYTES = 4 << 20  # four times as much as a template may have characters, of which one has up to four bytes
+MAX_BYTES = 4 << 20  # 2**20 characters of up to four bytes
 
 
 def read_template_file(path: Path) -> str:
-    """The text of the file. Raises ValueError, which says what is wrong with the file."""
+    """Return the text of a file. Raises ValueError with the reason if it is no chat template."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would hang
             raise ValueError(f"{path} is no regular file; name a file with a chat template")

@@ -1,4 +1,4 @@
-"""The variables of a job file: ${VAR}, ${VAR:-default}, ${date}, and $$ for a plain $."""
+"""Expands the variables of a job file: ${VAR}, ${VAR:-default}, ${date}, and $$ for a plain $."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from dataclasses import dataclass
 
 from batchinfer.job.yaml_tree import shorten
 
-MAX_TEXT = (
-    1 << 20
-)  # characters of one text after expansion: a job file cannot make an endless one of a long variable
-# What ${date} is replaced by in a text of which the date is to be taken out. Unicode keeps this code point for uses
-# inside a program such as this one: it is no character.
+# Maximum characters of a text after expansion. Limits what a job file can make of a long variable.
+MAX_TEXT = 1 << 20
+# Replaces ${date} in texts from which the date is removed. Unicode reserves this code point for internal use.
 HOLE = "\ufdd0"
 
-# ${{, ${% and ${# are a dollar before Jinja's own marks and stay as they are.
+# ${{, ${% and ${# are a dollar before Jinja's own marks, and are not expanded
 _VARIABLE = re.compile(r"\$(?:\$|\{(?![{%#])(?P<inner>[^{}\n]*)(?P<end>\}?))")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Unexpanded:
-    """Why a variable could not be replaced. `offset` is where it stands in the text."""
+    """Why a variable could not be expanded. `offset` is its position in the text."""
 
     offset: int
     message: str
@@ -31,13 +29,13 @@ class Unexpanded:
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """Look up the value of each name. `date` is the run's date, YYYY-MM-DD, and wins over a variable of this name."""
+    """Looks up variables. `date` is the run's date as YYYY-MM-DD, and overrides a variable with the name date."""
 
     date: str
     env: Mapping[str, str]
 
     def expand(self, text: str) -> tuple[str, list[Unexpanded]]:
-        """`text` with its variables replaced, and one entry for each that could not be."""
+        """Return the text with its variables expanded, and an entry for each variable that could not be expanded."""
         if "$" not in text:
             return text, []
         pieces: list[str] = []

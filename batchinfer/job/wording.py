@@ -1,4 +1,4 @@
-"""How a wrong field reads: what was found, and what would be right, from the field's own type and bounds."""
+"""Words the message for a wrong field: what was found, and what is valid by the field's type and bounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from batchinfer.core.sampling import OTHER_NAMES
 from batchinfer.job.yaml_tree import Finding, Loc, resolve, shorten
 
-_A_WORD = re.compile(r"[\w.-]+")  # an example, as of an address, is none
+_A_WORD = re.compile(r"[\w.-]+")  # excludes examples, such as addresses
 _NAMES: dict[object, str] = {
     int: "a whole number",
     float: "a number",
@@ -32,13 +32,13 @@ _BOOLEAN_WORDS = frozenset({"yes", "no", "on", "off", "y", "n", "true", "false"}
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """Stands in a field's type and says what would be right, where the type alone says it badly."""
+    """Annotates a field's type with a description of valid values, if the type itself is not clear."""
 
     text: str
 
 
 def findings_of(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> list[Finding]:
-    """One finding a field, in people's words, however many complaints pydantic has about it."""
+    """Return one finding per field, in plain words, from all errors of pydantic."""
     groups: dict[Loc, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         loc = _of_member(model, details["loc"], values)
@@ -48,12 +48,12 @@ def findings_of(error: ValidationError, model: type[BaseModel], values: Mapping[
 
 
 def right(info: FieldInfo) -> str:
-    """Say what a value of this field must be, e.g. `a whole number from 1 to 64, or auto`."""
+    """Return a description of a field's valid values, such as `a whole number from 1 to 64, or auto`."""
     return _phrase(info.annotation, info.metadata)
 
 
 def found(value: object) -> str:
-    """Say what a value is, e.g. `the text "64"`."""
+    """Return a description of a value, such as `the text "64"`."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -67,26 +67,28 @@ def found(value: object) -> str:
 
 
 def options(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The options of a section by the names that they have in a job file."""
+    """Return the options of a section by their names in a job file."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The class of the section `name` of `model`; None where it is a value or unknown."""
+    """Return the class of the section `name` of a model, or None if it is a value or unknown."""
     info = model.model_fields.get(name)
     candidates = [info.annotation, *get_args(info.annotation)] if info else []
     return next((one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def _may_be_value(model: type[BaseModel], name: str) -> bool:
-    """Whether a field that may be a section may be something else, too."""
+    """Return True if a field may be a section or another value."""
     members = get_args(model.model_fields[name].annotation) if name in model.model_fields else ()
     return section_of(model, name) is not None and len({*members} - {types.NoneType}) > 1
 
 
 def _of_member(model: type[BaseModel], loc: Loc, values: Mapping[str, Any]) -> Loc | None:
-    """Return where a complaint is about a field that may be a section or a value; None where it is about what the field
-    was not meant to be."""
+    """Return the location of an error in a field that may be a section or a value.
+
+    Returns None if the error is about the kind that the value is not.
+    """
     if len(loc) < 2 or not _may_be_value(model, str(loc[0])):
         return loc
     section = section_of(model, str(loc[0]))
@@ -98,7 +100,7 @@ def _of_member(model: type[BaseModel], loc: Loc, values: Mapping[str, Any]) -> L
 
 
 def _field_of(model: type[BaseModel], loc: Loc) -> Loc:
-    """`loc` without what pydantic adds below a field (members of a union, places in a list)."""
+    """Return `loc` without the parts that pydantic adds below a field (members of a union, positions in a list)."""
     current: type[BaseModel] | None = model
     kept: list[str | int] = []
     for part in loc:
@@ -209,7 +211,7 @@ def _phrase(annotation: Any, metadata: Iterable[Any] = ()) -> str:
 
 
 def _flat(metadata: Iterable[Any]) -> list[Any]:
-    """The bounds, also those that pydantic has wrapped in a FieldInfo."""
+    """Return the bounds, including those that pydantic has wrapped in a FieldInfo."""
     flat: list[Any] = []
     for one in metadata:
         flat += _flat(one.metadata) if isinstance(one, FieldInfo) else [one]
@@ -223,7 +225,7 @@ def _list(item: Any, metadata: list[Any]) -> str:
 
 
 def _any_of(members: list[Any], metadata: list[Any]) -> str:
-    """auto goes last: it is the exception."""
+    """Join the alternatives, with auto as the last one."""
     phrases = [_phrase(one, metadata) for one in members]
     plain = [phrase for phrase in phrases if phrase != "auto"]
     return ", or ".join([*plain, *(["auto"] if "auto" in phrases else [])])

@@ -1,7 +1,7 @@
-"""YAML 1.2 text → a tree in which every value knows its line.
+"""Parses YAML 1.2 into a tree in which every value knows its line.
 
-Read from parser events by the core schema's own rules (`no`, `1_000` and `2026-01-01` are texts); nothing is
-ever constructed. No tags, directives, second document or duplicate keys; aliases are followed up to a bound.
+Values follow the core schema (`no`, `1_000` and `2026-01-01` are texts), and no objects are constructed. Tags,
+directives, further documents and duplicate keys are refused. Aliases are followed up to a limit.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ruamel.yaml.reader import ReaderError
 
 from batchinfer.core.exact_json import read_float
 
-# Not ruamel's round-trip loader and its `.lc`: it reads `1_000` as a number, 2026-01-01 as a date, stops at the first
-# key that stands twice, ends a deep nesting by RecursionError, and takes 10.8 s of CPU time for 1 MiB of `- a`, which
-# MAX_NODES stops here after 2.7 s. It follows aliases without a bound.
+# ruamel's round-trip loader (`.lc`) is not used: it reads `1_000` as a number and 2026-01-01 as a date, stops at the
+# first duplicate key, raises RecursionError for deep nesting, follows aliases without a limit, and takes 10.8 s of CPU
+# time for 1 MiB of `- a`, which MAX_NODES stops here after 2.7 s.
 Scalar = str | int | float | bool | None
 Loc = tuple[str | int, ...]
 
-MAX_DEPTH = 32  # a job needs 4; deeper nesting is an attack on the stack
+MAX_DEPTH = 32  # a job needs 4; a limit protects the stack
 MAX_NODES = 100_000  # 1 MiB of `- a` takes 5 s to parse: stop at 2 s
-MAX_WEIGHT = 8 << 20  # characters once aliases are followed, a node counting NODE_WEIGHT
+MAX_WEIGHT = 8 << 20  # characters after following aliases; each node counts as NODE_WEIGHT
 NODE_WEIGHT = 64
-MAX_DIGITS = 400  # more than any float has; int() itself refuses 4,300
+MAX_DIGITS = 400  # more than any float has; int() refuses 4,300
 
-UNUSABLE = re.compile(r"[\x00\ud800-\udfff]")  # no path and no UTF-8 can hold these
+UNUSABLE = re.compile(r"[\x00\ud800-\udfff]")  # not allowed in paths or UTF-8
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _NUMBERS: tuple[tuple[re.Pattern[str], Callable[[str], int | float]], ...] = (
@@ -53,7 +53,7 @@ _NUMBERS: tuple[tuple[re.Pattern[str], Callable[[str], int | float]], ...] = (
     (re.compile(r"\.(nan|NaN|NAN)"), lambda _: float("nan")),
 )
 _QUOTE_BRACES = "put a text that holds { } or ${…} in quotes, or write it below the key after |"
-# What the parser says, and what a person would do about it.
+# A part of the parser's message, and how to fix the file
 _CURES = (
     ("'\\t'", "indent with spaces, not tabs"),
     ("mapping values are not allowed", 'put a text that holds ": " in quotes'),
@@ -69,7 +69,7 @@ _CURES = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A mistake at a place of the tree. `line` is set where it is not the line of the place's key."""
+    """A mistake at a location of the tree. `line` is only set if it differs from the line of the key."""
 
     loc: Loc
     message: str
@@ -79,7 +79,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value of a YAML tree. `text_line` is the line at which the text of a `|` block begins."""
+    """A value of a YAML tree. `text_line` is the first line of the text of a `|` block."""
 
     value: Scalar | tuple[Node, ...] | dict[str, Entry]
     line: int
@@ -97,7 +97,7 @@ class Entry:
 
 
 class _Stopped(Exception):
-    """The rest cannot be read; carries the last finding."""
+    """Raised if the rest cannot be read. Carries the last finding."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.message)
@@ -105,12 +105,12 @@ class _Stopped(Exception):
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """`text` as it may stand in a message: one line, quoted, at most about `limit` characters."""
+    """Return a text for a message: one line, quoted, at most about `limit` characters."""
     return json.dumps(text if len(text) <= limit else text[: limit - 1] + "…", ensure_ascii=False)
 
 
 def read_yaml(text: str) -> tuple[Node | None, list[Finding]]:
-    """The tree of the only document of `text`, and every mistake. None: empty, or not readable to its end."""
+    """Return the tree of the only document, and all mistakes. The tree is None if the text is empty or unreadable."""
     reader = _Reader(text)
     try:
         return reader.document(), reader.findings
@@ -119,7 +119,7 @@ def read_yaml(text: str) -> tuple[Node | None, list[Finding]]:
 
 
 def resolve(text: str) -> Scalar:
-    """A plain scalar's value by the core schema of YAML 1.2."""
+    """Return the value of a plain scalar by the core schema of YAML 1.2."""
     if text in _NULL:
         return None
     if text in _BOOL:
@@ -134,7 +134,7 @@ def resolve(text: str) -> Scalar:
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """Lines as editors count them; the parser takes U+0085 and U+2028 for line ends too."""
+    """Maps characters to lines as editors count them. The parser also counts U+0085 and U+2028 as line ends."""
 
     starts: list[int]
 
@@ -143,12 +143,12 @@ class _Lines:
         return cls([0, *(match.end() for match in re.finditer(r"\r\n?|\n", text))])
 
     def at(self, index: int) -> int:
-        """The 1-based line of the character `index`."""
+        """Return the line of the character at `index`, counting from 1."""
         return bisect.bisect_right(self.starts, index)
 
 
 def _events(text: str, lines: _Lines) -> Iterator[Any]:
-    """Parser events; what the parser refuses becomes _Stopped, with its line and a cure."""
+    """Yield the parser's events. Raises _Stopped with a line and advice if the parser refuses the text."""
     directive = re.search(r"^%", text, re.MULTILINE)
     if directive:
         message = "a line that begins with % (a YAML directive) is not allowed in a job file"
@@ -183,7 +183,7 @@ def _cure(problem: str, source: str) -> str | None:
 
 @dataclass(slots=True)
 class _Reader:
-    """One pass over the events. Findings that leave the tree usable are collected; the others stop it."""
+    """Builds the tree in one pass over the events. Collects mistakes that leave the tree usable."""
 
     text: str
     findings: list[Finding] = field(default_factory=list)
@@ -197,11 +197,11 @@ class _Reader:
         self._source = _events(self.text, self._lines)
 
     def document(self) -> Node | None:
-        next(self._source)  # the stream's start
+        next(self._source)  # start of the stream
         if isinstance(next(self._source), StreamEndEvent):
             return None
         root = self._node(next(self._source), ())
-        next(self._source)  # the document's end
+        next(self._source)  # end of the document
         following = next(self._source)
         if isinstance(following, DocumentStartEvent):
             line = self._line(following)

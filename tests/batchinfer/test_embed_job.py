@@ -132,7 +132,7 @@ def test_every_verb_knows_vectors(place: Place, cli_of: CliOf) -> None:
     assert "sampling: says how tokens are chosen" in refused.err
     assert "prompt.reasoning: says how texts mark reasoning" in refused.err
     alone = verbs("validate", place.job("embed: {dimensions: 3}"))
-    assert (alone.code, "embed: is given, but the job has not task: embed" in alone.err) == (78, True)
+    assert (alone.code, "embed: is given, but the job does not have task: embed" in alone.err) == (78, True)
 
 
 def fenced(language: str, which: int = 0) -> str:

@@ -294,7 +294,10 @@ def test_validate_and_plan_count_inputs(place: Place, cli_of: CliOf, sentences: 
     assert verbs("run", job).code == 0
     assert [len(row["embedding"] or ()) for row in place.table()] == [16, 16, 16, 0, 16]
     refused = verbs("validate", place.job("embed: {dimensions: 3}"))
-    assert (refused.code, "embed: is given, but the job has not task: embed" in refused.err) == (78, True)
+    assert (refused.code, "embed: is given, but the job does not have task: embed" in refused.err) == (
+        78,
+        True,
+    )
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ class Deadline:
         if not self.upper_bound:
             return f"{when}: {late}"
         return (
-            f"{when}: {late} if every answer becomes as long as its max_tokens; the run forecasts anew from its first "
+            f"{when}: {late} if every answer has max_tokens tokens; the run makes a new forecast from its first "
             "answers"
         )
 

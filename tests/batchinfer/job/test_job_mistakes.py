@@ -183,7 +183,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     "kv_memory of nothing": (GOOD + "engine: {kv_memory: 0GiB}\n", [(6, "engine.kv_memory", ("0GiB",))]),
     "kv_memory true": (GOOD + "engine: {kv_memory: true}\n", [(6, "engine.kv_memory", ("found true",))]),
     "experts divided twice": (GOOD + "engine: {tensor_parallel_size: 2, expert_parallel_size: 4}\n",
-        [(6, "engine.expert_parallel_size", ("is 4", "tensor_parallel_size, which is 2", "one of the two"))]),
+        [(6, "engine.expert_parallel_size", ("is 4", "tensor_parallel_size is 2", "one of the two"))]),
     "nodes": (GOOD + "engine:\n  nodes: {listen: here, token_file: t, count: 1}\n",
         [(7, "engine.nodes", ("was removed", "--ray auto"))]),
     "ray": (GOOD + "ray: {address: 'ray://here:1', engines: {min: 3, max: 2}, labels: {a: 1}}\n",
@@ -213,7 +213,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
         ("min_tokens 5 in item 3", "which is 2")), (7, "on_invalid", ("in item 3 for what attempt 3 asks for",))]),
     "answers that are cut whatever a rung says": (GOOD
         + "sampling: {ignore_eos: true}\non_invalid: [{temperature: 1}]\n",
-        [(7, "on_invalid", ("sampling.ignore_eos", "all are cut"))]),
+        [(7, "on_invalid", ("sampling.ignore_eos", "all answers are cut"))]),
     "the column of a ladder": (GOOD.replace("{path: results}", "{path: results, columns: [Attempt]}")
         + "on_invalid: [{seed: 1}]\n" "sampling: {temperature: 1}\n",
         [(5, "output.columns", ("the result of a job with on_invalid",))]),

@@ -106,7 +106,7 @@ def test_mistakes_in_a_dict_name_the_key(place: Place, section: str, value: Any,
     with pytest.raises(JobFileError, match=said) as caught:
         batchinfer.run(given)
     assert all(mistake.line is None for mistake in caught.value.mistakes)
-    assert str(caught.value).startswith(f"{Path.cwd()}/(the job that was given): ")
+    assert str(caught.value).startswith(f"{Path.cwd()}/(in-memory job): ")
 
 
 def test_too_many_errors_that_are_published_come_back(place: Place) -> None:

@@ -134,7 +134,7 @@ def test_an_upper_bound_is_no_last_word() -> None:
     """Answers may become shorter than the forecast took them to be: only the run then says that it is too late."""
     clock, said = Clock(), list[str]()
     deadline = Deadline(NOON + timedelta(seconds=100), 100.0, 800.0, upper_bound=True)
-    assert "12 min after it if every answer becomes as long as its max_tokens" in deadline.text
+    assert "12 min after it if every answer has max_tokens tokens" in deadline.text
     found = DeadlineWatch(deadline, said.append, clock)
     clock.go(FIRST_LOOK_S)
     found.look(50.0)
@@ -164,7 +164,7 @@ def test_plan_tells_if_it_will_be_met(tmp_path: Path, model: Path, monkeypatch: 
     runs_on(monkeypatch, machine_of(1e6))
     for wanted, words in (
         (1e6, "forecast to finish at least"),
-        (1.0, "its max_tokens; the run forecasts anew"),
+        (1.0, "has max_tokens tokens; the run makes a new forecast"),
     ):
         deadline = moment(wanted)
         found = planned(write_job(tmp_path, model, people(30), deadline=deadline))
