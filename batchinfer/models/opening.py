@@ -1,4 +1,4 @@
-"""Opens a checkpoint folder or a GGUF model, whoever's code computes what it holds. No torch."""
+"""Opens a checkpoint folder or a GGUF model, of a supported family or for transformers. No torch."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ StoredModel: TypeAlias = Checkpoint | ForeignCheckpoint
 
 
 def inspect_gguf(model: GgufModel) -> Checkpoint:
-    """Check a model in GGUF without loading it. Raises JobFileError for what cannot be run."""
+    """Check a model in GGUF without loading it. Raises JobFileError if it cannot be run."""
     known, config = config_of(model)
     spec = parse_config(config, {}, model.path)
     tensors, packed = stored_tensors(model, known, config)
     prefixes = NamePrefixes(FAMILIES[spec.family].names.base)
     hint = (
-        f"{model.name} holds another model than it states, or one of a llama.cpp that stored {known.model_type} in "
-        "another way; the names are those of a Hugging Face checkpoint"
+        f"{model.name} contains another model than it states, or a version of llama.cpp wrote {known.model_type} "
+        "differently; the names are from a Hugging Face checkpoint"
     )
     shapes = check_tensors(model.path, spec, tensors, PackedTensors({**packed}), prefixes, hint)
     types = sorted({each.type.name for each in model.tensors.values()} - set(FLOAT_DTYPES))
@@ -50,10 +50,16 @@ def inspect_gguf(model: GgufModel) -> Checkpoint:
 
 
 def open_checkpoint(path: Path, describe: Describe = describe_in_child) -> StoredModel:
-    """Check a checkpoint folder, or a GGUF model in a folder or a file, without loading it. `describe` finds out what a
-    model is that none of our families covers; by default in a process of its own.
+    """Check a checkpoint folder, or a GGUF model in a folder or a file, without loading it.
 
-    Raises SecurityRefusal or JobFileError, with the reason, for what cannot be run.
+    Args:
+        path: The folder or file.
+        describe: Returns the spec of a model of no supported family. By default it runs transformers in a child
+            process.
+
+    Raises:
+        SecurityRefusal: The checkpoint is unsafe to load.
+        JobFileError: The checkpoint is invalid or not supported.
     """
     gguf = read_gguf(path)
     if gguf is not None:

@@ -1,4 +1,4 @@
-"""The sources of an engine's model: a checkpoint's spec and how it is loaded."""
+"""The sources of an engine's model: a spec, and a way to load the weights."""
 
 from __future__ import annotations
 
@@ -41,56 +41,67 @@ if TYPE_CHECKING:
     from batchinfer.models.foreign.model import TransformersModel
     from batchinfer.models.foreign.source import ForeignSource
 
-# A model that an engine can be built of
+# A model from which an engine can be built
 Source: TypeAlias = "ModelSource | ForeignSource"
-# Makes a model of loaded weights; see ModelSource.load
+# Returns a model with loaded weights; see ModelSource.load
 Decoders: TypeAlias = "Callable[[Ops, int], Decoder] | Callable[[Ops, int], TransformersModel]"
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model of one of our families: its spec, and where its weights come from."""
+    """A model of a supported family: its spec, and the source of its weights.
+
+    Args:
+        spec: The model, or this rank's shard of it.
+        parameters: The number of values in all tensors.
+        weights: Opens the weights, of the shard only.
+        adapters: Adapters that rows may use, by fingerprint.
+        merged: An adapter of all rows, which is merged into the weights.
+        folder: The checkpoint, which may contain channel factors for adapters.
+        adapter_places: The number of adapters that are on the device at a time. None: all.
+        ranks: The ranks that compute the model together.
+        whole: The whole model. None: `spec` is the whole model.
+        read: Counts the bytes that are read from the checkpoint.
+    """
 
     spec: ModelSpec
-    parameters: int  # values in all its tensors
+    parameters: int
     weights: Callable[[torch.dtype, torch.device], Weights]
-    adapters: Mapping[str, StoredAdapter] = field(default_factory=dict)  # by fingerprint
-    merged: StoredAdapter | None = None  # an adapter that all rows have, in the weights
-    folder: Path | None = None  # may say that its channels are others than those that adapters were made for
-    adapter_places: int | None = None  # how many adapters are on the device at a time; None: all
-    ranks: Ranks = (
-        SINGLE_RANK  # with which it is computed; its spec and its weights are those of this rank's part
-    )
-    whole: ModelSpec | None = None  # the model that it is a part of; None: it is all of it
-    read: ReadCount = field(default_factory=ReadCount)  # by its weights, of its checkpoint's files
-    # Its decode steps launch the same kernels each time, and never wait for the device
+    adapters: Mapping[str, StoredAdapter] = field(default_factory=dict)
+    merged: StoredAdapter | None = None
+    folder: Path | None = None
+    adapter_places: int | None = None
+    ranks: Ranks = SINGLE_RANK
+    whole: ModelSpec | None = None
+    read: ReadCount = field(default_factory=ReadCount)
+    # Decode steps launch the same kernels each time, and never wait for the device
     can_be_captured: ClassVar[bool] = True
 
     def part(self, ranks: Ranks) -> ModelSource:
-        """Return the part of a rank, whose weights `weights` reads already. Raises CannotSplit."""
-        place, merged = ranks.shard, self.merged
-        if merged is not None and place.cuts_layers:
+        """Return the source of a rank's shard; `weights` must already read only that. Raises CannotSplit."""
+        shard, merged = ranks.shard, self.merged
+        if merged is not None and shard.cuts_layers:
             raise CannotSplit(DORA_NOT_SHARDED)
-        own = shard_spec(self.spec, place)
+        own = shard_spec(self.spec, shard)
         return replace(
             self,
             spec=own,
             parameters=parameter_count(own),
-            adapters={name: each.of_layers(place.layers) for name, each in self.adapters.items()},
-            merged=None if merged is None else merged.of_layers(place.layers),
+            adapters={name: each.of_layers(shard.layers) for name, each in self.adapters.items()},
+            merged=None if merged is None else merged.of_layers(shard.layers),
             ranks=ranks,
             whole=self.spec,
         )
 
     @property
     def prompt_layers(self) -> Mapping[AttentionRules, int]:
-        """How many layers have attention with such rules."""
+        """Return the number of layers by their attention rules."""
         found = (layer.attention for layer in self.spec.layers)
         return Counter(attention.rules for attention in found if isinstance(attention, AttentionSpec))
 
     def choose_ops(self, arithmetic: Arithmetic) -> Ops:
-        """Choose the operators that it runs with. Raises Unavailable if none here have the arithmetic."""
+        """Return the operators for the model. Raises Unavailable if no operators support the arithmetic."""
         attention = self.spec.attention
         caches = [cache for cache in self.spec.caches if cache is not None]
         ops = choose_ops(
@@ -109,25 +120,27 @@ class ModelSource:
         for cache in caches:
             if not ops.holds(cache):
                 raise Unavailable(
-                    f"the KV cache is to keep {cache.dtype}, which {ops.name} operators do not; use engine.device: "
-                    "cuda with Triton (docs/gpu.md), on a CPU int8 with a C compiler, or leave out "
-                    "model.kv_cache_dtype"
+                    f"{ops.name} operators do not support a KV cache in {cache.dtype}; use engine.device: cuda with "
+                    "Triton (docs/gpu.md), int8 on a CPU with a C compiler, or remove model.kv_cache_dtype"
                 )
         return ops
 
     def load(self, ops: Ops, arithmetic: Arithmetic) -> Callable[[Ops, int], Decoder]:
-        """Load the weights, and return what makes a decoder of them: it gets operators, which may differ from these in
-        how they read prompts, and the tokens of the longest sequence. Raises what its files make it raise."""
+        """Load the weights, and return a function that builds a decoder.
+
+        The function's arguments are operators and the tokens of the longest sequence. The operators may differ from
+        `ops` in how they read prompts. Raises the errors of reading files.
+        """
         place, adapters = (arithmetic.dtype, arithmetic.device), [*self.adapters.values()]
         room = None if self.adapter_places is None else AdapterRoom(self.adapter_places, arithmetic.device)
-        # They wait where there is room for all of them
+        # If not all adapters fit the device, they stay in host memory until they are needed
         kept = (arithmetic.dtype, arithmetic.device if room is None else torch.device("cpu"))
         rounded = any(form.codes != "fp8" and not form.stored for form in self.spec.forms)
         with self.weights(*place) as own:
             stored = own if self.merged is None else MergedWeights(own, self.spec, self.merged)
             with AdaptedWeights(stored, self.spec, adapters, *kept, self._part, self.folder) as adapted:
                 watched = WatchedWeights(SmoothedWeights(adapted, self.spec, self.ranks.experts), self.spec)
-                # Looking for outliers takes passes over weights, which a run without codes need not wait for
+                # Searching for outliers takes time, which only runs with quantised weights need
                 weights = watched if rounded else adapted
                 packed = pack_weights(
                     self.spec, weights, ops, arithmetic.device, len(adapters), room, self.ranks
@@ -139,14 +152,14 @@ class ModelSource:
 
     @property
     def _part(self) -> PartOfLayers | None:
-        place = self.ranks.shard
+        shard = self.ranks.shard
         if self.whole is None:
             return None
-        layers = self.whole.layers if place.layers is None else self.whole.layers[slice(*place.layers)]
-        return PartOfLayers(layers, place)
+        layers = self.whole.layers if shard.layers is None else self.whole.layers[slice(*shard.layers)]
+        return PartOfLayers(layers, shard)
 
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
-        """Return what its steps cost."""
+        """Return the cost of a step."""
         device: Device = "cuda" if arithmetic.device.type == "cuda" else "cpu"
         found, sizes = (
             model_cost(self.spec, arithmetic.dtype.itemsize, device, arithmetic.deterministic),
@@ -156,19 +169,21 @@ class ModelSource:
 
     @property
     def _sizes(self) -> AdapterSizes | None:
-        """Return what the adapters beside the weights take; None: there are none."""
+        """Return the sizes of the adapters that are not merged; None if there are none."""
         return adapter_sizes(self.spec, [*self.adapters.values()])
 
     def weight_bytes(self, cost: ModelCost) -> int:
-        """Return the bytes of its loaded weights; a tied head counts once, unless it is quantised beside its
-        embedding."""
+        """Return the bytes of the loaded weights and adapters.
+
+        A tied head counts once, unless it is a quantised copy.
+        """
         sizes, places = self._sizes, self.adapter_places
         values = 0 if sizes is None else sizes.values if places is None else sizes.place_values * (places + 1)
         factors = values * cost.itemsize
         return loaded_bytes(self.spec, self.parameters, cost.itemsize) + factors
 
     def computed_by(self, ops: Ops) -> tuple[str, str]:
-        """Return whose operators compute it, and how its linear layers are computed, for the report."""
+        """Return the operators that compute the model, and how they compute its linear layers, for the report."""
         values = Counter[WeightCodes | None]()
         for linear in self.spec.linears():
             values[None if linear.form is None else linear.form.codes] += linear.values
@@ -176,8 +191,8 @@ class ModelSource:
 
 
 def _describe_here(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
-    """Describe a model in this process, which has torch."""
-    from batchinfer.models.foreign.probe import describe  # transformers is slow to import
+    """Return the spec of a model of no supported family, without a child process."""
+    from batchinfer.models.foreign.probe import describe  # imports transformers, which is slow
 
     return describe(raw, generation)
 
@@ -190,10 +205,21 @@ def checkpoint_source(
     adapter_places: int | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> Source:
-    """Open a checkpoint folder as a model with such a cache and such weights, and with adapters: their fingerprints and
-    folders, and how many are on the device at a time; or the part of it that a rank has. Raises what inspecting a
-    checkpoint and an adapter raises, Unavailable for what the model cannot have, and CannotSplit for a part that it
-    does not have.
+    """Open a checkpoint as the source of an engine's model.
+
+    Args:
+        path: The checkpoint.
+        kv_cache: The dtype of the KV cache.
+        quantization: The quantisation of the weights.
+        adapters: Fingerprints and folders of adapters.
+        adapter_places: The number of adapters that are on the device at a time. None: all.
+        ranks: The ranks of the engine, and this rank's shard.
+
+    Raises:
+        JobFileError: The checkpoint or an adapter is invalid or not supported.
+        SecurityRefusal: The checkpoint or an adapter is unsafe to load.
+        Unavailable: The model does not support one of the arguments.
+        CannotSplit: The model cannot be sharded like this.
     """
     checkpoint = open_checkpoint(path, _describe_here)
     checkpoint = checkpoint.for_quantization(quantization)
@@ -201,21 +227,23 @@ def checkpoint_source(
         spec = checkpoint.spec.quantized(quantization).with_cache_dtype(kv_cache)
         found = {name: inspect_adapter(folder.name, folder, checkpoint) for name, folder in adapters}
         merged = next((adapter for adapter in found.values() if adapter.config.dora), None)
-        beside = {name: adapter for name, adapter in found.items() if not adapter.config.dora}
-        place = ranks.shard
+        separate = {name: adapter for name, adapter in found.items() if not adapter.config.dora}
+        shard = ranks.shard
         read = ReadCount()
-        weights = partial(CheckpointWeights, checkpoint, shard=place, read=read)
+        weights = partial(CheckpointWeights, checkpoint, shard=shard, read=read)
         whole = ModelSource(
-            spec, checkpoint.parameters, weights, beside, merged, path, adapter_places, read=read
+            spec, checkpoint.parameters, weights, separate, merged, path, adapter_places, read=read
         )
-        if place.is_whole:
+        if shard.is_whole:
             return whole
-        check_parts(checkpoint, place)
+        check_parts(checkpoint, shard)
         return whole.part(ranks)
     if not ranks.shard.is_whole:
         raise CannotSplit("a model that transformers' code computes is not divided among ranks")
     if adapters:
         raise Unavailable("a model that transformers' code computes is given no adapters; merge them into it")
-    from batchinfer.models.foreign.source import ForeignSource  # slow to import, and not for our families
+    from batchinfer.models.foreign.source import (
+        ForeignSource,
+    )  # slow to import; supported families do not need it
 
     return ForeignSource(checkpoint, quantization)

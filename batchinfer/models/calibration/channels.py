@@ -1,5 +1,8 @@
-"""Channels of a layer's inputs that are made smaller, and the weights that read them larger, or the other way round, so
-that rounding the weights changes the layer's outputs less (Lin et al., 2024, "AWQ"). The layer's function stays."""
+"""Scales channels of a layer's inputs such that rounding the weights changes the layer's outputs less.
+
+Channels are divided by a factor, and the weights that read them multiplied, which leaves the layer's function unchanged
+(Lin et al., 2024, "AWQ").
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from batchinfer.models.spec.spec import AttentionSpec, LayerSpec, LinearSpec, No
 from batchinfer_kernels.int4_feedback import output_error
 from batchinfer_kernels.int4_linear import quantize_groups
 
-LARGEST = 64.0  # a channel is made larger or smaller by less
+LARGEST = 64.0  # upper bound of a channel's factor; the lower bound is 1 / LARGEST
 
 Weights = dict[str, Tensor]
 Products = Mapping[str, Tensor]
@@ -29,24 +32,40 @@ def _clamped(_: Weights, factors: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A divisor of channels, which divides by the factors that its readers' columns are multiplied with."""
+    """Weights whose outputs can be divided by factors, with which the columns of their readers are multiplied.
+
+    Args:
+        readers: The products that read the outputs.
+        divide: Divides the weights in place, and returns the factors after rounding.
+        spread: Returns the factors of the readers' columns, from the factors of the outputs.
+        merge: Returns the sizes of the outputs, from the sizes of the readers' columns.
+        fitted: Returns the nearest factors that are allowed.
+    """
 
     readers: tuple[LinearSpec, ...]
-    divide: Callable[[Weights, Tensor], Tensor]  # changes the weights; returns the factors as they came out
-    spread: Callable[[Tensor], Tensor]  # factors of what is divided → those of the readers' columns
-    merge: Callable[[Tensor], Tensor]  # sizes of the readers' columns → those of what is divided
-    # Factors that are wanted → those that can be had
+    divide: Callable[[Weights, Tensor], Tensor]
+    spread: Callable[[Tensor], Tensor]
+    merge: Callable[[Tensor], Tensor]
     fitted: Callable[[Weights, Tensor], Tensor] = _clamped
 
 
 def scale_channels(
     layer: LayerSpec, weights: Weights, products: dict[str, Tensor], group: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Change the layer's weights, float32, and with them the products of the inputs of its linear layers. Return what
-    the inputs of linear layers are divided by, of those for which it is not 1. Experts' weights are multiplied where
-    they are: they may be most of a machine's memory.
+    """Scale the channels of a layer, and change its weights and products in place.
 
-    Norms are divided so that they are what `dtype` holds.
+    Weights of experts are multiplied in place, as they may take most of the memory. Norms stay representable in
+    `dtype`.
+
+    Args:
+        layer: The layer.
+        weights: Its weights, float32.
+        products: X^T X of the inputs of its linear layers, by name.
+        group: Inputs per scale.
+        dtype: The dtype of the checkpoint to write.
+
+    Returns:
+        The divisors of the inputs, by linear layer; layers without scaled inputs are left out.
     """
     divisors: dict[str, Tensor] = {}
     for scaled in _divisible(layer, dtype):
@@ -72,7 +91,7 @@ def scale_channels(
 def _searched(
     scaled: Scaled, read: Sequence[LinearSpec], weights: Weights, products: Products, group: int
 ) -> Tensor | None:
-    """Return the factors that leave the least error of all that is read; None: to leave channels as they are does."""
+    """Return the factors with the smallest error over all readers; None if no scaling is best."""
     sizes = products[read[0].name].diagonal().sqrt()
     sizes = scaled.merge(sizes / sizes.mean().clamp_min(1e-30)).clamp_min(1e-4)
     best, least = None, torch.inf
@@ -89,8 +108,14 @@ def _searched(
 
 
 def _error(weight: Tensor, products: Tensor, columns: Tensor, group: int) -> Tensor:
-    """Return the error of the outputs of a weight whose columns are multiplied before they are rounded, as that of some
-    of them tells it."""
+    """Return the error of a product's outputs after rounding its weight, estimated from some of the outputs.
+
+    Args:
+        weight: (out, in), whose columns are multiplied with `columns` before rounding.
+        products: (in, in), X^T X of the inputs.
+        columns: (in,).
+        group: Inputs per scale.
+    """
     every = -(-len(weight) // OUTPUTS_TRIED)
     weight = weight[::every]
     codes, scales = quantize_groups(weight * columns, group)
@@ -99,7 +124,7 @@ def _error(weight: Tensor, products: Tensor, columns: Tensor, group: int) -> Ten
 
 
 def _divisible(layer: LayerSpec, dtype: torch.dtype) -> Iterator[Scaled]:
-    """Yield all channels that can be divided without another function of the layer."""
+    """Yield all weights whose outputs can be divided without changing the function of the layer."""
     linears = {linear.name: linear for linear in layer.linears}
     for name, readers in norm_readers(layer):
         norm, reading = layer.norms[name], tuple(linears[reader] for reader in readers)
@@ -133,8 +158,10 @@ def _of_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: 
 
 
 def _of_routed_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: torch.dtype) -> Scaled:
-    """A norm that a router reads, too, whose choice is to stay: factors are powers of two, where nothing is rounded by
-    them."""
+    """Return the scaling of a norm that a router reads, too.
+
+    The choice of experts must not change. So factors are powers of two, and only where they round no value.
+    """
     held = [name, *([name + BIAS] if norm.biased else [])]
 
     def divide(weights: Weights, factors: Tensor) -> Tensor:
@@ -153,7 +180,13 @@ def _of_routed_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], 
 
 
 def _holds(weight: Tensor, times: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight: (…, channels) → (channels,) bool, where `dtype` holds it multiplied as exactly as it holds it."""
+    """Return (channels,) bool: True if `dtype` represents the multiplied channel as exactly as the original one.
+
+    Args:
+        weight: (…, channels).
+        times: (channels,).
+        dtype: The dtype.
+    """
     same = (weight * times).to(dtype).float() == weight.to(dtype).float() * times
     return same.view(-1, same.shape[-1]).all(0)
 
@@ -163,7 +196,7 @@ def _of_up(first: LinearSpec, second: LinearSpec) -> Scaled:
 
 
 def _of_values(attention: AttentionSpec, first: LinearSpec, second: LinearSpec) -> Scaled:
-    """A head of v is read by all heads of its group."""
+    """Return the scaling of v. All query heads of a group read the same head of v."""
     heads, width = attention.kv_heads, attention.head_dim
 
     def spread(factors: Tensor) -> Tensor:
@@ -176,7 +209,7 @@ def _of_values(attention: AttentionSpec, first: LinearSpec, second: LinearSpec) 
 
 
 def _divide_last(weights: Weights, linear: LinearSpec, factors: Tensor) -> Tensor:
-    """Divide the last outputs of a layer, as many as there are factors."""
+    """Divide the last outputs of a linear layer, one per factor."""
     for name in (linear.name, linear.name + BIAS) if linear.biased else (linear.name,):
         found = weights[name].clone()
         found[-len(factors) :] /= factors if found.dim() == 1 else factors[:, None]

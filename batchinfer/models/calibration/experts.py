@@ -1,5 +1,7 @@
-"""The experts of a layer, each rounded for the tokens that it gets: its channels between up and down are scaled, and
-its weights rounded, as those of a dense layer are."""
+"""Calibrates the experts of a layer, each for the tokens that it computes.
+
+As in a dense half, the channels between up and down are scaled, and the weights rounded.
+"""
 
 from __future__ import annotations
 
@@ -19,35 +21,42 @@ from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.int4_feedback import codes_with_feedback
 from batchinfer_kernels.int4_linear import quantize_groups
 
-EXPERTS = "experts."  # begins the names of their products, which are then named as those of a dense half
-BYTES_AT_ONCE = 1 << 30  # of experts that are rounded together; a larger one is rounded alone
-# While a weight of an expert is rounded: for each pair of its inputs, and for each of its values
+EXPERTS = "experts."  # prefix of the products of experts; the rest is the name in a dense half
+BYTES_AT_ONCE = 1 << 30  # memory for experts that are rounded together; at least one is
+# Bytes needed to round a weight of an expert: per pair of inputs, and per value
 _BYTES_OF_PRODUCT, _BYTES_OF_VALUE = 16, 32
 
 
 class WatchedExperts(Experts):
-    """Experts that keep what they read, and which of them did, of tokens that count."""
+    """Experts that record their inputs and the choices of the router, for tokens that count."""
 
     def __init__(self, inner: Experts, counted: Iterator[Tensor]) -> None:
         self.loads, self._inner, self._counted = inner.loads, inner, counted
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        """Return the results of the experts, and record their inputs."""
         own = next(self._counted)
         self._seen.append((x[own], choice.experts[own], choice.weights[own]))
         return self._inner(x, choice, counted)
 
     @property
     def seen(self) -> SeenTokens:
-        """Return what they have read."""
+        """Return everything that was recorded."""
         x, experts, weights = map(torch.cat, zip(*self._seen, strict=True))
         return SeenTokens(len(self.loads), x, experts, weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenTokens:
-    """The tokens that `count` experts of a layer have read: x (T, hidden), and the experts (T, chosen) of each with the
-    weights (T, chosen) of their results."""
+    """The tokens that the `count` experts of a layer have computed.
+
+    Args:
+        count: The number of experts.
+        x: (T, hidden), the inputs.
+        experts: (T, chosen), the chosen experts.
+        weights: (T, chosen), the weights of their results.
+    """
 
     count: int
     x: Tensor
@@ -56,22 +65,28 @@ class SeenTokens:
 
     @property
     def products(self) -> Tensor:
-        """Return X^T X (hidden, hidden) float32 of all tokens, as much of it as counts for one of the experts."""
+        """Return X^T X of all tokens, (hidden, hidden) float32, scaled to the mean weight of one expert."""
         x = self.x.float()
         return x.T @ x * (self.weights.square().sum() / (len(x) * self.count))
 
     def divided(self, columns: Tensor) -> SeenTokens:
-        """Return the same of inputs that are divided."""
+        """Return the tokens with inputs divided by `columns`."""
         return replace(self, x=(self.x.float() / columns).to(self.x.dtype))
 
     @property
     def few(self) -> int:
-        """Return how many experts have fewer tokens than they are to be calibrated on."""
+        """Return the number of experts with fewer than MIN_EXPERT_TOKENS tokens."""
         return int((torch.bincount(self.experts.flatten(), minlength=self.count) < MIN_EXPERT_TOKENS).sum())
 
     def of(self, number: int, preferred: Tensor) -> tuple[Tensor, Tensor]:
-        """preferred: (T, experts), probabilities → the inputs (n, hidden) float32 of an expert, and the weights (n,)
-        of its results."""
+        """Return the inputs of an expert, (n, hidden) float32, and the weights of its results, (n,).
+
+        If the expert has fewer than MIN_EXPERT_TOKENS tokens, the tokens whose router prefers it most are added.
+
+        Args:
+            number: The expert.
+            preferred: (T, experts), the probabilities of the router.
+        """
         weights = self.weights.masked_fill(self.experts != number, 0.0).sum(1)
         chosen = self.experts.eq(number).any(1)
         missing = min(MIN_EXPERT_TOKENS, len(chosen)) - int(chosen.sum())
@@ -84,8 +99,7 @@ class SeenTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expert:
-    """An expert's weights, float32, and the products of the inputs of those that are to be rounded, by the names that
-    a dense half has for them."""
+    """The float32 weights of an expert, and X^T X of the inputs to round for, by their names in a dense half."""
 
     weights: dict[str, Tensor]
     products: dict[str, Tensor]
@@ -94,22 +108,29 @@ class _Expert:
 def round_experts(
     layer: LayerSpec, weights: dict[str, Tensor], seen: SeenTokens, group: int, dtype: torch.dtype
 ) -> None:
-    """Put codes and scales in place of the experts' weights, float32, and write over those of their biases that change.
-    `dtype`: of the checkpoint that is to hold what comes out."""
+    """Replace the weights of a layer's experts by quantised values and scales; biases change in place.
+
+    Args:
+        layer: The layer.
+        weights: Its weights, float32.
+        seen: The tokens that the experts have computed.
+        group: Inputs per scale.
+        dtype: The dtype of the checkpoint to write.
+    """
     fed = layer.feed_forward
-    assert isinstance(fed, ExpertsSpec), "only experts have read what was seen"
+    assert isinstance(fed, ExpertsSpec), "only layers with experts have seen tokens"
     half = FeedForwardSpec(fed.inner, fed.activation, fed.biased)
-    alone, stacks = LayerSpec(layer.hidden, None, None, None, half), _stacks(layer, weights)
-    named = [linear.name for linear in alone.linears]
+    single, stacks = LayerSpec(layer.hidden, None, None, None, half), _stacks(layer, weights)
+    named = [linear.name for linear in single.linears]
     preferred = _preferred(weights, seen.x)
     made: dict[str, list[Tensor]] = {name + end: [] for name in named for end in ("", SCALES)}
-    at_once = _at_once(alone)
+    at_once = _at_once(single)
     for first in range(0, seen.count, at_once):
         some = []
         for number in range(first, min(first + at_once, seen.count)):
             own = {name: stack[number] for name, stack in stacks.items()}
             expert = _Expert(own, _products(half, own, *seen.of(number, preferred)))
-            scale_channels(alone, expert.weights, expert.products, group, dtype)
+            scale_channels(single, expert.weights, expert.products, group, dtype)
             if fed.biased:
                 stacks[half.first + BIAS][number] = expert.weights[half.first + BIAS]
             some.append(expert)
@@ -121,7 +142,7 @@ def round_experts(
 
 
 def _stacks(layer: LayerSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the experts' weights and biases, each (experts, …), by the names that a dense half has for them."""
+    """Return the weights and biases of all experts, (experts, …), by their names in a dense half."""
     found = {}
     for linear in layer.linears:
         if linear.experts:
@@ -132,7 +153,7 @@ def _stacks(layer: LayerSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _preferred(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """x: (T, hidden) → (T, experts), how likely the router of a layer is to choose each expert."""
+    """Return the probability of each expert, (T, experts), from inputs x, (T, hidden)."""
     logits = x.float() @ weights["router"].T + weights.get("router" + BIAS, 0.0)
     return logits.softmax(-1)
 
@@ -140,8 +161,14 @@ def _preferred(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
 def _products(
     half: FeedForwardSpec, weights: Mapping[str, Tensor], x: Tensor, counts: Tensor
 ) -> dict[str, Tensor]:
-    """x: (n, hidden), what an expert reads; counts: (n,), weights of its results → X^T X of the inputs of its products,
-    by their names."""
+    """Return X^T X of the inputs of an expert's products, by name.
+
+    Args:
+        half: The expert as a dense half.
+        weights: Its weights.
+        x: (n, hidden), its inputs.
+        counts: (n,), the weights of its results.
+    """
     both = x @ weights[half.first].T + weights.get(half.first + BIAS, 0.0)
     read = {half.first: x, "down": gated_activation_reference(both, half.activation)}
     rows = {name: own * counts[:, None] for name, own in read.items()}
@@ -149,17 +176,17 @@ def _products(
 
 
 def _rounded(name: str, some: Sequence[_Expert], group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return codes (experts, out, in) and scales (experts, out, groups) of one of the weights of some experts."""
+    """Return a weight of several experts as quantised values (experts, out, in) and scales (experts, out, groups)."""
     weight = torch.stack([expert.weights[name] for expert in some])
     scales = torch.stack([quantize_groups(own, group)[1] for own in weight]).to(dtype)
     products = torch.stack([expert.products[name] for expert in some])
     return codes_with_feedback(weight, scales, products, group), scales.float()
 
 
-def _at_once(alone: LayerSpec) -> int:
-    """Return how many experts, each of which is such a layer, are rounded together."""
-    taken = (
+def _at_once(expert: LayerSpec) -> int:
+    """Return the number of experts to round together; `expert` is a single expert as a layer."""
+    sizes = (
         linear.inputs * (linear.inputs * _BYTES_OF_PRODUCT + linear.outputs * _BYTES_OF_VALUE)
-        for linear in alone.linears
+        for linear in expert.linears
     )
-    return max(1, BYTES_AT_ONCE // max(taken))
+    return max(1, BYTES_AT_ONCE // max(sizes))

@@ -1,5 +1,7 @@
-"""Writes a calibrated model as an ordinary checkpoint folder: compressed-tensors, `pack-quantized`, which other engines
-load, too. Each layer has a file of the tensors that changed; what else a file of the checkpoint holds is copied."""
+"""Writes a calibrated model as a checkpoint folder in the `pack-quantized` format of compressed-tensors.
+
+Other engines can load it, too. Each layer has a file with its changed tensors. The rest is copied.
+"""
 
 from __future__ import annotations
 
@@ -28,24 +30,31 @@ from batchinfer.models.spec.spec import LayerSpec, LinearSpec
 
 CONFIG = "config.json"
 WEIGHT = ".weight"
-# Of the files of a checkpoint's folder, those that its calibrated one has anew, or no use for
+# Suffixes of files that are not copied: they are written again, or not needed
 _LEFT = (".safetensors", ".safetensors.index.json", ".gguf", ".py", *PICKLE_SUFFIXES)
 
 
 class CalibratedFolder:
-    """A folder that is being written: layer by layer, then the rest."""
+    """A checkpoint folder that is written layer by layer."""
 
     def __init__(self, folder: Path, checkpoint: Checkpoint, group: int, marks: bool = False) -> None:
-        """folder: is empty. `marks`: the weights of layers say by how much channels were changed."""
+        """Create a writer.
+
+        Args:
+            folder: An empty folder.
+            checkpoint: The original checkpoint.
+            group: Inputs per scale.
+            marks: If True, the layers come from MarkedWeights, and channel factors are written.
+        """
         self._folder, self._checkpoint, self._group = folder, checkpoint, group
         self._factors: dict[str, Tensor] | None = {} if marks else None
         self._files: dict[str, str] = {}  # tensor → file
-        self._packed: set[str] = set()  # names of weights that codes stand for now
+        self._packed: set[str] = set()  # names of weights that are now quantised
         self._matrices: set[str] = set()
         self._bytes, self._count = 0, len(checkpoint.spec.layers) + len(checkpoint.files)
 
     def add(self, index: int, layer: RoundedLayer) -> None:
-        """Write the tensors of a layer that a calibration changes. Raises OSError."""
+        """Write the changed tensors of a layer. Raises OSError."""
         names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
         self._save(index, dict(self._changed(layer, names)))
         if self._factors is not None:
@@ -54,7 +63,7 @@ class CalibratedFolder:
     def _changed(
         self, layer: RoundedLayer, names: Mapping[str, StoredParameter]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that stand for a layer's parameters, by their names."""
+        """Yield the new tensors of a layer's parameters, by name."""
         packed = [linear for linear in layer.spec.linears if linear.stored]
         codes, scales = (
             _by_tensor(
@@ -77,7 +86,7 @@ class CalibratedFolder:
             yield f"{module}.weight_shape", torch.tensor(stored.shape)
 
     def _stored(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors as they are stored, each file opened once."""
+        """Yield stored tensors, opening each file once."""
         files = dict[Path, list[str]]()
         for name in names:
             files.setdefault(self._checkpoint.tensors[name].file, []).append(name)
@@ -86,11 +95,10 @@ class CalibratedFolder:
                 yield from ((name, file.get_tensor(name)) for name in own)
 
     def finish(self) -> None:
-        """Write all tensors that no layer has changed, the configuration, and copies of the other files. Raises
-        OSError."""
+        """Write the configuration, the unchanged tensors, and copies of other files. Raises OSError."""
         changed = self._packed | set(self._files)
         spec, prefixes = self._checkpoint.spec, self._checkpoint.prefixes
-        # Also a head that is the embedding, of which no tensor is stored, and by the name that transformers gives it
+        # The head is included even if it is tied and not stored, and also by the name that transformers gives it
         ignored = {table_names(spec, prefixes)[HEAD].tensor.removesuffix(WEIGHT), "lm_head"}
         for number, path in enumerate(self._checkpoint.files, len(self._checkpoint.spec.layers)):
             with safe_open(str(path), framework="pt") as file:
@@ -118,7 +126,12 @@ class CalibratedFolder:
 
 
 def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
-    """Return what config.json says of the weights; `ignored`: modules that are stored as they were."""
+    """Return the quantization_config for config.json.
+
+    Args:
+        group: Inputs per scale.
+        ignored: Modules that are not quantised.
+    """
     weights = {
         "num_bits": 4,
         "type": "int",
@@ -144,44 +157,44 @@ def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
 
 
 def _parts(linear: LinearSpec, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of what a linear layer has for its outputs, by their names."""
+    """Yield the parts of a tensor with a linear layer's outputs, by name."""
     names, counts = zip(*linear.parts, strict=True)
     yield from zip(names, torch.split(value, list(counts)), strict=True)
 
 
 def _floats(layer: LayerSpec, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters that a calibration may change beside the weights that it rounds."""
+    """Yield the parameters that calibration may change but does not quantise."""
     for name, norm in layer.norms.items():
         yield from ((parameter, weights[parameter]) for parameter in norm_parameters(name, norm))
     for linear in layer.linears:
         if linear.heads:
-            continue  # they read what is divided by nothing
+            continue  # their inputs are never scaled
         if linear.biased:
             yield from ((part + BIAS, one) for part, one in _parts(linear, weights[linear.name + BIAS]))
         if not linear.stored:
             yield from _parts(linear, weights[linear.name])
 
 
-Places = list[tuple[StoredParameter, Tensor]]
+Values = list[tuple[StoredParameter, Tensor]]  # parts of stored tensors, and their values
 
 
 def _by_tensor(
     names: Mapping[str, StoredParameter], values: Iterable[tuple[str, Tensor]]
-) -> dict[str, Places]:
-    """Return, for each tensor that holds some of the parameters, where in it they lie, with their values."""
-    found: dict[str, Places] = {}
+) -> dict[str, Values]:
+    """Group values by the stored tensor that contains them."""
+    found: dict[str, Values] = {}
     for parameter, value in values:
-        place = names[parameter]
-        rows = [(StoredParameter(row), own) for row, own in zip(place.rows, value, strict=bool(place.rows))]
-        for one, own in rows or [(place, value)]:
+        stored = names[parameter]
+        rows = [(StoredParameter(row), own) for row, own in zip(stored.rows, value, strict=bool(stored.rows))]
+        for one, own in rows or [(stored, value)]:
             found.setdefault(one.tensor, []).append((one, own))
     return found
 
 
-def _placed(whole: Tensor, values: Places) -> Tensor:
-    """Return the tensor with all values where they lie in it."""
-    for place, value in values:
-        into = segments_of(whole, place)
+def _placed(whole: Tensor, values: Values) -> Tensor:
+    """Write all values into a tensor, and return it."""
+    for stored, value in values:
+        into = segments_of(whole, stored)
         into.copy_(value.view(into.shape))
     return whole
 
@@ -191,7 +204,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Wait until the files of a folder are on the disk. Raises OSError."""
+    """Wait until the files of a folder are on disk. Raises OSError."""
     for path in (*sorted(folder.iterdir()), folder):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

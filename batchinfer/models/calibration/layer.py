@@ -1,4 +1,4 @@
-"""One layer of a calibration: its inputs are looked at, its channels scaled, its weights rounded."""
+"""Calibrates one layer: records its inputs, scales its channels, and rounds its weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GATE_UP, DOWN = EXPERTS + "gate_up", EXPERTS + "down"
 
 
 class WatchedLinear(Linear):
-    """A product that adds up the products of its inputs, of tokens that count."""
+    """A linear layer that sums X^T X of its inputs, over tokens that count."""
 
     def __init__(self, inner: Linear, counted: Iterator[Tensor], device: torch.device) -> None:
         self.in_features, self.out_features = inner.in_features, inner.out_features
@@ -31,6 +31,7 @@ class WatchedLinear(Linear):
         self._lower = torch.zeros(inner.in_features, inner.in_features, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the product, and add the inputs to the sum."""
         seen, stripe = x[next(self._counted)].float(), -(-self.in_features // STRIPES)
         for first in range(0, self.in_features, stripe):
             end = first + stripe
@@ -46,8 +47,12 @@ class WatchedLinear(Linear):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInputs:
-    """The inputs of a layer's products that are to be rounded. `products`: X^T X of each but experts', (in, in)
-    float32; `seen`: what experts have read, if they are to be rounded."""
+    """The inputs of the products to round.
+
+    Args:
+        products: X^T X, (in, in) float32, by product, without experts.
+        seen: The tokens that experts have computed, if experts are rounded.
+    """
 
     products: Mapping[str, Tensor]
     seen: SeenTokens | None
@@ -55,8 +60,10 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True)
 class RoundedLayer:
-    """A layer with codes and scales in place of some weights, and the spec that says so. All else is float32, as a
-    checkpoint of the dtype holds it."""
+    """A layer with some weights quantised, and the spec with their forms.
+
+    All other weights are float32, but representable in the dtype of the checkpoint to write.
+    """
 
     spec: LayerSpec
     weights: LayerWeights
@@ -65,8 +72,15 @@ class RoundedLayer:
 def round_layer(
     layer: LayerSpec, weights: LayerWeights, read: LayerInputs, group: int, dtype: torch.dtype
 ) -> RoundedLayer:
-    """weights: float32, of which those of experts are changed where they are; `dtype`: of the checkpoint that is to
-    hold what comes out."""
+    """Return the layer with scaled channels and rounded weights.
+
+    Args:
+        layer: The layer.
+        weights: Its weights, float32. Weights of experts change in place.
+        read: Its inputs.
+        group: Inputs per scale.
+        dtype: The dtype of the checkpoint to write.
+    """
     changed, products, seen = dict(weights), dict(read.products), read.seen
     if seen is not None:
         products[GATE_UP] = seen.products

@@ -1,4 +1,4 @@
-"""The rows that a calibration reads, cut into steps, and one layer at a time run over all of them."""
+"""The rows of a calibration, in steps, over which one layer at a time is run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import DecoderLayer
 from batchinfer.models.spec.spec import LayerSpec, ModelSpec
 
-BLOCK = 16  # tokens of a block of the cache that a layer is run over
+BLOCK = 16  # tokens per block of the temporary KV cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledRow:
-    """A sequence of token ids, a prompt and maybe an answer. `counted`: which tokens count, (tokens,): a beginning that
-    sequences share counts once, as it is computed once. `scored`: at which the next one is scored for."""
+    """A sequence of token ids: a prompt, and possibly its answer.
+
+    Args:
+        ids: (tokens,).
+        counted: (tokens,), True for tokens that count. A prefix that sequences share counts once.
+        scored: (tokens,), True for positions at which the next token is predicted for the loss.
+    """
 
     ids: NDArray[np.int32]
     counted: NDArray[np.bool_]
@@ -31,24 +36,24 @@ class SampledRow:
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """The rows, those that share the most beside one another."""
+    """Rows in sorted order, which makes rows with long common prefixes adjacent."""
 
     rows: tuple[SampledRow, ...]
 
     @classmethod
     def of(cls, rows: Iterable[tuple[NDArray[np.int32], int]]) -> SampleRows:
-        """Make it of sequences, each with the number of tokens of its prompt."""
+        """Return the rows of sequences, each given with the number of tokens of its prompt."""
         ordered = sorted(((ids, prompt) for ids, prompt in rows if len(ids)), key=lambda row: row[0].tolist())
         found, before = [], np.empty(0, np.int32)
         for ids, prompt in ordered:
-            places = np.arange(len(ids))
-            found.append(SampledRow(ids, places >= _shared(before, ids), places >= prompt - 1))
+            positions = np.arange(len(ids))
+            found.append(SampledRow(ids, positions >= _shared(before, ids), positions >= prompt - 1))
             before = ids
         return cls(tuple(found))
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens are run."""
+        """Return the number of tokens."""
         return sum(len(row.ids) for row in self.rows)
 
     @property
@@ -57,7 +62,7 @@ class SampleRows:
         return max((len(row.ids) for row in self.rows), default=0)
 
     def steps(self, device: torch.device) -> Iterator[SampledStep]:
-        """Yield the steps that whole sequences make, on a device."""
+        """Yield steps of whole sequences, on a device."""
         first, tokens = 0, 0
         for at, row in enumerate(self.rows):
             if tokens and tokens + len(row.ids) > STEP_TOKENS:
@@ -69,14 +74,14 @@ class SampleRows:
 
 
 def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Return how many tokens both begin with."""
+    """Return the length of the common prefix."""
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
     return int(different[0]) if len(different) else length
 
 
 class SampledStep:
-    """Some of the sequences, each from its first token on."""
+    """A batch of sequences, each computed from its first token on."""
 
     def __init__(self, rows: Sequence[SampledRow], device: torch.device) -> None:
         lengths = [len(row.ids) for row in rows]
@@ -96,7 +101,7 @@ class SampledStep:
 
 
 class LayerRun:
-    """Runs layers over steps, whose caches hold one layer at a time."""
+    """Runs one layer at a time over all steps, with a KV cache for that layer only."""
 
     def __init__(self, ops: Ops, spec: ModelSpec, dtype: torch.dtype, steps: Sequence[SampledStep]) -> None:
         self._ops, self._dtype, self.steps = ops, dtype, steps
@@ -105,7 +110,7 @@ class LayerRun:
         self._blocks = max(step.blocks for step in steps)
 
     def __call__(self, spec: LayerSpec, layer: DecoderLayer, hidden: Sequence[Tensor]) -> list[Tensor]:
-        """hidden: of each step (T, hidden), which stay → the same behind the layer."""
+        """Return the hidden states after a layer, (T, hidden) per step; the inputs `hidden` are not changed."""
         return list(self._run(spec, layer, hidden))
 
     def _run(self, spec: LayerSpec, layer: DecoderLayer, hidden: Sequence[Tensor]) -> Iterator[Tensor]:

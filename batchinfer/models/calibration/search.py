@@ -1,7 +1,8 @@
-"""Calibrates a model for int4, a layer at a time: the layers before it are rounded already, so that it is made for the
-inputs that it will get. What the whole loses is measured on rows that the search has not seen.
+"""Calibrates a model for int4, one layer at a time.
 
-A GPU has one layer of the model at a time, beside its embedding and its head."""
+Each layer is calibrated with the inputs that it gets from the rounded layers before it. The loss of the whole model is
+measured on held-out rows. A GPU holds one layer at a time, the embedding and the head.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +36,18 @@ from batchinfer.models.ops.layers import DecoderLayer
 from batchinfer.models.spec.spec import INT4_GROUP, LayerSpec, LinearSpec
 
 CPU = torch.device("cpu")
-LOGIT_ROWS = 256  # tokens whose logits of both models are in memory at a time
+LOGIT_ROWS = 256  # tokens per batch of logits, which limits the memory for them
 
 
 @dataclass(slots=True)
 class _Streams:
-    """The hidden states of the rows in front of the next layer, by steps: of the search, and of the rows held out, as
-    they are and as the rounded model has them."""
+    """The hidden states before the next layer, per step.
+
+    Args:
+        searched: Of the rows of the search, in the rounded model.
+        exact: Of the held-out rows, in the original model.
+        rounded: Of the held-out rows, in the rounded model.
+    """
 
     searched: list[Tensor]
     exact: list[Tensor]
@@ -49,7 +55,10 @@ class _Streams:
 
 
 class Search:
-    """Rounds the layers of a model, in their order. Its memory is that of a layer and of the rows' hidden states."""
+    """Rounds the layers of a model in ascending order.
+
+    It needs memory for one layer and the hidden states of all rows.
+    """
 
     def __init__(
         self,
@@ -61,9 +70,17 @@ class Search:
         group: int = INT4_GROUP,
         marks: bool = False,
     ) -> None:
-        """rows: of the search, one at the least, and those held out; `dtype` and `device`: of the run. So many
-        inputs, a `group`, share a scale. `marks`: whether the layers' weights are to say by how much channels were
-        changed."""
+        """Prepare a search.
+
+        Args:
+            checkpoint: The model.
+            ops: The operators.
+            dtype: The dtype of the run.
+            rows: The rows of the search, at least one, and the held-out rows.
+            device: The device of the run.
+            group: Inputs per scale.
+            marks: If True, the layers' weights include the factors by which channels were changed (see MarkedWeights).
+        """
         self.spec, self._checkpoint = checkpoint.spec.quantized("int4"), checkpoint
         spec, self._stored, self._device = self.spec, getattr(torch, checkpoint.stored_dtype), device
         own = CheckpointWeights(checkpoint, torch.float32, CPU)
@@ -91,7 +108,7 @@ class Search:
         return Decoder(packed, self._ops, self._positions)
 
     def layers(self) -> Iterator[RoundedLayer]:
-        """Yield the layers of the model, rounded."""
+        """Yield the rounded layers."""
         for index in range(len(self.spec.layers)):
             with torch.inference_mode():
                 yield self._layer(index)
@@ -121,8 +138,7 @@ class Search:
         return None if layer.rotation is None else rope_table(layer.rotation, self._positions, self._device)
 
     def _read(self, rounded: Sequence[LinearSpec], exact: LayerSpec, weights: LayerWeights) -> LayerInputs:
-        """Run the layer as it is over the rows of the search, and return what those products have read that are to be
-        rounded."""
+        """Run the original layer over the rows of the search, and return the inputs of the products to round."""
         run = self._searched
         parts = replace(pack_layer(self._ops, exact, weights), rope=self._rope(exact))
         watched = {
@@ -140,15 +156,15 @@ class Search:
         return LayerInputs(products, None if experts is None else experts.seen)
 
     def _counted(self) -> Iterator[Tensor]:
-        """Yield which tokens of each step of the search count."""
+        """Yield which tokens of each step count."""
         return (step.counted for step in self._searched.steps)
 
     def outcome(self) -> CalibrationOutcome:
-        """Return what it has come to, once all layers are rounded."""
+        """Return the outcome, once all layers are rounded."""
         return CalibrationOutcome(self.loss(), self._experts, self._few)
 
     def loss(self) -> Loss | None:
-        """Return what all layers and the head have lost, once they are rounded; None: no row was held out."""
+        """Return the loss of the rounded model, once all layers are rounded; None without held-out rows."""
         if self._held_out is None:
             return None
         kl, same, tokens = 0.0, 0, 0
@@ -164,7 +180,7 @@ class Search:
         return Loss(kl / tokens, same / tokens, tokens) if tokens else None
 
     def _held_out_states(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the last hidden states that tokens are scored of, of both models, some at a time."""
+        """Yield the final hidden states of both models at scored positions, in batches."""
         assert self._held_out is not None
         streams = zip(self._held_out.steps, self._streams.exact, self._streams.rounded, strict=True)
         for step, exact, rounded in streams:
@@ -173,7 +189,10 @@ class Search:
 
 
 def _cast(layer: LayerSpec, weights: LayerWeights, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights in the run's dtype; codes, scales and what is float32 in every dtype stay."""
+    """Return the weights in the dtype of the run.
+
+    Quantised values and scales keep their dtype, and so do vectors, which are always float32.
+    """
     kept = {linear.name + end for linear in layer.linears for end in ("", ".scales") if linear.stored}
     kept |= set(layer.vectors)
     return {name: one if name in kept else one.to(dtype) for name, one in weights.items()}

@@ -1,4 +1,4 @@
-"""The work of a calibration, and its outcome: the loss of the model, on rows that it has not seen. No torch."""
+"""The work of a calibration, and its outcome: the loss of the model on held-out rows. No torch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_nam
 from batchinfer.models.spec.divisible import gated_halves, norm_readers
 from batchinfer.models.spec.spec import AttentionSpec, ExpertsSpec, LayerSpec, LinearSpec
 
-# An expert that gets fewer tokens of the sample is calibrated on others, too: on those whose router prefers it most. On
-# 2 to 12 rows 512 left up to 11 % less error of a small model's hidden states than 128 (docs/performance.md)
+# An expert with fewer tokens is also calibrated on the tokens for which the router prefers it most. With 2 to 12 rows,
+# 512 leaves up to 11 % less error in the hidden states of a small model than 128 (docs/performance.md)
 MIN_EXPERT_TOKENS = 512
-# Exponents of the channels' sizes that are tried; 0: channels stay as they are
+# Exponents of channel sizes to try; 0 means no scaling
 POWERS = tuple(step / 10 for step in range(11))
-# Of each layer that reads the channels, evenly spread: powers are compared by them
+# Evenly spaced outputs per product, by whose error the exponents are compared
 OUTPUTS_TRIED = 512
-HELD_OUT_OF = 3  # of so many rows one is held out: what the loss is measured on
-STEP_TOKENS = 2048  # of a step of rows, but for a longer sequence, which is one by itself
-STRIPES = 8  # of the products of inputs: nine sixteenths of them are computed, as they are symmetric
-# As in batchinfer_kernels.int4_feedback, which needs torch; a test compares them
+HELD_OUT_OF = 3  # one row in this many is held out for the loss
+STEP_TOKENS = 2048  # limit of tokens per step; a longer sequence is a step of its own
+STRIPES = 8  # into which the symmetric X^T X is divided: nine sixteenths of it are computed
+# Equal to the constant in batchinfer_kernels.int4_feedback, which needs torch; a test compares them
 COLUMNS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss by rounding: how the prediction of the next token changes at `tokens` positions of answers. `kl`: the
-    mean of KL(before ‖ after) in nats; `same`: the share of positions with the same most likely token."""
+    """The loss by rounding, at the positions of answers.
+
+    Args:
+        kl: The mean KL(before ‖ after) of the next token, in nats.
+        same: The share of positions at which the most likely token stays the same.
+        tokens: The number of positions.
+    """
 
     kl: float
     same: float
@@ -37,8 +42,13 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOutcome:
-    """The outcome of a calibration. `loss`: None, if there was no row to measure it on. Of `experts`, those of all
-    layers, `few` had fewer tokens of the sample than MIN_EXPERT_TOKENS, and were calibrated on those of others, too."""
+    """The outcome of a calibration.
+
+    Args:
+        loss: None if there was no held-out row.
+        experts: The experts of all layers.
+        few: The experts that had fewer than MIN_EXPERT_TOKENS tokens, and were calibrated on other tokens as well.
+    """
 
     loss: Loss | None
     experts: int = 0
@@ -47,10 +57,16 @@ class CalibrationOutcome:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationWork:
-    """Counts of what is done once for all layers. `products`: FLOPs of matrix products in float32; `factors`: FLOPs of
-    triangular factors in float64; `scaled`: values for whose groups scales were sought, as often as they were;
-    `made_up`: values that made up for the error of one column before them; `sorted`: products of inputs that
-    were put in the order of their columns; `weights`: values that are read, cast, packed and written."""
+    """Counts of operations, summed over layers.
+
+    Args:
+        products: FLOPs of matrix products in float32.
+        factors: FLOPs of triangular factors in float64.
+        scaled: Values for which scales are searched, counted once per search.
+        made_up: Pairs of an output and an earlier column, by whose error a value is corrected.
+        sorted: Values of X^T X that are permuted into the order of columns.
+        weights: Values that are read, cast, packed and written.
+    """
 
     products: int = 0
     factors: int = 0
@@ -67,7 +83,7 @@ class CalibrationWork:
 
 
 def calibration_work(checkpoint: Checkpoint, tokens: int, group: int) -> CalibrationWork:
-    """Return the work of all layers, for a search over so many tokens that count."""
+    """Return the work of all layers, for a search over `tokens` counted tokens."""
     layers = Counter[tuple[LayerSpec, tuple[LinearSpec, ...]]]()
     for index, layer in enumerate(checkpoint.spec.layers):
         names = layer_names(checkpoint.spec, index, checkpoint.prefixes)
@@ -79,8 +95,11 @@ def calibration_work(checkpoint: Checkpoint, tokens: int, group: int) -> Calibra
 
 
 def rounded_linears(layer: LayerSpec, names: Mapping[str, StoredParameter], group: int) -> list[LinearSpec]:
-    """Return the linear layers whose weights become codes that the checkpoint's tensors, by their `names`, can hold:
-    whole tensors, or outputs of them. Both of experts do, or none: engines have one format for an expert."""
+    """Return the linear layers whose weights can be quantised in the checkpoint's tensors.
+
+    A weight must be a whole tensor, or some of its outputs. Experts are quantised in both products or in neither, as
+    engines have one format per expert.
+    """
     found = [
         linear
         for linear in layer.linears
@@ -93,7 +112,7 @@ def rounded_linears(layer: LayerSpec, names: Mapping[str, StoredParameter], grou
 
 
 def _is_matrix(place: StoredParameter, whole: bool) -> bool:
-    """Whether a parameter is a matrix of outputs, in a tensor that may have more of them if it is not to be `whole`."""
+    """Return True if a parameter is a matrix of outputs. With `whole` it must be all of its tensor."""
     part = place.part
     return not place.rows and (part is None or not (whole or part.index is not None or part.transposed))
 
@@ -112,15 +131,17 @@ def _parts(layer: LayerSpec, rounded: Sequence[LinearSpec], tokens: int) -> Iter
 
 
 def _lower(inputs: int) -> int:
-    """Return how many of the products of inputs are computed."""
+    """Return the number of values of X^T X that are computed."""
     stripe = -(-inputs // STRIPES)
     ends = (min(first + stripe, inputs) for first in range(0, inputs, stripe))
     return sum(stripe_end * min(stripe, inputs - at * stripe) for at, stripe_end in enumerate(ends))
 
 
 def _searched(layer: LayerSpec, rounded: dict[str, LinearSpec]) -> Iterator[LinearSpec]:
-    """Yield the products whose errors powers are compared by, each as often as its channels are divided; the halves of
-    experts have a search of their own."""
+    """Yield the products by whose errors exponents are compared, once per search.
+
+    Products of experts are not included: each expert has a search of its own.
+    """
     kept = {linear.name for linear in layer.linears if linear.experts} - rounded.keys()
     for _, readers in norm_readers(layer):
         if not kept.isdisjoint(readers):
@@ -135,7 +156,7 @@ def _searched(layer: LayerSpec, rounded: dict[str, LinearSpec]) -> Iterator[Line
 
 
 def channel_work(outputs: int, inputs: int) -> CalibrationWork:
-    """Return the work of comparing powers by the outputs of a weight (outputs, inputs)."""
+    """Return the work of comparing exponents for a weight (outputs, inputs)."""
     tried = -(-outputs // -(-outputs // OUTPUTS_TRIED))
     products = 2 * tried * inputs * inputs
     return CalibrationWork(products=products, scaled=tried * inputs) * len(POWERS)
@@ -149,14 +170,14 @@ def rounding_work(outputs: int, inputs: int) -> CalibrationWork:
         columns = end - first
         products += 2 * outputs * columns * (inputs - end)
         within += columns * (columns - 1) // 2
-    # The factor of Cholesky, and its inverse
+    # Cholesky factorisation, and inverse
     factors = inputs**3 // 3 + inputs**3
     made_up = outputs * within
     return CalibrationWork(products + 2 * made_up, factors, outputs * inputs, made_up, inputs * inputs)
 
 
 def _experts_work(layer: LayerSpec, both: list[LinearSpec], tokens: int) -> CalibrationWork:
-    """Return the work of all experts of a layer, each on its share of the tokens, or on the least."""
+    """Return the work of all experts of a layer, each on its share of the tokens, at least MIN_EXPERT_TOKENS."""
     up, down = both
     fed = layer.feed_forward
     assert isinstance(fed, ExpertsSpec), "only they have experts"
@@ -166,7 +187,7 @@ def _experts_work(layer: LayerSpec, both: list[LinearSpec], tokens: int) -> Cali
     each += rounding_work(down.outputs, down.inputs)
     if any(name == down.name for _, name in gated_halves(layer)):
         each += channel_work(down.outputs, down.inputs)
-    # What the router finds of all tokens, and the products of what all of them read
+    # Logits of the router, and X^T X of the inputs, for all tokens
     return each * up.experts + CalibrationWork(
         products=2 * tokens * layer.hidden * (up.experts + layer.hidden)
     )
