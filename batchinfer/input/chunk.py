@@ -64,11 +64,11 @@ class InputChunk(ABC):
             values: The columns to read, or None for all. A format that supports it only validates the other columns.
         """
 
-    def packed(self) -> tuple[Self, bytes]:
+    def pack(self) -> tuple[Self, bytes]:
         """Return the chunk without its large data, and the data, to send both to another process."""
         return replace(self, data=b""), self.data
 
-    def unpacked(self, data: bytes) -> Self:
+    def unpack(self, data: bytes) -> Self:
         """Return the chunk with its data, on the process that received both."""
         return replace(self, data=data)
 
@@ -86,11 +86,11 @@ class RowBatch(InputChunk):
         """Yield the rows from `start` to `stop` with all columns."""
         return islice(self.rows, start, stop)
 
-    def packed(self) -> tuple[Self, bytes]:
+    def pack(self) -> tuple[Self, bytes]:
         """Return the batch without its table, and no data. Its rows are pickled."""
         return replace(self, table=None), b""
 
-    def sliced(self, start: int, stop: int) -> Self:
+    def slice(self, start: int, stop: int) -> Self:
         """Return the rows from `start` to `stop` as a batch."""
         rows = self.rows[start:stop]
         table = None if self.table is None else self.table.slice(start, len(rows))

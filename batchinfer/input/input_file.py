@@ -76,7 +76,7 @@ class InputFile:
             f"{self.path}: the file changed while it was read{same}; run the job again when nothing writes to it"
         )
 
-    def opened(self) -> InputFile:
+    def restat(self) -> InputFile:
         """Return the file as it is just before it is read and hashed.
 
         Raises:

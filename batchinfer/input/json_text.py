@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from batchinfer.core.exact_json import read_float
 from batchinfer.input.rows import RowProblem, Values, kind_of
-from batchinfer.input.text_encoding import UTF8, decoded
+from batchinfer.input.text_encoding import UTF8, decode_record
 
 MAX_NESTING = 64
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -25,7 +25,7 @@ def parse_row(line: bytes, encoding: str = UTF8) -> Values:
     Raises:
         RowProblem: The line is not a valid JSON object. No other exception is raised, whatever the bytes are.
     """
-    text = decoded(line, encoding)
+    text = decode_record(line, encoding)
     _check_nesting(text)
     value = _parse(text)
     if not isinstance(value, dict):

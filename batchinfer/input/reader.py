@@ -124,7 +124,7 @@ class Reader:
     def _read_schema(self) -> pa.Schema | None:
         first: tuple[InputFile, pa.Schema] | None = None
         for file in self.files:
-            schema = self._one(file, None).schema()
+            schema = self._open(file, None).schema()
             if schema is not None and first is not None:
                 check_same_schema(*first, file, schema)
                 first = first[0], common_schema(first[1], schema)
@@ -148,7 +148,7 @@ class Reader:
             return
         before, self.complete = 0, True
         for file in self.files:
-            reader = self._one(file, columns)
+            reader = self._open(file, columns)
             for chunk in reader.chunks():
                 yield replace(chunk, bytes_read=before + chunk.bytes_read)
             self._read_to_end(file, reader)
@@ -165,32 +165,34 @@ class Reader:
         before = seen = 0
         self.complete = self.strata is None
         for file in self.files:
-            for batch in self._of(file, columns, left):
+            for batch in self._batches_of(file, columns, left):
                 left = None if left is None else left - len(batch.rows)
-                yield from self._taken(replace(batch, bytes_read=before + batch.bytes_read), seen)
+                yield from self._sampled(replace(batch, bytes_read=before + batch.bytes_read), seen)
                 seen += len(batch.rows)
                 if left == 0:
                     return  # a file that was not read to its end has no digest; size and times identify it
             before += file.size
 
-    def _taken(self, batch: RowBatch, first: int) -> Iterator[RowBatch]:
+    def _sampled(self, batch: RowBatch, first: int) -> Iterator[RowBatch]:
         """Yield the sampled parts of a batch; `first` is the number of its first row in the input."""
         if self.strata is None:
             yield batch
             return
         for start, end in self.strata.runs(first, len(batch.rows)):
-            yield batch.sliced(start, end)
+            yield batch.slice(start, end)
 
-    def _of(self, file: InputFile, columns: Sequence[str] | None, limit: int | None) -> Iterator[RowBatch]:
+    def _batches_of(
+        self, file: InputFile, columns: Sequence[str] | None, limit: int | None
+    ) -> Iterator[RowBatch]:
         """Yield the rows of a file, at most `limit`, and only the sampled rows."""
-        reader, first = self._one(file, columns), 0
+        reader, first = self._open(file, columns), 0
         most = self.sample.rows if self.sample is not None else None
         for chunk in reader.chunks():
             batch = read_batch(chunk, first, None if limit is None else limit - first)
             if most is not None and first + len(batch.rows) > most:
                 self.complete = False
                 if most > first:
-                    yield batch.sliced(0, most - first)
+                    yield batch.slice(0, most - first)
                 return
             if batch.rows:
                 yield batch
@@ -203,7 +205,7 @@ class Reader:
         else:
             self.complete = False
 
-    def _one(self, file: InputFile, columns: Sequence[str] | None) -> FormatReader:
+    def _open(self, file: InputFile, columns: Sequence[str] | None) -> FormatReader:
         most = None if self.sample is None else self.sample.bytes
         return by_name(file.format).open(file, ReadOptions(self.text, columns, most, self.chunk, self._wide))
 

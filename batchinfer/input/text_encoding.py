@@ -37,7 +37,7 @@ def as_utf8(path: str, chunks: Iterator[bytes], encoding: str) -> Iterator[bytes
         ) from None
 
 
-def decoded(data: bytes, encoding: str, first_line: int | None = None) -> str:
+def decode_record(data: bytes, encoding: str, first_line: int | None = None) -> str:
     """Return a record as text.
 
     Args:

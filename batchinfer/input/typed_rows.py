@@ -92,7 +92,7 @@ def table_rows(file: str, part: pa.RecordBatch, first: int, bytes_read: int) -> 
 class TypedRows(InputChunk):
     """Rows of a typed format: a table, or an Arrow stream of it while they are sent to another process."""
 
-    def packed(self) -> tuple[Self, bytes]:
+    def pack(self) -> tuple[Self, bytes]:
         """Return the chunk without its table, and the table as an Arrow stream."""
         if self.table is None:
             raise ValueError("rows that are packed already")
@@ -101,7 +101,7 @@ class TypedRows(InputChunk):
             stream.write_batch(self.table)
         return replace(self, table=None), sink.getvalue().to_pybytes()
 
-    def unpacked(self, data: bytes) -> Self:
+    def unpack(self, data: bytes) -> Self:
         """Return the chunk with the table of an Arrow stream."""
         with pa.ipc.open_stream(data) as stream:
             return replace(self, table=stream.read_next_batch())
@@ -147,12 +147,12 @@ def _rows_one_by_one(file: str, part: pa.RecordBatch) -> list[Values | RowError]
     return [row_error("bad_utf8", f"{file}: a text column of this row is not UTF-8")]
 
 
-def blanked(part: pa.RecordBatch, bad: Collection[int]) -> pa.RecordBatch:
+def blank_rows(part: pa.RecordBatch, bad: Collection[int]) -> pa.RecordBatch:
     """Return the same rows with nulls in all columns of the rows in `bad`."""
     return part.take(pa.array([None if at in bad else at for at in range(part.num_rows)], pa.int64()))
 
 
-def sliced(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+def split_batch(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Yield the batch in halves until each part is small when unpacked, or has a single row."""
     if batch.num_rows == 0:
         return
@@ -160,11 +160,11 @@ def sliced(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         yield batch
         return
     half = batch.num_rows // 2
-    yield from sliced(batch.slice(0, half))
-    yield from sliced(batch.slice(half))
+    yield from split_batch(batch.slice(0, half))
+    yield from split_batch(batch.slice(half))
 
 
-def put_together(parts: Iterable[pa.RecordBatch], most: int) -> Iterator[pa.RecordBatch]:
+def join_small_parts(parts: Iterable[pa.RecordBatch], most: int) -> Iterator[pa.RecordBatch]:
     """Join consecutive small parts while the result stays small and has at most `most` rows."""
     held, rows, held_bytes = list[pa.RecordBatch](), 0, 0
     for part in parts:

@@ -99,7 +99,7 @@ class SchemaFile:
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
             try:
-                schema = references.resolved(schema["$ref"])
+                schema = references.resolve(schema["$ref"])
             except UnknownReference:
                 return {}
         return schema if isinstance(schema, dict) else {}

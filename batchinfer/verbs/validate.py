@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from batchinfer.core.wording import size
 from batchinfer.filesystem.state import state_of
-from batchinfer.input.prompts.arguments.told import arguments_read
+from batchinfer.input.prompts.arguments.template_arguments import arguments_read
 from batchinfer.input.prompts.chat_template import chat_environment
 from batchinfer.input.prompts.template_check import template_fault
 from batchinfer.input.tokenizer.tokenizer import Tokenizer

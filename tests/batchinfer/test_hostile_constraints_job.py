@@ -14,7 +14,7 @@ from batchinfer.core.request import ConstraintFailed
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.input.constraints.constrained import GrammarConstraints
 from batchinfer.input.constraints.constraint_check import ConstraintChecker, constraint_problem
-from batchinfer.input.constraints.grammar import compiled
+from batchinfer.input.constraints.grammar import compile_constraint
 from batchinfer.input.constraints.grammar_tokenizer import GrammarTokenizer
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from tests.batchinfer.test_structured_job import REAL
@@ -115,7 +115,7 @@ def test_what_the_check_lets_through_compiles_on_the_stack_of_the_engine(definit
         ):
             count = next(n for n in (1_600, 800, 400, 200, 0) if checker.problem(make(n)) is None)
             assert count >= 200
-            assert not compiled(make(count), tokenizer).is_error()
+            assert not compile_constraint(make(count), tokenizer).is_error()
 
 
 def test_rows_whose_grammar_takes_too_much_work_fail_beside_others_that_go_on(definition: str) -> None:

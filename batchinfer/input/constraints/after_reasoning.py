@@ -38,7 +38,7 @@ class FreeMasks:
         return self._mask(frozenset())
 
     @cached_property
-    def unending(self) -> NDArray[np.int32]:
+    def without_end_tokens(self) -> NDArray[np.int32]:
         """The mask that allows all tokens except the end tokens."""
         return self._mask(self.eos)
 
@@ -155,7 +155,7 @@ class ReasonedConstraint:
         if self._phase is Phase.ANSWER and self._inner is not None:
             return
         if self._inner is None or (self._phase is Phase.REASONING and not forced):
-            free = self._free.all if self._inner is None else self._free.unending
+            free = self._free.all if self._inner is None else self._free.without_end_tokens
             words = min(len(bits), len(free))
             bits[:words], bits[words:] = free[:words], 0
         elif self.followed is None:

@@ -141,7 +141,7 @@ class _SchemaBound:
 
     def _of_reference(self, reference: Any, place: str) -> int:
         try:
-            return self.most(self._references.resolved(reference), place)
+            return self.most(self._references.resolve(reference), place)
         except UnknownReference as error:
             raise _unbounded(place, str(error)) from None
 

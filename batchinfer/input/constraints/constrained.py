@@ -122,12 +122,12 @@ class GrammarConstraints:
 
     def _grammar(self, params: SamplingParams) -> LLMatcher:
         """Return the compiled grammar, which rows with the same parameters share."""
-        from batchinfer.input.constraints.grammar import BadConstraint, compiled
+        from batchinfer.input.constraints.grammar import BadConstraint, compile_constraint
 
         found = self._kept.find(params)
         if found is None:
             try:
-                found = compiled(params, self._tokenizer.library)
+                found = compile_constraint(params, self._tokenizer.library)
             except BadConstraint as error:
                 raise ConstraintFailed(row_error(str(error))) from None
             self._kept.add(params, found)

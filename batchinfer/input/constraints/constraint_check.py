@@ -147,7 +147,7 @@ def serve(definition: str | None, within_s: float, pipe: Connection[Any, Any]) -
         except EOFError:
             return
         try:
-            with _cpu_time(within_s), _mute():
+            with _cpu_time(within_s), _silence_stderr():
                 problem = check(params)
         except MemoryError:  # earlier constraints may have used the memory, so the parent tries a new process
             os.kill(os.getpid(), signal.SIGABRT)
@@ -186,7 +186,7 @@ def _cpu_time(within_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def _mute() -> Iterator[None]:
+def _silence_stderr() -> Iterator[None]:
     """Redirect stderr to /dev/null. A library that crashes must not print on the user's terminal."""
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

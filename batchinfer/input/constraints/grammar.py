@@ -86,7 +86,9 @@ def limits_of(params: SamplingParams) -> LLParserLimits:
     return LIMITS if params.grammar is None else _AMBIGUOUS
 
 
-def compiled(params: SamplingParams, tokenizer: LLTokenizer, stack_bytes: int = STACK_BYTES) -> LLMatcher:
+def compile_constraint(
+    params: SamplingParams, tokenizer: LLTokenizer, stack_bytes: int = STACK_BYTES
+) -> LLMatcher:
     """Compile the constraint of `params` on a stack of the given size. Raises BadConstraint."""
     grammar, limits = grammar_of(params), limits_of(params)
     made: LLMatcher = _on_stack(
@@ -105,7 +107,7 @@ def check_grammar(params: SamplingParams, tokenizer: LLTokenizer | None = None) 
     if (problem := _problem(params)) is not None:
         raise BadConstraint(f"{params.constraint}: {_place(params)}{problem}")
     if tokenizer is not None:
-        made = compiled(params, tokenizer, CHECK_STACK_BYTES)
+        made = compile_constraint(params, tokenizer, CHECK_STACK_BYTES)
         made.compute_ff_tokens()
         made.compute_bitmask()
         _refuse_failed(params, made)
@@ -154,7 +156,7 @@ def _on_stack(size: int, call: Callable[[], Any]) -> Any:
 
 
 def _of_schema(text: str) -> str:
-    schema, overrides = _followed(text)
+    schema, overrides = _generated(text)
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
 
 
@@ -163,12 +165,12 @@ def _of_calls(text: str) -> str:
     source = json.loads(text)
     rules = [source["lark"]]
     for number, one in enumerate(source["schemas"]):
-        schema, options = _followed(one)
+        schema, options = _generated(one)
         rules.append(f"a{number}: %json {json.dumps({**schema, 'x-guidance': options})}")
     return LLMatcher.grammar_from_lark("\n".join(rules))
 
 
-def _followed(text: str) -> tuple[Any, Any]:
+def _generated(text: str) -> tuple[Any, Any]:
     """Return the schema for generation, and the options that determine the format of the JSON. Raises BadSchema."""
     schema = parsed_schema(text)
     if schema is False:

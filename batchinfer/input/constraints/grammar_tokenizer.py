@@ -42,7 +42,7 @@ class GrammarTokenizer:
     @classmethod
     def of(cls, definition: str, eos: Collection[int], vocab: int) -> GrammarTokenizer:
         """Return the tokenizer for a model with the end tokens `eos`, which may be empty. Raises NoGrammars."""
-        made, ends = _readable(definition), sorted(eos)
+        made, ends = _prepare(definition), sorted(eos)
         if not ends:  # llguidance would choose a token of text
             ends = [tokenizers.Tokenizer.from_str(definition).get_vocab_size(with_added_tokens=True)]
             made["added_tokens"] = [*made["added_tokens"], _special(ends[0])]
@@ -101,7 +101,7 @@ def grammar_problem(definition: str) -> str | None:
     The vocabulary is replaced by a small one, since it does not matter here and takes time to read.
     """
     try:
-        made = _readable(definition)
+        made = _prepare(definition)
         made |= {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
         LLTokenizer(json.dumps(made))
     except NoGrammars as error:
@@ -111,7 +111,7 @@ def grammar_problem(definition: str) -> str | None:
     return None
 
 
-def _readable(definition: str) -> dict[str, Any]:
+def _prepare(definition: str) -> dict[str, Any]:
     """Return the definition of a tokenizer that encodes text unchanged, with a decoder that llguidance supports.
 
     Forced text is encoded. Normalising, truncating, padding or prefixing it with a space would change the answer.
@@ -127,7 +127,7 @@ def _readable(definition: str) -> dict[str, Any]:
         "padding": None,
         "truncation": None,
         "normalizer": {"type": "Sequence", "normalizers": _spaces(made.get("normalizer") or {})},
-        "pre_tokenizer": _unprefixed(made.get("pre_tokenizer")),
+        "pre_tokenizer": _without_prefix(made.get("pre_tokenizer")),
         "decoder": _supported_decoder(decoder),
     }
 
@@ -140,11 +140,11 @@ def _spaces(normalizer: dict[str, Any]) -> list[dict[str, Any]]:
     return [normalizer] if kept else []
 
 
-def _unprefixed(pre_tokenizer: Any) -> Any:
+def _without_prefix(pre_tokenizer: Any) -> Any:
     """Return the pre-tokenizer without the space that it adds before a text. llguidance does so for Metaspace."""
     if not isinstance(pre_tokenizer, dict):
         return pre_tokenizer
-    inner = [_unprefixed(part) for part in pre_tokenizer.get("pretokenizers", [])]
+    inner = [_without_prefix(part) for part in pre_tokenizer.get("pretokenizers", [])]
     return {
         **pre_tokenizer,
         **({"pretokenizers": inner} if inner else {}),

@@ -41,15 +41,15 @@ def _check_listed(schema: dict[str, Any]) -> None:
         schema["multipleOf"] = plain(step)
     for keyword in ("enum", "const"):
         if keyword in schema:
-            schema[keyword] = _listed(schema[keyword], keyword)
+            schema[keyword] = _exact_literal(schema[keyword], keyword)
 
 
-def _listed(value: Any, keyword: str) -> Any:
+def _exact_literal(value: Any, keyword: str) -> Any:
     """Return a literal of a schema with its numbers as llguidance reads them. Raises BadSchema."""
     if isinstance(value, dict):
-        return {name: _listed(one, keyword) for name, one in value.items()}
+        return {name: _exact_literal(one, keyword) for name, one in value.items()}
     if isinstance(value, list):
-        return [_listed(one, keyword) for one in value]
+        return [_exact_literal(one, keyword) for one in value]
     if not is_number(value):
         return value
     if not is_exact(value):

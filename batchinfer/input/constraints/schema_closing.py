@@ -110,7 +110,7 @@ def _target(schema: Any, references: References) -> Any:
         if not isinstance(schema, dict) or "$ref" not in schema:
             break
         try:
-            schema = references.resolved(schema["$ref"])
+            schema = references.resolve(schema["$ref"])
         except UnknownReference:
             break
     return schema

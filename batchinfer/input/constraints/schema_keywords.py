@@ -188,7 +188,7 @@ class _KeywordReader:
 
     def _reference(self, reference: Any) -> str:
         try:
-            found = self._references.resolved(reference)
+            found = self._references.resolve(reference)
         except UnknownReference as error:
             inside = isinstance(reference, str) and reference.startswith("#")
             right = "correct it or add the part" if inside else _COPY

@@ -21,7 +21,7 @@ class References:
     def __init__(self, root: Any) -> None:
         self._root = root
 
-    def resolved(self, reference: Any) -> Any:
+    def resolve(self, reference: Any) -> Any:
         """Return the part of the document that a reference names. Nothing else is read. Raises UnknownReference."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise UnknownReference(f"its $ref {str(reference)[:100]!r} names another document")

@@ -20,7 +20,7 @@ from batchinfer.input.chunk import InputChunk
 from batchinfer.input.formats.ipc_sizes import BadMessage, batch_sizes
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.protocol import BATCH_ROWS, ReadOptions
-from batchinfer.input.typed_rows import declared_schema, sliced, table_rows
+from batchinfer.input.typed_rows import declared_schema, split_batch, table_rows
 from batchinfer.input.unpacked import BombGuard, refuse_bomb
 from batchinfer.machine.memory import available_memory
 
@@ -46,7 +46,7 @@ class ArrowReader:
 
     def schema(self) -> pa.Schema:
         """Return the columns and their types, as results use them. Raises InputCorrupt if the file is not Arrow."""
-        with self._opened() as (raw, _), self._stream(raw) as stream:
+        with self._open() as (raw, _), self._stream(raw) as stream:
             return declared_schema(self._file.path, stream.schema)
 
     def chunks(self) -> Iterator[InputChunk]:
@@ -56,8 +56,8 @@ class ArrowReader:
             InputCorrupt: The file is damaged, or changes while it is read.
             OutOfMemory: A record batch is too large.
         """
-        first, before = 0, self._file.opened()
-        with self._opened() as (raw, expected):
+        first, before = 0, self._file.restat()
+        with self._open() as (raw, expected):
             self._check_sizes(raw)
             self._measure(raw)
             with self._stream(raw) as stream:
@@ -70,7 +70,7 @@ class ArrowReader:
         before.check_unchanged()
 
     @contextmanager
-    def _opened(self) -> Iterator[tuple[BinaryIO, int | None]]:
+    def _open(self) -> Iterator[tuple[BinaryIO, int | None]]:
         """Open the file at the start of its stream. Also yields the number of batches in its footer, if any."""
         try:
             with self._file.location.open() as raw:
@@ -157,7 +157,7 @@ class ArrowReader:
 
     def _small_parts(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         for part in self._parts(batch):
-            yield from sliced(part)
+            yield from split_batch(part)
 
     def _parts(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         for start in range(0, batch.num_rows, BATCH_ROWS):

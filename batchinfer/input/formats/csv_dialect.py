@@ -63,7 +63,7 @@ class CsvDialect:
         return written[1:-1].replace(quote * 2, quote) if written.startswith(quote) else written
 
 
-def detected_delimiter(header: bytes, quote: str | None) -> str:
+def detect_delimiter(header: bytes, quote: str | None) -> str:
     """Return the first of comma, semicolon and tab that the header has outside of quotes; the default is a comma."""
     if quote is not None:
         q = re.escape(quote.encode())

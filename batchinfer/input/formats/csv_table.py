@@ -17,14 +17,14 @@ from batchinfer.core.errors import InputCorrupt, StorageError
 from batchinfer.core.request import RowError
 from batchinfer.input.chunk import InputChunk
 from batchinfer.input.format import TABS, unpacked_name
-from batchinfer.input.formats.csv_dialect import CsvDialect, detected_delimiter
+from batchinfer.input.formats.csv_dialect import CsvDialect, detect_delimiter
 from batchinfer.input.formats.csv_records import CsvRecords, Found
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.line_buffer import LineBuffer
 from batchinfer.input.lines import HashingFile, WholeLines, unpacked_chunks
 from batchinfer.input.protocol import ReadOptions
 from batchinfer.input.rows import RowProblem, Values, first_repeated, row_error
-from batchinfer.input.text_encoding import decoded
+from batchinfer.input.text_encoding import decode_record
 
 _HEADERLESS_HINT = "input.sql with read_csv reads files without a header"
 MAX_COLUMNS = 100_000  # a row of 100,000 fields takes 10 MB
@@ -43,19 +43,19 @@ class CsvReader:
 
     def schema(self) -> pa.Schema | None:
         """Return text columns named by the header, or None for an empty file. Raises InputCorrupt or StorageError."""
-        with self._opened() as table:
+        with self._open() as table:
             return None if table is None else pa.schema([(name, pa.string()) for name in table.names])
 
     def chunks(self) -> Iterator[InputChunk]:
         """Yield the rows in file order without blank lines. An invalid record becomes one error row."""
-        with self._opened() as table:
+        with self._open() as table:
             if table is not None:
                 yield from self._cut(table)
                 self.sha256 = "" if table.head.cut else table.hashing.hexdigest()
         self._file.check_unchanged(self.sha256 or None)
 
     @contextmanager
-    def _opened(self) -> Iterator[_OpenTable | None]:
+    def _open(self) -> Iterator[_OpenTable | None]:
         """Open the file and read its header; yields None for an empty file."""
         try:
             with self._file.location.open() as raw:
@@ -81,7 +81,7 @@ class CsvReader:
             delimiter = "\t"
         end = lines.line_end(self._text.max_line_bytes + 1)
         header = b"" if end is None or end < 0 else lines.peek(end)
-        return CsvDialect(delimiter or detected_delimiter(header, quote), quote)
+        return CsvDialect(delimiter or detect_delimiter(header, quote), quote)
 
     def _header(self, found: Found | None, dialect: CsvDialect) -> Fields:
         """Return the column names in the first record. Raises InputCorrupt."""
@@ -89,7 +89,7 @@ class CsvReader:
         try:
             if isinstance(record, RowProblem):
                 raise record
-            text = decoded(record, self._text.encoding, number)
+            text = decode_record(record, self._text.encoding, number)
         except RowProblem as problem:
             raise InputCorrupt(
                 f"{self._file.path}: the header in line {number}: {problem.error.message}"
@@ -167,7 +167,7 @@ class CsvLines(InputChunk):
         if isinstance(record, RowError):
             return self._error(number, record)
         try:
-            fields = _fields(decoded(record, self.encoding, number), self.dialect, self.columns)
+            fields = _fields(decode_record(record, self.encoding, number), self.dialect, self.columns)
         except RowProblem as problem:
             return self._error(number, problem.error)
         return {name: fields[at] or None for at, name in self.kept}

@@ -19,7 +19,13 @@ from batchinfer.input.formats.parquet_dictionaries import (
 from batchinfer.input.formats.parquet_footer import BadFooter, ColumnChunk, column_chunks
 from batchinfer.input.input_file import QUERY, InputFile
 from batchinfer.input.protocol import BATCH_ROWS, ReadOptions
-from batchinfer.input.typed_rows import declared_schema, names_in_utf8, put_together, sliced, table_rows
+from batchinfer.input.typed_rows import (
+    declared_schema,
+    join_small_parts,
+    names_in_utf8,
+    split_batch,
+    table_rows,
+)
 from batchinfer.input.unpacked import (
     ROW_BYTES,
     BombGuard,
@@ -50,20 +56,20 @@ class ParquetReader:
 
     def chunks(self) -> Iterator[InputChunk]:
         """Yield the rows in file order. Raises InputCorrupt if a page is damaged or the file changes."""
-        before = self._file.opened()
+        before = self._file.restat()
         with self._open() as footer:
             chunks = self._chunks(footer.metadata.num_columns)
             self._check_sizes(footer, chunks)
             wide = self._known.get(self._file)
             if wide is None:
-                wide = self._probed(self._doubtful(footer, chunks))
+                wide = self._probe(self._doubtful(footer, chunks))
         if self._columns is None:
             self._known[self._file] = wide
         first = 0
         with self._open(wide) as parquet:
             rows = parquet.metadata.num_rows
-            small = (part for batch in self._decoded(parquet, self._columns) for part in sliced(batch))
-            for part in put_together(small, BATCH_ROWS):
+            small = (part for batch in self._decoded(parquet, self._columns) for part in split_batch(batch))
+            for part in join_small_parts(small, BATCH_ROWS):
                 done = first + part.num_rows
                 yield table_rows(self._file.name, part, first, self._file.size * done // max(rows, 1))
                 first = done
@@ -93,7 +99,7 @@ class ParquetReader:
                 footer, chunks, self._file.size, raw, lambda names: stack.enter_context(self._open(names))
             )
 
-    def _probed(self, doubtful: DoubtfulColumns) -> list[str]:
+    def _probe(self, doubtful: DoubtfulColumns) -> list[str]:
         """Read the columns whose sizes the footer does not bound.
 
         Returns:

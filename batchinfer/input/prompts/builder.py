@@ -22,8 +22,13 @@ from batchinfer.core.scoring import MAX_LABELS, PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.input.json_text import parse_value
 from batchinfer.input.openai import CHAT_URL, TOOLS, VECTOR_URL, openai_request
-from batchinfer.input.prompts.arguments.told import RowArguments, Told, arguments_read, reads_tools
-from batchinfer.input.prompts.arguments.told_tools import ToldTools
+from batchinfer.input.prompts.arguments.row_tools import RowTools
+from batchinfer.input.prompts.arguments.template_arguments import (
+    RowArguments,
+    TemplateArguments,
+    arguments_read,
+    reads_tools,
+)
 from batchinfer.input.prompts.arguments.tool_choice import ToolChoice
 from batchinfer.input.prompts.chat import Chat
 from batchinfer.input.prompts.chat_template import (
@@ -36,17 +41,17 @@ from batchinfer.input.prompts.chat_template import (
 from batchinfer.input.prompts.fits import Fits
 from batchinfer.input.prompts.own_specials import OwnSpecials
 from batchinfer.input.prompts.parameters.named_adapters import NamedAdapters
-from batchinfer.input.prompts.parameters.vector_requests import VectorRequests, asked_vectors
+from batchinfer.input.prompts.parameters.vector_requests import VectorRequests, parse_embedding_request
 from batchinfer.input.prompts.sampling_fields import (
     SAMPLES,
-    asked_samples,
     from_text,
     override,
     override_openai,
+    parse_samples,
 )
 from batchinfer.input.prompts.simple_template import SimpleTemplate
 from batchinfer.input.rows import RowProblem, Values, kind_of
-from batchinfer.input.tokenizer.masks import masked, masks_for, texts_of
+from batchinfer.input.tokenizer.masks import mask_texts, masks_for, texts_of
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 
 Mode = Literal["template", "messages", "text", "token_ids", "openai"]
@@ -202,7 +207,7 @@ class PromptBuilder:
             plan.tools_column,
             source is not None and reads_tools(source),
         )
-        self._tools = ToldTools()
+        self._tools = RowTools()
         reasons = plan.reasoning is not None and plan.reasoning.tokens is not None
         self._choice = ToolChoice(plan.tool_calls, tokenizer, reasons)
         self._adapters = NamedAdapters(plan.adapters, plan.adapter_column)
@@ -220,7 +225,7 @@ class PromptBuilder:
         if self._plan.adapters:
             draft = draft._replace(params=self._with_adapter(draft.params, values))
         if self._plan.scoring is not None:
-            draft = self._scored(draft, self._plan.scoring, values)
+            draft = self._with_scoring(draft, self._plan.scoring, values)
         if self._plan.pairs is not None:
             document = self._text(self._plan.document, "document", "is the document", values)
             draft = draft._replace(add_special=False, continuations=(document,))
@@ -238,20 +243,20 @@ class PromptBuilder:
         """Return the draft with the number of answers that its row asks for; for vectors, one per input."""
         if draft.params.pooling is not None and self._plan.mode == "openai":
             return draft._replace(samples=1 + len(draft.further))
-        asked = self._asked_samples(values)
+        asked = self._own_samples(values)
         if (asked or self._plan.samples) > 1 and draft.params.greedy:
             raise RowProblem("bad_parameter", "temperature is 0, and n > 1 equal answers are of no use")
         return draft if asked is None else draft._replace(samples=asked)
 
-    def _asked_samples(self, values: Values) -> int | None:
+    def _own_samples(self, values: Values) -> int | None:
         if self._plan.mode == "openai":
-            return asked_samples(values["body"].get(SAMPLES))
+            return parse_samples(values["body"].get(SAMPLES))
         if (column := self._plan.samples_column) is None:
             return None
         value = values.get(column)
-        return asked_samples(from_text(SAMPLES, value) if self._plan.values_are_text else value, column)
+        return parse_samples(from_text(SAMPLES, value) if self._plan.values_are_text else value, column)
 
-    def _scored(self, draft: Draft, scoring: Scoring, values: Values) -> Draft:
+    def _with_scoring(self, draft: Draft, scoring: Scoring, values: Values) -> Draft:
         if self._plan.labels is None:
             return draft._replace(continuations=self._continuations(scoring, values))
         given = values.get(self._plan.labels)
@@ -289,13 +294,13 @@ class PromptBuilder:
         given = {name: values.get(column) for name, column in self._plan.overrides}
         if self._plan.values_are_text:
             given = {name: from_text(name, value) for name, value in given.items()}
-        return self._fitted(override(self._plan.params, given, dict(self._plan.overrides)), given)
+        return self._with_fit(override(self._plan.params, given, dict(self._plan.overrides)), given)
 
-    def _fitted(self, params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    def _with_fit(self, params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
         """Apply `max_tokens: fit` if the row does not set `max_tokens` itself; `given` are its own parameters."""
         if not self._plan.fits or any(given.get(name) is not None for name in _MAX_TOKENS):
             return params
-        return self._fits.fitted(params)
+        return self._fits.with_max_tokens(params)
 
     def _from_templates(self, values: Values) -> Draft:
         messages: list[Message] = []
@@ -308,7 +313,7 @@ class PromptBuilder:
         """Return the text of `user`, in which the template itself may write special tokens."""
         assert self._user is not None
         assert self._own is not None
-        text, masks = self._own.resolved(self._user.render(values))
+        text, masks = self._own.resolve(self._user.render(values))
         return Draft(self._params(values), self._plan.before + text, add_special=True, masks=masks)
 
     def _from_messages(self, values: Values) -> Draft:
@@ -318,10 +323,12 @@ class PromptBuilder:
         return self._row_draft(messages, values)
 
     def _row_draft(self, messages: list[Message], values: Values) -> Draft:
-        params, told = self._params(values), self._arguments.of_row(values)
+        params, template_arguments = self._params(values), self._arguments.of_row(values)
         if self._plan.asked_call:
-            params = self._choice.params(params, self._plan.asked_call, told.arguments.get(TOOLS))
-        return self._chat_draft(messages, params, told)
+            params = self._choice.params(
+                params, self._plan.asked_call, template_arguments.arguments.get(TOOLS)
+            )
+        return self._chat_draft(messages, params, template_arguments)
 
     def _from_text(self, values: Values) -> Draft:
         text = self._plan.before + check_text(self._column(values))
@@ -346,11 +353,11 @@ class PromptBuilder:
             raise RowProblem(
                 "bad_parameter", "thinking_budget: this checkpoint has no tokens that mark reasoning"
             )
-        params = self._fitted(params, body)
+        params = self._with_fit(params, body)
         if url == CHAT_URL:
-            told = self._arguments.of_request(body)
-            params = self._choice.params(params, body, told.arguments.get(TOOLS))
-            return self._chat_draft(check_messages(body.get(name)), params, told)
+            template_arguments = self._arguments.of_request(body)
+            params = self._choice.params(params, body, template_arguments.arguments.get(TOOLS))
+            return self._chat_draft(check_messages(body.get(name)), params, template_arguments)
         prompt = body.get(name)
         if isinstance(prompt, list):
             return Draft(params, token_ids=check_token_ids(prompt))
@@ -358,7 +365,7 @@ class PromptBuilder:
 
     def _from_vector_request(self, params: SamplingParams, body: Values) -> Draft:
         assert self._plan.vectors is not None, "only then its url is one of those that are answered"
-        asked = asked_vectors(body, self._plan.vectors)
+        asked = parse_embedding_request(body, self._plan.vectors)
         first, *further = [
             check_token_ids(one) if isinstance(one, list) else asked.before + one for one in asked.inputs
         ]
@@ -374,17 +381,27 @@ class PromptBuilder:
             return parse_value(value)
         return value
 
-    def _chat_draft(self, messages: list[Message], params: SamplingParams, told: Told) -> Draft:
+    def _chat_draft(
+        self, messages: list[Message], params: SamplingParams, template_arguments: TemplateArguments
+    ) -> Draft:
         if self._chat is None:
             raise RowProblem("no_chat_template", "the checkpoint has no chat template; use prompt.text")
-        masks, arguments, tools = None, told.arguments, self._tools.of(told.arguments)
+        masks, arguments, tools = (
+            None,
+            template_arguments.arguments,
+            self._tools.of(template_arguments.arguments),
+        )
         pattern = self._specials
         if pattern is not None and (_holds(pattern.search, messages) or _holds(pattern.search, [arguments])):
             masks = masks_for([messages, arguments], pattern)
             by_literal = {literal: mask for mask, literal in masks.items()}
-            messages, arguments = masked([messages, arguments], by_literal, pattern.sub)
+            messages, arguments = mask_texts([messages, arguments], by_literal, pattern.sub)
         return Draft(
-            params, self._chat.render(messages, arguments), masks=masks, unread=told.unread, tools=tools
+            params,
+            self._chat.render(messages, arguments),
+            masks=masks,
+            unread=template_arguments.unread,
+            tools=tools,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jinja2 import nodes
 
-from batchinfer.input.prompts.arguments.told import Arguments
+from batchinfer.input.prompts.arguments.template_arguments import Arguments
 from batchinfer.input.prompts.chat_shapes import ChatShapes
 from batchinfer.input.prompts.chat_template import ChatTemplate, Message
 from batchinfer.input.prompts.turns.call_turns import CallTurns
@@ -29,7 +29,7 @@ class Chat:
     def render(self, messages: list[Message], arguments: Arguments) -> str:
         """Return the text of the prompt. Raises RowProblem."""
         try:
-            return self._rendered(self._calls.formed(messages), arguments)
+            return self._rendered(self._calls.format(messages), arguments)
         except RowProblem:
             raise
         except MemoryError:

@@ -17,7 +17,7 @@ class Fits:
     def __init__(self, reasoning: Reasoning | None = None) -> None:
         self._bounds, self._reasoning = PerConstraint(_bound), reasoning
 
-    def fitted(self, params: SamplingParams) -> SamplingParams:
+    def with_max_tokens(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with the maximum tokens that the answer can need. Raises RowProblem if unbounded."""
         found = self._bounds.of(params)
         if isinstance(found, str):

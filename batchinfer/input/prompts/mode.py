@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from batchinfer.core.errors import JobFileError, Mistake
 from batchinfer.core.text import nearest
-from batchinfer.input.prompts.arguments.told import (
+from batchinfer.input.prompts.arguments.template_arguments import (
     Arguments,
     argument_problem,
     arguments_read,

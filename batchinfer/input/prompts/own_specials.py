@@ -32,21 +32,21 @@ class OwnSpecials:
     def mark(self, tree: nodes.Template) -> None:
         """Replace the special tokens in the texts of a template by marks, in place."""
         for data in tree.find_all(nodes.TemplateData):
-            data.data = self._marked(data.data)
+            data.data = self._mark_text(data.data)
         for constant in tree.find_all(nodes.Const):
             if isinstance(constant.value, str):
-                constant.value = self._marked(constant.value)
+                constant.value = self._mark_text(constant.value)
 
-    def resolved(self, text: str) -> Resolved:
+    def resolve(self, text: str) -> Resolved:
         """Return the rendered text with the special tokens of the template; literals of the row are masked."""
         if self._pattern.search(text) is None:
-            return Resolved(self._unmarked(text), None)
+            return Resolved(self._unmark_text(text), None)
         masks = masks_for(text, self._pattern)
         by_literal = {literal: mask for mask, literal in masks.items()}
         masked = self._pattern.sub(lambda match: by_literal[match.group(0)], text)
-        return Resolved(self._unmarked(masked), masks)
+        return Resolved(self._unmark_text(masked), masks)
 
-    def _marked(self, text: str) -> str:
+    def _mark_text(self, text: str) -> str:
         return self._pattern.sub(lambda match: self._mark_of(match.group(0)), text)
 
     def _mark_of(self, literal: str) -> str:
@@ -57,7 +57,7 @@ class OwnSpecials:
         self._marks[mark] = literal
         return mark
 
-    def _unmarked(self, text: str) -> str:
+    def _unmark_text(self, text: str) -> str:
         for mark, literal in self._marks.items():
             text = text.replace(mark, literal)
         return text

@@ -131,7 +131,7 @@ class Preparer:
         self._fields = fields
         self._tokenizer = tokenizer
         self._segments = tokenizer.segments()
-        self._continued = self._joining(plan)
+        self._continued = self._make_joiner(plan)
         self._plain = plan.params  # rows without overrides have these; their constraint was checked before
         self._ladder = plan.ladder
         self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
@@ -139,7 +139,7 @@ class Preparer:
         self._named = NamedTokens(tokenizer, limits.vocab_size)
         self._report = report
 
-    def _joining(self, plan: PromptPlan) -> ContinuedPrompts | PairedTexts | None:
+    def _make_joiner(self, plan: PromptPlan) -> ContinuedPrompts | PairedTexts | None:
         """Return what appends the tokens of continuations or documents to prompts, or None."""
         if plan.pairs is not None:
             template, limits = PairTemplate.of(self._tokenizer.rust), self._limits
@@ -155,7 +155,7 @@ class Preparer:
         work = _FinishedPrompts(self._limits.context, self._reasoned, self._ladder)
         held = _Drafts()
         size = 0
-        for index, row in self._reported(chunk.read(piece.start, piece.stop, self._fields.values)):
+        for index, row in self._number_rows(chunk.read(piece.start, piece.stop, self._fields.values)):
             size = index + 1
             facts.note(row)
             if isinstance(row, RowError):
@@ -169,9 +169,9 @@ class Preparer:
                         self._finish(held, work, piece.careful)
                         held = _Drafts()
         self._finish(held, work, piece.careful)
-        return PreparedRows(work.finished(size), facts.finished())
+        return PreparedRows(work.finish(size), facts.finish())
 
-    def _reported(self, rows: Iterator[Values | RowError]) -> Iterator[tuple[int, Values | RowError]]:
+    def _number_rows(self, rows: Iterator[Values | RowError]) -> Iterator[tuple[int, Values | RowError]]:
         """Number the rows. A row is reported before it is read, since reading it may exhaust the memory, too."""
         for index in count():
             self._report(index)
@@ -189,24 +189,26 @@ class Preparer:
             if draft.params is not self._plain and self._constraints.are_due(draft.params):
                 self._report(checking(index))
                 self._constraints.check(draft.params)
-            return draft._replace(params=self._named.named(draft.params)).each()
+            return draft._replace(params=self._named.add_tokens(draft.params)).each()
         except RowProblem as problem:
             work.errors[index] = problem.error
             return ()
 
     def _finish(self, held: _Drafts, work: _FinishedPrompts, careful: bool) -> None:
         """Tokenise the collected drafts, and check that they fit."""
-        encoded = self._encoded(held, work, careful)
+        encoded = self._encode_drafts(held, work, careful)
         if self._continued is not None:
             encoded = self._with_continuations(self._continued, held, encoded, work, careful)
         held.keep([at for at, ids in enumerate(encoded) if ids is not None])
         ids = [one for one in encoded if one is not None]
         tokens, counts = _flat(ids)
         if not self._all_fit(tokens, counts):
-            tokens, counts = self._fitted_ones(held, tokens, counts, work)
+            tokens, counts = self._fit_each(held, tokens, counts, work)
         work.add(held, tokens, counts)
 
-    def _encoded(self, held: _Drafts, work: _FinishedPrompts, careful: bool) -> list[Sequence[int] | None]:
+    def _encode_drafts(
+        self, held: _Drafts, work: _FinishedPrompts, careful: bool
+    ) -> list[Sequence[int] | None]:
         """Return the token ids of each draft; None where the tokenizer failed."""
         drafts = held.drafts
         encoded: list[Sequence[int] | None] = [d.token_ids if d.text is None else None for d in drafts]
@@ -236,7 +238,7 @@ class Preparer:
             counts.append(len(asked))
             for one in asked:
                 more.add(row, one)
-        found, joined = iter(self._encoded(more, work, careful)), list[Sequence[int] | None]()
+        found, joined = iter(self._encode_drafts(more, work, careful)), list[Sequence[int] | None]()
         for at, (draft, ids, size) in enumerate(zip(held.drafts, encoded, counts, strict=True)):
             own = [*islice(found, size)]
             whole = [one for one in own if one is not None]
@@ -244,7 +246,7 @@ class Preparer:
             if ids is None or len(whole) < len(own):
                 continue
             try:
-                joined[at], params = continued.joined(draft, ids, whole, self._encode)
+                joined[at], params = continued.join(draft, ids, whole, self._encode)
                 if draft.params.adapter:
                     params = replace(params, adapter=draft.params.adapter)
                 held.drafts[at] = draft._replace(params=params)
@@ -304,7 +306,7 @@ class Preparer:
         fits = shortest > 0 and longest + self._limits.room <= self._limits.max_model_len
         return fits and int(tokens.max()) < self._limits.vocab_size
 
-    def _fitted_ones(
+    def _fit_each(
         self, held: _Drafts, tokens: TokenIds, counts: TokenIds, work: _FinishedPrompts
     ) -> tuple[TokenIds, TokenIds]:
         """Check each prompt, and record errors for prompts that do not fit."""
@@ -312,14 +314,14 @@ class Preparer:
         ends = np.cumsum(counts)
         for at, prompt in enumerate(np.split(tokens, ends[:-1])):
             try:
-                kept[at] = self._fitted(prompt, held.drafts[at])
+                kept[at] = self._fit(prompt, held.drafts[at])
             except RowProblem as problem:
                 work.errors[held.rows[at]] = problem.error
         held.keep(list(kept))
         lengths = np.array([len(prompt) for prompt in kept.values()], np.int32)
         return np.concatenate([_NO_TOKENS, *kept.values()]), lengths
 
-    def _fitted(self, tokens: TokenIds, draft: Draft) -> TokenIds:
+    def _fit(self, tokens: TokenIds, draft: Draft) -> TokenIds:
         """Return the prompt as it will run. Raises RowProblem if it is empty, too long or has unknown ids."""
         limit = self._limits.max_model_len
         if not len(tokens):
@@ -524,7 +526,7 @@ class _FinishedPrompts:
             self._makers.append(WorkKeys(self._context, self._texts[-1]))
         return number
 
-    def finished(self, size: int) -> Prepared:
+    def finish(self, size: int) -> Prepared:
         """Return all `size` rows. Rows without a finished prompt have errors."""
         rows, counts, tokens = (
             np.array(self._rows, np.int64),
@@ -540,7 +542,7 @@ class _FinishedPrompts:
             found[first_rows] = np.asarray(values, kind)[first]
             return found
 
-        rungs = [rung.finished(size, first, first_rows) for rung in self._rungs]
+        rungs = [rung.finish(size, first, first_rows) for rung in self._rungs]
         own = OwnTexts.found(self._own_texts, column(self._own_text_of))
         return Prepared(
             self.errors,
@@ -582,7 +584,7 @@ class _FinishedRung:
         self._max_tokens.append(max_tokens)
         self._keys.append(key)
 
-    def finished(self, size: int, which: NDArray[np.bool_], rows: NDArray[np.int64]) -> PreparedRungs:
+    def finish(self, size: int, which: NDArray[np.bool_], rows: NDArray[np.int64]) -> PreparedRungs:
         """Return the work of `size` rows. The mask `which` selects the first prompt of each of `rows`."""
         found = PreparedRungs(np.full(size, -1, np.int32), np.zeros(size, np.int32), b"")
         found.params_of[rows] = np.array(self._params_of, np.int32)[which]

@@ -21,7 +21,7 @@ from batchinfer.input.prompts.prepared.rows import (
     PreparedRows,
     PreparedRungs,
 )
-from batchinfer.input.prompts.row_facts import RowFields, joined_facts, no_facts
+from batchinfer.input.prompts.row_facts import RowFields, join_facts, no_facts
 from batchinfer.input.rows import row_error
 
 # The error of a row that ran out of memory, which may be the fault of rows before it
@@ -98,9 +98,9 @@ class RowPieces:
         careful = RowPiece(piece.start, piece.stop, piece.accused, careful=True, given=piece.given)
         self._left.appendleft(careful)
 
-    def joined(self) -> PreparedRows:
+    def join(self) -> PreparedRows:
         """Return the whole chunk as if it had been prepared at once."""
-        return self._done[0] if len(self._done) == 1 else joined(self._done)
+        return self._done[0] if len(self._done) == 1 else join_rows(self._done)
 
     def _split(self, rows: Sequence[int]) -> None:
         """Split the present piece: these rows get pieces of their own."""
@@ -118,13 +118,13 @@ def _error_row(error: RowError) -> Prepared:
     return Prepared({0: error}, [], _ONE, _ONE, _ONE, bytes(KEY_BYTES), _EMPTY, _UNSAID)
 
 
-def joined(pieces: Sequence[PreparedRows]) -> PreparedRows:
+def join_rows(pieces: Sequence[PreparedRows]) -> PreparedRows:
     """Return the rows of all pieces in order."""
-    prompts = joined_prompts(piece.prompts for piece in pieces)
-    return PreparedRows(prompts, joined_facts([piece.facts for piece in pieces]))
+    prompts = join_prompts(piece.prompts for piece in pieces)
+    return PreparedRows(prompts, join_facts([piece.facts for piece in pieces]))
 
 
-def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
+def join_prompts(pieces: Iterable[Prepared]) -> Prepared:
     """Return the prompts of all pieces in order. Parameters that several pieces have are listed once."""
     errors: dict[int, RowError] = {}
     numbers: dict[str, int] = {}
@@ -142,7 +142,7 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         unread.join(piece.unread)
         tools.add(piece)
         errors |= {start + at: error for at, error in piece.errors.items()}
-        params_of.append(_renumbered(piece, numbers))
+        params_of.append(_renumber(piece, numbers))
         max_tokens.append(piece.max_tokens)
         counts.append(piece.counts)
         tokens.append(piece.tokens)
@@ -161,15 +161,15 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         np.concatenate(tokens),
         np.concatenate(openings),
         unread.rows,
-        [rung.joined() for rung in rungs],
-        tools.joined(),
-        samples=_joined_numbers([piece.samples for piece in pieces], pieces),
-        dimensions=_joined_numbers([piece.dimensions for piece in pieces], pieces),
-        further=_joined_further(pieces),
+        [rung.join() for rung in rungs],
+        tools.join(),
+        samples=_join_numbers([piece.samples for piece in pieces], pieces),
+        dimensions=_join_numbers([piece.dimensions for piece in pieces], pieces),
+        further=_join_further(pieces),
     )
 
 
-def _joined_numbers(
+def _join_numbers(
     each: Sequence[NDArray[np.int32] | None], pieces: Sequence[Prepared]
 ) -> NDArray[np.int32] | None:
     """Return a column of numbers of all pieces; None if no piece has it. Missing numbers become 0."""
@@ -179,7 +179,7 @@ def _joined_numbers(
     return np.concatenate([np.zeros(len(piece), np.int32) if one is None else one for one, piece in own])
 
 
-def _joined_further(pieces: Sequence[Prepared]) -> FurtherPrompts:
+def _join_further(pieces: Sequence[Prepared]) -> FurtherPrompts:
     """Return the further prompts of all rows in order."""
     starts = accumulate((len(piece) for piece in pieces), initial=0)
     each = [piece.further for piece in pieces]
@@ -206,7 +206,7 @@ class _JoinedTools:
         own = [0, *(self._numbers.setdefault(text, len(self._numbers) + 1) for text in texts)]
         self._of.append(np.array(own, np.int32)[of] if texts else np.zeros(len(piece), np.int32))
 
-    def joined(self) -> OwnTexts:
+    def join(self) -> OwnTexts:
         """Return the texts of all rows."""
         return OwnTexts.found(self._numbers, np.concatenate(self._of))
 
@@ -229,13 +229,13 @@ class _JoinedRung:
         self._max_tokens.append(rung.max_tokens)
         self._keys.append(rung.keys)
 
-    def joined(self) -> PreparedRungs:
+    def join(self) -> PreparedRungs:
         """Return the rung of all rows."""
         params_of, most = np.concatenate(self._params_of), np.concatenate(self._max_tokens)
         return PreparedRungs(params_of, most, b"".join(self._keys))
 
 
-def _renumbered(piece: Prepared, numbers: dict[str, int]) -> TokenIds:
+def _renumber(piece: Prepared, numbers: dict[str, int]) -> TokenIds:
     """Return the numbers of the piece's parameters among all parameters; 0 for error rows."""
     own = np.array([numbers.setdefault(text, len(numbers)) for text in piece.params] or [0], np.int32)
     found = own[piece.params_of]

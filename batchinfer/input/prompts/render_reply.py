@@ -41,7 +41,7 @@ class BadReply(Exception):
     """A malformed reply. A template may have corrupted the worker."""
 
 
-def packed(done: PreparedRows) -> bytes:
+def pack_reply(done: PreparedRows) -> bytes:
     """Return the reply for prepared rows."""
     prompts, facts = done.prompts, done.facts
     head = {
@@ -74,7 +74,7 @@ def packed(done: PreparedRows) -> bytes:
     return b"".join(piece for part in parts for piece in (len(part).to_bytes(_SIZE, "little"), part))
 
 
-def packed_failure(message: str) -> bytes:
+def pack_failure(message: str) -> bytes:
     """Return the reply of a worker that cannot work."""
     text = json.dumps({_FAILED: message}).encode()
     return len(text).to_bytes(_SIZE, "little") + text
@@ -98,7 +98,7 @@ def _packed_texts(column: pa.StringArray) -> list[bytes]:
     return [valid.tobytes(), (ends - ends[0]).astype(np.int32).tobytes(), texts]
 
 
-def unpacked(
+def unpack_reply(
     data: bytes, fields: RowFields, vocab_size: int, rungs: int = 0, *, known: bool = False
 ) -> PreparedRows:
     """Return the rows of a reply.

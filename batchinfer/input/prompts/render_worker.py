@@ -24,7 +24,7 @@ from batchinfer.input.prompts.builder import PromptPlan
 from batchinfer.input.prompts.prepare import BULK, Limits, Preparer
 from batchinfer.input.prompts.prepared.rows import PreparedRows
 from batchinfer.input.prompts.render_pieces import RowPieces
-from batchinfer.input.prompts.render_reply import BadReply, packed, packed_failure, unpacked
+from batchinfer.input.prompts.render_reply import BadReply, pack_failure, pack_reply, unpack_reply
 from batchinfer.input.prompts.row_facts import RowFields
 from batchinfer.input.prompts.shared_file import BULK_AT, put, shared_file, take
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
@@ -117,7 +117,7 @@ class RenderWorker:
 
     def submit(self, chunk: InputChunk, rows: int) -> None:
         """Send a chunk, and read at most `rows` of its rows. The worker must be idle."""
-        self._header, self._data = chunk.packed()
+        self._header, self._data = chunk.pack()
         self._pieces = RowPieces(rows, self._spec.fields)
         self._lost, self._renewed = 0, False
         if self._ready:
@@ -195,7 +195,7 @@ class RenderWorker:
             self._send()
         else:
             self._pieces, self._header, self._data = None, None, b""
-            return pieces.joined()
+            return pieces.join()
         return None
 
     def _reply(self, size: int, pieces: RowPieces) -> PreparedRows:
@@ -204,7 +204,7 @@ class RenderWorker:
             raise BadReply(f"{size} bytes are more than such a process may have")
         spec = self._spec
         vocab, rungs = spec.limits.vocab_size, len(spec.plan.ladder)
-        reply = unpacked(take(self._shared, size), spec.fields, vocab, rungs)
+        reply = unpack_reply(take(self._shared, size), spec.fields, vocab, rungs)
         if not pieces.fits(len(reply)):
             raise BadReply(f"{len(reply)} rows for {len(pieces.present)}")
         return reply
@@ -293,10 +293,10 @@ def serve(spec: RenderSpec, shared: int, definition: int, pipe: Connection[Any, 
         except EOFError:
             return
         try:
-            reply = packed(preparer.prepare(header.unpacked(take(shared, size)), piece))
+            reply = pack_reply(preparer.prepare(header.unpack(take(shared, size)), piece))
             put(shared, reply)
         except Unavailable as error:  # a process cannot start, or the reply does not fit
-            reply = packed_failure(str(error))
+            reply = pack_failure(str(error))
             put(shared, reply)
         pipe.send_bytes(len(reply).to_bytes(_SIZE, "little"))
 

@@ -137,7 +137,7 @@ class FactsOfRows:
             if len(self._names) < MOST_NAMES:
                 self._names.setdefault(name)
 
-    def finished(self) -> RowFacts:
+    def finish(self) -> RowFacts:
         """Return the facts of all rows."""
         return RowFacts(
             pa.array(self._ids, pa.string()),
@@ -155,10 +155,10 @@ def no_facts(fields: RowFields, rows: int) -> RowFacts:
     collected = FactsOfRows(fields)
     for _ in range(rows):
         collected.note(RowError("", "input", ""))
-    return collected.finished()
+    return collected.finish()
 
 
-def joined_facts(parts: Sequence[RowFacts]) -> RowFacts:
+def join_facts(parts: Sequence[RowFacts]) -> RowFacts:
     """Return the facts of all rows in order."""
     first, unread, start = parts[0], [], 0
     names: dict[str, None] = {}
@@ -168,9 +168,9 @@ def joined_facts(parts: Sequence[RowFacts]) -> RowFacts:
         names |= dict.fromkeys(part.names)
     columns = range(len(first.carried))
     return RowFacts(
-        _joined(part.ids for part in parts),
-        None if first.endpoints is None else _joined(part.endpoints for part in parts),
-        [_joined(part.carried[at] for part in parts) for at in columns],
+        _join(part.ids for part in parts),
+        None if first.endpoints is None else _join(part.endpoints for part in parts),
+        [_join(part.carried[at] for part in parts) for at in columns],
         [set().union(*(part.kinds[at] for part in parts)) for at in columns],
         unread,
         list(names)[:MOST_NAMES],
@@ -178,5 +178,5 @@ def joined_facts(parts: Sequence[RowFacts]) -> RowFacts:
     )
 
 
-def _joined(columns: Iterable[pa.StringArray]) -> pa.StringArray:
+def _join(columns: Iterable[pa.StringArray]) -> pa.StringArray:
     return pa.concat_arrays([_NO_TEXTS, *columns])

@@ -32,8 +32,8 @@ from batchinfer.input.openai import CALL_FIELDS, ECHO, TEMPLATE_FIELDS, TOOLS
 from batchinfer.input.prompts.parameters.request_fields import (
     HARMLESS,
     STRUCTURED,
-    AskedParameters,
-    asks_nothing,
+    RequestParameters,
+    has_no_effect,
     parameter_of,
     unsupported,
 )
@@ -75,7 +75,7 @@ def _override(params: SamplingParams, given: Mapping[str, Any], labels: Mapping[
 
 def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_field: str) -> SamplingParams:
     """Return `params` with the fields of an OpenAI request. Raises RowProblem for unknown fields and streaming."""
-    asked, chat = AskedParameters(), prompt_field == "messages"
+    asked, chat = RequestParameters(), prompt_field == "messages"
     logprobs = ("logprobs", "top_logprobs") if chat else ("logprobs",)
     for field, value in body.items():
         name = parameter_of(field)
@@ -94,7 +94,7 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
             asked.put_structure(value)
         elif name in CHECKS:
             asked.put(name, value, field)
-        elif not asks_nothing(field, value, chat):
+        elif not has_no_effect(field, value, chat):
             raise unsupported(field)
     found = _override(params, asked.values, asked.fields)
     if all(body.get(field) is None for field in logprobs):
@@ -107,7 +107,7 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
     return replace(found, logprobs=most)
 
 
-def asked_samples(value: Any, column: str = SAMPLES) -> int | None:
+def parse_samples(value: Any, column: str = SAMPLES) -> int | None:
     """Return the number of answers that a row sets, or None. Raises RowProblem.
 
     Args:

@@ -52,7 +52,7 @@ def template_parts(source: str) -> list[TemplatePart] | None:
     """
     try:
         lines = _lines(source)
-        found = None if lines is None else list(_joined(list(_cut(lines))))
+        found = None if lines is None else list(_join_lines(list(_cut(lines))))
         if found is None:
             return None
         return [TemplatePart(text, first, tuple(sorted(template_columns(text)))) for first, text in found]
@@ -96,7 +96,7 @@ def _cut(lines: list[str]) -> Iterator[tuple[int, str]]:
         number += 1 + line.count("\n")
 
 
-def _joined(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+def _join_lines(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """Join lines with their labels, and neighbouring lines without columns; yields each part with its first line."""
     held: list[str] = []
     first = 1

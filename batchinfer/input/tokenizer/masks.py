@@ -27,7 +27,7 @@ def texts_of(value: Any) -> list[str]:
     return [text for item in value for text in texts_of(item)] if isinstance(value, list) else []
 
 
-def masked(value: Any, masks: Mapping[str, str], substitute: Callable[..., str]) -> Any:
+def mask_texts(value: Any, masks: Mapping[str, str], substitute: Callable[..., str]) -> Any:
     """Return a copy of a JSON value with each special-token literal replaced by its mask.
 
     Args:
@@ -39,6 +39,7 @@ def masked(value: Any, masks: Mapping[str, str], substitute: Callable[..., str])
         return substitute(lambda match: masks[match.group(0)], value)
     if isinstance(value, Mapping):
         return {
-            masked(name, masks, substitute): masked(one, masks, substitute) for name, one in value.items()
+            mask_texts(name, masks, substitute): mask_texts(one, masks, substitute)
+            for name, one in value.items()
         }
-    return [masked(item, masks, substitute) for item in value] if isinstance(value, list) else value
+    return [mask_texts(item, masks, substitute) for item in value] if isinstance(value, list) else value

@@ -67,7 +67,7 @@ class PairTemplate:
         """The number of tokens added to a pair."""
         return len(self.before) + len(self.between) + len(self.behind)
 
-    def joined(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
+    def join(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
         """Return the tokens of a pair of texts, including the added tokens."""
         return [*self.before, *first, *self.between, *second, *self.behind]
 

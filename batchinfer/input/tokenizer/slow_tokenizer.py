@@ -18,7 +18,7 @@ _AGAIN = "the download may be incomplete; copy the checkpoint again"
 WITHIN_S = 900.0  # time limit in seconds; the import takes about 5 s, the largest tokenizers a minute
 
 
-def converted(folder: Path) -> str:
+def convert_in_child(folder: Path) -> str:
     """Return the tokenizer in `folder` as the text of a tokenizer.json. Raises JobFileError."""
     try:
         what = "the process that converts the tokenizer"
@@ -38,12 +38,12 @@ def wrong_tokenizer(folder: Path, message: str, hint: str = _AGAIN) -> JobFileEr
 def convert(folder: str, connection: Connection[Any, Any]) -> None:
     """Convert in the child process, and send (text, None) or (None, problem)."""
     try:
-        connection.send((_converted(folder), None))
+        connection.send((_convert(folder), None))
     except _FAILURES as error:
         connection.send((None, str(error)))
 
 
-def _converted(folder: str) -> str:
+def _convert(folder: str) -> str:
     from transformers import AutoTokenizer
 
     slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -18,7 +18,7 @@ MAX_BYTES = 256 << 20
 _SHOWN = 200  # maximum characters of a library's error in a message
 
 
-def held(path: Path) -> bool:
+def file_exists(path: Path) -> bool:
     """Return True if the file exists.
 
     Raises:
@@ -53,7 +53,7 @@ def read_text(path: Path) -> str:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or {} if there is no such file. Raises JobFileError or SecurityRefusal."""
-    if not held(path):
+    if not file_exists(path):
         return {}
     try:
         value = json.loads(read_text(path))

@@ -12,8 +12,8 @@ from typing import Any
 from batchinfer.core.gguf.files import GgufModel, read_gguf
 from batchinfer.core.gguf.vocabulary import PREFIX, Vocabulary, vocabulary_of
 from batchinfer.input.tokenizer.gguf_tokenizer import definition_of
-from batchinfer.input.tokenizer.slow_tokenizer import converted, wrong_tokenizer
-from batchinfer.input.tokenizer.tokenizer_files import held, read_bytes, read_object, read_text
+from batchinfer.input.tokenizer.slow_tokenizer import convert_in_child, wrong_tokenizer
+from batchinfer.input.tokenizer.tokenizer_files import file_exists, read_bytes, read_object, read_text
 
 FAST = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -41,11 +41,11 @@ class TokenizerFolder:
 
     def definition(self) -> str:
         """Return the tokenizer as the text of a tokenizer.json. Raises JobFileError or SecurityRefusal."""
-        present = [name for name in (*FILES, *_FILES_WITH_ENDS) if held(self._folder / name)]
+        present = [name for name in (*FILES, *_FILES_WITH_ENDS) if file_exists(self._folder / name)]
         if FAST in present:
             return read_text(self._folder / FAST)
         if any(name in present for name in _SLOW):
-            return converted(self._folder)
+            return convert_in_child(self._folder)
         raise wrong_tokenizer(self._folder, f"{self._folder} has no tokenizer; {FAST} is needed")
 
     @cached_property
@@ -56,7 +56,7 @@ class TokenizerFolder:
     def template(self) -> TemplateSource | None:
         """Return the chat template, or None."""
         path = self._folder / _TEMPLATE
-        if held(path):
+        if file_exists(path):
             return TemplateSource(read_text(path), _TEMPLATE)
         found = self.config.get("chat_template")
         if isinstance(found, list):  # several named templates
@@ -76,7 +76,7 @@ class TokenizerFolder:
         """Yield the bytes of all files that the tokenizer depends on, for the fingerprint."""
         for name in FILES:
             path = self._folder / name
-            if held(path):
+            if file_exists(path):
                 yield f"{name}:{path.stat().st_size}:".encode()
                 yield read_bytes(path)
 
@@ -122,7 +122,7 @@ def source_of(path: Path) -> TokenizerFolder | GgufTokenizer:
         JobFileError: The GGUF file has no tokenizer.
         SecurityRefusal: A file is not a regular file.
     """
-    if path.is_dir() and held(path / FAST):
+    if path.is_dir() and file_exists(path / FAST):
         return TokenizerFolder(path)
     model = read_gguf(path)
     if model is None:

@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 from batchinfer.core.tool_calls import Call, FoundCalls
-from batchinfer.input.tool_calls.json_calls import MOST_TRIED, Read, calls_at, value_end
+from batchinfer.input.tool_calls.json_calls import MOST_TRIED, ParsedCalls, calls_at, value_end
 from batchinfer.input.tool_calls.known_tools import KnownTools
 
 PYTHON_TAG = "<|python_tag|>"
@@ -72,7 +72,7 @@ def _groups(text: str, tools: KnownTools | None) -> list[_CallGroup]:
     return groups
 
 
-def _following(text: str, at: int, tools: KnownTools | None) -> Read | None:
+def _following(text: str, at: int, tools: KnownTools | None) -> ParsedCalls | None:
     """Return the call or list of calls at `at`, and the calls after it if only separators are between them."""
     calls: list[Call] = []
     end = at
@@ -83,14 +83,14 @@ def _following(text: str, at: int, tools: KnownTools | None) -> Read | None:
         if following is None:
             break
         at = following.end()
-    return Read(calls, end) if calls else None
+    return ParsedCalls(calls, end) if calls else None
 
 
 def _are_known(calls: list[Call], tools: KnownTools | None) -> bool:
     return bool(calls) and (tools is None or all(call.name in tools for call in calls))
 
 
-def _with_surroundings(text: str, begin: re.Match[str], found: Read) -> _CallGroup:
+def _with_surroundings(text: str, begin: re.Match[str], found: ParsedCalls) -> _CallGroup:
     """Return the calls with the tag, code fence and separator around them."""
     start, end = begin.start(), found.end
     if begin["fence"] is not None:

@@ -16,8 +16,10 @@ from batchinfer.input.tool_calls.formats import HARMONY
 # The schemas of the arguments of a tool without parameters, and of a tool with an empty schema
 _NONE = '{"type": "object", "properties": {}, "additionalProperties": false}'
 _ANY = '{"type": "object"}'
-UNASKED = ("qwen3-coder",)  # styles without a grammar: a JSON schema does not describe their arguments
-_PLACE = "%calls%"  # placeholder for the calls in the start rule of a grammar
+STYLES_WITHOUT_GRAMMAR = (
+    "qwen3-coder",
+)  # styles without a grammar: a JSON schema does not describe their arguments
+_CALLS = "%calls%"  # placeholder for the calls in the start rule of a grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def call_grammar(
         return None
     start, call, further = made
     repeated = "" if single or further is None else f" ({further} call)*"
-    lark = f"start: {start.replace(_PLACE, f'call{repeated}')}\ncall: {call}"
+    lark = f"start: {start.replace(_CALLS, f'call{repeated}')}\ncall: {call}"
     schemas = [_schema(one["function"].get("parameters")) for one in tools]
     return json.dumps({"lark": lark, "schemas": schemas}, ensure_ascii=False, separators=(",", ":"))
 
@@ -88,39 +90,39 @@ def _lines(
         return _tagged(name, frame)
     if name == "granite":
         begin = "<tool_call>" if "<|tool_call|>" not in template else "<|tool_call|>"
-        return f'{mark(begin)} "[" {_PLACE} "]"', frame.object(), '", "'
+        return f'{mark(begin)} "[" {_CALLS} "]"', frame.object(), '", "'
     if name == "mistral":
         return _mistral(frame, formats.ARGS in template)
     if name == "llama3":
-        return _PLACE, frame.object("parameters"), None
+        return _CALLS, frame.object("parameters"), None
     if name == "deepseek":
         return _deepseek(frame, "```json" in template)
     if name == HARMONY:
         header = "" if reasons else f'{mark("<|channel|>")} "commentary" '
         behind = f'" " {mark("<|constrain|>")} "json" {mark("<|message|>")}'
-        return f'{header}" to=functions." {_PLACE}', _harmony(frame, behind), None
+        return f'{header}" to=functions." {_CALLS}', _harmony(frame, behind), None
     return None
 
 
 def _tagged(name: str, frame: _Frame) -> tuple[str, str, str | None]:
     if name == "nemotron":
         begin, end = frame.mark("<TOOLCALL>"), frame.mark("</TOOLCALL>")
-        return f'{begin} "[" {_PLACE} "]" {end}', frame.object(), '", "'
+        return f'{begin} "[" {_CALLS} "]" {end}', frame.object(), '", "'
     begin, end = frame.mark("<tool_call>"), frame.mark("</tool_call>")
-    return _PLACE, f'{begin} "\\n" ({frame.object()}) "\\n" {end}', '"\\n"'
+    return _CALLS, f'{begin} "\\n" ({frame.object()}) "\\n" {end}', '"\\n"'
 
 
 def _mistral(frame: _Frame, named: bool) -> tuple[str, str, str | None]:
     begin = frame.mark(formats.TOOL_CALLS)
     if named:
-        return _PLACE, f"{begin} ({frame.marked('', formats.ARGS)})", ""
-    return f'{begin} "[" {_PLACE} "]"', frame.object(), '", "'
+        return _CALLS, f"{begin} ({frame.marked('', formats.ARGS)})", ""
+    return f'{begin} "[" {_CALLS} "]"', frame.object(), '", "'
 
 
 def _deepseek(frame: _Frame, fenced: bool) -> tuple[str, str, str | None]:
     mark, separator = frame.mark, frame.mark(formats.CALL_SEP)
     begin, end = mark(formats.CALL_BEGIN), mark(formats.CALL_END)
-    start = f"{mark(formats.CALLS_BEGIN)} {_PLACE} {mark(formats.CALLS_END)}"
+    start = f"{mark(formats.CALLS_BEGIN)} {_CALLS} {mark(formats.CALLS_END)}"
     if fenced:
         inside = frame.alternatives("", "\n```", "\n```json\n")
         return start, f'{begin} "function" {separator} ({inside}) {end}', '"\\n"'

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from batchinfer.core.tool_calls import Call, FoundCalls
 from batchinfer.core.tools import is_tool_name
 from batchinfer.input.tool_calls.bare_calls import bare_calls
-from batchinfer.input.tool_calls.json_calls import MOST_TRIED, Read, behind_space, calls_at, object_at
+from batchinfer.input.tool_calls.json_calls import MOST_TRIED, ParsedCalls, calls_at, object_at, skip_space
 from batchinfer.input.tool_calls.known_tools import KnownTools
 from batchinfer.input.tool_calls.tagged_calls import TAGGED_BEGIN, tagged_call
 
@@ -27,7 +27,7 @@ _DEEPSEEK = re.compile(rf"\s*([^\s｜]{{1,64}})\s*{CALL_SEP}\s*")
 _FENCED = re.compile(r"([^\s｜]{1,64})\s*```(?:json)?\s*")
 _FENCE_END = re.compile(rf"\s*(?:```)?\s*(?:{CALL_END}|(?={CALL_BEGIN}|{CALLS_END})|$)")
 _NOTHING = re.compile(r"(?!)")
-_BeginsAt = Callable[[re.Match[str]], Read | None]  # parses the calls after a matched start
+_BeginsAt = Callable[[re.Match[str]], ParsedCalls | None]  # parses the calls after a matched start
 
 
 class Tagged(NamedTuple):
@@ -45,16 +45,16 @@ class Tagged(NamedTuple):
 
     def found(self, text: str, _: KnownTools | None) -> FoundCalls:
         """Extract the calls from an answer."""
-        return _taken_out(text, "|".join(map(re.escape, self.begins)), self._read)
+        return _take_out(text, "|".join(map(re.escape, self.begins)), self._read)
 
-    def _read(self, begin: re.Match[str]) -> Read | None:
+    def _read(self, begin: re.Match[str]) -> ParsedCalls | None:
         text = begin.string
         found = calls_at(text, begin.end())
         if found is None:
             return None
-        behind = behind_space(text, found.end)
+        behind = skip_space(text, found.end)
         if text.startswith(self.end, behind):
-            return Read(found.calls, behind + len(self.end))
+            return ParsedCalls(found.calls, behind + len(self.end))
         ended = behind == len(text) or text.startswith(self.begins, behind)
         return found if ended or not self.closed else None
 
@@ -68,30 +68,30 @@ def _granite(text: str, tools: KnownTools | None) -> FoundCalls:
 
 
 def _mistral(text: str, _: KnownTools | None) -> FoundCalls:
-    return _taken_out(text, re.escape(TOOL_CALLS), _mistral_calls)
+    return _take_out(text, re.escape(TOOL_CALLS), _mistral_calls)
 
 
-def _mistral_calls(begin: re.Match[str]) -> Read | None:
+def _mistral_calls(begin: re.Match[str]) -> ParsedCalls | None:
     """Return the calls after the marker: a list as in older models, or a name and arguments."""
     text, at = begin.string, begin.end()
     named = _MISTRAL.match(text, at)
     if named is None:
         return calls_at(text, at)
-    start = behind_space(text, named.end())
+    start = skip_space(text, named.end())
     span = object_at(text, start)
-    return None if span is None else Read([Call(named[1], text[slice(*span)])], span[1])
+    return None if span is None else ParsedCalls([Call(named[1], text[slice(*span)])], span[1])
 
 
 def _deepseek(text: str, _: KnownTools | None) -> FoundCalls:
     none = rf"{CALLS_BEGIN}\s*{CALLS_END}"
-    return _taken_out(text, f"{CALL_BEGIN}|{none}", _deepseek_call, re.compile(f"{CALLS_BEGIN}|{CALLS_END}"))
+    return _take_out(text, f"{CALL_BEGIN}|{none}", _deepseek_call, re.compile(f"{CALLS_BEGIN}|{CALLS_END}"))
 
 
-def _deepseek_call(begin: re.Match[str]) -> Read | None:
+def _deepseek_call(begin: re.Match[str]) -> ParsedCalls | None:
     """Return one call. V3 and R1 write the kind of tool and a code fence around arguments; V3.1 writes neither."""
     text = begin.string
     if begin[0] != CALL_BEGIN:
-        return Read([], begin.end())
+        return ParsedCalls([], begin.end())
     first = _DEEPSEEK.match(text, begin.end())
     if first is None:
         return None
@@ -101,14 +101,14 @@ def _deepseek_call(begin: re.Match[str]) -> Read | None:
     end = None if span is None else _FENCE_END.match(text, span[1])
     if span is None or end is None or not is_tool_name(name):
         return None
-    return Read([Call(name, text[slice(*span)])], end.end())
+    return ParsedCalls([Call(name, text[slice(*span)])], end.end())
 
 
 def _qwen_coder(text: str, tools: KnownTools | None) -> FoundCalls:
-    return _taken_out(text, TAGGED_BEGIN, lambda begin: tagged_call(begin, tools))
+    return _take_out(text, TAGGED_BEGIN, lambda begin: tagged_call(begin, tools))
 
 
-def _taken_out(text: str, begins: str, read: _BeginsAt, around: re.Pattern[str] = _NOTHING) -> FoundCalls:
+def _take_out(text: str, begins: str, read: _BeginsAt, around: re.Pattern[str] = _NOTHING) -> FoundCalls:
     """Extract the calls from an answer, with the white space around them.
 
     Args:
@@ -129,7 +129,7 @@ def _taken_out(text: str, begins: str, read: _BeginsAt, around: re.Pattern[str] 
     return FoundCalls("\n".join(remaining) or None, calls)
 
 
-def _read_each(text: str, begins: re.Pattern[str], read: _BeginsAt) -> Iterator[tuple[int, Read]]:
+def _read_each(text: str, begins: re.Pattern[str], read: _BeginsAt) -> Iterator[tuple[int, ParsedCalls]]:
     """Yield the start of each call, and the parsed calls."""
     at = 0
     for _ in range(MOST_TRIED):

@@ -22,7 +22,7 @@ _NO_ARGUMENTS = "{}"
 Span = tuple[int, int]
 
 
-class Read(NamedTuple):
+class ParsedCalls(NamedTuple):
     """The parsed calls, and the position after them."""
 
     calls: list[Call]
@@ -37,13 +37,13 @@ def _no_number(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=_no_number)
 
 
-def behind_space(text: str, at: int) -> int:
+def skip_space(text: str, at: int) -> int:
     """Return the position after the white space at `at`."""
     found = _WHITE.match(text, at)
     return at if found is None else found.end()
 
 
-def calls_at(text: str, at: int, needs: bool = False) -> Read | None:
+def calls_at(text: str, at: int, needs: bool = False) -> ParsedCalls | None:
     """Return the call or the list of calls at a position, or None. A list may be empty.
 
     Args:
@@ -51,7 +51,7 @@ def calls_at(text: str, at: int, needs: bool = False) -> Read | None:
         at: The position of the JSON, or of white space before it.
         needs: True if a call must have arguments.
     """
-    at = behind_space(text, at)
+    at = skip_space(text, at)
     return _listed(text, at, needs) if text.startswith("[", at) else _call_at(text, at, needs)
 
 
@@ -65,7 +65,7 @@ def value_end(text: str, at: int) -> tuple[int, bool]:
         return len(text), False
 
 
-def _call_at(text: str, at: int, needs: bool) -> Read | None:
+def _call_at(text: str, at: int, needs: bool) -> ParsedCalls | None:
     """Return the call at `at`, which is an object with a name, or None."""
     spans = _members(text, at)
     if spans is None or "name" not in spans.values:
@@ -75,7 +75,7 @@ def _call_at(text: str, at: int, needs: bool) -> Read | None:
     if name is None or not is_tool_name(name) or (given is None and needs):
         return None
     arguments = _NO_ARGUMENTS if given is None else _arguments(text, given)
-    return None if arguments is None else Read([Call(name, arguments)], spans.end)
+    return None if arguments is None else ParsedCalls([Call(name, arguments)], spans.end)
 
 
 def object_at(text: str, at: int) -> Span | None:
@@ -109,19 +109,19 @@ class _Members(NamedTuple):
     end: int
 
 
-def _listed(text: str, at: int, needs: bool) -> Read | None:
+def _listed(text: str, at: int, needs: bool) -> ParsedCalls | None:
     """Return the calls in the list at `at`, or None if it is not a list of calls."""
     calls: list[Call] = []
-    first = behind_space(text, at + 1)
+    first = skip_space(text, at + 1)
     if text.startswith("]", first):
-        return Read(calls, first + 1)
+        return ParsedCalls(calls, first + 1)
     while text.startswith(("[", ","), at):
-        found = _call_at(text, behind_space(text, at + 1), needs)
+        found = _call_at(text, skip_space(text, at + 1), needs)
         if found is None:
             return None
         calls += found.calls
-        at = behind_space(text, found.end)
-    return Read(calls, at + 1) if text.startswith("]", at) else None
+        at = skip_space(text, found.end)
+    return ParsedCalls(calls, at + 1) if text.startswith("]", at) else None
 
 
 def _members(text: str, at: int) -> _Members | None:
@@ -138,25 +138,25 @@ def _members(text: str, at: int) -> _Members | None:
 def _read_members(text: str, start: int) -> _Members:
     """Return the members of an object. Raises ValueError or RecursionError."""
     values: dict[str, Span] = {}
-    at = behind_space(text, start + 1)
+    at = skip_space(text, start + 1)
     if text.startswith("}", at):
         return _Members(values, at + 1)
     while True:
         if not text.startswith('"', at):
             raise ValueError("no name of a member")
         name, at = _DECODER.raw_decode(text, at)
-        at = behind_space(text, at)
+        at = skip_space(text, at)
         if not text.startswith(":", at):
             raise ValueError("no value of a member")
-        first = behind_space(text, at + 1)
+        first = skip_space(text, at + 1)
         _, at = _DECODER.raw_decode(text, first)
         values[name] = first, at
-        at = behind_space(text, at)
+        at = skip_space(text, at)
         if text.startswith("}", at):
             return _Members(values, at + 1)
         if not text.startswith(",", at):
             raise ValueError("no end of an object")
-        at = behind_space(text, at + 1)
+        at = skip_space(text, at + 1)
 
 
 def _string(text: str, span: Span) -> str | None:

@@ -6,7 +6,7 @@ import json
 import re
 
 from batchinfer.core.tool_calls import Call
-from batchinfer.input.tool_calls.json_calls import Read, json_value
+from batchinfer.input.tool_calls.json_calls import ParsedCalls, json_value
 from batchinfer.input.tool_calls.known_tools import KnownTools, Types
 from batchinfer.input.tool_calls.python_literals import python_value
 
@@ -26,7 +26,7 @@ _END = re.compile(r"\s*(?:</function>(?:\s*</tool_call>)?|</tool_call>)")
 _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}  # includes Python's words
 
 
-def tagged_call(begin: re.Match[str], tools: KnownTools | None) -> Read | None:
+def tagged_call(begin: re.Match[str], tools: KnownTools | None) -> ParsedCalls | None:
     """Return the call after a match of `TAGGED_BEGIN`. If its first tag is missing, it must name one of the tools."""
     text = begin.string
     function = _FUNCTION.match(text, begin.end())
@@ -44,7 +44,7 @@ def tagged_call(begin: re.Match[str], tools: KnownTools | None) -> Read | None:
         members.append(f"{json.dumps(parameter[1], ensure_ascii=False)}: {written}")
         at = value.end()
     end = _END.match(text, at)
-    return None if end is None else Read([Call(function[1], f"{{{', '.join(members)}}}")], end.end())
+    return None if end is None else ParsedCalls([Call(function[1], f"{{{', '.join(members)}}}")], end.end())
 
 
 def _written(value: str, types: Types) -> str:

@@ -18,7 +18,7 @@ from batchinfer.input.prompts.parameters.vector_requests import VectorRequests
 from batchinfer.input.rows import RowProblem
 from batchinfer.input.tokenizer.reasoning_styles import find_reasoning
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
-from batchinfer.input.tool_calls.call_grammar import UNASKED
+from batchinfer.input.tool_calls.call_grammar import STYLES_WITHOUT_GRAMMAR
 from batchinfer.input.tool_calls.call_styles import find_call_style
 from batchinfer.job import Job
 from batchinfer.job.check import (
@@ -172,7 +172,7 @@ def _check_choice(job: Job, style: CallStyle | None) -> None:
     constraint = job.params().constraint
     if style is None:
         why = "nothing shows how the checkpoint writes calls; name the style in prompt.tool_calls"
-    elif style.name in UNASKED:
+    elif style.name in STYLES_WITHOUT_GRAMMAR:
         why = f"calls in the style {style.name} cannot be asked for; write auto"
     elif constraint is not None:
         why = f"an answer can have only one constraint, and the job has {constraint}"
@@ -229,7 +229,7 @@ def check_tokens(job: Job, tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise JobFileError for an unknown token or an unsupported constraint."""
     check_followed(job, tokenizer)
     try:
-        NamedTokens(tokenizer, vocab_size).named(job.params())
+        NamedTokens(tokenizer, vocab_size).add_tokens(job.params())
     except RowProblem as problem:
         name, _, message = problem.error.message.partition(": ")
         raise job.mistake(f"sampling.{name}", message) from None

@@ -85,7 +85,7 @@ class ListedFields:
                 continue
             seen.add(id(one))
             within = [part for name in _JOINED for part in one.get(name, ())]
-            within += [references.resolved(one["$ref"])] if "$ref" in one else []
+            within += [references.resolve(one["$ref"])] if "$ref" in one else []
             pending += within
             if not within or not _SAYS_VALUES.isdisjoint(one):
                 leaves.append(one)

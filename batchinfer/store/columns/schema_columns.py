@@ -171,7 +171,7 @@ class _SchemaReader:
             if set(schema) - _SILENT - {"$ref"}:
                 raise _Untyped("other keywords stand beside its $ref")
             try:
-                schema = self._references.resolved(schema["$ref"])
+                schema = self._references.resolve(schema["$ref"])
             except UnknownReference as error:
                 raise _Untyped(str(error)) from None
         raise _Untyped("its references form a chain without end")

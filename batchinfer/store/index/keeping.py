@@ -27,7 +27,7 @@ from batchinfer.input.chunk import InputChunk
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.prompts.prepared.rows import Prepared, PreparedRows
 from batchinfer.input.prompts.render_pool import ReadyChunk
-from batchinfer.input.prompts.render_reply import BadReply, packed, unpacked
+from batchinfer.input.prompts.render_reply import BadReply, pack_reply, unpack_reply
 from batchinfer.input.prompts.render_worker import RenderSpec
 from batchinfer.input.reader import Reader
 from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows, taken_over
@@ -169,7 +169,7 @@ class _Last:
         spec = self._spec
         limits = spec.limits.vocab_size, len(spec.plan.ladder)
         try:
-            return unpacked(chunk.read(), spec.fields, *limits, known=True)
+            return unpack_reply(chunk.read(), spec.fields, *limits, known=True)
         except BadReply as error:
             raise StorageError(
                 f"what the last run kept has changed within seconds: {error}; run again"
@@ -373,4 +373,4 @@ def _can_be_replayed(prompts: Prepared, params: Sequence[SamplingParams]) -> boo
 
 def _without_tokens(rows: PreparedRows) -> bytes:
     """Return what is kept of a chunk that was prepared."""
-    return packed(replace(rows, prompts=replace(rows.prompts, tokens=_NO_TOKENS)))
+    return pack_reply(replace(rows, prompts=replace(rows.prompts, tokens=_NO_TOKENS)))

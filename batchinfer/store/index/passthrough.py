@@ -27,7 +27,7 @@ from batchinfer.filesystem.part_writer import PartWriter
 from batchinfer.filesystem.rebatch import parquet_batches, repeated
 from batchinfer.input.chunk import InputChunk
 from batchinfer.input.prompts.row_facts import RowFacts
-from batchinfer.input.typed_rows import blanked
+from batchinfer.input.typed_rows import blank_rows
 from batchinfer.store.index.even_batches import EvenBatches
 from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows
 
@@ -167,7 +167,7 @@ class TypedColumns:
             self._even.append(pa.record_batch([ids, *carried], self._full))
             return
         table = chunk.table.slice(0, len(facts.ids))
-        table = blanked(table, set(facts.unread)) if facts.unread else table
+        table = blank_rows(table, set(facts.unread)) if facts.unread else table
         own = (_as(field.type, table.column(field.name)) for field in self._schema)
         arrays = [ids, *(repeated(one, times) for one in own)]
         self._writer.append(pa.record_batch(arrays, self._full))

@@ -36,7 +36,7 @@ class KeptChunk:
 
 def chunk_digest(chunk: InputChunk) -> str:
     """Return a digest of the bytes of a chunk, of its place in its file, and of how it is read."""
-    header, data = chunk.packed()
+    header, data = chunk.pack()
     found = sha256(repr(replace(header, bytes_read=0)).encode("utf-8", "surrogatepass"))
     found.update(data)
     return found.hexdigest()

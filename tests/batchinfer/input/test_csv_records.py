@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from batchinfer.input.formats import csv_records
-from batchinfer.input.formats.csv_dialect import CsvDialect, detected_delimiter
+from batchinfer.input.formats.csv_dialect import CsvDialect, detect_delimiter
 from tests.batchinfer.input.csv_oracle import cuts, drawn, expected, found
 from tests.examples import everything, examples
 
@@ -113,4 +113,4 @@ def test_the_cap_is_a_limit_on_what_is_held() -> None:
     (b'"a"";,";b', ";"),
 ])  # fmt: skip
 def test_the_delimiter_that_the_header_shows(header: bytes, mark: str) -> None:
-    assert detected_delimiter(header, '"') == mark
+    assert detect_delimiter(header, '"') == mark

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from batchinfer.input.constraints.patterns.chars import Chars, Range
-from batchinfer.input.constraints.patterns.escapes import escaped
+from batchinfer.input.constraints.patterns.escapes import read_escape
 from batchinfer.input.constraints.patterns.source import PatternSource
 
 _POSIX = re.compile(r"\[[:.=]\^?[A-Za-z0-9_]+[:.=]\]")
@@ -19,10 +19,10 @@ HALVES = (
 def char_class(source: PatternSource) -> Chars:
     """Return the class whose opening bracket was just read."""
     begin = source.at - 1
-    negated = source.took("^")
+    negated = source.accept("^")
     ranges: list[Range] = []
     properties: list[str] = []
-    while not source.took("]"):
+    while not source.accept("]"):
         if source.ended:
             source.bad(begin, "is not closed; write ] behind its last character, or \\[ for a bracket")
         _refuse_foreign(source)
@@ -47,7 +47,7 @@ def _surrogate(one: Range) -> bool:
 
 def _member(source: PatternSource) -> Chars | int:
     char = source.take()
-    return escaped(source, in_class=True) if char == "\\" else ord(char)
+    return read_escape(source, in_class=True) if char == "\\" else ord(char)
 
 
 def _range(source: PatternSource, begin: int, first: Chars | int, last: Chars | int) -> Range:
@@ -61,8 +61,8 @@ def _range(source: PatternSource, begin: int, first: Chars | int, last: Chars | 
 def _refuse_foreign(source: PatternSource) -> None:
     """Reject syntax that other languages read as more than its characters, as ECMAScript does not."""
     begin = source.at
-    if source.took("&&"):
+    if source.accept("&&"):
         source.bad(begin, "in a class is no intersection; write the members themselves, or one & for an &")
     if found := _POSIX.match(source.peek(40)):
-        source.took(found[0])
+        source.accept(found[0])
         source.bad(begin, _ADVICE_POSIX)

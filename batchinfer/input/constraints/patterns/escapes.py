@@ -38,7 +38,7 @@ _FOREIGN: Mapping[str, str] = {
 }
 
 
-def escaped(source: PatternSource, in_class: bool) -> Chars | int:
+def read_escape(source: PatternSource, in_class: bool) -> Chars | int:
     """Read the escape after a backslash. Return a set of characters, or a code point, which may be a surrogate."""
     begin, char = source.at - 1, source.take()
     if char in CLASSES:
@@ -90,7 +90,7 @@ def _hexadecimal(source: PatternSource, begin: int, digits: int) -> int:
     """Read a code point of the given number of hexadecimal digits."""
     text = source.peek(digits)
     if len(text) < digits or not _HEX.issuperset(text):
-        braced = source.took("{") and source.until("}") is not None
+        braced = source.accept("{") and source.until("}") is not None
         advice = r"write \u{…}" if braced else f"write {digits} hexadecimal digits behind it, or \\u{{…}}"
         source.bad(begin, f"is not ECMAScript; {advice}")
     source.at += digits
@@ -98,7 +98,7 @@ def _hexadecimal(source: PatternSource, begin: int, digits: int) -> int:
 
 
 def _unicode(source: PatternSource, begin: int) -> int:
-    if source.took("{"):
+    if source.accept("{"):
         return _braced(source, begin)
     code = _hexadecimal(source, begin, 4)
     if 0xD800 <= code <= 0xDBFF and source.peek(2) == "\\u" and _HEX.issuperset(source.peek(6)[2:]):
@@ -121,7 +121,7 @@ def _braced(source: PatternSource, begin: int) -> int:
 
 
 def _property(source: PatternSource, begin: int, letter: str) -> Chars:
-    name = source.until("}") if source.took("{") else None
+    name = source.until("}") if source.accept("{") else None
     if name is None:
         source.bad(begin, r"is not ECMAScript; write a property's name in braces, such as \p{L}")
     syntax, advice = property_syntax(name)

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from batchinfer.input.constraints.patterns.chars import DOT, Chars, one
 from batchinfer.input.constraints.patterns.classes import HALVES, char_class
-from batchinfer.input.constraints.patterns.escapes import escaped
+from batchinfer.input.constraints.patterns.escapes import read_escape
 from batchinfer.input.constraints.patterns.source import PatternSource
 
 MAX_NESTING = 200  # maximum depth of groups
@@ -101,7 +101,7 @@ class _PatternReader(Generic[T]):
         if self._open:
             self._source.at = group.begin + 1
             self._source.bad(group.begin, r"is not closed; write ) at its end, or \( for a bracket")
-        return self._open_ended(self._closed(group), start=True, end=True).made
+        return self._open_ended(self._close(group), start=True, end=True).made
 
     def _element(self) -> None:
         source, begin = self._source, self._source.at
@@ -122,7 +122,7 @@ class _PatternReader(Generic[T]):
     def _text(self, begin: int) -> str:
         """Return at least two literal characters from `begin` on, or "". A repeated character is not included."""
         source = self._source
-        text = source.matched(_TEXT, begin)
+        text = source.match(_TEXT, begin)
         if len(text) > 1 and source.peek() in _REPEATS:
             source.at -= 1
             text = text[:-1]
@@ -137,7 +137,7 @@ class _PatternReader(Generic[T]):
             return char_class(source)
         if char == ".":
             return DOT
-        code = escaped(source, in_class=False) if char == "\\" else ord(char)
+        code = read_escape(source, in_class=False) if char == "\\" else ord(char)
         if char in _SPECIAL and char != "\\":
             self._refuse_special(begin, char)
         if not isinstance(code, int):
@@ -154,7 +154,7 @@ class _PatternReader(Generic[T]):
 
     def _begin_group(self, begin: int) -> None:
         source = self._source
-        if source.took("?") and not source.took(":"):
+        if source.accept("?") and not source.accept(":"):
             self._special_group(begin)
         if len(self._open) > MAX_NESTING:
             source.bad(begin, f"is nested in more than {MAX_NESTING} others; write it flatter")
@@ -164,15 +164,15 @@ class _PatternReader(Generic[T]):
         """Read the start of a named group, and reject all other groups that begin with `?`."""
         source = self._source
         for kind in ("=", "!", "<=", "<!"):
-            if source.took(kind):
+            if source.accept(kind):
                 source.bad(begin, "is look-ahead or look-behind, which cannot be followed; leave it out")
-        if source.took("<"):
+        if source.accept("<"):
             return self._named_group(begin)
-        if source.took("P"):
-            source.took("<")
+        if source.accept("P"):
+            source.accept("<")
             source.bad(begin, "is not ECMAScript; write (?<name>…), or (?:…) without a name")
         if found := _FLAGS.match(source.peek(20)):
-            source.took(found[0])
+            source.accept(found[0])
             source.bad(
                 begin, "sets flags, which cannot be followed; write what is meant without them, such as [Aa]"
             )
@@ -193,9 +193,9 @@ class _PatternReader(Generic[T]):
         if len(self._open) == 1:
             self._source.bad(begin, r"closes no group; write \) for a bracket")
         group = self._open.pop()
-        self._add(group.begin, self._closed(group))
+        self._add(group.begin, self._close(group))
 
-    def _closed(self, group: _Group[T]) -> PatternPart[T]:
+    def _close(self, group: _Group[T]) -> PatternPart[T]:
         self._end_way(group)
         if len(group.ways) == 1:
             return group.ways[0]
@@ -252,7 +252,7 @@ class _PatternReader(Generic[T]):
         else:
             source.take()
             least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[char]
-        source.took("?")  # a lazy repetition matches the same texts
+        source.accept("?")  # a lazy repetition matches the same texts
         if source.peek() in _REPEATS:
             source.take()
             source.bad(begin, "repeats a repetition; write (?:…) around the inner one")
@@ -263,7 +263,7 @@ class _PatternReader(Generic[T]):
         if (found := _COUNTS.match(source.peek(64))) is None:
             source.take()
             source.bad(begin, "stands for no character by itself; write \\{, or {n}, {n,} or {n,m} to repeat")
-        source.took(found[0])
+        source.accept(found[0])
         least, most = int(found[1]), int(found[3]) if found[3] else None if found[2] else int(found[1])
         if max(least, most or 0) > MAX_COUNT:
             source.bad(begin, f"repeats too often; write a count of at most {MAX_COUNT}")

@@ -14,15 +14,15 @@ def translate_patterns(schemas: Iterable[dict[str, Any]]) -> None:
     """Translate patterns in place to the engine's syntax, with their meaning in ECMAScript. Raises BadSchema."""
     for schema in schemas:
         if isinstance(pattern := schema.get("pattern"), str):
-            schema["pattern"], _ = _translated("pattern", pattern)
+            schema["pattern"], _ = _translate("pattern", pattern)
         if isinstance(named := schema.get("patternProperties"), dict):
-            schema["patternProperties"] = _translated_names(schema, named)
+            schema["patternProperties"] = _translate_names(schema, named)
 
 
-def _translated_names(schema: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
+def _translate_names(schema: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, one in named.items():
-        pattern, narrowed = _translated("patternProperties", name)
+        pattern, narrowed = _translate("patternProperties", name)
         if pattern in found:
             raise BadSchema("patternProperties has two patterns that say the same; write one")
         if narrowed and _outside_matter(schema):
@@ -44,7 +44,7 @@ def _names(found: Any) -> list[str]:
     return [one for one in found if isinstance(one, str)] if isinstance(found, dict | list) else []
 
 
-def _translated(keyword: str, pattern: str) -> tuple[str, bool]:
+def _translate(keyword: str, pattern: str) -> tuple[str, bool]:
     try:
         return engine_pattern_in_json(pattern)
     except BadPattern as error:

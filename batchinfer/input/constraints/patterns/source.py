@@ -30,13 +30,13 @@ class PatternSource:
         self.at += 1
         return self._pattern[self.at - 1 : self.at]
 
-    def took(self, text: str) -> bool:
+    def accept(self, text: str) -> bool:
         """Return True and move past `text` if it comes next."""
         found = self._pattern.startswith(text, self.at)
         self.at += len(text) if found else 0
         return found
 
-    def matched(self, expression: re.Pattern[str], begin: int) -> str:
+    def match(self, expression: re.Pattern[str], begin: int) -> str:
         """Return the text that an expression matches at `begin`, perhaps "", and move past it."""
         found = expression.match(self._pattern, begin)
         text = found[0] if found is not None else ""

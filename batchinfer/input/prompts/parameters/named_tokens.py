@@ -20,7 +20,7 @@ class NamedTokens:
         self._last: tuple[SamplingParams, SamplingParams] | None = None  # rows usually share parameters
         self._words: dict[str, tuple[tuple[int, ...], ...]] = {}
 
-    def named(self, params: SamplingParams) -> SamplingParams:
+    def add_tokens(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with the tokens of their bad words. Raises RowProblem for an unknown token id."""
         if self._last is None or params is not self._last[0]:
             self._last = params, self._found(params)

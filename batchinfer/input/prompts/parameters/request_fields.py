@@ -60,7 +60,7 @@ _NO_STRUCTURE = {"disable_any_whitespace": (False,), "disable_additional_propert
 
 
 @dataclass(slots=True)
-class AskedParameters:
+class RequestParameters:
     """Collects the parameters of a request, with the names of their fields."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def parameter_of(called: str) -> str:
     return OTHER_NAMES.get(called, called)
 
 
-def asks_nothing(called: str, value: object, chat: bool) -> bool:
+def has_no_effect(called: str, value: object, chat: bool) -> bool:
     """Return True if a field has a value that has no effect."""
     own = (_NOTHING_IN_CHATS if chat else _NOTHING_IN_TEXTS).get(called, ())
     return value in (*own, *_NOTHING.get(called, ()))

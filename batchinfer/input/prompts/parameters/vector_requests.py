@@ -34,7 +34,7 @@ class VectorRequests:
     prompts: Mapping[str, str] = field(default_factory=dict)
 
 
-class AskedVectors(NamedTuple):
+class EmbeddingRequest(NamedTuple):
     """An embedding request. Each input gets a vector.
 
     Args:
@@ -50,13 +50,13 @@ class AskedVectors(NamedTuple):
     dimensions: int
 
 
-def asked_vectors(body: Mapping[str, Any], requests: VectorRequests) -> AskedVectors:
+def parse_embedding_request(body: Mapping[str, Any], requests: VectorRequests) -> EmbeddingRequest:
     """Parse the body of an embedding request. Raises RowProblem."""
     for name, value in body.items():
         if value is not None and name not in HARMLESS and not _is_known(name, value, requests):
             raise unsupported(name)
     inputs = _inputs(body.get("input"))
-    return AskedVectors(
+    return EmbeddingRequest(
         inputs,
         _before(body, requests),
         body.get("add_special_tokens", True) is not False,

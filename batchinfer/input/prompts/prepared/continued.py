@@ -41,7 +41,7 @@ class ContinuedPrompts:
         self._params: dict[tuple[int, ...], SamplingParams] = {}
 
     def to_encode(self, draft: Draft) -> list[Draft]:
-        """Return the texts to encode for a draft before `joined` is called."""
+        """Return the texts to encode for a draft before `join` is called."""
         if draft.text is None or not draft.continuations:
             return []
         if self._labels and not draft.masks:
@@ -55,7 +55,7 @@ class ContinuedPrompts:
             return [short, *(short._replace(text=tail[0] + label) for label in self._labels)]
         return [self._whole(draft, str(one)) for one in draft.continuations]
 
-    def joined(
+    def join(
         self, draft: Draft, ids: Ids, encoded: Sequence[Ids], encode: Callable[[Draft], Ids]
     ) -> tuple[Ids, SamplingParams]:
         """Return the tokens of a prompt and its continuations, and the parameters of the request.

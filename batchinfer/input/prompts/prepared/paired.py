@@ -32,7 +32,7 @@ class PairedTexts:
         (document,) = draft.continuations or ("",)
         return [Draft(draft.params, str(document))]
 
-    def joined(
+    def join(
         self, draft: Draft, ids: Ids, encoded: Sequence[Ids], encode: Callable[[Draft], Ids]
     ) -> tuple[Ids, SamplingParams]:
         """Return the tokens of a pair, and the parameters of the request.
@@ -52,7 +52,7 @@ class PairedTexts:
         second = self._template.second_segment(ids, document) if self._scoring.typed else 0
         if second not in self._params:  # bounded by the number of positions
             self._params[second] = SamplingParams.logits(self._scoring.pooling, second)
-        return self._template.joined(ids, document), self._params[second]
+        return self._template.join(ids, document), self._params[second]
 
     def _cut(self, query: Ids, document: Ids) -> tuple[Ids, Ids]:
         if self._room < 2:

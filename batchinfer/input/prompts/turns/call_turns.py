@@ -15,8 +15,8 @@ from batchinfer.input.json_text import parse_value
 from batchinfer.input.rows import RowProblem, kind_of
 
 Message = dict[str, Any]
-_TRIED = {"q": "p"}
-_TRIED_TEXT = json.dumps(_TRIED)
+_EXAMPLE = {"q": "p"}
+_EXAMPLE_TEXT = json.dumps(_EXAMPLE)
 
 
 class CallTurns:
@@ -25,13 +25,13 @@ class CallTurns:
     def __init__(self, render: Callable[[list[Message]], str]) -> None:
         self._render = render
 
-    def formed(self, messages: list[Message]) -> list[Message]:
+    def format(self, messages: list[Message]) -> list[Message]:
         """Return the messages with the arguments of calls in the template's form. Raises RowProblem."""
         if not any("tool_calls" in message for message in messages):
             return messages
-        return [self._formed(number, message) for number, message in enumerate(messages)]
+        return [self._format(number, message) for number, message in enumerate(messages)]
 
-    def _formed(self, number: int, message: Message) -> Message:
+    def _format(self, number: int, message: Message) -> Message:
         if "tool_calls" not in message:
             return message
         where, calls = f"messages[{number}].tool_calls", message["tool_calls"]
@@ -61,15 +61,15 @@ class CallTurns:
     @cached_property
     def _takes_text(self) -> bool:
         """True if the template writes JSON text unchanged."""
-        return _TRIED_TEXT in self._tried(_TRIED_TEXT)
+        return _EXAMPLE_TEXT in self._render_call(_EXAMPLE_TEXT)
 
     @cached_property
     def _takes_object(self) -> bool:
         """True if the template writes an object other than in Python's syntax, or takes neither objects nor texts."""
-        found = self._tried(_TRIED)
-        return (bool(found) and str(_TRIED) not in found) or not self._takes_text
+        found = self._render_call(_EXAMPLE)
+        return (bool(found) and str(_EXAMPLE) not in found) or not self._takes_text
 
-    def _tried(self, arguments: Any) -> str:
+    def _render_call(self, arguments: Any) -> str:
         """Return a rendered conversation with such a call, or "" if the template raises an error."""
         try:
             return self._render(_conversation(arguments))

@@ -96,7 +96,7 @@ def test_the_tokens_are_those_of_whole_texts(
         beside = [*map(encoded, continued.to_encode(draft))]
         assert sum(len(one) for one in beside) < 500
         try:
-            ids, params = continued.joined(draft, encoded(draft), beside, encoded)
+            ids, params = continued.join(draft, encoded(draft), beside, encoded)
         except RowProblem:
             wanted, lengths = brute(tokenizer, draft, each)
             assert min(lengths) == 0 or sum(lengths) == len(wanted), "nothing is scored, or behind nothing"
@@ -108,6 +108,6 @@ def test_special_tokens_of_a_row_are_text(tokenizer: Tokenizer) -> None:
     continued = ContinuedPrompts(tokenizer, tokenizer.segments(), ())
     draft = Draft(SamplingParams.scores(), "an answer", continuations=("</s> in",))
     (beside,) = continued.to_encode(draft)
-    ids, params = continued.joined(draft, encode(tokenizer, draft), [encode(tokenizer, beside)], lambda _: [])
+    ids, params = continued.join(draft, encode(tokenizer, draft), [encode(tokenizer, beside)], lambda _: [])
     assert 1 not in ids[-params.scored[0] :]
     assert "</s> in" in tokenizer.rust.decode([*ids], skip_special_tokens=False)

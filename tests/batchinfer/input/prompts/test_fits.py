@@ -17,7 +17,7 @@ def test_constraints_themselves_are_not_remembered() -> None:
     tracemalloc.start()
     for number in range(12):
         params = SamplingParams(regex=f"{number}" + "x" * 20_000)
-        assert fits.fitted(params).max_tokens == len(params.regex or "") + 1
+        assert fits.with_max_tokens(params).max_tokens == len(params.regex or "") + 1
         checked.check(params)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

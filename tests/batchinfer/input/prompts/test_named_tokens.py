@@ -17,7 +17,7 @@ BPE = byte_bpe()
 
 def found(*words: str, vocab: int = 1 << 20, rust: Any = BPE) -> set[tuple[int, ...]]:
     tokenizer: Any = SimpleNamespace(rust=rust)
-    return set(NamedTokens(tokenizer, vocab).named(SamplingParams(bad_words=words)).bad_tokens)
+    return set(NamedTokens(tokenizer, vocab).add_tokens(SamplingParams(bad_words=words)).bad_tokens)
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ def test_a_word_is_barred_by_itself_and_behind_a_space() -> None:
 
 def test_parameters_without_texts_are_the_same_object() -> None:
     named, params = NamedTokens(SimpleNamespace(rust=None), 9), SamplingParams(allowed_token_ids=(8,))  # type: ignore[arg-type]
-    assert named.named(params) is params
+    assert named.add_tokens(params) is params
 
 
 def test_texts_whose_tokens_the_model_lacks_are_refused() -> None:

@@ -57,7 +57,7 @@ def paired(rust: Any, query: str, document: str, longest: int, truncate: Truncat
     each = [
         rust.encode(str(one.text), add_special_tokens=False).ids for one in (draft, *texts.to_encode(draft))
     ]
-    ids, params = texts.joined(draft, each[0], each[1:], lambda one: [])
+    ids, params = texts.join(draft, each[0], each[1:], lambda one: [])
     assert params == SamplingParams.logits("cls", params.second_segment)
     return [*ids], params.second_segment
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchinfer.core.request import RowError
 from batchinfer.input.prompts.prepared.rows import FurtherPrompts, Prepared, PreparedRows, PreparedRungs
-from batchinfer.input.prompts.render_pieces import RowPieces, joined
+from batchinfer.input.prompts.render_pieces import RowPieces, join_rows
 from batchinfer.input.prompts.row_facts import FactsOfRows, RowFields
 
 SHORT = RowError("template_memory", "resource", "", retryable=False)
@@ -51,7 +51,7 @@ def prepared(rows: list[str]) -> PreparedRows:
     facts = FactsOfRows(FIELDS)
     for row in rows:
         facts.note({"id": row})
-    return PreparedRows(prompts, facts.finished())
+    return PreparedRows(prompts, facts.finish())
 
 
 def told(rows: PreparedRows) -> list[Any]:
@@ -73,7 +73,7 @@ def test_pieces_join_to_the_whole(rows: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
     bounds = [0, *cuts, len(rows)]
     pieces = [prepared(rows[a:b]) for a, b in pairwise(bounds)]
-    assert told(joined(pieces)) == told(prepared(rows))
+    assert told(join_rows(pieces)) == told(prepared(rows))
 
 
 @given(ROWS.filter(bool), st.data())
@@ -103,7 +103,7 @@ def test_processes_that_end_cost_only_what_ends_them_again(rows: list[str], data
             pieces.blame("template_crash", "")
         else:
             pieces.accuse(ends[0] - piece.start)
-    found = pieces.joined()
+    found = pieces.join()
     blamed = {at for at, error in found.prompts.errors.items() if error.code == "template_crash"}
     assert blamed == killers
     expected = prepared(["!" if at in killers else row for at, row in enumerate(rows)])
@@ -122,4 +122,4 @@ def test_a_row_that_found_no_memory_is_prepared_again_by_itself() -> None:
         bounds.append((pieces.present.start, pieces.present.stop, pieces.present.accused))
         assert pieces.done(prepared([row]))
     assert bounds == [(0, 1, False), (1, 2, True), (2, 3, False)]
-    assert told(pieces.joined()) == told(prepared(["a", "ab", "b"]))
+    assert told(pieces.join()) == told(prepared(["a", "ab", "b"]))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.input.prompts.arguments.told import RowArguments, arguments_read
+from batchinfer.input.prompts.arguments.template_arguments import RowArguments, arguments_read
 from batchinfer.input.prompts.arguments.unread import UnreadArguments, unread_text
 from batchinfer.input.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.input.prompts.chat import Chat

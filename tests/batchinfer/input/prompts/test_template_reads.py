@@ -9,7 +9,7 @@ import jinja2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.input.prompts.arguments.told import arguments_read
+from batchinfer.input.prompts.arguments.template_arguments import arguments_read
 from batchinfer.input.prompts.chat_template import ChatTemplate
 from tests.examples import examples
 
@@ -51,7 +51,7 @@ def test_a_name_that_is_not_read_changes_nothing(source: str, value: Any) -> Non
     template = ChatTemplate(f"{{% macro f(a='') %}}m{{{{ a }}}}{{% endmacro %}}{source}", {}, NOW)
     plain = rendered(template)
     for name in {"x", "y", "z", "w"} - arguments_read(template.source):
-        assert rendered(template.told({name: value})) == plain
+        assert rendered(template.with_arguments({name: value})) == plain
 
 
 def rendered(template: ChatTemplate) -> str:

@@ -28,7 +28,7 @@ from batchinfer.input.files import list_inputs
 from batchinfer.input.prompts import render_pool
 from batchinfer.input.prompts.prepare import Preparer, RowPiece
 from batchinfer.input.prompts.prepared.rows import PreparedRows
-from batchinfer.input.prompts.render_reply import packed, unpacked
+from batchinfer.input.prompts.render_reply import pack_reply, unpack_reply
 from batchinfer.input.prompts.render_worker import RenderSpec
 from batchinfer.input.protocol import TextOptions
 from batchinfer.input.reader import Reader
@@ -61,10 +61,10 @@ class LocalWorker:
         return self._ready and self._reply is None
 
     def submit(self, chunk: InputChunk, rows: int) -> None:
-        header, data = chunk.packed()
+        header, data = chunk.pack()
         assert len(pickle.dumps(header)) < 100_000, "what is large travels apart"
-        sent = pickle.loads(pickle.dumps(header)).unpacked(data)
-        self._reply = packed(self._preparer.prepare(sent, RowPiece(0, rows)))
+        sent = pickle.loads(pickle.dumps(header)).unpack(data)
+        self._reply = pack_reply(self._preparer.prepare(sent, RowPiece(0, rows)))
         os.write(self._write, b"w" * self.order.choice([1, 1, 2, 5]))
 
     def attend(self) -> PreparedRows | None:
@@ -74,7 +74,9 @@ class LocalWorker:
         if self._reply is None or selectors_ready(self._read):
             return None
         reply, self._reply = self._reply, None
-        return unpacked(reply, self._spec.fields, self._spec.limits.vocab_size, len(self._spec.plan.ladder))
+        return unpack_reply(
+            reply, self._spec.fields, self._spec.limits.vocab_size, len(self._spec.plan.ladder)
+        )
 
     def look(self) -> None:
         """It never hangs."""
@@ -96,8 +98,8 @@ def read(path: Path, size: ChunkSize | None, text: TextOptions) -> tuple[list[An
     reader = Reader.open(list_inputs(str(path), path.parent), text, chunk=size)
     rows: list[Any] = []
     for number, chunk in enumerate(reader.chunks()):
-        header, data = chunk.packed()
-        sent = pickle.loads(pickle.dumps(header)).unpacked(data)
+        header, data = chunk.pack()
+        sent = pickle.loads(pickle.dumps(header)).unpack(data)
         cut = chunk.most_rows // 2 if number % 2 else 0
         found = [*sent.read(0, cut), *sent.read(cut)]
         assert len(found) <= chunk.most_rows

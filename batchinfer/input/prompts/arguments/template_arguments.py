@@ -45,7 +45,7 @@ def _names_read(source: str) -> frozenset[str]:
     return frozenset(names_read(chat_environment(datetime(2000, 1, 1, tzinfo=UTC)).parse(source)))
 
 
-class Told(NamedTuple):
+class TemplateArguments(NamedTuple):
     """The arguments of a row, and the names of its arguments that the template does not read."""
 
     arguments: Arguments
@@ -79,18 +79,18 @@ class RowArguments:
         self._texts, self._most = values_are_text, most
         self._tools, self._reads_tools = tools, reads_tools
 
-    def of_row(self, values: Values) -> Told:
+    def of_row(self, values: Values) -> TemplateArguments:
         """Return the job's arguments, overridden by the row's columns. Raises RowProblem."""
         if not self._columns and self._tools is None:
-            return Told(self._common)
+            return TemplateArguments(self._common)
         given = {name: values.get(column) for name, column in self._columns}
         if self._texts:
             given = {name: _from_text(value) for name, value in given.items()}
         # Tools may be JSON text, since tools of different shapes do not fit in one typed column
         tools = None if self._tools is None else _from_text(values.get(self._tools))
-        return Told(self._with_tools(self._override(given), tools))
+        return TemplateArguments(self._with_tools(self._override(given), tools))
 
-    def of_request(self, body: Mapping[str, Any]) -> Told:
+    def of_request(self, body: Mapping[str, Any]) -> TemplateArguments:
         """Return the job's arguments, overridden by a chat request's. Raises RowProblem."""
         given = {name: body[name] for name in (EFFORT, DOCUMENTS) if body.get(name) is not None}
         given |= self._kwargs(body.get(KWARGS))
@@ -98,8 +98,8 @@ class RowArguments:
         read = {name: given[name] for name in given if name in self._reads}
         arguments = self._override(read) if read else self._common
         if body.get(CHOICE) == "none":
-            return Told({name: one for name, one in arguments.items() if name != TOOLS}, unread)
-        return Told(self._with_tools(arguments, body.get(TOOLS)), unread)
+            return TemplateArguments({name: one for name, one in arguments.items() if name != TOOLS}, unread)
+        return TemplateArguments(self._with_tools(arguments, body.get(TOOLS)), unread)
 
     def _with_tools(self, arguments: Arguments, value: Any) -> Arguments:
         """Return the arguments with a row's own tools. An empty list means no tools."""

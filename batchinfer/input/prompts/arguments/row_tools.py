@@ -9,7 +9,7 @@ from batchinfer.input.openai import TOOLS
 from batchinfer.input.tool_calls.known_tools import known_tools
 
 
-class ToldTools:
+class RowTools:
     """Returns the tools of rows as text. The text of the last tools is cached, since rows usually share them."""
 
     def __init__(self) -> None:
