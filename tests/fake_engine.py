@@ -30,7 +30,7 @@ from batchinfer.core.request import (
     Vector,
 )
 from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
-from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, LoadConfig, Untimed, alone
+from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, LoadConfig, Untimed, choose_alone
 from batchinfer.engine.schedule.constraints import ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams
 from tests.batchinfer.child_tasks import break_the_next_message
@@ -288,7 +288,7 @@ class FakeWeights:
     mortal: bool
 
     def engine(
-        self, config: EngineConfig, stop_streams: StopStreams | None = None, agreed: Agreed = alone
+        self, config: EngineConfig, stop_streams: StopStreams | None = None, agreed: Agreed = choose_alone
     ) -> BuiltFake:
         if meddled := _asked(
             "MEDDLES_WITH", ""

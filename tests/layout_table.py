@@ -12,7 +12,7 @@ import numpy as np
 
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.engine.ranks.seat import Division
+from batchinfer.engine.ranks.division import Division
 from batchinfer.filesystem.state import state_of
 from batchinfer.job import load_job
 from batchinfer.machine.devices import devices_called

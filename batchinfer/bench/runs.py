@@ -13,7 +13,7 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import BatchInferError, OutOfMemory
 from batchinfer.core.request import Completion, Request
 from batchinfer.core.samples import StepSample
-from batchinfer.engine.config import REQUEST_BATCH, EngineInfo, most_queued
+from batchinfer.engine.config import REQUEST_BATCH, EngineInfo, max_queued_requests
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.loop.engine import Engine
 from batchinfer.filesystem.temporary import temporary_folder
@@ -86,7 +86,7 @@ class InProcessHost:
 
     @property
     def wants_more(self) -> bool:
-        return self._engine.unfinished < most_queued(self.info.max_num_seqs)
+        return self._engine.unfinished < max_queued_requests(self.info.max_num_seqs)
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._engine.add(requests)

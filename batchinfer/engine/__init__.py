@@ -1,1 +1,1 @@
-"""Token ids in, token ids out: scheduler, KV cache, batch, model runner, sampler."""
+"""The engine, which turns token ids into token ids: scheduler, KV cache, model runner and sampler."""

@@ -1,4 +1,4 @@
-"""The settings that an engine is built from. Plain values, so that they can be sent to the engine's process."""
+"""The settings of an engine: plain values that can be sent to the engine's process."""
 
 from __future__ import annotations
 
@@ -9,39 +9,38 @@ from pathlib import Path
 
 from batchinfer.core.request import TokenIds
 from batchinfer.core.samples import DraftName
-from batchinfer.engine.ranks.seat import UNDIVIDED, Division
+from batchinfer.engine.ranks.division import UNDIVIDED, Division
 from batchinfer.models.parallel.expert_placement import ExpertPlacement
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
-# More rows share the reading of the weights; a CPU is bound by computing before that (docs/measurements/scheduling.md)
+# Rows that run at once. A CPU becomes compute-bound at fewer rows than a GPU (docs/measurements/scheduling.md)
 DEFAULT_MAX_NUM_SEQS = {"cpu": 256, "cuda": 1024}
 DEFAULT_BLOCK_SIZE = 16
-REQUEST_BATCH = 512  # requests that are handed to an engine at once
-# Times max_num_seqs: enough that the engine never waits for requests, little enough to stay bounded
-_QUEUED = 3
+REQUEST_BATCH = 512  # requests that are sent to an engine at once
+_QUEUED = 3  # unfinished requests per row of max_num_seqs: enough that the engine never waits for requests
 
-# What is done inside takes as long as it takes, and whoever watches the engine does not take it for a hang.
+# A context for work of unknown duration: the watchdog of the engine does not take it for a hang
 Untimed = Callable[[], AbstractContextManager[object]]
 
-# Makes a choice that all engines of a run share: calls the function in one of them, and returns what it chose in all.
+# Makes a choice that all engines of a run share: calls the function in one engine and returns its result in all
 Agreed = Callable[[Callable[[], str]], str]
-NOTHING = "{}"  # a choice of nothing: an engine died while it chose
+NO_CHOICE = "{}"  # the result if the engine died while choosing
 
 
-def alone(choose: Callable[[], str]) -> str:
-    """Choose for an engine that shares its choices with no other."""
+def choose_alone(choose: Callable[[], str]) -> str:
+    """Call `choose`: the choice function of an engine that shares its choices with no other."""
     return choose()
 
 
-def most_queued(max_num_seqs: int) -> int:
-    """How many unfinished requests an engine has at a time, while there are more."""
+def max_queued_requests(max_num_seqs: int) -> int:
+    """Return the number of unfinished requests to keep in an engine."""
     return max(REQUEST_BATCH, _QUEUED * max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)
-class BesideConfig:
-    """A draft model that an engine has beside its own."""
+class DraftModelConfig:
+    """The settings for loading a draft model."""
 
     model: Path
     dtype: Dtype
@@ -51,48 +50,48 @@ class BesideConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """Settings that loading the weights needs: they are known before a row is read."""
+    """The settings for loading the weights, which are known before the first row is read."""
 
     model: Path
     dtype: Dtype
     device: Device
-    threads: int | None = None  # None: the engine chooses
+    threads: int | None = None  # None: one per usable core
     quantization: Quantization = "none"
-    deterministic: bool = False  # a row's numbers depend on nothing but the row
-    tiles: bool = False  # whether the bits of a deterministic run on a CPU are those of matrix tiles
-    kv_cache: KvCacheDtype = "auto"  # which operators can be used depends on it
-    adapters: tuple[tuple[str, Path], ...] = ()  # the fingerprints of adapters, and their folders
-    adapter_places: int | None = None  # how many of them are on the device at a time; None: all
-    beside: BesideConfig | None = None  # a smaller model, which proposes tokens; None: there is none
-    heads: Path | None = None  # the folder of heads of the model, which propose tokens; None: there are none
-    experts: ExpertPlacement | None = None  # the whole experts of ranks that divide these; None: ranges
+    deterministic: bool = False  # the result of a row does not depend on the other rows
+    tiles: bool = False  # a deterministic run on a CPU computes the bits of matrix tiles (AMX)
+    kv_cache: KvCacheDtype = "auto"
+    adapters: tuple[tuple[str, Path], ...] = ()  # fingerprints and folders
+    adapter_places: int | None = None  # adapters on the device at a time; None: all
+    draft_model: DraftModelConfig | None = None
+    heads: Path | None = None  # the folder of draft heads
+    experts: ExpertPlacement | None = None  # which experts each rank holds; None: contiguous ranges
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of an engine whose weights are loaded as `load` says: some of the others are known once there is a plan.
-    None where the engine chooses the value itself."""
+    """The settings of an engine. Some are known only after planning. None: the engine chooses the value."""
 
     load: LoadConfig
     max_model_len: int
-    longest: int  # tokens (prompt and output) of the job's longest sequence: none that runs may be longer
+    longest: int  # tokens (prompt and output) of the job's longest sequence
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
-    kv_memory: int | float | None = None  # bytes, or the share of the memory left once the weights are loaded
+    kv_memory: int | float | None = (
+        None  # bytes, or a share of the memory that is free after loading the weights
+    )
     prefix_caching: bool = True
-    # Bytes of a CPU's memory for this engine, its weights included; None: what is free
-    memory: int | None = None
-    peaks: Peaks | None = None  # of this engine, where several share a CPU
-    logprobs: int | None = None  # the most log-probabilities a token that a row asks for; None: no row asks
-    drafts: tuple[
-        DraftName, ...
-    ] = ()  # where drafts come from, as far as they pay; none: every step gives one token
+    memory: int | None = (
+        None  # bytes of host memory for a CPU engine, weights included; None: all free memory
+    )
+    peaks: Peaks | None = None  # peak speeds of this engine's share of the device
+    logprobs: int | None = None  # the most log-probabilities per token that a row requests; None: no row does
+    drafts: tuple[DraftName, ...] = ()  # draft sources
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Describes the engine that was built, for the report and for the feeder, which keeps enough requests queued."""
+    """The properties of a running engine, for the report and for the feeder that keeps its queue filled."""
 
     ops: str
     device: str
@@ -107,28 +106,24 @@ class EngineInfo:
     quantization: str = "none"
     deterministic: bool = False
     linear: str = ""  # how the linear layers are computed, for the report
-    gpu: str = ""  # the GPU's identifier, as its driver knows it; empty without one
-    capture_s: float | None = None  # capturing graphs, once the weights were loaded; None on a CPU
-    graph_bytes: int | None = None  # of the GPU's memory, that these graphs took; None on a CPU
-    free_bytes: int | None = None  # of the GPU's memory, left once the engine is ready; None on a CPU
-    division: Division = UNDIVIDED  # of its ranks; what is counted in bytes is one rank's
+    gpu: str = ""  # the GPU's UUID; empty on a CPU
+    capture_s: float | None = None  # seconds spent capturing graphs; None on a CPU
+    graph_bytes: int | None = None  # device memory of these graphs; None on a CPU
+    free_bytes: int | None = None  # free device memory when the engine is ready; None on a CPU
+    division: Division = UNDIVIDED  # its ranks; all bytes above are of one rank
 
 
-# Part of every work key. Raise it when a change of operators may change a token, so that answers stored by the old
-# arithmetic are not reused.
+# Part of every work key. Raise it when a change of operators may change a token: stored answers are then not reused.
 NUMERICS_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOrder:
-    """An order for an int4 checkpoint in the empty `folder`, with groups of `group` inputs, of the
-    model that `load` names. `prompts`: in the order in which they were drawn; `answer_tokens`: the most of an answer
-    to each, 0 where the job's rows have no answers that are texts. `adapted`: whether adapters of the model are to
-    fit the checkpoint, too."""
+    """The input of an int4 calibration."""
 
-    load: LoadConfig
-    prompts: tuple[TokenIds, ...]
-    answer_tokens: int
-    folder: Path
-    group: int
-    adapted: bool = False
+    load: LoadConfig  # the model
+    prompts: tuple[TokenIds, ...]  # sample prompts, in the order in which they were drawn
+    answer_tokens: int  # maximum tokens per answer; 0: the job generates no text
+    folder: Path  # the output folder, empty
+    group: int  # inputs per quantisation group
+    adapted: bool = False  # keep the checkpoint compatible with the model's adapters

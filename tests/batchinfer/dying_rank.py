@@ -58,7 +58,7 @@ def build(*arguments: Any, **named: Any) -> DyingWeights:
     from batchinfer.pipeline.workers.ranks import others
 
     others.MISSED_S = MISSED_S
-    if os.environ[AT] == LOADING and named["seat"].rank and not Path(os.environ[DIED]).exists():
+    if os.environ[AT] == LOADING and named["rank_config"].rank and not Path(os.environ[DIED]).exists():
         Path(os.environ[DIED]).touch()
         time.sleep(0.5)  # by then it has said that it loads
         os.kill(os.getpid(), getattr(signal, os.environ[HOW]))

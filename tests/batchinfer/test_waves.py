@@ -53,7 +53,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )  # prompts are so short that any number in them is a beginning
     # so few rows at a time that engines are given some while a plan is made
     monkeypatch.setattr(run_plans, "REQUEST_BATCH", AT_ONCE)
-    monkeypatch.setattr(replica_pool, "most_queued", lambda _: 3 * AT_ONCE)
+    monkeypatch.setattr(replica_pool, "max_queued_requests", lambda _: 3 * AT_ONCE)
     monkeypatch.setenv("FAKE_ENGINE_BATCH", str(AT_ONCE))
     monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.004")
     monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))

@@ -17,7 +17,7 @@ from batchinfer.engine.drafts.own_text import OwnText
 from batchinfer.engine.drafts.source import DraftingModel, DraftSource
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.runner.runner import Runner
-from batchinfer.engine.tensors.graph_sizes import FEW_ROWS, GraphSteps
+from batchinfer.engine.tensors.graph_sizes import MIN_SAMPLED_ROWS, GraphSteps
 from batchinfer_kernels.cost import Peaks
 
 # What knows most of a row comes first
@@ -46,7 +46,7 @@ def drafter_of(
     if not names or peaks is None:
         return None
     times = DraftedStepTimes(runner.cost, peaks, graphs)
-    most = max(FEW_ROWS, max_num_seqs if runner.looks_ahead else 2 * max_num_seqs)
+    most = max(MIN_SAMPLED_ROWS, max_num_seqs if runner.looks_ahead else 2 * max_num_seqs)
     sources = [make() for name, make in _SOURCES.items() if name in names]
     model: DraftingModel | None = None
     if beside is not None:

@@ -32,9 +32,9 @@ from batchinfer.engine.tensors.batch import HostBatch, RanStep
 from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphInputs, GraphSize
 from batchinfer.engine.tensors.graph_sizes import (
+    CAPTURE_AT_USE,
     DRAFT_PARTS,
     DRAFT_QUERIES,
-    LATER_FIRST,
     GraphSteps,
     batch_sizes,
     context_bound,
@@ -134,7 +134,7 @@ class DecodeGraphs:
     def end_warm_up(self) -> None:
         """Capture a kind of step from now on when it comes for the third time: a capture takes as long as many
         steps, and some kinds never come again."""
-        self._first = LATER_FIRST
+        self._first = CAPTURE_AT_USE
 
     @property
     def steps(self) -> GraphSteps:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from batchinfer.engine.tensors.device_memory import lack_of_memory, lacks_memory
+from batchinfer.engine.tensors.device_memory import is_out_of_memory, out_of_memory_errors
 from batchinfer.machine.garbage import not_collecting
 
 R = TypeVar("R")
@@ -93,7 +93,7 @@ class GpuRecorder(GraphRecorder):
         current = torch.cuda.current_stream()
         self._side.wait_stream(current)
         try:
-            with self._measured(), lack_of_memory(), torch.cuda.stream(self._side):
+            with self._measured(), out_of_memory_errors(), torch.cuda.stream(self._side):
                 run()
         finally:
             current.wait_stream(self._side)
@@ -103,7 +103,7 @@ class GpuRecorder(GraphRecorder):
         here, where a lack of it is expected, and not in mid-job."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # `torch.cuda.graph` stays in its stream where the end of a capture fails
-        with self._measured(), lack_of_memory(), not_collecting(), torch.cuda.stream(current):
+        with self._measured(), out_of_memory_errors(), not_collecting(), torch.cuda.stream(current):
             recording = torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local")
             with self._usable_pool(), recording:
                 made = run()
@@ -123,7 +123,7 @@ class GpuRecorder(GraphRecorder):
             with suppress(RuntimeError):  # newer versions have ended it
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             self._pool = torch.cuda.graph_pool_handle()
-            if lacks_memory(error) or CAPTURE not in str(error):
+            if is_out_of_memory(error) or CAPTURE not in str(error):
                 raise
             # The end of a capture that was cut short hides what did it
             raise NotCaptured(str(error.__context__ or error)) from error

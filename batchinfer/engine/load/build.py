@@ -1,5 +1,7 @@
-"""Builds an Engine that is ready to step. Its weights are loaded as a LoadConfig says; an EngineConfig, which may be
-known later, says what is made of them."""
+"""Builds an Engine: weights are loaded by a LoadConfig, and the engine is sized by an EngineConfig.
+
+The EngineConfig may be known later, so loading can overlap with planning.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +21,31 @@ from batchinfer.engine.config import (
     EngineInfo,
     LoadConfig,
     Untimed,
-    alone,
+    choose_alone,
 )
 from batchinfer.engine.load.cache_fit import fit_cache
 from batchinfer.engine.load.cache_memory import CacheMemory
 from batchinfer.engine.load.device_fit import Fitted
 from batchinfer.engine.load.loaded_model import LoadedModel
+from batchinfer.engine.load.process_setup import set_up_process
 from batchinfer.engine.load.proposers import Proposers, load_proposers
-from batchinfer.engine.load.ranked import (
+from batchinfer.engine.load.rank_engine import (
     AnyEngine,
-    Tell,
-    account_of,
+    SendStep,
     first_layer,
-    follower_of,
-    in_turns,
     layout_for,
-    leading_engine,
-    part_of,
-    source_of,
-    staged,
+    make_account,
+    make_follower,
+    make_leading_engine,
+    open_source,
+    rank_source,
+    split_among_turns,
+    stage_runner,
 )
-from batchinfer.engine.load.settling import settled
 from batchinfer.engine.loop.engine import EngineLimits
+from batchinfer.engine.ranks.division import RankConfig
 from batchinfer.engine.ranks.following import Follower, RankAccount
-from batchinfer.engine.ranks.joining import Company, join
-from batchinfer.engine.ranks.seat import Seat
+from batchinfer.engine.ranks.rank_groups import RankGroups, join_ranks
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.budget import scheduler_config
@@ -62,15 +64,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
+    """An engine that is ready to run, and its description."""
+
     engine: AnyEngine
     info: EngineInfo
-    read_loads: Callable[[], ExpertTokens]  # how many tokens experts were given so far; waits for the device
-    account: RankAccount | None = None  # of this process; None: it is no rank
+    read_loads: Callable[
+        [], ExpertTokens
+    ]  # returns the tokens routed to each expert so far; waits for the device
+    account: RankAccount | None = None  # of this rank; None: the model is not sharded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedWeights:
-    """A model's weights on their device, packed for its operators: all of an engine that needs no plan."""
+    """A model's weights on their device, packed for its operators. Loading needs no plan."""
 
     config: LoadConfig
     source: Source
@@ -80,79 +86,101 @@ class LoadedWeights:
     decoder: Decoders
     masks: ConstraintMasks | None
     untimed: Untimed
-    cost: ModelCost  # of the whole model, of which this may be the part of one rank
-    company: Company
+    cost: ModelCost  # of the whole model; `source` may be the shard of one rank
+    rank_groups: RankGroups
     proposers: Proposers
-    before_bytes: int | None = None  # in memory before anything was loaded; None: not known
+    before_bytes: int | None = None  # resident memory of the process before loading; None: unknown
 
     def engine(
         self,
         config: EngineConfig,
         stop_streams: StopStreams | None = None,
-        agreed: Agreed = alone,
-        tell: Tell | None = None,
+        agreed: Agreed = choose_alone,
+        send_step: SendStep | None = None,
     ) -> BuiltEngine:
-        """Wire the rooms together; raises as `model` does. `tell` tells the other ranks of each step, where there are
-        any."""
+        """Build the engine; raises like `model`.
+
+        Args:
+            config: The settings of the engine.
+            stop_streams: Finds stop strings in the answers.
+            agreed: Makes choices that all engines of the run share.
+            send_step: Sends each step to the other ranks; None: there are no other ranks.
+        """
         loaded = self.model(config, agreed)
-        if tell is None:
+        if send_step is None:
             return BuiltEngine(
                 loaded.engine(config.peaks, stop_streams), loaded.info, loaded.expert_loads.read
             )
-        engine = leading_engine(loaded, self.company, self.cost, tell, config.peaks, stop_streams)
+        engine = make_leading_engine(
+            loaded, self.rank_groups, self.cost, send_step, config.peaks, stop_streams
+        )
         return BuiltEngine(engine, loaded.info, loaded.expert_loads.read, self._account(loaded))
 
     def follower(self, config: EngineConfig, agreed: Agreed) -> Follower:
-        """Make what follows the leading rank, whose choices `agreed` returns; raises as `model` does."""
+        """Build the follower of the leading rank; raises like `model`.
+
+        Args:
+            config: The settings of the engine.
+            agreed: Returns the choices of the leading rank.
+        """
         loaded = self.model(config, agreed)
-        return follower_of(loaded, self.company, self._account(loaded))
+        return make_follower(loaded, self.rank_groups, self._account(loaded))
 
     def _account(self, loaded: LoadedModel) -> RankAccount:
-        return account_of(self.source, loaded, self.company, self.before_bytes)
+        return make_account(self.source, loaded, self.rank_groups, self.before_bytes)
 
-    def model(self, config: EngineConfig, agreed: Agreed = alone) -> LoadedModel:
-        """Size the KV cache and warm up. A choice by time is made through `agreed`. Raises OutOfMemory when the job
-        cannot fit."""
+    def model(self, config: EngineConfig, agreed: Agreed = choose_alone) -> LoadedModel:
+        """Size the KV cache and warm up.
+
+        Args:
+            config: The settings of the engine.
+            agreed: Makes choices by measured time, which all engines of the run share.
+
+        Raises:
+            OutOfMemory: The job does not fit into memory.
+        """
         source, device = self.source, self.arithmetic.device
-        # no longer than what runs: a checkpoint may name billions of positions
+        # Not max_model_len: checkpoints may declare billions of positions
         longest = max(1, min(config.longest, config.max_model_len))
-        block_size, company = config.block_size or DEFAULT_BLOCK_SIZE, self.company
+        block_size, rank_groups = config.block_size or DEFAULT_BLOCK_SIZE, self.rank_groups
         captured = source.can_be_captured and self.cost.causal
-        limits, turns = in_turns(scheduler_config(config, self.cost, captured), company.division.stages)
+        limits, turns = split_among_turns(
+            scheduler_config(config, self.cost, captured), rank_groups.division.stages
+        )
         sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
         ops = fastest_operators(self.ops, sizes, device, source.prompt_layers, agreed)
         model = self.decoder(ops, longest)
         eos = frozenset(source.spec.eos_token_ids)
-        # Peers know what is asked of the head before the masks are looked at, and not behind that
+        # With tensor parallelism, all ranks must call the head in the same way, independent of masks (on_host=False)
         sampler = Sampler(
-            eos, self.masks, device.type == "cpu" and company.division.tensor == 1, model.classifier
+            eos, self.masks, device.type == "cpu" and rank_groups.division.tensor == 1, model.classifier
         )
         layout, cost = layout_for(source, block_size, longest), source.cost(self.arithmetic)
-        runner = ModelRunner(model, ops, [], layout, sampler, cost, device, in_group=company.divided)
+        runner = ModelRunner(model, ops, [], layout, sampler, cost, device, in_group=rank_groups.is_sharded)
         runner.give_adapters(_numbers(config.load.adapters, source))
-        runner = staged(runner, company, limits.max_num_batched_tokens, self.arithmetic.dtype)
-        runner = self.proposers.watching(runner, longest, limits.max_num_seqs)
+        runner = stage_runner(runner, rank_groups, limits.max_num_batched_tokens, self.arithmetic.dtype)
+        runner = self.proposers.tapped_runner(runner, longest, limits.max_num_seqs)
         dtype = self.arithmetic.dtype
-        parts = company.everyone, turns, self.proposers.loaded
+        parts = rank_groups.everyone, turns, self.proposers.loaded
         memory = CacheMemory(config, source, runner, limits, dtype, longest, *parts)
         counters = model.expert_loads if captured else None
         fitted = fit_cache(runner, limits, self.cost, memory.room(), counters, config, self.untimed)
         loads = model.expert_loads.numbered_from(first_layer(source))
-        loads.restart()  # what was measured and compiled with is nobody's work
-        running, beside = self.proposers.of(source, fitted, longest, self.masks)
+        loads.restart()  # do not count the tokens of the warm-up
+        running, proposer = self.proposers.of(source, fitted, longest, self.masks)
         return LoadedModel(
             runner=running,
             limits=fitted.limits,
             engine_limits=EngineLimits(source.spec.content_roots(longest), eos),
             info=replace(
                 _info(self.config, source, fitted, memory.block_bytes, self.threads),
-                division=company.division,
+                division=rank_groups.division,
                 max_num_seqs=turns * fitted.limits.max_num_seqs,
             ),
             expert_loads=loads,
             masks=self.masks,
             drafts=config.drafts,
-            beside=beside,
+            proposer=proposer,
             turns=turns,
         )
 
@@ -162,27 +190,33 @@ def load_weights(
     constraints: ConstraintsFor | None = None,
     untimed: Untimed = nullcontext,
     source: Source | None = None,
-    seat: Seat | None = None,
+    rank_config: RankConfig | None = None,
 ) -> LoadedWeights:
-    """Load the weights. `source` takes the place of the checkpoint at `config.model`; work whose duration nobody knows,
-    also in mid-job, is done inside of `untimed`. `seat`: that of this process among the ranks of an engine, which
-    meet the others here; None: it has no others.
+    """Load the weights, and connect to the other ranks of the engine, if any.
 
-    Raises Unavailable without the device, and what loading a checkpoint raises.
+    Args:
+        config: The settings for loading.
+        constraints: Creates the constraints of the job from end-of-sequence tokens and vocabulary size.
+        untimed: A context for work of unknown duration, for example compiling kernels; the watchdog ignores it.
+        source: Replaces the checkpoint at `config.model`.
+        rank_config: The rank of this process; None: the model is not sharded.
+
+    Raises:
+        Unavailable: The device is missing. Errors of loading a checkpoint are raised as well.
     """
-    before_bytes, (device, threads) = own_resident_memory(), settled(config)
+    before_bytes, (device, threads) = own_resident_memory(), set_up_process(config)
     if device.type == "cuda":
         _announce_compilations(untimed)
-    company = join(seat, device)
-    whole = source or source_of(config)
-    source = part_of(whole, config, company)
+    rank_groups = join_ranks(rank_config, device)
+    whole = source or open_source(config)
+    source = rank_source(whole, config, rank_groups)
     arithmetic = _arithmetic(config, device)
     cost = whole.cost(arithmetic)
     ops = source.choose_ops(arithmetic)
     decoder = source.load(ops, arithmetic)
     eos = frozenset(source.spec.eos_token_ids)
     masks = None if constraints is None else ConstraintMasks(constraints(eos, source.spec.vocab))
-    proposers = load_proposers(config, arithmetic, device, company)
+    proposers = load_proposers(config, arithmetic, device, rank_groups)
     return LoadedWeights(
         config,
         source,
@@ -193,7 +227,7 @@ def load_weights(
         masks,
         untimed,
         cost,
-        company,
+        rank_groups,
         proposers,
         before_bytes,
     )
@@ -204,7 +238,7 @@ def load_model(
     source: Source | None = None,
     constraints: ConstraintsFor | None = None,
     untimed: Untimed = nullcontext,
-    agreed: Agreed = alone,
+    agreed: Agreed = choose_alone,
 ) -> LoadedModel:
     """Load the weights and size the KV cache; see `load_weights` and `LoadedWeights.model`."""
     return load_weights(config.load, constraints, untimed, source).model(config, agreed)
@@ -221,10 +255,9 @@ def _arithmetic(config: LoadConfig, device: torch.device) -> Arithmetic:
 
 
 def _numbers(adapters: Iterable[tuple[str, Path]], source: Source) -> dict[str, int]:
-    """Number the adapters in the order in which they were loaded; 0: the weights as they are, into which one may be
-    merged."""
-    beside = {name: number for number, name in enumerate(source.adapters, 1)}
-    return {"": 0} | {name: beside.get(name, 0) for name, _ in adapters}
+    """Return the number of each adapter by name, in loading order from 1 on. A merged adapter has the number 0."""
+    separate = {name: number for number, name in enumerate(source.adapters, 1)}
+    return {"": 0} | {name: separate.get(name, 0) for name, _ in adapters}
 
 
 def _info(config: LoadConfig, source: Source, fitted: Fitted, block_bytes: int, threads: int) -> EngineInfo:
@@ -252,7 +285,7 @@ def _info(config: LoadConfig, source: Source, fitted: Fitted, block_bytes: int, 
 
 
 def _announce_compilations(untimed: Untimed) -> None:
-    """Let no watchdog take the compilation of a kernel for a hang: new sizes may come up in mid-job."""
+    """Run compilations of kernels inside of `untimed`: new sizes may be compiled at any time during the job."""
     from batchinfer_kernels.gpu.compilations import announce_compilations
 
     announce_compilations(untimed)

@@ -1,4 +1,4 @@
-"""Gives a runner its cache, as its device needs it."""
+"""Sizes and allocates the KV cache of a runner, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchinfer.core.errors import OutOfMemory
 from batchinfer.engine.config import EngineConfig, Untimed
 from batchinfer.engine.graphs.decode_graphs import GraphOps
 from batchinfer.engine.graphs.graph_capture import GpuRecorder, GraphRecorder, R, Replay
-from batchinfer.engine.load.device_fit import CacheRoom, Fitted, allocated, fit, with_cache
+from batchinfer.engine.load.device_fit import CacheRoom, Fitted, allocate_cache, fit, with_cache
 from batchinfer.engine.load.dummy_prompts import DummyPrompts
 from batchinfer.engine.load.dummy_steps import GpuMeter, MemoryMeter
 from batchinfer.engine.runner.device_runner import DeviceRunner
@@ -25,16 +25,19 @@ from batchinfer_kernels.cost import ModelCost
 
 
 def fit_prompts(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, meter: MemoryMeter) -> Fitted:
-    """Give `runner`, which has no cache yet, the largest cache that leaves room for its steps of whole prompts.
+    """Give the runner of an encoder on a GPU the largest cache that leaves memory for its steps.
 
-    Halves the largest step until there is memory for it. Raises OutOfMemory when there is none for the longest prompt.
+    The largest step is halved until it fits.
+
+    Raises:
+        OutOfMemory: There is no memory for the longest prompt.
     """
     step_bytes, batches = _measured(runner, limits, room, meter)
     if batches.most_tokens is not None:
         limits = replace(limits, max_num_batched_tokens=max(batches.most_tokens, room.longest))
     meter.restart()
-    spare = runner.ops.spare_bytes(limits.max_num_seqs, 1, runner.device)  # of prompts of one token
-    blocks, caches = allocated(room, room.blocks(step_bytes + spare))
+    spare = runner.ops.spare_bytes(limits.max_num_seqs, 1, runner.device)  # for prompts of one token
+    blocks, caches = allocate_cache(room, room.blocks(step_bytes + spare))
     fitted = _on_device(runner, caches, batches)
     DummyPrompts(fitted, limits, room.longest, blocks).warm_up()
     return Fitted(fitted, limits, blocks, meter.free())
@@ -43,15 +46,18 @@ def fit_prompts(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, m
 def _measured(
     runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, meter: MemoryMeter
 ) -> tuple[int, MicroBatches]:
-    """Return the bytes that steps take, and how steps are divided for which there was no memory. The small cache that
-    they run with is gone by then."""
-    batches = MicroBatches(whole=True)
+    """Run the largest steps with a small temporary cache.
+
+    Returns:
+        The bytes that steps take, and the limit of tokens per step if memory ran out.
+    """
+    batches = MicroBatches(whole_chunks=True)
     measured = _on_device(runner, room.allocate(limits.max_num_seqs + 1), batches)
     try:
         return DummyPrompts(measured, limits, room.longest, limits.max_num_seqs).profile(meter), batches
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
-            f"the device has no memory for a prompt of {room.longest} tokens: {error}"
+            f"the device has too little memory for a prompt of {room.longest} tokens: {error}"
         ) from error
 
 
@@ -68,32 +74,43 @@ def fit_cache(
     config: EngineConfig,
     untimed: Untimed,
 ) -> Fitted:
-    """Give the runner its cache. On a GPU steps are measured first, and then captured; `cost`: of the whole
-    model, of which the runner may have a part. `loads` are the counters of a model that can be captured, None one that
-    cannot."""
+    """Give the runner its cache. On a GPU, measure the largest steps first and capture graphs afterwards.
+
+    Args:
+        runner: The runner, without a cache.
+        limits: The limits of its steps.
+        cost: The cost of the whole model; the runner may have a shard.
+        room: Sizes and allocates the cache.
+        loads: The expert counters of a model that can be captured; None: the model cannot be captured.
+        config: The settings of the engine.
+        untimed: A context for work of unknown duration.
+
+    Raises:
+        OutOfMemory: The job does not fit into memory.
+    """
     if isinstance(runner.ops, GraphOps) and limits.whole_prompts:
         return fit_prompts(runner, limits, room, GpuMeter(runner.device))
     if isinstance(runner.ops, GraphOps):
         mixed = captured_tokens(cost, config.peaks, limits.max_num_batched_tokens)
         capture = None if loads is None else _Uncounted(GpuRecorder(), loads, untimed)
         drafts = bool(config.drafts) and config.peaks is not None
-        asked = (config.logprobs, mixed, drafts, config.load.heads is not None)
-        found = fit(runner, limits, room, GpuMeter(runner.device), capture, *asked)
-        return found if found.captures_pieces else _by_operators(found, cost, config)
+        options = (config.logprobs, mixed, drafts, config.load.heads is not None)
+        found = fit(runner, limits, room, GpuMeter(runner.device), capture, *options)
+        return found if found.captures_pieces else _without_pieces(found, cost, config)
     blocks = room.blocks(0)
     return Fitted(
         replace(runner, caches=room.allocate(blocks)), replace(limits, admission_costs=None), blocks
     )
 
 
-def _by_operators(found: Fitted, cost: ModelCost, config: EngineConfig) -> Fitted:
-    """Steps that read prompts are launched an operator at a time: more of it has to be hidden."""
+def _without_pieces(found: Fitted, cost: ModelCost, config: EngineConfig) -> Fitted:
+    """Raise the admission costs for prefill steps that are launched operator by operator, which takes longer."""
     costs = found.limits.admission_costs and admission_costs(cost, config.peaks, pieces=False)
     return replace(found, limits=replace(found.limits, admission_costs=costs))
 
 
 class _Uncounted(GraphRecorder):
-    """Records without counting experts' tokens: a step that is captured runs for nobody, and is replayed afterwards."""
+    """A recorder that does not count tokens per expert while capturing: a captured step is replayed afterwards."""
 
     def __init__(self, inner: GraphRecorder, loads: ExpertLoads, untimed: Untimed) -> None:
         self._inner, self._loads, self._untimed = inner, loads, untimed

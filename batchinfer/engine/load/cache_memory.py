@@ -1,4 +1,4 @@
-"""The memory of the KV cache: how many blocks there is room for, and their allocation."""
+"""Computes how many KV cache blocks fit into memory, and allocates them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.load.device_fit import CacheRoom
-from batchinfer.engine.ranks.joining import fewest
+from batchinfer.engine.ranks.rank_groups import min_over_ranks
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.watched_model import WatchedModel
+from batchinfer.engine.runner.tapped_model import TappedModel
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.device_memory import allocate_caches, block_bytes
 from batchinfer.engine.tensors.slot_states import SlotStates
@@ -22,62 +22,65 @@ from batchinfer.models.parallel.group import Group
 from batchinfer.models.sources import Source
 
 
-class KeptBeside(Protocol):
-    """A draft model, or heads, which are in memory beside an engine's model."""
+class ProposerMemory(Protocol):
+    """The memory of a draft model or of draft heads."""
 
     @property
     def weight_bytes(self) -> int:
         """Return the bytes of its weights."""
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes that each block of the cache takes for it."""
+        """Return its bytes per block of the KV cache."""
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the bytes that it keeps in no block of a row."""
+        """Return its bytes that do not depend on the number of cache blocks, without weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheMemory:
-    """Sizes and allocates the KV cache of a runner, in the memory that is free when it is asked."""
+    """Sizes and allocates the KV cache of a runner from the memory that is free at that time."""
 
     config: EngineConfig
     source: Source
     runner: ModelRunner
     limits: SchedulerConfig
     dtype: torch.dtype
-    longest: int  # tokens of a sequence
+    longest: int  # tokens of the longest sequence
     group: Group
-    turns: int = 1  # engines that have a part of it each
-    beside: KeptBeside | None = None  # whose cache lies in the same blocks
+    turns: int = 1  # engines that share the cache
+    proposer: ProposerMemory | None = None  # a draft model or heads, with a cache of as many blocks
 
     @property
     def block_bytes(self) -> int:
-        """Count the bytes of a block, with what a draft model or heads have in it."""
+        """Return the bytes per block, including the draft model or draft heads."""
         runner = self.runner
         own = block_bytes(runner.ops, self.source.spec.caches, runner.layout, self.dtype.itemsize)
-        return own if self.beside is None else own + self.beside.block_bytes(runner.layout.block_size)
+        return own if self.proposer is None else own + self.proposer.block_bytes(runner.layout.block_size)
 
     def room(self) -> CacheRoom:
-        """Return what `fit` asks of the cache."""
+        """Return the CacheRoom for `fit`."""
         least = self.runner.layout.sizes.alone(self.longest, self.limits.max_num_batched_tokens)
-        return CacheRoom(self._blocks, self._allocate, self.longest, self.turns * least, self._agreed)
+        return CacheRoom(self._blocks, self._allocate, self.longest, self.turns * least, self._min_over_ranks)
 
     def _blocks(self, needed: int) -> int:
-        """How many blocks the cache gets on every rank, where steps need `needed` bytes; see `cache_blocks`. Ranks on a
-        CPU share its memory, and all of them what the job gives to the cache."""
+        """Return the number of blocks of the cache, which is the same on every rank; see `cache_blocks`.
+
+        Args:
+            needed: Bytes to leave free for steps. Ranks on a CPU get equal shares of its memory and of kv_memory.
+        """
         config, limits, device = self.config, self.limits, self.runner.device
         if self._states is not None:
-            self._states.drop()  # those that a profile run had
+            self._states.drop()  # the states of the profile run
         free, memory, ranks = _free_bytes(device), config.kv_memory, self.group.size
         if device.type == "cpu":
             free //= ranks
             memory = memory // ranks if isinstance(memory, int) else memory
         if device.type == "cpu" and config.memory is not None:
             weights = self.source.weight_bytes(self.runner.cost)
-            weights += 0 if self.beside is None else self.beside.weight_bytes
+            weights += 0 if self.proposer is None else self.proposer.weight_bytes
             free = min(free, max(0, config.memory // ranks - weights))
-        if self.beside is not None:
-            spare = self.beside.spare_bytes(self.runner.layout.block_size, limits.max_num_seqs)
+        if self.proposer is not None:
+            spare = self.proposer.spare_bytes(self.runner.layout.block_size, limits.max_num_seqs)
             needed += spare
             memory = memory - spare if isinstance(memory, int) else memory
         if self.turns > 1:
@@ -92,10 +95,10 @@ class CacheMemory:
             kind=device.type,
             needed=needed,
         )
-        return self.turns * self._agreed(blocks)
+        return self.turns * self._min_over_ranks(blocks)
 
-    def _agreed(self, count: int) -> int:
-        return fewest(count, self.group, self.runner.device)
+    def _min_over_ranks(self, count: int) -> int:
+        return min_over_ranks(count, self.group, self.runner.device)
 
     def _allocate(self, blocks: int) -> list[LayerCache]:
         runner = self.runner
@@ -107,13 +110,13 @@ class CacheMemory:
 
     @property
     def _states(self) -> SlotStates | None:
-        """Return the states that the model keeps for heads, in the blocks of the cache; None: it keeps none."""
+        """Return the states that the model keeps per slot for draft heads, or None if there are no such heads."""
         model = self.runner.model
-        return model.kept if isinstance(model, WatchedModel) else None
+        return model.kept if isinstance(model, TappedModel) else None
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Count the bytes that can still be allocated on the device."""
+    """Return the bytes that can still be allocated on the device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return available_memory()

@@ -1,6 +1,6 @@
-"""Steps of two small models with random weights, timed: what the parts of a step take on this machine.
+"""Times steps of two small models with random weights, to fit the step time model of this machine's CPU.
 
-A wide model, whose weights are read from memory, and a narrow one, where the work between the products counts.
+The wide model is bound by reading weights; the narrow one by the operators between the matrix products.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from batchinfer_kernels.arithmetic import Dtype, Quantization
 from batchinfer_kernels.cost import ModelCost, StepShape
 
 LONGEST = 1280  # tokens of a sequence
-KV_MEMORY = 256 << 20  # bytes: more than the blocks of any step below, and more than any cache of a CPU
-FEWEST, LONG_ENOUGH_S = 3, 0.25  # a step is timed so often at the least, and again until it has taken so long
-MOST = 9  # times
+KV_MEMORY = 256 << 20  # bytes: more than any step below needs, and larger than the caches of a CPU
+# A step is timed at least MIN_RUNS times, then until it has taken MIN_TOTAL_S seconds or MAX_RUNS runs
+MIN_RUNS, MAX_RUNS, MIN_TOTAL_S = 3, 9, 0.25
 
-# Start and length of each sequence's part of a step
+# Start and length of a chunk
 Part = tuple[int, int]
 _PROMPTS: tuple[list[Part], ...] = (
     [(0, 32)],
@@ -65,23 +65,26 @@ _DECODES = (
     (256, 200),
 )
 _MIXED: tuple[list[Part], ...] = ([(200, 1)] * 128 + [(0, 384)], [(256, 1)] * 32 + [(512, 480)])
-# Steps of this many tokens whose cache no step has used before, to be compared with the same step on one that was used
+# Number and tokens of the steps that time the first use of cache memory
 FIRST_USES, FIRST_USE_TOKENS = 8, 2048
-HOST_RUNS = ((256, 12), (64, 20), (8, 30))  # rows, and tokens of each answer
+HOST_RUNS = ((256, 12), (64, 20), (8, 30))  # rows, and tokens per answer
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Steps: what the model costs, what the step ran, its rows, seconds in the model. And steps' rows, with the seconds
-    that the host took outside of the model. `first_use_s`: of a byte of the cache."""
+    """The measured times."""
 
-    steps: list[tuple[ModelCost, StepShape, int, float]]
-    host: list[tuple[int, float]]
-    first_use_s: float = 0.0
+    steps: list[tuple[ModelCost, StepShape, int, float]]  # model, step, rows, seconds in the model
+    host: list[tuple[int, float]]  # rows, seconds of the step outside of the model
+    first_use_s: float = 0.0  # additional seconds per cache byte when memory is first used
 
 
 def calibrate(dtype: Dtype, quantization: Quantization) -> Calibration:
-    """Time both models on the CPU. Raises Unavailable where its operators lack this arithmetic."""
+    """Time both models on the CPU.
+
+    Raises:
+        Unavailable: The CPU operators do not support this dtype or quantization.
+    """
     found, first_use_s = Calibration([], []), 0.0
     for config in (_WIDE, _NARROW):
         loaded = _loaded(config, dtype, quantization)
@@ -125,15 +128,17 @@ def _steps() -> Iterator[list[Part]]:
 
 
 def _timed(loaded: LoadedModel, parts: list[Part]) -> tuple[ModelCost, StepShape, int, float]:
-    """Return the lower quartile of several runs, after one that does not count: other work of the machine makes a run
-    slower, never faster (docs/measurements/scheduling.md)."""
+    """Return model cost, step, rows and seconds: the lower quartile of several runs after a warm-up run.
+
+    Other work on the machine makes a run slower, never faster (docs/measurements/scheduling.md).
+    """
     runner = loaded.runner
     chunks = _chunks(loaded, parts)
     step, sampling = Step(chunks), [chunk.sequence for chunk in chunks if chunk.samples]
     shape, writer = step_shape(chunks, len(sampling), 0, runner.layout), PlanWriter()
     runner.launch(writer.of(step, sampling)).tokens()
     took: list[float] = []
-    while len(took) < FEWEST or (sum(took) < LONG_ENOUGH_S and len(took) < MOST):
+    while len(took) < MIN_RUNS or (sum(took) < MIN_TOTAL_S and len(took) < MAX_RUNS):
         began = time.perf_counter()
         runner.launch(writer.of(step, sampling)).tokens()
         took.append(time.perf_counter() - began)
@@ -141,17 +146,17 @@ def _timed(loaded: LoadedModel, parts: list[Part]) -> tuple[ModelCost, StepShape
 
 
 def _first_use_s(loaded: LoadedModel) -> float:
-    """Time the first use of a byte of the cache, without the time that its step takes anyway."""
+    """Return the additional seconds per byte of a step on cache memory that was never used before."""
     runner, block = loaded.runner, loaded.runner.layout.block_size
     blocks = FIRST_USE_TOKENS // block
-    last = loaded.info.blocks - FIRST_USES * blocks  # from here on no step was
+    last = loaded.info.blocks - FIRST_USES * blocks  # unused so far: earlier steps took blocks from 0 on
     took: list[list[float]] = []
     for number in range(FIRST_USES):
         chunks = _chunks(loaded, [(0, FIRST_USE_TOKENS // 4)] * 4, last + number * blocks)
         step, sampling = Step(chunks), [chunk.sequence for chunk in chunks if chunk.samples]
         writer = PlanWriter()
         took.append([])
-        for _ in range(FEWEST):
+        for _ in range(MIN_RUNS):
             began = time.perf_counter()
             runner.launch(writer.of(step, sampling)).tokens()
             took[-1].append(time.perf_counter() - began)
@@ -160,8 +165,15 @@ def _first_use_s(loaded: LoadedModel) -> float:
 
 
 def _chunks(loaded: LoadedModel, parts: list[Part], first: int = 0) -> list[Chunk]:
-    """Make a step whose sequences have blocks of their own, as if their beginnings had been computed: how long
-    attention takes does not depend on what the cache holds."""
+    """Make the chunks of a step.
+
+    Earlier tokens of a sequence are not computed first: the contents of the cache do not change the time of attention.
+
+    Args:
+        loaded: The model.
+        parts: Start and length of each chunk.
+        first: The first block to use; sequences share none.
+    """
     layout, blocks = loaded.runner.layout, loaded.info.blocks
     chunks = []
     for row, (start, length) in enumerate(parts):
@@ -177,7 +189,7 @@ def _chunks(loaded: LoadedModel, parts: list[Part], first: int = 0) -> list[Chun
 
 
 def _host_times(loaded: LoadedModel, rows: int, tokens: int) -> list[tuple[int, float]]:
-    """Time the steps of an engine that answers this many rows: their rows, and the seconds outside of the model."""
+    """Run an engine and return for each step its rows and the seconds that it spent outside of the model."""
     draw = random.Random(rows)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     prompts = ([draw.randrange(5, 2000) for _ in range(32)] for _ in range(rows))

@@ -1,4 +1,4 @@
-"""Sizes the KV cache of a GPU: measures what the largest step needs and gives the cache the rest of the memory."""
+"""Sizes the KV cache of a GPU: measures the memory of the largest step and gives the rest to the cache."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from batchinfer.engine.load.dummy_steps import DummySteps, MemoryMeter
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.watched_model import WatchedModel
+from batchinfer.engine.runner.tapped_model import TappedModel
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.device_tables import GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphSize
-from batchinfer.engine.tensors.graph_sizes import DRAFT_QUERIES, FEW_ROWS
+from batchinfer.engine.tensors.graph_sizes import DRAFT_QUERIES, MIN_SAMPLED_ROWS
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.decoder.attention import StaticBuffers
 from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
@@ -32,34 +32,34 @@ from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, Laye
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-# Each further attempt, when a cache cannot be allocated, asks for this share of the one before
-SMALLER = 15 / 16
+# If a cache cannot be allocated, the next attempt uses this share of its blocks
+RETRY_SHARE = 15 / 16
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
     """Computes how large the cache may be, and allocates it."""
 
-    # Bytes that steps need → blocks; raises OutOfMemory when they hold no sequence
+    # Bytes that steps need → blocks; raises OutOfMemory if the longest sequence does not fit
     blocks: Callable[[int], int]
     allocate: Callable[[int], list[LayerCache]]  # raises torch.OutOfMemoryError
-    longest: int  # tokens of a sequence
-    least: int  # blocks of which each engine has what one sequence holds alone
-    agreed: Callable[[int], int] = int  # the least of what all ranks of an engine found; each of them asks
+    longest: int  # tokens of the longest sequence
+    least: int  # blocks with which each engine can run one sequence of that length
+    min_over_ranks: Callable[[int], int] = int  # the minimum over all ranks, which must all call it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """A runner with its cache, and the limits of its steps."""
+    """A runner with its cache and the limits of its steps."""
 
     runner: ModelRunner
     limits: SchedulerConfig
     blocks: int
-    free_bytes: int | None = None  # of the device's memory, with all that was captured; None on a CPU
+    free_bytes: int | None = None  # free device memory after capturing graphs; None on a CPU
 
     @property
     def captures_pieces(self) -> bool:
-        """Whether steps that read prompts are replayed in pieces."""
+        """Return True if prefill steps are replayed by piecewise graphs."""
         runner = self.runner
         return isinstance(runner, DeviceRunner) and runner.mixed is not None and runner.mixed.covers(1)
 
@@ -75,15 +75,22 @@ def fit(
     drafts: bool = False,
     trees: bool = False,
 ) -> Fitted:
-    """Give `runner`, which has no cache yet, the largest cache that leaves room for its steps.
+    """Give a runner the largest cache that leaves memory for its steps, and capture its graphs.
 
-    `capture` turns decode steps into graphs, if the operators can plan for graphs; None: the model cannot be captured.
-    Ranks of an engine come to the same limits and blocks, and capture the same steps, as these wait for one another.
-    `logprobs`: the most log-probabilities that a row asks for; None: none does. `mixed`: the most tokens of a step that
-    reads prompts and is captured in pieces, if `capture` can record them. `drafts`: whether rows may have any, which
-    are verified in graphs of their own; `trees`: and of these trees, if the model's runner follows them.
-    Halves the largest step until there is memory for it. Raises OutOfMemory when there is none for a step of one token
-    or for the longest sequence.
+    The largest step is halved until it fits. All ranks get the same limits and blocks, and capture the same steps.
+
+    Args:
+        runner: The runner, without a cache.
+        limits: The limits of its steps.
+        room: Sizes and allocates the cache.
+        meter: Measures memory.
+        capture: Captures graphs of decode steps; None: the model cannot be captured.
+        logprobs: The most log-probabilities per token that a row requests; None: no row does.
+        mixed: The maximum tokens of a prefill step that is captured in pieces.
+        drafts: True if rows may have drafts, which are verified by graphs of their own.
+        trees: True if drafts may form trees, where the runner supports them.
+
+    Raises OutOfMemory if there is no memory for a step of one token or for the longest sequence.
     """
     profile = _profile(runner, limits, room, meter, logprobs, mixed)
     meter.restart()
@@ -93,7 +100,7 @@ def fit(
     if recorder is not None:
         buffers = _on_all(_static_buffers(runner, min(mixed, limits.max_num_batched_tokens)), room)
     needed = profile.step_bytes + (graph_bytes(buffers.tokens, profile.layers) if buffers else 0)
-    # of steps that are launched, and of graphs, which keep what they take
+    # Needed twice: graphs keep their own memory, in addition to steps without a graph
     spare = runner.ops.spare_bytes(_most_rows(limits), room.longest, runner.device)
     if capture is not None and drafts:
         size = _drafted(_largest(runner, limits, room), limits)
@@ -104,8 +111,8 @@ def fit(
     if capture is not None:
         largest = _largest(runner, limits, room)
         tables = _on_all(_graph_tables(runner, _drafted(largest, limits) if drafts else largest), room)
-    blocks, caches = allocated(room, room.blocks(needed))
-    blocks = room.agreed(blocks)
+    blocks, caches = allocate_cache(room, room.blocks(needed))
+    blocks = room.min_over_ranks(blocks)
     fitted = replace(with_cache(runner, caches), micro_batches=profile.micro_batches, recorder=recorder)
     if capture is not None and tables is not None:
         largest = _largest(runner, limits, room, blocks)
@@ -120,23 +127,23 @@ def fit(
 
 
 def _on_all(made: T | None, room: CacheRoom) -> T | None:
-    """Return what was allocated, if every rank could allocate it."""
-    return made if room.agreed(made is not None) else None
+    """Return `made` if it is not None on any rank, else None."""
+    return made if room.min_over_ranks(made is not None) else None
 
 
 def _has_masks(runner: ModelRunner, room: CacheRoom) -> bool:
-    """Whether rows may have masks. The rank that leads knows, and the others run the same steps."""
-    return not room.agreed(runner.sampler.mask is None)
+    """Return True if rows may have masks. Only the leading rank knows; all ranks get its result."""
+    return not room.min_over_ranks(runner.sampler.mask is None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Profile:
-    """The measurements of the profile run."""
+    """The results of the profile run."""
 
-    step_bytes: int  # that steps take in addition to the weights and the cache
-    limits: SchedulerConfig  # of the steps for which there is memory
+    step_bytes: int  # memory of steps in addition to weights and cache
+    limits: SchedulerConfig  # limits of steps that fit into memory
     micro_batches: MicroBatches
-    layers: int  # with attention
+    layers: int  # attention layers
 
 
 def _profile(
@@ -147,7 +154,7 @@ def _profile(
     logprobs: int | None,
     mixed: int,
 ) -> _Profile:
-    """Run the largest steps on a small cache, which is gone afterwards. Raises OutOfMemory."""
+    """Run the largest steps with a small temporary cache. Raises OutOfMemory."""
     measured = with_cache(runner, room.allocate(limits.max_num_seqs + 1))
     masked = _has_masks(runner, room)
     steps = DummySteps(measured, limits, room.longest, limits.max_num_seqs, logprobs, masked)
@@ -161,7 +168,7 @@ def _profile(
 
 
 def _warmed_up(fitted: Fitted, steps: DummySteps, meter: MemoryMeter) -> Fitted:
-    """Run the warm-up, and note what it has left of the device's memory."""
+    """Run the warm-up and record the free device memory after it."""
     before = meter.free()
     steps.warm_up()
     free = meter.free()
@@ -173,7 +180,7 @@ def _warmed_up(fitted: Fitted, steps: DummySteps, meter: MemoryMeter) -> Fitted:
 
 
 def with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
-    """Return the runner of a GPU, with a cache."""
+    """Return a DeviceRunner with the settings of `runner` and the given cache."""
     return DeviceRunner(
         model=runner.model,
         ops=runner.ops,
@@ -184,7 +191,7 @@ def with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
         device=runner.device,
         state=StepState(adapters=runner.state.adapters),
         in_group=runner.in_group,
-        borders=runner.borders,
+        stage_io=runner.stage_io,
     )
 
 
@@ -192,15 +199,21 @@ def _most_rows(limits: SchedulerConfig) -> int:
     return min(limits.max_num_seqs, limits.max_num_batched_tokens)
 
 
-def allocated(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
-    """Return (blocks for sequences, a cache with one block more, which takes the keys of padding rows). Raises
-    OutOfMemory where there is no memory for the longest sequence."""
+def allocate_cache(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
+    """Allocate a cache of `wanted` blocks, or of fewer if there is too little memory.
+
+    Returns:
+        The number of blocks for sequences, and the cache. It has one block more, for the keys of padding rows.
+
+    Raises:
+        OutOfMemory: There is no memory for the longest sequence.
+    """
     blocks = wanted
     while True:
         try:
             caches = room.allocate(blocks + 1)
         except torch.OutOfMemoryError as error:
-            smaller = int(blocks * SMALLER)
+            smaller = int(blocks * RETRY_SHARE)
             if smaller < room.least:
                 raise OutOfMemory(f"the device has no memory for a KV cache of {blocks} blocks") from error
             blocks = smaller
@@ -213,15 +226,19 @@ def allocated(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
 
 
 def _static_buffers(runner: ModelRunner, tokens: int) -> StaticBuffers | None:
-    """Allocate what is passed on between the pieces of steps of up to `tokens` tokens, before the cache is allocated;
-    None: no step is captured in pieces."""
+    """Allocate the buffers between the pieces of piecewise graphs, for steps of up to `tokens` tokens.
+
+    Returns:
+        None if no step is captured in pieces.
+    """
     if not tokens or not isinstance(runner.ops, GraphOps) or not isinstance(runner.model, SplitModel):
         return None
     try:
         return runner.model.static_buffers(tokens)
     except torch.OutOfMemoryError:
         _log.warning(
-            "too little GPU memory to capture steps of %s tokens as graphs: they run slower; lower engine.kv_memory",
+            "too little GPU memory to capture steps of %s tokens as graphs; these steps run slower. Lower "
+            "engine.kv_memory to capture them",
             tokens,
         )
         return None
@@ -230,9 +247,9 @@ def _static_buffers(runner: ModelRunner, tokens: int) -> StaticBuffers | None:
 def _piecewise(
     runner: DeviceRunner, buffers: StaticBuffers, blocks: int, recorder: GraphRecorder
 ) -> PiecewiseGraphs:
-    assert isinstance(runner.model, SplitModel), "it has made the buffers"
+    assert isinstance(runner.model, SplitModel), "the buffers exist only for a SplitModel"
     groups, padding_slot = len(runner.layout.groups), blocks * runner.layout.block_size
-    copied = runner.model.copy if isinstance(runner.model, WatchedModel) else None
+    copied = runner.model.copy if isinstance(runner.model, TappedModel) else None
     return PiecewiseGraphs(
         runner.model, runner.caches, groups, padding_slot, buffers, recorder, runner.in_group, copied
     )
@@ -244,22 +261,21 @@ def _largest(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, bloc
 
 
 def _drafted(largest: GraphSize, limits: SchedulerConfig) -> GraphSize:
-    """Return the largest step with drafts that is captured: its tokens are no more than rows can be sampled."""
-    rows = min(max(largest.rows, FEW_ROWS), limits.max_num_batched_tokens)
+    """Return the size of the largest captured step with drafts."""
+    rows = min(max(largest.rows, MIN_SAMPLED_ROWS), limits.max_num_batched_tokens)
     return replace(largest, rows=rows, queries=DRAFT_QUERIES[-1])
 
 
 def _graph_tables(runner: ModelRunner, largest: GraphSize) -> GraphTables | None:
-    """Allocate what graphs of decode steps read block tables from, before the cache is allocated; None: no decode step
-    is captured."""
+    """Allocate the block tables of decode graphs, or return None if no decode step is captured."""
     if not isinstance(runner.ops, GraphOps):
         return None
     try:
         return GraphTables(len(runner.layout.groups), largest.table_entries, runner.device)
     except torch.OutOfMemoryError:
         _log.warning(
-            "too little GPU memory to capture decode steps of %s rows as graphs: they run slower; lower "
-            "engine.kv_memory",
+            "too little GPU memory to capture decode steps of %s rows as graphs; these steps run slower. Lower "
+            "engine.kv_memory to capture them",
             largest.rows,
         )
         return None
@@ -275,5 +291,5 @@ def _graphs(
     def forward(token_ids: Tensor, inputs: Seq[AttentionInputs], plans: Seq[AttentionPlan]) -> Tensor:
         return runner.model.forward(token_ids, inputs, runner.caches, plans)
 
-    assert isinstance(runner.ops, GraphOps), "it has the tables"
+    assert isinstance(runner.ops, GraphOps), "the tables exist only for GraphOps"
     return DecodeGraphs(forward, runner.ops, largest, runner.layout.groups, tables, capture, drafted)

@@ -1,4 +1,4 @@
-"""Profile run and warm-up of an encoder: steps of whole dummy prompts, whose hidden states are added up."""
+"""Profile run and warm-up of an encoder, with dummy prompts."""
 
 from __future__ import annotations
 
@@ -15,28 +15,33 @@ from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, SchedulerConfig, Step
 from batchinfer.engine.schedule.sequence import Sequence
 
-# Takes the most memory: the states of all tokens
+# Mean pooling takes the most memory: it needs the states of all tokens
 _MEAN = SamplingParams.vector("mean")
 
 
 @dataclass(frozen=True, slots=True)
 class DummyPrompts:
-    """Runs steps of dummy prompts, up to the largest that the limits allow. All of their keys go to one block."""
+    """Runs steps of dummy prompts, up to the largest that the limits allow."""
 
     runner: DeviceRunner
     limits: SchedulerConfig
-    longest: int  # tokens of a prompt
-    scratch: int  # the block that dummy tokens write to
+    longest: int  # tokens of the longest prompt
+    scratch: int  # the block that all dummy tokens write to
 
     @property
     def _most(self) -> tuple[int, int]:
-        """Return the most tokens and rows of a step."""
+        """Return the maximum tokens and rows of a step."""
         tokens = self.limits.max_num_batched_tokens
         return tokens, min(self.limits.max_num_seqs, tokens)
 
     def profile(self, meter: MemoryMeter) -> int:
-        """Measure the most bytes that the largest steps take in addition to the weights and the cache: the one of the
-        longest prompts, and the one of the most. Raises torch.OutOfMemoryError where there is none for a prompt."""
+        """Return the peak bytes of the largest steps in addition to weights and cache.
+
+        Two steps are measured: with the longest prompts, and with the most prompts.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for a single prompt.
+        """
         peaks, (tokens, rows) = [0], self._most
         for least in (1, rows):
             meter.restart()
@@ -45,8 +50,10 @@ class DummyPrompts:
         return max(peaks)
 
     def warm_up(self) -> None:
-        """Run steps of all sizes, the largest first, so that the later ones reuse its memory; then prompts of one
-        token, which have kernels of their own."""
+        """Run steps of all sizes, then prompts of one token, which use other kernels.
+
+        The largest step runs first: smaller ones reuse its memory.
+        """
         tokens, rows = self._most
         for size in (tokens, *sizes_between(1, tokens)):
             self._run(size, 1)
@@ -58,8 +65,12 @@ class DummyPrompts:
         self.runner.launch(plan).states()
 
     def chunks(self, tokens: int, rows: int) -> list[Chunk]:
-        """Make prompts of so many tokens together, at least so many prompts, and the first ones as long as allowed; of
-        fewer tokens, where that would be more rows than a step may have."""
+        """Make the prompts of a step. The first ones have the maximum length.
+
+        Args:
+            tokens: Tokens of all prompts; fewer are used if a step may not have that many rows.
+            rows: The minimum number of prompts.
+        """
         lengths, left = list[int](), tokens
         while left > 0 and len(lengths) < self._most[1]:
             lengths.append(max(1, min(self.longest, left - (rows - len(lengths) - 1))))

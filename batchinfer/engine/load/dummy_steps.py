@@ -1,6 +1,6 @@
-"""Profile run and warm-up: measures the memory of a step, and compiles every kernel before the first real one.
+"""Profile run and warm-up with dummy tokens: measures the memory of steps, compiles kernels and captures graphs.
 
-The steps run dummy tokens, whose keys go to the block of the padding rows.
+Dummy tokens write their K and V to the block for padding rows.
 """
 
 from __future__ import annotations
@@ -21,57 +21,57 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, SchedulerConfig, Step
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.tensors.graph_sizes import DRAFT_QUERIES, SHORTEST
+from batchinfer.engine.tensors.graph_sizes import DRAFT_QUERIES, MIN_CONTEXT_BOUND
 
-LEAST_TREE = 2  # drafts: one alone is a chain
-FEW = 8  # tokens of a prompt that no operators take for a long one
+MIN_TREE_DRAFTS = 2  # one draft is a chain
+SHORT_PROMPT = 8  # tokens; operators treat no prompt of this length as a long one
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)
-# Takes the most memory: logits, the sampler's scratch, counts of tokens, and all tokens so far
+# Takes the most memory: logits, the sampler's scratch memory, token counts, and all previous tokens
 COSTLY = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
 
 
 class MemoryMeter(Protocol):
-    """Measures how much of the device's memory is in use."""
+    """Measures the device memory in use."""
 
     def restart(self) -> None:
-        """Count only what is taken from now on."""
+        """Start a measurement from the memory that is in use now."""
 
     def peak(self) -> int:
-        """The most bytes that were in use at once since `restart`."""
+        """Return the peak bytes since `restart`, minus the bytes in use at `restart`."""
 
     def free(self) -> int:
-        """The bytes that are left."""
+        """Return the free bytes."""
 
 
 class GpuMeter:
-    """Reads what torch's allocator took from the GPU, which is no less than what its tensors use."""
+    """Measures the memory that torch's allocator has reserved, which includes gaps between tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, 0
 
     def restart(self) -> None:
-        """Count from the memory that is reserved now, after unused memory was given back."""
+        """Release unused memory and start a measurement from the memory that is reserved then."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_reserved(self._device)
 
     def peak(self) -> int:
-        """Return the most bytes that were reserved at once since `restart`."""
+        """Return the peak of reserved bytes since `restart`, minus the bytes reserved at `restart`."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_reserved(self._device) - self._before
 
     def free(self) -> int:
-        """Return the bytes that the device has left."""
+        """Return the free bytes of the device."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
 
 def sizes_between(rows: int, tokens: int) -> list[int]:
-    """Step sizes between a decode step of `rows` and a step of `tokens`, the largest first.
+    """Return step sizes between `rows` and `tokens` tokens, in descending order, that use all kernels.
 
-    Each is half the one before, once as a multiple of 16, for which Triton compiles separate kernels, and once as
-    another number. Tiles of matrix products grow with the step, so these sizes use every tile.
+    Each size is about half of the previous one, so every tile size of the matrix products occurs. Each occurs as a
+    multiple of 16, for which Triton compiles separate kernels, and as another number.
     """
     sizes, size = [], tokens - 1
     while size > rows:
@@ -81,67 +81,74 @@ def sizes_between(rows: int, tokens: int) -> list[int]:
 
 
 class _EveryToken:
-    """A mask of all rows that allows every token."""
+    """A TokenMask that allows every token."""
 
     def allowed(self, masks: Seq[int], tokens: Seq[int]) -> list[bool]:
         return [True] * len(masks)
 
     def fill(self, masks: Seq[int], bits: NDArray[np.int32]) -> None:
-        """All bits are set before."""
+        """Leave all bits set."""
 
 
 @dataclass(frozen=True, slots=True)
 class DummySteps:
-    """Runs steps of dummy tokens, up to the largest that the limits allow: the profile run, and the warm-up."""
+    """Runs the profile run and the warm-up: steps of dummy tokens, up to the largest that the limits allow."""
 
     runner: DeviceRunner
     limits: SchedulerConfig
-    longest: int  # tokens of a sequence
+    longest: int  # tokens of the longest sequence
     scratch: int  # the block that dummy tokens write to; they read the blocks before it
-    logprobs: int | None = None  # the most log-probabilities that a row asks for
-    masked: bool = False  # whether rows may have masks, of which the rank that leads alone knows more
-    trees: bool = False  # whether drafts of a row may be a tree
+    logprobs: int | None = None  # the most log-probabilities per token that a row requests
+    masked: bool = False  # True if rows may have masks
+    trees: bool = False  # True if drafts may form trees
 
     @property
     def rows(self) -> int:
+        """Return the maximum rows of a step."""
         return min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
 
     @property
     def costly(self) -> SamplingParams:
-        """The parameters that take the most memory of those that the job's rows may have."""
+        """Return the sampling parameters with the highest memory use that rows of the job may have."""
         return replace(COSTLY, logprobs=self.logprobs, adapter=self.adapter)
 
     @property
     def adapter(self) -> str:
-        """An adapter that stands beside the weights; "" if there is none. Kernels are the same for all of them."""
+        """Return the name of any adapter that is not merged, or "". All adapters use the same kernels."""
         return self.runner.state.adapters.any_name
 
     def profile(self, meter: MemoryMeter, mixed: int = 0) -> int:
-        """Measure the bytes that the largest step takes in addition to the weights and the cache, plus those of the
-        largest decode step, which its graph keeps, and of the largest one that is captured in pieces, of `mixed`
-        tokens. A step for which there is no memory is measured in the micro-batches that it is then run in."""
+        """Return the bytes to leave free for steps, in addition to weights and cache.
+
+        This is the sum of the peaks of the largest step, of the largest decode step (whose graph keeps its memory) and
+        of the largest step that is captured in pieces. A step without enough memory runs in micro-batches here, too.
+
+        Args:
+            meter: Measures memory.
+            mixed: The maximum tokens of a step that is captured in pieces.
+        """
         sizes = (self.limits.max_num_batched_tokens, self.rows, *[mixed] * (mixed > self.rows))
         return sum(self._most_bytes(meter, tokens) for tokens in sizes)
 
     def _most_bytes(self, meter: MemoryMeter, tokens: int) -> int:
-        """Measure the bytes that a step of so many tokens takes, of whole prompts or, if that may be more, of parts."""
+        """Return the peak bytes of a step of `tokens` tokens: of whole prompts or of later chunks of prompts."""
         found = list[int]()
         parts = self.runner.ops.parts_take_more and self.longest > tokens > self.rows
-        for behind in (False, True)[: 1 + parts]:
+        for later in (False, True)[: 1 + parts]:
             meter.restart()
-            chunks = self.chunks(tokens, self.rows, self.longest, self.costly, behind=behind)
+            chunks = self.chunks(tokens, self.rows, self.longest, self.costly, later=later)
             self._run(chunks, masked=True)
             found.append(meter.peak())
         return max(found)
 
     def warm_up(self) -> None:
-        """Run steps of every kind, the largest first, so that the later ones reuse its memory."""
+        """Run steps of every kind. The largest step runs first: smaller ones reuse its memory."""
         for params in (self.costly, SAMPLED, GREEDY):
             self._run(self.chunks(self.limits.max_num_batched_tokens, self.rows, self.longest, params))
-        context, adapted = min(self.longest, SHORTEST), replace(GREEDY, adapter=self.adapter)
+        context, adapted = min(self.longest, MIN_CONTEXT_BOUND), replace(GREEDY, adapter=self.adapter)
         for params in (GREEDY, adapted)[: 1 + bool(self.adapter)]:
             most = self.limits.max_num_batched_tokens
-            for tokens in (*sizes_between(self.rows, most), min(FEW, most)):
+            for tokens in (*sizes_between(self.rows, most), min(SHORT_PROMPT, most)):
                 fewest = min(self.rows, -(-tokens // self.longest))
                 self._run(self.chunks(tokens, fewest, self.longest, params))
         if self.adapter:
@@ -165,7 +172,13 @@ class DummySteps:
             self.runner.mixed.capture()
 
     def _run(self, chunks: list[Chunk], masked: bool = False, repeats: int = 1) -> None:
-        """Run a step, or several at once. `masked`: every row has a mask, if any row of the job may have one."""
+        """Run a step.
+
+        Args:
+            chunks: The chunks of the step.
+            masked: Give every row a mask, if rows of the job may have masks.
+            repeats: Decode steps to launch together.
+        """
         runner, sampler = self.runner, self.runner.sampler
         if masked and self.masked:
             runner = replace(runner, sampler=replace(sampler, mask=_EveryToken()))
@@ -187,18 +200,23 @@ class DummySteps:
         longest: int,
         params: SamplingParams,
         shared: bool = False,
-        behind: bool = False,
+        later: bool = False,
     ) -> list[Chunk]:
-        """Make a step of `tokens` tokens, or of as many as `rows` sequences have room for; every row samples.
+        """Make the chunks of a step. Every row samples; the first rows prefill, the others decode one token.
 
-        The first rows are whole prompts, as long as allowed, or the ends of longer ones, `behind` what is cached of
-        these; the others run one token behind `longest` - 1, in blocks that the rows share or not.
+        Args:
+            tokens: Tokens of the step; fewer if `rows` sequences are not long enough.
+            rows: Number of chunks.
+            longest: Tokens of the longest sequence.
+            params: The sampling parameters of all rows.
+            shared: Decoding rows use the same blocks.
+            later: Prefill the last chunk of a long prompt, not a whole prompt.
         """
         left, chunks = tokens - rows, []
         for row in range(rows):
             length = 1 + min(left, longest - 1)
             left -= length - 1
-            context = length if length > 1 and not behind else longest
+            context = length if length > 1 and not later else longest
             sequence = self._sequence(row, context, params)
             if length == 1 and len(sequence.tables[0]) > 1 and not shared and self.scratch:
                 for table in sequence.tables:
@@ -207,8 +225,10 @@ class DummySteps:
         return chunks
 
     def _drafted(self, context: int) -> Iterator[list[Chunk]]:
-        """Yield the largest step of each kind that verifies drafts, with as many tokens of a row; none where they are
-        not captured. The other sizes are captured when they come up: which these are nobody knows."""
+        """Yield for each captured number of tokens per row the largest step that verifies drafts.
+
+        Smaller steps are captured when they occur during the job.
+        """
         graphs = self.runner.graphs
         most = 0 if graphs is None else graphs.steps.drafted
         for queries in DRAFT_QUERIES if most else ():
@@ -217,18 +237,18 @@ class DummySteps:
             yield [Chunk(sequence, context - length, length) for sequence in rows]
 
     def _branching(self, context: int) -> Iterator[list[Chunk]]:
-        """Yield the largest steps that verify trees and are captured, and one that reads a prompt, too."""
+        """Yield the largest captured steps that verify draft trees, and a step that also prefills a prompt."""
         for chunks in self._drafted(context):
-            if chunks[0].length > LEAST_TREE:
+            if chunks[0].length > MIN_TREE_DRAFTS:
                 yield [self._as_tree(chunk) for chunk in chunks]
-        length = LEAST_TREE + 1
+        length = MIN_TREE_DRAFTS + 1
         read = min(self.longest, self.limits.max_num_batched_tokens - length)
         if context >= length and read > 0 and self.limits.max_num_seqs > 1:
             tree = self._as_tree(Chunk(self._sequence(0, context, GREEDY), context - length, length))
             yield [tree, Chunk(self._sequence(1, read, GREEDY), 0, read)]
 
     def _as_tree(self, chunk: Chunk) -> Chunk:
-        """Return a chunk of which all tokens but the first one are drafts, each of which may follow that one."""
+        """Turn all tokens of a chunk except the first into drafts that are alternatives for the next token."""
         sequence, drafts = chunk.sequence, chunk.length - 1
         del sequence.tokens[-drafts:]
         sequence.propose([0] * drafts, [-1] * drafts)

@@ -1,5 +1,8 @@
-"""A model is calibrated for int4: it answers some prompts of its job, rounded as it would be without a calibration, and
-what it has read and written is what its weights are then made for."""
+"""Calibrates a model for int4.
+
+The model, quantised without calibration, answers sample prompts of the job. Prompts and answers are the calibration
+data.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from batchinfer.core.request import Request, TokenIds
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import CalibrationOrder, EngineConfig
 from batchinfer.engine.load.build import load_model
-from batchinfer.engine.load.settling import settled
+from batchinfer.engine.load.process_setup import set_up_process
 from batchinfer.models.calibration.folder import CalibratedFolder, sync
 from batchinfer.models.calibration.sample import SampleRows
 from batchinfer.models.calibration.search import Search
@@ -22,23 +25,28 @@ from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.ops.choose import Arithmetic
 from batchinfer.models.sources import checkpoint_source
 
-_HELD_OUT = HELD_OUT_OF - 1  # which one
+_HELD_OUT = HELD_OUT_OF - 1  # of HELD_OUT_OF rows in order, this one is held out to measure the loss
 _KEY_BYTES = 32
 
 
-def calibrated(order: CalibrationOrder, told: Callable[[int, int], None]) -> CalibrationOutcome:
-    """Write the checkpoint, and return what that has come to. `told` gets how many of the model's layers are done, and
-    how many there are; none of them once again where the first one begins, behind the answers.
+def calibrate_int4(order: CalibrationOrder, on_progress: Callable[[int, int], None]) -> CalibrationOutcome:
+    """Calibrate a model and write the int4 checkpoint.
 
-    Raises what loading a model raises, and OSError.
+    Args:
+        order: The model, the prompts and the output folder.
+        on_progress: Called with the number of finished layers and of all layers: (0, n) before the answers are
+            generated, (0, n) again before the first layer, then after each layer.
+
+    Raises:
+        OSError: Writing failed. Errors of loading a model are raised as well.
     """
-    device, _ = settled(order.load)
+    device, _ = set_up_process(order.load)
     checkpoint = inspect_checkpoint(order.load.model)
     count = len(checkpoint.spec.layers)
-    told(0, count)
+    on_progress(0, count)
     answers = _answers(order)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of the engine that has answered, its cache and its graphs
+        torch.cuda.empty_cache()  # release the KV cache and graphs of the engine that generated the answers
     rows = [(np.concatenate(row), len(row[0])) for row in zip(order.prompts, answers, strict=True)]
     split = [
         [row for at, row in enumerate(rows) if (at % HELD_OUT_OF == _HELD_OUT) is held]
@@ -49,23 +57,23 @@ def calibrated(order: CalibrationOrder, told: Callable[[int, int], None]) -> Cal
     ops = source.choose_ops(Arithmetic(dtype, device))
     samples = (SampleRows.of(split[0]), SampleRows.of(split[1]))
     search = Search(checkpoint, ops, dtype, samples, device, order.group, order.adapted)
-    told(0, count)
+    on_progress(0, count)
     written = CalibratedFolder(order.folder, checkpoint, order.group, order.adapted)
     for index, layer in enumerate(search.layers()):
         written.add(index, layer)
-        told(index + 1, count)
+        on_progress(index + 1, count)
     written.finish()
     sync(order.folder)
     return search.outcome()
 
 
 def _answers(order: CalibrationOrder) -> Sequence[TokenIds]:
-    """Return the most likely answer to each prompt, without the token that ends it."""
+    """Return the greedy answer to each prompt, without its end-of-sequence token."""
     nothing = np.empty(0, np.int32)
     if not order.answer_tokens:
         return [nothing for _ in order.prompts]
     longest = max(map(len, order.prompts)) + order.answer_tokens
-    # No more than there is to do: what the device warms up for, and captures, depends on it
+    # No more than all prompts: warm-up and captured graphs grow with it
     step = min(STEP_TOKENS, sum(map(len, order.prompts)))
     loaded = load_model(EngineConfig(order.load, longest, longest, len(order.prompts), step))
     params = SamplingParams(max_tokens=order.answer_tokens)

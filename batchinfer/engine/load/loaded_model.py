@@ -1,4 +1,4 @@
-"""A model that is ready to run, of which engines are made."""
+"""A loaded model with its KV cache, from which engines are created."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer_kernels.cost import Peaks
 
-AnyBeside = BesideRunner | HeadsRunner
+AnyProposer = BesideRunner | HeadsRunner
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model on its device with its KV cache tensors: all of an engine that is slow to make."""
+    """A model on its device with its KV cache. Creating an engine from it is fast."""
 
     runner: ModelRunner
     limits: SchedulerConfig
@@ -40,25 +40,25 @@ class LoadedModel:
     info: EngineInfo
     expert_loads: ExpertLoads
     masks: ConstraintMasks | None = None
-    drafts: tuple[DraftName, ...] = ()  # the sources that may be asked, where peaks are known
-    beside: AnyBeside | None = None  # a draft model, or heads, which may be asked, too
+    drafts: tuple[DraftName, ...] = ()  # draft sources; used only if the device's peaks are known
+    proposer: AnyProposer | None = None  # a draft model or draft heads
     turns: int = (
-        1  # engines that it is made for at a time, each with such limits, and with a part of the cache
+        1  # engines that take turns (pipeline parallelism), each with these limits and a share of the cache
     )
 
     @property
     def _graphs(self) -> GraphSteps | None:
-        """The steps that are replayed as a whole, if any are."""
+        """Return the sizes of decode steps that have CUDA graphs, or None if there are none."""
         runner = self.runner
         return runner.graphs.steps if isinstance(runner, DeviceRunner) and runner.graphs else None
 
     @property
     def runners(self) -> list[ModelRunner]:
-        """Make a runner for each of the engines that take turns."""
+        """Return a runner for each of the engines that take turns."""
         if self.turns == 1:
             return [self.runner]
         blocks = self.info.blocks // self.turns
-        return [self.runner.in_turn(turn * blocks) for turn in range(self.turns)]
+        return [self.runner.with_first_block(turn * blocks) for turn in range(self.turns)]
 
     def engine(
         self,
@@ -67,8 +67,15 @@ class LoadedModel:
         runner: Runner | None = None,
         drafter: Drafter | None = None,
     ) -> Engine:
-        """Make an engine whose cache holds nothing yet. Only the newest one of a model may be stepped: they share
-        the cache tensors. `runner` and `drafter` stand in for the model's own.
+        """Create an engine with an empty cache.
+
+        Engines of one model share the cache tensors: only the latest one may run.
+
+        Args:
+            peaks: The peak speeds of the device; without them, drafts are not used.
+            stop_streams: Finds stop strings in the answers.
+            runner: Replaces the model's runner.
+            drafter: Replaces the drafter for `drafts`.
         """
         windows = self.runner.layout.sizes.windows
         pool = BlockPool(self.info.blocks // self.turns, self.info.block_size, len(windows))
@@ -76,10 +83,10 @@ class LoadedModel:
         limits = self.engine_limits
         runner = runner or self.runner
         drafter = drafter or drafter_of(
-            self.drafts, runner, peaks, self.limits.max_num_seqs, self.beside, self._graphs
+            self.drafts, runner, peaks, self.limits.max_num_seqs, self.proposer, self._graphs
         )
-        # A runner that keeps the states of sampled rows for heads has those of each step
-        repeats = runner.wants.repeats and self.beside is None and self.runner.kept is None
+        # Draft heads need the states of every step, so steps are not launched together
+        repeats = runner.wants.repeats and self.proposer is None and self.runner.kept is None
         costs = self.limits.admission_costs
         repeated = RepeatedSteps(costs) if repeats and costs is not None else None
         return Engine(
@@ -95,18 +102,18 @@ class LoadedModel:
 
 
 class HeadedModel(NamedTuple):
-    """The runner of an engine whose model has heads, before it keeps what they read."""
+    """A model with its KV cache, as the input of `LoadedHeads.of`."""
 
     runner: ModelRunner
     spec: ModelSpec | ForeignSpec
     limits: SchedulerConfig
-    blocks: int  # of its cache
-    longest: int  # tokens of a sequence
+    blocks: int  # of the KV cache
+    longest: int  # tokens of the longest sequence
     masks: ConstraintMasks | None
 
 
 class LoadedHeads(ABC):
-    """Heads that were trained for an engine's model."""
+    """Draft heads that were trained for the engine's model."""
 
     @property
     @abstractmethod
@@ -114,19 +121,33 @@ class LoadedHeads(ABC):
         """Return the bytes of their weights."""
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes that each block of the cache takes for them."""
+        """Return their bytes per block of the KV cache."""
         return 0
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the bytes that they keep in no block of a row."""
+        """Return their bytes that do not depend on the number of cache blocks, without weights."""
         return 0
 
-    def watching(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
-        """Return a runner, which has no cache yet, that leaves in its blocks what they read of tokens. Raises
-        Unavailable for a model whose blocks cannot be shared."""
+    def tapped_runner(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
+        """Return a runner, without a cache, whose model keeps the states that the heads read per cache slot.
+
+        Args:
+            own: The runner of the model.
+            longest: Tokens of the longest sequence.
+            max_num_seqs: The most sequences that run at once.
+
+        Raises:
+            Unavailable: The heads do not support this model.
+        """
         return own
 
     @abstractmethod
-    def of(self, model: HeadedModel) -> tuple[ModelRunner, AnyBeside]:
-        """Make a runner that keeps the states that they read, and what proposes from these. The model's runner is that
-        of `watching`, with its cache. Raises OutOfMemory."""
+    def of(self, model: HeadedModel) -> tuple[ModelRunner, AnyProposer]:
+        """Return the runner that the engine uses, and the runner that proposes draft tokens.
+
+        Args:
+            model: The model; its runner comes from `tapped_runner` and has a cache.
+
+        Raises:
+            OutOfMemory: The cache of the heads does not fit.
+        """

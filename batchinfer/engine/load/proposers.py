@@ -1,4 +1,4 @@
-"""Loads what proposes tokens beside a model: a smaller model, or the model's own heads."""
+"""Loads the draft model or the draft heads of an engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.config import LoadConfig
 from batchinfer.engine.drafts.medusa import HeadsRunner, MedusaHeads
-from batchinfer.engine.load.beside import WeightsBeside, load_beside
 from batchinfer.engine.load.device_fit import Fitted
+from batchinfer.engine.load.draft_model import DraftModelWeights, load_draft_model
 from batchinfer.engine.load.layer_heads import load_layer
-from batchinfer.engine.load.loaded_model import AnyBeside, HeadedModel, LoadedHeads
-from batchinfer.engine.ranks.joining import Company
+from batchinfer.engine.load.loaded_model import AnyProposer, HeadedModel, LoadedHeads
+from batchinfer.engine.ranks.rank_groups import RankGroups
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.runner.model_runner import ModelRunner
@@ -29,7 +29,7 @@ from batchinfer.models.sources import Source
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedMedusa(LoadedHeads):
-    """Medusa heads, which read the states of sampled tokens alone, and keep nothing."""
+    """Medusa heads, which read only the states of sampled tokens and have no KV cache."""
 
     stored: StoredMedusa
     heads: MedusaHeads
@@ -42,65 +42,69 @@ class LoadedMedusa(LoadedHeads):
         return self.stored.weight_bytes(self.itemsize)
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the bytes of the states that a GPU keeps."""
+        """Return the bytes of the states of sampled rows, which are kept on a GPU."""
         return self.stored.state_bytes(kept_rows(max_num_seqs), self.itemsize) if self.on_gpu else 0
 
     def of(self, model: HeadedModel) -> tuple[ModelRunner, HeadsRunner]:
-        """Make a runner that keeps its hidden states, and what proposes from these."""
+        """Return a runner that keeps the hidden states of sampled rows, and the runner of the heads."""
         own = model.runner
         kept = KeptStates(KEPT_STEPS if isinstance(own, DeviceRunner) else None)
-        watched = replace(own, kept=kept, wants=own.wants._replace(requests=True))
+        runner = replace(own, kept=kept, wants=own.wants._replace(requests=True))
         sizes = self.stored.head_values, self.itemsize
-        return watched, HeadsRunner(self.heads, own.model, kept, *sizes, own.follows_trees)
+        return runner, HeadsRunner(self.heads, own.model, kept, *sizes, own.follows_trees)
 
 
-def load_heads(config: LoadConfig, arithmetic: Arithmetic, company: Company) -> LoadedHeads | None:
-    """Load the heads that a configuration names; None: it names none. Raises CannotSplit for an engine of several
-    ranks."""
+def load_heads(config: LoadConfig, arithmetic: Arithmetic, rank_groups: RankGroups) -> LoadedHeads | None:
+    """Load the draft heads of a configuration, or return None if it has none.
+
+    Raises:
+        CannotSplit: The engine has several ranks.
+    """
     if config.heads is None:
         return None
-    if company.divided:
-        raise CannotSplit("a model that is divided among ranks has no heads")
+    if rank_groups.is_sharded:
+        raise CannotSplit("draft heads are not supported with a model that is sharded across ranks")
     checkpoint = inspect_checkpoint(config.model).for_quantization(config.quantization)
     stored = inspect_heads(config.heads, checkpoint)
     if isinstance(stored, StoredLayer):
         return load_layer(stored, arithmetic)
-    assert isinstance(stored, StoredMedusa), "heads of a kind that was inspected"
+    assert isinstance(stored, StoredMedusa), "inspect_heads returns no other kind"
     heads = MedusaHeads.load(stored, arithmetic.dtype, arithmetic.device)
     return LoadedMedusa(stored, heads, arithmetic.dtype.itemsize, arithmetic.device.type == "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class Proposers:
-    """The weights of what proposes: at most one of both."""
+    """The weights of a draft model or of draft heads. At most one field is set."""
 
-    beside: WeightsBeside | None = None
+    draft_model: DraftModelWeights | None = None
     heads: LoadedHeads | None = None
 
     @property
-    def loaded(self) -> LoadedHeads | WeightsBeside | None:
-        """Return what takes memory beside the model; None: nothing does."""
-        return self.heads or self.beside
+    def loaded(self) -> LoadedHeads | DraftModelWeights | None:
+        """Return the draft heads or the draft model, or None if there are neither."""
+        return self.heads or self.draft_model
 
-    def watching(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
-        """Return a runner that keeps in its cache what heads read. Raises Unavailable where its blocks cannot be
-        shared."""
-        return own if self.heads is None else self.heads.watching(own, longest, max_num_seqs)
+    def tapped_runner(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
+        """Return a runner that keeps the states for draft heads; see `LoadedHeads.tapped_runner`."""
+        return own if self.heads is None else self.heads.tapped_runner(own, longest, max_num_seqs)
 
     def of(
         self, source: Source, fitted: Fitted, longest: int, masks: ConstraintMasks | None
-    ) -> tuple[ModelRunner, AnyBeside | None]:
-        """Return the runner of the model `source`, and what proposes beside it, if anything does."""
+    ) -> tuple[ModelRunner, AnyProposer | None]:
+        """Return the runner that the engine uses, and the runner that proposes draft tokens, if there is one."""
         runner, limits, blocks = fitted.runner, fitted.limits, fitted.blocks
         if self.heads is not None:
             return self.heads.of(HeadedModel(runner, source.spec, limits, blocks, longest, masks))
-        if self.beside is None:
+        if self.draft_model is None:
             return runner, None
-        return runner, self.beside.runner(runner, source.spec, limits, blocks, longest, masks)
+        return runner, self.draft_model.runner(runner, source.spec, limits, blocks, longest, masks)
 
 
 def load_proposers(
-    config: LoadConfig, arithmetic: Arithmetic, device: torch.device, company: Company
+    config: LoadConfig, arithmetic: Arithmetic, device: torch.device, rank_groups: RankGroups
 ) -> Proposers:
-    """Load what the configuration names. Raises what loading a checkpoint raises."""
-    return Proposers(load_beside(config, device, company), load_heads(config, arithmetic, company))
+    """Load the draft model or the draft heads of a configuration. Raises errors of loading a checkpoint."""
+    return Proposers(
+        load_draft_model(config, device, rank_groups), load_heads(config, arithmetic, rank_groups)
+    )

@@ -1,1 +1,1 @@
-"""An engine whose model is divided among several ranks: a process each, of which one leads."""
+"""Engines whose model is sharded across ranks. Each rank is a process; rank 0 leads."""

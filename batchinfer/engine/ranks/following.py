@@ -1,4 +1,4 @@
-"""The ranks that follow: they run the steps that the leading rank schedules, and sample nothing."""
+"""The following ranks, which run the forward passes of steps that the leading rank schedules and samples."""
 
 from __future__ import annotations
 
@@ -9,32 +9,36 @@ import torch
 from torch import Tensor
 
 from batchinfer.core.samples import ExpertTokens, RankUse
-from batchinfer.engine.ranks.passing_on import PassedTokens
+from batchinfer.engine.ranks.token_transfer import TokenTransfer
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.row_scores import row_scores
 from batchinfer.engine.schedule.step_plan import RankStep, SamplingPlan
-from batchinfer.engine.tensors.device_memory import lack_of_memory
+from batchinfer.engine.tensors.device_memory import out_of_memory_errors
 from batchinfer.machine.memory import peak_memory
 from batchinfer.models.parallel.group import SpentTime
 
 
 @dataclass(frozen=True, slots=True)
 class RankAccount:
-    """The account says what a rank of an engine has, and counts what it takes while it works."""
+    """The memory of a rank, and the time that it spends in communication."""
 
     rank: int
     stage: int
     weight_bytes: int
     kv_bytes: int
     read_bytes: int
-    before_bytes: int | None  # that the process had in memory before it loaded anything; None: not known
-    wait: SpentTime | None = None  # for ranks of other stages; None: there are no stages
-    sums: SpentTime | None = None  # see `Company`
-    # how many tokens all experts of its layers were given so far; waits for the device
+    before_bytes: int | None  # resident memory of the process before loading; None: unknown
+    wait: SpentTime | None = None  # waiting for other stages; None: one stage, or not timed
+    sums: SpentTime | None = None  # see `RankGroups`
+    # Returns the tokens routed to each expert of its layers so far; waits for the device
     read_loads: Callable[[], ExpertTokens] = dict
 
     def use(self, waited_s: float = 0.0) -> RankUse:
-        """Return what it came to. waited_s: for which the rank has waited for steps."""
+        """Return the memory and time used so far.
+
+        Args:
+            waited_s: Seconds for which the rank has waited for steps.
+        """
         return RankUse(
             rank=self.rank,
             stage=self.stage,
@@ -50,28 +54,30 @@ class RankAccount:
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A rank's part of an engine, or of several that take turns. It gets every step of each, in order."""
+    """A following rank of an engine, or of several engines that take turns. It must get every step, in order."""
 
-    passed: Sequence[PassedTokens]  # of each engine, with its runner
-    has_head: bool  # whether it has a part of what makes logits
+    passed: Sequence[TokenTransfer]  # per engine, with its runner
+    has_head: bool  # True if the rank has a shard of the head that computes logits
     account: RankAccount
 
     @torch.inference_mode()
     def run(self, step: RankStep) -> None:
-        """Run a step's forward pass, and this rank's part of making logits. Raises torch.OutOfMemoryError."""
+        """Run a step's forward pass, and this rank's part of computing logits. Raises torch.OutOfMemoryError."""
         passed, plan = self.passed[step.turn], step.plan
         runner = passed.runner
-        with lack_of_memory():
-            passed.ahead_of(plan)
+        with out_of_memory_errors():
+            passed.before_step(plan)
             hidden, sampling, _ = runner.forward(plan)
             if plan.sampled_rows and self.has_head:
                 _make_logits(runner, hidden, sampling)
-            passed.behind(plan)
+            passed.after_step(plan)
 
 
 def _make_logits(runner: ModelRunner, hidden: Tensor, plan: SamplingPlan) -> None:
-    """Call the end of the model as `Sampler.next_tokens` does: each call is one of all ranks that have a part of it.
-    What the leading rank calls follows from the plan, as its masks are read after the logits are there."""
+    """Call the head exactly as `Sampler.next_tokens` does on the leading rank: each call is a collective.
+
+    The calls depend only on the plan: the leading rank reads masks after it has the logits.
+    """
     head = runner.model
     if plan.scored is not None:
         row_scores(head.logits, hidden, plan.scored)

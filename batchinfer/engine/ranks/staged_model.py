@@ -1,4 +1,4 @@
-"""One stage of a model whose layers are divided among ranks."""
+"""One pipeline stage of a model."""
 
 from __future__ import annotations
 
@@ -14,47 +14,48 @@ from batchinfer.models.parallel.group import Group, SpentTime
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StageBorders:
-    """The ranks before and behind one; None: there are none. What comes lies in `states`, (most tokens, hidden), where
-    it stays until the next step: captured layers read it there. All steps of a rank, whichever of the engines that take
-    turns they are of, run one after the other, and have it in common."""
+class PipelineStageIO:
+    """Transfers hidden states from the previous stage and to the next stage.
+
+    `states` is a fixed buffer, because captured layers read it. Steps of a rank run sequentially, so all engines that
+    take turns share the buffer.
+    """
 
     group: Group
-    before: int | None
-    behind: int | None
-    states: Tensor
-    wait: SpentTime  # of the host, on a CPU; a GPU's does not wait
+    previous: int | None  # rank of the previous stage; None: this is the first
+    following: int | None  # rank of the next stage; None: this is the last
+    states: Tensor  # (max tokens, hidden): received hidden states
+    wait: SpentTime  # time that the host waits for other stages; only meaningful on a CPU
 
     @property
-    def begins(self) -> bool:
-        """Whether no stage is before it."""
-        return self.before is None
+    def is_first(self) -> bool:
+        """Return True if this is the first stage."""
+        return self.previous is None
 
     @property
-    def ends(self) -> bool:
-        """Whether no stage is behind it."""
-        return self.behind is None
+    def is_last(self) -> bool:
+        """Return True if this is the last stage."""
+        return self.following is None
 
     def receive(self, tokens: int) -> None:
-        """Fill the first rows of `states`."""
-        if self.before is not None:
+        """Receive hidden states into the first `tokens` rows of `states`."""
+        if self.previous is not None:
             with self.wait.measure():
-                self.group.receive(self.states[:tokens], self.before)
+                self.group.receive(self.states[:tokens], self.previous)
 
-    def hand_on(self, hidden: Tensor) -> None:
-        """Send these rows to the stage behind."""
-        if self.behind is not None:
+    def send(self, hidden: Tensor) -> None:
+        """Send hidden states, (T, hidden), to the next stage."""
+        if self.following is not None:
             with self.wait.measure():
-                self.group.send(hidden, self.behind)
+                self.group.send(hidden, self.following)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedModel:
-    """Some of the layers. Their input is what has come over the borders, unless they begin with the embedding. The last
-    stage makes the logits."""
+    """The layers of one stage. They read received hidden states, or token ids in the first stage."""
 
     model: Decoder
-    borders: StageBorders
+    stage_io: PipelineStageIO
 
     def forward(
         self,
@@ -64,30 +65,30 @@ class StagedModel:
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
         """Run a step through these layers."""
-        return self.model.forward(token_ids, inputs, caches, plans, self._came(token_ids))
+        return self.model.forward(token_ids, inputs, caches, plans, self._received(token_ids))
 
     def forward_split_at_attention(
         self, token_ids: Tensor, inputs: Sequence[AttentionInputs], caches: Sequence[LayerCache]
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
         """Run a step through these layers, yielding before each attention."""
-        return self.model.forward_split_at_attention(token_ids, inputs, caches, self._came(token_ids))
+        return self.model.forward_split_at_attention(token_ids, inputs, caches, self._received(token_ids))
 
     def static_buffers(self, tokens: int) -> StaticBuffers:
-        """Allocate the decoder's buffers of steps of up to `tokens` tokens."""
+        """Allocate the decoder's buffers for steps of up to `tokens` tokens."""
         return self.model.static_buffers(tokens)
 
-    def _came(self, token_ids: Tensor) -> Tensor | None:
-        """Return the rows of as many tokens; those of padding tokens, of which nobody sends any, hold old ones."""
-        return None if self.borders.begins else self.borders.states[: len(token_ids)]
+    def _received(self, token_ids: Tensor) -> Tensor | None:
+        """Return the received states of a step, or None in the first stage. Rows of padding tokens are stale."""
+        return None if self.stage_io.is_first else self.stage_io.states[: len(token_ids)]
 
     def states(self, hidden: Tensor) -> Tensor:
         """Apply the final norm."""
         return self.model.states(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Make the logits."""
+        """Compute the logits."""
         return self.model.logits(hidden)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Find the argmax of the logits."""
+        """Return the argmax of the logits."""
         return self.model.argmax(hidden)

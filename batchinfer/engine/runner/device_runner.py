@@ -33,11 +33,11 @@ from batchinfer.engine.runner.sampled import (
     states_of_chunks,
     tokens_of_chunks,
 )
-from batchinfer.engine.runner.tree_moves import move_right_nodes
-from batchinfer.engine.runner.watched_model import WatchedModel
+from batchinfer.engine.runner.tapped_model import TappedModel
+from batchinfer.engine.runner.tree_moves import move_accepted_nodes
 from batchinfer.engine.schedule.step_plan import Ints, SamplingPlan, States, StepPlan, TokenScores
 from batchinfer.engine.tensors.batch import HostBatch, RanStep
-from batchinfer.engine.tensors.device_memory import lack_of_memory
+from batchinfer.engine.tensors.device_memory import out_of_memory_errors
 from batchinfer.engine.tensors.device_tables import DeviceTables
 from batchinfer.engine.tensors.staging import Download, upload
 from batchinfer.engine.tensors.step_state import StepState
@@ -47,53 +47,55 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeviceRun:
-    """The tokens and log-probabilities of a launched step, which are on their way to the host."""
+    """A launched step whose results are being copied to the host."""
 
-    # tokens, log-probabilities, hidden states, masks, scores; None: nothing was sampled
+    # Copies tokens, log-probabilities, hidden states, masks and scores; None: nothing was sampled
     download: Download | None
     padded_tokens: int
     launch: StepLaunch
     plan: StepPlan
-    # Of each micro-batch that has any, with the number of its first sampled row
-    asking: list[tuple[int, RowLogprobs]] = field(default_factory=list)
-    masked: list[tuple[int, Masked]] = field(default_factory=list)
-    stated: list[RowStates] = field(default_factory=list)  # of each that has any
-    scored: int = 0  # micro-batches that have scores
-    collective_s: None = None  # the host does not wait for them
+    # Per micro-batch that has such rows: the number of its first sampled row, and the rows
+    logprob_rows: list[tuple[int, RowLogprobs]] = field(default_factory=list)
+    masked_rows: list[tuple[int, Masked]] = field(default_factory=list)
+    state_rows: list[RowStates] = field(default_factory=list)
+    scored_batches: int = 0  # micro-batches that have scores
+    collective_s: None = None  # collectives are not timed on a GPU
 
     def tokens(self) -> list[list[int]]:
-        """Wait for the step; the next tokens of each chunk that samples."""
+        """Wait for the step and return the next tokens of each chunk that samples."""
         if self.download is None:
             return []
         tokens: list[int] = self.download.arrays()[0].tolist()
         return tokens_of_chunks(tokens, self.plan, rows_of_chunks(tokens, self.plan))
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Wait for the step; the log-probabilities of each chunk that asks."""
-        if self.download is None or not self.asking:
+        """Wait for the step and return the log-probabilities of chunks that request them."""
+        if self.download is None or not self.logprob_rows:
             return {}
         found: dict[int, TokenLogprobs] = {}
         arrays = iter(self.download.arrays()[1:])
-        for first, rows in self.asking:
+        for first, rows in self.logprob_rows:
             found |= rows.of_rows(next(arrays), next(arrays), next(arrays), first)
         return logprobs_of_chunks(found, self._rows())
 
     def states(self) -> Mapping[int, States]:
-        """Wait for the step; the hidden states that each chunk asks for."""
-        if self.download is None or not self.stated:
+        """Wait for the step and return the hidden states that chunks request."""
+        if self.download is None or not self.state_rows:
             return {}
-        arrays = self.download.arrays()[1 + 3 * len(self.asking) :]
-        stated = zip(self.stated, arrays[: len(self.stated)], strict=True)
+        arrays = self.download.arrays()[1 + 3 * len(self.logprob_rows) :]
+        stated = zip(self.state_rows, arrays[: len(self.state_rows)], strict=True)
         return states_of_chunks((rows.of_chunks(states) for rows, states in stated), self.plan)
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """Wait for the step; which tokens of chunks that have a mask it gave in the place of the most likely ones."""
-        if self.download is None or not self.masked:
+        """Wait for the step and return, per chunk with a mask, which tokens replaced a forbidden most likely token."""
+        if self.download is None or not self.masked_rows:
             return {}
         arrays = self.download.arrays()
         found: dict[int, bool] = {}
-        begun = 1 + 3 * len(self.asking) + len(self.stated)
-        for (first, rows), barred in zip(self.masked, arrays[begun : begun + len(self.masked)], strict=True):
+        begun = 1 + 3 * len(self.logprob_rows) + len(self.state_rows)
+        for (first, rows), barred in zip(
+            self.masked_rows, arrays[begun : begun + len(self.masked_rows)], strict=True
+        ):
             found |= rows.of_rows(barred, first)
         return barred_of_chunks(found, self._rows())
 
@@ -102,108 +104,120 @@ class DeviceRun:
         return rows_of_chunks(self.download.arrays()[0].tolist(), self.plan)
 
     def scores(self) -> TokenScores:
-        """Wait for the step; the log-probabilities of the tokens that the plan names."""
-        if self.download is None or not self.scored:
+        """Wait for the step and return the log-probabilities of the plan's scored tokens."""
+        if self.download is None or not self.scored_batches:
             return TokenScores.joined([])
-        arrays = self.download.arrays()[-4 * self.scored :]
+        arrays = self.download.arrays()[-4 * self.scored_batches :]
         return TokenScores.joined(arrays[at : at + 4] for at in range(0, len(arrays), 4))
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatedRun:
-    """The tokens of steps that were launched at once, which are on their way to the host. Nothing else was asked."""
+    """Decode steps launched together (multi-step decoding), whose tokens are being copied to the host.
 
-    download: Download  # the tokens of each step, one behind the other
+    Rows of such steps request nothing but tokens.
+    """
+
+    download: Download  # the tokens of all steps, concatenated
     padded_tokens: int  # of all steps
     launch: StepLaunch
-    repeats: Ints  # of each row, how many of the steps are its own
+    repeats: Ints  # (rows,): how many of the steps each row takes part in
     collective_s: None = None
 
     def tokens(self) -> list[list[int]]:
-        """Wait for the steps; the tokens of each row, in the order of the steps."""
+        """Wait for the steps and return the tokens of each row, in the order of the steps."""
         rows: list[list[int]] = self.download.arrays()[0].reshape(-1, len(self.repeats)).T.tolist()
         for place in np.flatnonzero(self.repeats < len(rows[0])).tolist():
             del rows[place][self.repeats[place] :]
         return rows
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return those that were asked for: none."""
+        """Return no log-probabilities."""
         return {}
 
     def states(self) -> Mapping[int, States]:
-        """Return those that were asked for: none."""
+        """Return no hidden states."""
         return {}
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """Return what masks did: there are none."""
+        """Return nothing: no row has a mask."""
         return {}
 
     def scores(self) -> TokenScores:
-        """Return those that were asked for: none."""
+        """Return no scores."""
         return TokenScores.joined([])
 
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """A step that was launched."""
+    """A launched step, with its results on the device."""
 
-    # Of each micro-batch that has any, with the number of its first sampled row
+    # Per micro-batch that samples: the number of its first sampled row, and its results
     sampled: list[tuple[int, Sampled]]
-    tokens: Tensor | None  # those of all of them; None: nothing was sampled
+    tokens: Tensor | None  # (n,): the tokens of all micro-batches; None: nothing was sampled
     padded: int
     modes: list[LaunchMode]  # of the micro-batches
 
     @property
-    def given(self) -> Tensor:
-        assert self.tokens is not None, "a step that decodes samples"
+    def decoded(self) -> Tensor:
+        assert self.tokens is not None, "a decode step samples"
         return self.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRunner(ModelRunner):
-    """Launches each step behind the one before: sampled tokens are passed on inside the device.
+    """Launches steps on a GPU without waiting for their results: sampled tokens stay on the device for the next step.
 
-    A step for which there is no memory is run in micro-batches, one after the other, and so are later steps until
-    larger ones are tried again.
+    A step for which there is no memory runs in micro-batches; see `MicroBatches`.
 
-    A step may be scheduled while the one before is running, and take blocks that one reads: of what a window has left,
-    of a sequence that has ended. It writes them only when the one before is done, as both are in one stream.
+    A step may reuse blocks that the running step still reads, for example blocks of a sequence that has ended. Both
+    steps are in one stream, so the blocks are overwritten only after the running step.
     """
 
     graphs: DecodeGraphs | None = None
-    mixed: PiecewiseGraphs | None = None  # of steps that no decode graph covers
-    recorder: GraphRecorder | None = None  # has captured the graphs
+    mixed: PiecewiseGraphs | None = None  # for steps that no decode graph covers
+    recorder: GraphRecorder | None = None  # which captured the graphs
     micro_batches: MicroBatches = field(default_factory=MicroBatches)
     device_tokens: DeviceTokens = field(default_factory=DeviceTokens)
     tables: DeviceTables = field(default_factory=DeviceTables)
 
-    def in_turn(self, first_block: int) -> DeviceRunner:
-        """Return a runner of the steps of another engine. It has tables and pending tokens of its own, and all graphs
-        in common: these read the whole cache, and what they read besides is written before each replay."""
+    def with_first_block(self, first_block: int) -> DeviceRunner:
+        """Return a runner for another engine that uses the blocks from `first_block` on of the same cache.
+
+        It has its own block tables and pending tokens. The graphs are shared: their inputs are written before each
+        replay.
+        """
         own = StepState(first_block, adapters=self.state.adapters)
         return replace(self, state=own, device_tokens=DeviceTokens(), tables=DeviceTables())
 
     @property
     def looks_ahead(self) -> bool:
+        """Return True: the next step may be launched before the tokens of this one are known."""
         return True
 
     @property
     def most_tokens(self) -> int | None:
+        """Return the current limit of tokens per step after running out of memory, or None for no limit."""
         return self.micro_batches.most_tokens
 
     @property
     def capture_s(self) -> float:
-        """Seconds that capturing graphs has taken so far."""
+        """Return the seconds spent capturing graphs so far."""
         return sum(graphs.capture_s for graphs in (self.graphs, self.mixed) if graphs is not None)
 
     @property
     def graph_bytes(self) -> int:
+        """Return the bytes of device memory that captured graphs take."""
         return 0 if self.recorder is None else self.recorder.taken_bytes
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """Launch the steps of a plan. Raises torch.OutOfMemoryError when there is no memory for a single
-        token, and in a group when there is none for the step as a whole, or for its graph."""
+        """Launch the steps of a plan.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for one token. With several ranks, which cannot agree on
+                micro-batches: there is no memory for the step or its graph.
+        """
         captured_s, graph_bytes = self.capture_s, self.graph_bytes
         whole = self.state.batch(plan, self.layout)
         ran = [self._step(whole, plan)]
@@ -216,28 +230,30 @@ class DeviceRunner(ModelRunner):
         )
         padded = sum(one.padded for one in ran)
         if plan.repeats is not None:
-            return RepeatedRun(Download(torch.cat([one.given for one in ran])), padded, launch, plan.repeats)
+            return RepeatedRun(
+                Download(torch.cat([one.decoded for one in ran])), padded, launch, plan.repeats
+            )
         (only,) = ran
         if only.tokens is None:
             return DeviceRun(None, padded, launch, plan)
         return self._launched(only.sampled, only.tokens, padded, launch, plan)
 
     def _step(self, whole: HostBatch, plan: StepPlan) -> _Ran:
-        """Run a step, in micro-batches where there is no memory to run it at once. Raises as `launch` does."""
+        """Run a step, in micro-batches if memory requires it. Raises like `launch`."""
         sampled: list[tuple[int, Sampled]] = []
         padded, begun, modes, kept = 0, 0, list[LaunchMode](), list[Tensor]()
         todo = deque(self.micro_batches.split(whole))
         while todo:
             host, failed = todo.popleft(), False
             try:
-                with lack_of_memory():
+                with out_of_memory_errors():
                     found, padding, mode = self._run(host, kept)
             except torch.OutOfMemoryError:
-                # Other ranks would not know of micro-batches
+                # Other ranks do not know about micro-batches
                 if self.in_group or self.micro_batches.is_least(host):
                     raise
                 failed = True
-            if failed:  # by now the error, whose traceback kept what the step held, is gone
+            if failed:  # outside of `except`, whose traceback keeps the step's tensors alive
                 self.micro_batches.shrink(len(host.token_ids), len(host.query_lens))
                 torch.cuda.empty_cache()
                 todo = deque(smaller for rest in (host, *todo) for smaller in self.micro_batches.split(rest))
@@ -247,14 +263,14 @@ class DeviceRunner(ModelRunner):
             begun += host.sampling.choosing(len(host.sampled_rows))
             padded += padding
             modes.append(mode)
-        tokens = _joined([one.tokens for _, one in sampled])
-        self._keep(_joined(kept), tokens, plan, whole)
+        tokens = _concatenate([one.tokens for _, one in sampled])
+        self._keep(_concatenate(kept), tokens, plan, whole)
         if tokens is not None:
             self.device_tokens.tokens = tokens
         return _Ran(sampled, tokens, padded, modes)
 
     def _further_steps(self, first: HostBatch, plan: StepPlan, repeats: Ints) -> Iterator[_Ran]:
-        """Run the steps behind the first one of a plan, each with the tokens that the one before has sampled."""
+        """Run the second and later steps of a plan, each with the tokens that the previous step sampled."""
         size, replays = self.layout.block_size, self._replays(repeats)
         for step in range(1, plan.steps):
             ahead = np.minimum(step, repeats - 1)
@@ -264,21 +280,21 @@ class DeviceRunner(ModelRunner):
             yield ran
 
     def _replays(self, repeats: Ints) -> RepeatedReplays | None:
-        """Return what replays the steps behind the first one; None where nothing does, or there is no memory for it."""
+        """Return the graph replays for the later steps of a plan, or None without a graph or memory for it."""
         if self.graphs is None:
             return None
         try:
-            with lack_of_memory():
+            with out_of_memory_errors():
                 return self.graphs.replays(repeats)
         except torch.OutOfMemoryError:
             self.graphs.interrupt()
             return None
 
     def _replay(self, replays: RepeatedReplays, step: int, sampling: SamplingPlan) -> _Ran | None:
-        """Run a further step as the first one was; None if there was no memory for it."""
-        assert self.device_tokens.tokens is not None, "the step before has sampled"
+        """Replay the first step's graph for a later step. Returns None if there was no memory for it."""
+        assert self.device_tokens.tokens is not None, "the previous step has sampled"
         try:
-            with lack_of_memory():
+            with out_of_memory_errors():
                 ran = replays.run(step, self.device_tokens.tokens)
                 found = self.next_tokens(ran.sampled, sampling, self.device_tokens)
         except torch.OutOfMemoryError:
@@ -289,22 +305,27 @@ class DeviceRunner(ModelRunner):
         return _Ran([(0, found)], found.tokens, ran.padded, ["full_graph"])
 
     def _keep(self, states: Tensor | None, tokens: Tensor | None, plan: StepPlan, whole: HostBatch) -> None:
-        """Keep what a step has made of the nodes of trees that are right; and the `states` of its rows, if somebody
-        needs them. `tokens`: those that were sampled."""
+        """Keep K and V of accepted draft tree nodes, and the hidden states for draft heads.
+
+        Args:
+            states: (n, hidden), of the sampled rows; None: no draft heads need them.
+            tokens: (n,), the sampled tokens; None: nothing was sampled.
+            plan: The step's plan.
+            whole: The step, before it was split into micro-batches.
+        """
         if whole.tree is not None and tokens is not None:
-            order = move_right_nodes(whole, tokens, self._moved)
+            order = move_accepted_nodes(whole, tokens, self._moved)
             states = None if states is None else states.index_select(0, order)
         if self.kept is not None and states is not None:
             self.kept.take(states, plan, whole)
 
     @property
     def _moved(self) -> list[list[Tensor]]:
-        """Return what lies in the slots of each cache group. Layers that read the K and V of another one have its
-        cache."""
+        """Return for each cache group the tensors with per-slot data; each tensor once, as layers may share a cache."""
         found: list[dict[int, Tensor]] = [{} for _ in self.layout.groups]
         for cache in self.caches:
             found[cache.group] |= {one.data_ptr(): one for pair in cache.copied for one in pair}
-        if isinstance(self.model, WatchedModel):
+        if isinstance(self.model, TappedModel):
             states = self.model.kept.places
             found[self.model.group][states.data_ptr()] = states
         return [[*own.values()] for own in found]
@@ -321,45 +342,60 @@ class DeviceRunner(ModelRunner):
         masked = [(first, s.masked) for first, s in sampled if s.masked is not None]
         stated = [s.states for _, s in sampled if s.states is not None]
         scored = [s.scores for _, s in sampled if s.scores is not None]
-        beside = [
+        other = [
             *(tensor for _, found in logprobs for tensor in found.tensors),
             *(one.states for one in stated),
             *(one.barred for _, one in masked),
             *(tensor for one in scored for tensor in one.tensors),
         ]
         found = (logprobs, masked, stated, len(scored))
-        return DeviceRun(Download(tokens, *beside), padded, launch, plan, *found)
+        return DeviceRun(Download(tokens, *other), padded, launch, plan, *found)
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingPlan, int]:
-        """Launch the chunks: (hidden states of the rows that the plan names, how these are sampled, padded tokens)."""
+        """Launch the forward pass only.
+
+        Returns:
+            The hidden states of the sampled rows, (n, hidden); how these are sampled; the number of padding tokens.
+        """
         host = self.state.batch(plan, self.layout)
         hidden, padded, _ = self._forward(host)
         return hidden, host.sampling, padded
 
     def _run(self, host: HostBatch, kept: list[Tensor]) -> tuple[Sampled | None, int, LaunchMode]:
-        """Run a step: (what was sampled, if anything was, padded tokens, and how it was launched). The states of the
-        rows to sample from are `kept`, if somebody needs them."""
+        """Run a micro-batch.
+
+        Args:
+            host: The micro-batch.
+            kept: Receives the hidden states of the sampled rows if draft heads need them.
+
+        Returns:
+            The sampling results, if any; the number of padding tokens; how the step was launched.
+        """
         hidden, padded, mode = self._forward(host)
-        if not len(host.sampled_rows) or not self.borders.ends:
+        if not len(host.sampled_rows) or not self.stage_io.is_last:
             return None, padded, mode
-        # The next replay writes to the same tensor
+        # A copy, because the next replay overwrites the tensor
         states = None if self.kept is None else hidden.clone()
         found = self.next_tokens(hidden, host.sampling, self.device_tokens)
         kept += [] if states is None else [states]
         return found, padded, mode
 
     def _forward(self, host: HostBatch) -> tuple[Tensor, int, LaunchMode]:
-        """Run the model: (hidden states of the rows to sample from, padded tokens, and how the step was launched)."""
+        """Run the model.
+
+        Returns:
+            The hidden states of the sampled rows, (n, hidden); the number of padding tokens; how it was launched.
+        """
         tokens = len(host.token_ids)
-        self.borders.receive(tokens)
+        self.stage_io.receive(tokens)
         ran, mode = self._layers(host)
-        self.borders.hand_on(ran.hidden[:tokens])
+        self.stage_io.send(ran.hidden[:tokens])
         return ran.sampled, ran.padded, mode
 
     def _layers(self, host: HostBatch) -> tuple[RanStep, LaunchMode]:
-        """Run the layers, and say how they were launched."""
+        """Run the layers, by graphs if possible, and return how they were launched."""
         self.tables.refresh(self.state.tables, self.device)
-        # The pieces' captures have no adapters
+        # Piecewise graphs do not support adapters
         plain = host.adapters is None
         in_pieces = plain and self.mixed is not None and self.mixed.covers(len(host.token_ids))
         if self.graphs is not None and self.graphs.covers(host):
@@ -368,9 +404,9 @@ class DeviceRunner(ModelRunner):
                 if ran is not None:
                     return ran, "full_graph" if self.graphs.replayed else "eager"
             except (torch.OutOfMemoryError, NotCaptured):
-                if self.in_group:  # other ranks have captured it, or wait for this one
+                if self.in_group:  # all ranks must capture the same steps
                     raise
-                _log.debug("a step that could not be captured is launched as it is")
+                _log.debug("a step could not be captured; it is launched without a graph")
         if self.graphs is not None:
             self.graphs.interrupt()
         if self.mixed is not None and in_pieces:
@@ -394,13 +430,13 @@ class DeviceRunner(ModelRunner):
         return RanStep(hidden, hidden.index_select(0, sampled), plans[0].padded_tokens)
 
     def _fill_in(self, host: HostBatch, token_ids: Tensor) -> None:
-        """Write the tokens that are awaited of the step before. Layers behind a stage read none."""
-        if host.awaited is None or not self.borders.begins:
+        """Write the tokens that the previous step sampled into `token_ids`. Only the first stage reads tokens."""
+        if host.awaited is None or not self.stage_io.is_first:
             return
         places, sampled = host.awaited
         tokens = self.device_tokens.of(sampled, self.device)
         if places is None:
-            token_ids[: len(tokens)].copy_(tokens)  # a graph's tensors have padding rows behind them
+            token_ids[: len(tokens)].copy_(tokens)  # the tensor may end with padding rows
         elif places[-1] - places[0] == len(places) - 1:
             token_ids[places[0] : places[-1] + 1].copy_(tokens)
         else:
@@ -408,6 +444,5 @@ class DeviceRunner(ModelRunner):
             token_ids.index_copy_(0, index, tokens)
 
 
-def _joined(parts: list[Tensor]) -> Tensor | None:
-    """Return the rows of micro-batches, one behind the other; None: there are none."""
+def _concatenate(parts: list[Tensor]) -> Tensor | None:
     return (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None

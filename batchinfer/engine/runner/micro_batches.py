@@ -1,4 +1,4 @@
-"""Splits a step into micro-batches that run one after the other when there is no memory to run it at once."""
+"""Splits a step into sequential micro-batches when there is no memory to run it at once."""
 
 from __future__ import annotations
 
@@ -11,48 +11,53 @@ from batchinfer.engine.tensors.batch import HostBatch
 _log = logging.getLogger(__name__)
 
 
-# Steps of at least half the limit that have to succeed before a larger one is tried. A step for which there is no
-# memory costs about two: one in PATIENCE steps is little, and a peak that has passed is forgotten within seconds.
-PATIENCE = 256
+# Successful steps of at least half the limit before a larger step is tried. A failed attempt costs about two steps.
+STEPS_BEFORE_RETRY = 256
 
 
 @dataclass(slots=True)
 class MicroBatches:
-    """Limits the tokens, and so the rows, that run at once; None: no limit.
+    """Limits the tokens per forward pass after the device ran out of memory.
 
-    The limit is halved when memory runs out, and doubled again after `PATIENCE` good steps: a peak may have passed. If
-    the larger size fails too soon, it falls back, and twice as many good steps have to come before the next attempt.
-    So a size for which there is never memory is tried fewer and fewer times.
+    The limit is halved when memory runs out and doubled after `STEPS_BEFORE_RETRY` successful steps. If the doubled
+    limit fails before that many steps, the next attempt waits for twice as many.
     """
 
-    most_tokens: int | None = None
-    whole: bool = False  # a chunk is never divided: its tokens see later ones, too
-    _asked: int = 0  # the most tokens for which there was no memory
-    _held: int = 0  # the limit before it was doubled last
-    _good: int = 0  # steps that counted since it last fell or rose
-    _patience: int = field(default_factory=lambda: PATIENCE)
+    most_tokens: int | None = None  # the limit; None: unlimited
+    whole_chunks: bool = False  # never split a chunk (encoders: tokens attend to later tokens)
+    _failed_tokens: int = 0  # the largest step that ran out of memory
+    _last_limit: int = 0  # the limit before it was last doubled; 0: it was not doubled since it fell
+    _successes: int = 0  # steps of at least half the limit since the limit last changed
+    _steps_before_retry: int = field(default_factory=lambda: STEPS_BEFORE_RETRY)
 
     def split(self, step: HostBatch) -> list[HostBatch]:
-        """Split a step into micro-batches, in the same order; a chunk that is too long becomes several, unless chunks
-        stay whole. A later micro-batch reads from the cache what an earlier one wrote, so the results are the same.
+        """Split a step into micro-batches of at most `most_tokens` tokens, in order.
+
+        A longer chunk is split, unless `whole_chunks` is set. The results do not change: a later micro-batch reads the
+        K and V that an earlier one wrote to the cache.
         """
         most = self.most_tokens
         if most is None or len(step.token_ids) <= most:
             return [step]
-        edges = _edges(step.query_lens, most, self.whole)
+        edges = _edges(step.query_lens, most, self.whole_chunks)
         return [step.part(first, end) for first, end in pairwise(edges)]
 
     def is_least(self, step: HostBatch) -> bool:
-        """Whether a step cannot be divided any more."""
-        return len(step.query_lens if self.whole else step.token_ids) == 1
+        """Return True if a step cannot be split further."""
+        return len(step.query_lens if self.whole_chunks else step.token_ids) == 1
 
     def shrink(self, tokens: int, rows: int) -> None:
-        """Lower the limit after the device ran out of memory for this many tokens, two at least."""
-        soon = self._held > 0 and self._good < self._patience
-        self._patience = 2 * self._patience if soon else PATIENCE
-        self._asked = max(self._asked, tokens)
-        self.most_tokens = self._held if tokens // 2 <= self._held < tokens else tokens // 2
-        self._held = self._good = 0
+        """Lower the limit after a step ran out of memory.
+
+        Args:
+            tokens: Tokens of the failed step, at least 2.
+            rows: Its chunks, for the log message.
+        """
+        soon = self._last_limit > 0 and self._successes < self._steps_before_retry
+        self._steps_before_retry = 2 * self._steps_before_retry if soon else STEPS_BEFORE_RETRY
+        self._failed_tokens = max(self._failed_tokens, tokens)
+        self.most_tokens = self._last_limit if tokens // 2 <= self._last_limit < tokens else tokens // 2
+        self._last_limit = self._successes = 0
         _log.warning(
             "the device had too little memory for a step of %d tokens of %d rows: steps now have at most %d tokens; "
             "larger ones are tried again after %d steps. If this recurs, lower engine.kv_memory, "
@@ -60,31 +65,36 @@ class MicroBatches:
             tokens,
             rows,
             self.most_tokens,
-            self._patience,
+            self._steps_before_retry,
         )
 
     def succeeded(self, tokens: int) -> None:
-        """Count a step that ran at once. Raises the limit after enough of them."""
-        if not self._asked or tokens < (self.most_tokens or self._asked) // 2:
+        """Count a step that ran without splitting, and double the limit after enough of them."""
+        if not self._failed_tokens or tokens < (self.most_tokens or self._failed_tokens) // 2:
             return
-        self._good += 1
-        if self.most_tokens is None or self._good < self._patience:
+        self._successes += 1
+        if self.most_tokens is None or self._successes < self._steps_before_retry:
             return
-        self._held, self._good = self.most_tokens, 0
+        self._last_limit, self._successes = self.most_tokens, 0
         self.most_tokens *= 2
-        if self.most_tokens >= self._asked:
+        if self.most_tokens >= self._failed_tokens:
             self.most_tokens = None
         _log.info(
             "%d steps of at most %d tokens have succeeded: %s tokens are run at once again",
-            self._patience,
-            self._held,
-            self.most_tokens or f"{self._asked} and more",
+            self._steps_before_retry,
+            self._last_limit,
+            self.most_tokens or f"{self._failed_tokens} and more",
         )
 
 
 def _edges(lengths: list[int], most: int, whole: bool = False) -> list[int]:
-    """Return where micro-batches of chunks of these lengths begin and end. A chunk is divided only where it has more
-    tokens than fit at once, and not where it stays `whole`."""
+    """Return the token offsets at which micro-batches begin and end: [0, …, total].
+
+    Args:
+        lengths: Tokens of each chunk.
+        most: Limit of tokens per micro-batch. Only a chunk that exceeds the limit is split.
+        whole: Never split a chunk.
+    """
     edges, done = [0], 0
     for length in lengths:
         sizes = [*[most] * (length // most), *[length % most] * (length % most > 0)]

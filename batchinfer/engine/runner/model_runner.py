@@ -26,7 +26,7 @@ from batchinfer.engine.runner.sampled import (
     tokens_of_chunks,
 )
 from batchinfer.engine.runner.sampler import LogitsHead, Sampler
-from batchinfer.engine.runner.watched_model import WatchedModel
+from batchinfer.engine.runner.tapped_model import TappedModel
 from batchinfer.engine.schedule.step_plan import (
     COMPUTES,
     PlanWants,
@@ -44,39 +44,38 @@ from batchinfer.models.ops.interface import Ops
 from batchinfer_kernels.cost import ModelCost
 
 
-class Borders(Protocol):
-    """The borders say what comes before a runner's layers, and what becomes of their results. Neither is a part of a
-    captured step."""
+class StageIO(Protocol):
+    """Transfers hidden states between pipeline stages, outside of captured graphs."""
 
     @property
-    def begins(self) -> bool:
-        """Whether the layers read token ids, and not what an earlier stage has made of them."""
+    def is_first(self) -> bool:
+        """Return True if the runner's layers read token ids, not the hidden states of an earlier stage."""
 
     @property
-    def ends(self) -> bool:
-        """Whether tokens are sampled behind the layers, and no later stage goes on with their results."""
+    def is_last(self) -> bool:
+        """Return True if tokens are sampled from the output of the runner's layers."""
 
     def receive(self, tokens: int) -> None:
-        """Have the hidden states of so many tokens, which the stage before sends, where the layers read them."""
+        """Receive the hidden states of `tokens` tokens from the previous stage into the layers' input buffer."""
 
-    def hand_on(self, hidden: Tensor) -> None:
-        """Send the hidden states of a step's tokens, (T, hidden), to the stage behind."""
+    def send(self, hidden: Tensor) -> None:
+        """Send the hidden states of a step's tokens, (T, hidden), to the next stage."""
 
 
-class WholeModel:
-    """The borders of a runner that has all layers."""
+class SingleStageIO:
+    """The StageIO of a runner that has all layers."""
 
-    begins = ends = True
+    is_first = is_last = True
 
     def receive(self, tokens: int) -> None:
-        """Do nothing: there is no stage before."""
+        """Return at once, as there is no other stage."""
 
-    def hand_on(self, hidden: Tensor) -> None:
-        """Do nothing: there is no stage behind."""
+    def send(self, hidden: Tensor) -> None:
+        """Return at once, as there is no other stage."""
 
 
 class Model(LogitsHead, Protocol):
-    """A decoder, as the runner needs it; `batchinfer.models.decoder.decoder` has it."""
+    """The interface of a decoder that runners need; see `batchinfer.models.decoder.decoder`."""
 
     def forward(
         self,
@@ -85,21 +84,32 @@ class Model(LogitsHead, Protocol):
         caches: Seq[LayerCache],
         plans: Seq[AttentionPlan],
     ) -> Tensor:
-        """Run a step: (T,) → hidden states (T, hidden). `inputs` and `plans` have an element for each cache group,
-        `caches` one for each layer, which names its group."""
+        """Run a step: (T,) → hidden states (T, hidden).
+
+        Args:
+            token_ids: (T,).
+            inputs: The attention inputs of each cache group.
+            caches: The cache of each layer.
+            plans: The attention plan of each cache group.
+        """
 
 
 class SampledStates(Protocol):
-    """Is given the hidden states of the rows that a step samples."""
+    """Receives the hidden states of the sampled rows of each step."""
 
     def take(self, hidden: Tensor, plan: StepPlan, host: HostBatch) -> None:
-        """Take what a step gave: hidden (n, hidden) of the rows that its plan names, which nobody changes behind that.
-        `host`: the same step as its arrays."""
+        """Receive the hidden states of a step.
+
+        Args:
+            hidden: (n, hidden), of the sampled rows. Not modified afterwards.
+            plan: The step's plan.
+            host: The arrays of the same step.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerOutput:
-    """The result of a step that was run at once."""
+    """The results of a finished step; see `Launched`."""
 
     next_tokens: list[list[int]]
     padded_tokens: int
@@ -115,19 +125,19 @@ class RunnerOutput:
         return self.next_tokens
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return the log-probabilities of each chunk that asks."""
+        """Return the log-probabilities of chunks that request them."""
         return self.next_logprobs
 
     def states(self) -> Mapping[int, States]:
-        """Return the hidden states that each chunk asks for."""
+        """Return the hidden states that chunks request."""
         return self.asked_states
 
     def scores(self) -> TokenScores:
-        """Return the log-probabilities of the tokens that the plan names."""
+        """Return the log-probabilities of the plan's scored tokens."""
         return self.token_scores
 
     def barred(self) -> Mapping[int, Seq[bool]]:
-        """Return which tokens of chunks that have a mask it gave in the place of the most likely ones."""
+        """Return, per chunk with a mask, which tokens replaced a forbidden most likely token."""
         return self.next_barred
 
 
@@ -144,47 +154,49 @@ class ModelRunner:
     device: torch.device
     wants: PlanWants = COMPUTES
     state: StepState = field(default_factory=StepState)
-    in_group: bool = False  # whether other ranks run the same steps, each a part of the model
-    borders: Borders = field(default_factory=WholeModel)
-    kept: SampledStates | None = (
-        None  # is given the hidden states of rows that are sampled; None: nobody needs them
-    )
+    in_group: bool = False  # True if other ranks run the same steps with other shards of the model
+    stage_io: StageIO = field(default_factory=SingleStageIO)
+    # Receives the hidden states of sampled rows for draft heads; None: there are no draft heads
+    kept: SampledStates | None = None
 
     def give_adapters(self, numbers: Mapping[str, int]) -> None:
-        """Have rows find the adapters of a model of ours, whose numbers these are by their fingerprints."""
+        """Make the model's adapters available to rows.
+
+        Args:
+            numbers: The number of each adapter, by its fingerprint. Ignored for models that are not a Decoder.
+        """
         if isinstance(self.model, Decoder):
             places, put = self.model.adapter_places, self.model.place_adapter
             self.state.adapters = AdapterPlaces(numbers, places, put)
 
-    def in_turn(self, first_block: int) -> ModelRunner:
-        """Return a runner of the steps of one of several engines that take turns on this one's cache, of which it has
-        the blocks from `first_block` on."""
+    def with_first_block(self, first_block: int) -> ModelRunner:
+        """Return a runner for another engine that uses the blocks from `first_block` on of the same cache."""
         return replace(self, state=StepState(first_block, adapters=self.state.adapters))
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a step may be launched before the tokens of the one before it are known."""
+        """Return False: each step is finished before the next one is scheduled."""
         return False
 
     @property
     def follows_trees(self) -> bool:
-        """Whether drafts of a row may be a tree."""
+        """Return True if the drafts of a row may form a tree: only with full attention and on one rank."""
         windows = {window for group in self.layout.groups for window in group.windows}
         return self.ops.follows_trees and windows == {None} and not self.in_group
 
     @property
     def most_tokens(self) -> int | None:
-        """The runner never limits its steps: None."""
+        """Return None: steps are not limited."""
         return None
 
     @property
     def capture_s(self) -> float | None:
-        """Seconds that capturing graphs has taken so far; None on a CPU, where nothing is captured."""
+        """Return the seconds spent capturing graphs so far, or None on a CPU."""
         return None if self.device.type == "cpu" else 0.0
 
     @property
     def graph_bytes(self) -> int | None:
-        """Bytes of the device's memory that captured graphs take; None on a CPU."""
+        """Return the bytes of device memory that captured graphs take, or None on a CPU."""
         return None if self.device.type == "cpu" else 0
 
     @property
@@ -193,7 +205,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """Run the chunks, write their K and V, sample the rows that the plan names."""
+        """Run the forward pass of a plan and sample."""
         host = self.state.batch(plan, self.layout)
         hidden, sampling, padded = self._forward_batch(host)
         if not plan.sampled_rows:
@@ -203,7 +215,7 @@ class ModelRunner:
         given = sampled.tokens.tolist()
         rows = rows_of_chunks(given, plan)
         if rows is not None and host.tree is not None:
-            hidden = self._behind_one_another(host, hidden, rows)
+            hidden = self._move_accepted(host, hidden, rows)
         if self.kept is not None:
             self.kept.take(hidden, plan, host)
         arrays = (tensor.numpy(force=True) for tensor in found.tensors) if found else ()
@@ -221,22 +233,34 @@ class ModelRunner:
         )
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingPlan, int]:
-        """Run the chunks: (hidden states of the rows that the plan names, how these are sampled, padded tokens)."""
+        """Run the forward pass only.
+
+        Returns:
+            The hidden states of the sampled rows, (n, hidden); how these are sampled; the number of padding tokens.
+        """
         return self._forward_batch(self.state.batch(plan, self.layout))
 
     def _forward_batch(self, host: HostBatch) -> tuple[Tensor, SamplingPlan, int]:
         batch = build_batch(host, self.device)
         self.state.tables.sent()
         plans = self.plan_attention(batch.inputs)
-        self.borders.receive(len(host.token_ids))
+        self.stage_io.receive(len(host.token_ids))
         hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plans)
-        self.borders.hand_on(hidden)
+        self.stage_io.send(hidden)
         rows = hidden[batch.sampled_rows] if len(host.sampled_rows) else hidden[:0]
         return rows, batch.sampling, plans[0].padded_tokens
 
-    def _behind_one_another(self, host: HostBatch, hidden: Tensor, rows: list[Seq[int]]) -> Tensor:
-        """Move K and V of those nodes of trees that were right behind the tokens before their trees, where those of a
-        chain would lie; so do their states in what is returned: (n, hidden), the rows of each chunk in its place."""
+    def _move_accepted(self, host: HostBatch, hidden: Tensor, rows: list[Seq[int]]) -> Tensor:
+        """Move K and V of accepted draft tree nodes to consecutive slots, as if they had been a chain.
+
+        Args:
+            host: The step.
+            hidden: (n, hidden), of the sampled rows.
+            rows: The accepted rows of each chunk; see `rows_of_chunks`.
+
+        Returns:
+            `hidden` with the states of accepted nodes moved in the same way.
+        """
         chosen = (
             host.sampled_rows if host.sampling.chosen is None else host.sampled_rows[host.sampling.chosen]
         )
@@ -256,24 +280,30 @@ class ModelRunner:
         return hidden[torch.from_numpy(order).to(hidden.device)]
 
     def _move(self, host: HostBatch, moves: NDArray[np.int64]) -> None:
-        """Move tokens of a step, (n, 2): the one that is read and the one that is written."""
+        """Move K and V (and states for draft heads) between tokens of a step: (n, 2), from and to."""
         each = [torch.from_numpy(slots[moves]).to(self.device) for slots in host.slots]
-        # Layers that read the K and V of another one have its cache
+        # Layers may share a cache
         for cache in {(one.k.data_ptr(), one.group): one for one in self.caches}.values():
             self.ops.move_slots(cache, each[cache.group])
-        if isinstance(self.model, WatchedModel):
+        if isinstance(self.model, TappedModel):
             self.model.move(each)
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:
-        """Make a plan for each cache group."""
+        """Make an attention plan for each cache group."""
         plans: list[AttentionPlan] = []
         for group, own in zip(self.layout.groups, inputs, strict=True):
-            beside = plans[-1] if plans else None
-            plans.append(self.ops.plan_attention(own, self.layout.block_size, group.windows, beside))
+            previous = plans[-1] if plans else None
+            plans.append(self.ops.plan_attention(own, self.layout.block_size, group.windows, previous))
         return plans
 
     def next_tokens(
         self, hidden: Tensor, sampling: SamplingPlan, device_tokens: DeviceTokens | None = None
     ) -> Sampled:
-        """Sample what follows these rows' hidden states. `device_tokens`: last tokens that only the device knows."""
+        """Sample the next tokens.
+
+        Args:
+            hidden: (n, hidden), of the sampled rows.
+            sampling: How they are sampled.
+            device_tokens: The tokens of the previous step, if the host does not have them yet.
+        """
         return self.sampler.next_tokens(self.ops, self.model, hidden, sampling, device_tokens)

@@ -1,4 +1,4 @@
-"""Finds how likely given tokens are behind the rows of a step."""
+"""Computes log-probabilities of given tokens, as the next token of rows of a step."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ from torch import Tensor
 from batchinfer.engine.schedule.step_plan import ScoredTokens
 from batchinfer.engine.tensors.staging import upload
 
-_ROWS_AT_ONCE = 128  # of 150,000 logits these are 77 MB in float32, and as much their log-softmax
+_ROWS_AT_ONCE = 128  # with a vocabulary of 150,000, logits and log-softmax take 77 MB each in float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowScores:
-    """The log-probabilities of the tokens that a plan's `scored` names, in its order."""
+    """Log-probabilities of the tokens in a plan's `scored`, in the same order."""
 
     logprobs: Tensor  # (n,) float32; NaN where logits are not finite
-    greedy: Tensor  # (n,) bool: whether the token is the argmax
-    top: Tensor  # (n, likeliest) float32: of the likeliest tokens at the place of each, in descending order
-    top_ids: Tensor  # of the same shape, int64
+    greedy: Tensor  # (n,) bool: True if the token is the argmax
+    top: Tensor  # (n, likeliest) float32: log-probabilities of the likeliest tokens at that position, descending
+    top_ids: Tensor  # (n, likeliest) int64
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Return all tensors, for the copy to the host."""
         return [self.logprobs, self.greedy, self.top, self.top_ids]
 
 
 def row_scores(logits: Callable[[Tensor], Tensor], hidden: Tensor, scored: ScoredTokens) -> RowScores:
-    """Score tokens behind the rows of `hidden`, (rows, hidden). `logits` makes the logits of rows, (n, vocab) float32:
-    some rows at a time, because each token of a long prompt may be asked about."""
-    asked, places = np.unique(scored.rows, return_inverse=True)  # nothing may be asked of some rows
+    """Compute the log-probabilities of `scored`, in batches of rows to limit the memory of logits.
+
+    Args:
+        logits: Computes logits, (n, hidden) → (n, vocab) float32.
+        hidden: (rows, hidden).
+        scored: Rows of `hidden`, and the tokens to score as their next token.
+    """
+    asked, places = np.unique(scored.rows, return_inverse=True)  # rows without a scored token are skipped
     index, rows, tokens = upload(
         [asked.astype(np.int64), places.astype(np.int64), scored.tokens.astype(np.int64)], hidden.device
     )

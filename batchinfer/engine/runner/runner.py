@@ -1,4 +1,4 @@
-"""The protocol of what runs an engine's steps. No torch: the simulator's runner only counts."""
+"""The protocol of runners, which run an engine's steps. Imports no torch, for the simulator's runner."""
 
 from __future__ import annotations
 
@@ -13,78 +13,76 @@ from batchinfer_kernels.cost import ModelCost
 
 
 class StepLaunch(NamedTuple):
-    """The way in which a GPU's step was launched. One that ran in micro-batches, for want of memory, counts as the one
-    that the host had most work with."""
+    """How a step was launched on a GPU."""
 
-    mode: LaunchMode
-    capture_s: float | None = None  # capturing graphs for it; None: not known
-    graph_bytes: int | None = None  # of the device's memory, that these graphs took; None: not known
+    mode: LaunchMode  # of several micro-batches, the mode with the most work for the host
+    capture_s: float | None = None  # seconds spent capturing graphs for the step; None: unknown
+    graph_bytes: int | None = None  # device memory that these graphs took; None: unknown
 
 
 class Launched(Protocol):
-    """An in-flight step: launched, and perhaps still running. Chunks are named by their place among those that
-    sample."""
+    """A step that was launched and may still be running.
+
+    All results wait for the device. Their keys are the indices of chunks among the chunks that sample.
+    """
 
     @property
     def padded_tokens(self) -> int:
-        """Query positions computed only as padding."""
+        """Return the number of query positions computed only as padding."""
 
     @property
     def launch(self) -> StepLaunch | None:
-        """The way in which it was launched; None: on a CPU."""
+        """Return how the step was launched, or None on a CPU."""
 
     @property
     def collective_s(self) -> float | None:
-        """The seconds that collectives took, once the step was run; None: there are none, or nobody waits for them."""
+        """Return the seconds spent in collectives, or None if there are none or they are not timed."""
 
     def tokens(self) -> list[list[int]]:
-        """The next tokens of each chunk that samples, in order: any number of them, or none. Waits for the device.
+        """Return the next tokens of each chunk that samples, in order; a list may be empty.
 
-        Where the runner looks ahead, a sequence without a barrier gets exactly one. Tokens beyond the chunk's drafts
-        and one more are run by the next step. NO_TOKEN stands for logits that are not finite.
+        If the runner looks ahead, each sequence without a barrier gets exactly one token. Tokens beyond the number of
+        drafts plus one have no K and V yet: the next step computes them. NO_TOKEN marks logits that are not finite.
         """
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """The log-probabilities of the tokens of each chunk that asks, chosen or given. Waits for the device."""
+        """Return the log-probabilities of the tokens of each chunk that requests them."""
 
     def states(self) -> Mapping[int, States]:
-        """The hidden states that each chunk asks for, (any, hidden), behind the final norm, or their sum, (1, hidden).
-        Waits for the device."""
+        """Return the requested hidden states after the final norm: (n, hidden), or their sum, (1, hidden)."""
 
     def scores(self) -> TokenScores:
-        """The log-probabilities of the tokens that the plan's `scored` names, in its order. Waits for the device."""
+        """Return the log-probabilities of the tokens in the plan's `scored`, in the same order."""
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """Say of each chunk with a mask which of its tokens that gave in the place of the most likely ones. It waits
-        for the device.
+        """Return for each chunk with a mask which of its tokens replaced a most likely token that the mask forbade.
 
-        A chunk whose argmax was allowed without a look at its mask may be left out.
+        A chunk may be missing if its argmax was accepted without filling its mask.
         """
 
 
 class Runner(Protocol):
-    """Runs steps, one after the other."""
+    """Runs the steps of an engine in order."""
 
     @property
     def cost(self) -> ModelCost:
-        """The costs of its model's steps."""
+        """Return the cost model of its model's steps."""
 
     @property
     def layout(self) -> CacheLayout:
-        """The cache groups, whose block tables plans have."""
+        """Return the layout of the cache groups. Plans contain a block table for each group."""
 
     @property
     def wants(self) -> PlanWants:
-        """The parts of plans that it reads."""
+        """Return which optional parts of plans the runner reads."""
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a step may be launched before the tokens of the one before it are known."""
+        """Return True if a step may be launched before the tokens of the previous step are known."""
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens of a step for which there is memory, after one ran out of it; None: any number that the
-        scheduler may choose. It falls, and rises again when memory may be back."""
+        """Return the current limit of tokens per step after running out of memory, or None for no limit."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Run a step, or begin to. A runner gets every plan of an engine, in order."""
+        """Run or launch a step. A runner must get every plan of an engine, in order."""

@@ -1,4 +1,4 @@
-"""The results of sampling a step: tokens, which the next step may need on the device, log-probabilities and masks."""
+"""The results of sampling a step, and their assignment to chunks."""
 
 from __future__ import annotations
 
@@ -23,23 +23,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLogprobs:
-    """Log-probabilities of the next tokens of those rows that ask for them."""
+    """Log-probabilities of the next tokens, for the n rows that request them."""
 
     rows: list[int]  # (n,)
-    likeliest: list[int]  # (n,): how many each of them asks for
-    chosen: Tensor  # (n,) float32
-    top: Tensor  # (n, the most that any of them asks for) float32
-    top_ids: Tensor  # of the same shape, int64
+    likeliest: list[int]  # (n,): how many of the likeliest tokens each row requests
+    chosen: Tensor  # (n,) float32: of the chosen token
+    top: Tensor  # (n, max(likeliest)) float32
+    top_ids: Tensor  # (n, max(likeliest)) int64
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Return all tensors, for the copy to the host."""
         return [self.chosen, self.top, self.top_ids]
 
     def of_rows(
         self, chosen: NDArray[Any], top: NDArray[Any], top_ids: NDArray[Any], first: int = 0
     ) -> dict[int, TokenLogprobs]:
-        """Give each row, whose number is `first` more, the log-probabilities of its token, with as many of the
-        likeliest ones as it asks for. The arrays hold what `tensors` do."""
+        """Return the log-probabilities by row number.
+
+        Args:
+            chosen: `self.chosen` on the host.
+            top: `self.top` on the host.
+            top_ids: `self.top_ids` on the host.
+            first: Added to each row number: the first row of the micro-batch.
+        """
         ids = top_ids.astype(np.int32)
         found: dict[int, TokenLogprobs] = {}
         for at, (row, most) in enumerate(zip(self.rows, self.likeliest, strict=True)):
@@ -50,25 +57,25 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Masked:
-    """Rows whose tokens were masked, and whether that kept each from its most likely token."""
+    """The n masked rows, and whether the mask forbade the most likely token of each."""
 
-    rows: list[int]
+    rows: list[int]  # (n,)
     barred: Tensor  # (n,) bool
 
     def of_rows(self, barred: NDArray[Any], first: int = 0) -> dict[int, bool]:
-        """Give each row, whose number is `first` more, what `barred` says on the host."""
+        """Return `barred`, which is `self.barred` on the host, by row number plus `first`."""
         return {first + row: one for row, one in zip(self.rows, barred.tolist(), strict=True)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowStates:
-    """Hidden states of those rows that ask for them, behind the final norm, or their sums by chunk."""
+    """Requested hidden states after the final norm, or their sums per chunk."""
 
-    chunks: list[int]  # (n,), ascending: of those that ask for states
-    states: Tensor  # (n, hidden) float32; sums in float64
+    chunks: list[int]  # (n,), ascending: the chunk of each state, counted among chunks that request states
+    states: Tensor  # (n, hidden): states in float32, sums in float64
 
     def of_chunks(self, states: NDArray[Any]) -> dict[int, States]:
-        """Give each chunk its own of the host's `states`, (any, hidden)."""
+        """Return `states`, which is `self.states` on the host, by chunk: (n, hidden) each."""
         numbers, firsts = np.unique(np.array(self.chunks, np.int64), return_index=True)
         ends = [*firsts[1:].tolist(), len(self.chunks)]
         spans = zip(numbers.tolist(), firsts.tolist(), ends, strict=True)
@@ -77,39 +84,50 @@ class RowStates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """The results of sampling, on the device where the logits were."""
+    """The results of sampling a step, on the device. None: no row requests them."""
 
-    tokens: Tensor  # (rows,) int64; NO_TOKEN where a row's logits are not finite. (0,): none are chosen
-    logprobs: RowLogprobs | None = None  # None: no row asks
-    masked: Masked | None = None  # None: no row is
-    states: RowStates | None = None  # None: no row asks
-    scores: RowScores | None = None  # None: no row asks
+    tokens: Tensor  # (rows,) int64; NO_TOKEN for logits that are not finite. (0,) if rows get no tokens
+    logprobs: RowLogprobs | None = None
+    masked: Masked | None = None
+    states: RowStates | None = None
+    scores: RowScores | None = None
 
 
 def rows_of_chunks(tokens: list[int], plan: StepPlan) -> list[Sequence[int]] | None:
-    """Return the rows whose tokens each chunk gets that has rows, where some have several; None: each has one, or none
-    is chosen. A chunk with drafts gets the tokens of its rows up to the first that is not the draft behind it, or none
-    of those behind it in a tree."""
+    """Verify drafts: return the rows whose sampled tokens each chunk accepts.
+
+    A chunk accepts the tokens of its rows up to and including the first that differs from the next draft. In a draft
+    tree it follows the path of accepted nodes.
+
+    Returns:
+        The rows of each chunk that has sampled rows; None if each chunk has exactly one or no tokens are chosen.
+    """
     counts = plan.sampled_counts
     if counts is None or not plan.sampling.chooses:
         return None
-    assert plan.sampled is not None, "rows of drafts are named"
+    assert plan.sampled is not None, "a plan with drafts lists its sampled rows"
     chosen = plan.sampled if plan.sampling.chosen is None else plan.sampled[plan.sampling.chosen]
-    behind = plan.tokens[np.minimum(chosen + 1, len(plan.tokens) - 1)].tolist()
+    following = plan.tokens[np.minimum(chosen + 1, len(plan.tokens) - 1)].tolist()
     bits = None if plan.tree_bits is None else plan.tree_bits.view(np.uint32)[chosen].tolist()
     found: list[Sequence[int]] = []
     for first, end in pairwise([0, *accumulate(counts)]):
         if bits is not None and first + 1 < end and bits[first + 1]:
-            found.append(_path(tokens[first:end], behind[first : end - 1], bits[first + 1 : end], first))
+            found.append(_path(tokens[first:end], following[first : end - 1], bits[first + 1 : end], first))
             continue
-        last = next((row for row in range(first, end - 1) if tokens[row] != behind[row]), end - 1)
+        last = next((row for row in range(first, end - 1) if tokens[row] != following[row]), end - 1)
         found.append(range(first, last + 1))
     return found
 
 
 def _path(tokens: list[int], drafts: list[int], bits: list[int], first: int) -> list[int]:
-    """Return the rows of a tree, from its first one on, whose tokens are right one behind the other. tokens: those
-    behind the last known one and behind each of the drafts, with the bits of these."""
+    """Return the rows on the path of accepted nodes of a draft tree.
+
+    Args:
+        tokens: The tokens sampled after the last known token and after each draft.
+        drafts: The draft tokens, in tree order.
+        bits: The ancestor bits of each draft; see `node_bits`.
+        first: The row of the last known token.
+    """
     parents = parents_of(bits)
     rows, node = [first], child_with(drafts, parents, -1, tokens[0])
     while node is not None:
@@ -119,7 +137,13 @@ def _path(tokens: list[int], drafts: list[int], bits: list[int], first: int) -> 
 
 
 def tokens_of_chunks(tokens: list[int], plan: StepPlan, rows: list[Sequence[int]] | None) -> list[list[int]]:
-    """Divide the tokens of a step's rows among its chunks that have rows, those of `rows_of_chunks`."""
+    """Return the tokens of each chunk that has sampled rows.
+
+    Args:
+        tokens: The token of each sampled row.
+        plan: The step's plan.
+        rows: The result of `rows_of_chunks`.
+    """
     counts = plan.sampled_counts
     if not plan.sampling.chooses:
         return [[] for _ in range(plan.sampled_rows if counts is None else len(counts))]
@@ -131,8 +155,12 @@ def tokens_of_chunks(tokens: list[int], plan: StepPlan, rows: list[Sequence[int]
 def barred_of_chunks(
     found: Mapping[int, bool], rows: list[Sequence[int]] | None
 ) -> Mapping[int, Sequence[bool]]:
-    """Say of each chunk of which some row's is `found` which of the tokens that it got, those of `rows`, a mask gave it
-    in the place of the most likely one."""
+    """Return, per chunk with masked rows, which of its tokens replaced a forbidden most likely token.
+
+    Args:
+        found: The results by row; see `Masked.of_rows`.
+        rows: The result of `rows_of_chunks`.
+    """
     if rows is None:
         return {chunk: (one,) for chunk, one in found.items()}
     return {
@@ -145,13 +173,22 @@ def barred_of_chunks(
 def logprobs_of_chunks(
     found: Mapping[int, TokenLogprobs], rows: list[Sequence[int]] | None
 ) -> Mapping[int, TokenLogprobs]:
-    """Put the log-probabilities of the tokens that each chunk got together."""
-    return found if rows is None else {chunk: _joined(own) for chunk, own in _by_chunk(found, rows)}
+    """Return the log-probabilities of each chunk's tokens.
+
+    Args:
+        found: The log-probabilities by row.
+        rows: The result of `rows_of_chunks`.
+    """
+    return found if rows is None else {chunk: _concatenate(own) for chunk, own in _by_chunk(found, rows)}
 
 
 def states_of_chunks(parts: Iterable[Mapping[int, States]], plan: StepPlan) -> Mapping[int, States]:
-    """Put the hidden states of each chunk that asks for them together, (any, hidden); or, where they are summed, add up
-    its sums, (1, hidden). `parts`: of each micro-batch."""
+    """Concatenate the hidden states of each chunk, (n, hidden), or add up its sums, (1, hidden).
+
+    Args:
+        parts: The states of each micro-batch, by chunk.
+        plan: The step's plan.
+    """
     found: dict[int, States] = {}
     for part in parts:
         for chunk, states in part.items():
@@ -165,14 +202,14 @@ def states_of_chunks(parts: Iterable[Mapping[int, States]], plan: StepPlan) -> M
 
 
 def _by_chunk(found: Mapping[int, T], rows: list[Sequence[int]]) -> Iterator[tuple[int, list[T]]]:
-    """Yield what the rows of each chunk have, of chunks of which some have any."""
+    """Yield each chunk that has values in `found`, with the values of its rows."""
     for chunk, which in enumerate(rows):
         own = [found[row] for row in which if row in found]
         if own:
             yield chunk, own
 
 
-def _joined(found: list[TokenLogprobs]) -> TokenLogprobs:
+def _concatenate(found: list[TokenLogprobs]) -> TokenLogprobs:
     return TokenLogprobs(
         np.concatenate([one.chosen for one in found]),
         np.concatenate([one.top for one in found]),
@@ -182,15 +219,17 @@ def _joined(found: list[TokenLogprobs]) -> TokenLogprobs:
 
 @dataclass(slots=True)
 class DeviceTokens:
-    """The tokens of the step before, which the host may not know yet."""
+    """The tokens that the previous step sampled, on the device; the host may not have them yet."""
 
     tokens: Tensor | None = None  # (n,) int64
 
     def of(self, places: Ints | None, device: torch.device) -> Tensor:
-        """Return the tokens at these places, or all. Token 0 stands for none, where a row's logits were not finite: the
-        sequence has ended, and what it runs on with is dropped."""
-        assert self.tokens is not None, "a token is awaited of a step that sampled none"
-        if places is None:  # nearly always
+        """Return the tokens at the given indices, or all if `places` is None.
+
+        NO_TOKEN becomes 0: its sequence has ended, and the results of its further steps are dropped.
+        """
+        assert self.tokens is not None, "the previous step sampled no tokens"
+        if places is None:  # the usual case
             return self.tokens.clamp_min(0)
         (index,) = upload([places.astype(np.int64)], device)
         return self.tokens.index_select(0, index).clamp_min_(0)

@@ -1,4 +1,4 @@
-"""Samples token ids on any device: the arguments of all rows are built once a step and copied together."""
+"""Samples token ids on any device. The sampling arguments of all rows are copied to it in one transfer per step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from batchinfer_kernels.mask import bars, mask_words
 from batchinfer_kernels.penalties import Penalties
 from batchinfer_kernels.sample import NO_TOKEN, RowSampling
 
-# Hidden states are of the order of 1; those above 2^-6 are multiples of this in float32
+# Hidden states are about 1; float32 values above 2^-6 are exact multiples of this unit
 STATE_UNIT = 2.0**-30
-_SUMMED_ROWS = 1024  # of which there are copies in float64 at a time
+_SUMMED_ROWS = 1024  # rows that are copied to float64 at a time
 
 
 def edit(logits: Tensor, plan: SamplingPlan) -> None:
-    """Add the biases of a plan to logits (n, vocab), and bar the tokens that it does not allow, in place."""
+    """Add a plan's biases to logits (n, vocab) and set the logits of forbidden tokens to -inf, in place."""
     if plan.biased is not None:
         _add(logits, plan.biased)
     if plan.allowed is not None:
@@ -35,8 +35,8 @@ def edit(logits: Tensor, plan: SamplingPlan) -> None:
 
 
 def _add(logits: Tensor, biased: BiasedTokens) -> None:
-    """Each is added once, so that sums have no order."""
     rows, tokens, biases = biased
+    # Each (row, token) occurs once, so index_put_ needs no accumulation
     row, token, bias = upload((rows.astype(np.int64), tokens.astype(np.int64), biases), logits.device)
     logits.index_put_((row, token), logits[row, token] + bias)
 
@@ -50,52 +50,49 @@ def _keep(logits: Tensor, allowed: AllowedTokens) -> None:
 
 
 class LogitsHead(Protocol):
-    """The end of a model, which makes logits of hidden states."""
+    """The last layers of a model, which compute logits from hidden states."""
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm, where there is one: (n, hidden) → (n, hidden)."""
+        """Apply the final norm, if there is one: (n, hidden) → (n, hidden)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Make the logits: (n, hidden) → (n, vocab) float32."""
+        """Compute the logits: (n, hidden) → (n, vocab) float32."""
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Find the argmax of the logits, (n, hidden) → (n,) int64; NO_TOKEN where they are not finite numbers."""
+        """Return the argmax of the logits, (n, hidden) → (n,) int64; NO_TOKEN if they are not finite."""
 
 
 class TokenMask(Protocol):
-    """Says which tokens a row may get next, for example those that a grammar allows. Masks are named by the numbers
-    that plans have for them."""
+    """Decides which tokens a row may get next, for example by a grammar. Plans refer to masks by number."""
 
     def allowed(self, masks: Sequence[int], tokens: Sequence[int]) -> list[bool]:
-        """Say of each mask whether this token may come next. False also where only `fill` can say."""
+        """Return for each mask True if the token is known to be allowed next; False if it is not, or `fill` decides."""
 
     def fill(self, masks: Sequence[int], bits: NDArray[np.int32]) -> None:
-        """Clear the bits of the tokens that may not come next; all are set before.
+        """Clear the bits of forbidden tokens. Called while a GPU computes the step.
 
-        bits: (masks, ceil(vocab / 32)); see batchinfer_kernels.mask. Called while a GPU computes the step.
+        Args:
+            masks: (n,), numbers of masks.
+            bits: (n, ceil(vocab / 32)), all set; see batchinfer_kernels.mask.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Order of the steps: biases, allowed tokens, penalties, bans below min_tokens, mask, temperature, top-k, top-p,
-    min-p, draw.
+    """Samples the next tokens of a step.
 
-    As in transformers, top-p renormalises what top-k left, and min-p compares with the most likely token.
-    Log-probabilities are of the logits before the first of these steps; those among allowed tokens are of these logits,
-    too, behind the mask alone.
-
-    `on_host`: logits are in the host's memory, so that a token can be looked at as soon as it is chosen. Then a greedy
-    row whose last token obeyed its mask takes the argmax first, and its mask is filled only where that token is not
-    allowed. The tokens are the same; a model that was taught its format hardly ever needs a mask.
-
-    `classifier` makes logits, (n, labels), of pooled states, (n, hidden), for rows that ask for these.
+    Order of operations: biases, allowed tokens, penalties, bans below min_tokens, mask, temperature, top-k, top-p,
+    min-p, draw. As in transformers, top-p renormalises the result of top-k, and min-p compares with the most likely
+    token. Log-probabilities are computed from the unmodified logits; log-probabilities among allowed tokens apply only
+    the mask.
     """
 
     eos_token_ids: frozenset[int]
     mask: TokenMask | None = None
+    # Logits are in host memory: a greedy row that has followed its mask so far tries the argmax first, and the mask is
+    # filled only if it forbids that token. The tokens are the same.
     on_host: bool = False
-    classifier: Callable[[Tensor], Tensor] | None = None
+    classifier: Callable[[Tensor], Tensor] | None = None  # pooled states (n, hidden) → logits (n, labels)
 
     def next_tokens(
         self,
@@ -105,8 +102,17 @@ class Sampler:
         plan: SamplingPlan,
         device_tokens: DeviceTokens | None = None,
     ) -> Sampled:
-        """Find what each row asks for from its hidden state. Logits are written only for rows that need more than their
-        argmax. `device_tokens`: last tokens that only the device knows."""
+        """Compute the tokens, log-probabilities, states and scores that the plan requests.
+
+        Logits are computed only if some row needs more than their argmax.
+
+        Args:
+            ops: The operators.
+            head: The last layers of the model.
+            hidden: (n, hidden), of the sampled rows.
+            plan: The requests of the rows.
+            device_tokens: The tokens of the previous step, if the host does not have them yet.
+        """
         states = _asked_states(head, hidden, plan)
         if plan.classified and states is not None:
             states = self._classified(states, plan)
@@ -122,7 +128,7 @@ class Sampler:
         return found if states is None and scores is None else replace(found, states=states, scores=scores)
 
     def _classified(self, states: RowStates, plan: SamplingPlan) -> RowStates:
-        """Return the logits of each prompt, all of which has run: a mean is made of all sums that there will be."""
+        """Return the classification logits of each prompt. A step contains whole prompts, so sums are complete."""
         assert self.classifier is not None, "the model has no classification head"
         pooled = states.states
         if plan.summed:
@@ -133,11 +139,11 @@ class Sampler:
         return replace(states, states=self.classifier(pooled.float()))
 
     def tries_argmax(self, plan: SamplingPlan) -> bool:
-        """Whether each row's token is the argmax of its logits, or is likely to be and can be looked at on the host."""
+        """Return True if every token is the argmax of its logits, or probably is and can be checked on the host."""
         return plan.argmax and (not plan.masked or (self.on_host and all(plan.followed)))
 
     def _corrected(self, ops: Ops, head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> Sampled:
-        """The argmax of each row, and of those whose mask does not allow it what it does allow."""
+        """Return the argmax of each row, or the most likely allowed token if the row's mask forbids the argmax."""
         tokens = head.argmax(hidden)
         refused = self._refused(plan, list(range(len(plan.masked))), tokens)
         if not refused:
@@ -150,8 +156,13 @@ class Sampler:
         return Sampled(tokens, masked=None if masked is None else replace(masked, rows=rows))
 
     def _refused(self, plan: SamplingPlan, which: list[int], found: Tensor) -> list[int]:
-        """Return those of the masked rows `which`, by their place among the masked ones, whose token in `found` is not
-        known to be allowed."""
+        """Return the rows whose tokens are not known to be allowed by their masks.
+
+        Args:
+            plan: The sampling plan.
+            which: Indices into `plan.masked`, as in the result.
+            found: (rows,), the token of every row.
+        """
         if self.mask is None or not which:
             return []
         tokens = found.tolist()
@@ -164,9 +175,13 @@ class Sampler:
     def sample(
         self, ops: Ops, logits: Tensor, plan: SamplingPlan, device_tokens: DeviceTokens | None = None
     ) -> Sampled:
-        """The next token of each row, and its log-probabilities where they are asked for.
+        """Return the next token of each row, and log-probabilities if requested.
 
-        logits: (n, vocab) float32, which are changed. `device_tokens`: last tokens that only the device knows.
+        Args:
+            ops: The operators.
+            logits: (n, vocab) float32, modified in place.
+            plan: How tokens are chosen.
+            device_tokens: The tokens of the previous step, if the host does not have them yet.
         """
         asking = _LogprobRows.of(logits, plan)
         edit(logits, plan)
@@ -179,7 +194,7 @@ class Sampler:
         return Sampled(tokens, asking.found(ops, tokens, self.eos_token_ids) if asking else None, barred)
 
     def _greedy(self, ops: Ops, logits: Tensor, plan: SamplingPlan) -> Sampled:
-        """The argmax of each row, some of which are masked."""
+        """Return the argmax of each row after masking."""
         places = range(len(plan.masked))
         unsure = [at for at in places if self.on_host and plan.followed[at]]
         sure = sorted({*places}.difference(unsure))
@@ -197,7 +212,7 @@ class Sampler:
     def _correct(
         self, ops: Ops, logits: Tensor, plan: SamplingPlan, refused: list[int], found: tuple[Tensor, Tensor]
     ) -> None:
-        """Put into `found` (tokens, barred) what the masks of these rows allow."""
+        """Fill the masks of the refused rows and overwrite their entries in `found`, (tokens, barred)."""
         if not refused:
             return
         rows, bits = (
@@ -210,10 +225,10 @@ class Sampler:
     def _masked(
         self, ops: Ops, logits: Tensor, plan: SamplingPlan, asking: _LogprobRows | None = None
     ) -> Masked:
-        """Mask the logits, and what `asking` keeps of them for rows that ask about allowed tokens only."""
+        """Mask the logits, and the kept logits of rows that request log-probabilities among allowed tokens."""
         filled = self._filled(plan, list(range(len(plan.masked))), logits)
         rows, bits = upload([np.array(plan.masked, np.int32), filled], logits.device)
-        # A copy of the rows would take as much memory as all logits do
+        # On a device, indexing logits by row would copy up to all of them
         best = logits[plan.masked].argmax(-1) if self.on_host else logits.argmax(-1).index_select(0, rows)
         ops.mask(logits, rows, bits)
         if asking is not None:
@@ -221,15 +236,15 @@ class Sampler:
         return Masked(plan.masked, bars(bits, best))
 
     def _filled(self, plan: SamplingPlan, which: list[int], logits: Tensor) -> NDArray[np.int32]:
-        """Fill the bits of these masks, by their place among the masked rows, one row each."""
-        assert self.mask is not None, "a row has a mask, and nobody knows masks"
+        """Return the bits of the masks of `which`, indices into `plan.masked`: (n, words)."""
+        assert self.mask is not None, "a row has a mask, but the sampler has no masks"
         bits = np.full((len(which), mask_words(logits.shape[1])), -1, np.int32)
         self.mask.fill([plan.masks[at] for at in which], bits)
         return bits
 
 
 def _asked_states(head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> RowStates | None:
-    """Return the hidden states that rows ask for. Sums are made here: a prompt's states are megabytes."""
+    """Return the requested hidden states. Sums are computed on the device: a prompt's states take megabytes."""
     if not plan.states:
         return None
     every = len(plan.states) == len(hidden)
@@ -242,8 +257,11 @@ def _asked_states(head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> RowSt
 
 
 def _exact_sums(states: Tensor, chunk_of: Tensor, chunks: int) -> Tensor:
-    """Add up the states of each chunk: (n, hidden) → (chunks, hidden) float64. States are rounded to multiples of
-    STATE_UNIT, so that sums below 2^23 are exact, and do not depend on how prompts were cut into chunks."""
+    """Add up the states of each chunk: (n, hidden) → (chunks, hidden) float64.
+
+    States are rounded to multiples of STATE_UNIT. Sums below 2^23 are then exact, so they do not depend on how a prompt
+    was cut into chunks.
+    """
     sums = states.new_zeros((chunks, states.shape[1]), dtype=torch.float64)
     for first in range(0, len(states), _SUMMED_ROWS):
         rows = slice(first, first + _SUMMED_ROWS)
@@ -256,7 +274,7 @@ def _penalties(rows: PenalisedRows, device_tokens: DeviceTokens, device: torch.d
         rows.rows, rows.tokens, rows.starts, rows.prompt_lens, rows.lengths, *rows.strengths, rows.banned
     ]  # fmt: skip
     penalties = Penalties(*upload([np.ascontiguousarray(part) for part in parts], device))
-    if len(rows.awaited):  # the last token of a row may be known on the device alone
+    if len(rows.awaited):  # the host does not have the last token of these rows yet
         (index,) = upload([rows.awaited.astype(np.int64)], device)
         awaited = device_tokens.of(rows.sampled, device).to(torch.int32)
         penalties.tokens.index_copy_(0, index, awaited)
@@ -265,15 +283,15 @@ def _penalties(rows: PenalisedRows, device_tokens: DeviceTokens, device: torch.d
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LogprobRows:
-    """The rows that ask for log-probabilities, with their logits as the model gave them."""
+    """The rows that request log-probabilities, with their unmodified logits."""
 
     plan: SamplingPlan
-    rows: Tensor | None  # which of the step's rows they are; None: all
-    logits: Tensor
+    rows: Tensor | None  # (n,): indices of the sampled rows; None: all
+    logits: Tensor  # (n, vocab)
 
     @classmethod
     def of(cls, logits: Tensor, plan: SamplingPlan) -> _LogprobRows | None:
-        """Keep the logits of the rows that ask, before all that overwrites them; None: no row asks."""
+        """Copy the logits of the requesting rows before they are modified, or return None if there are no such rows."""
         if not plan.asking:
             return None
         if len(plan.asking) == len(logits):
@@ -282,7 +300,12 @@ class _LogprobRows:
         return cls(plan, index, logits.index_select(0, index))
 
     def mask(self, ops: Ops, bits: NDArray[np.int32]) -> None:
-        """Mask the rows that ask about allowed tokens only. bits: (masked rows of the plan, words)."""
+        """Mask the rows that request log-probabilities among allowed tokens.
+
+        Args:
+            ops: The operators.
+            bits: (masked rows of the plan, words).
+        """
         plan, own = self.plan, self._own
         if own:
             mask_of = {row: at for at, row in enumerate(plan.masked)}
@@ -291,13 +314,16 @@ class _LogprobRows:
 
     @property
     def _own(self) -> list[int]:
-        """The rows that ask about allowed tokens only, by their place among those that ask."""
+        """Return the indices, among these rows, of masked rows that request log-probabilities among allowed tokens."""
         plan, masked = self.plan, set(self.plan.masked)
         return [at for at, row in enumerate(plan.asking) if plan.among_allowed[at] and row in masked]
 
     def found(self, ops: Ops, tokens: Tensor, eos: frozenset[int]) -> RowLogprobs:
-        """Return the log-probabilities of chosen tokens. Of tokens that end an answer all count together where a row
-        asks about allowed tokens: which of them it is says nothing about the answer."""
+        """Return the log-probabilities of the chosen tokens, (rows,), and of the likeliest tokens.
+
+        Among allowed tokens, an end-of-sequence token gets the probability of all of them together: which one was
+        chosen does not change the answer.
+        """
         chosen = tokens if self.rows is None else tokens.index_select(0, self.rows)
         most = min(max(self.plan.likeliest), self.logits.shape[1])
         values, top, top_ids = ops.log_probabilities(self.logits, chosen, most)
@@ -307,8 +333,15 @@ class _LogprobRows:
 
 
 def _ends_together(values: Tensor, logits: Tensor, chosen: Tensor, own: list[int], eos: list[int]) -> Tensor:
-    """values, chosen: (n,); logits: (n, vocab). Return values, in which those of the rows `own` that chose a token of
-    `eos` are of all these tokens together."""
+    """Replace the log-probability of a chosen end-of-sequence token by that of all such tokens together.
+
+    Args:
+        values: (n,), the log-probabilities of the chosen tokens.
+        logits: (n, vocab).
+        chosen: (n,), the chosen tokens.
+        own: The rows that this applies to.
+        eos: The end-of-sequence tokens.
+    """
     rows, ends = upload([np.array(own, np.int64), np.array(eos, np.int64)], logits.device)
     mine, taken = logits.index_select(0, rows).float(), chosen.index_select(0, rows)
     together = mine.index_select(1, ends).logsumexp(-1) - mine.logsumexp(-1)
@@ -317,7 +350,7 @@ def _ends_together(values: Tensor, logits: Tensor, chosen: Tensor, own: list[int
 
 
 def _row_sampling(plan: SamplingPlan, rows: int, device: torch.device) -> RowSampling:
-    if plan.drawn is None:  # the argmax, whatever else is said
+    if plan.drawn is None:  # greedy
         zeros, ones, none = np.zeros(rows, np.int32), np.ones(rows), np.zeros((rows, 4), np.int32)
         return RowSampling(
             *upload([zeros.astype(np.float32), zeros, ones, np.zeros(rows), none, zeros], device)

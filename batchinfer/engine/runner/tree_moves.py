@@ -1,4 +1,4 @@
-"""Moves the right nodes of a step's trees behind the text, on a device that the host does not wait for."""
+"""Moves the accepted nodes of draft trees to consecutive slots on a GPU, without waiting for it."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.staging import upload
 from batchinfer_kernels.draft_tree import NO_PARENT
 
-LEAST_PLACES = 8  # more than a row's drafts in a graph: so there is one width, for which kernels are compiled
+MIN_NODES = 8  # more than a row's drafts in a CUDA graph: kernels are compiled for one width only
 
 
 class StepTrees(NamedTuple):
-    """R trees of up to M nodes; places without a node have the parent NO_PARENT."""
+    """R draft trees of up to M nodes."""
 
-    firsts: Longs  # (R,): the row behind each one's last known token, of the rows that get tokens
-    rows: Longs  # (R,): the same row, of all rows that are sampled
-    drafts: Longs  # (R, M)
-    parents: Longs  # (R, M): places of nodes, -1 for the last known token
-    slots: list[Longs]  # of each cache group, (R, M): where K and V of the nodes lie
+    firsts: Longs  # (R,): the row of each tree's last known token, among rows that get tokens
+    rows: Longs  # (R,): the same row, among all sampled rows
+    drafts: Longs  # (R, M): draft tokens, padded with -1
+    parents: Longs  # (R, M): index of each node's parent; -1: the last known token; NO_PARENT: padding
+    slots: list[Longs]  # per cache group, (R, M): slots of the nodes' K and V
 
     @classmethod
     def of(cls, host: HostBatch) -> StepTrees:
-        """Read them of a step that has some."""
-        assert host.tree is not None, "it has none"
+        """Return the draft trees of a step that has some."""
+        assert host.tree is not None, "the step has no draft trees"
         ends = np.array([*accumulate(host.query_lens)])
         nodes = np.concatenate([[0], np.cumsum(host.tree.bits != 0)])
         counts = nodes[ends] - nodes[ends - np.array(host.query_lens)]
         ends, counts = ends[counts > 0], counts[counts > 0]
-        places = np.arange(max(LEAST_PLACES, 1 << (int(counts.max()) - 1).bit_length()))
+        places = np.arange(max(MIN_NODES, 1 << (int(counts.max()) - 1).bit_length()))
         inside = places < counts[:, None]
         tokens = np.where(inside, (ends - counts)[:, None] + places, 0)
         sampled = host.sampled_rows
@@ -51,18 +51,28 @@ class StepTrees(NamedTuple):
 
 
 def _parents(bits: NDArray[np.int32], places: NDArray[np.int64]) -> NDArray[Any]:
-    """Return the places of the parents of nodes, which are the last ones of their ancestors. bits: (R, M), of nodes in
-    order."""
+    """Return the index of each node's parent: its highest ancestor bit.
+
+    Args:
+        bits: (R, M), the ancestor bits of nodes, including their own.
+        places: (M,): 0, 1, …
+    """
     others = bits.view(np.uint32) & ~(np.uint32(1) << places.astype(np.uint32))
     return np.frexp(others.astype(np.float64))[1].astype(np.int64) - 1
 
 
-def move_right_nodes(host: HostBatch, tokens: Tensor, caches: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Find which nodes of the step's trees are right, and move what lies in their slots to where those of a chain would
-    lie. All of it is queued behind the step, and before whatever is launched next: so nobody else has the slots yet.
+def move_accepted_nodes(host: HostBatch, tokens: Tensor, caches: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Find the accepted nodes of a step's draft trees and move their K and V to consecutive slots.
 
-    tokens: (n,) int64, what was sampled. caches: of each cache group, of four dimensions. Returns the order in which
-    the states of sampled rows are those of chains, (rows,) int64.
+    The work is queued on the device between this step and the next, so no other sequence has the slots yet.
+
+    Args:
+        host: The step.
+        tokens: (n,) int64, the sampled tokens.
+        caches: Per cache group, the 4-dimensional tensors to move slots in.
+
+    Returns:
+        (rows,) int64: the permutation that orders the sampled rows' hidden states in the same way.
     """
     trees = StepTrees.of(host)
     from batchinfer_kernels.gpu.draft_tree import move_slots, tree_paths

@@ -1,4 +1,4 @@
-"""Where the adapters of a step's rows stand on the device, which may have room for some of them only."""
+"""Assigns adapters to places on the device, which may have fewer places than there are adapters."""
 
 from __future__ import annotations
 
@@ -9,30 +9,40 @@ import numpy as np
 
 from batchinfer.engine.schedule.step_plan import Longs
 
-NO_ADAPTER = 0  # the number of rows without one, and of one that is merged into the weights
+NO_ADAPTER = 0  # the number of rows without an adapter, and of an adapter that is merged into the weights
 
 
 @dataclass(slots=True)
 class AdapterPlaces:
-    """The places of adapters, from 1 on. An adapter that a step needs, and that has none, takes that of the one which
-    no step has needed for longest: steps run on the device in the order in which they are given here."""
+    """The places of adapters on the device, numbered from 1, with least-recently-used replacement.
 
-    numbers: Mapping[str, int] = field(default_factory=dict)  # by fingerprint, from 1 on; that of "" is 0
-    places: int | None = None  # how many there are; None: each adapter has one, which is its number
-    # Puts the adapter of a number into a place
-    put: Callable[[int, int], object] = lambda number, place: None
-    # Number → place, the one that was needed last at the end
-    _taken: dict[int, int] = field(default_factory=dict)
-    moved: int = 0  # how many were put into a place so far
+    Steps must run on the device in the order in which they are passed to `of`.
+    """
+
+    numbers: Mapping[str, int] = field(default_factory=dict)  # fingerprint → number, from 1; "" → 0
+    places: int | None = None  # number of places; None: every adapter has the place of its number
+    put: Callable[[int, int], object] = lambda number, place: None  # copies adapter `number` to a place
+    _taken: dict[int, int] = field(default_factory=dict)  # number → place, most recently used last
+    moved: int = 0  # adapters copied so far
 
     @property
     def any_name(self) -> str:
-        """The name of an adapter that stands beside the weights; "" if there is none."""
+        """Return the name of any adapter that is not merged into the weights, or ""."""
         return next((name for name, number in self.numbers.items() if number), "")
 
     def of(self, names: tuple[str, ...]) -> Longs | None:
-        """Return the place of each row's adapter, 0 for none; None where all are 0. Raises KeyError for an adapter that
-        the model was not given, and ValueError for more of them than there are places."""
+        """Return the place of each row's adapter, and copy adapters to the device where needed.
+
+        Args:
+            names: The adapter of each row, "" for none.
+
+        Returns:
+            (rows,), 0 for no adapter; None if all are 0.
+
+        Raises:
+            KeyError: An adapter was not loaded.
+            ValueError: The rows have more adapters than there are places.
+        """
         numbers = np.array([self.numbers[name] for name in names], np.int64)
         if not numbers.any():
             return None
@@ -42,7 +52,9 @@ class AdapterPlaces:
         needed, back = np.unique(numbers, return_inverse=True)
         wanted = [number for number in needed.tolist() if number != NO_ADAPTER]
         if len(wanted) > places:
-            raise ValueError(f"rows of a step have {len(wanted)} adapters, and {places} are on the device")
+            raise ValueError(
+                f"the rows of a step have {len(wanted)} adapters, but the device has {places} places"
+            )
         kept = {number: self._taken.pop(number) for number in wanted if number in self._taken}
         for number in wanted:
             if number not in kept:
@@ -53,7 +65,7 @@ class AdapterPlaces:
         return np.array([kept.get(number, NO_ADAPTER) for number in needed.tolist()], np.int64)[back]
 
     def _free(self, kept: Mapping[int, int], places: int) -> int:
-        """Return a place that no row of this step needs: an empty one, or that of the adapter that waited longest."""
+        """Return an empty place, or evict the least recently used adapter that this step does not need."""
         if len(self._taken) + len(kept) < places:
             empty: set[int] = {*range(1, places + 1)} - {*self._taken.values(), *kept.values()}
             return min(empty)

@@ -1,4 +1,4 @@
-"""The arrays and tensors of one step."""
+"""The inputs of one step: numpy arrays on the host and tensors on the device."""
 
 from __future__ import annotations
 
@@ -21,40 +21,39 @@ from batchinfer_kernels.step_tables import StepTables
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """T tokens of S chunks, one chunk after the other, as the host has them."""
+    """The arrays of a step on the host: T tokens of S chunks, concatenated."""
 
     token_ids: Longs  # (T,)
     positions: Longs  # (T,): rows of the rotary tables
-    slots: list[Longs]  # of each cache group: (T,)
-    tables: list[StepTables]  # of each cache group
-    whole: list[bool]  # of each cache group, whether it keeps all tokens
-    sampled_rows: Longs  # (n,): which of the T tokens are followed by a sampled one
-    sampling: SamplingPlan  # how these n are sampled
+    slots: list[Longs]  # per cache group: (T,)
+    tables: list[StepTables]  # per cache group
+    whole: list[bool]  # per cache group: True if the group keeps all tokens (no sliding window)
+    sampled_rows: Longs  # (n,): indices of the tokens after which a token is sampled
+    sampling: SamplingPlan  # of these n rows
     query_lens: list[int]  # (S,)
     context_lens: list[int]  # (S,)
-    copies: Ints | None = None  # (any, 6), as StepPlan has them
+    copies: Ints | None = None  # (m, 6), see StepPlan
     awaited: Awaited | None = None
-    follows: bool = False  # whether the step before ran the same sequences in the same order
+    follows: bool = False  # True if the previous step ran the same sequences in the same order
     token_types: Longs | None = None  # (T,); None: all are 0
-    adapters: Longs | None = None  # (T,): their numbers, 0 for none; None: no token has one
-    tree: TreeMask | None = None  # which keys tokens see, where some are in trees of drafts
+    adapters: Longs | None = None  # (T,): places of adapters, 0 for none; None: no token has one
+    tree: TreeMask | None = None  # the keys that tokens attend to; None: no draft trees
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence runs exactly one token and samples the next, and nothing else is done."""
+        """Return True if every sequence runs exactly one token and samples, without copies or draft trees."""
         tokens = len(self.token_ids)
         single = len(self.sampled_rows) == tokens == len(self.query_lens)
         return single and self.copies is None and self.tree is None
 
     @property
     def table_rows(self) -> Longs:
-        """The rows where its sequences' tables are kept, (S,); the same array while the same sequences run in the same
-        order."""
+        """Return the rows of the sequences' block tables, (S,): the same array object while the sequences stay."""
         return self.tables[0].rows
 
     @property
     def parts(self) -> list[Longs]:
-        """Return the copies of each cache group, (n, 4) each, or no arrays; see batchinfer_kernels.copy_parts."""
+        """Return the copies of each cache group, (n, 4), or [] without copies; see batchinfer_kernels.copy_parts."""
         if self.copies is None:
             return []
         fields = self.copies.astype(np.int64)
@@ -69,10 +68,18 @@ class HostBatch:
         token_types: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> list[AttentionInputs]:
-        """The attention inputs of each cache group, of the same arrays on the device, and `tables`, (S, most blocks)
-        each."""
-        assert (token_types is None) == (self.token_types is None), "types of tokens get lost"
-        assert (adapters is None) == (self.adapters is None), "adapters of tokens get lost"
+        """Return the attention inputs of each cache group. The arguments are this batch's arrays on the device.
+
+        Args:
+            tables: Per cache group, (S, max blocks).
+            positions: (T,).
+            slots: Per cache group, (T,).
+            parts: Per cache group, (n, 4); empty without copies.
+            token_types: (T,).
+            adapters: (T,).
+        """
+        assert (token_types is None) == (self.token_types is None), "token types are missing"
+        assert (adapters is None) == (self.adapters is None), "adapters are missing"
         copied_parts: Seq[Tensor | None] = parts or [None] * len(slots)
         each = zip(slots, tables, self.tables, self.whole, copied_parts, strict=True)
         return [
@@ -93,8 +100,12 @@ class HostBatch:
         ]
 
     def later(self, ahead: Ints, block_size: int) -> HostBatch:
-        """Return a later step of the same sequences, each of which is so many tokens further on, (S,), and awaits the
-        token of the step before. Its tables hold their blocks."""
+        """Return a later decode step of the same sequences, whose tokens come from the previous step.
+
+        Args:
+            ahead: (S,): how many tokens later each sequence is. Its block table must have the blocks already.
+            block_size: Tokens per block.
+        """
         contexts = np.array(self.context_lens) + ahead
         at, inside = np.divmod(contexts - 1, block_size)
         return replace(
@@ -108,7 +119,7 @@ class HostBatch:
         )
 
     def part(self, first: int, end: int) -> HostBatch:
-        """Return the step of the tokens [first, end). What a chunk copies is copied with its first token."""
+        """Return the micro-batch of the tokens [first, end). A chunk's copies go with its first token."""
         ends = list(accumulate(self.query_lens))
         low, high = bisect_right(ends, first), bisect_left(ends, end) + 1
         begins = [
@@ -138,16 +149,16 @@ class HostBatch:
         )
 
     def _adapters_of(self, first: int, end: int) -> Longs | None:
-        """Return those of the tokens [first, end), None where none has any."""
+        """Return the adapters of the tokens [first, end), or None if no token has one."""
         own = None if self.adapters is None else self.adapters[first:end]
         return own if own is not None and own.any() else None
 
     def _copies_of(self, chunks: list[int], low: int) -> Ints | None:
-        """Return the copies of these chunks, which are counted from `low` on; None for none."""
+        """Return the copies of the given chunks, renumbered from `low` as 0, or None if there are none."""
         if self.copies is None:
             return None
         own = self.copies[np.isin(self.copies[:, 0], chunks)]
-        own[:, 0] -= low  # a part may be cut once more
+        own[:, 0] -= low  # a micro-batch may be split again
         return own if len(own) else None
 
 
@@ -162,25 +173,24 @@ def _awaited_in(awaited: Awaited | None, first: int, end: int, tokens: int) -> A
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tensors that the model reads in one step. Built from the step's plan, and dropped after the step."""
+    """The device tensors that the model reads in one step."""
 
     token_ids: Tensor  # (T,) int64
-    inputs: list[AttentionInputs]  # of each cache group
+    inputs: list[AttentionInputs]  # per cache group
     sampled_rows: Tensor  # (n,) int64
     sampling: SamplingPlan
 
 
 class RanStep(NamedTuple):
-    """The hidden states that a step has made, of all its tokens, (T or more, hidden), with any rows behind them; and
-    those of the rows to sample from, (n, hidden). They are valid until the next step is launched."""
+    """The hidden states of a step. They are valid until the next step is launched."""
 
-    hidden: Tensor
-    sampled: Tensor
-    padded: int  # tokens that were computed only as padding
+    hidden: Tensor  # (≥ T, hidden): all tokens, then padding
+    sampled: Tensor  # (n, hidden): the sampled rows
+    padded: int  # padding tokens
 
 
 def build_batch(host: HostBatch, device: torch.device) -> Batch:
-    """Lay a step out as tensors on the device."""
+    """Copy the arrays of a step to the device."""
     tables = [torch.from_numpy(own.array()).to(device) for own in host.tables]
 
     def moved(array: NDArray[Any]) -> Tensor:

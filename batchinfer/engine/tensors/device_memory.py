@@ -1,4 +1,4 @@
-"""Allocates the tensors of the KV cache, and tells a lack of a device's memory from other errors."""
+"""Allocates the KV cache, and recognises errors about exhausted memory."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ from batchinfer.models.spec.spec import Caches, CacheSpec
 
 
 @contextmanager
-def lack_of_memory() -> Iterator[None]:
-    """Raises torch.OutOfMemoryError for every error inside that comes of a lack of memory: the driver, Triton and the
-    libraries have errors of their own for it, and that of a capture that was cut short hides it."""
+def out_of_memory_errors() -> Iterator[None]:
+    """Convert any error about exhausted device memory inside of the context to torch.OutOfMemoryError.
+
+    The driver, Triton and CUDA libraries raise errors of their own. An error that ends a capture may hide it.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        if not lacks_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise torch.OutOfMemoryError(str(error)) from error
 
 
-def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error comes of a lack of memory, be it by those in whose handling it came up."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if an error, or an error in its chain of causes and contexts, is about exhausted memory."""
     return any(map(_says_so, _chain(error)))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error and those in whose handling it came up."""
+    """Yield the error and its chain of causes and contexts."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _says_so(error: BaseException) -> bool:
-    """Whether the error says that memory is out: cuBLAS by CUBLAS_STATUS_ALLOC_FAILED, the others in words."""
-    known = isinstance(error, torch.OutOfMemoryError)
-    return known or "out of memory" in str(error) or "ALLOC_FAILED" in str(error)
+    is_torch = isinstance(error, torch.OutOfMemoryError)
+    return is_torch or "out of memory" in str(error) or "ALLOC_FAILED" in str(error)  # the latter by cuBLAS
 
 
 def block_bytes(ops: Ops, caches: Caches, layout: CacheLayout, itemsize: int) -> int:
-    """Count the bytes of one block."""
+    """Return the bytes of one block."""
     return ops.block_bytes(_of_a_block(caches, layout), layout.block_size, itemsize)
 
 
@@ -59,8 +60,18 @@ def allocate_caches(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[LayerCache]:
-    """Allocate a zero-filled cache for each layer with attention: its own, or that of the layer whose K and V it reads.
-    Groups have the same tensors, and different blocks of them."""
+    """Return a cache for each attention layer. Layers that read the K and V of another layer share its cache.
+
+    Cache groups share the tensors and use different blocks of them.
+
+    Args:
+        ops: The operators, which allocate zero-filled caches.
+        caches: The cache of each layer; None for layers without attention.
+        layout: The cache groups.
+        blocks: Number of blocks.
+        dtype: The dtype of the model.
+        device: The device of the tensors.
+    """
     size = layout.block_size
     found = [ops.allocate_cache(cache, blocks, size, dtype, device) for cache in _of_a_block(caches, layout)]
     placed = {
@@ -73,6 +84,6 @@ def allocate_caches(
 
 
 def _of_a_block(caches: Caches, layout: CacheLayout) -> list[CacheSpec]:
-    """List what lies in a block: the layers of the largest group, as all of several groups are alike."""
+    """Return the caches that a block holds: of the layers of the largest group. All layers of the groups are alike."""
     largest = max(layout.groups, key=lambda group: len(group.layers))
     return [cache for layer in largest.layers if (cache := caches[layer]) is not None]

@@ -1,4 +1,4 @@
-"""The tensors that a decode graph reads, apart from block tables."""
+"""The input tensors of decode graphs, except block tables."""
 
 from __future__ import annotations
 
@@ -18,45 +18,43 @@ from batchinfer.models.ops.attention import AttentionInputs
 
 @dataclass(frozen=True, slots=True)
 class GraphSize:
-    """A step of `rows` rows, padding rows included, with contexts of up to `longest` tokens.
+    """The size of a decode graph. A row is one token.
 
-    A row is a token, of a sequence of its own unless sequences have up to `queries`. There are as many block tables as
-    rows in any case: each token of padding is a sequence without a context.
+    There is a block table for each row: each padding row is a sequence without a context.
     """
 
-    rows: int
-    longest: int
+    rows: int  # tokens, including padding rows
+    longest: int  # tokens of the longest context
     block_size: int
-    padding_slot: int  # where padding rows write their keys to
-    adapted: bool = False  # whether rows may have adapters
-    queries: int = 1  # the most tokens of a sequence
+    padding_slot: int  # the slot that padding rows write K and V to
+    adapted: bool = False  # True if rows may have adapters
+    queries: int = 1  # maximum tokens per sequence; more than 1 to verify drafts
 
     def blocks(self, tokens: int) -> int:
-        """Count the blocks of a sequence of this many tokens."""
+        """Return the number of blocks of a sequence of `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     @property
     def table_entries(self) -> int:
-        """Count the blocks of all rows, padding rows included."""
+        """Return the number of block table entries of all rows, including padding rows."""
         return self.rows * self.blocks(self.longest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphInputs:
-    """A decode step's inputs on the device, padded to a graph's size. Padding rows have no context. Drafts are tokens
-    of a decode step, too."""
+    """A decode step's inputs on the device, padded to a graph's size. The step may contain drafts."""
 
     size: GraphSize
-    # Token ids, positions, the slots of each cache group, and where rows may have them their adapters: (rows,)
-    lines: Upload
+    lines: Upload  # (rows,) each: token ids, positions, slots per cache group, and adapters if size.adapted
 
     @classmethod
     def of(cls, batch: HostBatch, size: GraphSize, device: torch.device) -> GraphInputs:
-        """Allocate tensors and copy this step into them."""
+        """Allocate the tensors and copy a step into them."""
         return cls(size, Upload(_lines(batch, size), device))
 
     @property
     def token_ids(self) -> Tensor:
+        """Return the token ids, (rows,)."""
         return self.lines.tensors[0]
 
     def refill(self, batch: HostBatch) -> None:
@@ -64,9 +62,11 @@ class GraphInputs:
         self.lines.refill(_lines(batch, self.size))
 
     def inputs(self, batch: HostBatch, tables: Seq[Tensor]) -> list[AttentionInputs]:
-        """Return the attention inputs of each cache group, for the step that the tensors hold.
+        """Return the attention inputs of each cache group.
 
-        `tables`: (rows, blocks) each.
+        Args:
+            batch: The step that the tensors contain.
+            tables: (rows, blocks) per cache group.
         """
         _, positions, *slots = self.lines.tensors
         adapters = slots.pop() if self.size.adapted else None
@@ -99,7 +99,7 @@ def _lines(batch: HostBatch, size: GraphSize) -> list[NDArray[Any]]:
 
 
 def grown(values: NDArray[Any], shape: tuple[int, ...], filling: int = 0) -> NDArray[Any]:
-    """Return a larger array that begins with these values, or they themselves. np.pad takes ten times as long."""
+    """Pad an array at the end of each axis; return it unchanged if it has the shape. np.pad takes ten times as long."""
     if values.shape == shape:
         return values
     grown = np.full(shape, filling, values.dtype)

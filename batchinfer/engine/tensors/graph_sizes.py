@@ -1,38 +1,39 @@
-"""The sizes of decode steps' CUDA graphs: numbers of rows, and bounds of contexts.
+"""The sizes of CUDA graphs of decode steps: rows and context bounds.
 
-No torch: the simulator counts by the same sizes."""
+Imports no torch: the simulator uses the same sizes.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
 
-# Batch sizes: up to STRIDE powers of two, then its multiples, and from STRIDE × PARTS rows on PARTS sizes before each
-# power of two. A decode step reads the weights and the cache whatever it is padded to, so that a sixteenth of rows more
-# costs little; each graph keeps a few MiB, and takes its time to be captured.
+# Batch sizes: powers of two up to STRIDE, then multiples of STRIDE, then PARTS sizes per power of two. At most a
+# sixteenth of the rows is padding, which costs little: a decode step is bound by reading weights and cache. Each graph
+# takes a few MiB and time to capture.
 STRIDE, PARTS = 8, 16
-# Steps that verify drafts have other numbers of tokens each time: fewer sizes, so that they come again
+# Steps with drafts vary more in size: fewer sizes, which recur more often
 DRAFT_PARTS = 4
-# The tokens of a row for which there are graphs, drafts included; a row with fewer has them padded in attention alone
+# Tokens per row (drafts included) for which graphs exist; shorter rows are padded in attention only
 DRAFT_QUERIES = (2, 4, 8)
-# So many rows may be sampled in a step whatever max_num_seqs is: 150,000 logits of each take 38 MB in all
-FEW_ROWS = 64
-# Steps whose sampled states are kept for heads: behind the one whose tokens have just arrived another one was launched
+# Rows that a step may sample whatever max_num_seqs is: with a vocabulary of 150,000, their logits take 38 MB
+MIN_SAMPLED_ROWS = 64
+# Steps whose sampled states are kept for draft heads: the newest step was launched before its predecessor's tokens
+# arrived
 KEPT_STEPS = 2
-# Bounds of the longest context, each a multiple of the one before. Programs behind a context's end return at once.
-SHORTEST, GROWTH = 1024, 4
-# After the warm-up a kind of step is captured when it comes for the third time: a capture takes as long as many steps,
-# and some kinds never come again.
-LATER_FIRST = 3
+# Context bounds: MIN_CONTEXT_BOUND × CONTEXT_BOUND_FACTOR^n. Kernel programs past a context's end return at once
+MIN_CONTEXT_BOUND, CONTEXT_BOUND_FACTOR = 1024, 4
+# After the warm-up, a size is captured when it occurs for the third time: a capture is slow, and some sizes are rare
+CAPTURE_AT_USE = 3
 
 
 def kept_rows(max_num_seqs: int) -> int:
-    """Return the most rows whose sampled states are kept: one of each sequence, and as many as drafts may have."""
-    return KEPT_STEPS * (max_num_seqs + max(FEW_ROWS, max_num_seqs))
+    """Return the maximum number of rows whose sampled states are kept: of all sequences and of their drafts."""
+    return KEPT_STEPS * (max_num_seqs + max(MIN_SAMPLED_ROWS, max_num_seqs))
 
 
 def batch_sizes(most: int, parts: int = PARTS) -> list[int]:
-    """1, 2, 4, 8, 16, 24, … 256, 272, … 512, 544, … and `most`, ascending."""
+    """Return the batch sizes up to `most`, ascending: 1, 2, 4, 8, 16, 24, … 256, 272, … 512, 544, … `most`."""
     sizes, size = [], 1
     while size < most:
         sizes.append(size)
@@ -43,18 +44,18 @@ def batch_sizes(most: int, parts: int = PARTS) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class GraphSteps:
-    """The steps of rows that decode which are replayed as a whole."""
+    """The decode steps that are replayed as one CUDA graph."""
 
-    rows: int  # of the largest without drafts
-    drafted: int = 0  # tokens of the largest with drafts; 0: these are launched otherwise
+    rows: int  # rows of the largest step without drafts
+    drafted: int = 0  # tokens of the largest step with drafts; 0: steps with drafts have no graphs
 
     @property
     def most_drafts(self) -> int | None:
-        """The most drafts of a row in such a step; None: those with drafts are launched otherwise."""
+        """Return the maximum number of drafts per row in such a step, or None if steps with drafts have no graphs."""
         return DRAFT_QUERIES[-1] - 1 if self.drafted else None
 
     def padded(self, tokens: int, drafts: bool) -> int:
-        """Return how many tokens are computed in a step of so many."""
+        """Return the number of tokens that a step of `tokens` tokens computes, padding included."""
         most = self.drafted if drafts else self.rows
         if tokens > most:
             return tokens
@@ -63,8 +64,8 @@ class GraphSteps:
 
 
 def context_bound(longest: int, most: int) -> int:
-    """The least of SHORTEST, SHORTEST × GROWTH, … that is no less than `longest`, `most` at most."""
-    bound = SHORTEST
+    """Return the smallest context bound that is at least `longest`, limited to `most`."""
+    bound = MIN_CONTEXT_BOUND
     while bound < longest:
-        bound *= GROWTH
+        bound *= CONTEXT_BOUND_FACTOR
     return min(bound, most)

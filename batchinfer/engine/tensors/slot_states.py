@@ -1,4 +1,4 @@
-"""Keeps a state of each token in the blocks of the KV cache."""
+"""Keeps a hidden state per KV cache slot."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from batchinfer.engine.tensors.device_memory import lack_of_memory
+from batchinfer.engine.tensors.device_memory import out_of_memory_errors
 
 
 @dataclass(slots=True, eq=False)
 class SlotStates:
-    """The states of all slots, (blocks, block size, width). What is shared, copied, preempted or taken back of K and V
-    is so of them, as they lie in the same blocks and depend on the same tokens.
+    """A hidden state for each slot of the KV cache: (blocks, block size, width).
 
-    `spare`: blocks behind those that the cache of K and V has.
+    States use the block numbers of K and V, so they are shared, copied and freed together with K and V.
     """
 
     block_size: int
     width: int
-    spare: int
+    spare: int  # additional blocks after the blocks of the KV cache
     dtype: torch.dtype
     device: torch.device
     values: Tensor = field(init=False)
@@ -29,33 +28,32 @@ class SlotStates:
         self.drop()
 
     def allocate(self, blocks: int) -> None:
-        """Allocate them for a cache of so many blocks, filled with zeros, in the place of those that there were. Raises
-        torch.OutOfMemoryError."""
+        """Replace the states by zeros for a cache of `blocks` blocks. Raises torch.OutOfMemoryError."""
         self.drop()
         shape = blocks + self.spare, self.block_size, self.width
-        with lack_of_memory():
+        with out_of_memory_errors():
             self.values = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def drop(self) -> None:
-        """Give their memory back."""
+        """Free the memory."""
         self.values = torch.empty(0, self.block_size, self.width, dtype=self.dtype, device=self.device)
 
     @property
     def blocks(self) -> int:
-        """How many blocks the cache of K and V has."""
+        """Return the number of blocks of the KV cache."""
         return len(self.values) - self.spare
 
     def read(self, slots: Tensor) -> Tensor:
-        """slots: (n,) int64 → (n, width), a copy."""
+        """Return a copy of the states at slots: (n,) int64 → (n, width)."""
         return self._flat[slots]
 
     def write(self, slots: Tensor, states: Tensor) -> None:
-        """slots: (n,) int64, states: (n, width)."""
+        """Write states, (n, width), to slots, (n,) int64."""
         self._flat[slots] = states
 
     @property
     def places(self) -> Tensor:
-        """The states as a cache of one head, (blocks, 1, block size, width)."""
+        """Return the states in the shape of a cache with one head: (blocks, 1, block size, width)."""
         return self.values[:, None]
 
     @property

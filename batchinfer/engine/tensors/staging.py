@@ -11,14 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes: what the widest load of a kernel wants
+ALIGNMENT = 16  # bytes: the widest load of a kernel
 Arrays = Sequence[NDArray[Any]]
 _DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "float32", "float64")}
 
 
 class Upload:
-    """Copies arrays of int32, int64, float32 or float64 to the device in one transfer from pinned memory, which torch
-    keeps until the transfer is done. On a CPU they are copied, too: the caller may change its arrays at once.
+    """Copies arrays to the device in one asynchronous transfer from pinned memory.
+
+    The dtypes may be int32, int64, float32 and float64. The caller may modify its arrays at once, also on a CPU.
     """
 
     def __init__(self, arrays: Arrays, device: torch.device) -> None:
@@ -30,15 +31,15 @@ class Upload:
         ]
 
     def refill(self, arrays: Arrays) -> None:
-        """Overwrite the tensors, after all work that was queued before. Raises ValueError for other shapes or types."""
+        """Overwrite the tensors after all work queued so far. Raises ValueError for other shapes or dtypes."""
         layout = [(array.dtype, array.shape) for array in arrays]
         if layout != self._layout:
-            raise ValueError(f"{layout} do not fit tensors made for {self._layout}")
+            raise ValueError(f"arrays of {layout} do not fit tensors of {self._layout}")
         self._flat.copy_(_staged(arrays, self._flat.device), non_blocking=True)
 
 
 def upload(arrays: Arrays, device: torch.device) -> list[Tensor]:
-    """Copies arrays to the device in one transfer; see Upload."""
+    """Copy arrays to the device in one transfer; see Upload."""
     return Upload(arrays, device).tensors
 
 
@@ -61,7 +62,7 @@ def _viewed(flat: Tensor, place: int, array: NDArray[Any]) -> Tensor:
 
 
 class Download:
-    """Copies tensors to the host. `arrays` waits for these copies and for nothing that was queued after them."""
+    """Copies tensors to the host asynchronously."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -71,7 +72,7 @@ class Download:
             self._event.record()
 
     def arrays(self) -> list[NDArray[Any]]:
-        """The values, a tensor an array."""
+        """Wait for the copies, not for work queued after them, and return an array per tensor."""
         if self._event is not None:
             self._event.synchronize()
         return [tensor.numpy() for tensor in self._host]

@@ -1,4 +1,4 @@
-"""The state that a runner keeps from one plan to the next."""
+"""The state that a runner keeps between plans."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from batchinfer_kernels.draft_tree import TreeMask
 
 @dataclass(slots=True)
 class StepState:
-    """The rows and tables of the newest plan, and how its tokens are drawn: what the next plan leaves out because it is
-    the same. `first_block`: where the blocks begin that plans count from 0 on; before it lie those of other engines,
-    whose steps run on the same cache."""
+    """The rows, block tables and sampling arguments of the latest plan. The next plan omits unchanged parts."""
 
-    first_block: int = 0
+    first_block: int = (
+        0  # the block that plans call 0: earlier blocks belong to other engines on the same cache
+    )
     tables: TableRows = field(init=False)
     adapters: AdapterPlaces = field(default_factory=AdapterPlaces)
     _rows: Longs = field(default_factory=lambda: np.zeros(0, np.int64))
     _rope_offsets: Ints | None = None
     _second_segments: Ints | None = None
     _adapters: Longs | None = None
-    _each: Longs = field(default_factory=lambda: np.zeros(0, np.int64))  # 0, 1, … for every row
-    _drawn: SamplingPlan | None = None  # the newest with draws
+    _each: Longs = field(default_factory=lambda: np.zeros(0, np.int64))  # 0, 1, …: the index of each row
+    _drawn: SamplingPlan | None = None  # the latest plan that draws tokens
 
     def __post_init__(self) -> None:
         self.tables = TableRows(self.first_block)
 
     def batch(self, plan: StepPlan, layout: CacheLayout) -> HostBatch:
-        """Lay the plan out as the arrays of a step. Each plan is given once, in order."""
+        """Return the arrays of a step. Call it once for each plan, in order."""
         if plan.rows is not None:
             self._rows, self._rope_offsets = plan.rows.astype(np.int64), plan.rope_offsets
             self._second_segments = plan.second_segments
@@ -51,7 +51,7 @@ class StepState:
             positions = np.arange(len(row_of)) + (contexts - np.cumsum(lengths))[row_of]
         at, inside = np.divmod(positions, layout.block_size)
         tree = None if plan.tree_bits is None else _tree(positions, plan.tree_bits)
-        # The nodes of a tree lie one behind the other, and stand behind their parents
+        # Nodes of a draft tree have consecutive slots, but the rotary position after their parent's
         places = positions if tree is None else tree.last + tree.depths
         offsets, segments, adapters = self._rope_offsets, self._second_segments, self._adapters
         return HostBatch(
@@ -75,18 +75,18 @@ class StepState:
         )
 
     def _placed(self, copies: Ints | None) -> Ints | None:
-        """Return copies with their blocks as the cache counts them."""
+        """Return the copies with block numbers of the cache."""
         if copies is None or not self.first_block:
             return copies
         return copies + np.array([0, 0, self.first_block, self.first_block, 0, 0], np.int32)
 
     def _with_draws(self, sampling: SamplingPlan) -> SamplingPlan:
-        """Return the plan with the fixed arguments of its draws, which it may have left out."""
+        """Return the plan with its fixed sampling arguments, which it omits if they are unchanged."""
         drawn = sampling.drawn
         if drawn is None:
             return sampling
         if drawn.fixed is None:
-            assert self._drawn is not None, "no plan before said how these rows draw"
+            assert self._drawn is not None, "no earlier plan has sampling arguments"
             assert self._drawn.drawn is not None
             sampling = replace(sampling, drawn=replace(drawn, fixed=self._drawn.drawn.fixed))
         self._drawn = sampling
@@ -94,14 +94,17 @@ class StepState:
 
 
 def _tree(positions: Longs, bits: Ints) -> TreeMask:
-    """Return which keys tokens see: a node all up to the last token before its tree."""
+    """Return the attention mask of a step with draft trees.
+
+    A node sees all keys up to the last token before its tree, and its ancestors.
+    """
     nodes = bits != 0
-    before = np.where(nodes, -1, positions)  # the tokens before a tree come before it in its chunk
-    behind = np.maximum.accumulate(np.where(nodes, -1, np.arange(len(bits))))
-    return TreeMask(before[behind], bits)
+    before = np.where(nodes, -1, positions)
+    # The index of the last token that is not a node: for nodes, the token before their tree
+    last = np.maximum.accumulate(np.where(nodes, -1, np.arange(len(bits))))
+    return TreeMask(before[last], bits)
 
 
 def _types(positions: Longs, second: Ints) -> Longs:
-    """Return the type of each token, whose sequence has those of the type 1 from the position `second` on; 0: it has
-    none."""
+    """Return the type of each token: 1 from position `second` of its sequence on, else 0; `second` 0: no type 1."""
     return ((second > 0) & (positions >= second)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Block tables as a runner keeps them: arrays, brought up to date by what each plan says is new."""
+"""Block tables as arrays in a runner, updated by the changes in each plan."""
 
 from __future__ import annotations
 
@@ -14,34 +14,38 @@ Tables = NDArray[np.int32]
 
 
 class TableRows:
-    """The block tables of the newest plan's sequences: for each cache group an array with a row for each sequence.
-    They name blocks as the cache counts them, of which those of the plans begin with `first_block`."""
+    """The block tables of the running sequences: an array per cache group, with a row per sequence.
+
+    Entries are block numbers of the cache: those in plans plus `first_block`.
+    """
 
     def __init__(self, first_block: int = 0) -> None:
         self._first_block = first_block
         self._groups: list[_GroupRows] = []
 
     def take(self, changes: Seq[TableChanges], rows: Longs) -> list[StepTables]:
-        """Bring the arrays up to date, one of each cache group. They are valid until the next call. `rows`: those of
-        the plan's sequences.
+        """Apply the changes of a plan and return the tables per cache group, which are valid until the next call.
 
-        Entries of blocks that a window has left (see BlockTables) may still name the block that they named.
+        Entries of blocks that a sliding window has passed (see BlockTables) may be stale.
+
+        Args:
+            changes: The changes per cache group.
+            rows: (S,), the rows of the plan's sequences.
         """
         self._groups += [_GroupRows(self._first_block) for _ in range(len(self._groups), len(changes))]
         return [kept.take(own, rows) for kept, own in zip(self._groups, changes, strict=True)]
 
     def unsent(self) -> list[tuple[Longs, Tables]]:
-        """Return for each cache group the places, in its array laid out flat, that were written since `sent`, and what
-        they hold."""
+        """Return per cache group the entries written since `sent`: their flat indices, and their values."""
         return [kept.unsent() for kept in self._groups]
 
     def sent(self) -> None:
-        """Note that another copy of the arrays holds all that was written."""
+        """Mark all entries as sent."""
         for kept in self._groups:
             kept.written = []
 
     def arrays(self) -> list[Tables]:
-        """Return the array of each cache group, (rows, blocks)."""
+        """Return the array of each cache group: (rows, blocks)."""
         return [kept.kept for kept in self._groups]
 
 
@@ -49,7 +53,7 @@ class _GroupRows:
     def __init__(self, first_block: int) -> None:
         self._first_block = first_block
         self.kept: Tables = np.zeros((0, 0), np.int32)
-        self.written: list[tuple[Longs, Longs, Ints]] = []  # since they were sent: rows, columns, entries
+        self.written: list[tuple[Longs, Longs, Ints]] = []  # not sent yet: rows, columns, entries
 
     def take(self, changes: TableChanges, rows: Longs) -> StepTables:
         if len(changes.spans):
@@ -59,7 +63,7 @@ class _GroupRows:
     def unsent(self) -> tuple[Longs, Tables]:
         if len(self.written) == 1:
             ((row_of, columns, _),) = self.written
-        else:  # several plans, of which a later one may have written the same places
+        else:  # later plans may have overwritten entries of earlier ones
             parts = zip(*self.written, strict=True) if self.written else [[np.zeros(0, np.int64)]] * 3
             row_of, columns, _ = map(np.concatenate, parts)
         return row_of * self.kept.shape[1] + columns, self.kept[row_of, columns]
@@ -68,13 +72,13 @@ class _GroupRows:
         rows, first, counts = spans.astype(np.int64).T
         self._make_room(int(rows.max()) + 1, int((first + counts).max()))
         self.kept[rows[first == 0]] = 0
-        behind = np.cumsum(counts) - counts - first
-        columns, row_of = np.arange(len(blocks)) - np.repeat(behind, counts), np.repeat(rows, counts)
+        shifts = np.cumsum(counts) - counts - first
+        columns, row_of = np.arange(len(blocks)) - np.repeat(shifts, counts), np.repeat(rows, counts)
         self.kept[row_of, columns] = blocks
         self.written.append((row_of, columns, blocks))
 
     def _make_room(self, rows: int, blocks: int) -> None:
-        """Grow in either direction to twice what is needed."""
+        """Grow the array if needed: rows at least to twice the old number, columns to twice `blocks`."""
         old_rows, old_blocks = self.kept.shape
         if rows <= old_rows and blocks <= old_blocks:
             return

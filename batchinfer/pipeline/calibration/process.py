@@ -26,9 +26,9 @@ def serve(order: CalibrationOrder, connection: Connection[Any, Any]) -> None:
     """Entry point of the process: sends how many layers are done of how many, and at the end a CalibrationOutcome, or
     Failed."""
     try:
-        from batchinfer.engine.load.int4 import calibrated  # torch
+        from batchinfer.engine.load.int4 import calibrate_int4  # torch
 
-        connection.send(calibrated(order, lambda done, count: connection.send((done, count))))
+        connection.send(calibrate_int4(order, lambda done, count: connection.send((done, count))))
     except (BrokenPipeError, EOFError):
         return  # nobody is left to tell
     except BaseException as error:  # noqa: BLE001 - whatever it was, the parent must hear of it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from batchinfer.engine.config import NOTHING
+from batchinfer.engine.config import NO_CHOICE
 from batchinfer.pipeline.workers.worker_handle import WorkerHandle
 
 
@@ -22,7 +22,7 @@ class Agreement:
         if self.chosen is None and self._chooser is not None:
             self.chosen = self._chooser.chosen
             if self.chosen is None and not any(one is self._chooser for one in engines):
-                self.chosen = NOTHING
+                self.chosen = NO_CHOICE
         for one in engines:
             if one.asks and (self.chosen is not None or self._chooser is None):
                 self._chooser = self._chooser or one

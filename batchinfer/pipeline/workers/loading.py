@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from batchinfer.engine.ranks.seat import Seat
+from batchinfer.engine.ranks.division import RankConfig
 from batchinfer.engine.schedule.constraints import ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.machine.spawning import receiving
@@ -48,15 +48,15 @@ class EngineLoading:
         ranks = self._ranks
         ranks.tell(Load())
         stop_streams, constraints = _tokenizer_parts(self._spec)
-        if ranks.seat is None:
+        if ranks.rank_config is None:
             weights = load_weights(self._spec.load, constraints, self._untimed)
         else:
-            weights = load_weights(self._spec.load, constraints, self._untimed, seat=ranks.seat)
+            weights = load_weights(self._spec.load, constraints, self._untimed, rank_config=ranks.rank_config)
             ranks.await_loaded()
         self._connection.send(Loaded(time.perf_counter()))
         configure = self._received(Configure)
         ranks.tell(configure)
-        beside = () if ranks.seat is None else (ranks.tell,)
+        beside = () if ranks.rank_config is None else (ranks.tell,)
         return weights.engine(configure.config, stop_streams, self._agreed, *beside)
 
     def _beat(self) -> None:
@@ -91,8 +91,8 @@ class EngineLoading:
 class RankLoading:
     """Makes a rank's part of an engine, in the same steps."""
 
-    def __init__(self, spec: WorkerSpec, seat: Seat, connection: Parent) -> None:
-        self._spec, self._seat, self._connection = spec, seat, connection
+    def __init__(self, spec: WorkerSpec, rank_config: RankConfig, connection: Parent) -> None:
+        self._spec, self._rank_config, self._connection = spec, rank_config, connection
 
     def follower(self) -> Any:
         """Make what runs the steps. Raises EOFError when the leading rank is gone."""
@@ -105,7 +105,7 @@ class RankLoading:
 
     def _loaded(self, load_weights: Callable[..., Any]) -> Any:
         recv = self._connection.recv
-        weights = load_weights(self._spec.load, seat=self._seat)
+        weights = load_weights(self._spec.load, rank_config=self._rank_config)
         self._connection.send(Loaded(time.perf_counter()))
         config = replace(received(recv, Configure).config, load=self._spec.load)
         return weights.follower(config, self._agreed)

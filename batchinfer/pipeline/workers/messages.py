@@ -12,7 +12,7 @@ import numpy as np
 from batchinfer.core.request import Completion, Request, TokenIds
 from batchinfer.core.samples import ExpertTokens, RankUse, RequestSample, StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
-from batchinfer.engine.ranks.seat import UNDIVIDED, Division
+from batchinfer.engine.ranks.division import UNDIVIDED, Division
 from batchinfer.pipeline.workers.engine_entry import ENGINE
 
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from batchinfer.core.errors import BatchInferError
 from batchinfer.core.request import Request, TokenIds, Tokens
 from batchinfer.core.samples import ExpertTokens
-from batchinfer.engine.config import EngineConfig, EngineInfo, most_queued
+from batchinfer.engine.config import EngineConfig, EngineInfo, max_queued_requests
 from batchinfer.filesystem.death_log import DeathLog
 from batchinfer.pipeline.workers.agreement import Agreement
 from batchinfer.pipeline.workers.interrupts import Interrupts
@@ -274,7 +274,7 @@ class ReplicaPool:
     def _most(self, replica: Replica) -> int:
         """Return how many rows an engine may have at a time."""
         assert replica.info is not None
-        engines, most = len(self._live), most_queued(replica.info.max_num_seqs)
+        engines, most = len(self._live), max_queued_requests(replica.info.max_num_seqs)
         if engines == 1:
             return most
         return max(1, min(most, replica.at_once + self._left // (WAITING_LEFT * engines)))

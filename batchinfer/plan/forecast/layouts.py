@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from batchinfer.core.errors import CannotSplit, OutOfMemory
 from batchinfer.core.wording import size
-from batchinfer.engine.ranks.parts import check_division, check_stored
-from batchinfer.engine.ranks.seat import Division
+from batchinfer.engine.ranks.division import Division
+from batchinfer.engine.ranks.shards import check_division, check_stored
 from batchinfer.job import Job
 from batchinfer.machine.devices import Devices
 from batchinfer.models.checkpoint.checkpoint import Checkpoint

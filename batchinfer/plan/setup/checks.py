@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from batchinfer.core.errors import CannotSplit, JobFileError, Mistake, Unavailable
 from batchinfer.core.wording import size
-from batchinfer.engine.ranks.parts import check_division
+from batchinfer.engine.ranks.shards import check_division
 from batchinfer.job import Job
 from batchinfer.machine.facts import MachineFacts
 from batchinfer.models.checkpoint.checkpoint import Checkpoint

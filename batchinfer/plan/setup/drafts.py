@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from batchinfer.core.errors import JobFileError
-from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_SEQS, BesideConfig
+from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_SEQS, DraftModelConfig
 from batchinfer.engine.drafts.model_beside import spare_blocks
 from batchinfer.engine.drafts.worth import expected_right
 from batchinfer.engine.kv.memory import CPU_FRACTION
@@ -43,10 +43,10 @@ class DraftModel:
     place: DraftPlace
 
     @property
-    def config(self) -> BesideConfig:
+    def config(self) -> DraftModelConfig:
         """Return how an engine loads the draft model next to its own model."""
         numerics = self.setting.numerics
-        return BesideConfig(self.job.model.path, numerics.dtype, numerics.quantization, numerics.kv_cache)
+        return DraftModelConfig(self.job.model.path, numerics.dtype, numerics.quantization, numerics.kv_cache)
 
 
 def draft_model(job: Job, own: PlacedModel, tokenizer: Tokenizer, state: StateFolder) -> DraftModel | None:

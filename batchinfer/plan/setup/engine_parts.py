@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.core.samples import DraftName
-from batchinfer.engine.config import BesideConfig
+from batchinfer.engine.config import DraftModelConfig
 from batchinfer.job import Job
 from batchinfer.job.field_types import AUTO_DRAFTS
 from batchinfer.job.spec import DraftModelSection
@@ -26,7 +26,7 @@ class EngineParts:
     weights: Path | None = None  # calibrated checkpoint of the job's model
     adapters: tuple[tuple[str, Path], ...] = ()  # (fingerprint, folder) of each adapter
     adapter_sizes: AdapterSizes | None = None  # excludes adapters that are merged into the weights
-    beside: BesideConfig | None = None  # draft model in the same engines
+    beside: DraftModelConfig | None = None  # draft model in the same engines
     heads: StoredHeads | None = None  # draft heads of the job's model
     experts: ExpertPlan | None = None  # experts of each rank
     shares_prefixes: bool = True  # prompts may reuse cached blocks of other prompts

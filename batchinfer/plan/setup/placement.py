@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from batchinfer.core.errors import JobFileError, Mistake
-from batchinfer.engine.ranks.seat import UNDIVIDED, Division
+from batchinfer.engine.ranks.division import UNDIVIDED, Division
 from batchinfer.job import Job
 from batchinfer.machine.facts import MachineFacts
 from batchinfer.machine.hardware import Hardware

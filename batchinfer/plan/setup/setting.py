@@ -90,7 +90,7 @@ class Setting:
             kv_cache=numerics.kv_cache,
             adapters=parts.adapters,
             adapter_places=parts.adapter_places(placement.hardware, numerics.itemsize),
-            beside=parts.beside,
+            draft_model=parts.beside,
             heads=parts.heads_folder(job),
             experts=None if parts.experts is None else parts.experts.placement,
         )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from batchinfer.core.errors import CannotSplit
-from batchinfer.engine.ranks.parts import check_stored
+from batchinfer.engine.ranks.shards import check_stored
 from batchinfer.filesystem.remembered import read_json, read_strings, write_strings
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job

@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from batchinfer.core.samples import LaunchMode
-from batchinfer.engine.tensors.graph_sizes import LATER_FIRST, SHORTEST, batch_sizes, context_bound
+from batchinfer.engine.tensors.graph_sizes import (
+    CAPTURE_AT_USE,
+    MIN_CONTEXT_BOUND,
+    batch_sizes,
+    context_bound,
+)
 from batchinfer.plan.simulation.stages import StageSchedule, StageWork
 
 
@@ -122,8 +127,8 @@ class Launching:
         The warm-up captures the shortest contexts without sharing.
         """
         bound = context_bound(longest, self._captures.longest)
-        if bound <= SHORTEST and not shares:
+        if bound <= MIN_CONTEXT_BOUND and not shares:
             return True
         kind = self._sizes[bisect_left(self._sizes, rows)], bound, shares
         self._seen[kind] += 1
-        return self._seen[kind] >= LATER_FIRST
+        return self._seen[kind] >= CAPTURE_AT_USE

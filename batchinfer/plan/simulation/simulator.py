@@ -9,7 +9,7 @@ from itertools import islice
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.samples import LAUNCH_MODES, StepSample
-from batchinfer.engine.config import most_queued
+from batchinfer.engine.config import max_queued_requests
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits, StepOutput
@@ -163,7 +163,7 @@ def simulated_steps(
     engine = counting_engine(machine, outputs, adapters, clock or machine_clock(machine))
     waiting, more = iter(requests), True
     while more or engine.unfinished:
-        room = most_queued(machine.scheduler.max_num_seqs) - engine.unfinished
+        room = max_queued_requests(machine.scheduler.max_num_seqs) - engine.unfinished
         fed = list(islice(waiting, max(0, room)))
         more = more and (room <= 0 or len(fed) == room)
         if machine.cost.adapted:

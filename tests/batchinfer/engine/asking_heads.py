@@ -15,7 +15,7 @@ from batchinfer.core.request import Request, common_prefixes
 from batchinfer.engine.drafts.medusa import HeadsBeside
 from batchinfer.engine.drafts.model_beside import BesideRunner, ModelBeside
 from batchinfer.engine.load.layer_heads import load_layer
-from batchinfer.engine.load.loaded_model import AnyBeside, HeadedModel
+from batchinfer.engine.load.loaded_model import AnyProposer, HeadedModel
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.draft_tree import DraftTree
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
@@ -53,7 +53,7 @@ def with_head(model: Checkpoint, stored: StoredLayer, limits: Limits) -> tuple[M
     config = SchedulerConfig(limits.seqs, limits.budget)
     arithmetic = Arithmetic(torch.float32, torch.device("cpu"), False, False, "auto")
     loaded = load_layer(stored, arithmetic)
-    runner = loaded.watching(runner, MAX_LEN, limits.seqs)
+    runner = loaded.tapped_runner(runner, MAX_LEN, limits.seqs)
     own: Any = runner.model
     own.kept.allocate(limits.blocks)
     headed = HeadedModel(runner, model.spec, config, limits.blocks, MAX_LEN, None)
@@ -96,7 +96,7 @@ def check(tree: DraftTree, leaves: bool) -> None:
 class Asking(Drafts):
     """Asks a head about rows, and proposes that, or what a row's answer goes on with."""
 
-    def __init__(self, beside: AnyBeside, answers: dict[bytes, list[int]], seed: int) -> None:
+    def __init__(self, beside: AnyProposer, answers: dict[bytes, list[int]], seed: int) -> None:
         super().__init__(lambda _: [])
         self.model: Any = (
             ModelBeside(beside, PEAKS) if isinstance(beside, BesideRunner) else HeadsBeside(beside, PEAKS)

@@ -18,9 +18,9 @@ if interpreter.is_wanted():
 
 import torch
 
-from batchinfer.engine.load import cache_fit, dummy_steps, layer_heads, loaded_model, settling
+from batchinfer.engine.load import cache_fit, dummy_steps, layer_heads, loaded_model, process_setup
 from batchinfer.engine.load.build import LoadedWeights, load_weights
-from batchinfer.engine.ranks import joining
+from batchinfer.engine.ranks import rank_groups
 from batchinfer.engine.tensors import graph_sizes
 from batchinfer.models import sources
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
@@ -62,7 +62,7 @@ def stand_in(replace: Replace, compiles: bool = True, quick: bool = False) -> No
     """
     if DEVICE == "cuda":
         return
-    replace(settling, "_device", lambda _: torch.device("cpu"))
+    replace(process_setup, "_device", lambda _: torch.device("cpu"))
     choosing = [sources, layer_heads]
     if "transformers" in sys.modules:  # which takes the longest to import, and few engines' processes need
         choosing.append(importlib.import_module("batchinfer.models.foreign.source"))
@@ -70,7 +70,7 @@ def stand_in(replace: Replace, compiles: bool = True, quick: bool = False) -> No
         replace(module, "choose_ops", _as_on_a_gpu)
     replace(cache_fit, "GpuMeter", lambda _: NoMeter())
     replace(cache_fit, "GpuRecorder", QuicklyTaped if quick else Taped)
-    replace(joining, "TorchGroup", TapedGroup)
+    replace(rank_groups, "TorchGroup", TapedGroup)
     if not compiles:
         replace(dummy_steps, "sizes_between", lambda *_: [])
     if quick:
@@ -105,7 +105,7 @@ def build_capturing_later(*arguments: Any, **named: Any) -> LoadedWeights:
     """The same with captures before the first step for contexts of up to 16 tokens alone: longer ones come up later.
     References are in the place of some kernels, see `launch_references`."""
     for module in (graph_sizes, dummy_steps):
-        module.SHORTEST = 16  # type: ignore[attr-defined]
+        module.MIN_CONTEXT_BOUND = 16  # type: ignore[attr-defined]
     stand_in(setattr, compiles=False, quick=True)
     return load_weights(*arguments, **named)
 
@@ -114,7 +114,7 @@ def build_drafting(*arguments: Any, **named: Any) -> LoadedWeights:
     """The same, which believes that steps take what they cost: the drafts that are tried are so on every machine."""
     stand_in(setattr, compiles=False, quick=True)
     for module in (graph_sizes, dummy_steps):
-        module.SHORTEST = 16  # type: ignore[attr-defined]
+        module.MIN_CONTEXT_BOUND = 16  # type: ignore[attr-defined]
     return costed_engine.build(*arguments, **named)
 
 

@@ -32,7 +32,7 @@ def test_each_row_finds_its_adapter_and_none_is_moved_for_nothing(
         needed = {*names} - {""}
         if len(needed) > places:
             with pytest.raises(
-                ValueError, match=f"have {len(needed)} adapters, and {places} are on the device"
+                ValueError, match=f"have {len(needed)} adapters, but the device has {places} places"
             ):
                 found.of(tuple(names))
             continue

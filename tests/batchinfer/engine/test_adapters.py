@@ -213,7 +213,7 @@ def test_decode_steps_of_adapters_are_replayed(monkeypatch: pytest.MonkeyPatch) 
     """As a graph that whoever's adapters may use, beside the one of rows without any."""
     from tests.batchinfer.engine.test_triton_engine import gpus_config, loaded_as_a_job_does
 
-    monkeypatch.setattr(decode_graphs, "LATER_FIRST", 1)
+    monkeypatch.setattr(decode_graphs, "CAPTURE_AT_USE", 1)
     config = gpus_config("none", deterministic=False)
     places = tuple((name, adapter.path) for name, adapter in one_layer().items())
     config = replace(config, load=replace(config.load, adapters=places))

@@ -18,7 +18,7 @@ from batchinfer.engine.kv.cache_layout import (
 )
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.kv.table_sizes import TableSizes
-from batchinfer.engine.load import ranked
+from batchinfer.engine.load import rank_engine
 from batchinfer.engine.load.build import load_model
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.models.spec.spec import CacheSpec
@@ -148,7 +148,7 @@ def without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     def layout(caches: list[CacheSpec], block_size: int, longest: int) -> CacheLayout:
         return one_group(caches, block_size)
 
-    monkeypatch.setattr(ranked, "cache_layout", layout)
+    monkeypatch.setattr(rank_engine, "cache_layout", layout)
 
 
 def test_blocks_that_a_window_has_left_are_free_again() -> None:

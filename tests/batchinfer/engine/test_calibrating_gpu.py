@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from batchinfer.engine.config import CalibrationOrder, LoadConfig
-from batchinfer.engine.load.int4 import calibrated
+from batchinfer.engine.load.int4 import calibrate_int4
 from batchinfer.models.calibration.work import Loss
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer_kernels.arithmetic import Device
@@ -51,7 +51,7 @@ def calibrate(
     draw, told = np.random.default_rng(3), list[int]()
     drawn = tuple(draw.integers(0, 260, 24).astype(np.int32) for _ in range(prompts))
     order = CalibrationOrder(LoadConfig(model, "float32", device), drawn, answer_tokens, folder, 32)
-    loss = calibrated(order, lambda done, _: told.append(done)).loss
+    loss = calibrate_int4(order, lambda done, _: told.append(done)).loss
     assert loss is not None
     return loss, told
 

@@ -11,7 +11,7 @@ from batchinfer.engine.load.calibration import calibrate
 def test_steps_and_the_host_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_WIDE", calibration._shape(128, 256, 2, 1, 1, 512))
     monkeypatch.setattr(calibration, "_NARROW", calibration._shape(64, 128, 2, 1, 2, 2_048))
-    monkeypatch.setattr(calibration, "LONG_ENOUGH_S", 0.0)
+    monkeypatch.setattr(calibration, "MIN_TOTAL_S", 0.0)
     monkeypatch.setattr(calibration, "HOST_RUNS", ((6, 3), (2, 4)))
     steps = [*calibration._steps()][::3]
     monkeypatch.setattr(calibration, "_steps", lambda: steps)

@@ -21,7 +21,7 @@ from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphSize
-from batchinfer.engine.tensors.graph_sizes import SHORTEST, batch_sizes, context_bound
+from batchinfer.engine.tensors.graph_sizes import MIN_CONTEXT_BOUND, batch_sizes, context_bound
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.ops.attention import AttentionInputs, FixedPlan
 from tests.batchinfer.engine.driver import sequence
@@ -56,7 +56,7 @@ def test_a_step_is_padded_little(most, data):
 def test_the_bound_of_contexts_grows_in_few_steps(most, data):
     longest = data.draw(st.integers(1, most))
     bound = context_bound(longest, most)
-    assert longest <= bound <= max(SHORTEST, 4 * longest)
+    assert longest <= bound <= max(MIN_CONTEXT_BOUND, 4 * longest)
     assert bound <= most
     assert len({context_bound(n, most) for n in range(1, most + 1, max(1, most // 99))}) <= 6
 

@@ -69,7 +69,7 @@ def _sharing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _each_kind_of_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it first comes, and not for the third time: tests need not run everything three times."""
-    monkeypatch.setattr(decode_graphs, "LATER_FIRST", 1)
+    monkeypatch.setattr(decode_graphs, "CAPTURE_AT_USE", 1)
 
 
 def loaded_for(monkeypatch: pytest.MonkeyPatch, path: Path, **more: Any) -> LoadedModel:

@@ -134,14 +134,16 @@ def test_where_memory_is_scarce_prompts_run_one_after_the_other(
 
     wanted = vectors(drain(engine_of(runner, 400), asked(ids, pooling)))
     monkeypatch.setattr(type(runner.model), "forward", scarce)
-    whole = replace(runner, micro_batches=MicroBatches(whole=True))
+    whole = replace(runner, micro_batches=MicroBatches(whole_chunks=True))
     for found, one in zip(vectors(drain(engine_of(whole, 400), asked(ids, pooling))), wanted, strict=True):
         np.testing.assert_array_equal(found, one)
     assert len(ran) > 3
     assert all(length in LENGTHS for lengths in ran for length in lengths)
     room = 127
     with pytest.raises(torch.OutOfMemoryError):
-        drain(engine_of(replace(whole, micro_batches=MicroBatches(whole=True)), 400), asked(ids, pooling))
+        drain(
+            engine_of(replace(whole, micro_batches=MicroBatches(whole_chunks=True)), 400), asked(ids, pooling)
+        )
 
 
 @cache

@@ -98,8 +98,8 @@ def work(rows: int = 6) -> list[Request]:
 
 def forget(loaded: LoadedModel) -> None:
     """Have nothing of a warm-up in a head's cache, nor in its states."""
-    if isinstance(loaded.beside, BesideRunner):
-        own: Any = loaded.beside.runner
+    if isinstance(loaded.proposer, BesideRunner):
+        own: Any = loaded.proposer.runner
         for layer in own.caches:
             for values in (layer.k, layer.v):
                 values.fill_(float("nan"))
@@ -119,8 +119,8 @@ def test_heads_propose_what_those_of_the_reference_do(monkeypatch: pytest.Monkey
     compared, right, launches, copied = 0, 0, set[str | None](), 0
     taken = noted_states(monkeypatch)
     for seed in range(1 + (kind == "eagle")):  # caches hold what was there before
-        assert loaded.beside is not None
-        drafter = Asking(loaded.beside, answers, seed)
+        assert loaded.proposer is not None
+        drafter = Asking(loaded.proposer, answers, seed)
         got = drain(loaded.engine(drafter=drafter), work())
         assert got.answers == wanted.answers
         assert got.logprobs.keys() == wanted.logprobs.keys()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batchinfer.engine.runner import micro_batches
 from batchinfer.engine.runner.device_runner import DeviceRunner
-from batchinfer.engine.runner.micro_batches import PATIENCE, MicroBatches
+from batchinfer.engine.runner.micro_batches import STEPS_BEFORE_RETRY, MicroBatches
 from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Step
@@ -34,7 +34,7 @@ def test_a_size_that_held_is_returned_to() -> None:
     """Half of a larger size that failed may be less."""
     batches = MicroBatches()
     batches.shrink(100, 1)
-    for _ in range(PATIENCE):
+    for _ in range(STEPS_BEFORE_RETRY):
         batches.succeeded(50)
     assert batches.most_tokens is None
     batches.shrink(90, 1)
@@ -139,8 +139,8 @@ def try_steps(batches: MicroBatches, wanted: int, room: int, steps: int) -> list
 
 def test_a_size_for_which_there_is_never_memory_is_tried_ever_more_seldom():
     batches = MicroBatches()
-    failed = try_steps(batches, wanted=60, room=40, steps=100 * PATIENCE)
-    assert failed == [0, *(PATIENCE * (2**n - 1) for n in range(1, 7))]
+    failed = try_steps(batches, wanted=60, room=40, steps=100 * STEPS_BEFORE_RETRY)
+    assert failed == [0, *(STEPS_BEFORE_RETRY * (2**n - 1) for n in range(1, 7))]
     assert batches.most_tokens == 30, "what is known to fit, not half of what does not"
 
 
@@ -148,14 +148,14 @@ def test_a_size_that_held_for_long_is_trusted_again_as_soon_as_at_first():
     batches = MicroBatches()
     for _ in range(5):
         assert try_steps(batches, wanted=64, room=50, steps=1) == [0]
-        assert try_steps(batches, wanted=64, room=64, steps=2 * PATIENCE) == []
+        assert try_steps(batches, wanted=64, room=64, steps=2 * STEPS_BEFORE_RETRY) == []
         assert batches.most_tokens is None
 
 
 def test_steps_that_say_nothing_about_the_limit_do_not_raise_it():
     batches = MicroBatches()
     try_steps(batches, wanted=64, room=40, steps=1)
-    try_steps(batches, wanted=15, room=40, steps=10 * PATIENCE)
+    try_steps(batches, wanted=15, room=40, steps=10 * STEPS_BEFORE_RETRY)
     assert batches.most_tokens == 32
 
 
@@ -169,14 +169,14 @@ def test_no_step_is_cut_forever_and_few_fail(phases):
         steps += count
         assert batches.most_tokens is None or batches.most_tokens >= 1
     halvings = 7  # of 80, each time that a phase begins with less room
-    assert failures <= halvings * len(phases) + 2 * steps / PATIENCE
-    try_steps(batches, 80, 80, 8 * PATIENCE * (1 + len(phases)) + 4 * steps)
+    assert failures <= halvings * len(phases) + 2 * steps / STEPS_BEFORE_RETRY
+    try_steps(batches, 80, 80, 8 * STEPS_BEFORE_RETRY * (1 + len(phases)) + 4 * steps)
     assert batches.most_tokens is None
 
 
 def test_the_scheduler_is_told_when_a_peak_has_passed(monkeypatch):
     """Answers are the same; steps are as large as at first once there is memory for them again."""
-    monkeypatch.setattr(micro_batches, "PATIENCE", 3)
+    monkeypatch.setattr(micro_batches, "STEPS_BEFORE_RETRY", 3)
     wanted, _ = run(1 << 30)
     ran: list[int] = []
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch.distributed import DistBackendError
 
 from batchinfer.core.errors import CannotSplit, Unavailable
-from batchinfer.engine.ranks import joining
-from batchinfer.engine.ranks.joining import _speak
-from batchinfer.engine.ranks.parts import check_division, place_of, stage_spans
-from batchinfer.engine.ranks.seat import Division
+from batchinfer.engine.ranks import rank_groups
+from batchinfer.engine.ranks.division import Division
+from batchinfer.engine.ranks.rank_groups import _warm_up_groups
+from batchinfer.engine.ranks.shards import check_division, rank_place, stage_spans
 from batchinfer.machine.spawning import Child
 from batchinfer.models.parallel.group import SingleRankGroup
 from batchinfer.models.parallel.shard import ModelShard, Portion
@@ -45,7 +45,7 @@ def test_who_sends_tokens_has_sent_a_word(tensor: int, stages: int) -> None:
 
     def meet(group: ThreadGroup) -> None:
         everyone = Counting(group.rank, group.meeting)
-        _speak(group.rank, division, (everyone, SingleRankGroup()), CPU)
+        _warm_up_groups(group.rank, division, (everyone, SingleRankGroup()), CPU)
 
     of_ranks(groups_of(division.ranks), meet)
     first = [rank for rank in range(1, division.ranks) if division.stage(rank) == 0]
@@ -56,11 +56,13 @@ def test_gpus_of_several_kinds_do_not_form_an_engine(monkeypatch: pytest.MonkeyP
     kinds = {0: [132, 9, 0], 1: [114, 9, 0]}
 
     def meet(group: ThreadGroup) -> str:
-        with pytest.raises(Unavailable, match=r"several kinds .*\[114, 9, 0\]") as found:
-            _speak(group.rank, Division(2, 1), (group, SingleRankGroup()), torch.device(CPU.type, group.rank))
+        with pytest.raises(Unavailable, match=r"different GPUs .*\[114, 9, 0\]") as found:
+            _warm_up_groups(
+                group.rank, Division(2, 1), (group, SingleRankGroup()), torch.device(CPU.type, group.rank)
+            )
         return str(found.value)
 
-    monkeypatch.setattr(joining, "_kind", lambda device: torch.tensor(kinds[device.index]))
+    monkeypatch.setattr(rank_groups, "_kind", lambda device: torch.tensor(kinds[device.index]))
     monkeypatch.setattr(torch, "ones", lambda *size, **named: torch.zeros(1, dtype=torch.int64))
     assert len({*of_ranks(groups_of(2), meet)}) == 1
 
@@ -71,7 +73,7 @@ def test_gpus_that_cannot_speak_say_what_helps() -> None:
             raise DistBackendError("NCCL error: unhandled system error")
 
     with pytest.raises(Unavailable, match=r"unhandled system error; a container needs .*--shm-size"):
-        _speak(0, Division(2, 1), (Broken(), SingleRankGroup()), CPU)
+        _warm_up_groups(0, Division(2, 1), (Broken(), SingleRankGroup()), CPU)
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3))
@@ -101,7 +103,7 @@ def test_stages_cover_the_layers_in_order_and_the_one_with_the_head_has_fewer() 
     layer = sum(map(prod, layer_parameters(spec.layers[0]).values()))
     heavy = replace(spec, vocab=4 * layer // spec.hidden)  # the head weighs as much as four layers
     assert stage_spans(heavy, 2) == [(0, 8), (8, 12)]
-    with pytest.raises(CannotSplit, match="12 at the most"):
+    with pytest.raises(CannotSplit, match="at most 12"):
         stage_spans(spec, 13)
 
 
@@ -110,7 +112,7 @@ def test_what_does_not_divide_is_refused_with_what_does() -> None:
     with pytest.raises(CannotSplit, match=r"can be divided among 1, 2"):
         check_division(spec, Division(tensor=3))
     check_division(spec, Division(tensor=2, stages=3))
-    assert place_of(0, Division(), spec).is_whole
+    assert rank_place(0, Division(), spec).is_whole
 
 
 def test_ranks_have_whole_experts_where_each_has_as_many() -> None:
@@ -118,7 +120,7 @@ def test_ranks_have_whole_experts_where_each_has_as_many() -> None:
     for count, experts in ((6, Portion(1, 2)), (5, None)):
         routed = ExpertsSpec(Routing(count, 2), 128, "silu")
         model = replace(spec, layers=tuple(replace(layer, feed_forward=routed) for layer in spec.layers))
-        assert place_of(1, Division(tensor=2), model) == ModelShard(Portion(1, 2), experts)
+        assert rank_place(1, Division(tensor=2), model) == ModelShard(Portion(1, 2), experts)
         check_division(model, Division(tensor=2))
 
 
@@ -126,7 +128,7 @@ def test_ranks_of_experts_have_as_many_each_and_all_the_rest() -> None:
     spec = llama_spec(3, 64, 128, 4, 2, 16, vocab=100)
     routed = ExpertsSpec(Routing(6, 2), 128, "silu")
     model = replace(spec, layers=tuple(replace(layer, feed_forward=routed) for layer in spec.layers))
-    assert place_of(4, Division(stages=2, experts=3), model) == ModelShard(
+    assert rank_place(4, Division(stages=2, experts=3), model) == ModelShard(
         experts=Portion(1, 3), layers=(0, 2)
     )
     check_division(model, Division(stages=3, experts=2))
@@ -140,7 +142,7 @@ def test_ranks_of_experts_have_as_many_each_and_all_the_rest() -> None:
 def test_ranks_listen_on_the_loopback_alone() -> None:
     meeting = Meeting(Division(tensor=2))
     task = f"{__name__}:listening"
-    children = [Child(task, meeting.seat(rank), files=meeting.files) for rank in (0, 1)]
+    children = [Child(task, meeting.rank_config(rank), files=meeting.files) for rank in (0, 1)]
     try:
         found = [child.connection.recv() for child in children]
     finally:
@@ -150,14 +152,14 @@ def test_ranks_listen_on_the_loopback_alone() -> None:
     assert {address for addresses in found for address in addresses} == {LOOPBACK}
 
 
-def listening(seat: object, connection: object) -> None:
+def listening(rank_config: object, connection: object) -> None:
     """Meet the other rank, and tell on which addresses this process listens."""
     import torch
 
-    from batchinfer.engine.ranks.joining import join
+    from batchinfer.engine.ranks.rank_groups import join_ranks
 
-    company = join(seat, torch.device("cpu"))  # type: ignore[arg-type]
-    company.everyone.all_reduce(torch.ones(1))
+    rank_groups = join_ranks(rank_config, torch.device("cpu"))  # type: ignore[arg-type]
+    rank_groups.everyone.all_reduce(torch.ones(1))
     own = {
         os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists() or path.is_symlink()
     }

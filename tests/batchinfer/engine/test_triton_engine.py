@@ -308,7 +308,7 @@ def loaded_as_a_job_does(monkeypatch, config: EngineConfig, compiles: bool = Fal
 
 @pytest.mark.usefixtures("short_segments")
 def test_all_of_the_gpus_path(monkeypatch):
-    monkeypatch.setattr(decode_graphs, "LATER_FIRST", 2)
+    monkeypatch.setattr(decode_graphs, "CAPTURE_AT_USE", 2)
     with recorded() as compiled:
         loaded = loaded_as_a_job_does(monkeypatch, gpus_config("none", False), compiles=True)
     info, runner = loaded.info, loaded.runner

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from batchinfer.engine.ranks.seat import Division, Seat
+from batchinfer.engine.ranks.division import Division, RankConfig
 
 
 class Parent:
@@ -42,9 +42,9 @@ class Meeting:
             self._folder = tempfile.TemporaryDirectory(prefix="batchinfer-ranks-")
             self._path = str(Path(self._folder.name) / "meeting")
 
-    def seat(self, rank: int) -> Seat:
-        """Return the seat of a rank."""
-        return Seat(rank, self._division, self._path)
+    def rank_config(self, rank: int) -> RankConfig:
+        """Return the RankConfig of a rank."""
+        return RankConfig(rank, self._division, self._path)
 
     def over(self) -> None:
         """Remove what has a name: all ranks have met."""

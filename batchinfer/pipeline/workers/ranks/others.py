@@ -12,7 +12,7 @@ from typing import Any
 
 from batchinfer.core.errors import OutOfMemory, Unavailable
 from batchinfer.core.samples import RankUse
-from batchinfer.engine.ranks.seat import Seat
+from batchinfer.engine.ranks.division import RankConfig
 from batchinfer.machine.spawning import Child, Ended, receiving
 from batchinfer.machine.waiting import Waited
 from batchinfer.pipeline.workers.endings import Leave
@@ -81,16 +81,16 @@ class OtherRanks:
         self.uses: list[RankUse] = []  # what each that has left had and took
         # of the layers of all stages; the ranks of a stage count the same
         self.expert_tokens: dict[int, list[int]] = {}
-        self.seat: Seat | None = None  # of this process; None: there are no other ranks
+        self.rank_config: RankConfig | None = None  # of this process; None: there are no other ranks
         self._children: list[Child] = []
         self._sending = threading.Lock()
         self._meeting: Meeting | None = None
         if not spec.others:
             return
         self._meeting = meeting = Meeting(spec.division)
-        self.seat = meeting.seat(0)
+        self.rank_config = meeting.rank_config(0)
         for rank, other in enumerate(spec.others, 1):
-            self._children.append(Child(RANK, other, meeting.seat(rank), files=meeting.files))
+            self._children.append(Child(RANK, other, meeting.rank_config(rank), files=meeting.files))
         threading.Thread(target=self._watch, daemon=True, name="ranks").start()
 
     def tell(self, message: object) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from batchinfer.engine.ranks.seat import Seat
+from batchinfer.engine.ranks.division import RankConfig
 from batchinfer.machine.garbage import loaded_for_good
 from batchinfer.machine.memory import peak_memory
 from batchinfer.machine.spawning import receiving
@@ -17,12 +17,12 @@ from batchinfer.pipeline.workers.messages import Finish, Left, WorkerSpec
 from batchinfer.pipeline.workers.ranks.meeting import Parent
 
 
-def main(spec: WorkerSpec, seat: Seat, connection: Connection[Any, Any]) -> None:
+def main(spec: WorkerSpec, rank_config: RankConfig, connection: Connection[Any, Any]) -> None:
     """Entry point of the spawned process."""
     parent = Parent(connection)
     try:
         settle(spec.place)
-        follower = RankLoading(spec, seat, parent).follower()
+        follower = RankLoading(spec, rank_config, parent).follower()
         with loaded_for_good():
             _follow(follower, parent)
     except EOFError:  # the leading rank is gone

@@ -16,7 +16,7 @@ def folders_of(spec: WorkerSpec) -> list[Path]:
     """Return the folders, or files, that an engine or a rank reads."""
     load = spec.load
     found = [load.model, *(path for _, path in load.adapters)]
-    found += [] if load.beside is None else [load.beside.model]
+    found += [] if load.draft_model is None else [load.draft_model.model]
     found += [] if load.heads is None else [load.heads]
     return list(dict.fromkeys([*found, *([] if spec.tokenizer is None else [spec.tokenizer])]))
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from batchinfer.engine.config import NOTHING
+from batchinfer.engine.config import NO_CHOICE
 from batchinfer.models.ops import contests, library_products
 from batchinfer.models.ops.contests import ProductContest, fastest_operators
 from batchinfer.models.ops.gpu_experts import TritonExperts
@@ -227,7 +227,7 @@ def test_all_engines_take_what_the_first_one_chose(library, monkeypatch) -> None
 def test_where_an_engine_died_of_a_choice_nothing_is_tried(library, caplog) -> None:
     ops = triton_ops()
     rows = packed(ops)
-    assert fastest_operators(ops, SIZES, CPU, {}, lambda _: NOTHING) is ops
+    assert fastest_operators(ops, SIZES, CPU, {}, lambda _: NO_CHOICE) is ops
     assert (rows.least_library_rows, library.calls) == (None, 0)
     assert "an engine died while kernels were compared" in caplog.text
 

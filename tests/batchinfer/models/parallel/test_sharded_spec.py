@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import CannotSplit
-from batchinfer.engine.ranks.parts import check_division
-from batchinfer.engine.ranks.seat import Division
+from batchinfer.engine.ranks.division import Division
+from batchinfer.engine.ranks.shards import check_division
 from batchinfer.models.parallel.shard import ModelShard, ParameterCut, Portion, layer_cuts, table_cut
 from batchinfer.models.parallel.shard_spec import shard_spec, tensor_sizes
 from batchinfer.models.spec.model_cost import model_cost

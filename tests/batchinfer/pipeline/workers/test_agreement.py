@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.engine.config import NOTHING, Agreed, EngineConfig, EngineInfo, LoadConfig, Untimed
+from batchinfer.engine.config import NO_CHOICE, Agreed, EngineConfig, EngineInfo, LoadConfig, Untimed
 from batchinfer.filesystem.death_log import DeathLog
 from batchinfer.filesystem.durable import FileOps
 from batchinfer.pipeline.workers import replica
@@ -118,4 +118,4 @@ def test_processes_agree_whatever_becomes_of_the_first_that_chooses(
         assert (tmp_path / "tried").exists()
         assert len(infos) >= min(2, count)
         assert len({info.ops for info in infos}) == 1
-        assert infos[0].ops.isdigit() if how == "chooses" else infos[0].ops == NOTHING
+        assert infos[0].ops.isdigit() if how == "chooses" else infos[0].ops == NO_CHOICE

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.core.errors import JobFileError, Unavailable
-from batchinfer.engine.ranks.seat import Division
+from batchinfer.engine.ranks.division import Division
 from batchinfer.job import Job
 from batchinfer.machine.hardware import Hardware
 from batchinfer.models.checkpoint.checkpoint import Checkpoint

@@ -112,7 +112,7 @@ def test_engines_of_a_cluster_have_a_share_each(
 @pytest.mark.parametrize(("settings", "refusal", "said"), [
     ({"tensor_parallel_size": 2, "deterministic": True}, Unavailable, "engine.expert_parallel_size keep the bits"),
     ({"tensor_parallel_size": 3}, CannotSplit, r"can be divided among 1, 2"),
-    ({"pipeline_parallel_size": 5}, CannotSplit, r"engine.pipeline_parallel_size is \d+ at the most"),
+    ({"pipeline_parallel_size": 5}, CannotSplit, r"engine.pipeline_parallel_size can be at most \d+"),
     ({"tensor_parallel_size": 2, "data_parallel": 3}, JobFileError, "3 engines of 2 ranks each need 6 cores"),
     ({"tensor_parallel_size": 2, "threads": 1}, JobFileError, "2 ranks need 2 cores"),
     ({"data_parallel": 5, "device": "cuda"}, JobFileError, "5 engines need 5 GPUs, but .* only 3"),

@@ -21,7 +21,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
-from batchinfer.engine.tensors.graph_sizes import SHORTEST, batch_sizes
+from batchinfer.engine.tensors.graph_sizes import MIN_CONTEXT_BOUND, batch_sizes
 from batchinfer.plan.simulation import simulator
 from batchinfer.plan.simulation.clock import Captures, Launching
 from batchinfer.plan.simulation.extrapolation import SimulatedPart, extrapolated
@@ -73,10 +73,14 @@ def test_decode_steps_are_replayed_as_one_graph_up_to_a_size():
 
 def test_kinds_that_the_warm_up_leaves_out_are_captured_when_they_come_for_the_third_time():
     launching = Launching(Captures(rows=8, longest=5000, tokens=64))
-    kinds = [(chunks(3, 9), True), (chunks(3, SHORTEST), False), (chunks(5, SHORTEST), False)]
+    kinds = [
+        (chunks(3, 9), True),
+        (chunks(3, MIN_CONTEXT_BOUND), False),
+        (chunks(5, MIN_CONTEXT_BOUND), False),
+    ]
     found = [[launching.mode(*step, True, shares) for step, shares in kinds] for _ in range(4)]
     assert found == [["piecewise_graph"] * 3] * 2 + [["full_graph"] * 3] * 2
-    three_take_the_graph_of_four = launching.mode(*chunks(4, SHORTEST + 7), True, False)
+    three_take_the_graph_of_four = launching.mode(*chunks(4, MIN_CONTEXT_BOUND + 7), True, False)
     assert three_take_the_graph_of_four == "full_graph"
 
 

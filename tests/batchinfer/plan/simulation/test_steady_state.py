@@ -84,7 +84,7 @@ def run(engine: SimulatedEngine, prompt: int, output: int, rows: int) -> Simulat
     params = SamplingParams(max_tokens=8 * output)
     requests = [Request(i.to_bytes(32, "big"), np.full(prompt, i, np.int32), params) for i in range(rows)]
     outputs = {request.key: int(length) for request, length in zip(requests, lengths, strict=True)}
-    with patch.object(clock, "LATER_FIRST", 1):  # as later in a job: each kind of step has its graph
+    with patch.object(clock, "CAPTURE_AT_USE", 1):  # as later in a job: each kind of step has its graph
         return simulate(engine, requests, outputs)
 
 

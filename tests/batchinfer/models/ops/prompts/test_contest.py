@@ -18,7 +18,7 @@ if importlib.util.find_spec("triton") is None:
 import torch
 from triton.compiler.errors import CompilationError
 
-from batchinfer.engine.config import Agreed, alone
+from batchinfer.engine.config import Agreed, choose_alone
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.prompts import flash_attention, gluon
 from batchinfer.models.ops.prompts.contest import BUDGET_S, ROUNDS, prefill_contest
@@ -104,7 +104,7 @@ class Speeds:
         seconds: Mapping[str, float] | Callable[[str, int | None], float],
         layers: Mapping[AttentionRules, int] | None = None,
         ops: Ops | None = None,
-        agreed: Agreed = alone,
+        agreed: Agreed = choose_alone,
         sizes: PromptSizes = SIZES,
     ) -> str:
         """The name of the operators that are chosen for layers, plain ones where none are given."""

@@ -1,4 +1,4 @@
-"""The part of a model that each rank of an engine has. No torch."""
+"""Assigns shards of a model to the ranks of an engine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from math import prod
 
 from batchinfer.core.errors import CannotSplit
-from batchinfer.engine.ranks.seat import Division
+from batchinfer.engine.ranks.division import Division
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.stored_parts import check_parts
 from batchinfer.models.parallel.expert_placement import ExpertPlacement
@@ -17,12 +17,22 @@ from batchinfer.models.spec.parameters import layer_parameters
 from batchinfer.models.spec.spec import ModelSpec
 
 
-def place_of(
+def rank_place(
     rank: int, division: Division, spec: ModelSpec, placement: ExpertPlacement | None = None
 ) -> ModelShard:
-    """Return the place of a rank in a model. Tensor ranks have whole experts, where each has as many as the others.
-    `placement`: of whole experts; None: they are in ranges.
-    Raises CannotSplit for more stages than it has layers, and where ranks of experts would not have as many each."""
+    """Return the place of a rank in a model.
+
+    Tensor-parallel ranks get whole experts if the experts can be divided evenly.
+
+    Args:
+        rank: The number of the rank.
+        division: How the model is divided.
+        spec: The whole model.
+        placement: Which experts each rank gets; None: contiguous ranges.
+
+    Raises:
+        CannotSplit: There are more stages than layers, or the experts cannot be divided evenly.
+    """
     share = Portion(division.peer(rank), division.peers)
     whole = share if share.size > 1 and share.size in expert_sizes(spec) else None
     place = ModelShard(share, whole) if division.experts == 1 else ModelShard(experts=share)
@@ -30,7 +40,7 @@ def place_of(
     if division.experts > 1 and whole is None:
         sizes = ", ".join(map(str, expert_sizes(spec)))
         raise CannotSplit(
-            f"the experts of {spec.family} cannot be divided among {division.experts} ranks, as many to each; "
+            f"the experts of {spec.family} cannot be divided evenly among {division.experts} ranks; "
             f"engine.expert_parallel_size can be {sizes or 1}"
         )
     if division.stages == 1:
@@ -39,20 +49,23 @@ def place_of(
 
 
 def expert_ranks(spec: ModelSpec, division: Division) -> int:
-    """Count the ranks that whole experts of each layer are divided among; 1: none are."""
-    share = place_of(0, division, spec).experts
+    """Return the number of ranks among which the experts of a layer are divided; 1: each rank has all experts."""
+    share = rank_place(0, division, spec).experts
     return 1 if share is None else share.size
 
 
 def check_division(spec: ModelSpec, division: Division) -> None:
-    """Raise CannotSplit where the model cannot be divided so."""
+    """Raise CannotSplit if the model cannot be divided in this way."""
     for rank in range(division.ranks):
-        shard_spec(spec, place_of(rank, division, spec))
+        shard_spec(spec, rank_place(rank, division, spec))
 
 
 def check_stored(checkpoint: Checkpoint, division: Division) -> None:
-    """Raise CannotSplit where the tensors of a checkpoint cannot be read in such parts, with the numbers of ranks that
-    can have parts of them. Only headers are read."""
+    """Check that the ranks can read their shards of a checkpoint's tensors. Only headers are read.
+
+    Raises:
+        CannotSplit: They cannot. The message lists the possible numbers of ranks.
+    """
     try:
         _check_stored(checkpoint, division)
     except CannotSplit as error:
@@ -68,7 +81,7 @@ def check_stored(checkpoint: Checkpoint, division: Division) -> None:
 
 def _check_stored(checkpoint: Checkpoint, division: Division) -> None:
     for rank in range(division.ranks):
-        check_parts(checkpoint, place_of(rank, division, checkpoint.spec))
+        check_parts(checkpoint, rank_place(rank, division, checkpoint.spec))
 
 
 def _of_experts(ranks: int) -> Division:
@@ -76,7 +89,7 @@ def _of_experts(ranks: int) -> Division:
 
 
 def _reads_in(checkpoint: Checkpoint, division: Division) -> bool:
-    """Whether a checkpoint can be read by these ranks."""
+    """Return True if the ranks can read their shards of the checkpoint."""
     try:
         _check_stored(checkpoint, division)
     except CannotSplit:
@@ -85,12 +98,17 @@ def _reads_in(checkpoint: Checkpoint, division: Division) -> bool:
 
 
 def stage_spans(spec: ModelSpec, stages: int) -> list[Span]:
-    """Divide the layers so that the stage with the most weights has as few as can be; the last one has the head beside
-    its layers. Raises CannotSplit."""
+    """Divide the layers among stages to make the largest stage as small as possible.
+
+    The size of a stage is its number of weights. The last stage also has the head.
+
+    Raises:
+        CannotSplit: There are more stages than layers.
+    """
     if stages > len(spec.layers):
         raise CannotSplit(
-            f"{len(spec.layers)} layers cannot be divided among {stages} stages; engine.pipeline_parallel_size is "
-            f"{len(spec.layers)} at the most"
+            f"{len(spec.layers)} layers cannot be divided among {stages} stages; engine.pipeline_parallel_size can be "
+            f"at most {len(spec.layers)}"
         )
     ends = _ends(
         [_values(spec, layer) for layer in range(len(spec.layers))], stages, spec.vocab * spec.hidden
@@ -103,11 +121,17 @@ def _values(spec: ModelSpec, layer: int) -> int:
 
 
 def _ends(layers: list[int], stages: int, head: int) -> list[int]:
-    """Return where each stage ends, of as many layers as there are values."""
+    """Return the end layer of each stage.
+
+    Args:
+        layers: The weights of each layer.
+        stages: The number of stages.
+        head: The weights of the head.
+    """
 
     @cache
     def best(first: int, left: int) -> tuple[int, tuple[int, ...]]:
-        """The weights of the largest of the last `left` stages, which begin with layer `first`; and where they end."""
+        """Return the best size of the largest of the last `left` stages from layer `first` on, and their end layers."""
         if left == 1:
             return sum(layers[first:]) + head, (len(layers),)
         found = (

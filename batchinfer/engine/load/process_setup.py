@@ -1,4 +1,4 @@
-"""Settles an engine's process before it loads: its device, its threads, how the vendor's products add up."""
+"""Sets up an engine's process before loading: device, threads, precision of matrix products."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from batchinfer_kernels.cpu.memory import keep_freed_memory
 _log = logging.getLogger(__name__)
 
 
-def settled(config: LoadConfig) -> tuple[torch.device, int]:
-    """Set this process up for the job's device; the device and the number of threads. Raises Unavailable."""
+def set_up_process(config: LoadConfig) -> tuple[torch.device, int]:
+    """Set up this process for the job's device.
+
+    Returns:
+        The device and the number of threads.
+
+    Raises:
+        Unavailable: There is no CUDA device.
+    """
     device, threads = _device(config), _set_threads(config)
     if config.device == "cuda":
         keep_partial_sums()
@@ -25,27 +32,31 @@ def settled(config: LoadConfig) -> tuple[torch.device, int]:
 def _device(config: LoadConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise Unavailable(
-            "engine.device is cuda, and torch finds no CUDA device; use device: cpu, or check the driver"
+            "engine.device is cuda, but torch finds no CUDA device; use device: cpu, or check the driver"
         )
     return torch.device(config.device)
 
 
 def keep_partial_sums() -> None:
-    """Tell torch, for this process, not to round partial sums of the vendor's matrix products to 16 bits: which ones
-    are split along the inner dimension depends on the number of rows."""
+    """Disable reduced-precision reductions in cuBLAS for this process.
+
+    Which products are split along the inner dimension depends on the number of rows, so rounding partial sums to 16
+    bits would make a row's result depend on other rows.
+    """
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def _set_threads(config: LoadConfig) -> int:
-    """One thread for each core that this process may use, or fewer: more would only wait for one another."""
+    """Set torch's threads to engine.threads, at most one per usable core, and return their number."""
     if config.device == "cpu":
         keep_freed_memory()
     usable = usable_cpus()
     if config.threads is not None and config.threads > usable:
         _log.warning(
-            "engine.threads is %d, but this process may use only %d cores; that many threads are used",
+            "engine.threads is %d, but this process may use only %d cores; it uses %d threads",
             config.threads,
+            usable,
             usable,
         )
     torch.set_num_threads(min(config.threads or usable, usable))

@@ -1,6 +1,6 @@
-"""A decoder and a head that reads its states: each is the model of a runner.
+"""A decoder that keeps hidden states for a draft head (EAGLE, MTP), and the head as the model of its own runner.
 
-A step of the decoder leaves what the head reads of its tokens in the blocks of the KV cache.
+The states are stored per slot, in the same blocks as the decoder's K and V.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from batchinfer.models.ops.interface import Ops
 from batchinfer_kernels.copy_parts import copy_parts_reference
 from batchinfer_kernels.draft_tree import move_slots_reference
 
-# Copies the beginnings of blocks; see batchinfer_kernels.copy_parts
+# Copies the first slots of partial blocks; see batchinfer_kernels.copy_parts
 CopyParts = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class HeadModel:
-    """Its tokens are those behind the ones at their positions, whose states lie at their slots. What it gives behind
-    the last token that is known takes the place of the next token's state, which the head's model has not computed yet:
-    so it runs on behind its own proposals."""
+    """A draft head as the model of a runner.
+
+    Its input at a position is the state kept for that position and the token that follows. The target model has not
+    computed the states of draft tokens yet: the head's own output takes their place (`take`).
+    """
 
     def __init__(self, head: LayerHead, kept: SlotStates) -> None:
         self._head, self._kept = head, kept
@@ -45,12 +47,12 @@ class HeadModel:
         caches: Seq[LayerCache],
         plans: Seq[AttentionPlan],
     ) -> Tensor:
-        """Run a step: (T,) → (T, width)."""
+        """Run a step: token ids (T,) → states (T, width)."""
         (own,), (cache,), (plan,) = inputs, caches, plans
         return self._head.forward(token_ids, self._kept.read(own.slots), own, cache, plan)
 
     def take(self, hidden: Tensor, plan: StepPlan, host: HostBatch) -> None:
-        """Keep what a step gave behind the last tokens of rows, (n, width), as the states of the next ones."""
+        """Store the head's output at the last token of each row, (n, width), as the state of the next position."""
         size, (tables,) = self._kept.block_size, host.tables
         chunks = np.searchsorted(np.cumsum(host.query_lens), host.sampled_rows, side="right")
         block, place = np.divmod(np.array(host.context_lens)[chunks], size)
@@ -58,8 +60,8 @@ class HeadModel:
         self._kept.write(slots, hidden)
 
 
-def copying(ops: Ops) -> CopyParts:
-    """Return what copies states: the kernel where the host must not wait for the device."""
+def choose_copy(ops: Ops) -> CopyParts:
+    """Return the function that copies states: the GPU kernel for operators that can be captured, else the reference."""
     if not isinstance(ops, GraphOps):
         return copy_parts_reference
     from batchinfer_kernels.gpu.copy_parts import copy_parts
@@ -68,15 +70,14 @@ def copying(ops: Ops) -> CopyParts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WatchedModel:
-    """A decoder, and a head that reads the inputs of its `tapped` layers. States lie where the K and V of cache group
-    `group` do, which keeps all tokens."""
+class TappedModel:
+    """A decoder that also keeps the states that a draft head reads."""
 
     decoder: Decoder
     head: LayerHead
-    tapped: tuple[int, ...]
+    tapped: tuple[int, ...]  # layers whose inputs the head reads
     kept: SlotStates
-    group: int
+    group: int  # the cache group whose slots the states use; it keeps all tokens
     copy_parts: CopyParts
 
     def forward(
@@ -86,7 +87,7 @@ class WatchedModel:
         caches: Seq[LayerCache],
         plans: Seq[AttentionPlan],
     ) -> Tensor:
-        """Run a step, as the decoder does, and keep the states of its tokens."""
+        """Run a step like `Decoder.forward`, and keep the states of its tokens."""
         taps = Taps(self.tapped)
         hidden = self.decoder.forward(token_ids, inputs, caches, plans, taps=taps)
         self._keep(taps, hidden, inputs)
@@ -96,25 +97,32 @@ class WatchedModel:
     def forward_split_at_attention(
         self, token_ids: Tensor, inputs: Seq[AttentionInputs], caches: Seq[LayerCache]
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
-        """Run a step, as the decoder does, and keep the states of its tokens. What the step copies is not copied: it is
-        no part of what depends on the number of tokens alone; see `copy`."""
+        """Run a step like `Decoder.forward_split_at_attention`, and keep the states of its tokens.
+
+        The states of partial blocks are not copied, as the captured pieces depend only on the number of tokens; the
+        caller calls `copy`.
+        """
         taps = Taps(self.tapped)
         hidden = yield from self.decoder.forward_split_at_attention(token_ids, inputs, caches, taps=taps)
         self._keep(taps, hidden, inputs)
         return hidden
 
     def static_buffers(self, tokens: int) -> StaticBuffers:
-        """Allocate the decoder's buffers of steps of up to `tokens` tokens."""
+        """Allocate the decoder's buffers for steps of up to `tokens` tokens."""
         return self.decoder.static_buffers(tokens)
 
     def copy(self, inputs: Seq[AttentionInputs]) -> None:
-        """Copy the states of those beginnings of blocks whose K and V a step copies, once it has written its own."""
+        """Copy the states of partial blocks whose K and V the step copies. Call it after the step's own writes."""
         parts, places = inputs[self.group].parts, self.kept.places
         if parts is not None:
             self.copy_parts(places, places, parts)
 
     def move(self, moves: Seq[Tensor]) -> None:
-        """Move the states of tokens whose K and V a step moves: of each cache group the slots, (n, 2)."""
+        """Move states in the same way as K and V.
+
+        Args:
+            moves: Per cache group, (n, 2): slots to copy from and to.
+        """
         places = self.kept.places
         move_slots_reference(places, places, moves[self.group])
 
@@ -123,11 +131,11 @@ class WatchedModel:
         return self.decoder.states(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Make the decoder's logits."""
+        """Compute the decoder's logits."""
         return self.decoder.logits(hidden)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Find the argmax of the decoder's logits."""
+        """Return the argmax of the decoder's logits."""
         return self.decoder.argmax(hidden)
 
     def _keep(self, taps: Taps, hidden: Tensor, inputs: Seq[AttentionInputs]) -> None:

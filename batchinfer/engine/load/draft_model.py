@@ -1,4 +1,4 @@
-"""Loads a draft model beside an engine's own, and gives it a cache in the same blocks."""
+"""Loads a draft model next to an engine's target model. Its KV cache uses the same block numbers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from batchinfer.core.errors import CannotSplit, OutOfMemory, Unavailable
 from batchinfer.engine.config import LoadConfig
 from batchinfer.engine.drafts.model_beside import BesideRunner, spare_blocks
 from batchinfer.engine.kv.cache_layout import CacheLayout, one_group
-from batchinfer.engine.ranks.joining import Company
+from batchinfer.engine.ranks.rank_groups import RankGroups
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.adapter_places import AdapterPlaces
-from batchinfer.engine.tensors.device_memory import allocate_caches, block_bytes, lack_of_memory
+from batchinfer.engine.tensors.device_memory import allocate_caches, block_bytes, out_of_memory_errors
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.ops.choose import Arithmetic
@@ -29,8 +29,8 @@ from batchinfer_kernels.cost import ModelCost
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WeightsBeside:
-    """A draft model's weights on the device of the engine's own model."""
+class DraftModelWeights:
+    """A draft model's weights, on the device of the target model."""
 
     source: ModelSource
     ops: Ops
@@ -39,19 +39,21 @@ class WeightsBeside:
 
     @property
     def cost(self) -> ModelCost:
+        """Return the cost model of the draft model."""
         return self.source.cost(self.arithmetic)
 
     @property
     def weight_bytes(self) -> int:
+        """Return the bytes of its weights."""
         return self.source.weight_bytes(self.cost)
 
     def block_bytes(self, block_size: int) -> int:
-        """Count the bytes that each block takes for it."""
+        """Return the bytes of the draft model's K and V per block."""
         itemsize = self.arithmetic.dtype.itemsize
         return block_bytes(self.ops, self.source.spec.caches, self._layout(block_size), itemsize)
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Count the bytes of its cache that lie in no block of a row."""
+        """Return the bytes of the cache blocks that the draft model has in addition to the target model's."""
         return spare_blocks(block_size, max_num_seqs) * self.block_bytes(block_size)
 
     def runner(
@@ -63,19 +65,27 @@ class WeightsBeside:
         longest: int,
         masks: ConstraintMasks | None,
     ) -> BesideRunner:
-        """Allocate its cache, of as many blocks as that of the engine's `own` model has, whose spec this is, and of
-        spare ones. Raises OutOfMemory, and Unavailable for a model whose blocks cannot be shared."""
+        """Allocate the draft model's cache and return its runner.
+
+        `own`, `spec`, `limits` and `blocks` belong to the target model; the draft model gets as many blocks, plus spare
+        ones. `longest`: tokens of the longest sequence.
+
+        Raises:
+            OutOfMemory: The cache does not fit.
+            Unavailable: The target model has no layer with full attention, or is run by transformers.
+        """
         size, mine = own.layout.block_size, self.source.spec
         whole = own.layout.whole
         if whole is None or isinstance(spec, ForeignSpec):
             raise Unavailable(
-                "a draft model's cache lies in the blocks of a layer that sees all tokens, in a model of ours"
+                "a draft model needs a target model that batchinfer runs without transformers, and that has a layer "
+                "with full attention"
             )
         positions = min(longest, mine.max_positions)
         layout, device = self._layout(size), self.arithmetic.device
         every = blocks + spare_blocks(size, limits.max_num_seqs)
         try:
-            with lack_of_memory():
+            with out_of_memory_errors():
                 caches = allocate_caches(self.ops, mine.caches, layout, every, self.arithmetic.dtype, device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
@@ -91,7 +101,7 @@ class WeightsBeside:
             sampler=Sampler(eos, same, device.type == "cpu"),
             cost=self.cost,
             device=device,
-            state=StepState(adapters=AdapterPlaces(defaultdict(int))),  # it has no adapters
+            state=StepState(adapters=AdapterPlaces(defaultdict(int))),  # a draft model has no adapters
         )
         return BesideRunner(
             runner=runner,
@@ -110,18 +120,24 @@ class WeightsBeside:
         return one_group(self.source.spec.caches, block_size)
 
 
-def load_beside(config: LoadConfig, device: torch.device, company: Company) -> WeightsBeside | None:
-    """Load the draft model that a configuration names; None: it names none. Raises what loading a checkpoint raises,
-    and CannotSplit for an engine of several ranks."""
-    beside = config.beside
-    if beside is None:
+def load_draft_model(
+    config: LoadConfig, device: torch.device, rank_groups: RankGroups
+) -> DraftModelWeights | None:
+    """Load the draft model of a configuration, or return None if it has none.
+
+    Raises:
+        CannotSplit: The engine has several ranks.
+        Unavailable: The draft model would be run by transformers. Errors of loading a checkpoint are raised as well.
+    """
+    draft = config.draft_model
+    if draft is None:
         return None
-    if company.divided:
-        raise CannotSplit("a model that is divided among ranks has no draft model beside it")
-    source = checkpoint_source(beside.model, beside.kv_cache, beside.quantization)
+    if rank_groups.is_sharded:
+        raise CannotSplit("a draft model is not supported with a model that is sharded across ranks")
+    source = checkpoint_source(draft.model, draft.kv_cache, draft.quantization)
     if not isinstance(source, ModelSource):
-        raise Unavailable("a draft model that transformers' code computes cannot run beside another one")
-    # What it proposes is verified, so that its own bits do not count
-    arithmetic = Arithmetic(getattr(torch, beside.dtype), device, False, config.tiles, beside.kv_cache)
+        raise Unavailable("a model that is run by transformers is not supported as a draft model")
+    # Not deterministic: drafts are verified, so the bits of the draft model do not change the answers
+    arithmetic = Arithmetic(getattr(torch, draft.dtype), device, False, config.tiles, draft.kv_cache)
     ops = source.choose_ops(arithmetic)
-    return WeightsBeside(source, ops, arithmetic, source.load(ops, arithmetic))
+    return DraftModelWeights(source, ops, arithmetic, source.load(ops, arithmetic))
