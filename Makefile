@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup quickstart test test-all test-ray test-room test-gpu gpu-suite check fix bench clean
+.PHONY: setup quickstart test test-all test-ray test-room test-gpu gpu-suite check fix messages bench clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -69,6 +69,10 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layering.py tests/test_house_rules.py tests/test_docs.py tests/test_packaging.py tests/test_prose.py
+
+# All messages of errors, log lines and progress, with their places
+messages: $(READY)
+	@$(BIN)/python -m tests.messages
 
 fix: $(READY)
 	$(BIN)/ruff check --fix .

@@ -55,14 +55,32 @@ class RayCluster:
         self._cluster.shutdown()
 
     def run(
-        self, *arguments: str, module: str = "tests.fake_cli", folder: Path | None = None, joins: bool = True
+        self,
+        *arguments: str,
+        module: str = "tests.fake_cli",
+        folder: Path | None = None,
+        joins: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> Any:
-        """Start `batchinfer run`, on this cluster if it `joins`, and return the process."""
+        """Start `batchinfer run` and return the process.
+
+        Args:
+            arguments: Further arguments of the command.
+            module: The module with the command line.
+            folder: The working directory.
+            joins: Whether the job runs on this cluster.
+            environment: Environment variables of the process besides those of this one.
+        """
         ray = ["--ray", self.address] if joins else []
         command = [sys.executable, "-m", module, "run", *arguments, *ray]
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            command, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=dict(os.environ)
+            command,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            cwd=folder,
+            env={**os.environ, **(environment or {})},
         )
 
 

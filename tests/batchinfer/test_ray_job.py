@@ -128,14 +128,17 @@ def test_a_killed_driver(signum: int, on: RayCluster, place: Place, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_many_killed_actors(on: RayCluster, place: Place, tmp_path: Path, cli_of: Any) -> None:
+@pytest.mark.parametrize("run", range(4))
+def test_many_killed_actors(run: int, on: RayCluster, place: Place, tmp_path: Path, cli_of: Any) -> None:
     """Kills at random moments, while an engine loads, too."""
-    drawn = random.Random(seed())
+    drawn, killed = random.Random(seed() + run), 0
     process = on.run("job.yaml", folder=place.folder)
-    for _ in range(12):
-        time.sleep(drawn.uniform(0, 2))
-        if process.poll() is None and (found := engines()):
+    while process.poll() is None and killed < 12:
+        time.sleep(drawn.uniform(0, 1.5))
+        if found := engines():
             drawn.choice(found).kill()
+            killed += 1
+    print(f"{killed} kills")
     ended(process)
     assert [row["status"] for row in place.table()] == ["ok"] * len(MANY)
     same_as_alone(place, tmp_path, cli_of())
@@ -160,7 +163,7 @@ def test_lost_nodes(graceful: bool, on: RayCluster, place: Place, tmp_path: Path
     """A run outlives nodes that are removed while others are added. No row is blamed, and no engine."""
     node = on.add()
     process = on.run("job.yaml", folder=place.folder)
-    for _ in range(2):
+    for _ in range(5):
         before = committed(place)
         wait_until(lambda before=before: committed(place) > before)
         on.remove(node, graceful)
@@ -246,6 +249,32 @@ def test_a_node_of_another_class(on: RayCluster, place: Place, tmp_path: Path) -
         on.remove(node)
 
 
+@pytest.mark.slow
+def test_a_weaker_driver_changes_no_setting(on: RayCluster, place: Place, tmp_path: Path) -> None:
+    """The setting follows from the nodes."""
+    place.job(model="model: {path: model, dtype: auto}")
+    settings = []
+    for name, path in (("as it is", ""), ("weaker", str(tmp_path))):
+        (tmp_path / "sitecustomize.py").write_text(WEAKER if path else "")
+        paths = os.pathsep.join(filter(None, [path, os.environ["PYTHONPATH"]]))
+        output = f"output.path={tmp_path / name}"
+        ended(on.run("job.yaml", "--set", output, folder=place.folder, environment={"PYTHONPATH": paths}))
+        report = sorted((tmp_path / f"{name}-report").glob("run-*.parquet"))[-1]
+        row = pq.read_table(report).to_pylist()[0]
+        settings.append(
+            {
+                key: row[key]
+                for key in ("device", "dtype", "threads", "cores", "hardware", "replicas", "kv_cache_dtype")
+            }
+        )
+    assert settings[0] == settings[1]
+
+
+WEAKER = """
+import batchinfer.machine.cpus as cpus, batchinfer.machine.hardware as hardware
+cpus.usable_cpus = lambda *_: 1
+hardware.has_fast_bf16 = lambda *_: False
+"""
 OTHER_CPU = """
 import batchinfer.machine.hardware as hardware
 real = hardware.detect

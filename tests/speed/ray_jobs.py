@@ -68,7 +68,7 @@ def _fast(place: Path, rows: int, options: Sequence[str], number: int) -> Figure
     running = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)})
     driver, sizes = psutil.Process(running.pid), Sizes()
     while running.poll() is None:
-        if phase_of(folder) == "engine":
+        if phase_of(folder) == "running":
             with suppress(psutil.NoSuchProcess):
                 sizes.sample(driver)
         time.sleep(SAMPLE_S)

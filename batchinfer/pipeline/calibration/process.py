@@ -55,7 +55,7 @@ def calibrate_in_child(
         OutOfMemory: The process was killed because memory ran out.
         Unavailable: The process ended in another way.
     """
-    with closing(transport.call(CALIBRATOR, order)) as child:
+    with closing(transport.call(CALIBRATOR, order, order.load)) as child:
         try:
             while True:
                 if not child.poll(_LOOK_S):

@@ -7,6 +7,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Protocol
 
+from batchinfer.engine.config import LoadConfig
 from batchinfer.machine.spawning import Child, receiving
 from batchinfer.pipeline.workers.engine_entry import WORKER
 from batchinfer.pipeline.workers.messages import EnginePlace, WorkerSpec
@@ -61,8 +62,14 @@ class Transport(Protocol):
     def start(self, spec: WorkerSpec) -> Link:
         """Start a worker. Raises OSError where none can be started."""
 
-    def call(self, target: str, argument: object) -> Link:
-        """Start a process that calls `target`, "module:function", with an argument and its end of a connection."""
+    def call(self, target: str, argument: object, load: LoadConfig) -> Link:
+        """Start a process that calls a function.
+
+        Args:
+            target: The function "module:function". It gets the argument and its end of a connection.
+            argument: The function's first argument.
+            load: The model that the function reads.
+        """
 
     def takes_standby(self, spec: WorkerSpec) -> bool:
         """Return True if a process that stands by can become this worker."""
@@ -113,7 +120,7 @@ class ProcessTransport:
         by_pipe = {link.connection: link for link in links if isinstance(link, ProcessLink)}
         return [by_pipe[pipe] for pipe in wait(list(by_pipe), timeout_s)]  # type: ignore[index]
 
-    def call(self, target: str, argument: object) -> Link:
+    def call(self, target: str, argument: object, load: LoadConfig) -> Link:
         """Start a process on this machine."""
         return ProcessLink(Child(target, argument))
 

@@ -29,6 +29,8 @@ KINDS = {2: ("bfloat16", "float16"), 4: ("float32",)}
 PADDED = {64: (48, 64), 128: (72, 80, 96, 112, 128), 256: (160, 192, 256)}
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 BLOCKS = (16, 32, 48, 64, 128)
+# Bytes of stack on sm_80 with 7 query heads for each KV head: up to 16 values spill there, with triton 3.7
+STACK_OF_SEVEN = 64
 
 
 def compiled(work: str, target: str, *arguments, stack: int = STACK_LIMIT) -> list[Compiled]:
@@ -145,9 +147,11 @@ def test_several_queries_a_sequence_and_trees_of_drafts(
     )
     assert in_flight(named(of_trees, "decode")) == in_flight(named(plain, "decode"))
     assert "merge" in plain[-1].kernel
-    larger = PRODUCTS[target] if queries * group > 32 else REGISTERS
+    # A tile of a deterministic kernel has 64 rows, however few queries there are
+    larger = PRODUCTS[target] if deterministic or queries * group > 32 else REGISTERS
     assert_multiplies(named(plain, "decode"), larger)
-    (kernel,) = compiled("tree", target, *sizes, None, codes, deterministic)
+    stack = STACK_OF_SEVEN if (target, group) == ("sm_80", 7) else STACK_LIMIT
+    (kernel,) = compiled("tree", target, *sizes, None, codes, deterministic, stack=stack)
     assert_multiplies(kernel, PRODUCTS[target], REGISTERS)
 
 
@@ -171,8 +175,9 @@ Sizes = tuple[str, int, int, int]
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "sizes", "deterministic", "variant"), list(swept()))
 def test_sweep(target: str, sizes: Sizes, deterministic: bool, variant: tuple) -> None:
+    stack = STACK_OF_SEVEN if (target, sizes[2]) == ("sm_80", 7) else STACK_LIMIT
     for work, count in (("prefill", 1), ("prefix", 3)):
-        found = compiled(work, target, *sizes, *variant, deterministic)
+        found = compiled(work, target, *sizes, *variant, deterministic, stack=stack)
         assert len(found) == count
         if target in NVIDIA and sizes[0] != "float32":
             assert_multiplies(named(found, work), PRODUCTS[target], REGISTERS)

@@ -18,7 +18,7 @@ from batchinfer.machine.cpus import divided_cores, usable_cpus
 from batchinfer.machine.memory import available_memory
 from batchinfer.pipeline.workers.endings import failure
 from batchinfer.pipeline.workers.loading import imported
-from batchinfer.pipeline.workers.messages import Configure, EnginePlace, Failed, Placed, WorkerSpec
+from batchinfer.pipeline.workers.messages import Configure, EnginePlace, Placed, WorkerSpec
 from batchinfer.pipeline.workers.ranks.meeting import Parent
 from batchinfer.pipeline.workers.ray.machine_facts import NodeFacts, node_facts, version_differences
 from batchinfer.pipeline.workers.ray.model_files import differences, digests
@@ -31,14 +31,28 @@ _MOST_MESSAGES = 16  # that one call returns
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOrder:
-    """An order describes an engine, and the node that it needs."""
+class NodeNeeds:
+    """The properties that a node must have to compute for a run."""
 
-    spec: WorkerSpec
-    cpus: int
     facts: NodeFacts  # of the nodes that the setting was made for
     any_class: bool  # whether another class of machine is allowed
-    files: Mapping[Path, Mapping[str, str]]  # sha256 by path and by name, of what the engine reads
+    files: Mapping[Path, Mapping[str, str]]  # sha256 of the model's files, by path and by name
+
+    def refusal(self, facts: NodeFacts) -> str:
+        """Return why a node with these facts must not compute; an empty string if it may."""
+        if differing := version_differences(self.facts.versions, facts):
+            return differing
+        if not self.any_class and facts.machine_class != self.facts.machine_class:
+            wanted = self.facts.machine_class
+            return f"it is {facts.machine_class}, and the engines run on {wanted} (ray.classes: same)"
+        for path, expected in self.files.items():
+            try:
+                found = digests(path, {})
+            except OSError as error:
+                return f"{path} cannot be read: {error.strerror or error}; put the model on a shared folder"
+            if differing := differences(expected, found):
+                return f"{path}: {differing}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +65,8 @@ class EngineEnded:
 class MessageActor(ABC):
     """Exchanges messages with the driver. `give` and `take` are its inbox and outbox; each has a thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, needs: NodeNeeds) -> None:
+        self._needs = needs
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's; the engine sets its threads
         os.environ["HF_HUB_OFFLINE"] = "1"  # as the command line does: no library may download
         self._inbox, self._outbox = SimpleQueue[object](), SimpleQueue[object]()
@@ -83,7 +98,11 @@ class MessageActor(ABC):
     def _run(self) -> None:
         status = 1  # also if the work raises SystemExit
         try:
-            self._work()
+            facts = node_facts(self._needs.facts.machine.device)
+            self.send(Placed(facts.name, facts.machine_class))
+            if refusal := self._needs.refusal(facts):
+                raise Unavailable(f"node {facts.name}: {refusal}")
+            self._work(facts)
             status = 0
         except Exception as error:  # noqa: BLE001 - the driver must hear of every error
             self.send(failure(error))
@@ -91,7 +110,7 @@ class MessageActor(ABC):
             self.send(EngineEnded(status))
 
     @abstractmethod
-    def _work(self) -> None:
+    def _work(self, facts: NodeFacts) -> None:
         """Do what the actor is for, in its thread."""
 
     def _leave(self, status: int) -> NoReturn:
@@ -104,63 +123,39 @@ class MessageActor(ABC):
 class CallActor(MessageActor):
     """Calls a function in a thread, as a process of its own would."""
 
-    def __init__(self, target: str, argument: object) -> None:
-        """target: the function "module:function"; it gets the argument and a connection."""
+    def __init__(self, needs: NodeNeeds, target: str, argument: object) -> None:
+        """Take the function "module:function", which gets the argument and a connection."""
         self._target, self._argument = target, argument
-        super().__init__()
+        super().__init__(needs)
 
-    def _work(self) -> None:
-        self.send(Placed(ray.util.get_node_ip_address(), ""))
+    def _work(self, facts: NodeFacts) -> None:
         imported(self._target)(self._argument, self)
 
 
 class EngineActor(MessageActor):
     """Runs one engine in a thread."""
 
-    def __init__(self, order: EngineOrder) -> None:
-        self._order, self._memory = order, available_memory()
-        super().__init__()
+    def __init__(self, needs: NodeNeeds, spec: WorkerSpec, cpus: int) -> None:
+        self._spec, self._cpus, self._memory = spec, cpus, available_memory()
+        super().__init__(needs)
 
     def recv(self) -> object:
         """Return the next message of the driver, waiting for it."""
         return self._configured(super().recv())
 
-    def _work(self) -> None:
-        facts = node_facts(self._order.facts.machine.device)
-        self.send(Placed(facts.name, facts.machine_class))
-        refusal = self._refusal(facts)
-        if refusal:
-            self.send(Failed(Unavailable.exit_code, f"node {facts.name}: {refusal}", ""))
-        else:
-            connection: Any = self
-            run_engine(self._placed(facts), Parent(connection), self._leave)
-
-    def _refusal(self, facts: NodeFacts) -> str:
-        """Say why this node must not compute; empty: it may."""
-        order = self._order
-        if differing := version_differences(order.facts.versions, facts):
-            return differing
-        if not order.any_class and facts.machine_class != order.facts.machine_class:
-            wanted = order.facts.machine_class
-            return f"it is {facts.machine_class}, and the engines run on {wanted} (ray.classes: same)"
-        for path, expected in order.files.items():
-            try:
-                found = digests(path, {})
-            except OSError as error:
-                return f"{path} cannot be read: {error.strerror or error}; put the model on a shared folder"
-            if differing := differences(expected, found):
-                return f"{path}: {differing}"
-        return ""
+    def _work(self, facts: NodeFacts) -> None:
+        connection: Any = self
+        run_engine(self._placed(facts), Parent(connection), self._leave)
 
     def _placed(self, facts: NodeFacts) -> WorkerSpec:
         """Return the specification with the cores and GPUs of this node."""
-        spec = self._order.spec
+        spec = self._spec
         ranks = 1 + len(spec.others)
         if ranks == 1:
             return spec
         if facts.machine.device == "cuda":
             places = [EnginePlace(gpu=gpu) for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",")[:ranks]]
-        elif self._order.cpus >= usable_cpus():
+        elif self._cpus >= usable_cpus():
             places = [EnginePlace(cores) for cores in divided_cores(ranks)]
         else:  # other engines have the rest of the node, and nothing says which cores
             places = [EnginePlace()] * ranks
@@ -173,5 +168,5 @@ class EngineActor(MessageActor):
         """Give an engine on a CPU its part of this node's memory."""
         if not isinstance(message, Configure) or message.config.load.device != "cpu":
             return message
-        part = min(1.0, self._order.cpus / usable_cpus())
+        part = min(1.0, self._cpus / usable_cpus())
         return Configure(replace(message.config, memory=int(self._memory * part)))

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
+from batchinfer.engine.config import LoadConfig
 from batchinfer.models.files.fingerprint import file_sha256
-from batchinfer.pipeline.workers.messages import WorkerSpec
 
 _READ = (".safetensors", ".gguf", ".json", ".jinja", ".model", ".txt")
 _NAMED = 5  # files that a message names
 
 
-def folders_of(spec: WorkerSpec) -> list[Path]:
-    """Return the folders, or files, that an engine or a rank reads."""
-    load = spec.load
+def folders_of(load: LoadConfig, tokenizer: Path | None) -> list[Path]:
+    """Return the folders and files that an engine reads."""
     found = [load.model, *(path for _, path in load.adapters)]
     found += [] if load.draft_model is None else [load.draft_model.model]
     found += [] if load.heads is None else [load.heads]
-    return list(dict.fromkeys([*found, *([] if spec.tokenizer is None else [spec.tokenizer])]))
+    return list(dict.fromkeys([*found, *([] if tokenizer is None else [tokenizer])]))
 
 
 def digests(path: Path, cache: MutableMapping[str, str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayError
 
+from batchinfer.engine.config import LoadConfig
 from batchinfer.pipeline.workers.messages import Add, Loaded, Placed, WorkerSpec
 from batchinfer.pipeline.workers.ray.cluster import ClusterEngines
 from batchinfer.pipeline.workers.ray.engine_actor import (
@@ -19,8 +20,8 @@ from batchinfer.pipeline.workers.ray.engine_actor import (
     CallActor,
     EngineActor,
     EngineEnded,
-    EngineOrder,
     MessageActor,
+    NodeNeeds,
 )
 from batchinfer.pipeline.workers.ray.model_files import digests, folders_of
 from batchinfer.pipeline.workers.transport import Link
@@ -172,25 +173,23 @@ class RayTransport:
 
     def start(self, spec: WorkerSpec) -> Link:
         """Start an actor. It waits for resources, if need be."""
-        share = self._engines.share
-        files = {path: self._digests(path) for path in folders_of(spec)}
-        order = EngineOrder(
-            _with_threads(spec, share.cpus), share.cpus, self._engines.facts, self._any_class, files
-        )
-        return RayLink(self._on_a_node(EngineActor, order))
+        cpus = self._engines.share.cpus
+        reads = folders_of(spec.load, spec.tokenizer)
+        return RayLink(self._start_actor(EngineActor, reads, _with_threads(spec, cpus), cpus))
 
-    def call(self, target: str, argument: object) -> Link:
-        """Start an actor with the share of an engine."""
-        return RayLink(self._on_a_node(CallActor, target, argument))
+    def call(self, target: str, argument: object, load: LoadConfig) -> Link:
+        """Start an actor with the resources of an engine."""
+        return RayLink(self._start_actor(CallActor, folders_of(load, None), target, argument))
 
-    def _on_a_node(self, kind: type[MessageActor], *arguments: object) -> Any:
-        """Start an actor. It waits for resources, if need be."""
+    def _start_actor(self, kind: type[MessageActor], reads: Sequence[Path], *arguments: object) -> Any:
+        """Start an actor that reads these folders. Ray starts it once a node has the resources."""
+        needs = NodeNeeds(self._engines.facts, self._any_class, {path: self._digests(path) for path in reads})
         share, others = self._engines.share, self._engines.others
         labels = dict(share.labels) | ({"ray.io/node-id": f"!in({','.join(others)})"} if others else {})
         actor: Any = ray.remote(concurrency_groups=GROUPS)(kind)
         options = {"num_cpus": share.cpus, "num_gpus": share.gpus, "label_selector": labels}
         once = {"max_restarts": 0, "max_task_retries": 0, "enable_task_events": False}
-        return actor.options(**options, **once).remote(*arguments)
+        return actor.options(**options, **once).remote(needs, *arguments)
 
     def _digests(self, path: Path) -> Mapping[str, str]:
         if path not in self._files:

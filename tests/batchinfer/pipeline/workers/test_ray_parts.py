@@ -29,7 +29,7 @@ from batchinfer.pipeline import engine_machine
 from batchinfer.pipeline.workers.messages import Add, WorkerSpec
 from batchinfer.pipeline.workers.ray import cluster, engine_actor
 from batchinfer.pipeline.workers.ray.cluster import ClusterNode, cluster_engines
-from batchinfer.pipeline.workers.ray.engine_actor import EngineActor, EngineOrder
+from batchinfer.pipeline.workers.ray.engine_actor import EngineActor, NodeNeeds
 from batchinfer.pipeline.workers.ray.machine_facts import NodeFacts
 from batchinfer.pipeline.workers.ray.model_files import digests
 from batchinfer.pipeline.workers.ray.ray_transport import ActorEnd, _parts
@@ -147,25 +147,20 @@ def test_nodes_that_cannot_run_engines_are_left_out(found: Found) -> None:
     (replace(facts(), versions=(("batchinfer", "1"), ("torch", "2.12.0"))), "it has torch 2.12.0 instead of 2.13.0"),
     (facts(instructions=("avx2",)), "it is EPYC (avx2), and the engines run on EPYC"),
 ])  # fmt: skip
-def test_other_nodes_are_refused(tmp_path: Path, other: NodeFacts, said: str) -> None:
-    actor = object.__new__(EngineActor)
-    spec = WorkerSpec(LoadConfig(tmp_path, "float32", "cpu"), None)
-    actor._order = EngineOrder(spec, 8, facts(), any_class=False, files={})
-    assert said in actor._refusal(other)
-    assert bool(said) == bool(actor._refusal(other))
-    actor._order = replace(actor._order, any_class=True)
-    assert bool(actor._refusal(other)) == ("torch" in said)
+def test_other_nodes_are_refused(other: NodeFacts, said: str) -> None:
+    needs = NodeNeeds(facts(), any_class=False, files={})
+    assert said in needs.refusal(other)
+    assert bool(said) == bool(needs.refusal(other))
+    assert bool(replace(needs, any_class=True).refusal(other)) == ("torch" in said)
 
 
 def test_other_model_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    actor = object.__new__(EngineActor)
-    spec = WorkerSpec(LoadConfig(tmp_path, "float32", "cpu"), None)
     files = {tmp_path: digests(tmp_path, {}), tmp_path / "gone": {"config.json": "00"}}
-    actor._order = EngineOrder(spec, 8, facts(), any_class=False, files=files)
-    assert "gone cannot be read: No such file or directory" in actor._refusal(facts())
+    needs = NodeNeeds(facts(), any_class=False, files=files)
+    assert "gone cannot be read: No such file or directory" in needs.refusal(facts())
     (tmp_path / "config.json").write_text("{ }")
-    assert "config.json differs" in actor._refusal(facts())
+    assert "config.json differs" in needs.refusal(facts())
 
 
 def test_long_messages_are_divided() -> None:
@@ -215,6 +210,6 @@ def test_engines_know_their_share_of_a_node(tmp_path: Path, monkeypatch: pytest.
     spec = WorkerSpec(LoadConfig(tmp_path, "float32", "cpu"), None)
     spec = replace(spec, others=(spec,))
     for cpus, cores in ((8, [(0,), (1,)]), (4, [(), ()])):
-        actor._order = EngineOrder(spec, cpus, facts(), any_class=False, files={})
+        actor._spec, actor._cpus = spec, cpus
         placed = actor._placed(facts())
         assert [one.place.cores for one in (placed, *placed.others)] == cores

@@ -94,6 +94,7 @@ class NodeLink(MemoryLink):
 
     def turn(self) -> bool:
         self.waits -= 1
+        assert NEVER - self.waits < LONGEST_WAIT, "the pool waits without end for an engine without resources"
         return super().turn() if self.placed else False
 
 
@@ -112,7 +113,7 @@ class OnNodes(Engines):
         return self.started[-1]
 
 
-NEVER = 1 << 30
+NEVER, LONGEST_WAIT = 1 << 30, 100_000  # looks at an engine before it has a node
 
 
 class Started:
