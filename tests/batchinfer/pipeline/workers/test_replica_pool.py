@@ -82,7 +82,7 @@ class NodeLink(MemoryLink):
 
     def __init__(self, worker: Started, waits: int) -> None:
         super().__init__(worker)
-        self.waits = waits
+        self.waits, self.looks = waits, 0
 
     @property
     def placed(self) -> bool:  # type: ignore[override]
@@ -94,7 +94,8 @@ class NodeLink(MemoryLink):
 
     def turn(self) -> bool:
         self.waits -= 1
-        assert NEVER - self.waits < LONGEST_WAIT, "the pool waits without end for an engine without resources"
+        self.looks += 1
+        assert self.placed or self.looks < MOST_LOOKS, "the pool waits without end for an engine without resources"
         return super().turn() if self.placed else False
 
 
@@ -113,7 +114,7 @@ class OnNodes(Engines):
         return self.started[-1]
 
 
-NEVER, LONGEST_WAIT = 1 << 30, 100_000  # looks at an engine before it has a node
+NEVER, MOST_LOOKS = 1 << 30, 100_000  # at an engine before it has a node
 
 
 class Started:
