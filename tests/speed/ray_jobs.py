@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import duckdb
 import psutil
@@ -96,8 +97,18 @@ class Sizes:
 
     @property
     def growth(self) -> Mapping[str, int]:
-        """By how many bytes each has grown beyond its first size."""
-        return {f"{name}_grown_bytes": max(sizes) - sizes[0] for name, sizes in self._seen.items()}
+        """By how many bytes each has grown, from the first to the last quarter of the samples.
+
+        Medians leave out the short peaks in which a wave is planned.
+        """
+        return {
+            f"{name}_grown_bytes": _last(sizes) - _last(sizes[::-1]) for name, sizes in self._seen.items()
+        }
+
+
+def _last(sizes: Sequence[int]) -> int:
+    """Return the median of the last quarter."""
+    return int(median(sizes[-max(1, len(sizes) // 4) :]))
 
 
 def _reported(folder: Path, columns: str) -> Figures:

@@ -95,7 +95,9 @@ class NodeLink(MemoryLink):
     def turn(self) -> bool:
         self.waits -= 1
         self.looks += 1
-        assert self.placed or self.looks < MOST_LOOKS, "the pool waits without end for an engine without resources"
+        assert self.placed or self.looks < MOST_LOOKS, (
+            "the pool waits without end for an engine without resources"
+        )
         return super().turn() if self.placed else False
 
 
