@@ -1,7 +1,8 @@
 """Finds phrases that make prose hard to read, in docs, docstrings, comments and messages.
 
 `python -m tests.prose FILE...` lists them. Most patterns match a construction that a reader has to read twice ("what it
-holds", "of which", "behind it"); the others are single phrases with a plainer equivalent.
+holds", "of which", "behind it"); the others are single phrases with a plainer equivalent. Each match is printed with a
+better wording.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ PATTERNS = {
     "it pays": r"\b(?:it|they|that|this|drafts|waiting|asking) pays?\b|\bpays off\b",
     "nobody": r"\bnobody\b|\banybody\b|\bwhoever\b|\bwho (?:waits|asks|reads|wants|has|looks)\b",
     "any more": r"\bany more\b|\bno more\b",
-    "alone": r"\bby (?:itself|themselves)\b|\balone\b",
     "one after the other": (
         r"\b(?:one|another) (?:after|behind|beside) (?:the other|another)\b"
         r"|\bone of (?:each|these|those|them|several)\b"
@@ -56,8 +56,6 @@ PATTERNS = {
         r"(?:in|at|beside|behind|before|where|there|here|within|on|how|the|so)\b"
     ),
     "gives back": r"\bgive[sn]? back\b|\blets? go\b|\btaken? back\b|\btakes? over\b|\btaken over\b",
-    "lacks": r"\black(?:s|ed|ing)?\b",
-    "so that": r"\bso that\b",
     "anew": r"\banew\b|\bmeanwhile\b|\bhitherto\b|\bthereby\b|\btherein\b|\bthereof\b",
     "apart from": r"\bbut for\b|\bapart from\b|\bsave for\b|\ball but\b",
     "is to be": r"\b(?:is|are|was|were) to (?:be|run|have|come|get|wait|write|read|say|know|make|find)\b",
@@ -75,6 +73,34 @@ PATTERNS = {
         r"\blikewise\b|\breckon|\bin the place of\b|\bby and by\b|\blaborious\b|\bdearest\b|\bwhere that pays\b"
         r"|\bnone is\b|\bmakes of\b|\bgets none\b|\bstands? for\b|\bhas stood\b|\bas it is said\b|\bonce more\b"
     ),
+}
+# A better wording for a pattern
+BETTER = {
+    "so many": "a number, `n`, or that many",
+    "as many as": "at most, at least, equal to, or up to",
+    "in the mean": "on average, or the mean number of",
+    "is told": "receives, is passed, is notified",
+    "behind (after)": "after",
+    "beside (in addition to)": "in addition to, alongside, or in parallel",
+    "what it is": "name the thing: the value, the rows, the duration",
+    "of which": "two sentences, or a noun",
+    "where it is": "if, or when",
+    "it pays": "is faster, or is worth its cost",
+    "nobody": "no user, no process; or name who does not",
+    "any more": "no longer, or delete it",
+    "one after the other": "in order, or sequentially",
+    "comes to": "reaches, amounts to, or starts",
+    "now and then": "periodically, or every n seconds",
+    "lies in": "is in",
+    "gives back": "returns, frees, releases, or reuses",
+    "anew": "again, from the start; rebuild",
+    "apart from": "except, or separate",
+    "is to be": "must, or will",
+    "at the most": "at most, at least",
+    "those that": "repeat the noun",
+    "most rows": "the maximum number of, or the minimum number of",
+    "of one kind": "the same",
+    "likewise": "a plain word: also, estimate, expensive, again, is, means",
 }
 _EACH = {name: re.compile(pattern) for name, pattern in PATTERNS.items()}
 _ANY = re.compile("|".join(f"(?:{pattern})" for pattern in PATTERNS.values()))
@@ -127,4 +153,5 @@ def _of_python(lines: list[str]) -> Iterator[tuple[int, str]]:
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
         for hit in hits(Path(argument)):
-            print(f"{hit.path}:{hit.line}: {', '.join(hit.patterns)}: {hit.text}")
+            better = "; ".join(f"{name} -> {BETTER[name]}" for name in hit.patterns)
+            print(f"{hit.path}:{hit.line}: {better}: {hit.text}")

@@ -214,18 +214,26 @@ def test_stages_in_an_actor(on: RayCluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_weights_are_calibrated_on_a_node(on: RayCluster, tmp_path: Path) -> None:
-    """The job has the answers that it has alone."""
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": "model: {path: model, dtype: float32, quantization: int4}"}, "calibrated in"),
+        ({"drafts": "drafts: {model: model, runs: first}"}, "requests first"),
+        ({"drafts": "drafts: {model: model, runs: beside}"}, ""),
+    ],
+)
+def test_what_comes_before_the_first_row_runs_on_nodes(
+    settings: dict[str, str], said: str, on: RayCluster, tmp_path: Path
+) -> None:
+    """Weights are calibrated, and a draft model answers, with the results of one machine."""
     model = make_divisible(tmp_path / "model")
     results = {}
     for name, joins in (("alone", False), ("node", True)):
         place = make_place(tmp_path / name, model)
         place.rows(*MANY[:40])
-        place.job(
-            "engine: {deterministic: true}", model="model: {path: model, dtype: float32, quantization: int4}"
-        )
+        place.job("engine: {deterministic: true}", **settings)
         _, err = ended(on.run("job.yaml", module="batchinfer", folder=place.folder, joins=joins))
-        assert "calibrated in" in err
+        assert said in err
         results[name] = [row["generated_text"] for row in place.table()]
     assert results["node"] == results["alone"]
 
