@@ -308,7 +308,7 @@ def test_calibrated_int4_is_nearer_than_rounded_int4() -> None:
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_the_divergence_of_calibrated_int4(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "INT4_GROUP", group)
-    monkeypatch.setattr(search, "rounds", all_linears)
+    monkeypatch.setattr(search, "rounded_linears", all_linears)
     rows = forced_rows(SAMPLE)
     plain = measured(rows, "bfloat16", "int4")
     assert calibrated(rows, group).kl < plain.mean() / 3

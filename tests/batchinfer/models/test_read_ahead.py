@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from batchinfer.models.checkpoint import read_ahead, stretch
+from batchinfer.models.checkpoint import file_segment, read_ahead
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.file_segment import segment_of
 from batchinfer.models.checkpoint.read_ahead import THREAD, ByteRange, ReadAhead
@@ -34,10 +34,10 @@ def _parts(checkpoint: Checkpoint) -> list[StoredPart]:
 
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_stretch_is_what_safetensors_gives(
+def test_a_segment_is_what_safetensors_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    monkeypatch.setattr(stretch, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(file_segment, "PIECE_BYTES", 1000)
     make_checkpoint(tmp_path, family, shards=2)
     checkpoint, pages, read = inspect_checkpoint(tmp_path), ReusedPages(), 0
     for part in _parts(checkpoint):

@@ -92,11 +92,11 @@ class CountedSlice:
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(CountedFile, "read", Counter())
     monkeypatch.setattr(weights_module, "safe_open", CountedFile)
-    read_stretch = FileSegment.read
+    read_segment = FileSegment.read
 
-    def counted(stretch: FileSegment, *given: Any) -> None:
-        CountedFile.read[f"{stretch.file.name} from {stretch.start}"] += stretch.shape[0] * stretch.line_bytes
-        read_stretch(stretch, *given)
+    def counted(segment: FileSegment, *given: Any) -> None:
+        CountedFile.read[f"{segment.file.name} from {segment.start}"] += segment.shape[0] * segment.line_bytes
+        read_segment(segment, *given)
 
     monkeypatch.setattr(FileSegment, "read", counted)
     return CountedFile.read
