@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """`run` and `RunResult`, imported when they are first used: importing the package alone stays cheap."""
+    """Import `run` and `RunResult` on first use, which keeps importing the package cheap."""
     if name == "run":
         from batchinfer.machine.limits import check_limits
 
-        check_limits()  # before libraries are imported that fail in their own ways where memory is limited
+        check_limits()  # before importing libraries that fail unclearly if memory is limited
         from batchinfer.pipeline.library import run
 
         return run

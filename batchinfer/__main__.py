@@ -1,17 +1,17 @@
-"""`batchinfer` and `python -m batchinfer`: as little as possible before a signal means what it says."""
+"""Entry point of `batchinfer` and `python -m batchinfer`. Imports little before signals are handled."""
 
 import gc
 import os
 import signal
 import sys
 
-# New objects after which the garbage collector looks for garbage. With Python's 700 it looks 200 times while the
-# command is imported, finds nothing, and takes a tenth of the time until the first row is read.
+# New objects before the garbage collector runs. With Python's default of 700 it runs 200 times during the imports,
+# finds nothing, and takes a tenth of the time until the first row is read.
 _COLLECT_AFTER = 50_000
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C while it is still being imported ends quietly, as later."""
+    """Run the command line. Ctrl-C during the imports ends quietly."""
     _open_standard_streams()
     gc.set_threshold(_COLLECT_AFTER)
     try:
@@ -29,13 +29,15 @@ def main() -> None:
 
 
 def _leave(end: SystemExit) -> None:
-    """End the process once all that was printed has gone out. Python would take 0.3 s to tear down libraries whose
-    memory and threads the system takes back anyway."""
+    """End the process after flushing its output.
+
+    Python would take 0.3 s to tear down libraries whose memory and threads the system frees anyway.
+    """
     try:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # closed when the command was started
+            if stream is not None:  # closed before the start
                 stream.flush()
-    except OSError:  # nobody reads them: Python says so, with an exit code of its own
+    except OSError:  # the reader has gone: Python reports it with its own exit code
         raise end from None
     if not isinstance(end.code, int):
         raise end
@@ -43,7 +45,7 @@ def _leave(end: SystemExit) -> None:
 
 
 def _check_limits() -> None:
-    """Before libraries are imported that end the process without a word where the system allows them too little."""
+    """Exit with a message if system limits are too low. Later imports would end the process silently."""
     from batchinfer.core.errors import BatchInferError
     from batchinfer.machine.limits import check_limits
 
@@ -55,7 +57,7 @@ def _check_limits() -> None:
 
 
 def _open_standard_streams() -> None:
-    """A standard stream that is closed (`>&-`) would lend its number to the next file that is opened."""
+    """Reserve the numbers of closed standard streams (`>&-`), which the next opened file would get otherwise."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(opened, True)
     os.close(opened)

@@ -1,4 +1,4 @@
-"""This package has the verbs, and is the only place that prints and chooses an exit code."""
+"""The command line. Only this package prints and chooses exit codes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# in the order of the help
+# In the order of the help
 for _verb in (
     run,
     plan,
@@ -61,14 +61,14 @@ app.add_typer(schema, name="schema")
 
 
 def main() -> None:
-    """The console script: runs a verb and ends the process with the exit code of what came of it."""
+    """Run a command of the console script, and exit with its exit code."""
     logging.basicConfig(level=logging.WARNING, format="batchinfer: %(message)s")
     sys.exit(_guarded(sys.argv[1:]))
 
 
 def _guarded(arguments: list[str]) -> int:
     as_json = "--json" in arguments
-    # of any verb; `run` adds its own, which know what may be stopped when
+    # For all commands. `run` adds its own handler, which knows what may be stopped when.
     interrupts = Interrupts("interrupted")
     try:
         with interrupts.installed(), interrupts.retold():
@@ -76,7 +76,7 @@ def _guarded(arguments: list[str]) -> int:
         return result if isinstance(result, int) else 0
     except typer.Exit as leave:
         return leave.exit_code
-    except Exception as error:  # noqa: BLE001 - the last place that can turn it into an exit code
+    except Exception as error:  # noqa: BLE001 - the last place to turn it into an exit code
         return explain(error, as_json)
     except KeyboardInterrupt:
         return explain(Interrupted(signal.SIGINT, "interrupted"), as_json)
@@ -84,13 +84,13 @@ def _guarded(arguments: list[str]) -> int:
 
 @cache
 def _command() -> Callable[..., object]:
-    """Return the command line. To build it takes longer than many a verb."""
+    """Return the command line, cached because building it takes longer than many commands."""
     return typer.main.get_command(app)
 
 
 def _no_colours(wanted: bool) -> None:
     if wanted:
-        os.environ["NO_COLOR"] = "1"  # what also the libraries that print help look at
+        os.environ["NO_COLOR"] = "1"  # also read by the libraries that print help
 
 
 @app.callback(invoke_without_command=True)
@@ -112,12 +112,12 @@ def root(
         say(f"batchinfer {__version__}")
         raise typer.Exit
     if context.invoked_subcommand != "pull":
-        # No library of ours may download, here or in the processes that we start
+        # No library may download anything, in this process or in its children
         os.environ["HF_HUB_OFFLINE"] = "1"
     if context.invoked_subcommand is None:
         context.get_help()  # typer prints it itself
         raise typer.Exit(UsageError.exit_code)
 
 
-if os.name != "posix":  # flock, spawn and signals as we use them
+if os.name != "posix":  # flock, spawn and signals are needed
     raise SystemExit("batchinfer runs on Linux and macOS")

@@ -1,4 +1,4 @@
-"""The verb that measures the engine: bench."""
+"""The command `bench`, which measures the engine."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ Quantization = Annotated[
         help="Quantization of the linear layers, as in a job file: auto, none, int4, int8, fp8 or stored."
     ),
 ]
-KvCacheDtype = Annotated[str, typer.Option(help="What the KV cache keeps: auto, int8 or fp8 (GPUs only).")]
+KvCacheDtype = Annotated[
+    str, typer.Option(help="Type of the values in the KV cache: auto, int8 or fp8 (GPUs only).")
+]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Make answers independent of other rows.")
 ]
 Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; one per core by default.")]
-MostSeqs = Annotated[int | None, typer.Option(help="Most sequences in a step.")]
-MostBatchedTokens = Annotated[int | None, typer.Option(help="Most tokens in a step.")]
+MostSeqs = Annotated[int | None, typer.Option(help="Maximum sequences in a step.")]
+MostBatchedTokens = Annotated[int | None, typer.Option(help="Maximum tokens in a step.")]
 Rows = Annotated[int | None, typer.Option(help="Rows of each workload, instead of the workload's default.")]
 MaxTokens = Annotated[
-    int | None, typer.Option(help="Most tokens that a row generates, instead of the workload's default.")
+    int | None, typer.Option(help="Maximum tokens that a row generates, instead of the workload's default.")
 ]
 Schemas = Annotated[
     list[int] | None,
@@ -89,7 +91,7 @@ def bench(
     against: Against = None,
     export: Export = None,
 ) -> None:
-    """Measure how near to this machine's limit the engine comes. The last line of stdout is JSON."""
+    """Measure how close the engine comes to this machine's limit. The last line of stdout is JSON."""
     _run_bench(
         BenchOptions(
             workloads=tuple(workloads or DEFAULT_WORKLOADS),

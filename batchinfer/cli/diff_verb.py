@@ -1,4 +1,4 @@
-"""The verb that compares two results: diff."""
+"""The command `diff`, which compares two results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from batchinfer.store.accuracy.compared import AccuracyDiff, RightRows
     from batchinfer.store.results.diff import Difference, DifferingRows, ResultDiff
 
-DIFFERENT = 65  # the exit code: the results do not meet what the command line asks for
+DIFFERENT = 65  # exit code if results differ and --fail-if-different is given
 
 
 def diff(
@@ -87,7 +87,7 @@ def _accuracy_lines(found: AccuracyDiff) -> Iterator[str]:
 
 
 def _right_lines(right: RightRows, rows: int, what: str) -> Iterator[str]:
-    """How often A and B are right, and what McNemar's test says of it."""
+    """Yield how often A and B are right, and the result of McNemar's test."""
     a, b = ((right.both + only) / rows for only in (right.only_a, right.only_b))
     yield f"  {what}: A {a:.1%}, B {b:.1%} of {counted(rows, 'row')} with an expected answer"
     yield f"    only A in {counted(right.only_a, 'row')}, only B in {count(right.only_b)}: {_verdict(right)}"

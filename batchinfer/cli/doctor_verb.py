@@ -1,4 +1,4 @@
-"""The verb about this machine: doctor."""
+"""The command `doctor`, which shows facts about this machine."""
 
 from __future__ import annotations
 

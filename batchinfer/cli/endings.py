@@ -1,4 +1,4 @@
-"""How a command that failed ends: its exit code and its message."""
+"""Maps errors of a command to an exit code and a message."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from batchinfer.cli.terminal import say_json, tell_error
 from batchinfer.core.errors import BatchInferError, JobFileError, UsageError, known
 
-# What users expect from other programs, and the verb that does it here
+# Options of other programs that users may expect, and what to use instead
 _INSTEAD = {"--dry-run": "`batchinfer plan JOB.YAML` says what a run would do, without running it"}
 
 
 def explain(error: Exception, as_line: bool) -> int:
-    """Print what went wrong, and return the exit code that it means."""
+    """Print an error, and return its exit code."""
     meant = _meant(error)
     code, text = meant.exit_code, str(meant)
     if as_line:
@@ -24,14 +24,16 @@ def explain(error: Exception, as_line: bool) -> int:
 
 def _meant(error: Exception) -> BatchInferError:
     told = getattr(error, "format_message", None)
-    if told is not None:  # a usage error of click's; typer brings its own click, whose class cannot be named
+    if (
+        told is not None
+    ):  # a usage error of click; typer bundles its own click, whose class cannot be imported
         instead = _INSTEAD.get(getattr(error, "option_name", ""), "see `batchinfer --help`")
         return UsageError(f"{told()} ({instead})")
     return known(error)
 
 
 def _mistakes(error: Exception) -> dict[str, Any]:
-    """A job file's mistakes one by one, for editors and other programs."""
+    """Return a job file's mistakes as a list, for editors and other programs."""
     if not isinstance(error, JobFileError):
         return {}
     return {"path": error.path, "mistakes": [asdict(mistake) for mistake in error.mistakes]}

@@ -1,4 +1,4 @@
-"""The verb about all runs of a job: history."""
+"""The command `history`, which shows all runs of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs about a job: run, validate, preview, init."""
+"""Commands for jobs: run, plan, validate, preview and init."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def run(
     with nullcontext() if ray else engines.EngineStandby() as standby:
         job = load(job_file, overrides, date, ray)
         progress = _opened(job, quiet, as_json)
-        # takes as long as all before, and somebody may wait
+        # Slow imports, after the first line was printed
         from batchinfer.pipeline.library import run_loaded
         from batchinfer.pipeline.options import RunOptions
         from batchinfer.report.stopwatch import process_age_s
@@ -125,7 +125,7 @@ def _stop_time(text: str | None) -> StopTime | None:
 
 
 def _opened(job: Job, quiet: bool, as_json: bool) -> Progress:
-    """Return what shows the progress of a run; it has said what the run reads, unless that is not wanted."""
+    """Return the progress display of a run. It has printed the input files, unless quiet."""
     from batchinfer.report.progress import Progress
     from batchinfer.verbs.opening import opening
 
@@ -143,7 +143,7 @@ def _silent(_: str) -> None:
 
 
 def _show(result: RunResult, job: Job, quiet: bool, as_json: bool) -> None:
-    """Raises StorageError when stdout cannot be written; a reader that has gone is no error."""
+    """Print the result of a run. Raises StorageError if stdout cannot be written, but not if its reader has gone."""
     row = result.row
     try:
         if as_json:
@@ -163,7 +163,7 @@ def _show(result: RunResult, job: Job, quiet: bool, as_json: bool) -> None:
 
 
 def _summary(result: RunResult, job: Job) -> str:
-    """Return the summary of a run that published. Only a terminal gets answers: they do not belong in logs."""
+    """Return the summary of a run that published. Answers are only shown on a terminal, to keep them out of logs."""
     from batchinfer.report.summary import NAME_END, summary
 
     examples: list[str] = []
@@ -175,7 +175,7 @@ def _summary(result: RunResult, job: Job) -> str:
 
 
 def _painted(text: str, good: bool) -> str:
-    """The summary's first line as a heading, the names of the others dimmed."""
+    """Colour a summary: the first line is a heading, and the names of the others are dimmed."""
     from batchinfer.report.summary import NAME_END
 
     first, *rest = text.splitlines()
@@ -222,12 +222,12 @@ def preview(
     from batchinfer.verbs.preview import preview_job, sampling_of_all
 
     job = load(job_file, overrides, date, ray)
-    untold = not as_json
+    first = not as_json
     with job.located():
         for row in preview_job(job, rows, tell):
-            if untold:
+            if first:
                 say(printable("\n".join([*sampling_of_all(job), ""])))
-                untold = False
+                first = False
             if as_json:
                 say_json(asdict(row))
             else:

@@ -1,4 +1,4 @@
-"""Arguments and options that several verbs have, and how a verb loads its job and reports it."""
+"""Arguments and options that several commands share, and how a command loads its job."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Json = Annotated[
 
 
 def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = None) -> Path | Job:
-    """Return the job of a job file, or else the folder that a verb was given. Raises UsageError, JobFileError."""
+    """Return the job of a job file, or else the given folder. Raises UsageError or JobFileError."""
     from batchinfer.job.file import job_file_in
 
     target = job_file_in(target)
@@ -67,7 +67,7 @@ def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = 
 
 
 def load(path: Path, overrides: list[str] | None, date: str | None, ray: str | None = None) -> Job:
-    """The job, with what `--set`, `--date` and `--ray` say. Raises JobFileError, UsageError."""
+    """Return the job with the values of `--set`, `--date` and `--ray`. Raises JobFileError or UsageError."""
     from batchinfer.job import load_job
     from batchinfer.job.file import job_file_in
 

@@ -1,4 +1,4 @@
-"""The verb that downloads a model: pull."""
+"""The command `pull`, which downloads a model."""
 
 from __future__ import annotations
 

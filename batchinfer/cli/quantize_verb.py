@@ -1,4 +1,4 @@
-"""The verb that calibrates a job's model for int4: quantize."""
+"""The command `quantize`, which calibrates a job's model for int4."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def quantize(
         typer.Option(metavar="N", help="With --output: inputs that share a scale, 32 (default), 64 or 128."),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Calibrate anew, on the rows that the job has now.")
+        bool, typer.Option("--again", help="Calibrate again, on the current rows of the job.")
     ] = False,
     overrides: Overrides = None,
     date: Date = None,
@@ -53,7 +53,7 @@ def quantize(
     if group is not None and (output is None or group not in GROUPS):
         raise UsageError(f"--group {group}: wanted 32, 64 or 128, together with --output")
     if again and output is not None:
-        raise UsageError("--again works without --output alone: a folder is always calibrated anew")
+        raise UsageError("--again cannot be combined with --output, which always calibrates; leave it out")
     if prompts is not None and (output is None or job_file == DEFAULT_JOB):
         raise UsageError("--prompts works with a model in place of the job, and with --output")
     with TemporaryDirectory(prefix="batchinfer-") as scratch:
@@ -66,14 +66,14 @@ def quantize(
 
 
 def _of_prompts(model: Path, prompts: Path, scratch: Path, overrides: Overrides) -> Job:
-    """Return a job that is nothing but a model and its prompts."""
+    """Return a job that consists of a model and its prompts."""
     from batchinfer.verbs.prompts_job import prompts_job
 
     return prompts_job(str(model), prompts, scratch, pairs_of(overrides))
 
 
 def _quantize(job: Job, output: Path | None, group: int, again: bool, quiet: bool, as_json: bool) -> None:
-    """Calibrate, and say what was made."""
+    """Calibrate, and report what was made."""
     from batchinfer.pipeline.calibration.calibration import Listener, loss_text
     from batchinfer.report.progress import Progress
     from batchinfer.verbs.quantize import export_job_model, quantize_job

@@ -1,4 +1,4 @@
-"""Queries one after the other: typed at a prompt, or read from a pipe."""
+"""An interactive SQL prompt. Also reads queries from a pipe."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from batchinfer.verbs.answer import shown
 from batchinfer.verbs.query import OpenResult
 
 PROMPT, MORE = "batchinfer> ", "       ...> "
-MOST_KEPT = 1000  # lines of history
+MOST_KEPT = 1000  # maximum lines of history
 HELP = """\
 Type a query in DuckDB's SQL and end it with ; (it may have several lines). Queries only read, they change nothing.
-.tables   list the tables, and what one row of each stands for
+.tables   list the tables, with the meaning of a row in each
 .help     show this text
 .quit     leave (also Ctrl-D); Ctrl-C discards what is typed, or stops a running query"""
-# A text in quotes, a name in quotes, a text between dollars, comments; a lone beginning of one; anything else
+# A quoted text, a quoted name, a text between dollars, or a comment; an unfinished one of these; any other character
 _PIECE = re.compile(
     r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|\$(\w*)\$.*?\$\1\$|--[^\n]*|/\*.*?\*/|['"]|/\*|\$\w*\$|.""", re.DOTALL
 )
@@ -36,7 +36,7 @@ _BEGINNING = re.compile(r"""['"]|/\*|\$\w*\$""")
 
 
 def is_whole(text: str) -> bool:
-    """Whether a statement ends here: with a ; that is in no text, name or comment."""
+    """Return True if the text ends with a `;` outside of texts, names and comments."""
     last = ""
     for found in _PIECE.finditer(text):
         piece = found.group()
@@ -54,8 +54,12 @@ def history_file(env: Mapping[str, str] = os.environ) -> Path:
 
 
 def converse(result: OpenResult, form: str, escape_formulas: bool = False) -> None:
-    """Answer queries until there are no more. At a terminal an error is told and the next query asked for; on a pipe it
-    is raised. A pipe without any query gets the usual answer."""
+    """Answer queries until the input ends.
+
+    On a terminal, an error is printed, and the next query can be typed. On a pipe, an error is raised. A pipe
+    without any
+    query gets the default answer.
+    """
     if sys.stdin is not None and sys.stdin.isatty():
         with _history(history_file()):
             _at_terminal(result, form, escape_formulas)
@@ -116,7 +120,7 @@ def _answer(result: OpenResult, text: str, form: str, escape_formulas: bool) -> 
 
 
 def _command(text: str, result: OpenResult) -> bool:
-    """Do what a line with a dot says; False: leave."""
+    """Run a dot command. Return False to leave."""
     if text in (".quit", ".exit"):
         return False
     if text == ".tables":
@@ -130,11 +134,11 @@ def _command(text: str, result: OpenResult) -> bool:
 
 @contextmanager
 def _history(path: Path) -> Iterator[None]:
-    """Lines typed before, kept in a file that nobody else may read. Some Pythons have no readline: they keep none."""
+    """Keep the history of typed lines in a file that only the user may read. Does nothing without readline."""
     if find_spec("readline") is None:
         yield
         return
-    import readline  # what makes input() edit lines
+    import readline  # enables line editing in input()
 
     readline.set_history_length(MOST_KEPT)
     with _telling(path):
@@ -149,7 +153,7 @@ def _history(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _telling(path: Path) -> Iterator[None]:
-    """A history that cannot be read or written costs no query."""
+    """Report errors of the history file without failing: queries still work."""
     try:
         yield
     except OSError as error:

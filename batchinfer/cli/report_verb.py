@@ -1,4 +1,4 @@
-"""The verb about a run's page: report."""
+"""The command `report`, which writes a page about a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs about a result: query, verify, clean."""
+"""Commands for results: query, verify and clean."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def query(
 
 
 def _answer(question: Query, form: str) -> None:
-    """Print the answer to a query, or to each query that is typed where none is given."""
+    """Print the answer to a query, or start the prompt if there is no query."""
     from batchinfer.cli.query_prompt import converse
     from batchinfer.verbs.query import opened_result
 
@@ -101,7 +101,7 @@ def verify(
         typer.Option(
             "--repair",
             help="If anything is damaged, run the job again: it publishes the result again from the stored answers, "
-            "and computes those that are gone.",
+            "and computes missing ones.",
         ),
     ] = False,
     as_json: Json = False,

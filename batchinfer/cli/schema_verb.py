@@ -1,4 +1,4 @@
-"""The verb schema: of the job file, and of examples (`schema infer`)."""
+"""The command `schema`, which prints the schema of the job file, or infers one from examples."""
 
 from __future__ import annotations
 

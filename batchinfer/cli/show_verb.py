@@ -1,4 +1,4 @@
-"""The verb `show`: rows of a result as cards."""
+"""The command `show`, which prints rows of a result as cards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb that says how a run stands: status."""
+"""The command `status`, which reports the state of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from batchinfer.job import Job
     from batchinfer.verbs.status import RunStatus
 
-WATCH_EVERY_S = 2.0  # as often as a run writes its progress
+WATCH_EVERY_S = 2.0  # a run writes its progress at this interval
 _UP_AND_ERASE = "\x1b[{}A\x1b[J"
 
 
@@ -65,7 +65,10 @@ def _show(about: Path | Job, watch: bool, prometheus: Path | None, as_json: bool
 
 
 def _draw(found: RunStatus, drawn: int, as_json: bool) -> tuple[bool, int]:
-    """Print the status, on a terminal over the `drawn` lines before; whether somebody reads it, and its lines."""
+    """Print the status, replacing the previous `drawn` lines on a terminal.
+
+    Returns whether stdout is still open, and the number of printed lines.
+    """
     if as_json:
         return say_json(found.to_json()), 0
     head, *lines = found.lines(datetime.now(UTC))

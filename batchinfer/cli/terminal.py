@@ -1,4 +1,4 @@
-"""Writing to the terminal: texts are escaped, coloured where wanted, and a failed write never loses an outcome."""
+"""Writes to the terminal: escapes text, adds colours, and survives a closed stdout or stderr."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _STYLES: dict[Look, dict[str, Any]] = {
 
 
 def say(text: str) -> bool:
-    """Print a text of ours, which is printable already, on stdout; paths below the current folder become relative.
+    """Print a printable text on stdout. Paths below the current folder become relative.
 
-    False when nobody reads it: the rest of the output is dropped."""
+    Returns False if the reader has gone; further output is dropped.
+    """
     return _write(sys.stdout, with_near_paths(text))
 
 
 def say_verbatim(text: str) -> bool:
-    """Print on stdout what holds texts of the user's, such as a prompt, in which nothing may be changed."""
+    """Print a text on stdout unchanged, for example one with a user's prompt."""
     return _write(sys.stdout, text)
 
 
@@ -39,7 +40,7 @@ def say_json(value: Mapping[str, Any]) -> bool:
 
 
 def say_lines(lines: Iterable[str]) -> None:
-    """Print lines that are printable already on stdout, until nobody reads them any more."""
+    """Print printable lines on stdout, until the reader closes the pipe."""
     for line in lines:
         if not _write(sys.stdout, line, flush=False):
             return
@@ -47,10 +48,10 @@ def say_lines(lines: Iterable[str]) -> None:
 
 
 def tell(text: str) -> None:
-    """Print what is printable already on stderr; where that fails, nobody is left to tell."""
+    """Print a printable text on stderr. If stderr is closed, the message is dropped."""
     try:
         _write(sys.stderr, with_near_paths(text))
-    except OSError:  # e.g. a terminal that was closed; the exit code still says how it ended
+    except OSError:  # for example a closed terminal; the exit code still reports the outcome
         return
 
 
@@ -60,7 +61,7 @@ def tell_error(text: str) -> None:
 
 
 def painted(text: str, look: Look | None = None, stream: TextIO | None = None) -> str:
-    """`text`, made printable, looking like `look` where the stream (stdout by default) shows colours."""
+    """Return a printable text, coloured by `look` if the stream (stdout by default) shows colours."""
     safe = printable(text)
     return (
         typer.style(safe, **_STYLES[look]) if look and safe and shows_colours(stream or sys.stdout) else safe
@@ -68,25 +69,25 @@ def painted(text: str, look: Look | None = None, stream: TextIO | None = None) -
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return True for a terminal; False for a pipe, a file, and a stream that was closed before the command started."""
+    """Return True for a terminal; False for a pipe, a file, or a stream that was closed before the start."""
     return stream is not None and stream.isatty()
 
 
 def shows_colours(stream: TextIO | None) -> bool:
-    """A terminal that is not dumb, and nobody asked for no colours (https://no-color.org)."""
+    """Return True for a terminal with colours, unless NO_COLOR is set (https://no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
     return is_terminal(stream)
 
 
 def columns_of_terminal(stream: TextIO | None) -> int:
-    """Return the width for lines on a stream: the terminal's, or 80 columns without a terminal."""
+    """Return the width for lines on a stream: that of the terminal, or 80 without one."""
     return shutil.get_terminal_size().columns if is_terminal(stream) else 80
 
 
 def _write(stream: TextIO | None, text: str, *, end: str = "\n", flush: bool = True) -> bool:
-    """Raises OSError when the stream cannot be written for another reason than that its reader has gone."""
-    if stream is None:  # closed before we started
+    """Write to a stream. Returns False if its reader has gone, and raises OSError for other failures."""
+    if stream is None:  # closed before the start
         return False
     try:
         stream.write(text + end)
@@ -102,7 +103,7 @@ def _write(stream: TextIO | None, text: str, *, end: str = "\n", flush: bool = T
 
 
 def _drop(stream: TextIO) -> None:
-    """Send what is still buffered nowhere: Python writes it at its end, and would fail again."""
+    """Discard the buffered output. Python would try to write it at exit, and fail again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

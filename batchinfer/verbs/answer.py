@@ -1,4 +1,4 @@
-"""How the answer to a query is shown: as a table, as blocks where a table does not fit, or in a format for programs."""
+"""Formats the answer to a query as a table, as blocks, or in a format for programs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 Format = Literal["auto", "table", "blocks", "json", "jsonl", "csv", "parquet"]
 FORMATS: tuple[str, ...] = get_args(Format)
-JSON_FORMATS = ("json", "jsonl")  # the same: an object a line
-BATCH_ROWS = 1000  # held at a time; the first of them decide the widths of a table
+JSON_FORMATS = ("json", "jsonl")  # both write one object per line
+BATCH_ROWS = 1000  # rows in memory at a time; the first batch sets the widths of a table
 _GAP = "  "
 _ROW = "batchinfer_answer_row"
 _NUMBERS = ("INT", "DECIMAL", "DOUBLE", "FLOAT", "HUGEINT", "BIGINT")
-_NESTED = ("STRUCT", "MAP", "UNION")  # and what ends in brackets: lists and arrays
-_LEAST_WIDTH = 20  # of a block's values, however narrow the terminal
-_MOST_WIDTH = 120  # largest width to pad a column to: one long value must not widen every row
+_NESTED = ("STRUCT", "MAP", "UNION")  # lists and arrays end in brackets
+_LEAST_WIDTH = 20  # least width of a block's values, in columns
+_MOST_WIDTH = 120  # largest width that a column is padded to, so one long value does not widen every row
 Cells = Sequence[str | None]
-# What spreadsheet programs take for the beginning of a formula (OWASP, "CSV Injection"), also in full width
+# Characters that spreadsheet programs take for the start of a formula (OWASP, "CSV Injection"), full width included
 _FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 _A_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|-inf")
 
 
 def check_format(form: str, output: Path | None) -> None:
-    """Raises UsageError for a format that is not there, or that cannot go where it is to go."""
+    """Raise UsageError for an unknown format, or one that needs a file."""
     if form not in FORMATS:
         raise UsageError(f"--format {form}: it can be {', '.join(FORMATS)}")
     if form == "parquet" and output is None:
@@ -43,7 +43,7 @@ def check_format(form: str, output: Path | None) -> None:
 
 
 def format_for(form: str, output: Path | None) -> str:
-    """Resolve `auto` for a file: the format of its suffix, else `auto`."""
+    """Return the format for a file if `form` is auto: that of its suffix, else auto."""
     if form != "auto" or output is None:
         return form
     ending = output.suffix.lower().lstrip(".")
@@ -68,16 +68,17 @@ def check_escapes(form: str, escape_formulas: bool, output: Path | None) -> str:
 def shown(
     answer: duckdb.DuckDBPyRelation, form: str, width: int | None, escape_formulas: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of an answer, without their ends.
+    """Yield the lines of an answer, without line ends.
 
-    `auto` is a table where one fits into the terminal, else blocks. Outside of a terminal it is always a table, as
-    psql and DuckDB print one: each row is one line, whatever its values are. Neither holds a control character.
+    `auto` is a table if it fits into the terminal, else blocks. If the output is no terminal, `auto` is a
+    table with one
+    line per row, like that of psql and DuckDB. Control characters are escaped in both.
 
     Args:
-        answer: What DuckDB computes as it is read.
-        form: One of FORMATS, but not parquet.
-        width: Columns of the terminal. None: the output is no terminal, and lines may have any length.
-        escape_formulas: Write an apostrophe before CSV cells that spreadsheet programs would run as formulas.
+        answer: The answer, which DuckDB computes while it is read.
+        form: One of FORMATS, except parquet.
+        width: Columns of the terminal. None if the output is no terminal: lines may have any length.
+        escape_formulas: Whether CSV cells that spreadsheet programs would run as formulas get an apostrophe.
     """
     if form in JSON_FORMATS:
         yield from _json_lines(answer)
@@ -97,7 +98,7 @@ def shown(
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """An answer whose values DuckDB has written out: Python knows no year 290000, and no two columns of one name."""
+    """An answer as texts written by DuckDB. Python does not support the year 290000 or duplicate column names."""
 
     names: list[str]
     numeric: list[bool]
@@ -105,7 +106,7 @@ class _Texts:
 
     @classmethod
     def of(cls, answer: duckdb.DuckDBPyRelation, nested: Literal["duckdb", "json"] = "duckdb") -> _Texts:
-        """`nested`: how structs, lists and maps are written."""
+        """Return the texts of an answer. `nested` is the format of structs, lists and maps."""
         kinds = [str(kind) for kind in answer.types]
         numeric = [kind.startswith(_NUMBERS) or kind.endswith("INT") for kind in kinds]
         as_json = [kind.startswith(_NESTED) or kind.endswith("]") for kind in kinds]
@@ -127,16 +128,16 @@ def _batches(texts: duckdb.DuckDBPyRelation, json_columns: Sequence[int]) -> Ite
         yield list(zip(*columns, strict=True))
 
 
-# Not rich's Table, which takes 29 ms to import, holds all rows before it prints the first, and breaks or cuts values to
-# the width: rows go out as they are read, and an answer that is too wide becomes blocks.
+# rich's Table takes 29 ms to import, keeps all rows before it prints the first, and wraps or cuts values. Here rows are
+# printed as they are read, and an answer that is too wide becomes blocks.
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Columns side by side, a row a line."""
+    """A table with one line per row."""
 
     names: list[str]
     numeric: list[bool]
     widths: list[int]
-    one_line: bool  # whether no value breaks its line
+    one_line: bool  # whether no value contains a line break
 
     @classmethod
     def of(cls, texts: _Texts, rows: Sequence[Cells]) -> _Table:
@@ -172,7 +173,7 @@ def _padded(text: str, width: int, right: bool) -> str:
 
 
 def _blocks(names: Sequence[str], rows: Iterator[Cells], width: int | None) -> Iterator[str]:
-    """A row a block, a column a line or as many as its text has."""
+    """Yield one block per row, with the columns below each other."""
     shown_names = [_one_line(name) for name in names]
     indent = max(map(columns_of, shown_names), default=0) + len(_GAP)
     for number, row in enumerate(rows, 1):
@@ -194,7 +195,7 @@ def _wrapped(text: str, width: int | None) -> list[str]:
 
 
 def columns_of(text: str) -> int:
-    """How many columns of a terminal a text takes: two for a wide character, none for an accent on the one before."""
+    """Return the width of a text in terminal columns: two for wide characters, none for combining accents."""
     if text.isascii():
         return len(text)
     return sum(
@@ -212,7 +213,7 @@ def _one_line(text: str) -> str:
 
 
 def _csv_lines(texts: _Texts, escape_formulas: bool) -> Iterator[str]:
-    """As RFC 4180 has it, but for the line ends; a null is empty, an empty text is quoted."""
+    """Yield CSV as in RFC 4180, but with Unix line ends. Nulls are empty, and empty texts are quoted."""
     written = _escaped if escape_formulas else _quoted
     yield ",".join(map(written, texts.names))
     for rows in texts.batches:
@@ -220,7 +221,7 @@ def _csv_lines(texts: _Texts, escape_formulas: bool) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Return a cell that no spreadsheet program takes for a formula: it begins with an apostrophe. Numbers stay."""
+    """Return a CSV cell that spreadsheet programs do not run as a formula. Numbers are unchanged."""
     if not _FORMULA.match(text) or _A_NUMBER.fullmatch(text):
         return _quoted(text)
     return _quoted(f"'{text}")
@@ -233,8 +234,8 @@ def _quoted(text: str) -> str:
 
 
 def _json_lines(answer: duckdb.DuckDBPyRelation) -> Iterator[str]:
-    """An object a row. JSON has no NaN and no infinity: they become null, as in the reports."""
-    # a name that no column has: to_json(x) would take a column x for the row
+    """Yield one JSON object per row. NaN and infinity become null, because JSON does not have them."""
+    # A name that no column has: to_json(x) would take a column x instead of the row
     objects = answer.query(_ROW, f"SELECT CAST(to_json({_ROW}) AS VARCHAR) AS line FROM {_ROW}")
     for batch in objects.to_arrow_reader(BATCH_ROWS) if objects is not None else ():
         yield from map(_strict, batch.column(0).to_pylist())

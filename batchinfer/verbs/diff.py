@@ -1,4 +1,4 @@
-"""`batchinfer diff`: two results of the same rows, compared."""
+"""Implements `batchinfer diff`: compares two results of the same rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from batchinfer.verbs.query import no_result
 
 
 def compare_results(a: Path, b: Path, options: DiffOptions) -> ResultDiff:
-    """Find what differs between two results of the same rows.
+    """Return the differences between two results of the same rows.
 
-    Raises InputMissing, UsageError, StorageError, OutOfMemory.
+    Raises InputMissing, UsageError, StorageError or OutOfMemory.
     """
     return diff_results(_files(a), _files(b), options)
 

@@ -1,4 +1,4 @@
-"""Chooses which GGUF files of a repository are downloaded: mostly it has a dozen, of which one is needed."""
+"""Chooses which GGUF files of a repository to download. Most repositories have a dozen, and a job needs one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from batchinfer.core.errors import InputMissing
 from batchinfer.core.gguf.files import is_model, parts_of
 from batchinfer.core.hub import GGUF, PICKLE_SUFFIXES, ModelName
 
-_LISTED = 12  # files that a message lists
+_LISTED = 12  # maximum number of files in a message
 _PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 
 
 def chosen_gguf(name: ModelName, tree: Iterable[str], include: str | None) -> list[str]:
-    """Return the GGUF files to download, the parts of one model; none where the model has other weights and no
-    `include` asks for one. `include`: a pattern as of a shell, which whole names of files match.
+    """Return the GGUF files to download, which are the parts of one model.
 
-    Raises InputMissing unless it is one model.
+    `include` is a shell pattern for whole file names. Without it, returns no files if the repository also has other
+    weights. Raises InputMissing unless exactly one model matches.
     """
     names = sorted(tree)
     if include is None and any(each.endswith((".safetensors", *PICKLE_SUFFIXES)) for each in names):
@@ -37,7 +37,7 @@ def chosen_gguf(name: ModelName, tree: Iterable[str], include: str | None) -> li
 
 
 def _complete(name: ModelName, matching: list[str], there: list[str]) -> list[str]:
-    """Return all parts of the model that the matching files are parts of."""
+    """Return all parts of the model that a matching file belongs to."""
     wanted = sorted(set(parts_of(matching[0])))
     if missing := next((each for each in wanted if each not in there), None):
         raise InputMissing(f"{name} has {matching[0]}, and {missing}, another part of that model, is missing")

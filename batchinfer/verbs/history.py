@@ -1,4 +1,4 @@
-"""`batchinfer history`: the runs of a job, from the run tables in its report folder."""
+"""Implements `batchinfer history`: the runs of a job, from the run tables in its report folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from batchinfer.report.tables.columns.declared import RUN, SCHEMAS
 from batchinfer.report.tables.folder import report_folder, tables
 from batchinfer.store.results.find_state import find_state
 
-SLOWER = 65  # the exit code: the runs do not meet the limit that the command line sets
+SLOWER = 65  # exit code if the newest run is slower than --fail-if-slower allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,17 @@ class History:
 
     @property
     def comparison(self) -> Comparison:
+        """Return the comparison of the newest run with the earlier ones."""
         return compare(self.runs)
 
     def lines(self, limit: int) -> list[str]:
-        """A table of the newest runs, and how the newest compares with those before."""
+        """Return a table of the newest runs, and how the newest run compares with the earlier ones."""
         older = len(self.runs) - limit
         more = [f"{older} older runs are not shown; --limit {len(self.runs)} shows all"] if older > 0 else []
         return [*history_lines(trends(self.runs, limit)), *more, *verdict(self.comparison)]
 
     def to_json(self, limit: int) -> dict[str, Any]:
+        """Return the newest runs and the comparison as JSON."""
         runs = [asdict(run) | {"change": change} for run, change in trends(self.runs, limit)]
         found = self.comparison
         return {
@@ -58,7 +60,7 @@ class History:
 
 
 def history_of(target: Path | Job) -> History:
-    """The runs of a job, or of the job of a result or report folder. Raises InputMissing, StorageError."""
+    """Return the runs of a job, or of the job of a result or report folder. Raises InputMissing or StorageError."""
     folder = report_folder(target.results_root) if isinstance(target, Job) else _report_of(target)
     files = tables(folder, RUN)
     if not files:
@@ -89,7 +91,7 @@ def _utc(time: datetime | None) -> datetime | None:
 
 
 def share_of(text: str) -> float:
-    """`10%` as 0.1. Raises UsageError."""
+    """Return a percentage such as `10%` as a share. Raises UsageError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if found is None or not 0 < float(found[1]) < 100:
         raise UsageError(f"--fail-if-slower {text}: wanted a percentage above 0% and below 100%, e.g. 10%")
@@ -99,7 +101,7 @@ def share_of(text: str) -> float:
 def add_report_view(
     database: duckdb.DuckDBPyConnection, table: str, files: Sequence[Path], where: str = ""
 ) -> None:
-    """One table of all runs as a view. Columns that only newer versions write are null in older runs."""
+    """Create a view over one table of all runs. Columns that older runs lack are null."""
     known = f"known_{table}"
     database.register(known, SCHEMAS[table].empty_table())
     rows = parquet(files, ", union_by_name = true")

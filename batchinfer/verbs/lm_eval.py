@@ -1,7 +1,7 @@
-"""The language model that lm-evaluation-harness evaluates (`pip install '.[lm-eval]'`): its requests are jobs.
+"""Lets lm-evaluation-harness run a model with batchinfer (`pip install '.[lm-eval]'`): its requests become jobs.
 
-Importing this module registers it under the name `batchinfer`. As a program it is the harness's own command line, which
-then knows that name. Interface: https://github.com/EleutherAI/lm-evaluation-harness, lm_eval/api/model.py.
+Importing this module registers the model `batchinfer`. Run as a program, it is the harness's command line with that
+model. Interface: https://github.com/EleutherAI/lm-evaluation-harness, lm_eval/api/model.py.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from batchinfer.models.opening import open_checkpoint
 from batchinfer.pipeline.library import run
 from batchinfer.pipeline.result import RunResult
 
-_MAX_TOKENS = 256  # of an answer whose task says nothing
+_MAX_TOKENS = 256  # of an answer, if the task does not set it
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
-_DIGEST_CHARACTERS = 40  # of the digest that names a job's folder
+_DIGEST_CHARACTERS = 40  # hex digits in the name of a job's folder
 Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and its continuation
 
 
 @register_model("batchinfer")
 class BatchInferLM(TemplateLM):
-    """A checkpoint that batchinfer runs. Each kind of request of an evaluation is a job; what one of them has computed
-    is stored in `folder`, so that an evaluation that was stopped goes on, and no request is computed twice."""
+    """A checkpoint that batchinfer runs. Each kind of request of an evaluation is a job.
+
+    Answers are stored in `folder`, so an interrupted evaluation continues, and no request is computed twice.
+    """
 
     def __init__(
         self,
@@ -43,9 +45,14 @@ class BatchInferLM(TemplateLM):
         overrides: str | None = None,
         **_: Any,
     ) -> None:
-        """path: of the checkpoint. folder: for jobs, their results and the store. max_length: positions of the model;
-        None: as the checkpoint says. overrides: a JSON object of keys of the job file, such as
-        {"engine.device": "cpu"}. The harness passes more, such as batch_size, which a planned job has no use for.
+        """Open a checkpoint.
+
+        Args:
+            path: Path of the checkpoint.
+            folder: Folder for jobs, their results and the store.
+            max_length: Positions of the model. None: as the checkpoint says.
+            overrides: JSON object with keys of the job file, such as {"engine.device": "cpu"}.
+            **_: Further options of the harness, such as batch_size, which are ignored.
         """
         super().__init__()
         self._path, self._folder = Path(path).resolve(), Path(folder).resolve()
@@ -55,22 +62,22 @@ class BatchInferLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Return the token that ends a text, which stands for an empty context, too."""
+        """Return the token that ends a text. It also replaces an empty context."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token that stands for an empty context."""
+        """Return the token that replaces an empty context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
     @property
     def tokenizer_name(self) -> str:
-        """Return a name by which the harness tells caches of rendered chats apart."""
+        """Return a name that identifies this tokenizer in the harness's cache of rendered chats."""
         return str(self._path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text, with what the tokenizer puts around one unless the text begins with it or it is unwanted."""
+        """Encode a text with special tokens, unless the text starts with them or they are not wanted."""
         bos = self.tokenizer.bos_token
         if add_special_tokens is None and bos and string.startswith(bos):
             add_special_tokens = False
@@ -81,7 +88,7 @@ class BatchInferLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a chat as the checkpoint's template does."""
+        """Render a chat with the checkpoint's template."""
         text: str = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -96,7 +103,7 @@ class BatchInferLM(TemplateLM):
         return self._scored([(context, continuation) for _, context, continuation in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each text, of which a long one is scored window by window."""
+        """Return the log-probability of each text. Long texts are scored in windows."""
         pairs, counts = list[Pair](), list[int]()
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
@@ -109,7 +116,7 @@ class BatchInferLM(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the text that follows each context, up to its stop strings."""
+        """Return the text generated after each context, up to a stop string."""
         rows = [self._generating(*request.args) for request in requests]
         sampling = {"from_columns": list(_SAMPLING)}
         result = self._run("generate", rows, {"prompt": {"token_ids": "context"}, "sampling": sampling})
@@ -146,8 +153,7 @@ class BatchInferLM(TemplateLM):
         return list(zip(*columns, strict=True))
 
     def _run(self, task: str, rows: Sequence[Mapping[str, Any]], sections: Mapping[str, Any]) -> RunResult:
-        """Run a job over these rows. Raises ErrorBudgetExceeded where a row became an error row: no number would count
-        what is missing."""
+        """Run a job over these rows. Raises ErrorBudgetExceeded if any row fails: a metric would ignore it."""
         lines = "".join(f"{json.dumps(row)}\n" for row in rows)
         name = hashlib.sha256(lines.encode()).hexdigest()[:_DIGEST_CHARACTERS]
         folder = self._folder / f"{task}-{name}"

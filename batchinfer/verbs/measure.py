@@ -1,4 +1,4 @@
-"""`doctor --measure`: peaks of this machine and what steps take on it, measured while it is quiet, and remembered."""
+"""Implements `doctor --measure`: measures and records the peaks and step times of this machine."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from batchinfer.plan.simulation.step_time import FIRST_USE, HOST_ROW, HOST_STEP,
 from batchinfer_kernels.arithmetic import Dtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
-LOOK_S = 1.0  # for how long to look whether the machine is quiet
-MOST_BUSY = 0.2  # cores that other processes may use meanwhile
+LOOK_S = 1.0  # seconds for which the load of other processes is measured
+MOST_BUSY = 0.2  # cores that other processes may use
 
 
 def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] = lambda _: None) -> Path:
-    """Measure the CPU, and the peaks of the GPU where torch sees one, and remember it all; the file written. `notice`
-    gets a line where the CPU operators have to be compiled first.
+    """Measure the CPU, and the GPU if torch can use one. Record the results, and return the path of the file.
 
-    Raises Busy, and remembers nothing, when other processes use the cores before or meanwhile, but for `although_busy`.
+    Reports through `notice` if CPU operators must be compiled first. Raises Busy without recording anything
+    if other
+    processes use the cores before or during the measurement, unless `although_busy` is True.
     """
-    import torch  # slow to import, and only this verb's business
+    import torch  # slow to import, and only needed here
 
     from batchinfer.models.ops.peaks import measure_layers, measure_peaks
 
@@ -44,7 +45,7 @@ def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] 
     load = CoreLoad()
     time.sleep(LOOK_S)
     if not although_busy:
-        refuse_busy(load)  # before the measurement, too: it takes some seconds
+        refuse_busy(load)  # also before the measurement, which takes some seconds
     torch.set_num_threads(usable_cpus())
     found = measure_peaks("cpu")
     layers = measure_layers(tuple(found.rates))
@@ -64,7 +65,7 @@ def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] 
 
 
 def measured_step_times(here: Hardware) -> Iterator[tuple[str, dict[str, float]]]:
-    """Measure the parts of a step on this CPU, in each arithmetic that `dtype: auto` may choose and in float32."""
+    """Yield the times of a step's parts on this CPU, in float32 and each arithmetic that `dtype: auto` chooses."""
     for dtype, quantization in _arithmetics():
         peaks = here.peaks(dtype, quantization)
         if peaks is not None:
@@ -85,7 +86,7 @@ def _step_times(
     try:
         found = calibrate(dtype, quantization)
     except Unavailable:
-        return  # without a C compiler there is no int8, for jobs neither
+        return  # int8 needs a C compiler, also in jobs
     parts = fitted([TimedStep(*step) for step in found.steps], peaks)
     rows, host_s = np.array([one[0] for one in found.host], float), np.array([one[1] for one in found.host])
     step_s, row_s = host_line(rows, host_s)
@@ -96,7 +97,7 @@ def _step_times(
 
 
 def refuse_busy(load: CoreLoad) -> None:
-    """Raises Busy when other processes used more than MOST_BUSY cores since the last look."""
+    """Raise Busy if other processes used more than MOST_BUSY cores since the last look."""
     others = load.look()
     if others is not None and others > MOST_BUSY:
         raise Busy(

@@ -1,4 +1,4 @@
-"""The first line of a run, which is there before anything large is imported."""
+"""The first line of a run, printed before large libraries are imported."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from batchinfer.job import Job
 
 
 def opening(job: Job) -> str | None:
-    """Say which files the job reads, and how large they are.
+    """Return a line with the files that the job reads and their size.
 
-    None where its input is not as it must be: what is wrong with it is said once the checkpoint was checked, as the
-    verb `validate` does.
+    Returns None if the input is invalid. The error is reported after the checkpoint was checked, as by `validate`.
     """
     if job.input.sql is not None:
         return "reads the rows of a query"

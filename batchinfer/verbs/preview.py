@@ -1,4 +1,4 @@
-"""`batchinfer preview`: the first rows of a job as the model would read them."""
+"""Implements `batchinfer preview`: shows the first rows of a job as the model would read them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ANSWERS = {
     "score": "how likely a text is",
     "classify": "a label",
     "rerank": "how relevant a document is",
-}  # of tasks without texts
-TOKENS_SHOWN = 64  # of a previewed prompt: what is wrong with a template shows at its ends
-CONTINUATIONS_SHOWN = 20  # of a row; there may be 1,000
+}  # kinds of answers that are no texts
+TOKENS_SHOWN = 64  # tokens of a prompt; mistakes of a template are visible at both ends
+CONTINUATIONS_SHOWN = 20  # continuations of a row, which may have 1,000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class PreviewedRow:
-    """A row as the model reads it: text with its special tokens, token ids and parameters, or its error."""
+    """A row as the model reads it: text with special tokens, token ids and parameters, or its error."""
 
     file: str
     row_index: int
@@ -49,17 +49,17 @@ class PreviewedRow:
     token_ids: list[int] | None = None
     sampling: dict[str, Any] | None = None
     error: dict[str, str] | None = None  # code, message
-    own_sampling: dict[str, Any] | None = None  # the parameters that differ from what all rows share
-    continuations: list[Continuation] | None = None  # each of them follows the prompt
+    own_sampling: dict[str, Any] | None = None  # parameters that differ from those of all rows
+    continuations: list[Continuation] | None = None  # texts that are scored after the prompt
 
     @property
     def head(self) -> str:
-        """The line that names the row."""
+        """Return the line that names the row."""
         return f"── {self.file} row {self.row_index}" + (f", id {self.id}" if self.id else "")
 
     @property
     def body(self) -> str:
-        """The text and its token ids, then its continuations. Of a long prompt or list, both ends are shown."""
+        """Return the text, its token ids and its continuations. Long prompts and lists are cut in the middle."""
         if self.error is not None:
             return f"error {self.error['code']}: {self.error['message']}\n"
         own = f"sampling of this row: {_parameters(self.own_sampling)}\n" if self.own_sampling else ""
@@ -79,12 +79,12 @@ def _tokens(ids: list[int]) -> str:
 
 
 def _ends(items: list[str], most: int) -> list[str]:
-    """Return the items, or the first and the last of them if there are more than `most`."""
+    """Return the items, or the first and last ones if there are more than `most`."""
     return items if len(items) <= most else [*items[: most // 2], "…", *items[-most // 2 :]]
 
 
 def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[PreviewedRow]:
-    """Yield the first rows as the model reads them; `notice` gets the warnings of the check of the input."""
+    """Yield the first rows as the model reads them. `notice` receives warnings about the input."""
     state = state_of(job)
     machine = engine_machine(job, state)
     setup = check_setup(job, state, machine.facts, replace=True, reader=machine.reader)
@@ -107,16 +107,16 @@ def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[
 
 
 def _shared_sampling(job: Job) -> SamplingParams:
-    """Return the parameters of a row that sets none itself. OpenAI requests are compared with the plain defaults."""
+    """Return the parameters of a row that sets none itself. OpenAI requests are compared with the defaults."""
     if job.task != "generate":
         return SamplingParams()
     return SamplingParams() if job.requests else job.params()
 
 
 def sampling_of_all(job: Job) -> list[str]:
-    """Say how the rows of a job are sampled, for people, before the rows themselves are shown."""
+    """Return lines about the sampling parameters of all rows."""
     if job.task in _ANSWERS:
-        return [f"task: {job.task}, so that the answer to each row is {_ANSWERS[job.task]}"]
+        return [f"task: {job.task}, the answer to each row is {_ANSWERS[job.task]}"]
     if job.requests:
         return ["sampling: each request sets its own"]
     given = _parameters(_differences(job.params(), SamplingParams()))
@@ -133,7 +133,7 @@ def _differences(params: SamplingParams, others: SamplingParams) -> dict[str, An
 
 
 def _set_by_people(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters by name, without those that follow from a row's prompt."""
+    """Return the parameters by name, without those derived from a row's prompt."""
     return {name: value for name, value in asdict(params).items() if name not in DERIVED}
 
 
@@ -158,11 +158,11 @@ def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer, job: Job
 
 
 def _is_continued(job: Job) -> bool:
-    """Return True if texts are scored after the prompt, and not the prompt itself."""
+    """Return True if texts are scored after the prompt, instead of the prompt itself."""
     return job.task == "classify" or (job.task == "score" and job.score.continuation is not None)
 
 
 def _parts(ids: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Return the tokens of a prompt, and of the continuations at its end."""
+    """Return the tokens of the prompt, and of each continuation after it."""
     ends = list(accumulate(lengths, initial=len(ids) - sum(lengths)))
     return [ids[start:end] for start, end in pairwise([0, *ends])]

@@ -1,4 +1,4 @@
-"""A job of nothing but a model and a file of prompts, for what needs rows and is asked for without a job file."""
+"""Makes a job from a model and a file of prompts, for commands that need rows but get no job file."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from batchinfer.input.job_input import input_files, open_input
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job, load_job
 
-TEXTS = (".txt", ".text")  # files with a prompt a line
-COLUMNS = ("messages", "prompt", "text")  # the first of them that a row has
+TEXTS = (".txt", ".text")  # files with one prompt per line
+COLUMNS = ("messages", "prompt", "text")  # the first one that a row has is used
 
 
 def prompts_job(model: str, prompts: Path, scratch: Path, overrides: list[tuple[str, str]]) -> Job:
-    """Return a job that answers the prompts of a file: its column `messages` (chats), `prompt` (texts, which a model
-    with a chat template gets as a user's message) or `text` (as they are); or each line of a text file, as it is.
-    `scratch`: where the job would write.
+    """Return a job that answers the prompts of a file.
 
-    Raises JobFileError, InputMissing, and UsageError for a file without such a column.
+    A row's prompt is its column `messages` (a chat), `prompt` (a user message, if the model has a chat
+    template) or `text`
+    (used as it is). A text file has one prompt per line. The job would write to `scratch`. Raises JobFileError,
+    InputMissing, or UsageError for a file without such a column.
     """
     if not prompts.is_file():
         raise InputMissing(f"--prompts {prompts}: there is no such file")
@@ -44,7 +45,7 @@ def prompts_job(model: str, prompts: Path, scratch: Path, overrides: list[tuple[
 
 
 def _prompt(columns: list[str], job: Job) -> dict[str, str]:
-    """Return the section `prompt` for these columns."""
+    """Return the section `prompt` for these columns. Raises UsageError."""
     found = next((name for name in COLUMNS if name in columns), None)
     if found is None:
         raise UsageError(
@@ -57,7 +58,7 @@ def _prompt(columns: list[str], job: Job) -> dict[str, str]:
 
 
 def _columns(job: Job, prompts: Path) -> list[str]:
-    """Return the columns of the first row that can be read."""
+    """Return the columns of the first readable row. Raises UsageError."""
     for batch in open_input(job, input_files(job)).batches():
         for row in batch.rows:
             if not isinstance(row, RowError):
@@ -66,7 +67,7 @@ def _columns(job: Job, prompts: Path) -> list[str]:
 
 
 def _as_jsonl(prompts: Path, to: Path) -> Path:
-    """Write the lines of a text file as rows with a column `text`. Raises UsageError for what is no UTF-8."""
+    """Write the lines of a text file as rows with a column `text`. Raises UsageError if it is not UTF-8."""
     try:
         with to.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps({"text": line}) + "\n" for line in _lines(prompts))

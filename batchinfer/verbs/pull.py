@@ -1,4 +1,4 @@
-"""Downloads a model from a Hugging Face hub into the cache of this machine: what a run reads of it, nothing else."""
+"""Implements `batchinfer pull`: downloads the files of a model that a run reads into the Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from batchinfer.verbs.transfer import Blob, Transfer
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
-AT_ONCE = 4  # files; a hub serves one at some 100 MB/s
+AT_ONCE = 4  # files in parallel; a hub serves one at about 100 MB/s
 _OF_SENTENCES = (
     *(MODULES, PROMPTS, TEXTS, f"{POOLING_FOLDER}/{CONFIG}"),
     *(f"{folder}/{file}" for folder in DENSE_FOLDERS for file in (CONFIG, WEIGHTS)),
@@ -60,29 +60,30 @@ SMALL_FILES = (
     CONFIG, ADAPTER, "generation_config.json", *OLD_FILES, WEIGHT_INDEX, *TOKENIZER_FILES, "chat_template.json",
     *_OF_SENTENCES,
 )  # fmt: skip
-_LOOK_S = 0.1  # between two looks at what has arrived
+_LOOK_S = 0.1  # seconds between updates of the progress display
 _CONTINUES = "the same command continues with what is there"
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A model that is whole in the cache. `problem` says why it cannot be run."""
+    """A model that is complete in the cache. `problem` says why it cannot be run, if so."""
 
     name: ModelName
     commit: str
     folder: Path
     files: int
     bytes: int
-    downloaded_bytes: int  # of the weights, by this command
-    path: str  # how a job names it: by its name, or by its file where the folder holds another model, too
+    downloaded_bytes: int  # bytes of weights downloaded by this command
+    path: str  # path for a job: the model's name, or a file if the folder has several models
     problem: BatchInferError | None
-    is_adapter: bool = False  # that changes a model, and is none
+    is_adapter: bool = False  # whether it is an adapter instead of a model
 
 
 def pull_model(name: ModelName, progress: Progress, include: str | None = None) -> Pulled:
-    """Download a model. `include`: a pattern of the GGUF files to download of it.
+    """Download a model. `include` is a pattern for its GGUF files.
 
-    Raises Unavailable, InputMissing, SecurityRefusal, StorageError, Locked."""
+    Raises Unavailable, InputMissing, SecurityRefusal, StorageError or Locked.
+    """
     with _told(name):
         commit, tree = _listing(name)
         pull = _Pull(name, commit, tree, chosen_gguf(name, tree, include))
@@ -91,12 +92,12 @@ def pull_model(name: ModelName, progress: Progress, include: str | None = None) 
 
 
 def _listing(name: ModelName) -> tuple[str, dict[str, RepoFile]]:
-    """The commit that the revision stands for, and the files of the model's folder that a run may read."""
+    """Return the commit of the revision, and the files of the repository that a run may read."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # what goes wrong is told by an error, between the progress's lines
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # failures are raised as errors; log lines would break the progress display
     api = HfApi(library_name="batchinfer")
     commit = api.model_info(name.repo, revision=name.revision).sha
     if commit is None:
@@ -116,25 +117,26 @@ def _endpoint() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Pull:
-    """One model at one commit."""
+    """The download of one model at one commit."""
 
     name: ModelName
     commit: str
     tree: dict[str, RepoFile]
-    gguf: list[str]  # the files of the model in GGUF, if it is one
+    gguf: list[str]  # files of a GGUF model; empty for other formats
 
     @property
     def entry(self) -> Path:
-        """The model's folder in the cache."""
+        """Return the model's folder in the cache."""
         return cache_folder() / (HUB_PREFIX + self.name.repo.replace("/", "--"))
 
     @property
     def snapshot(self) -> Path:
+        """Return the folder of this commit."""
         return self.entry / "snapshots" / self.commit
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Two commands that write the same partial file would spoil it."""
+        """Hold a lock during the block: two commands would damage each other's partial files. Raises Locked."""
         path = self.entry / ".batchinfer-pull.lock"
         with storage(path, "open"):
             self.entry.mkdir(parents=True, exist_ok=True)
@@ -154,11 +156,11 @@ class _Pull:
             ) from error
 
     def complete(self, progress: Progress) -> Pulled:
-        """Small files first: which weights there are stands in one of them. The reference moves when all is there."""
+        """Download the model: small files first, because one of them lists the weights. Update the reference last."""
         self._refuse_unusable()
         ref = self.entry / "refs" / self.name.revision
         if not ref.exists():
-            self._refer(ref)  # a first download that is cut short is known by its name
+            self._refer(ref)  # makes an interrupted first download known by its name
         small = [
             name for name in SMALL_FILES if name in self.tree and not (self.gguf and name == WEIGHT_INDEX)
         ]
@@ -187,7 +189,7 @@ class _Pull:
         )
 
     def _path(self) -> Path:
-        """Return the folder, or the GGUF file that was asked for where the folder holds another model, too."""
+        """Return the snapshot folder, or the chosen GGUF file if the folder has several models."""
         if not self.gguf:
             return self.snapshot
         file = self.snapshot / self.gguf[0]
@@ -198,7 +200,7 @@ class _Pull:
         return self.snapshot if alone else file
 
     def _refuse_unusable(self) -> None:
-        """Before a byte is downloaded."""
+        """Raise an error for a repository that cannot be run, before anything is downloaded."""
         if self.gguf:
             return
         needed = (ADAPTER_WEIGHTS,) if self.is_adapter else (WEIGHTS, WEIGHT_INDEX)
@@ -215,11 +217,11 @@ class _Pull:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it is an adapter, without the model that it changes."""
+        """Return True if the repository has an adapter, but no model."""
         return ADAPTER in self.tree and not any(name in self.tree for name in (WEIGHTS, WEIGHT_INDEX))
 
     def _weights(self) -> list[str]:
-        """A single file wins, as it does when the checkpoint is loaded."""
+        """Return the weight files. Like loading, prefers a single file to an index."""
         if self.gguf:
             return self.gguf
         if self.is_adapter:
@@ -236,7 +238,7 @@ class _Pull:
         return names
 
     def _download(self, weights: list[str], progress: Progress) -> int:
-        """Fetch the content of the weights into the cache's blobs; how many bytes that were."""
+        """Download the weights into the cache's blobs. Return the number of bytes."""
         parts = [part for name in weights if (part := self._part(name)) is not None]
         there = sum(part.there() for part in parts)
         needed = sum(part.size for part in parts)
@@ -248,7 +250,7 @@ class _Pull:
         return needed - there
 
     def _part(self, name: str) -> Blob | None:
-        """Return the part of a file to fetch; None where it is there, or so small that git holds it."""
+        """Return the blob to download for a file, or None if it exists or is stored in git because it is small."""
         from huggingface_hub import hf_hub_url
 
         file = self.tree[name]
@@ -261,7 +263,7 @@ class _Pull:
         return Blob(name, url, blob, file.size)
 
     def _link(self, names: list[str]) -> None:
-        """Let huggingface_hub lay out the snapshot, with what is not there yet: small files, and links to the blobs."""
+        """Let huggingface_hub complete the snapshot: small files, and links to blobs."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # not in its __all__
 
@@ -272,7 +274,7 @@ class _Pull:
         )  # fmt: skip
 
     def _refer(self, ref: Path) -> None:
-        """Let the revision's name stand for this commit."""
+        """Let the revision's name refer to this commit."""
         if self.name.revision == self.commit:
             return
         with storage(ref, "write"):
@@ -283,7 +285,7 @@ class _Pull:
 
 
 def _transfer(parts: list[Blob], before: int, progress: Progress) -> None:
-    """Fetch several files at once. Whatever ends it ends them all, and leaves what has arrived."""
+    """Download files in parallel. An error or signal stops all downloads, and keeps partial files."""
     transfer = Transfer()
     waiting = set(_started(transfer, parts))
     try:
@@ -298,8 +300,11 @@ def _transfer(parts: list[Blob], before: int, progress: Progress) -> None:
 
 
 def _started(transfer: Transfer, parts: list[Blob]) -> list[Future[None]]:
-    """Start threads that fetch the parts. No one waits for their end: a hub that has fallen silent keeps a thread in a
-    read that nothing interrupts until its timeout of ten seconds, which Ctrl-C is not to take."""
+    """Start threads that download the parts, and return their futures.
+
+    The threads are daemons: a stalled connection blocks a thread for up to ten seconds, and Ctrl-C must not
+    wait for it.
+    """
     left: SimpleQueue[tuple[Blob, Future[None]]] = SimpleQueue()
     found: list[Future[None]] = []
     for part in parts:
@@ -311,20 +316,20 @@ def _started(transfer: Transfer, parts: list[Blob]) -> list[Future[None]]:
 
 
 def _fetch(transfer: Transfer, left: SimpleQueue[tuple[Blob, Future[None]]]) -> None:
-    """Fetch parts until none is left, and tell each one's future how it ended."""
+    """Download parts until none is left, and set the result of each future."""
     with suppress(Empty):
         while True:
             part, future = left.get_nowait()
             try:
                 transfer.fetch(part)
-            except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it
+            except Exception as error:  # noqa: BLE001 - raised again by the caller that waits for the future
                 future.set_exception(error)
             else:
                 future.set_result(None)
 
 
 def _problem(path: Path) -> BatchInferError | None:
-    """Why the checkpoint cannot be run; None where it can."""
+    """Return why the checkpoint cannot be run, or None if it can."""
     try:
         if path.is_dir() and not (path / CONFIG).exists() and (path / ADAPTER).exists():
             check_adapter_alone(path)
@@ -338,7 +343,7 @@ def _problem(path: Path) -> BatchInferError | None:
 
 @contextmanager
 def _told(name: ModelName) -> Iterator[None]:
-    """Describe a hub's refusal or a network failure, with the next step."""
+    """Convert errors of the hub and of the network to ours, with the next step."""
     import httpx2
     from huggingface_hub import errors
 
@@ -367,7 +372,7 @@ def _told(name: ModelName) -> Iterator[None]:
     except (httpx2.HTTPError, errors.LocalEntryNotFoundError) as error:
         raise Unavailable(f"{_endpoint()} cannot be reached: {error}; {_CONTINUES}") from error
     except OSError as error:
-        if error.errno is None:  # huggingface_hub's own words for a file that ended early
+        if error.errno is None:  # huggingface_hub raises it for a truncated file
             raise Unavailable(f"the download of {name} failed: {error}; {_CONTINUES}") from error
         raise StorageError(f"{cache_folder()}: {error}; {_CONTINUES}") from error
 

@@ -1,4 +1,7 @@
-"""`batchinfer quantize`: a job's model in int4, calibrated on the job's rows, for the job or as a checkpoint folder."""
+"""Implements `batchinfer quantize`: calibrates a job's model for int4 on the job's rows.
+
+The weights are for the job itself, or for a checkpoint folder.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from batchinfer.plan.setup.weights import loss_of
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModel:
-    """Calibrated weights: where they lie, what they lost, and whether they were made now."""
+    """Calibrated weights: their folder, their loss, and whether this command made them."""
 
     folder: Path
     loss: Loss | None
@@ -27,9 +30,11 @@ class QuantizedModel:
 
 
 def quantize_job(job: Job, again: bool, listener: Listener) -> QuantizedModel:
-    """Calibrate the job's weights as its first run would, or find those that are there; `again`: make them anew.
+    """Calibrate the job's weights as its first run would, or return those of an earlier run.
 
-    Raises JobFileError where the model cannot be calibrated or no row can be run, and what a run raises.
+    If `again` is True, calibrates even if there are weights. Raises JobFileError if the model cannot be
+    calibrated or no
+    row can be run, and the errors of a run.
     """
     job = _in_int4(job)
     state = state_of(job)
@@ -47,10 +52,10 @@ def quantize_job(job: Job, again: bool, listener: Listener) -> QuantizedModel:
 
 
 def export_job_model(job: Job, output: Path, group: int, listener: Listener) -> QuantizedModel:
-    """Write the job's model, calibrated in groups of so many inputs, to the folder `output`, which must not be there.
+    """Write the job's calibrated model to a new folder, with one scale per `group` inputs.
 
-    Raises OutputConflict, JobFileError where the model cannot be calibrated or no row can be run, and what a run
-    raises.
+    Raises OutputConflict, JobFileError if the model cannot be calibrated or no row can be run, and the errors
+    of a run.
     """
     refuse_existing(output)
     if job.model.adapters:
@@ -76,7 +81,7 @@ def export_job_model(job: Job, output: Path, group: int, listener: Listener) -> 
 
 
 def _in_int4(job: Job) -> Job:
-    """Return the job with calibrated weights in int4."""
+    """Return the job with calibrated int4 weights."""
     model = job.model.model_copy(update={"quantization": "int4", "calibration": "auto"})
     return job.model_copy(update={"model": model})
 

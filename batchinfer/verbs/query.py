@@ -1,4 +1,4 @@
-"""`batchinfer query`: one SQL query over a result and over the report of the runs that made it. Nothing is changed."""
+"""Implements `batchinfer query`: SQL queries on a result and on the report of its runs. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -33,25 +33,27 @@ from batchinfer.verbs.history import add_report_view
 RESULTS = "results"
 FIRST_ROWS = "FROM results LIMIT 20"
 RUNS = "FROM run ORDER BY run_id DESC LIMIT 20"
-_NAMED = 5  # results that a message lists
+_NAMED = 5  # maximum number of results in a message
 _BEGINNING = (
     "its run is still reading the input: --partial has rows once it computes, and `batchinfer status {folder}` says "
     "how far it is"
 )
 _EXPLAIN = re.compile(r"\s*EXPLAIN\s+(ANALYZE\s+)?(\([^)]*\)\s*)?", re.IGNORECASE)
-_PIVOT = re.compile(r"\s*(PIVOT|WITH|FROM|SELECT)\b", re.IGNORECASE)  # to DuckDB, PIVOT is several statements
+_PIVOT = re.compile(
+    r"\s*(PIVOT|WITH|FROM|SELECT)\b", re.IGNORECASE
+)  # DuckDB parses PIVOT as several statements
 
 
 @dataclass(frozen=True, slots=True)
 class ResultPlace:
-    """Where a result and its report lie; either may be missing, not both."""
+    """The folders of a result and of its report. One of the two may be missing."""
 
     results: Path | None
     report: Path | None
 
     @classmethod
     def of(cls, folder: Path) -> ResultPlace:
-        """The place that a result's folder or a report's folder names. Raises InputMissing for any other."""
+        """Return the result and report of a result or report folder. Raises InputMissing for another folder."""
         if read_manifest(Location.at(folder)) is not None:
             report = report_folder(find_state(folder).root)
             return cls(folder, report if tables(report, RUN) else None)
@@ -61,7 +63,10 @@ class ResultPlace:
 
     @property
     def ending(self) -> str:
-        """How `output` of the runs that made this result ends. Where all was moved together, its name still says so."""
+        """Return the end of the `output` path of this result's runs.
+
+        It stays valid if result and report are moved together.
+        """
         if self.results is None or self.report is None:
             return ""
         name = os.path.relpath(self.results.absolute(), self.report.absolute().parent)
@@ -69,21 +74,21 @@ class ResultPlace:
 
 
 def _reported(report: Path) -> Path | None:
-    """Return the result of a report, if it lies next to it."""
+    """Return the result of a report, if it is next to the report."""
     folder = report.absolute()
     results = folder.with_name(folder.name.removesuffix("-report"))
     return results if results != folder and read_manifest(Location.at(results)) is not None else None
 
 
 def no_result(folder: Path) -> str:
-    """Why a folder holds no result, and where one may be."""
+    """Return why a folder has no result, and where there may be one."""
     state = find_state(folder)
     if any(state.scratch.glob(f"*/{MARKER}")):
         return f"{folder}: no published result there yet; --partial reads what its run has finished so far"
     if _is_running(state):
         return f"{folder}: no published result there yet; {_BEGINNING.format(folder=folder)}"
     if not folder.exists():
-        return f"{folder}: there is no such folder; a result lies where `output.path` of its job file says"
+        return f"{folder}: there is no such folder; the result folder is `output.path` of the job file"
     if not folder.is_dir():
         return f"{folder}: is a file; name the result folder, which is `output.path` of the job file"
     found = [path.parent for path in sorted(folder.glob("*/_manifest.json"))]
@@ -98,7 +103,7 @@ def _is_running(state: StateFolder) -> bool:
 
 
 class OpenResult:
-    """A result and its report as tables, for one query after the other."""
+    """A result and its report as tables, for several queries."""
 
     def __init__(self, folder: Path, connection: duckdb.DuckDBPyConnection, names: Sequence[str]) -> None:
         self._folder, self._connection = folder, connection
@@ -106,16 +111,17 @@ class OpenResult:
         self.usual = FIRST_ROWS if RESULTS in names else RUNS
 
     def statements(self, text: str) -> list[str]:
-        """The statements of a text. Raises UsageError for what is no SQL."""
+        """Return the statements of a text. Raises UsageError if it is not SQL."""
         with _explained(self._folder, self.names):
             return [str(statement.query) for statement in self._connection.extract_statements(text)]
 
     @contextmanager
     def answer(self, sql: str) -> Iterator[duckdb.DuckDBPyRelation]:
-        """The answer to a statement while the block lasts: it is computed as it is read. A signal ends it.
+        """Yield the answer to a statement. DuckDB computes it while it is read in the block; a signal ends it.
 
-        Raises UsageError for SQL that fails or would change something, StorageError, OutOfMemory; reading the answer
-        raises the same.
+        Raises UsageError for SQL that fails or would change something, StorageError or OutOfMemory, also
+        while the answer is
+        read.
         """
         with interruptible(self._connection), _explained(self._folder, self.names):
             yield self._connection.sql(_reading(self._connection, sql))
@@ -123,9 +129,9 @@ class OpenResult:
 
 @contextmanager
 def opened_result(folder: Path, partial: bool) -> Iterator[OpenResult]:
-    """`folder` is a result's or a report's. The result is the table `results`; all others are its report's.
+    """Open a result or report folder. The result is the table `results`; the other tables are the report's.
 
-    Raises InputMissing, StorageError.
+    If `partial` is True, opens the committed answers of an unfinished run. Raises InputMissing or StorageError.
     """
     with _database() as (connection, spill):
         if partial:
@@ -138,7 +144,10 @@ def opened_result(folder: Path, partial: bool) -> Iterator[OpenResult]:
 
 @contextmanager
 def asked(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckDBPyRelation]:
-    """The answer to one query, or to the usual one. Raises what `opened_result` and `OpenResult.answer` raise."""
+    """Yield the answer to a query, or to the default query.
+
+    Raises the errors of `opened_result` and `OpenResult.answer`.
+    """
     with (
         opened_result(folder, partial) as result,
         result.answer(result.usual if sql is None else sql) as answer,
@@ -148,7 +157,7 @@ def asked(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckD
 
 @contextmanager
 def opened_database() -> Iterator[tuple[duckdb.DuckDBPyConnection, Watched, Path]]:
-    """A database for a user's queries, what a signal ends its queries with, and a folder for what is spilled."""
+    """Yield a database for a user's queries, its watcher for signals, and a folder for spilled data."""
     with _database() as (connection, spill), interruptible(connection) as watched:
         yield connection, watched, spill
 
@@ -159,15 +168,15 @@ def _database() -> Iterator[tuple[duckdb.DuckDBPyConnection, Path]]:
         config: dict[str, Any] = {
             "autoinstall_known_extensions": "false",
             "autoload_known_extensions": "false",
-            "python_enable_replacements": "false",  # a table's name is never a variable of this program
-            "temp_directory": f"{spill}/sorting",  # and not a folder where the user stands
+            "python_enable_replacements": "false",  # table names never refer to Python variables
+            "temp_directory": f"{spill}/sorting",  # not the user's working directory
         }
         with duckdb.connect(config=config) as connection:
             yield connection, Path(spill)
 
 
 def add_views(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[str]:
-    """The result as `results`, and every table of its report; returns their names. Raises StorageError."""
+    """Create views of the result (`results`) and of all report tables, and return their names. Raises StorageError."""
     return _results(connection, place.results) + _reports(connection, place)
 
 
@@ -177,9 +186,9 @@ def _results(connection: duckdb.DuckDBPyConnection, results: Path | None) -> lis
 
 
 def _reports(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[str]:
-    """A table of which no run has left a file is there, and empty.
+    """Create views of the report's tables. Tables without files are empty.
 
-    A report is about all results of a job, of other nights and trials, too: `rows` are those of this result.
+    A report covers all results of a job, including other dates and trials. `rows` is limited to this result.
     """
     names: list[str] = []
     for name, schema in SCHEMAS.items() if place.report is not None else ():
@@ -195,7 +204,7 @@ def _reports(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[
 def _add_reported(
     connection: duckdb.DuckDBPyConnection, name: str, files: Sequence[Path], where: str
 ) -> list[str]:
-    """One table of all runs; with the runs' rows comes what can be compared of them."""
+    """Create a view over one table of all runs, and for the run table also the view that compares runs."""
     try:
         add_report_view(connection, name, files, where)
         if name == RUN:
@@ -206,7 +215,7 @@ def _add_reported(
 
 
 def _made(place: ResultPlace) -> str:
-    """The condition that a run has made this result."""
+    """Return an SQL condition for the runs that made this result."""
     if not place.ending:
         return ""
     return f" WHERE run_id IN (SELECT run_id FROM run WHERE ends_with(output, {literal(place.ending)}))"
@@ -221,11 +230,11 @@ def _add_results(connection: duckdb.DuckDBPyConnection, files: Sequence[Path]) -
 
 
 def _partial(results: Path, spill: Path, watched: Watched) -> Path:
-    """The committed answers, joined with the index that the unfinished run left or is still using.
+    """Write the committed answers of an unfinished run, with their rows, to a file.
 
-    Written to a file first: a query may read its table more than once, a stream can be read only once.
+    A file is needed because a query may read its table several times, while a stream can be read once.
     """
-    # These take 130 ms, which a query of a published result need not
+    # These imports take 130 ms, which queries of a published result do not need
     from batchinfer.input.tokenizer.tokenizer import Tokenizer
     from batchinfer.store.results.partial import PARTIAL, partial_reader, with_known_prior, write_partial
 
@@ -250,7 +259,7 @@ def _partial(results: Path, spill: Path, watched: Watched) -> Path:
 
 
 def _reading(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
-    """The one statement of `sql`. Raises UsageError unless it only reads."""
+    """Return the only statement of `sql`. Raises UsageError unless it only reads."""
     statements = connection.extract_statements(sql)
     if len(statements) != 1:
         raise UsageError(f"the query has {len(statements)} statements; give one")
@@ -269,7 +278,7 @@ def _reading(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
 
 @contextmanager
 def _explained(folder: Path, names: Sequence[str]) -> Iterator[None]:
-    """DuckDB's errors as ours, with what the query could have asked for."""
+    """Convert DuckDB's errors to ours, and list the tables."""
     try:
         yield
     except duckdb.OutOfMemoryException as error:
@@ -277,7 +286,7 @@ def _explained(folder: Path, names: Sequence[str]) -> Iterator[None]:
     except duckdb.Error as error:
         if isinstance(error, duckdb.IOException) and str(folder) in str(error):
             raise StorageError(
-                f"{folder}: {error}; the result was replaced or damaged meanwhile: ask again, or run "
+                f"{folder}: {error}; the result was replaced or damaged during the query: repeat the query, or run "
                 f"`batchinfer verify {folder}`"
             ) from error
         raise UsageError(f"DuckDB refuses the query: {error}\nTables here: {', '.join(names)}.") from error
@@ -289,21 +298,25 @@ def _explained(folder: Path, names: Sequence[str]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A query and the folder that it reads. `sql` None: the first rows, or the newest runs where there are no rows."""
+    """A query and the folder that it reads.
+
+    Without `sql`, the query returns the first rows, or the newest runs if there are no rows.
+    `escape_formulas` is for CSV.
+    """
 
     folder: Path
     sql: str | None = None
     partial: bool = False
-    escape_formulas: bool = False  # of CSV
+    escape_formulas: bool = False
 
     def lines(self, form: str, width: int | None) -> Iterator[str]:
-        """The answer for stdout. Raises what `asked` raises."""
+        """Yield the answer for stdout. Raises the errors of `asked`."""
         check_format(form, None)
         with asked(self.folder, self.sql, self.partial) as answer:
             yield from shown(answer, form, width, self.escape_formulas)
 
     def save(self, form: str, output: Path) -> None:
-        """Write the answer to a file that is not there yet, whole or not at all. Raises OutputConflict, too."""
+        """Write the answer to a new file atomically. Also raises OutputConflict."""
         form = format_for(form, output)
         check_format(form, output)
         refuse_existing(output)

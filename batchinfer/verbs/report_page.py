@@ -1,4 +1,4 @@
-"""`batchinfer report`: one HTML file about a run, from the tables of its report."""
+"""Implements `batchinfer report`: writes one HTML file about a run, from the tables of its report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE = "report.html"
 
 @dataclass(frozen=True, slots=True)
 class WrittenPage:
-    """The page that was written, and its run."""
+    """The written page and its run."""
 
     path: str
     bytes: int
@@ -34,14 +34,16 @@ class WrittenPage:
     exit_status: str | None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the facts as JSON."""
         return asdict(self)
 
 
 def write_page(folder: Path, output: Path | None = None, run_id: str | None = None) -> WrittenPage:
-    """Write the page of a result's or a report's newest run, or of the run with that id.
+    """Write the page of the newest run of a result or report folder, or of the run `run_id`.
 
-    `output` None: `report.html` in the report folder. An earlier page is replaced, any other file is not. Raises
-    InputMissing where no run has left a table, OutputConflict, StorageError, OutOfMemory.
+    Without `output`, the page is `report.html` in the report folder. Replaces an earlier page, but no other
+    file. Raises
+    InputMissing if no run has written a table, OutputConflict, StorageError or OutOfMemory.
     """
     place, report = _place(folder)
     path = report / PAGE if output is None else output
@@ -64,7 +66,7 @@ def write_page(folder: Path, output: Path | None = None, run_id: str | None = No
 
 
 def _place(folder: Path) -> tuple[ResultPlace, Path]:
-    """A result, published or not, and its report. Raises InputMissing."""
+    """Return a result, published or not, and its report folder. Raises InputMissing."""
     if not tables(folder, RUN) and read_manifest(Location.at(folder)) is None:
         report = report_folder(find_state(folder).root)
         if tables(report, RUN):
@@ -79,10 +81,10 @@ def _place(folder: Path) -> tuple[ResultPlace, Path]:
 
 
 def _check_begun(folder: Path) -> None:
-    """Raises InputMissing where a run has begun, and none has come to the end at which it writes its tables."""
+    """Raise InputMissing if a run has begun, but none has reached its end, where it writes its tables."""
     try:
         state = status_of(folder).state
-    except InputMissing:  # none has begun: what is said then is what `query` says, too
+    except InputMissing:  # no run has begun: the error of `query` is used
         return
     how = "is still running" if state == "running" else state
     raise InputMissing(
@@ -91,7 +93,7 @@ def _check_begun(folder: Path) -> None:
 
 
 def _check_ours(path: Path) -> None:
-    """Raises OutputConflict for what is there and is no page of ours, StorageError."""
+    """Raise OutputConflict if the path exists and is no page that batchinfer wrote. Raises StorageError."""
     if not os.path.lexists(path):
         return
     if not _is_page(path):
@@ -114,7 +116,7 @@ def _no_run(folder: Path, report: Path, run_id: str | None) -> str:
 
 
 def _newer(folder: Path, row: RunRow) -> str:
-    """Return a sentence about a newer run that has no table yet; nothing if there is none."""
+    """Return a sentence about a newer run without a table, or an empty text."""
     try:
         status = status_of(folder)
     except InputMissing:  # a report folder, or a state that was removed

@@ -1,4 +1,4 @@
-"""`batchinfer init --from` turns a JSON Schema into a prompt that asks for it, and an output that follows it."""
+"""Implements `batchinfer init --from`: makes a prompt and an output section for a JSON Schema."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from batchinfer.job.check import RESULT_COLUMNS
 from batchinfer.job.template import ORDERS, Sample, yaml_text
 from batchinfer.store.columns.schema_columns import NoColumns, schema_columns
 
-COLUMN = "answer"  # where the properties cannot be columns of their own
-FIT_TOKENS = 2048  # a bound up to this is worth its name; most answers need far less
+COLUMN = "answer"  # name of the only column if properties cannot be columns
+FIT_TOKENS = 2048  # largest bound for `max_tokens: fit`; answers usually need far less
 MAX_TOKENS = 1024
-DESCRIBED = 100  # properties
+DESCRIBED = 100  # maximum number of properties in the prompt
 DESCRIPTION_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaFile:
-    """A JSON Schema that answers can follow, as it lies on disk."""
+    """A JSON Schema file that answers can follow."""
 
     path: Path
     data: bytes
@@ -36,7 +36,7 @@ class SchemaFile:
 
     @classmethod
     def read(cls, path: Path) -> SchemaFile:
-        """Raises InputMissing, and InputCorrupt for what is no schema or cannot be followed."""
+        """Read a schema. Raises InputMissing, or InputCorrupt if it is invalid or not supported."""
         try:
             with open(path, "rb") as file:
                 data = file.read(MAX_SCHEMA_BYTES + 1)
@@ -52,7 +52,7 @@ class SchemaFile:
         return cls(path, data, schema)
 
     def sample(self, name: str) -> Sample:
-        """Rows and an instruction for a job whose `output.schema_file` is `name`."""
+        """Return example rows and an instruction for a job with `output.schema_file: name`."""
         output = [f"  schema_file: {yaml_text(name)}    # answers follow it"]
         if not self._has_columns():
             output.append(f"  column: {COLUMN}          # the whole answer in one column")
@@ -68,7 +68,7 @@ class SchemaFile:
         return "fit" if bound <= FIT_TOKENS else str(MAX_TOKENS)
 
     def _has_columns(self) -> bool:
-        """Whether its properties can be columns of the result, next to the others."""
+        """Return True if the schema's properties can be columns of the result."""
         try:
             names = schema_columns(self.schema).schema.names
         except NoColumns:
@@ -83,7 +83,7 @@ class SchemaFile:
         return _literal("\n".join([head, *lines]))
 
     def _properties(self) -> Iterator[str]:
-        """A line for each property of the answer."""
+        """Yield a line for each property of the answer."""
         found = self._followed(self.schema)
         properties = found.get("properties")
         for name, one in list(properties.items() if isinstance(properties, dict) else ())[:DESCRIBED]:
@@ -93,7 +93,7 @@ class SchemaFile:
             yield f"- {name}: {' '.join(str(text).split())[:DESCRIPTION_CHARS]}" if text else f"- {name}"
 
     def _followed(self, schema: Any) -> dict[str, Any]:
-        """Return the schema that a reference names."""
+        """Return the schema that a reference refers to, or the schema itself."""
         references = References(self.schema)
         for _ in range(DESCRIBED):
             if not isinstance(schema, dict) or "$ref" not in schema:

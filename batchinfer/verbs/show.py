@@ -1,4 +1,4 @@
-"""`batchinfer show`: rows of a result as cards, for people. Nothing is changed."""
+"""Implements `batchinfer show`: shows rows of a result as cards. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from batchinfer.store.results.manifest import read_manifest
 from batchinfer.verbs.answer import BATCH_ROWS, columns_of, shown
 from batchinfer.verbs.query import RESULTS, OpenResult, no_result, opened_result
 
-MOST_LINES = 6  # of a value
-EXAMPLES = 3  # rows in the summary of a run
-_LEAST_WIDTH = 20  # of a value, however narrow the terminal is
-# In the head of a card, in its error line, or rarely wanted
+MOST_LINES = 6  # maximum lines of a value
+EXAMPLES = 3  # example rows in the summary of a run
+_LEAST_WIDTH = 20  # least width of a value, in columns
+# Columns that are in the head or error line of a card, or rarely needed
 _NOT_LISTED = {
     "row_id", "file", "row_index", "custom_id", "sample_index", "status", "finish_reason", "error_code",
     "error_class", "error_message", "retryable", "prompt_tokens", "completion_tokens", "reasoning_tokens",
@@ -33,14 +33,14 @@ Row = Mapping[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class ShownRows:
-    """The rows to show of a result: the first that match.
+    """The rows of a result to show: the first that match.
 
     Args:
-        folder: the result's, or its report's.
-        rows: how many at most.
-        errors: only error rows.
-        where: a condition in SQL on the columns of the result.
-        partial: read what an unfinished run has committed so far.
+        folder: Folder of the result or its report.
+        rows: Maximum number of rows.
+        errors: Show only error rows.
+        where: SQL condition on the columns of the result.
+        partial: Show the answers that an unfinished run has committed.
     """
 
     folder: Path
@@ -50,9 +50,9 @@ class ShownRows:
     partial: bool = False
 
     def cards(self, width: int) -> Iterator[tuple[str, str]]:
-        """Yield the head and the body of each card, then a last head that says how many rows there are.
+        """Yield the head and body of each card, and finally a line with the number of rows and an empty body.
 
-        Raises UsageError for a wrong condition, and what `opened_result` raises.
+        Raises UsageError for an invalid condition, and the errors of `opened_result`.
         """
         with opened_result(self.folder, self.partial) as result:
             self._check(result)
@@ -63,7 +63,7 @@ class ShownRows:
             yield self._ending(result, first), ""
 
     def json_lines(self) -> Iterator[str]:
-        """Yield an object for each row. Raises what `cards` raises."""
+        """Yield a JSON object per row. Raises the errors of `cards`."""
         with opened_result(self.folder, self.partial) as result:
             self._check(result)
             with result.answer(self._sql) as answer:
@@ -83,13 +83,13 @@ class ShownRows:
 
     @property
     def _condition(self) -> str:
-        # the line break ends a comment of the user's
+        # The line break ends a comment in the user's condition
         conditions = ["status = 'error'"] if self.errors else []
         conditions += [] if self.where is None else [f"({self.where}\n)"]
         return f" WHERE {' AND '.join(conditions)}" if conditions else ""
 
     def _ending(self, result: OpenResult, first: int) -> str:
-        """Return the line that counts all rows, and says how many were shown."""
+        """Return the line with the number of all rows and of shown rows."""
         number, errors = (
             _number(result, f"SELECT count(*) FROM {RESULTS}{condition}")
             for condition in (self._condition, " WHERE status = 'error'")
@@ -115,7 +115,7 @@ def example_lines(results: Path, width: int) -> list[str]:
         with duckdb.connect() as connection:
             found = connection.sql(f"FROM {parquet(files)} WHERE status = 'ok' LIMIT {EXAMPLES}")
             return [_example(row, width) for row in _rows_of(found)]
-    except (duckdb.Error, StorageError) as error:  # the run has published, and ends well
+    except (duckdb.Error, StorageError) as error:  # the run has published, so it must not fail
         return [printable(f"cannot be shown: {error}").replace("\n", " ")]
 
 
@@ -143,7 +143,7 @@ def _example(row: Row, width: int) -> str:
 
 
 def _name_of(row: Row) -> str:
-    """Return the id of a row, or its place in the input."""
+    """Return the id of a row, or its number."""
     return row.get("custom_id") or f"row {row.get('row_id')}"
 
 
@@ -175,7 +175,7 @@ def _clipped(text: str, room: int) -> list[str]:
     """Return the first lines of a text, and how much was cut."""
     part = text[
         : room * MOST_LINES * 2
-    ]  # a terminal's line holds at most as many characters, combining accents excepted
+    ]  # enough: combining accents aside, a line has at most `room` characters
     lines = [piece for line in printable(part).expandtabs(4).split("\n") for piece in _wrapped(line, room)]
     if len(lines) <= MOST_LINES and len(part) == len(text):
         return lines
@@ -196,7 +196,7 @@ def _wrapped(line: str, room: int) -> Sequence[str]:
 
 
 def _first_columns(text: str, room: int) -> str:
-    """Return the beginning of a text that fits into this many columns, and at least one character."""
+    """Return the beginning of a text that fits into `room` columns, with at least one character."""
     taken = 0
     for at, char in enumerate(text):
         taken += columns_of(char)

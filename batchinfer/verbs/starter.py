@@ -1,4 +1,4 @@
-"""`batchinfer init` writes a job that runs, rows for it, and a small model where there is no other."""
+"""Implements `batchinfer init`: writes a job that runs, example rows, and a small model if none is given."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from batchinfer.models.files.config_fields import QUANTIZATION, read_config_json
 from batchinfer.verbs.schema_starter import SchemaFile
 
 _MOST_OF_NAME = 200  # characters of a job's name
-_PACKAGE = Path(str(files("batchinfer"))).resolve()  # an editable installation reaches it by a link
-# Where the quickstart's model lies: in an installed package, and in a clone
+_PACKAGE = Path(str(files("batchinfer"))).resolve()  # an editable installation uses a link
+# Folders of the quickstart's model: in an installed package, and in a clone
 _SHIPPED = (_PACKAGE / "quickstart_model", _PACKAGE.parent / "jobs" / "quickstart" / "model")
 
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """The files that were written, the model that the job names (a folder or a name), and whether it is there.
+    """The written files, and the model that the job names.
 
-    `stand_in`: the model is the quickstart's, and the schema another: answers follow it and mean nothing.
+    Attributes:
+        wrote: The written files.
+        model: Folder of the model, or its name.
+        ready: Whether the model exists.
+        stand_in: Whether the quickstart's model is used with another schema: answers follow it but are meaningless.
     """
 
     wrote: tuple[Path, ...]
@@ -36,19 +40,22 @@ class Starter:
 
 
 def write_starter(folder: Path, model: str | None, schema: Path | None = None) -> Starter:
-    """Write a new job into `folder`: on `model`, a folder or a name in the Hugging Face cache, else on the model that
-    lies there, else on a copy of the quickstart's. Its answers follow the JSON Schema in the file `schema`.
+    """Write a new job into `folder`.
 
-    Raises UsageError when a job is there already, InputMissing and InputCorrupt for the schema, StorageError.
+    The job uses `model` (a folder, or a name in the Hugging Face cache), else the model in `folder`, else a
+    copy of the
+    quickstart's model. Its answers follow the JSON Schema in the file `schema`, if given. Raises UsageError
+    if the job
+    exists already, InputMissing or InputCorrupt for the schema, or StorageError.
     """
     answer = None if schema is None else SchemaFile.read(schema)
     name = None if model is None else _name(model)
     here = folder / "model"
     shipped = None if model is not None or os.path.lexists(here) else _shipped_model()
-    sample = QUESTIONS if shipped is None else ORDERS  # the quickstart's model can do nothing else
+    sample = QUESTIONS if shipped is None else ORDERS  # the only task of the quickstart's model
     if answer is not None:
         sample = answer.sample(answer.path.name)
-    # a job file's paths start from its folder
+    # Paths of a job file start from its folder
     named = "model" if model is None else model if name else os.path.relpath(model, folder)
     snapshot = None if name is None else find_snapshot(name)
     place = snapshot or shipped or (here if model is None else Path(model))
@@ -68,7 +75,7 @@ def write_starter(folder: Path, model: str | None, schema: Path | None = None) -
 
 
 def _name(model: str) -> ModelName | None:
-    """The name of a model in the cache; None for a folder, also for a new one in a folder that exists."""
+    """Return the name of a model in the cache, or None for a folder, including a new one in an existing folder."""
     if Path(model).exists() or Path(model).parent.exists():
         return None
     try:
@@ -78,14 +85,16 @@ def _name(model: str) -> ModelName | None:
 
 
 def _job_name(folder: Path) -> str:
-    """Return the folder's name, without what no name of a job may have."""
+    """Return the folder's name without characters that job names may not have."""
     name = folder.resolve().name.encode("utf-8", "replace").decode()
     return re.sub(r"[\x00-\x1f\x7f]", "-", name)[:_MOST_OF_NAME] or "my-job"
 
 
 def _kind(path: Path) -> ModelKind:
-    """Return how the model stores its weights. A checkpoint that cannot be read counts as one of floats, because only
-    the next command checks the job."""
+    """Return how the model stores its weights.
+
+    An unreadable checkpoint counts as floats: the next command checks the job.
+    """
     try:
         if path.suffix == GGUF or gguf_files(path):
             return "gguf"
@@ -96,13 +105,13 @@ def _kind(path: Path) -> ModelKind:
 
 
 def _is_model(path: Path) -> bool:
-    """Whether a checkpoint is there: a folder with a config.json or a GGUF file, or the file itself."""
+    """Return True for a checkpoint: a folder with a config.json or a GGUF file, or a GGUF file itself."""
     there = [path] if path.is_file() else path.glob("*")
     return any(each.name == CONFIG or each.suffix == GGUF for each in there)
 
 
 def _beside(answer: SchemaFile, folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """The schema's copy; none where it lies in the folder already."""
+    """Return the copy of the schema, or nothing if it is in the folder already."""
     name = answer.path.name
     if name in files:
         raise UsageError(f"{answer.path}: has the name of a file that init writes; rename it")

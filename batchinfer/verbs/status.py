@@ -1,4 +1,4 @@
-"""`batchinfer status`: how a job's run stands, from what it has written. Nothing is changed."""
+"""Implements `batchinfer status`: reports the state of a job's run from its files. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Standing = Literal["running", "finished", "stopped", "interrupted", "failed", "c
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """How a run stands. None: not known, or nothing that its present phase counts."""
+    """The status of a run. None values are unknown or do not apply to the current phase."""
 
     state: Standing
     output: str
@@ -36,28 +36,30 @@ class RunStatus:
     pid: int | None = None
     started_at: str | None = None
     updated_at: str | None = None
-    phase: str | None = None  # the present one; of a run that has ended, its last
+    phase: str | None = None  # current phase, or the last one if the run has ended
     rows: int | None = None
     rows_total: int | None = None
     tokens: int | None = None
     tokens_total: int | None = None
-    share: float | None = None  # of the phase, 0 … 1
+    share: float | None = None  # share of the phase that is done, 0 to 1
     per_s: float | None = None
-    left_s: float | None = None  # to the end of the phase
-    errors: dict[str, int] = field(default_factory=dict)  # rows by error code
+    left_s: float | None = None  # seconds to the end of the phase
+    errors: dict[str, int] = field(default_factory=dict)  # error rows by code
     memory_bytes: int | None = None
     exit_code: int | None = None
     exit_status: str | None = None
 
     @property
     def running(self) -> bool:
+        """Return True if the run is running."""
         return self.state == "running"
 
     def to_json(self) -> dict[str, Any]:
+        """Return the status as JSON."""
         return asdict(self)
 
     def lines(self, now: datetime) -> list[str]:
-        """For people, a heading first."""
+        """Return the status as lines, a heading first."""
         told = [("phase", self._phase()), ("rows", _of(count(self.rows), self.rows_total, count)),
                 ("tokens", _of(short(self.tokens), self.tokens_total, short)), ("speed", self._speed()),
                 ("errors", self._errors()), ("memory", size(self.memory_bytes) if self.memory_bytes else ""),
@@ -104,7 +106,7 @@ def _of(done: str, total: int | None, shown: Any) -> str:
 
 
 def status_of(target: Path | Job) -> RunStatus:
-    """How the run of a job, or of a result folder, stands. Raises InputMissing where none has run, StorageError."""
+    """Return the status of a job's or result's run. Raises InputMissing if there is no run, or StorageError."""
     state = state_of(target) if isinstance(target, Job) else find_state(target)
     parts = state.recorded_parts()
     running = [part for part in parts if state.is_running(part)]
@@ -117,13 +119,13 @@ def status_of(target: Path | Job) -> RunStatus:
 def _read(path: Path, running: bool) -> RunStatus:
     found = _recorded(path)
     if running and found.exit_status is not None:
-        # The record of the run before: this run holds the lock and has written nothing yet
+        # The record of the previous run: the current run holds the lock and has written nothing yet
         return RunStatus("running", found.output, found.job, phase=STARTING)
     return replace(found, state=_standing(running, found.exit_status))
 
 
 def _recorded(path: Path) -> RunStatus:
-    """Return the recorded status; its state is not known yet. Raises StorageError for a damaged file."""
+    """Return the recorded status, without its state. Raises StorageError for a damaged file."""
     facts = read_json(path)
     wrong = StorageError(f"{path}: this version cannot read this progress file; the next run replaces it")
     if not isinstance(facts, dict) or facts.pop("format", None) != PROGRESS_FORMAT:
@@ -132,7 +134,7 @@ def _recorded(path: Path) -> RunStatus:
         found = TypeAdapter(RunStatus).validate_json(json.dumps({**facts, "state": "running"}), strict=True)
         for moment in filter(None, (found.started_at, found.updated_at)):
             datetime.fromisoformat(moment)
-    except ValueError:  # pydantic's ValidationError is one
+    except ValueError:  # includes pydantic's ValidationError
         raise wrong from None
     return found
 
@@ -140,7 +142,7 @@ def _recorded(path: Path) -> RunStatus:
 def _standing(running: bool, ended: str | None) -> Standing:
     if running:
         return "running"
-    if ended is None:  # the lock goes with the process, and this one could not say how it ended
+    if ended is None:  # the process ended and lost its lock without recording why
         return "crashed"
     if ended == StopTimeReached.status:
         return "stopped"
@@ -150,7 +152,7 @@ def _standing(running: bool, ended: str | None) -> Standing:
 
 
 def _unrecorded(state: StateFolder) -> RunStatus:
-    """Before the first run recorded anything, or long after the last."""
+    """Return the status before any run has recorded its progress, or after the record was removed."""
     if state.path.is_dir() and state.is_running(state.path):
         return RunStatus("running", str(state.results), phase=STARTING)
     manifest = read_manifest(state.destination)
@@ -161,7 +163,7 @@ def _unrecorded(state: StateFolder) -> RunStatus:
 
 
 def prometheus_lines(found: RunStatus) -> Iterator[str]:
-    """The status as text that Prometheus reads (exposition format 0.0.4)."""
+    """Yield the status in Prometheus's exposition format 0.0.4."""
     labels = {"job": found.job or "", "output": found.output}
     for name, help_text, value in _metrics(found):
         if value is not None:
@@ -188,7 +190,7 @@ def _metrics(found: RunStatus) -> list[tuple[str, str, float | None]]:
         ),
         ("rows", "Rows that are done in the current phase.", found.rows),
         ("rows_expected", "Rows of the current phase.", found.rows_total),
-        ("tokens", "Tokens that are done, including those that shared prefixes saved.", found.tokens),
+        ("tokens", "Tokens that are done, including tokens saved by shared prefixes.", found.tokens),
         ("tokens_expected", "Tokens that the run is expected to do in all.", found.tokens_total),
         ("progress_ratio", "Share of the current phase that is done.", found.share),
         ("left_seconds", "Estimated time to the end of the current phase.", found.left_s),
@@ -217,6 +219,6 @@ def _unix(text: str | None) -> float | None:
 
 
 def write_prometheus(found: RunStatus, path: Path) -> None:
-    """Write the file whole or not at all: node_exporter may read it at any time. Raises StorageError."""
+    """Write the status for Prometheus atomically: node_exporter may read it at any time. Raises StorageError."""
     text = "".join(f"{line}\n" for line in prometheus_lines(found))
     replace_bytes(path, text.encode(), FileOps())

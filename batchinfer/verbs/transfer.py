@@ -1,7 +1,8 @@
-"""Fetches large files over HTTP into a cache's blobs. What has arrived stays, so that the next process continues it.
+"""Downloads large files over HTTP into a cache's blobs. A later process continues a partial download.
 
-Not huggingface_hub's own downloads: they start a file anew in every process, since their partial files have random
-names (2.4.0 still), and compare its size, not its sha256. Below them, `http_get` is theirs: requests, retries, resume.
+huggingface_hub's own download restarts files in every process, because its partial files have random names
+(still so in
+2.4.0), and compares sizes instead of SHA-256. Its `http_get` is used for requests, retries and resuming.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from batchinfer.filesystem.durable import sha256_of, storage
 
 
 class Stopped(Exception):
-    """Another file's failure, or a signal, ended the transfer."""
+    """Raised when a transfer was ended by the failure of another file, or by a signal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """One file: where it is, and the blob that it becomes, which is named by the sha256 of its content."""
+    """A file to download. The blob is named after the SHA-256 of its content."""
 
     name: str
     url: str
@@ -32,11 +33,11 @@ class Blob:
 
     @property
     def partial(self) -> Path:
-        """The file with the bytes that arrived so far; huggingface_hub, too, removes files named `.incomplete`."""
+        """Return the path of the partial file. huggingface_hub also cleans up files that end in `.incomplete`."""
         return self.blob.with_name(f"{self.blob.name}.incomplete")
 
     def there(self) -> int:
-        """Bytes that have arrived."""
+        """Return the number of bytes that have arrived."""
         for path in (self.blob, self.partial):
             try:
                 return min(path.stat().st_size, self.size)
@@ -46,17 +47,17 @@ class Blob:
 
 
 class Transfer:
-    """Fetches parts, each in a thread of the caller's, until `stop`."""
+    """Downloads blobs in threads of the caller, until `stop` is called."""
 
     def __init__(self) -> None:
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """End the parts in work at their next bytes, and begin no further one."""
+        """Stop running downloads at their next bytes, and start no further ones."""
         self._stopping.set()
 
     def fetch(self, part: Blob) -> None:
-        """Continue the part to its end, check it, and put it in its place. Raises Unavailable, and what HTTP raises."""
+        """Complete a download, check it, and move it into place. Raises Unavailable, Stopped or errors of HTTP."""
         from huggingface_hub.file_download import http_get
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # not in its __all__
 
@@ -88,12 +89,12 @@ class Transfer:
         )
 
     def _watch(self, file: Any) -> Any:
-        """A progress bar for http_get, which reports every piece to it."""
+        """Return a progress-bar class for http_get, which calls it for every piece."""
         stopping = self._stopping
 
         class Watch:
             def __init__(self, **_: Any) -> None:
-                """Nothing is drawn: the partial files' sizes say how far it is."""
+                """Draw nothing: progress is read from the sizes of partial files."""
 
             def __enter__(self) -> Watch:
                 return self
@@ -104,7 +105,7 @@ class Transfer:
                 error: BaseException | None,
                 trace: TracebackType | None,
             ) -> None:
-                """Nothing was opened."""
+                """Close nothing."""
 
             def update(self, _: int) -> None:
                 file.flush()

@@ -1,4 +1,4 @@
-"""`batchinfer verify`: every checksum of a result and of its stored answers."""
+"""Implements `batchinfer verify`: checks every checksum of a result and of its stored answers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from batchinfer.store.results.verify import verify_result, verify_store
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The damage that was found, and what was checked besides the result."""
+    """The damage that was found.
+
+    `store` is the store whose answers were checked, or None with the reason in `unchecked`.
+    """
 
     problems: list[Problem]
-    store: Path | None  # the store whose answers were checked
-    unchecked: str | None = None  # why there is none
+    store: Path | None
+    unchecked: str | None = None
 
 
 def verify_results(results: Path) -> Verified:
-    """Read a result and its stored answers completely."""
+    """Read a result and its stored answers completely, and check them."""
     state, problems = find_state(results), verify_result(Location.at(results))
     if state.completions.is_dir():
         return Verified([*problems, *verify_store(state.completions)], state.completions)
