@@ -60,7 +60,7 @@ CASES: list[tuple[dict[str, str | None], tuple[str, ...]]] = [
     (PLAIN | {"task": "score", "sampling": "{max_tokens: 3}"}, ("sampling: says how tokens are chosen",)),
     (PLAIN | {"score": "{per_token: true}"}, (": its answers are texts",)),
     (PLAIN | {"task": "score", "score": "{continuation: nothing}"}, ("score.continuation",)),
-    (CHAT | {"task": "rerank", "rerank": "{yes: no}"}, ('rerank.no: is "no", as yes is',)),
+    (CHAT | {"task": "rerank", "rerank": "{yes: no}"}, ('rerank.no: is "no", the same as yes',)),
     (CHAT | {"task": "rerank", "rerank": "{query: text}"}, ("rerank.query",)),
     (CHAT | {"rerank": "{yes: good}"}, (": its answers are texts",)),
     (CHAT | {"task": "rerank", "sampling": "{max_tokens: 3}"}, ("answers are scores of relevance",)),

@@ -120,7 +120,7 @@ def test_caches_that_are_refused_in_fp8_and_of_latents(tmp_path: Path, checkpoin
     assert latent.refusals(False, True, False) == []
     ((key, why),) = latent.refusals(False, True, True)
     assert key == "model.kv_cache_dtype"
-    assert "keeps latents" in why
+    assert "caches latents" in why
 
 
 def test_fp8_has_a_peak_of_its_own_and_no_cpu(tmp_path: Path, checkpoint: Checkpoint) -> None:
