@@ -105,7 +105,7 @@ class Transfer:
                 error: BaseException | None,
                 trace: TracebackType | None,
             ) -> None:
-                """Close nothing."""
+                """Return without closing anything."""
 
             def update(self, _: int) -> None:
                 file.flush()
