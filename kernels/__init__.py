@@ -1,4 +1,5 @@
-"""Operators of a decoder: one file each, with the torch reference that defines it and the cost that it declares.
+"""Operators of a decoder: one file per operator, with its torch reference, and its cost in cost.py.
 
-Imports torch and triton at most, nothing of batchinfer. `cost` imports neither, so that planning needs no torch.
+The package imports nothing from batchinfer. `cost` imports neither torch nor triton, so the planner can run without
+them.
 """

@@ -1,4 +1,4 @@
-"""Moves the rows of a decode step on by a token: the next step is launched before the host knows the tokens."""
+"""Advances the inputs of a decode step by one token, so the next step can launch before the host reads the tokens."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from torch import Tensor
 
 
 class StepRows(NamedTuple):
-    """It names the tensors from which a decode step of n rows reads a cache group. They have n rows or more; the
-    further ones are left alone."""
+    """The input tensors of a decode step for one cache group.
+
+    Each tensor has at least as many rows as the step; further rows are not changed.
+    """
 
     tables: Tensor  # (rows, blocks) int32
     block_size: int
-    slots: Tensor  # (rows,) int64: block * block_size + offset, where the K and V of the newest token go
-    contexts: Tensor | None = None  # (rows,) int32; None: nothing reads them
-    # (rows,) int64, each; None: they are those of another group, and moved on with it
+    slots: Tensor  # (rows,) int64: block * block_size + offset, the slot of the newest token's K and V
+    contexts: Tensor | None = None  # (rows,) int32; None: the step does not read them
+    # (rows,) int64 each; None: shared with another cache group, which advances them
     token_ids: Tensor | None = None
     positions: Tensor | None = None
 
 
 def check_advance_rows(tokens: Tensor, firsts: Tensor, repeats: Tensor, kept: StepRows) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     rows, tables = len(tokens), kept.tables
     wanted = {"tokens": torch.int64, "firsts": torch.int32, "repeats": torch.int32}
     for (name, dtype), one in zip(wanted.items(), (tokens, firsts, repeats), strict=True):
@@ -39,13 +41,20 @@ def check_advance_rows(tokens: Tensor, firsts: Tensor, repeats: Tensor, kept: St
 def advance_rows_reference(
     tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
 ) -> None:
-    """Write what step number `step` of several reads, each of which decodes a token of n rows; the first one is number
-    0, and the steps before have been run.
+    """Write the inputs of one decode step of a multi-step launch, for n rows.
 
-    tokens: (n,) int64, what the step before has sampled; a negative one stands for none, and becomes 0. firsts: (n,)
-    int32, the context of each row in the first step; repeats: (n,) int32, in how many steps it has a token: in later
-    ones it runs at the place of its last one again, and what it gives is of no use. Positions are moved on from those
-    of the step before. Raises ValueError when shapes or dtypes do not fit.
+    `kept.positions` must hold the positions of the previous step and is incremented.
+
+    Args:
+        tokens: (n,) int64, the tokens that the previous step sampled. A negative value means no token and becomes 0.
+        step: number of the step, counted from 0. All earlier steps have run.
+        firsts: (n,) int32, the context length of each row in step 0.
+        repeats: (n,) int32, the number of steps in which each row has a token. In later steps the row runs at its last
+            position again, and its output must be ignored.
+        kept: tensors that are changed in place.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match.
     """
     check_advance_rows(tokens, firsts, repeats, kept)
     rows, size = len(tokens), kept.block_size

@@ -1,7 +1,8 @@
-"""Linear layers on float8_e4m3fn codes of which blocks share a scale, as DeepSeek-V3 and others publish them.
+"""Linear layers on float8_e4m3fn values with one scale per block, as DeepSeek-V3 and others publish them.
 
-DeepSeek-AI, 2024, "DeepSeek-V3 technical report", 3.3.2: a weight has a scale for each block of 128 outputs and 128
-inputs, and a token one for each group of 128 inputs; the products of 128 inputs are scaled and added up in float32.
+A weight has a scale for each block of 128 outputs and 128 inputs, and an activation has one for each token and group of
+128 inputs. The product of each group is scaled and accumulated in float32 (DeepSeek-AI, 2024, "DeepSeek-V3 technical
+report", section 3.3.2).
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from batchinfer_kernels.fp8_matmul import FP8, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.matmul import check_matmul, finished, products
 
-GROUP = 128  # inputs that share a scale, of a token and of an output
+GROUP = 128  # inputs that share a scale, in activations and weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockWeight:
-    """A weight (N, K), or those of several experts (E, N, K), as codes, of which blocks share a scale.
+    """A weight (N, K), or the weights of several experts (E, N, K), with one scale per block of values.
 
-    codes: (N, K) float8_e4m3fn; scales: (S, ceil(K / 128)) float32, one for each group of inputs; both with a dimension
-    of experts before these, or not. lines: (N,) int32: which of the S rows of scales an output has. So weights can lie
-    above one another, or be a part of another, whatever their blocks are divisible by.
+    Because `lines` maps outputs to scales, weights can be stacked or sliced at any output, whatever their block size.
+
+    Attributes:
+        codes: (N, K) float8_e4m3fn, or (E, N, K).
+        scales: (S, ceil(K / 128)) float32, one column per group of inputs, or (E, S, ceil(K / 128)).
+        lines: (N,) int32, the row of `scales` that each output uses.
     """
 
     codes: Tensor
@@ -34,9 +38,12 @@ class BlockWeight:
 
 
 def quantize_groups_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: (T, K) → codes (T, K) float8_e4m3fn and scales (ceil(K / 128), T) float32.
+    """Quantise x (T, K) with one scale per token and group of 128 inputs.
 
-    Each group of 128 values is what quantize_rows_fp8 makes of a row; the last group may be shorter.
+    Each group is quantised as a row of quantize_rows_fp8; the last group may be shorter.
+
+    Returns:
+        Values (T, K) float8_e4m3fn and scales (ceil(K / 128), T) float32.
     """
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, not a matrix of floats")
@@ -48,7 +55,7 @@ def quantize_groups_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_blocks_fp8(weight: Tensor, rows: int = GROUP) -> BlockWeight:
-    """weight: (N, K) of floats → its codes, with a scale for each block of `rows` outputs and 128 inputs."""
+    """Quantise a weight (N, K) of floats with one scale per block of `rows` outputs and 128 inputs."""
     coded = [
         quantize_rows_fp8(block.reshape(1, -1))
         for part in torch.split(weight, rows)
@@ -67,7 +74,7 @@ def quantize_blocks_fp8(weight: Tensor, rows: int = GROUP) -> BlockWeight:
 
 
 def block_lines(outputs: int, rows: int, device: torch.device) -> Tensor:
-    """(N,) int32: the row of scales of each output where `rows` of them share one."""
+    """Return the row of scales of each output, (N,) int32, if each `rows` outputs share one."""
     return torch.arange(outputs, dtype=torch.int32, device=device) // rows
 
 
@@ -79,10 +86,10 @@ def block_fp8_matmul_reference(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """As matmul_reference, with the weight as codes of which blocks share a scale.
+    """Multiply as matmul_reference does, with a weight that has one scale per block.
 
-    x is quantised by groups of 128 inputs. The sums of a group are float32, are multiplied with group scale × block
-    scale, and are added up in the order of the groups, in float32.
+    x is quantised per token and group of 128 inputs. The float32 sum of each group is multiplied by the group's scale
+    and the block's scale, then accumulated in the order of the groups in float32.
     """
     check_block_fp8_matmul(x, weight, bias, out_dtype, activation)
     sums = torch.zeros(len(x), len(weight.codes), device=x.device)
@@ -92,7 +99,7 @@ def block_fp8_matmul_reference(
 
 
 def _scaled_products(x: Tensor, weight: BlockWeight) -> Iterator[Tensor]:
-    """(T, N) float32 of each group of inputs."""
+    """Yield the scaled product (T, N) float32 of each group of inputs."""
     rows, row_scales = quantize_groups_fp8(x)
     wide = (rows.float(), weight.codes.float())
     scales = weight.scales[weight.lines.long()]
@@ -107,14 +114,13 @@ def check_block_fp8_matmul(
     out_dtype: torch.dtype | None,
     activation: Activation | None,
 ) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     check_matmul(x, weight.codes.shape, bias, out_dtype, activation)
     check_blocks(weight)
 
 
 def check_blocks(weight: BlockWeight) -> None:
-    """Raise ValueError for a weight, or the weights of several experts, whose codes, scales and lines do not fit one
-    another."""
+    """Raise ValueError if the values, scales and lines of a weight, or of several experts, do not match."""
     *experts, outputs, inputs = weight.codes.shape
     if weight.codes.dtype != FP8:
         raise ValueError(f"codes are {weight.codes.dtype}, not {FP8}")

@@ -1,17 +1,15 @@
-"""Copies the beginnings of KV blocks: what two prompts share beyond whole blocks. Cost:
-batchinfer_kernels.cost.copy_parts_cost."""
+"""Copies the first tokens of KV blocks, which prompts share beyond whole blocks. Cost: cost.copy_parts_cost."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Of a part: the block that is read, the one that is written, and the places [first, end) within both
-FIELDS = 4
+FIELDS = 4  # of a part: source block, target block, and the offsets [first, end) within both
 
 
 def check_copy_parts(k_cache: Tensor, v_cache: Tensor, parts: Tensor) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         raise ValueError(f"caches are {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")
     if parts.dim() != 2 or parts.shape[1] != FIELDS or parts.dtype != torch.int64:
@@ -19,10 +17,15 @@ def check_copy_parts(k_cache: Tensor, v_cache: Tensor, parts: Tensor) -> None:
 
 
 def copy_parts_reference(k_cache: Tensor, v_cache: Tensor, parts: Tensor) -> None:
-    """Copy K and V of the places [first, end) of one block into the same places of another, in place.
+    """Copy K and V at the offsets [first, end) of one block to the same offsets of another block, in place.
 
-    Caches: (blocks, kv_heads, block_size, D), of any dtype; both may be one tensor. parts: (n, FIELDS) int64; no place
-    that one of them writes is read or written by another. Raises ValueError when shapes or dtypes do not fit.
+    Args:
+        k_cache: (blocks, kv_heads, block_size, D) of any dtype.
+        v_cache: as k_cache; may be the same tensor.
+        parts: (n, FIELDS) int64. A slot that one part writes must not be read or written by another part.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match.
     """
     check_copy_parts(k_cache, v_cache, parts)
     sources, targets, first, end = parts.unbind(1)

@@ -1,8 +1,7 @@
-"""The costs of all operators: what each computes and has to move, as plain integers.
+"""The costs of all operators as integers: the operations they compute and the bytes they must move.
 
-Importable without torch, so that the planner and the report can read it. FLOPs count a multiply-add as two.
-Bytes count each operand once: what has to cross the memory bus when nothing is read twice. `seconds` is the
-roofline bound of Williams et al. (2009): max(flops / peak, bytes / bandwidth).
+Imports no torch, so the planner and the report can use it. A multiply-add counts as two FLOPs. Bytes count each operand
+once. `seconds` is the roofline bound max(flops / peak, bytes / bandwidth) of Williams et al. (2009).
 """
 
 from __future__ import annotations
@@ -13,22 +12,21 @@ from typing import Any, Literal, TypeVar, get_args
 
 from batchinfer_kernels.arithmetic import CacheDtype
 
-_N = TypeVar("_N", int, Any)  # integers, or arrays of them
-# Inputs whose codes are packed together, as batchinfer_kernels.quantized_matmul packs them
-PACKED_TOGETHER = 128
+_N = TypeVar("_N", int, Any)  # an integer or an array of integers
+PACKED_TOGETHER = 128  # inputs that are packed together: SPAN of batchinfer_kernels.quantized_matmul
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The peaks of the hardware: FLOP/s in the dtype at hand, and bytes/s."""
+    """Peak rates of the hardware: FLOP/s in the dtype of the run, and bytes/s."""
 
     flops_per_s: float
     bytes_per_s: float
-    coded_ops_per_s: float | None = None  # of quantised linear layers, in int8 or fp8; None: as flops_per_s
+    coded_ops_per_s: float | None = None  # of quantised linear layers in int8 or fp8; None: flops_per_s
 
     @property
     def fastest(self) -> float:
-        """Operations a second that nothing here exceeds."""
+        """Return the highest peak rate, in operations per second."""
         return max(self.flops_per_s, self.coded_ops_per_s or 0.0)
 
     def part(self, parts: int) -> Peaks:
@@ -37,18 +35,18 @@ class Peaks:
         return Peaks(self.flops_per_s / parts, self.bytes_per_s / parts, integer)
 
     def times(self, devices: int) -> Peaks:
-        """Return the peaks of several devices like this one together."""
+        """Return the total peaks of `devices` devices like this one."""
         integer = None if self.coded_ops_per_s is None else self.coded_ops_per_s * devices
         return Peaks(self.flops_per_s * devices, self.bytes_per_s * devices, integer)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """FLOPs and bytes of one operator call, or of several one after the other."""
+    """FLOPs and bytes of one operator call, or of a sequence of calls."""
 
-    flops: int = 0  # all operations, those on integers included
+    flops: int = 0  # all operations, including integer operations
     bytes: int = 0
-    coded_ops: int = 0  # how many of them multiply and add codes of 8 bits
+    coded_ops: int = 0  # the part of `flops` that multiplies and adds quantised 8-bit values
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.flops + other.flops, self.bytes + other.bytes, self.coded_ops + other.coded_ops)
@@ -60,9 +58,9 @@ class Cost:
         return Cost(self.flops * times, self.bytes * times, self.coded_ops * times)
 
     def seconds(self, peaks: Peaks) -> float:
-        """The least time that this cost can take on hardware with these peaks.
+        """Return the minimum time of this cost on hardware with these peaks.
 
-        Integer and floating-point operations share their units, so their times add up.
+        Quantised and floating-point operations share execution units, so their times add up.
         """
         integer = self.coded_ops / (peaks.coded_ops_per_s or peaks.flops_per_s)
         computing = (self.flops - self.coded_ops) / peaks.flops_per_s + integer
@@ -70,36 +68,44 @@ class Cost:
 
 
 def embedding_cost(tokens: int, hidden: int, itemsize: int) -> Cost:
-    """Rows of the embedding table read and written once."""
+    """Return the cost of reading and writing one row of the embedding table per token."""
     return Cost(0, 2 * tokens * hidden * itemsize)
 
 
 def linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, weight_itemsize: int) -> Cost:
-    """y = x W^T: the weight read once however many tokens there are."""
+    """Return the cost of y = x W^T; the weight is read once for all tokens."""
     moved = itemsize * tokens * (inputs + outputs) + weight_itemsize * inputs * outputs
     return Cost(2 * tokens * inputs * outputs, moved)
 
 
 def sparse_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
-    """Return the cost of a linear layer with a weight of which two of each four inputs are zeros, that are neither read
-    nor multiplied; two bits of each other value say where it stands."""
+    """Return the cost of a linear layer whose weight is 2:4 sparse.
+
+    Two of each four inputs are zero and are neither read nor multiplied. Each stored value has two bits for its
+    position.
+    """
     kept = inputs * outputs // 2
     moved = itemsize * (tokens * (inputs + outputs) + kept) + -(-kept // 4)
     return Cost(2 * tokens * kept, moved)
 
 
 def quantized_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
-    """Return the cost of a linear layer with an int8 weight and its scales: a token's activations are quantised (3
-    operations a value: compare, multiply, round; 2 divisions a token) and its sums scaled (2 each). The quantised
-    activations move nothing."""
+    """Return the cost of a linear layer with an int8 weight and activations that are quantised per token.
+
+    Quantising takes 3 operations per value (compare, multiply, round) and 2 divisions per token, scaling 2 per sum. The
+    quantised activations are assumed to stay in the cache and cost no bytes.
+    """
     products = 2 * tokens * inputs * outputs
     moved = itemsize * tokens * (inputs + outputs) + inputs * outputs + 4 * outputs
     return Cost(products + tokens * (3 * inputs + 2 * outputs + 2), moved, products)
 
 
 def int4_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, group: int) -> Cost:
-    """Return the cost of a linear layer with an int4 weight that has a scale for each output and group of inputs, and
-    activations in int8: as `quantized_linear_cost`, and each sum of a group is multiplied with its scale, and added."""
+    """Return the cost of a linear layer with an int4 weight and int8 activations.
+
+    The cost is that of `quantized_linear_cost`, plus a multiplication and an addition for the sum of each group of
+    inputs.
+    """
     groups = -(-inputs // group)
     cost = quantized_linear_cost(tokens, inputs, outputs, itemsize)
     saved = inputs * outputs - -(-inputs // 2) * outputs + 4 * outputs * (1 - groups)
@@ -107,8 +113,11 @@ def int4_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, grou
 
 
 def fp8_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
-    """Return the cost of a linear layer with a float8_e4m3fn weight and its scales: as `quantized_linear_cost`, and
-    each value is bounded before it is rounded. The caller chooses the peak."""
+    """Return the cost of a linear layer with a float8_e4m3fn weight and activations that are quantised per token.
+
+    The cost is that of `quantized_linear_cost`, plus a clamp per value. The operations count as `flops`, so the caller
+    must pass the peak of fp8 as `flops_per_s`.
+    """
     cost = quantized_linear_cost(tokens, inputs, outputs, itemsize)
     return Cost(cost.flops + tokens * inputs, cost.bytes)
 
@@ -116,9 +125,18 @@ def fp8_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Co
 def block_fp8_linear_cost(
     tokens: int, inputs: int, outputs: int, itemsize: int, block: tuple[int, int] = (128, 128)
 ) -> Cost:
-    """Return the cost of a linear layer with a float8_e4m3fn weight that has a scale for each `block` (outputs,
-    inputs). A token has a scale for each group of inputs (2 divisions); the sum of a group is multiplied with the
-    product of two scales, and added (3 each)."""
+    """Return the cost of a linear layer with a float8_e4m3fn weight that has one scale per block.
+
+    A token has a scale for each group of inputs (2 divisions). The sum of a group is multiplied by the product of two
+    scales and added (3 operations).
+
+    Args:
+        tokens: rows of x.
+        inputs: inputs of the weight.
+        outputs: outputs of the weight.
+        itemsize: bytes of an activation.
+        block: (outputs, inputs) that share a scale.
+    """
     groups, blocks = -(-inputs // block[1]), -(-outputs // block[0])
     products = 2 * tokens * inputs * outputs
     moved = itemsize * tokens * (inputs + outputs) + inputs * outputs + 4 * groups * blocks
@@ -134,8 +152,17 @@ def grouped_linear_cost(
     weight_itemsize: int,
     tokens: int | None = None,
 ) -> Cost:
-    """A linear layer of each of several experts: `rows` multiply the weight of one expert each, and the weights of the
-    `hit` experts that have rows are read. `tokens`: how many different rows of x there are, all if not given."""
+    """Return the cost of a linear layer with a weight per expert.
+
+    Args:
+        rows: rows of the product; each is multiplied by the weight of one expert.
+        hit: experts that have rows; only their weights are read.
+        inputs: inputs of the weight.
+        outputs: outputs of the weight.
+        itemsize: bytes of an activation.
+        weight_itemsize: bytes of a weight.
+        tokens: number of distinct rows of x, `rows` by default.
+    """
     moved = itemsize * ((rows if tokens is None else tokens) * inputs + rows * outputs)
     return Cost(2 * rows * inputs * outputs, moved + weight_itemsize * hit * inputs * outputs)
 
@@ -143,7 +170,7 @@ def grouped_linear_cost(
 def quantized_grouped_linear_cost(
     rows: int, hit: int, inputs: int, outputs: int, itemsize: int, tokens: int | None = None
 ) -> Cost:
-    """Return the cost of `grouped_linear_cost` with int8 weights and their scales; each row is quantised."""
+    """Return the cost of `grouped_linear_cost` with int8 weights and rows that are quantised to int8."""
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 1, tokens)
     return Cost(
         plain.flops + rows * (3 * inputs + 2 * outputs + 2), plain.bytes + 4 * hit * outputs, plain.flops
@@ -161,9 +188,19 @@ def int4_grouped_linear_cost(
     *,
     coded: bool = True,
 ) -> Cost:
-    """Return the cost of `grouped_linear_cost` with weights in int4 that have a scale for each output and group of
-    inputs. `coded`: each row is quantised to int8, as for `int4_linear_cost`; else weights are widened, which is left
-    out, as how often depends on the tiles."""
+    """Return the cost of `grouped_linear_cost` with int4 weights that have a scale per output and group of inputs.
+
+    Args:
+        rows: rows of the product.
+        hit: experts that have rows.
+        inputs: inputs of the weight.
+        outputs: outputs of the weight.
+        itemsize: bytes of an activation.
+        group: inputs that share a scale.
+        tokens: number of distinct rows of x, `rows` by default.
+        coded: True if rows are quantised to int8, as in `int4_linear_cost`. False if weights are widened; the cost of
+            widening is not counted, because it depends on the tiles.
+    """
     groups = -(-inputs // group)
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 0, tokens)
     read = Cost(0, hit * outputs * (-(-inputs // 2) + 4 * groups))
@@ -176,15 +213,20 @@ def int4_grouped_linear_cost(
 def mxfp4_grouped_linear_cost(
     rows: int, hit: int, inputs: int, outputs: int, itemsize: int, tokens: int | None = None
 ) -> Cost:
-    """Return the cost of `grouped_linear_cost` with weights in MXFP4: half a byte a value, and one for each 32.
-    Widening is left out: how often a weight is widened depends on the tiles."""
+    """Return the cost of `grouped_linear_cost` with MXFP4 weights.
+
+    A value takes half a byte, and 32 values share an exponent of one byte. Widening is not counted, because it depends
+    on the tiles.
+    """
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 0, tokens)
     return plain + Cost(0, hit * outputs * (inputs // 2 + inputs // 32))
 
 
 def mxfp4_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
-    """Return the cost of a linear layer with a weight in MXFP4, which is multiplied as the values that it stands for:
-    half a byte a value, and one for each 32. Widening is left out, as in mxfp4_grouped_linear_cost."""
+    """Return the cost of a linear layer with an MXFP4 weight that is widened and multiplied in the activations' dtype.
+
+    Bytes are counted as in mxfp4_grouped_linear_cost; widening is not counted.
+    """
     return linear_cost(tokens, inputs, outputs, itemsize, 0) + Cost(0, outputs * (inputs // 2 + inputs // 32))
 
 
@@ -197,8 +239,10 @@ def block_fp8_grouped_linear_cost(
     tokens: int | None = None,
     block: tuple[int, int] = (128, 128),
 ) -> Cost:
-    """Return the cost of `grouped_linear_cost` with float8_e4m3fn weights of which blocks share a scale; each row is
-    quantised."""
+    """Return the cost of `grouped_linear_cost` with float8_e4m3fn weights that have one scale per block.
+
+    Each row is quantised.
+    """
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 1, tokens)
     one = block_fp8_linear_cost(rows, inputs, outputs, itemsize, block)
     scales = 4 * hit * -(-inputs // block[1]) * -(-outputs // block[0])
@@ -206,19 +250,23 @@ def block_fp8_grouped_linear_cost(
 
 
 def expected_hit(tokens: int, experts: int, chosen: int) -> int:
-    """Return how many different experts `tokens` tokens use if each chooses `chosen` of them evenly, rounded."""
+    """Return the expected number of distinct experts of `tokens` tokens, rounded, if all experts are equally likely."""
     return round(experts * (1 - (1 - chosen / experts) ** tokens))
 
 
 def routing_cost(tokens: int, experts: int, chosen: int) -> Cost:
-    """A softmax (4 a logit) of float32 logits; a float32 weight and a number of 8 bytes for each chosen expert. What
-    choosing takes in torch is left out."""
+    """Return the cost of choosing experts: a softmax of float32 logits (4 operations per logit).
+
+    Writes a float32 weight and an 8-byte expert number per choice. The cost of top-k in torch is not counted.
+    """
     return Cost(4 * tokens * experts, tokens * (4 * experts + 12 * chosen))
 
 
 def combine_cost(tokens: int, chosen: int, hidden: int, itemsize: int) -> Cost:
-    """A token's results weighted (1 a value) and added (1 a value but the first); read once each with their weights and
-    places, the sums written."""
+    """Return the cost of weighting and adding the results of each token's experts.
+
+    Each result is read once with its weight and index, and each sum is written once.
+    """
     values = tokens * hidden
     moved = (chosen + 1) * values * itemsize + 12 * tokens * chosen
     return Cost((2 * chosen - 1) * values, moved)
@@ -234,11 +282,18 @@ def weight_only_linear_cost(
     zeros: bool = False,
     scale_bytes: int | None = None,
 ) -> Cost:
-    """y = x W^T with a weight of packed codes, whose rows are filled up to whole spans.
+    """Return the cost of y = x W^T with a weight of packed quantised values and activations that are not quantised.
 
-    Without `group` int8: sums are multiplied with their output's float32 scale. With it int4: 8 is taken off a code,
-    which is multiplied with the scale of its group of inputs, `scale_bytes` (None: `itemsize`), after its zero is taken
-    off where there are `zeros`, of a byte each.
+    Rows are padded to whole spans of PACKED_TOGETHER inputs.
+
+    Args:
+        tokens: rows of x.
+        inputs: inputs of the weight.
+        outputs: outputs of the weight.
+        itemsize: bytes of an activation.
+        group: None for int8, which has a float32 scale per output; else int4 with a scale per `group` inputs.
+        zeros: True if each group also has a zero point of one byte.
+        scale_bytes: bytes of a group's scale, `itemsize` by default.
     """
     products, values = 2 * tokens * inputs * outputs, inputs * outputs
     packed = -(-inputs // PACKED_TOGETHER) * PACKED_TOGETHER * outputs
@@ -249,13 +304,13 @@ def weight_only_linear_cost(
     return Cost(products + (2 + zeros) * values, moved + packed // 2 + grouped)
 
 
-# What a product with many rows reaches of the peak where its weight is widened in the registers that it is multiplied
-# from: half, as published kernels do (Frantar et al., 2024, "Marlin", beside cuBLAS). Not measured
+# Share of the peak that a product with many rows reaches if it widens its weight in registers. From published figures
+# (Frantar et al., 2024, "Marlin", compared with cuBLAS); not measured here
 REGISTERS_SHARE = 0.5
-# Of the room for the values of a weight: what stays in the L2 cache of large GPUs (50 MiB and more on H100 and later)
-# beside what else is read, and makes parts of thousands of outputs. Not measured
+# Buffer for widened values of a weight. Small enough that most of it stays in the L2 cache of large GPUs (at least
+# 50 MiB since H100), and large enough for thousands of outputs. Not measured
 PANEL_BYTES = 64 << 20
-MOST_PANEL_ROWS = 1 << 20  # more rows than a step has
+MOST_PANEL_ROWS = 1 << 20  # exceeds the rows of any step
 
 
 def widening_cost(
@@ -267,8 +322,7 @@ def widening_cost(
     zeros: bool = False,
     scale_bytes: int | None = None,
 ) -> Cost:
-    """Return the cost of widening a weight of codes in 4 bits to values, which are written; see
-    weight_only_linear_cost."""
+    """Return the cost of widening a 4-bit weight and writing its values; see weight_only_linear_cost."""
     read = weight_only_linear_cost(
         0, inputs, outputs, itemsize, group=group, zeros=zeros, scale_bytes=scale_bytes
     )
@@ -276,9 +330,18 @@ def widening_cost(
 
 
 def least_panel_rows(peaks: Peaks, inputs: int, outputs: int, itemsize: int, widened: Cost) -> int:
-    """Return the fewest rows from which it takes less time to widen a weight of codes in 4 bits, which costs `widened`,
-    and to multiply with its values than to widen it in registers, which reaches REGISTERS_SHARE of the peak. What
-    widening itself computes is left out."""
+    """Return the number of rows from which widening a 4-bit weight into a buffer first is faster.
+
+    The alternative is to widen it in registers, which reaches REGISTERS_SHARE of the peak. The arithmetic of widening
+    is not counted.
+
+    Args:
+        peaks: peak rates of the device.
+        inputs: inputs of the weight.
+        outputs: outputs of the weight.
+        itemsize: bytes of an activation.
+        widened: cost of widening the weight; see widening_cost.
+    """
     weight_bytes = widened.bytes - itemsize * inputs * outputs
 
     def pays(rows: int) -> bool:
@@ -292,16 +355,20 @@ def least_panel_rows(peaks: Peaks, inputs: int, outputs: int, itemsize: int, wid
 
 
 def rms_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool) -> Cost:
-    """Square, sum, scale, weight (4 a value; 5 with the residual added), and 2 a row for its root; read x and the
-    weight, write y, and both again for a residual."""
+    """Return the cost of an RMSNorm: 4 operations per value, 5 with a residual, and 2 per row for the root.
+
+    x and the weight are read and y is written; a residual is read and written too.
+    """
     values = tokens * hidden
     moved = (4 if residual else 2) * values * itemsize + hidden * itemsize
     return Cost((5 if residual else 4) * values + 2 * tokens, moved)
 
 
 def layer_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool, biased: bool = True) -> Cost:
-    """Mean, difference, square, sum, scale, weight (6 a value; 1 more each for a bias and an added residual), and 2 a
-    row for its root; bytes as for an RMSNorm, the bias included."""
+    """Return the cost of a LayerNorm: 6 operations per value, 1 more each for a bias and a residual, and 2 per row.
+
+    Bytes are counted as for an RMSNorm, plus the bias.
+    """
     values = tokens * hidden
     moved = (4 if residual else 2) * values * itemsize + (1 + biased) * hidden * itemsize
     return Cost((6 + biased + residual) * values + 2 * tokens, moved)
@@ -318,12 +385,20 @@ def rope_store_cost(
     codes: CacheDtype | None = None,
     normed: bool = False,
 ) -> Cost:
-    """Rotate q and k (3 a rotated value), write q back and k, v to the cache; cos and sin are read in float32. Of no KV
-    heads: q alone, of a layer that reads what another one has written.
+    """Return the cost of rotating q and k (3 operations per rotated value) and storing q, k and v.
 
-    `rotary_dim`: values of a head that are rotated, all if not given. `normed`: q and k pass an RMSNorm before.
-    `codes`: what the cache keeps, of a byte each, with a float32 scale for each head of a token (a value is compared,
-    multiplied, rounded, for fp8 bounded too; a head of a token has 2 divisions).
+    cos and sin are read in float32.
+
+    Args:
+        tokens: tokens of the step.
+        q_heads: query heads.
+        kv_heads: 0 for a layer that reads the K and V of another layer: only q is rotated.
+        head_dim: values of a head.
+        itemsize: bytes of a value.
+        rotary_dim: rotated values of a head, all by default.
+        codes: format of a quantised cache: one byte per value and a float32 scale per token and head. A value takes a
+            comparison, a multiplication and a rounding, for fp8 also a clamp; a token and head takes 2 divisions.
+        normed: True if q and k pass an RMSNorm first.
     """
     turned, heads = head_dim if rotary_dim is None else rotary_dim, tokens * (q_heads + kv_heads)
     flops, values = 3 * heads * turned, tokens * kv_heads * head_dim
@@ -341,8 +416,16 @@ def rope_store_cost(
 def copy_parts_cost(
     tokens: int, kv_heads: int, head_dim: int, itemsize: int, tensors: int = 2, coded: bool = False
 ) -> Cost:
-    """K and V of `tokens` cached tokens are read and written; `tensors`: 1 where both are the same latents.
-    `coded`: they are codes of a byte, with a scale for each head."""
+    """Return the cost of copying the K and V of `tokens` cached tokens.
+
+    Args:
+        tokens: cached tokens to copy.
+        kv_heads: KV heads.
+        head_dim: values of a head.
+        itemsize: bytes of a value.
+        tensors: 1 if K and V are the same latents.
+        coded: True if the cache holds one-byte quantised values with a scale per head.
+    """
     head = head_dim + 4 if coded else head_dim * itemsize
     return Cost(0, 2 * tensors * tokens * kv_heads * head)
 
@@ -357,11 +440,17 @@ def attention_cost(
     itemsize: int,
     coded: bool = False,
 ) -> Cost:
-    """Scaled dot-product attention over a paged cache.
+    """Return the cost of scaled dot-product attention over a paged cache.
 
-    `pairs` counts the (query, key) pairs that are attended, over all sequences; `kv_tokens` the distinct cached
-    tokens read, a block that several sequences share counted once. `coded`: they are codes of a byte, with a float32
-    scale for each head of a token.
+    Args:
+        tokens: query tokens.
+        pairs: attended (query, key) pairs, summed over sequences.
+        kv_tokens: distinct cached tokens that are read; a block that sequences share counts once.
+        q_heads: query heads.
+        kv_heads: KV heads.
+        head_dim: values of a head.
+        itemsize: bytes of a value.
+        coded: True if the cache holds one-byte quantised values with a float32 scale per token and head.
     """
     cached = 2 * kv_tokens * kv_heads * (head_dim + 4 if coded else head_dim * itemsize)
     return Cost(4 * pairs * q_heads * head_dim, 2 * tokens * q_heads * head_dim * itemsize + cached)
@@ -370,16 +459,31 @@ def attention_cost(
 def latent_attention_cost(
     tokens: int, pairs: int, kv_tokens: int, heads: int, width: int, rank: int, itemsize: int
 ) -> Cost:
-    """Attention over a cache of latents: a query is multiplied with `width` values of a token, and its probability with
-    `rank`. Counts as for `attention_cost`; what is read of a token serves K and V."""
+    """Return the cost of attention over a cache of latents, in which the same values serve as K and V.
+
+    Args:
+        tokens: query tokens.
+        pairs: attended (query, key) pairs, summed over sequences.
+        kv_tokens: distinct cached tokens that are read.
+        heads: query heads.
+        width: values of a token that each query is multiplied by.
+        rank: values of a token that each probability is multiplied by.
+        itemsize: bytes of a value.
+    """
     moved = tokens * heads * (width + rank) + kv_tokens * width
     return Cost(2 * pairs * heads * (width + rank), itemsize * moved)
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """The values of a head of multi-head latent attention: of a latent, which K and V of all heads are made of; of a
-    query without a position, and of its rotated ones; of V."""
+    """The number of values per head in multi-head latent attention.
+
+    Attributes:
+        rank: the latent, from which K and V of all heads are computed.
+        plain: the part of a query and key without position.
+        turned: the rotated part of a query and key.
+        value: V.
+    """
 
     rank: int
     plain: int
@@ -388,7 +492,7 @@ class LatentSizes:
 
     @property
     def saved(self) -> int:
-        """Return how many FLOPs fewer a (query, key) pair of a head takes with K and V than with the latent."""
+        """Return the FLOPs that a (query, key) pair of a head saves with K and V instead of the latent."""
         return 2 * (2 * self.rank + self.turned) - self.pair
 
     @property
@@ -398,14 +502,21 @@ class LatentSizes:
 
     @property
     def made(self) -> int:
-        """Return the FLOPs that make K and V of a key for a head. As many take a query to the latent and its result out
-        of it."""
+        """Return the FLOPs of computing K and V of one key for one head.
+
+        Projecting one query to the latent space and its result back takes the same number.
+        """
         return 2 * self.rank * (self.plain + self.value)
 
     def decompressing_pays(self, queries: _N, contexts: _N) -> Any:
-        """Whether K and V of a whole context, made for its last `queries` tokens, take fewer operations than these
-        tokens with the latents; of a sequence, or of many. Those of the queries' own tokens cost nothing: their queries
-        and results are not taken to the latent and out of it."""
+        """Return True if attention with K and V takes fewer FLOPs than attention with the latents.
+
+        K and V of the `queries` own tokens are free: these tokens then need no projection of queries and results.
+
+        Args:
+            queries: query tokens at the end of each sequence; an integer or an array.
+            contexts: tokens of each sequence, queries included.
+        """
         earlier = contexts - queries
         pairs = queries * earlier + queries * (queries + 1) // 2
         return pairs * self.saved > earlier * self.made
@@ -414,43 +525,53 @@ class LatentSizes:
 def decompressed_attention_cost(
     tokens: int, pairs: int, kv_tokens: int, heads: int, sizes: LatentSizes, itemsize: int
 ) -> Cost:
-    """Attention with K and V of each head; `kv_tokens` keys, of which all heads share the rotated values."""
+    """Return the cost of attention with K and V of each head over `kv_tokens` keys; heads share the rotated values."""
     moved = tokens * heads * (sizes.plain + sizes.turned + sizes.value)
     moved += kv_tokens * (heads * (sizes.plain + sizes.value) + sizes.turned)
     return Cost(pairs * heads * sizes.pair, itemsize * moved)
 
 
 def latent_store_cost(tokens: int, heads: int, rank: int, rotary_dim: int, itemsize: int) -> Cost:
-    """Rotate q and the k that all heads share (3 a value), write q back, and k with the latent to the cache; cos and
-    sin are read in float32."""
+    """Return the cost of rotating q and the shared k (3 operations per value) and storing both and the latent.
+
+    cos and sin are read in float32.
+    """
     turned = (heads + 1) * rotary_dim
     return Cost(3 * tokens * turned, tokens * (2 * itemsize * (turned + rank) + 4 * rotary_dim + 8))
 
 
 def merge_state_cost(parts: int, tokens: int, heads: int, head_dim: int, itemsize: int) -> Cost:
-    """Parts of attention weighted and added (2 a value); each read once with its log-sum-exp, the result written."""
+    """Return the cost of merging parts of attention: 2 operations per value; parts and log-sum-exps are read once."""
     values, sums = tokens * heads * head_dim, 4 * tokens * heads
     return Cost(2 * parts * values, (parts + 1) * (values * itemsize + sums))
 
 
 def gated_activation_cost(tokens: int, intermediate: int, itemsize: int) -> Cost:
-    """act(gate) * up: five a value; reads both halves, writes one."""
+    """Return the cost of act(gate) * up: 5 operations per output value; both halves are read and one is written."""
     return Cost(5 * tokens * intermediate, 3 * tokens * intermediate * itemsize)
 
 
 def activation_cost(tokens: int, intermediate: int, itemsize: int) -> Cost:
-    """act(x): four a value; reads it, writes it."""
+    """Return the cost of act(x): 4 operations per value."""
     return Cost(4 * tokens * intermediate, 2 * tokens * intermediate * itemsize)
 
 
 def scale_cost(tokens: int, width: int, itemsize: int) -> Cost:
-    """Each value multiplied with the same number: read and written."""
+    """Return the cost of multiplying each value by the same number."""
     return Cost(tokens * width, 2 * tokens * width * itemsize)
 
 
 def low_rank_cost(tokens: int, adapters: int, inputs: int, outputs: int, rank: int, itemsize: int) -> Cost:
-    """Return the cost of adding B A x to a product: A x and B of that for tokens that have an adapter of this rank,
-    which is then added, in float32; the factors of each of the adapters that they have are read once."""
+    """Return the cost of adding B A x to a product in float32 for tokens that have an adapter.
+
+    Args:
+        tokens: tokens that have an adapter of this rank.
+        adapters: distinct adapters of these tokens; the factors of each are read once.
+        inputs: inputs of the product.
+        outputs: outputs of the product.
+        rank: rank of the adapters.
+        itemsize: bytes of an activation.
+    """
     width = inputs + outputs
     moved = (
         itemsize * tokens * (inputs + 2 * rank) + 12 * tokens * outputs + itemsize * adapters * rank * width
@@ -459,70 +580,96 @@ def low_rank_cost(tokens: int, adapters: int, inputs: int, outputs: int, rank: i
 
 
 def cap_cost(rows: int, vocab: int) -> Cost:
-    """cap × tanh(logit / cap) of float32 logits: three a value; read and written."""
+    """Return the cost of cap × tanh(logit / cap) of float32 logits: 3 operations per logit."""
     return Cost(3 * rows * vocab, 2 * rows * vocab * 4)
 
 
 def sample_cost(rows: int, vocab: int, itemsize: int, drawn: int = 0) -> Cost:
-    """One comparison a logit; in the `drawn` rows 10 more: find the maximum, subtract it, divide, softmax (4), find
-    what min-p compares with, compare, cumulate. Logits are read once, token ids written. What top-k and top-p take is
-    left out: it depends on the probabilities."""
+    """Return the cost of sampling: one comparison per logit, and 10 more in rows that are drawn.
+
+    The 10 are: maximum, subtraction, division, softmax (4), the threshold of min-p, comparison, cumulative sum. The
+    cost of top-k and top-p is not counted, because it depends on the probabilities.
+
+    Args:
+        rows: sampled rows.
+        vocab: logits of a row.
+        itemsize: bytes of a logit.
+        drawn: rows with a temperature above 0.
+    """
     return Cost((rows + 10 * drawn) * vocab, rows * (vocab * itemsize + 8))
 
 
 def penalise_cost(tokens: int, distinct: int, said: int, itemsize: int) -> Cost:
-    """`tokens` are read; of the `distinct` ones logits are compared, divided, multiplied and written; for each one
-    that was `said` in answers a penalty is counted, summed up and subtracted."""
+    """Return the cost of penalties.
+
+    Args:
+        tokens: tokens of all prompts and answers, which are read.
+        distinct: distinct tokens, whose logits are compared, divided or multiplied, and written.
+        said: distinct tokens of answers, whose penalties are counted, summed and subtracted.
+        itemsize: bytes of a logit.
+    """
     return Cost(3 * distinct + 3 * said, 4 * tokens + 2 * distinct * itemsize)
 
 
 def mask_cost(rows: int, vocab: int, masked: int, itemsize: int) -> Cost:
-    """A bit of every token is read, and the logits of the `masked` tokens of all rows are written. No arithmetic."""
+    """Return the cost of reading one bit per token and writing the `masked` logits of all rows."""
     return Cost(0, rows * (-(-vocab // 32) * 4 + 4) + masked * itemsize)
 
 
 def log_probabilities_cost(rows: int, vocab: int, most: int, itemsize: int) -> Cost:
-    """The maximum and a log-softmax (4 a logit); the sort that it takes in torch is left out. Logits and chosen ids are
-    read, and of each row 1 + `most` numbers and `most` ids written."""
+    """Return the cost of the maximum and a log-softmax (4 operations per logit), and of writing `most` top tokens.
+
+    The sort in torch is not counted.
+    """
     return Cost(5 * rows * vocab, rows * (vocab * itemsize + 8 + 4 + 12 * most))
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """How much one engine step runs."""
+    """The amount of work of one engine step."""
 
     tokens: int  # query tokens
     sampled: int  # rows whose logits are computed
-    pairs: int  # (query, key) pairs attended, summed over layers (their sliding windows may differ)
+    pairs: int  # attended (query, key) pairs, summed over layers (their sliding windows may differ)
     kv_tokens: int  # distinct cached tokens read, summed over layers
-    copied: int = 0  # cached tokens that are copied, in every layer that keeps K and V
+    copied: int = 0  # cached tokens that are copied, in each layer with a KV cache
     adapted: int = 0  # query tokens that have an adapter
-    adapters: int = 0  # how many adapters these have
+    adapters: int = 0  # distinct adapters of these tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Decompressing:
-    """FLOPs of attention over latents where K and V of each head are made of them: of a pair, and of a key that comes
-    before the step's tokens, in a mean one of so many layers."""
+    """FLOPs of attention over latents if K and V of each head are computed from them.
+
+    Attributes:
+        pair: FLOPs of a (query, key) pair, averaged over `layers` layers.
+        earlier: FLOPs of computing K and V of a key before the step's own tokens.
+        layers: number of layers.
+    """
 
     pair: int
     earlier: int
     layers: int
 
     def flops(self, step: StepShape) -> int:
-        """Return the FLOPs of a step, all of whose K and V are made."""
+        """Return the FLOPs of a step in which all K and V are computed."""
         return self.pair * step.pairs + self.earlier * max(0, step.kv_tokens - self.layers * step.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """The cost of an operator in a step, over all its layers: `step` however much it runs (reading weights), and a cost
-    for each of the things that a StepShape counts. One that is `only_sampled` does not run in a step that samples
-    nothing.
+    """The cost of an operator in a step, summed over its layers: a fixed cost, and a cost per unit of a StepShape.
 
-    `expert`: for each expert that has tokens, of `experts` in a layer, of which a token uses `chosen`. `decompressing`:
-    another way of computing it, which is taken where it has fewer FLOPs. It is chosen for each sequence, so that a step
-    which both reads and answers has fewer FLOPs than what is counted here. Bytes are about as many.
+    The engine chooses `decompressing` per sequence. A step with both prefill and decode therefore takes fewer FLOPs
+    than counted here; the bytes are about the same.
+
+    Attributes:
+        step: fixed cost of a step, such as reading weights.
+        expert: cost of each distinct expert that has tokens.
+        only_sampled: True if the operator runs only in steps that sample.
+        experts: experts of a layer.
+        chosen: experts per token.
+        decompressing: an alternative computation, which is used if it takes fewer FLOPs.
     """
 
     name: str
@@ -542,13 +689,13 @@ class OperatorCost:
 
     @property
     def useful_pair(self) -> int:
-        """Return the FLOPs of a (query, key) pair, in whichever way has fewer."""
+        """Return the FLOPs of a (query, key) pair in the cheaper of the two ways."""
         return (
             self.pair.flops if self.decompressing is None else min(self.pair.flops, self.decompressing.pair)
         )
 
     def __add__(self, other: OperatorCost) -> OperatorCost:
-        """Return the cost of both together, as one operator: `other` says what kind of operator it is."""
+        """Return the cost of both as one operator, with the kind of `other`."""
         parts = [getattr(self, part) + getattr(other, part) for part in _PARTS]
         return replace(other, name=self.name, **dict(zip(_PARTS, parts, strict=True)))
 
@@ -556,7 +703,7 @@ class OperatorCost:
         return replace(self, **{part: getattr(self, part) * times for part in _PARTS})
 
     def of(self, step: StepShape) -> Cost:
-        """Its cost in one step; nothing where no row passes it."""
+        """Return the cost of the operator in one step; zero if the operator does not run."""
         if not step.tokens or (self.only_sampled and not step.sampled):
             return Cost()
         hit = expected_hit(step.tokens, self.experts, self.chosen) if self.experts else 0
@@ -568,7 +715,8 @@ class OperatorCost:
             self.adapter,
         )  # fmt: skip
         flops = moved = coded = 0
-        for count, cost in zip(counts, parts, strict=True):  # every step of a run comes past here
+        # A loop rather than sums of Cost objects: a simulation calls this for every step of a run
+        for count, cost in zip(counts, parts, strict=True):
             flops += count * cost.flops
             moved += count * cost.bytes
             coded += count * cost.coded_ops
@@ -581,13 +729,12 @@ _PARTS = ("step", "token", "sampled", "pair", "kv_token", "copied", "expert", "a
 
 OperatorKind = Literal["linear", "attention", "sampling", "elementwise"]
 OPERATOR_KINDS: tuple[OperatorKind, ...] = get_args(OperatorKind)
-# A product has hundreds of operations for each byte of a token, any other operator at most three.
+# Operations per byte of a token: a matrix product has hundreds, any other operator at most three
 PRODUCT_INTENSITY = 8
 
 
 def operator_kind(operator: OperatorCost) -> OperatorKind:
-    """Return the kind of work that an operator does. `sampling` is everything that only sampled rows pass, the head's
-    product included."""
+    """Return the kind of an operator. `sampling` includes the product of the head, which only sampled rows need."""
     if operator.pair.flops:
         return "attention"
     if operator.only_sampled:
@@ -599,28 +746,23 @@ def operator_kind(operator: OperatorCost) -> OperatorKind:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """All that counting needs of a model: what its operators cost, and a few sums. No topology: who knows the model
-    makes it."""
+    """The costs of a model's operators and a few totals, without its topology."""
 
     operators: tuple[OperatorCost, ...]
-    windows: tuple[int | None, ...]  # of each layer with attention: how many keys a query sees; None: all
-    parameters: int  # weights of linear maps, the head's not among them
-    active_parameters: int  # of these, how many a token multiplies: not those of experts that it does not use
+    windows: tuple[int | None, ...]  # per layer with attention: keys that a query sees; None: all
+    parameters: int  # weights of linear layers, without the head
+    active_parameters: int  # the part of `parameters` that one token uses, without experts it does not use
     head_parameters: int
-    # Of each layer that keeps K and V: its window, bytes of a token
+    # Per layer with a KV cache: its window, and bytes of a token
     caches: tuple[tuple[int | None, int], ...]
     itemsize: int  # bytes of an activation
-    weight_itemsize: (
-        float  # bytes of a weight of the linear layers, less than `itemsize` where they are quantised
-    )
-    causal: bool = (
-        True  # whether a query sees earlier keys alone; else those of both sides, each as far as the window
-    )
-    adapted: bool = False  # whether tokens may have adapters
+    weight_itemsize: float  # bytes of a linear weight, less than `itemsize` if quantised
+    causal: bool = True  # False: queries also see later keys, up to the window on each side
+    adapted: bool = False  # True if tokens can have adapters
 
     @property
     def layers(self) -> int:
-        """The number of layers with attention."""
+        """Return the number of layers with attention."""
         return len(self.windows)
 
     def kv_bytes(self, tokens: int) -> int:
@@ -628,11 +770,11 @@ class ModelCost:
         return sum(size * (tokens if window is None else min(tokens, window)) for window, size in self.caches)
 
     def seen(self, tokens: int) -> int:
-        """Return how many of `tokens` cached tokens the next query sees, itself included, summed over layers."""
+        """Return the number of `tokens` cached tokens that the next query sees, itself included, summed over layers."""
         return sum(tokens if window is None else min(tokens, window) for window in self.windows)
 
     def pairs(self, tokens: int) -> int:
-        """(query, key) pairs of a whole prompt, summed over layers."""
+        """Return the (query, key) pairs of a whole prompt, summed over layers."""
         total = 0
         for window in self.windows:
             growing = tokens if window is None else min(tokens, window)
@@ -641,37 +783,42 @@ class ModelCost:
 
     @property
     def quantized(self) -> bool:
+        """Return True if the linear layers have quantised weights."""
         return self.weight_itemsize < self.itemsize
 
     def step(self, step: StepShape) -> dict[str, Cost]:
-        """Operator name → its cost in one step, over all layers. An operator that no row passes is not run: 0."""
+        """Return the cost of each operator in one step, by name. An operator that does not run costs 0."""
         return {operator.name: operator.of(step) for operator in self.operators}
 
     def another_step(self) -> dict[str, Cost]:
-        """Operator name → what it adds to the same work if that takes one step more: weights are read again, of experts
-        those of one token at the least."""
+        """Return the cost that each operator adds, by name, if the same work takes one step more.
+
+        The weights are read again, and at least the experts of one token.
+        """
         return {
             operator.name: operator.step + operator.expert * operator.chosen for operator in self.operators
         }
 
     def model_flops(self, step: StepShape) -> int:
-        """Useful FLOPs as MFU counts them: 2 × active parameters × tokens, the head for sampled rows, and the products
-        of attention; over latents those with K and V of each head, where a device makes them of prompts, whichever way
-        a step takes."""
+        """Return the useful FLOPs of a step, as MFU counts them.
+
+        These are 2 × active parameters × tokens, the head for sampled rows, and the products of attention. Attention
+        over latents always counts in its cheaper form, whichever form the step uses.
+        """
         dense = self.active_parameters * step.tokens + self.head_parameters * step.sampled
         return 2 * dense + self.pair_flops * step.pairs
 
     @property
     def pair_flops(self) -> int:
-        """Useful FLOPs of a (query, key) pair."""
+        """Return the useful FLOPs of a (query, key) pair."""
         return sum(operator.useful_pair for operator in self.operators)
 
 
 def step_total(costs: dict[str, Cost]) -> Cost:
-    """All operators of a step together."""
+    """Return the total cost of a step's operators."""
     return sum(costs.values(), Cost())
 
 
 def roofline_seconds(costs: dict[str, Cost], peaks: Peaks) -> float:
-    """Sum over operators of their bounds: operators follow one another, so their bounds add up."""
+    """Return the sum of the operators' roofline bounds; operators run in sequence."""
     return sum(cost.seconds(peaks) for cost in costs.values())

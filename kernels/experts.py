@@ -1,4 +1,4 @@
-"""The experts of a feed-forward layer (Shazeer et al., 2017): which a token goes to, and what they make of it."""
+"""The experts of a mixture-of-experts layer (Shazeer et al., 2017): choosing them and combining their results."""
 
 from __future__ import annotations
 
@@ -14,25 +14,30 @@ from batchinfer_kernels.routing import Routing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """Each token's experts, and the weights of their results."""
+    """The experts of each token and the weights of their results."""
 
     experts: Tensor  # (T, chosen) int64
     weights: Tensor  # (T, chosen) float32
-    counts: Tensor | None = None  # (experts,) int32: tokens of each, where they were counted on the way
+    counts: Tensor | None = None  # (experts,) int32: tokens of each expert; None: not counted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Rows, one for each token and choice, sorted by expert; rows of an expert stand in the tokens' order."""
+    """Rows, one per token and chosen expert, sorted by expert and then by token."""
 
     order: Tensor  # (R,) int64: token × chosen + choice
-    starts: Tensor  # (experts + 1,) int64: where each expert's rows begin
+    starts: Tensor  # (experts + 1,) int64: the first row of each expert
 
 
 def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
-    """logits: (T, experts); correction: (experts,) where the routing is `corrected`. The host waits for nothing.
+    """Choose the experts of each token in float32, without a host synchronisation.
 
-    Everything is float32. Which of equal experts is chosen is torch.topk's choice, as in transformers.
+    torch.topk breaks ties, as in transformers.
+
+    Args:
+        logits: (T, experts).
+        routing: the rule.
+        correction: (experts,), required if and only if `routing.corrected`.
     """
     check_logits(logits, routing, correction)
     logits = logits.float()
@@ -48,23 +53,25 @@ def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None =
 
 
 def check_logits(logits: Tensor, routing: Routing, correction: Tensor | None) -> None:
-    """Raises ValueError where shapes do not fit, or a correction is missing or there for nothing."""
+    """Raise ValueError if shapes do not match, or the correction is missing or superfluous."""
     if logits.dim() != 2 or logits.shape[1] != routing.experts:
         raise ValueError(f"logits are {tuple(logits.shape)}, there are {routing.experts} experts")
     if (correction is not None) != routing.corrected:
         given = "no correction of the scores" if correction is None else "a correction of the scores"
-        raise ValueError(f"there is {given}, and corrected is {routing.corrected} in the routing")
+        raise ValueError(f"{given} was passed, but routing.corrected is {routing.corrected}")
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return the sigmoid, with the same bits for a value wherever it stands. On a CPU torch computes the last few
-    values of a tensor by other instructions than the others, and the last bit may differ: computed in float64, it is
-    rounded away."""
+    """Return the sigmoid, with the same bits for a value at any position of a tensor.
+
+    On a CPU, torch uses other instructions for the last values of a tensor, which may change the last bit. Computing in
+    float64 and rounding removes the difference.
+    """
     return x.double().sigmoid().to(x.dtype)
 
 
 def _within_groups(scores: Tensor, routing: Routing) -> Tensor:
-    """The scores of the chosen groups' experts; those of others are -inf."""
+    """Set the scores of experts outside the chosen groups to -inf."""
     grouped = scores.view(len(scores), routing.groups, -1)
     if routing.group_score == "max":
         of_groups = grouped.amax(-1)
@@ -77,13 +84,13 @@ def _within_groups(scores: Tensor, routing: Routing) -> Tensor:
 
 def _weighted(scores: Tensor, routing: Routing) -> Tensor:
     if routing.normalised:
-        # The sum of sigmoids may be 0
+        # 1e-20, because a sum of sigmoids can be 0
         scores = scores / (scores.sum(-1, keepdim=True) + (1e-20 if routing.scoring == "sigmoid" else 0.0))
     return scores if routing.scale == 1 else scores * routing.scale
 
 
 def group_by_expert(experts: Tensor, count: int) -> Groups:
-    """experts: (T, chosen) int64 below `count`. The host waits for nothing."""
+    """Sort the rows of experts (T, chosen) int64, all below `count`, without a host synchronisation."""
     found, order = experts.flatten().sort(stable=True)
     return Groups(order, torch.searchsorted(found, torch.arange(count + 1, device=experts.device)))
 
@@ -97,10 +104,18 @@ def experts_reference(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """x: (T, K); gate_up: (E, 2 I, K), gate above up; down: (E, N, I) → (T, N): the sum, over a token's experts, of
-    weight × down(act(gate(x)) * up(x)), added in float32 in the order of the choice.
+    """Return the weighted sum of each token's experts, weight × down(act(gate(x)) * up(x)): (T, N).
 
-    Results of the products are rounded to x's dtype.
+    The products are rounded to x's dtype. The sum is accumulated in float32 in the order of the choice.
+
+    Args:
+        x: (T, K).
+        gate_up: (E, 2 I, K), gate above up.
+        down: (E, N, I).
+        choice: experts of each token.
+        activation: activation of the gate.
+        gate_up_bias: (E, 2 I), or None.
+        down_bias: (E, N), or None.
     """
     check_choice(x, choice)
     groups = group_by_expert(choice.experts, len(gate_up))
@@ -111,9 +126,12 @@ def experts_reference(
 
 
 def combine_reference(made: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """made: (R, N), rows sorted by expert; order: (R,) as in Groups; weights: (T, chosen) float32 → (T, N).
+    """Return the weighted sum of each token's rows, (T, N), accumulated in float32 in the order of the choice.
 
-    Each token's rows are weighted and added in float32, in the order of the choice.
+    Args:
+        made: (R, N), rows sorted by expert.
+        order: (R,), as in Groups.
+        weights: (T, chosen) float32.
     """
     by_token = torch.empty_like(made)
     by_token[order] = made
@@ -125,7 +143,7 @@ def combine_reference(made: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 def check_choice(x: Tensor, choice: Choice) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     experts, weights = choice.experts, choice.weights
     if experts.dim() != 2 or len(experts) != len(x) or experts.dtype != torch.int64:
         raise ValueError(f"experts are {tuple(experts.shape)} {experts.dtype}, there are {len(x)} rows")

@@ -1,7 +1,7 @@
-"""Linear layers on float8_e4m3fn codes: the weight scaled per output channel, activations per token.
+"""Linear layers on float8_e4m3fn values: the weight scaled per output, activations per token.
 
-The format of Micikevicius et al., 2022, "FP8 formats for deep learning", with 4 bits of exponent and 3 of mantissa.
-Scales per token and not per tensor: no row's numbers depend on another row's.
+The format has 4 exponent bits and 3 mantissa bits (Micikevicius et al., 2022, "FP8 formats for deep learning").
+Activations are scaled per token rather than per tensor, so a row's result does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from batchinfer_kernels.quantized_linear import inverse_scales
 
 MAX_FP8 = 448.0  # the largest finite float8_e4m3fn
 FP8 = torch.float8_e4m3fn
-ROWS_AT_ONCE = 8192  # float32 copies of a whole head would take gigabytes
+ROWS_AT_ONCE = 8192  # bounds memory: the float32 copy of a whole head would take gigabytes
 
 
 def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: (T, K) → codes (T, K) float8_e4m3fn and scales (T,) float32, x ≈ codes × scales[:, None].
+    """Quantise each row of x (T, K): x ≈ values × scales[:, None]. A weight has one row per output.
 
-    The largest magnitude of a row becomes ±448, the rest is rounded to nearest, ties to even. A row of zeros has scale
-    0; one with a NaN or an infinity has scale NaN, so that its products are NaN. Rows below 1.4e-36, where
-    448 ÷ magnitude overflows, become zeros. A weight is quantised the same way, one row an output.
+    The largest magnitude of a row becomes ±448; other values are rounded to nearest, ties to even. A row of zeros has
+    scale 0. A row with a NaN or an infinity has scale NaN, so its products are NaN. Rows with magnitudes below 1.4e-36,
+    where 448 ÷ magnitude overflows, become zeros.
+
+    Returns:
+        Values (T, K) float8_e4m3fn and scales (T,) float32.
     """
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, not a matrix of floats")
@@ -48,9 +51,9 @@ def fp8_matmul_reference(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """As matmul_reference, with the weight as codes (N, K) float8_e4m3fn and scales (N,) float32.
+    """Multiply as matmul_reference does, with a weight of values (N, K) float8_e4m3fn and scales (N,) float32.
 
-    x is quantised by row. Sums are float32, and are multiplied with row scale × channel scale.
+    x is quantised per row. The float32 sums are multiplied by the scale of the row and the scale of the output.
     """
     check_fp8_matmul(x, codes, scales, bias, out_dtype, activation)
     rows, row_scales = quantize_rows_fp8(x)
@@ -66,7 +69,7 @@ def check_fp8_matmul(
     out_dtype: torch.dtype | None,
     activation: Activation | None,
 ) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     check_matmul(x, codes.shape, bias, out_dtype, activation)
     if codes.dtype != FP8:
         raise ValueError(f"codes are {codes.dtype}, not {FP8}")

@@ -1,7 +1,7 @@
-"""The gate of a gated feed-forward layer (Shazeer, 2020): act(gate) * up.
+"""The gated activation of a feed-forward layer (Shazeer, 2020): act(gate) * up.
 
-"clamped_swiglu" is GPT-OSS's (OpenAI, 2025): gate * sigmoid(1.702 gate) * (up + 1), of gates of at most 7 and ups
-between -7 and 7.
+"clamped_swiglu" is that of GPT-OSS (OpenAI, 2025): gate * sigmoid(1.702 gate) * (up + 1), with gate clamped to at most
+7 and up to -7 … 7.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from batchinfer_kernels.arithmetic import Activation as Activation
 
 
 def gated_activation_reference(gate_up: Tensor, activation: Activation) -> Tensor:
-    """gate_up: (T, 2 × intermediate), gate first. Returns (T, intermediate)."""
+    """Return act(gate) * up, (T, intermediate).
+
+    Args:
+        gate_up: (T, 2 × intermediate), gate first.
+        activation: activation of the gate.
+    """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate and up need an even number of columns, got {gate_up.shape[-1]}")
     gate, up = gate_up.chunk(2, -1)
@@ -26,9 +31,9 @@ def gated_activation_reference(gate_up: Tensor, activation: Activation) -> Tenso
 
 
 def activation_reference(x: Tensor, activation: Activation) -> Tensor:
-    """Return the activation of each value. Raises ValueError for one that needs a gate and an up."""
+    """Return the activation of each value. Raises ValueError for "clamped_swiglu", which needs gate and up."""
     if activation == "clamped_swiglu":
-        raise ValueError("clamped_swiglu is computed of a gate and an up")
+        raise ValueError("clamped_swiglu needs a gate and an up")
     if activation == "silu":
         return F.silu(x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -1,5 +1,4 @@
-"""Matrix products of rows that are sorted by the weight that they are multiplied with: the experts of a feed-forward
-layer."""
+"""Matrix products of rows that are sorted by their weight, such as the experts of a feed-forward layer."""
 
 from __future__ import annotations
 
@@ -25,15 +24,24 @@ def grouped_matmul_reference(
     lines: Tensor | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """x: (R, K), weight: (E, N, K) of x's dtype, starts: (E + 1,) int64 from 0 to R, bias: (E, N) → (R, N), or
-    (R, N / 2) with an activation.
+    """Multiply each row by the weight of its group: (R, N), or (R, N / 2) with an activation.
 
-    Row r is multiplied with weight e where starts[e] ≤ r < starts[e + 1]; any number of rows may belong to a weight, or
-    none. What follows the sums is as in batchinfer_kernels.matmul.matmul_reference. With `scales` (E, N) the weight is
-    codes, int8 or float8_e4m3fn, and rows are quantised, see batchinfer_kernels.quantized_linear and fp8_matmul. With
-    `lines` (N,) int32 the codes are float8_e4m3fn of which blocks share a scale, `scales` (E, S, ceil(K / 128)), see
-    batchinfer_kernels.block_fp8_matmul: lines are those of each expert. Raises ValueError when shapes or dtypes do not
-    fit.
+    Row r uses weight e with starts[e] ≤ r < starts[e + 1]; a group may be empty. Bias, activation and rounding
+    follow batchinfer_kernels.matmul.matmul_reference.
+
+    Args:
+        x: (R, K).
+        weight: (E, N, K) of x's dtype, or int8 or float8_e4m3fn values with `scales`.
+        starts: (E + 1,) int64 from 0 to R.
+        bias: (E, N).
+        scales: (E, N). Rows are quantised too, see batchinfer_kernels.quantized_linear and fp8_matmul. With `lines`:
+            (E, S, ceil(K / 128)).
+        lines: (N,) int32. The values are float8_e4m3fn with one scale per block, see
+            batchinfer_kernels.block_fp8_matmul; all experts share the lines.
+        activation: activation of the result, or None.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match.
     """
     check_grouped_matmul(x, weight, starts, bias, scales, activation, lines)
     outputs = weight.shape[1] // (1 if activation is None else 2)
@@ -63,7 +71,7 @@ def check_grouped_matmul(
     activation: Activation | None,
     lines: Tensor | None = None,
 ) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     if weight.dim() != 3 or x.dim() != 2 or x.shape[1] != weight.shape[2] or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the weights are {tuple(weight.shape)}")
     if weight.dtype not in ((x.dtype,) if scales is None else (torch.int8, FP8)):
@@ -71,7 +79,7 @@ def check_grouped_matmul(
         raise ValueError(f"x is {x.dtype}, the weights are {weight.dtype}, {beside}")
     if lines is not None:
         if scales is None:
-            raise ValueError("lines say which scales a row of a weight has, and there are no scales")
+            raise ValueError("lines were passed without scales")
         check_blocks(BlockWeight(weight, scales, lines))
     for name, values in (("bias", bias), ("scales", scales if lines is None else None)):
         if values is not None and values.shape != weight.shape[:2]:

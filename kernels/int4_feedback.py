@@ -1,7 +1,7 @@
-"""Codes of int4 weights that keep a linear layer's outputs, rather than each weight, near to what they were.
+"""Rounds int4 weights with the least change of a linear layer's outputs, rather than of its weights.
 
-What counts of a layer's inputs x is the matrix of their products, X^T X: with it the square error of all outputs is
-tr(D X^T X D^T), D being the errors of the weights (Frantar et al., 2023, "GPTQ").
+The squared error of all outputs is tr(D X^T X D^T), with D the errors of the weights and X^T X the products of the
+inputs (Frantar et al., 2023, "GPTQ").
 """
 
 from __future__ import annotations
@@ -11,24 +11,36 @@ from torch import Tensor
 
 from batchinfer_kernels.int4_linear import LEAST_CODE, MOST_CODE
 
-DAMPING = 0.01  # of the mean product, added to each input's: as in GPTQ's own code
-# Whose errors reach the columns behind them in one product. Among 32 columns of a thousand outputs torch computes in
-# one thread: where others use the cores, too, many small parallel steps take 30 times as long
+DAMPING = 0.01  # added to the diagonal, as a share of its mean; the value of GPTQ's code
+# Columns whose errors are applied to later columns in one product. With 32 columns of a thousand outputs torch uses one
+# thread; many small parallel steps take 30 times as long if other processes use the cores
 COLUMNS_AT_ONCE = 32
 
 
 def output_error(errors: Tensor, products: Tensor) -> Tensor:
-    """errors: (N, K) of weights; products: (K, K), X^T X of inputs → (), the square error of all outputs."""
+    """Return the squared error of all outputs, a scalar tensor.
+
+    Args:
+        errors: (N, K), errors of the weights.
+        products: (K, K), X^T X of the inputs.
+    """
     return ((errors @ products) * errors).sum()
 
 
 def codes_with_feedback(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tensor:
-    """weight: (…, N, K) float32; scales: (…, N, ceil(K / group)); products: (…, K, K) → codes (…, N, K) int8 in
-    -8 … 7, of a matrix, or of each of several.
+    """Return a rounded weight, or several: (…, N, K) int8 in -8 … 7.
 
-    Columns are rounded one after the other, those of the largest inputs first, each with the scale of its own group;
-    the columns that are still to come make up for its error. Raises ValueError for sizes that do not fit, and for
-    products that are no finite numbers.
+    Columns are rounded in the order of falling input magnitude, each with the scale of its group. The columns not yet
+    rounded are adjusted to compensate for each error.
+
+    Args:
+        weight: (…, N, K) float32.
+        scales: (…, N, ceil(K / group)).
+        products: (…, K, K), X^T X of the inputs.
+        group: inputs that share a scale.
+
+    Raises:
+        ValueError: If sizes do not match, or `products` are not finite.
     """
     *several, outputs, inputs = weight.shape
     groups = -(-inputs // group)
@@ -36,14 +48,13 @@ def codes_with_feedback(weight: Tensor, scales: Tensor, products: Tensor, group:
         shapes = f"scales {tuple(scales.shape)} and products {tuple(products.shape)}"
         raise ValueError(f"weight {tuple(weight.shape)} in groups of {group} has {shapes}")
     if not bool(products.isfinite().all()):
-        raise ValueError("products of inputs are no finite numbers")
+        raise ValueError("products of inputs are not finite")
     each, steps, seen = (one.reshape(-1, *one.shape[-2:]) for one in (weight, scales, products))
     return _codes(each, steps, seen, group).view(weight.shape)
 
 
 def _codes(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tensor:
-    """Return the same of several matrices. Whatever is asked of the device is asked before the columns: a GPU gets the
-    work of all of them at once."""
+    """Round several matrices. All synchronisation with a GPU happens before the loop over columns."""
     outputs, inputs = weight.shape[1:]
     order = products.diagonal(0, 1, 2).argsort(dim=-1, descending=True, stable=True)
     within = order[:, None].expand(-1, inputs, -1)
@@ -68,11 +79,11 @@ def _codes(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tens
 
 
 def _feedback(products: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the inverse, (K, K) float32: row k says how an error of column k is made up
-    for by the ones behind it. Inputs that depend on one another are told apart by damping, as much as it takes.
+    """Return the upper Cholesky factor of the inverse of `products`, (K, K) float32.
 
-    It is the inverse of the factor M of products = M M^T, and M is the lower factor of the products in reverse order,
-    reversed: so no inverse of all products is needed.
+    Row k tells how later columns compensate for an error of column k. Damping is raised until the matrix is positive
+    definite. The inverse itself is not computed: the factor is the inverse of M in products = M M^T, and M is the lower
+    Cholesky factor of the reversed products, reversed.
     """
     wide = products.double().flip(0, 1)
     ones = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)

@@ -1,7 +1,7 @@
-"""Linear layers with int4 weights, in groups of inputs, and int8 activations: what a CPU multiplies.
+"""Linear layers with int4 weights in groups of inputs and int8 activations, as the CPU multiplies them.
 
-A weight is (codes - zeros) × scales, codes in -8 … 7, with a scale and maybe a zero for each output and group of
-inputs, as in Frantar et al., 2023, "GPTQ", and Lin et al., 2024, "AWQ". Activations are quantised by row, as in
+A weight is (values - zeros) × scales, with values in -8 … 7, and a scale and optionally a zero point per output and
+group of inputs, as in GPTQ (Frantar et al., 2023) and AWQ (Lin et al., 2024). Activations are quantised per row, as in
 batchinfer_kernels.quantized_linear.
 """
 
@@ -13,23 +13,23 @@ from torch import Tensor
 from batchinfer_kernels.quantized_linear import quantize_rows
 
 LEAST_CODE, MOST_CODE = -8, 7
-SHARES = (
-    1.0,
-    0.95,
-    0.9,
-    0.85,
-    0.8,
-    0.75,
-)  # of the largest magnitude of a group, which becomes the least code
-VALUES_AT_ONCE = 1 << 17  # whose float32 copies stay in a cache: four times as fast as a million
+# Shares of a group's largest magnitude that are tried as the magnitude of LEAST_CODE
+SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+VALUES_AT_ONCE = 1 << 17  # their float32 copies fit the cache: four times as fast as a million at once
 
 
 def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """weight: (N, K) of floats → codes (N, K) int8 in -8 … 7 and scales (N, ceil(K / group)) float32.
+    """Quantise a weight (N, K) of floats to nearest int4 values in groups of inputs.
 
-    Values are rounded to nearest, with that scale of a few that leaves the least square error. With the largest of them
-    the value of the largest magnitude becomes -8, which int4 has and 8 it has not. A group of zeros has scale 0; one
-    with a value that is no finite number has scale NaN. Raises ValueError for any other tensor.
+    Of a few candidate scales, each group takes the one with the least squared error. With the largest candidate, the
+    value of largest magnitude becomes -8, because int4 has -8 but not 8. A group of zeros has scale 0, and a group with
+    a value that is not finite has scale NaN.
+
+    Returns:
+        Values (N, K) int8 in -8 … 7 and scales (N, ceil(K / group)) float32.
+
+    Raises:
+        ValueError: If `weight` is not a matrix of floats.
     """
     if weight.dim() != 2 or not weight.is_floating_point() or group < 1:
         raise ValueError(f"weight is {tuple(weight.shape)} {weight.dtype}, in groups of {group}")
@@ -63,10 +63,18 @@ def _inverse(scales: Tensor) -> Tensor:
 def int4_linear_reference(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bias: Tensor | None = None
 ) -> Tensor:
-    """x: (T, K) → (T, N) in x's dtype: x is quantised by row; sums of groups are exact integers, scaled and added up in
-    float64, multiplied with the row's scale, and the bias is added.
+    """Multiply x (T, K) by an int4 weight: (T, N) in x's dtype.
 
-    codes: (N, K) int8; scales, zeros: (N, ceil(K / group)).
+    x is quantised per row. The exact integer sum of each group is scaled and accumulated in float64, then multiplied by
+    the row's scale, and the bias is added.
+
+    Args:
+        x: (T, K).
+        codes: (N, K) int8.
+        scales: (N, ceil(K / group)).
+        zeros: (N, ceil(K / group)), or None.
+        group: inputs that share a scale.
+        bias: (N,), or None.
     """
     rows, row_scales = quantize_rows(x)
     groups = torch.arange(codes.shape[1]) // group

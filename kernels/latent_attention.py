@@ -1,5 +1,7 @@
-"""Causal attention over a paged cache of latents (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1): what all heads read
-of a token is kept once, and K is all of it, V the first part of it."""
+"""Causal attention over a paged cache of latents (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1).
+
+The cache keeps one vector per token for all heads. The whole vector is K, and its first part is V.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,11 @@ from batchinfer_kernels.rope_store import rotate_reference
 
 
 def check_latent_attention(q: Tensor, cache: Tensor, block_tables: Tensor, rank: int) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     if q.dim() != 3 or cache.dim() != 4 or cache.shape[1] != 1 or q.shape[2] != cache.shape[3]:
         raise ValueError(f"q is {tuple(q.shape)}, the cache {tuple(cache.shape)}")
     if q.dtype != cache.dtype or not 0 < rank <= q.shape[2]:
-        raise ValueError(
-            f"q is {q.dtype}, the cache {cache.dtype}; V is the first {rank} of {q.shape[2]} values"
-        )
+        raise ValueError(f"q is {q.dtype}, the cache {cache.dtype}; V has {rank} of {q.shape[2]} values")
     if block_tables.dim() != 2:
         raise ValueError(f"block tables are (sequences, blocks), got {tuple(block_tables.shape)}")
 
@@ -30,11 +30,16 @@ def latent_attention_reference(
     scale: float,
     rank: int,
 ) -> Tensor:
-    """Attention in float32, one sequence after the other.
+    """Compute attention in float32, sequence by sequence: (T, heads, rank) in q's dtype.
 
-    q: (T, heads, D), the sequences' query chunks one after the other; cache: (blocks, 1, block_size, D); block_tables
-    and lengths as for batchinfer_kernels.paged_attention. A token's D values are its key, for every head, and the first
-    `rank` of them its value. Returns (T, heads, rank) in q's dtype.
+    Args:
+        q: (T, heads, D), the query chunks of all sequences.
+        cache: (blocks, 1, block_size, D). A token's D values are its key for every head, the first `rank` its value.
+        block_tables: as in batchinfer_kernels.paged_attention, as are the lengths.
+        query_lens: queries of each sequence.
+        context_lens: keys of each sequence, queries included.
+        scale: factor of q · k.
+        rank: values of V.
     """
     check_latent_attention(q, cache, block_tables, rank)
     out, start = q.new_empty(*q.shape[:2], rank), 0
@@ -51,15 +56,13 @@ def latent_attention_reference(
 
 
 def check_decompressed_attention(q: Tensor, k: Tensor, v: Tensor, shared: Tensor) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3 or shared.dim() != 2:
-        raise ValueError(
-            f"q, k, v and what heads share have {[one.dim() for one in (q, k, v, shared)]} dimensions"
-        )
+        raise ValueError(f"q, k, v and shared have {[one.dim() for one in (q, k, v, shared)]} dimensions")
     if q.shape[1:] != (len(k), k.shape[2] + shared.shape[1]) or k.shape[:2] != v.shape[:2]:
         raise ValueError(f"q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     if len(shared) != k.shape[1] or {k.dtype, v.dtype, shared.dtype} != {q.dtype}:
-        raise ValueError(f"heads share {tuple(shared.shape)}; q is {q.dtype}, k {k.dtype}, v {v.dtype}")
+        raise ValueError(f"shared is {tuple(shared.shape)}; q is {q.dtype}, k {k.dtype}, v {v.dtype}")
 
 
 def decompressed_attention_reference(
@@ -71,11 +74,16 @@ def decompressed_attention_reference(
     context_lens: list[int],
     scale: float,
 ) -> Tensor:
-    """Attention in float32 with K and V of every head, one sequence after the other.
+    """Compute attention in float32 with K and V of every head, sequence by sequence: (T, heads, V) in q's dtype.
 
-    q: (T, heads, P + R), the sequences' query chunks one after the other; k: (heads, N, P) and v: (heads, N, V), their
-    keys one after the other; shared: (N, R), the rest of each key, which is that of every head. Lengths as for
-    batchinfer_kernels.paged_attention. Returns (T, heads, V) in q's dtype.
+    Args:
+        q: (T, heads, P + R), the query chunks of all sequences.
+        k: (heads, N, P), the keys of all sequences.
+        v: (heads, N, V), the values of all sequences.
+        shared: (N, R), the part of each key that all heads share.
+        query_lens: as in batchinfer_kernels.paged_attention, as is `context_lens`.
+        context_lens: keys of each sequence, queries included.
+        scale: factor of q · k.
     """
     check_decompressed_attention(q, k, v, shared)
     out, start, first = q.new_empty(*q.shape[:2], v.shape[2]), 0, 0
@@ -101,10 +109,17 @@ def latent_store_reference(
     *,
     interleaved: bool = False,
 ) -> Tensor:
-    """Rotated q; the latent and rotated k are written to the cache, in place, side by side.
+    """Return the rotated q, and write each latent followed by the rotated k to the cache in place.
 
-    q: (T, heads, R); latent: (T, rank); k: (T, R); cos, sin: (T, R / 2) float32; cache: (blocks, 1, block_size,
-    rank + R); slots: (T,) int64, block * block_size + offset. `interleaved`: see rotate_reference.
+    Args:
+        q: (T, heads, R).
+        latent: (T, rank).
+        k: (T, R).
+        cos: (T, R / 2) float32.
+        sin: (T, R / 2) float32.
+        cache: (blocks, 1, block_size, rank + R).
+        slots: (T,) int64, block * block_size + offset.
+        interleaved: see rotate_reference.
     """
     turned = rotate_reference(k[:, None], cos, sin, interleaved)[:, 0]
     cache.view(-1, cache.shape[3]).index_copy_(0, slots, torch.cat((latent, turned), -1))

@@ -1,4 +1,4 @@
-"""LayerNorm (Ba et al., 2016) with the residual addition in front of it."""
+"""LayerNorm (Ba et al., 2016) after a residual addition."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ from batchinfer_kernels.rms_norm import check_rms_norm
 def layer_norm_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(normalised, sum): sum = x + residual, normalised = (sum - mean) / deviation * weight + bias, reduced in float32.
+    """Return (normalised, sum): sum = x + residual, normalised = (sum - mean) / deviation * weight + bias.
 
-    x, residual: (..., hidden); weight, bias: (hidden,), or (heads, hidden) for x (..., heads, hidden), each head with
-    its own. Without a residual the sum is x itself. Raises ValueError when shapes or dtypes do not fit.
+    The mean and the deviation are computed in float32. Without a residual, the sum is x itself.
+
+    Args:
+        x: (..., hidden).
+        weight: (hidden,), or (heads, hidden) with a weight per head for x (..., heads, hidden).
+        bias: as `weight`.
+        eps: added to the variance.
+        residual: as `x`.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match.
     """
     check_rms_norm(x, weight.reshape(-1, weight.shape[-1])[0], residual)
     total = x if residual is None else x + residual

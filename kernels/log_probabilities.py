@@ -1,4 +1,4 @@
-"""How likely the chosen tokens were, and which tokens were the most likely ones."""
+"""Log-probabilities of the chosen tokens and of the most likely tokens."""
 
 from __future__ import annotations
 
@@ -7,26 +7,33 @@ from torch import Tensor
 
 from batchinfer_kernels.sample import NO_TOKEN, ROWS_AT_ONCE
 
-# Candidates beyond those asked for. A row whose last one is as likely as the last one asked for is sorted as a whole,
-# which takes 20 times as long.
+# Extra candidates, to detect ties. A row whose last candidate ties with the last requested token is sorted completely,
+# which takes 20 times as long
 _SPARE = 4
 
 
 def check_log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     if logits.dim() != 2 or chosen.shape != logits.shape[:1] or chosen.dtype != torch.int64:
         raise ValueError(f"logits are {tuple(logits.shape)}, chosen {tuple(chosen.shape)} {chosen.dtype}")
     if not 0 <= most <= logits.shape[1]:
-        raise ValueError(f"the top {most} of {logits.shape[1]} tokens")
+        raise ValueError(f"the top {most} tokens were requested of {logits.shape[1]}")
 
 
 def log_probabilities_reference(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(chosen, top, ids): log-softmax of logits (rows, vocab) in float32, as they are: no temperature, no filter.
+    """Compute the log-softmax of logits (rows, vocab) in float32, without temperature or filters.
 
-    chosen: (rows,) int64 token ids → (rows,) float32; the top `most`, (rows, most) float32, with their ids (rows, most)
-    int64, in descending order, the lower id of equals first. A row whose maximum is not finite, or whose chosen token
-    is NO_TOKEN, has NaN there; its top ids are NO_TOKEN in the first case. ROWS_AT_ONCE rows are computed at a time,
-    which bounds the memory.
+    If a row's maximum is not finite, its log-probabilities are NaN and its top ids NO_TOKEN. If its chosen token is
+    NO_TOKEN, only the chosen log-probability is NaN. ROWS_AT_ONCE rows are computed at a time to bound memory.
+
+    Args:
+        logits: (rows, vocab).
+        chosen: (rows,) int64 token ids.
+        most: number of most likely tokens to return.
+
+    Returns:
+        The log-probabilities of the chosen tokens, (rows,) float32; of the top tokens, (rows, most) float32 in
+        descending order; and the ids of these, (rows, most) int64. Of equal values the lower id comes first.
     """
     check_log_probabilities(logits, chosen, most)
     pieces = zip(torch.split(logits, ROWS_AT_ONCE), torch.split(chosen, ROWS_AT_ONCE), strict=True)
@@ -37,7 +44,7 @@ def log_probabilities_reference(logits: Tensor, chosen: Tensor, most: int) -> tu
 
 def _of_rows(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     broken = ~logits.amax(-1, keepdim=True).isfinite()
-    # log_softmax takes each row by itself; `sum`, and so logsumexp, may cut a long row into parts
+    # log_softmax reduces each row separately. logsumexp may split a long row, which would change bits with the batch
     found = logits.log_softmax(-1).masked_fill_(broken, float("nan"))
     ids = _most_likely(logits, most)
     of_chosen = found.gather(-1, chosen.clamp(min=0)[:, None])[:, 0]
@@ -49,7 +56,7 @@ def _of_rows(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor,
 
 
 def _most_likely(logits: Tensor, most: int) -> Tensor:
-    """(rows, most) ids in descending order of their logits, the lower id of equals first."""
+    """Return ids (rows, most) in descending order of their logits; of equal logits the lower id comes first."""
     vocab = logits.shape[1]
     some = min(vocab, most + _SPARE)
     values, ids = logits.topk(some, sorted=False)
@@ -57,7 +64,7 @@ def _most_likely(logits: Tensor, most: int) -> Tensor:
     values, order = values.gather(-1, order).sort(stable=True, dim=-1, descending=True)
     ids = ids.gather(-1, order)[:, :most]
     if 0 < most < some < vocab:
-        # of equals, topk may have left out one with a lower id
+        # topk may have dropped a tied token with a lower id
         unsure = (values[:, most - 1] <= values[:, -1]).nonzero()[:, 0]
         ids[unsure] = logits[unsure].sort(stable=True, dim=-1, descending=True).indices[:, :most]
     return ids

@@ -1,4 +1,4 @@
-"""Products with low-rank factors (LoRA; Hu et al., 2021), each row with those of its adapter."""
+"""Products with low-rank factors (LoRA; Hu et al., 2021), with the adapter of each row."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from batchinfer_kernels.matmul import products
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedRows:
-    """A step's tokens sorted by their adapter, those without one first. The host waits for nothing."""
+    """The tokens of a step sorted by adapter; tokens without an adapter come first."""
 
-    order: Tensor  # (T,) int64: tokens
-    places: Tensor  # (T,) int64: where in `order` each token stands
-    starts: Tensor  # (adapters + 2,) int64: where the tokens of each number begin in `order`; at last T
+    order: Tensor  # (T,) int64: sorted tokens
+    places: Tensor  # (T,) int64: the index of each token in `order`
+    starts: Tensor  # (adapters + 2,) int64: the first index in `order` of each adapter number; the last is T
 
     @classmethod
     def of(cls, adapters: Tensor, count: int) -> AdaptedRows:
-        """adapters: (T,) int64, the number of each token's adapter from 1 to `count`, or 0."""
+        """Sort tokens by adapter, without a host synchronisation.
+
+        Args:
+            adapters: (T,) int64, the adapter number of each token from 1 to `count`, or 0 for none.
+            count: number of adapters.
+        """
         found, order = adapters.sort(stable=True)
         each = torch.arange(len(order), device=order.device)
         places = torch.empty_like(order).scatter_(0, order, each)
@@ -32,11 +37,18 @@ class AdaptedRows:
 def low_rank_reference(
     x: Tensor, factors: Sequence[tuple[Tensor, Tensor] | None], starts: Tensor, outputs: int
 ) -> Tensor:
-    """x: (R, K); factors: of each adapter A (r, K) and B (outputs, r) of x's dtype, r its own, or None; starts:
-    (adapters + 1,) int64 from 0 to R → (R, outputs) float32.
+    """Return B A x of each row's adapter: (R, outputs) float32, and 0 for an adapter without factors.
 
-    Row r gets B A x of adapter e where starts[e] ≤ r < starts[e + 1]; 0 where that is None. A x is rounded to x's
-    dtype. Raises ValueError when shapes or dtypes do not fit.
+    Row r uses adapter e with starts[e] ≤ r < starts[e + 1]. A x is rounded to x's dtype.
+
+    Args:
+        x: (R, K).
+        factors: per adapter A (r, K) and B (outputs, r) of x's dtype, or None; r may differ.
+        starts: (adapters + 1,) int64 from 0 to R.
+        outputs: outputs of B.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match.
     """
     check_low_rank(x, factors, starts, outputs)
     y = torch.zeros(len(x), outputs, dtype=torch.float32, device=x.device)
@@ -50,7 +62,7 @@ def low_rank_reference(
 def check_low_rank(
     x: Tensor, factors: Sequence[tuple[Tensor, Tensor] | None], starts: Tensor, outputs: int
 ) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, not a matrix of floats")
     if starts.shape != (len(factors) + 1,) or starts.dtype != torch.int64:

@@ -1,20 +1,20 @@
-"""Masks of tokens: a bit for each token of the vocabulary says whether a row may get it."""
+"""Token masks: one bit per token of the vocabulary tells whether a row may sample the token."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-BITS = 32  # tokens of a word; token t is bit t % 32, from the lowest, of word t // 32
+BITS = 32  # tokens per word; token t is bit t % 32, from the lowest, of word t // 32
 
 
 def mask_words(vocab: int) -> int:
-    """Words that the mask of a row takes."""
+    """Return the number of words of a row's mask."""
     return -(-vocab // BITS)
 
 
 def check_mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     if logits.dim() != 2 or rows.dim() != 1 or rows.dtype != torch.int32 or bits.dtype != torch.int32:
         raise ValueError(f"logits are {tuple(logits.shape)}, rows {rows.dtype}, bits {bits.dtype}")
     if bits.shape != (len(rows), mask_words(logits.shape[1])) or not bits.is_contiguous():
@@ -25,7 +25,12 @@ def check_mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
 
 def bars(bits: Tensor, tokens: Tensor) -> Tensor:
-    """(n,) bool: whether each row of bits bars its one of the tokens (n,) int64."""
+    """Return True for each row of `bits` whose mask excludes its token, (n,) bool.
+
+    Args:
+        bits: (n, words) int32.
+        tokens: (n,) int64, one per row.
+    """
     words = bits.gather(1, tokens[:, None] // BITS)[:, 0]
     return ((words >> (tokens % BITS)) & 1) == 0
 
@@ -33,8 +38,13 @@ def bars(bits: Tensor, tokens: Tensor) -> Tensor:
 def mask_reference(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Set the logits of tokens whose bit is 0 to -inf, in place.
 
-    logits: (any, vocab); rows: (n,) int32, which of them are masked; bits: (n, ceil(vocab / 32)) int32. Raises
-    ValueError when shapes or dtypes do not fit.
+    Args:
+        logits: (any, vocab).
+        rows: (n,) int32, the rows to mask.
+        bits: (n, ceil(vocab / 32)) int32.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match.
     """
     check_mask(logits, rows, bits)
     shifts = torch.arange(BITS, dtype=torch.int32, device=bits.device)

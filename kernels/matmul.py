@@ -1,4 +1,4 @@
-"""Linear layers, y = x W^T + b, with what may follow them: the gate of a feed-forward layer, logits in float32."""
+"""Linear layers, y = x W^T + b, with an optional gated activation or float32 output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from batchinfer_kernels.gated_activation import Activation, gated_activation_reference
 
-# Outputs taken at once: the float32 copy of a whole head of 150,000 outputs would take gigabytes
+# Outputs per product, which bounds memory: the float32 copy of a head of 150,000 outputs would take gigabytes
 OUTPUTS_AT_ONCE = 8192
 
 
@@ -19,11 +19,19 @@ def matmul_reference(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """x: (T, K), weight: (N, K) of x's dtype, bias: (N,) → (T, N), or (T, N / 2) with an activation.
+    """Return x W^T + bias: (T, N), or act(gate) * up, (T, N / 2), with an activation (Shazeer, 2020).
 
-    Sums, bias and activation are float32; one rounding to `out_dtype` at the end (None: x's dtype; float32 is what a
-    head's logits want). With an activation the weight is gate above up, and the result act(gate) * up (Shazeer, 2020).
-    Raises ValueError when shapes or dtypes do not fit.
+    Sums, bias and activation are computed in float32 and rounded once at the end.
+
+    Args:
+        x: (T, K).
+        weight: (N, K) of x's dtype; with an activation, gate above up.
+        bias: (N,).
+        out_dtype: x's dtype by default, or float32, as for the logits of a head.
+        activation: activation of the result, or None.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match.
     """
     check_matmul(x, weight.shape, bias, out_dtype, activation)
     if x.dtype != weight.dtype:
@@ -38,7 +46,7 @@ def check_matmul(
     out_dtype: torch.dtype | None,
     activation: Activation | None,
 ) -> None:
-    """Raises ValueError when shapes do not fit; `weight_shape`: (N, K), whatever its values are stored as."""
+    """Raise ValueError if shapes do not match. `weight_shape` is (N, K), whatever the format of the values."""
     if len(weight_shape) != 2 or x.dim() != 2 or x.shape[1] != weight_shape[1] or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the weight {tuple(weight_shape)}")
     if bias is not None and bias.shape != weight_shape[:1]:
@@ -50,7 +58,7 @@ def check_matmul(
 
 
 def products(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in float32, of values that float32 holds. (T, K), (N, K) → (T, N)."""
+    """Return x W^T in float32: (T, K), (N, K) → (T, N)."""
     parts = [x.float() @ part.float().T for part in torch.split(weight, OUTPUTS_AT_ONCE)]
     return torch.cat(parts, 1) if parts else x.new_empty(len(x), 0, dtype=torch.float32)
 
@@ -58,6 +66,6 @@ def products(x: Tensor, weight: Tensor) -> Tensor:
 def finished(
     sums: Tensor, bias: Tensor | None, out_dtype: torch.dtype, activation: Activation | None
 ) -> Tensor:
-    """Return the result of scaled sums, (T, N) float32, after the bias, the gate and the one rounding."""
+    """Add the bias to scaled sums (T, N) float32, apply the gated activation and round once."""
     wide = sums if bias is None else sums + bias.float()
     return (wide if activation is None else gated_activation_reference(wide, activation)).to(out_dtype)

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, put together to attention over all of them."""
+"""Merges attention over parts of the keys into attention over all keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     if outs.dim() != 4 or lses.shape != outs.shape[:3]:
         raise ValueError(f"outs are {tuple(outs.shape)}, their log-sum-exps {tuple(lses.shape)}")
     if lses.dtype != torch.float32:
@@ -17,12 +17,16 @@ def check_merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> None:
 
 
 def merge_state_reference(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attention states merged by log-sum-exp (Juravsky et al., 2024, "Hydragen"; FlashInfer's cascade).
+    """Merge attention states by log-sum-exp (Juravsky et al., 2024, "Hydragen"; FlashInfer's cascade).
 
-    outs: (P, T, heads, D), each part's softmax over its own keys times their values; lses: (P, T, heads) float32, the
-    natural logarithms of the softmaxes' sums, -inf where a part sees nothing (its out may then be anything).
-    `sinks`: (heads,), scores without a value that take part once. Returns (T, heads, D) in outs' dtype, zeros where no
-    part sees anything, and (T, heads) float32.
+    Args:
+        outs: (P, T, heads, D), the attention output of each part.
+        lses: (P, T, heads) float32, the natural log-sum-exp of each part's scores; -inf if a part sees no key, in which
+            case its `outs` are ignored.
+        sinks: (heads,), a score without a value that is added once to each softmax.
+
+    Returns:
+        The output (T, heads, D) in outs' dtype, zeros where no part sees a key, and its log-sum-exp (T, heads) float32.
     """
     check_merge_state(outs, lses, sinks)
     empty = lses == float("-inf")

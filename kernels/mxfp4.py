@@ -1,7 +1,7 @@
-"""Weights in MXFP4: floats of 4 bits (E2M1), of which 32 inputs of an output share a power of two (Open
-Compute Project, 2023, "OCP Microscaling Formats").
+"""Weights in MXFP4: 4-bit floats (E2M1), and a power of two for each 32 inputs of an output.
 
-They are multiplied as the values that they stand for, which bfloat16 and float32 hold exactly.
+The format is defined in "OCP Microscaling Formats" (Open Compute Project, 2023). Values are widened before they are
+multiplied; bfloat16 and float32 hold them exactly.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from batchinfer_kernels.matmul import check_matmul, matmul_reference
 from batchinfer_kernels.quantized_matmul import SPAN, pack_codes
 
 GROUP = 32  # inputs that share a power of two
-BIAS = 127  # of its exponent
-# By a code's bits: sign, two of the exponent, one of the fraction
+BIAS = 127  # bias of the power's exponent
+# Values by their four bits: sign, two exponent bits, one mantissa bit
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_SIZES, *(-value for value in _SIZES))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mxfp4Weight:
-    """A weight (N, inputs), as a GPU reads it."""
+    """A weight (N, inputs) in the layout that a GPU reads."""
 
     packed: Tensor  # (N, spans × 64) uint8: pack_codes of the codes
     exponents: Tensor  # (groups, N) uint8
@@ -33,12 +33,13 @@ class Mxfp4Weight:
 
     @property
     def outputs(self) -> int:
+        """Return the number of outputs."""
         return self.packed.shape[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mxfp4Weights:
-    """The weights (experts, N, inputs) of several experts, as a GPU reads them."""
+    """The weights (experts, N, inputs) of several experts in the layout that a GPU reads."""
 
     packed: Tensor  # (experts, N, spans × 64) uint8: pack_codes of the codes
     exponents: Tensor  # (experts, groups, N) uint8
@@ -46,21 +47,26 @@ class Mxfp4Weights:
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """Return the shape (experts, N, inputs)."""
         experts, outputs, _ = self.packed.shape
         return experts, outputs, self.inputs
 
 
 def check_mxfp4(codes: Tensor, exponents: Tensor) -> None:
-    """codes: (experts, N, inputs / 2) uint8, two values a byte, the first in the lower bits; exponents: (experts, N,
-    inputs / 32) uint8. Raises ValueError for others."""
+    """Raise ValueError if shapes or dtypes do not match.
+
+    Args:
+        codes: (experts, N, inputs / 2) uint8, two values per byte, the first in the lower bits.
+        exponents: (experts, N, inputs / 32) uint8.
+    """
     right = codes.dtype == exponents.dtype == torch.uint8 and codes.dim() == exponents.dim() == 3
     if not right or (*exponents.shape[:2], exponents.shape[2] * GROUP // 2) != tuple(codes.shape):
         given = f"{tuple(codes.shape)} {codes.dtype} and {tuple(exponents.shape)} {exponents.dtype}"
-        raise ValueError(f"codes and exponents are {given}; wanted uint8, 16 bytes of codes an exponent")
+        raise ValueError(f"codes and exponents are {given}; expected uint8, 16 bytes of codes per exponent")
 
 
 def packed_mxfp4(codes: Tensor, exponents: Tensor) -> Mxfp4Weights:
-    """Pack weights for a GPU, expert by expert; arguments as `check_mxfp4` has them."""
+    """Pack the weights of several experts for a GPU; takes the arguments of `check_mxfp4`."""
     check_mxfp4(codes, exponents)
     experts, outputs, held = codes.shape
     spans = -(-2 * held // SPAN)
@@ -71,7 +77,7 @@ def packed_mxfp4(codes: Tensor, exponents: Tensor) -> Mxfp4Weights:
 
 
 def packed_mxfp4_linear(codes: Tensor, exponents: Tensor) -> Mxfp4Weight:
-    """Pack one weight for a GPU; arguments as `check_mxfp4` has them of each expert."""
+    """Pack one weight for a GPU; takes the arguments of `check_mxfp4` without the dimension of experts."""
     whole = packed_mxfp4(codes[None], exponents[None])
     return Mxfp4Weight(whole.packed[0], whole.exponents[0], whole.inputs)
 
@@ -84,7 +90,7 @@ def check_mxfp4_linear(
 
 
 def mxfp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Return the values (experts, N, inputs) float32; arguments as `check_mxfp4` has them."""
+    """Return the values (experts, N, inputs) float32; takes the arguments of `check_mxfp4`."""
     check_mxfp4(codes, exponents)
     table = torch.tensor(E2M1, device=codes.device)
     values = table[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
@@ -101,7 +107,7 @@ def grouped_mxfp4_matmul_reference(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply as grouped_matmul_reference does with the values, rounded to x's dtype."""
+    """Multiply as grouped_matmul_reference does, with the values of the weights rounded to x's dtype."""
     values = mxfp4_values(codes, exponents).to(x.dtype)
     return grouped_matmul_reference(x, values, starts, bias, activation=activation)
 
@@ -114,7 +120,14 @@ def mxfp4_matmul_reference(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """x: (T, K) → (T, N), or (T, N / 2) with an activation: matmul_reference with the values of one weight, rounded to
-    x's dtype; codes: (N, K / 2), exponents: (N, K / 32)."""
+    """Multiply as matmul_reference does, with the values of one weight rounded to x's dtype.
+
+    Args:
+        x: (T, K).
+        codes: (N, K / 2).
+        exponents: (N, K / 32).
+        bias: (N,), or None.
+        activation: activation of the result, or None.
+    """
     values = mxfp4_values(codes[None], exponents[None])[0].to(x.dtype)
     return matmul_reference(x, values, bias, activation=activation)

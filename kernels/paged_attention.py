@@ -1,5 +1,7 @@
-"""Attention of query chunks over a paged KV cache: prefill, chunked prefill and decode are one operator. It is causal,
-or that of encoders, whose tokens see later ones, too."""
+"""Attention of query chunks over a paged KV cache: one operator for prefill, chunked prefill and decode.
+
+Attention is causal, or bidirectional for encoders.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,22 @@ from batchinfer_kernels.arithmetic import CacheDtype
 from batchinfer_kernels.draft_tree import TreeMask
 
 _Given = ParamSpec("_Given")
-# The largest code that a cached value may have, by the cache's dtype
+# The largest quantised value, by the cache's dtype
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 CODES: dict[CacheDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreRules:
-    """How a layer's queries and keys make scores.
+    """The computation of attention scores in a layer.
 
-    With a `soft_cap` scaled scores s become soft_cap × tanh(s / soft_cap) (Gemma 2). `window`: a query sees at most so
-    many keys, its own included. `sinks`: (q_heads,), a score without a value that takes part in each softmax (gpt-oss).
-    `bias`: (q_heads, 2 x positions) float32, added to scaled scores: of a key d positions after a query at positions
-    + d (MPNet).
+    Attributes:
+        scale: factor of q · k.
+        window: the most keys that a query sees, its own included; None: all.
+        soft_cap: scaled scores s become soft_cap × tanh(s / soft_cap) (Gemma 2).
+        sinks: (q_heads,), a score without a value that is added to each softmax (gpt-oss).
+        bias: (q_heads, 2 x positions) float32, added to scaled scores. Index positions + d applies to a key d positions
+            after its query (MPNet).
     """
 
     scale: float
@@ -50,36 +55,36 @@ def check_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tab
 def check_attention_extras(
     q: Tensor, k_cache: Tensor, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> None:
-    """Raises ValueError when sinks or scales do not fit."""
+    """Raise ValueError if sinks or scales do not match."""
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise ValueError(f"sinks are {tuple(sinks.shape)}, there are {q.shape[1]} query heads")
     check_scales(k_cache, k_scale, v_scale)
 
 
 def check_bias(bias: Tensor, q_heads: int) -> None:
-    """Raises ValueError unless bias is (q_heads, an even number)."""
+    """Raise ValueError unless bias is (q_heads, an even number)."""
     if bias.dim() != 2 or len(bias) != q_heads or bias.shape[1] % 2:
-        raise ValueError(f"bias is {tuple(bias.shape)}, wanted ({q_heads}, twice the positions)")
+        raise ValueError(f"bias is {tuple(bias.shape)}, expected ({q_heads}, twice the positions)")
 
 
 def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    """Raises ValueError unless a cache of codes has scales, and no other has, one for each head of a token."""
+    """Raise ValueError unless a quantised cache has one scale per token and head, and any other cache none."""
     for scale in (k_scale, v_scale):
         if (scale is None) != (k_cache.dtype not in LARGEST_CODE):
             raise ValueError(f"a cache of {k_cache.dtype} has {'no' if scale is None else 'a'} scale")
         if scale is not None and (scale.shape != k_cache.shape[:3] or scale.dtype != torch.float32):
             found = f"{tuple(scale.shape)} {scale.dtype}"
-            raise ValueError(f"scales are {found}: float32 for each head and token of {tuple(k_cache.shape)}")
+            raise ValueError(f"scales are {found}, expected {tuple(k_cache.shape[:3])} float32")
 
 
 def gather_cached(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """The first `length` cached rows of one sequence: (kv_heads, length, D), or without D as the cache is."""
+    """Return the first `length` cached rows of a sequence: (kv_heads, length, D), without D for scales."""
     pages = cache[table.long()]  # (blocks, kv_heads, block_size, D)
     return pages.transpose(0, 1).flatten(1, 2)[:, :length]
 
 
 def gather_values(cache: Tensor, scale: Tensor | None, table: Tensor, length: int) -> Tensor:
-    """Return the cached values of a sequence as float32, whatever the cache holds."""
+    """Return the cached values of a sequence as float32, dequantised if necessary."""
     values = gather_cached(cache, table, length).float()
     return values if scale is None else values * gather_cached(scale, table, length)[..., None]
 
@@ -98,26 +103,32 @@ def paged_attention_lse_reference(
     causal: bool = True,
     tree: TreeMask | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention in float32, one sequence after the other: slow, and what every other implementation must equal.
+    """Compute attention in float32, sequence by sequence. All other implementations must match this one.
 
-    q: (T, q_heads, D), the sequences' query chunks one after the other; caches: (blocks, kv_heads, block_size, D);
-    block_tables: (sequences, max blocks) int32; context_lens: cached tokens of each sequence, this chunk's
-    included, so that its queries stand at positions context - query … context - 1. Blocks
-    that the window of a chunk's first query has left are not read. Returns
-    (T, q_heads, D) in q's dtype, zeros for a query that sees no key; and (T, q_heads) float32, the natural logarithm of
-    each softmax's sum, a sink's part included, -inf for a query that sees no key.
+    Blocks entirely before the window of a chunk's first query are not read.
 
-    A cache of float8_e4m3fn or int8 holds k / k_scale and v / v_scale, rounded, with a scale for each head of a token:
-    (blocks, kv_heads, block_size) float32.
+    Args:
+        q: (T, q_heads, D), the query chunks of all sequences.
+        k_cache: (blocks, kv_heads, block_size, D). A float8_e4m3fn or int8 cache holds rounded k / k_scale.
+        v_cache: as k_cache.
+        block_tables: (sequences, max blocks) int32.
+        query_lens: query tokens of each sequence.
+        context_lens: cached tokens of each sequence, this chunk included: its queries are the last `query` positions.
+        rules: scale, window, cap, sinks and bias.
+        k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
+        v_scale: as k_scale.
+        causal: False: queries also see later keys; a window then limits the distance on both sides.
+        tree: the keys that queries see, instead of all up to their own; excludes a window.
 
-    Not `causal`, a query sees later keys, too, and with a window those of which it is less than that many positions
-    apart. `tree`: which keys queries see, in the place of those up to their own; there is no window then.
+    Returns:
+        The output (T, q_heads, D) in q's dtype, zeros for a query without keys; and the natural log-sum-exp (T,
+        q_heads) float32 of each softmax, sinks included, -inf for a query without keys.
     """
     check_paged_attention(q, k_cache, v_cache, block_tables)
     window, soft_cap = rules.window, rules.soft_cap
     check_attention_extras(q, k_cache, rules.sinks, k_scale, v_scale)
     if tree is not None and (window is not None or not causal):
-        raise ValueError("trees have no windows, and see nothing behind them")
+        raise ValueError("a draft tree requires causal attention without a window")
     out, start = torch.empty_like(q), 0
     lse = torch.empty(q.shape[:2], device=q.device)
     group = q.shape[1] // k_cache.shape[1]
@@ -145,7 +156,7 @@ def paged_attention_lse_reference(
 
 
 def _first(function: Callable[_Given, tuple[Tensor, Tensor]]) -> Callable[_Given, Tensor]:
-    """Return a function that gives the first of two results."""
+    """Return a function that returns only the first of two results."""
 
     @wraps(function)
     def first(*given: _Given.args, **named: _Given.kwargs) -> Tensor:
@@ -163,13 +174,13 @@ def _places(queries: int, context: int) -> tuple[Tensor, Tensor]:
 
 
 def bias_of(bias: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:
-    """Return what is added to the scores of keys at these positions: (q_heads, *positions)."""
+    """Return the bias of each (query, key) pair: (q_heads, *positions)."""
     distances = (key_at - query_at).to(bias.device)
     return bias[:, bias.shape[1] // 2 + distances]
 
 
 def _hidden(query_at: Tensor, key_at: Tensor, window: int | None, causal: bool) -> Tensor:
-    """(queries, context) bool: keys after the query, or outside of its window."""
+    """Return True for keys after the query or outside its window, (queries, context) bool."""
     hidden = (key_at > query_at) & causal
     if window is None:
         return hidden
@@ -177,7 +188,7 @@ def _hidden(query_at: Tensor, key_at: Tensor, window: int | None, causal: bool) 
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """scores: (q_heads, queries, keys) → weights of the same shape, and (q_heads, queries) logarithms of the sums."""
+    """Return the softmax of scores (q_heads, queries, keys), and its log-sum-exp (q_heads, queries)."""
     if sinks is not None:
         column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
         weights, sums = _softmax(torch.cat((scores, column), -1), None)

@@ -1,4 +1,4 @@
-"""Penalties of tokens that were said before, and tokens that may not be said."""
+"""Repetition, presence and frequency penalties, and banned tokens."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The penalties of n of the rows of some logits; all tensors are on their device and contiguous."""
+    """The penalties of n rows of logits; all tensors are contiguous and on the logits' device."""
 
     rows: Tensor  # (n,) int32, each at most once
-    tokens: Tensor  # (any,) int32: what the rows hold so far, each row's prompt and answer in one piece
-    starts: Tensor  # (n,) int64: where in `tokens` a row's prompt begins
+    tokens: Tensor  # (any,) int32: the prompt and the answer so far of each row, contiguous
+    starts: Tensor  # (n,) int64: the index in `tokens` of each row's first token
     prompt_lens: Tensor  # (n,) int32
-    lengths: Tensor  # (n,) int32: prompt and answer
-    repetition: Tensor  # (n,) float32; 1: none
-    presence: Tensor  # (n,) float32; 0: none
-    frequency: Tensor  # (n,) float32; 0: none
-    banned: Tensor  # (n, any) int32: tokens that get no probability; negative: none
+    lengths: Tensor  # (n,) int32: tokens of prompt and answer
+    repetition: Tensor  # (n,) float32; 1: no penalty
+    presence: Tensor  # (n,) float32; 0: no penalty
+    frequency: Tensor  # (n,) float32; 0: no penalty
+    banned: Tensor  # (n, any) int32: tokens whose logits become -inf; negative values are padding
 
     def check(self, logits: Tensor) -> None:
-        """Raises ValueError when shapes or dtypes do not fit logits (rows, vocab)."""
+        """Raise ValueError if shapes or dtypes do not match logits (rows, vocab)."""
         if logits.dim() != 2 or self.tokens.dim() != 1 or self.banned.dim() != 2:
             shapes = (tuple(t.shape) for t in (logits, self.tokens, self.banned))
             raise ValueError(
@@ -42,14 +42,14 @@ class Penalties:
 
 
 def penalise_reference(logits: Tensor, penalties: Penalties) -> None:
-    """Changes logits (rows, vocab) in place.
+    """Apply penalties and bans to logits (rows, vocab), in place.
 
-    Repetition (Keskar et al., 2019) over prompt and answer: a positive logit is divided, another multiplied. Then
-    presence + frequency × count over the answer is subtracted, in float32. Then bans. Token ids beyond the vocabulary
-    are passed over. Raises ValueError when shapes or dtypes do not fit.
+    The repetition penalty covers prompt and answer: positive logits are divided by it, others multiplied (Keskar et
+    al., 2019). Then presence + frequency × count in the answer is subtracted, in float32. Then bans are applied. Token
+    ids outside the vocabulary are ignored. Raises ValueError if shapes or dtypes do not match.
     """
     penalties.check(logits)
-    # histories differ in length; joined to one array, they took 3 to 10 times as long as one after the other
+    # Row by row, because padding the histories to one array took 3 to 10 times as long
     columns = (penalties.rows, penalties.starts, penalties.prompt_lens, penalties.lengths)
     for i, (row, start, prompt, length) in enumerate(zip(*(t.tolist() for t in columns), strict=True)):
         ids = penalties.tokens[start : start + length].long()
@@ -60,7 +60,7 @@ def penalise_reference(logits: Tensor, penalties: Penalties) -> None:
 
 
 def _penalise(logits: Tensor, prompt: Tensor, answer: Tensor, penalties: Penalties, i: int) -> None:
-    """Penalise one row of logits, (vocab,), of which only tokens that the row holds are read and written."""
+    """Penalise one row of logits, (vocab,); only logits of its tokens are read and written."""
     factor = penalties.repetition[i]
     said, counts = torch.unique(_known(answer, logits), return_counts=True)
     seen = torch.unique(torch.cat((said, _known(prompt, logits)))) if factor != 1.0 else said

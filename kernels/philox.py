@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the same work gets the same draws in any batch, in any order and on any device."""
+"""Counter-based random numbers: a draw does not depend on the batch, the order or the device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ _MULTIPLIERS, _WEYL, _WORD = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85),
 
 
 def philox(counter: Tensor, key: Tensor) -> Tensor:
-    """Philox-4x32-10 (Salmon et al., SC 2011). counter: (n, 4), key: (n, 2) → (n, 4), 32-bit words in int64."""
+    """Compute Philox-4x32-10 (Salmon et al., SC 2011).
+
+    Args:
+        counter: (n, 4), 32-bit words in int64.
+        key: (n, 2), 32-bit words in int64.
+
+    Returns:
+        (n, 4), 32-bit words in int64.
+    """
     c0, c1, c2, c3 = counter.unbind(1)
     k0, k1 = key.unbind(1)
     for _ in range(10):
-        # a product that overflows int64 wraps around, which keeps all of its 64 bits
+        # An int64 product that overflows wraps around and keeps its low 64 bits
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         high0, high1 = (first >> 32) & _WORD, (second >> 32) & _WORD
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, second & _WORD, high0 ^ c3 ^ k1, first & _WORD
@@ -22,10 +30,11 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """One uniform in [0, 1) with 53 bits for each row, (n,) float64.
+    """Draw one uniform number in [0, 1) with 53 bits per row, (n,) float64.
 
-    keys: (n, 4) int32, of which the first two words are the generator's key and the others the upper half of its
-    counter; positions: (n,) int32, the counter's lowest word. The counter's second word is 0.
+    Args:
+        keys: (n, 4) int32. The first two words are the generator's key, the others the upper half of its counter.
+        positions: (n,) int32, the lowest word of the counter. Its second word is 0.
     """
     words = keys.long() & _WORD
     lowest = positions.long() & _WORD

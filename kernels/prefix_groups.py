@@ -1,8 +1,7 @@
-"""Find the sequences of a step whose queries pass over leading blocks of the cache together, from the block tables.
+"""Finds groups of sequences that share leading KV blocks, which their queries then read once per group.
 
-Sequences that begin in the same blocks form a group; groups nest, as prompts share beginnings of several lengths
-(Hydragen, Juravsky et al., 2024; several levels as in FlashInfer's cascade). How much makes a group worth it, and in
-what units its end is counted, each device says.
+Groups nest, because prompts share prefixes of several lengths (Hydragen, Juravsky et al., 2024; FlashInfer's cascade).
+Each device sets the smallest useful group and the unit in which shared prefixes are counted.
 """
 
 from __future__ import annotations
@@ -18,14 +17,18 @@ from batchinfer_kernels.step_tables import StepTables
 
 Ints = NDArray[np.int64]
 FEWEST_COLUMNS = 8
-# Odd, so that no power of it is 0 (Knuth's multiplicative hashing)
+# Odd, hence no power of it is 0 modulo 2^64 (Knuth's multiplicative hashing)
 _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """The least that is worth a group: a number of sequences, and of units that they share beyond the group around
-    it."""
+    """The smallest useful group.
+
+    Attributes:
+        sequences: least number of sequences.
+        units: least number of units that they share beyond the enclosing group.
+    """
 
     sequences: int
     units: int
@@ -33,7 +36,7 @@ class Worth:
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Sequences that share units [first, end) of their caches. Around it are `level` groups, which share less."""
+    """Sequences that share the units [first, end) of their caches, nested in `level` enclosing groups."""
 
     sequences: Ints
     first: int
@@ -50,23 +53,31 @@ def prefix_groups(
     worth: Worth,
     most_queries: int = 1,
 ) -> list[PrefixGroup]:
-    """The groups of the sequences that have `most_queries` or fewer, outer ones before inner ones.
+    """Return the groups of the sequences with at most `most_queries` queries, outer groups before inner ones.
 
-    tables: of the S sequences; `units`: how many whole units lie in a number of leading blocks. The widest group is
-    taken first, and the groups inside it are measured from its end. So of the units that a sequence shares with
-    `worth.sequences` - 1 others, before all their queries, fewer than `worth.units` are left to it alone.
+    The widest group is found first, and groups inside it are counted from its end. As a result, a sequence shares fewer
+    than `worth.units` units with `worth.sequences` - 1 others outside its groups.
+
+    Args:
+        query_lens: queries of each sequence.
+        context_lens: keys of each sequence, queries included.
+        tables: block tables of the S sequences.
+        block_size: tokens of a block.
+        units: returns the number of whole units in a number of leading blocks.
+        worth: the smallest useful group.
+        most_queries: the most queries of a sequence in a group.
     """
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
     few = np.flatnonzero((lens <= most_queries) & (contexts - lens >= block_size))
     if len(few) < worth.sequences or _all_differ(tables.leading(few, 1)[:, 0]):
         return []
-    full = (contexts[few] - lens[few]) // block_size  # blocks that lie before the queries
+    full = (contexts[few] - lens[few]) // block_size  # whole blocks before the queries
     own = tables.leading(few, _columns(tables, few, full))
-    # What comes after them sorts behind every block: sequences between two that share blocks have these, too
+    # Pad with -1, which as unsigned bytes sorts after every block: sequences that share a prefix become adjacent
     rows = np.where(np.arange(own.shape[1]) < full[:, None], own, -1).astype(">i4")
     by_blocks = np.argsort(rows.view(f"V{rows.shape[1] * 4}")[:, 0], kind="stable")
     rows, full = rows[by_blocks], full[by_blocks]
-    differ = np.ones((len(rows) - 1, rows.shape[1] + 1), bool)  # the last column: where all are the same
+    differ = np.ones((len(rows) - 1, rows.shape[1] + 1), bool)  # the last column stops argmax for equal rows
     np.not_equal(rows[1:], rows[:-1], out=differ[:, :-1])
     same = differ.argmax(1)
     shared = units(np.minimum(same, np.minimum(full[1:], full[:-1])))
@@ -74,8 +85,10 @@ def prefix_groups(
 
 
 def _columns(tables: StepTables, few: Ints, full: Ints) -> int:
-    """Return a number of leading blocks of which no two sequences share more; looking at the others would cost time.
-    Sums of products stand for beginnings, as two equal beginnings have the same sum."""
+    """Return a number of leading blocks that is at least the longest shared prefix, to compare fewer blocks.
+
+    Prefixes are compared by a hash: equal prefixes have equal sums of products.
+    """
     most = int(np.partition(full, -2)[-2])
     columns = FEWEST_COLUMNS
     while columns < most:
@@ -88,14 +101,14 @@ def _columns(tables: StepTables, few: Ints, full: Ints) -> int:
 
 
 def _all_differ(values: NDArray[Any]) -> bool:
-    """Return whether no two values (n,) are equal. np.unique takes several times as long."""
+    """Return True if no two values (n,) are equal. np.unique takes several times as long."""
     ordered = np.sort(values)
     return not (ordered[1:] == ordered[:-1]).any()
 
 
 def _nested(order: Ints, shared: Ints, worth: Worth) -> Iterator[PrefixGroup]:
-    """Groups among the sorted sequences, depth first. shared[i]: units that sequences i and i + 1 share."""
-    # [start, end) of sequences, the units that they share with one another and that are taken, and the level
+    """Yield the groups among sorted sequences, depth first. `shared[i]` units are shared by sequences i and i + 1."""
+    # [start, end) of sequences, the units that enclosing groups cover, and the level
     ranges = [(0, len(order), 0, 0)]
     while ranges:
         start, end, taken, level = ranges.pop()

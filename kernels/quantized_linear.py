@@ -1,8 +1,8 @@
-"""Linear layers on int8 codes: the weight symmetric per output channel, activations symmetric per token.
+"""Linear layers on int8 values, symmetric: one scale per output of the weight and per token of activations.
 
-Quantised once at load, a weight needs no calibration data: each output has a scale of its own, and each row of
-activations gets one when it is met (Dettmers et al., 2022, "LLM.int8()", without its outlier columns). Scales per row
-and not per tensor: no row's numbers depend on another row's.
+Weights are quantised at load without calibration data, and activations per token as they are computed (Dettmers et al.,
+2022, "LLM.int8()", without its outlier columns). Activations are scaled per token rather than per tensor, so a row's
+result does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MAX_CODE = 127  # -128 stays unused: with it a code's negative would have no code
-# Outputs taken at once: float64 copies of a whole head of 150,000 outputs would take gigabytes. Smaller parts also stay
-# in the cache: 28 million weights are quantised in 0.08 s in parts of 1024 outputs, in 0.6 s in one piece (two cores).
+MAX_CODE = 127  # -128 is not used, which keeps the range symmetric
+# Outputs per product. Float64 copies of a head of 150,000 outputs would take gigabytes, and small parts fit the cache:
+# 28 million weights are quantised in 0.08 s in parts of 1024 outputs, and in 0.6 s as a whole (two cores)
 OUTPUTS_AT_ONCE = 1024
 
 
 def check_quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     if codes.dtype != torch.int8 or codes.dim() != 2:
         raise ValueError(f"codes are {tuple(codes.shape)} {codes.dtype}, not a matrix of int8")
     if x.dim() != 2 or x.shape[1] != codes.shape[1] or not x.is_floating_point():
@@ -29,10 +29,13 @@ def check_quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tenso
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight: (N, K) → codes (N, K) int8 and scales (N,) float32, weight ≈ codes × scales[:, None].
+    """Quantise each output of a weight (N, K): weight ≈ values × scales[:, None].
 
-    The largest magnitude of an output becomes ±127, the rest is rounded to nearest, ties to even. An output of zeros
-    has scale 0; one with a value that is no finite number has scale NaN, as a row of activations does.
+    The largest magnitude of an output becomes ±127; other values are rounded to nearest, ties to even. An output of
+    zeros has scale 0, and one with a value that is not finite has scale NaN.
+
+    Returns:
+        Values (N, K) int8 and scales (N,) float32.
     """
     if weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(f"weight is {tuple(weight.shape)} {weight.dtype}, not a matrix of floats")
@@ -42,25 +45,36 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: (T, K) → codes (T, K) int8 and scales (T,) float32, x ≈ codes × scales[:, None].
+    """Quantise each row of x (T, K): x ≈ values × scales[:, None].
 
-    A row of zeros has scale 0, and so zeros as its result. A row with a NaN or an infinity has scale NaN: whatever it
-    is multiplied with becomes NaN, so that a broken activation is noticed and not clamped into a plausible number.
-    Rows below 4e-37, where 127 ÷ magnitude overflows, become zeros.
+    A row of zeros has scale 0. A row with a NaN or an infinity has scale NaN, so its products are NaN and the fault is
+    noticed instead of being clamped to plausible numbers. Rows with magnitudes below 4e-37, where 127 ÷ magnitude
+    overflows, become zeros.
+
+    Returns:
+        Values (T, K) int8 and scales (T,) float32.
     """
     wide = x.float()
     inverse, scales = inverse_scales(wide, MAX_CODE)
-    # The exact product is rounded once, as a fused multiply-add does it: float64 holds it
+    # float64 holds the exact product, so it is rounded once, as by a fused multiply-add
     scaled = wide.nan_to_num(0.0, 0.0, 0.0).double() * inverse.double()[..., None]
     return scaled.round().to(torch.int8), scales
 
 
 def inverse_scales(wide: Tensor, max_code: float) -> tuple[Tensor, Tensor]:
-    """wide: (..., K) float32 → the codes a value and the scale of each row, (...), whose largest magnitude becomes
-    `max_code`. Rows that are no finite number, or too small, have 0 codes a value; the first have NaN as their scale.
+    """Return the inverse scale and the scale of each row, if its largest magnitude becomes `max_code`.
+
+    The inverse is 0 for rows that are not finite or too small; the scale of rows that are not finite is NaN.
+
+    Args:
+        wide: (..., K) float32.
+        max_code: the quantised value of the largest magnitude.
+
+    Returns:
+        Two tensors (...) float32.
     """
     most = wide.abs().amax(-1) if wide.shape[-1] else wide.new_zeros(wide.shape[:-1])
-    # No number: torch divides one by a tensor, and on a GPU a tensor by one, with a reciprocal, rounded twice
+    # A tensor, because torch divides a number by a tensor, and on a GPU a tensor by a number, with two roundings
     largest = torch.full_like(most, max_code)
     inverse, finite = largest / most, most.isfinite()
     inverse = torch.where(finite & inverse.isfinite(), inverse, 0.0)
@@ -70,14 +84,14 @@ def inverse_scales(wide: Tensor, max_code: float) -> tuple[Tensor, Tensor]:
 def quantized_linear_reference(
     x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """x: (T, K) → (T, N) in x's dtype: x is quantised by row, the sums are exact integers.
+    """Multiply x (T, K), quantised per row, by an int8 weight: (T, N) in x's dtype.
 
-    A sum becomes float32, is multiplied with row scale × channel scale, and the bias is added in float32: one rounding
-    to x's dtype at the end.
+    The integer sums are exact. They are multiplied by row scale × output scale and the bias is added in float32, then
+    rounded once to x's dtype.
     """
     check_quantized_linear(x, codes, scales, bias)
     rows, row_scales = quantize_rows(x)
-    left = rows.double()  # sums of products of codes stay far below 2^53, so float64 adds them exactly
+    left = rows.double()  # sums of int8 products stay far below 2^53, so float64 is exact
     parts = [left @ part.double().T for part in torch.split(codes, OUTPUTS_AT_ONCE)]
     sums = torch.cat(parts, 1) if parts else left.new_empty(len(left), 0)
     result = sums.float() * (row_scales[:, None] * scales)

@@ -1,8 +1,8 @@
-"""Linear layers whose weight alone is quantised: int8 per output channel, or int4 in groups along the inputs.
+"""Linear layers with only the weight quantised: int8 with a scale per output, or int4 in groups of inputs.
 
-Activations stay as they are; a weight is read as codes and becomes values on the way. int4 as in Frantar et al.,
-2023, "GPTQ", and Lin et al., 2024, "AWQ": a scale, and where asked a zero point, for each output and each 32, 64 or
-128 of its inputs. Where calibrated codes are not at hand, `quantize_int4` rounds to nearest.
+Activations are not quantised; weights are widened while they are read. int4 is that of GPTQ (Frantar et al., 2023) and
+AWQ (Lin et al., 2024): a scale and an optional zero point per output and group of 32, 64 or 128 inputs. Without a
+calibrated checkpoint, `quantize_int4` rounds to nearest.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
 from batchinfer_kernels.matmul import check_matmul, finished, products
 from batchinfer_kernels.quantized_linear import quantize_weight
 
-GROUPS = (32, 64, 128)  # that weights are rounded in
+GROUPS = (32, 64, 128)  # sizes of groups of inputs that `quantize_int4` supports
 LEAST_CODE, MOST_CODE = -8, 7
-MOST_ZERO = 8  # as some formats store zeros less one
-SPAN = 128  # inputs whose codes are packed together
-PIECE = SPAN // 4  # neighbours that share their scales, whatever the group
+MOST_ZERO = 8  # some formats store zero points minus one
+SPAN = 128  # inputs that are packed together
+PIECE = SPAN // 4  # adjacent inputs that always share a scale: group sizes are multiples of this
 WORD_BITS = 16
-OUTPUTS_AT_ONCE = 1024  # as the float32 copies of a large weight would take gigabytes
+OUTPUTS_AT_ONCE = 1024  # bounds memory: the float32 copy of a large weight would take gigabytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Weight:
-    """A weight (N, inputs) ≈ codes × scales[:, None], as quantized_linear.quantize_weight makes them."""
+    """A weight (N, inputs) ≈ values × scales[:, None], quantised by quantized_linear.quantize_weight."""
 
-    packed: Tensor  # (N, spans × 128) uint8: pack_codes of the codes as two's complement
+    packed: Tensor  # (N, spans × 128) uint8: pack_codes of the values in two's complement
     scales: Tensor  # (N,) float32
     inputs: int
 
     @property
     def outputs(self) -> int:
+        """Return the number of outputs."""
         return self.packed.shape[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Weight:
-    """A weight (N, inputs) ≈ (codes - zeros) × scales, codes in -8 … 7, a scale and a zero for each group of inputs."""
+    """A weight (N, inputs) ≈ (values - zeros) × scales, values in -8 … 7, with a scale and zero point per group."""
 
-    packed: Tensor  # (N, spans × 64) uint8: pack_codes of codes + 8
+    packed: Tensor  # (N, spans × 64) uint8: pack_codes of values + 8
     scales: Tensor  # (groups, N) of the activations' dtype
     zeros: Tensor | None  # (groups, N) int8, in -8 … 8; None: all 0
     inputs: int
@@ -51,15 +52,20 @@ class Int4Weight:
 
     @property
     def outputs(self) -> int:
+        """Return the number of outputs."""
         return self.packed.shape[0]
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """codes: (N, K) uint8 below 2^bits → (N, spans × 16 × bits) uint8. `bits`: 4 or 8.
+    """Pack values of 4 or 8 bits in the layout that a GPU widens with one mask and shift: (N, spans × 16 × bits) uint8.
 
-    A row is cut into spans of 128 codes, the last one filled up with zeros, and a span into pieces, as many as codes
-    fit into 16 bits. Word i of a span, little-endian, holds code i of each piece, the first piece's in its lowest bits.
-    So one mask and one shift make a whole piece of neighbours, and codes become 16-bit floats where they are.
+    A row is padded with zeros to whole spans of 128 values. A span is cut into 16 / bits pieces. Little-endian 16-bit
+    word i of a span holds value i of each piece, the first piece in the lowest bits. Masking a piece out of the words
+    yields adjacent values, each in the 16 bits of its float.
+
+    Args:
+        codes: (N, K) uint8, below 2^bits.
+        bits: 4 or 8.
     """
     if codes.dim() != 2 or codes.dtype != torch.uint8 or bits not in (4, 8):
         raise ValueError(f"codes are {tuple(codes.shape)} {codes.dtype}, of {bits} bits")
@@ -73,7 +79,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int, inputs: int) -> Tensor:
-    """The codes (N, inputs) uint8 that `pack_codes` was given."""
+    """Return the values (N, inputs) uint8 that `pack_codes` packed."""
     pieces = WORD_BITS // bits
     cut = packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1)
     spans = packed.shape[1] * 8 // bits // SPAN
@@ -82,16 +88,23 @@ def unpack_codes(packed: Tensor, bits: int, inputs: int) -> Tensor:
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:
-    """weight: (N, K) of floats. Raises ValueError for any other tensor."""
+    """Quantise a weight (N, K) of floats. Raises ValueError for any other tensor."""
     codes, scales = quantize_weight(weight)
     return Int8Weight(pack_codes(codes.view(torch.uint8), 8), scales, weight.shape[1])
 
 
 def quantize_int4(weight: Tensor, group: int, symmetric: bool = True) -> Int4Weight:
-    """weight: (N, K) of the activations' dtype, rounded to nearest code. Raises ValueError for any other tensor.
+    """Quantise a weight (N, K) of the activations' dtype to the nearest int4 values.
 
-    Symmetric: the largest magnitude of a group becomes ±7. Else the group's range, 0 included, becomes -8 … 7. A group
-    with a value that is no finite number has scale NaN.
+    A group with a value that is not finite has scale NaN.
+
+    Args:
+        weight: (N, K).
+        group: inputs that share a scale; one of GROUPS.
+        symmetric: True: the largest magnitude of a group becomes ±7. False: its range, 0 included, becomes -8 … 7.
+
+    Raises:
+        ValueError: If `weight` is not a matrix of floats, or the group size is not supported.
     """
     if weight.dim() != 2 or not weight.is_floating_point() or group not in GROUPS:
         raise ValueError(f"weight is {tuple(weight.shape)} {weight.dtype}, in groups of {group}")
@@ -103,7 +116,7 @@ def quantize_int4(weight: Tensor, group: int, symmetric: bool = True) -> Int4Wei
 
 
 def _quantized(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """codes (N, groups × group), scales and zeros (N, groups)."""
+    """Return values (N, groups × group), scales and zero points (N, groups)."""
     missing = -weight.shape[1] % group
     values = torch.nn.functional.pad(weight.float(), (0, missing)).reshape(len(weight), -1, group)
     least, most = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
@@ -120,10 +133,17 @@ def _quantized(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Ten
 def packed_int4(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype
 ) -> Int4Weight:
-    """Pack a weight (N, K) whose codes are known, for activations of `dtype`, to which scales are rounded.
+    """Pack an int4 weight (N, K) for activations of `dtype`; scales are rounded to it.
 
-    codes: (N, K) int8 in -8 … 7; scales, zeros: (N, groups) floats, the zeros integers in -8 … 8. Zeros that are all 0
-    are left out. Raises ValueError for others.
+    Args:
+        codes: (N, K) int8 in -8 … 7.
+        scales: (N, groups) floats.
+        zeros: (N, groups) integers in -8 … 8, as floats; None: all 0. Zero points that are all 0 are dropped.
+        group: inputs that share a scale, a multiple of 32.
+        dtype: dtype of the activations.
+
+    Raises:
+        ValueError: If shapes, dtypes or zero points do not match this.
     """
     groups = -(-codes.shape[1] // group) if group > 0 and codes.dim() == 2 else 0
     shapes = {tuple(part.shape) for part in (scales, zeros) if part is not None}
@@ -159,13 +179,13 @@ class Int4Weights:
 def packed_int4_experts(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype
 ) -> Int4Weights:
-    """Pack weights as `packed_int4` does, each expert's; all have a first dimension for the experts."""
+    """Pack the weights of several experts as `packed_int4` does; all arguments have a first dimension of experts."""
     outputs = codes.shape[1]
     flat = codes.flatten(0, 1), scales.flatten(0, 1), None if zeros is None else zeros.flatten(0, 1)
     whole = packed_int4(*flat, group, dtype)
 
     def split(grouped: Tensor) -> Tensor:
-        """(groups, experts × N) → (experts, groups, N)."""
+        """Reshape (groups, experts × N) to (experts, groups, N)."""
         return grouped.view(len(grouped), -1, outputs).transpose(0, 1).contiguous()
 
     packed = whole.packed.view(len(codes), outputs, -1)
@@ -181,13 +201,13 @@ def grouped_int4_matmul_reference(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply as grouped_matmul_reference does, with `int4_values` as weights."""
+    """Multiply as grouped_matmul_reference does, with the `int4_values` of the weights."""
     values = torch.stack([int4_values(weights.of(expert)) for expert in range(len(weights.packed))])
     return grouped_matmul_reference(x, values, starts, bias, activation=activation)
 
 
 def int4_values(weight: Int4Weight) -> Tensor:
-    """The weight (N, inputs) that is multiplied with, in the dtype of its scales: one rounding a value."""
+    """Return the dequantised weight (N, inputs) in the dtype of its scales, rounded once per value."""
     steps = unpack_codes(weight.packed, 4, weight.inputs).float() + LEAST_CODE
     if weight.zeros is not None:
         steps -= _each_input(weight.zeros, weight)
@@ -195,7 +215,7 @@ def int4_values(weight: Int4Weight) -> Tensor:
 
 
 def _each_input(grouped: Tensor, weight: Int4Weight) -> Tensor:
-    """(groups, N) → (N, inputs) float32."""
+    """Expand (groups, N) to (N, inputs) float32."""
     return grouped.float().T.repeat_interleave(weight.group, 1)[:, : weight.inputs]
 
 
@@ -206,10 +226,10 @@ def check_int4_weight(
     out_dtype: torch.dtype | None,
     activation: Activation | None,
 ) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     check_matmul(x, (weight.outputs, weight.inputs), bias, out_dtype, activation)
     if weight.group < PIECE or weight.group % PIECE:
-        raise ValueError(f"groups of {weight.group}, not of a multiple of {PIECE}")
+        raise ValueError(f"the group size is {weight.group}, not a multiple of {PIECE}")
     _check_packed(weight, 4)
     groups = -(-weight.inputs // weight.group)
     if weight.scales.shape != (groups, weight.outputs) or weight.scales.dtype != x.dtype:
@@ -227,7 +247,7 @@ def int4_weight_matmul_reference(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """As matmul_reference, with `int4_values` as the weight."""
+    """Multiply as matmul_reference does, with the `int4_values` of the weight."""
     check_int4_weight(x, weight, bias, out_dtype, activation)
     return finished(products(x, int4_values(weight)), bias, out_dtype or x.dtype, activation)
 
@@ -239,7 +259,7 @@ def check_int8_weight(
     out_dtype: torch.dtype | None,
     activation: Activation | None,
 ) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     check_matmul(x, (weight.outputs, weight.inputs), bias, out_dtype, activation)
     _check_packed(weight, 8)
     scales = weight.scales
@@ -261,8 +281,11 @@ def int8_weight_matmul_reference(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply as matmul_reference does. Codes are multiplied as values of x's dtype, which hold them exactly; a sum is
-    multiplied with its output's scale in float32."""
+    """Multiply as matmul_reference does, with an int8 weight.
+
+    Values are multiplied in x's dtype, which holds them exactly. Each sum is multiplied by the output's scale in
+    float32.
+    """
     check_int8_weight(x, weight, bias, out_dtype, activation)
     codes = unpack_codes(weight.packed, 8, weight.inputs).view(torch.int8)
     return finished(products(x, codes) * weight.scales, bias, out_dtype or x.dtype, activation)

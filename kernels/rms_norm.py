@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, 2019) with the residual addition fused in front of it."""
+"""RMSNorm (Zhang and Sennrich, 2019), fused with a preceding residual addition."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
-    """Raises ValueError when shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not match."""
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, x has {x.shape[-1]} columns")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
@@ -19,11 +19,18 @@ def check_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(normalised, sum): sum = x + residual, normalised = sum / rms(sum) * weight, reduced in float32.
+    """Return (normalised, sum): sum = x + residual, normalised = sum / rms(sum) * weight, computed in float32.
 
-    x, residual: (..., hidden). Without a residual the sum is x itself. As transformers' LlamaRMSNorm, the normalised
-    value is rounded to x's dtype before the weight is applied. With an offset it is multiplied with offset + weight
-    instead, in float32, and rounded once, as in GemmaRMSNorm: a small weight would be lost in the sum.
+    Without a residual, the sum is x itself. The normalised value is rounded to x's dtype before it is multiplied by the
+    weight, as in transformers' LlamaRMSNorm.
+
+    Args:
+        x: (..., hidden).
+        weight: (hidden,).
+        eps: added to the mean square.
+        residual: as `x`.
+        offset: if not 0, multiply by offset + weight in float32 and round once, as in GemmaRMSNorm. Adding in a 16-bit
+            dtype would lose small weights.
     """
     check_rms_norm(x, weight, residual)
     total = x if residual is None else x + residual

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021) of q and k, with optional QK-norm before and the KV write after."""
+"""Rotary position embedding (Su et al., 2021) of q and k, with optional QK-norm, and the write of K and V."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from batchinfer_kernels.rms_norm import rms_norm_reference
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotates the first 2 × pairs values of each head and passes on the rest.
+    """Rotate the first 2 × pairs values of each head and copy the rest.
 
-    x: (T, heads, D); cos, sin: (T, pairs) float32.
-    A pair is (i, i + pairs) as in Llama, or (2i, 2i + 1) if `interleaved` as in GPT-J.
+    Args:
+        x: (T, heads, D).
+        cos: (T, pairs) float32.
+        sin: (T, pairs) float32.
+        interleaved: True: a pair is (2i, 2i + 1), as in GPT-J. False: (i, i + pairs), as in Llama.
     """
     pairs = cos.shape[-1]
     turned, rest = x[..., : 2 * pairs].float(), x[..., 2 * pairs :]
@@ -29,16 +32,15 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
 
 def check_pairs(q: Tensor, pairs: int) -> None:
-    """`pairs`: how many are rotated, at most D/2. Raises ValueError when shapes do not fit."""
+    """Raise ValueError unless q has 3 dimensions and `pairs` is between 1 and D/2."""
     if q.dim() != 3 or not 0 < 2 * pairs <= q.shape[2]:
         raise ValueError(f"heads of q {tuple(q.shape)} are rotated in {pairs} pairs")
 
 
 def check_rotary(q: Tensor, k: Tensor, v: Tensor, pairs: int, slots: Tensor) -> None:
-    """Raise ValueError where q, k and v, or the slots that they go to, do not fit, or heads cannot be rotated in that
-    many pairs."""
+    """Raise ValueError if q, k, v and slots do not match, or heads cannot be rotated in `pairs` pairs."""
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit")
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not match")
     check_pairs(q, pairs)
     if slots.shape != q.shape[:1]:
         raise ValueError(f"there are {tuple(slots.shape)} slots for {q.shape[0]} tokens")
@@ -47,10 +49,10 @@ def check_rotary(q: Tensor, k: Tensor, v: Tensor, pairs: int, slots: Tensor) -> 
 def check_caches(
     k: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> None:
-    """Raises ValueError unless the caches are of one shape and dtype that fit k, and codes have scales."""
+    """Raise ValueError unless both caches have the same shape and dtype, match k, and have scales if quantised."""
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.shape[1::2] != k.shape[1:]:
         raise ValueError(
-            f"caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)} do not fit k {tuple(k.shape)}"
+            f"caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)} do not match k {tuple(k.shape)}"
         )
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (k.dtype, *LARGEST_CODE):
         raise ValueError(f"k is {k.dtype}, its caches are {k_cache.dtype} and {v_cache.dtype}")
@@ -61,23 +63,28 @@ def check_rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, slots: Tensor
     """Raises ValueError when shapes do not fit."""
     check_rotary(q, k, v, cos.shape[1], slots)
     if cos.shape[0] != q.shape[0]:
-        raise ValueError(f"cos {tuple(cos.shape)} does not fit q {tuple(q.shape)}")
+        raise ValueError(f"cos {tuple(cos.shape)} does not match q {tuple(q.shape)}")
 
 
 def coded_reference(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(T, kv_heads, D) as a cache of `dtype` holds it: codes, and float32 scales (T, kv_heads) that they are multiplied
-    with. The largest magnitude of a head of a token becomes the largest code, so that no token's numbers depend on
-    another's; one with a NaN or an infinity has scale NaN."""
+    """Quantise values (T, kv_heads, D) for a cache of `dtype`, with scales (T, kv_heads) float32.
+
+    The largest magnitude per token and head becomes the largest quantised value, so tokens do not affect each other.
+    The scale is NaN if a value is NaN or infinite.
+    """
     coded = quantize_rows if dtype == torch.int8 else quantize_rows_fp8
     codes, scales = coded(values.flatten(0, 1))
     return codes.view(values.shape), scales.view(values.shape[:2])
 
 
 def store_reference(values: Tensor, cache: Tensor, slots: Tensor, scale: Tensor | None = None) -> None:
-    """Write values (T, kv_heads, D) into cache (blocks, kv_heads, block_size, D) at slots (T,), in place; as codes
-    with their scales where `scale` (blocks, kv_heads, block_size) is given.
+    """Write values (T, kv_heads, D) to a cache (blocks, kv_heads, block_size, D), in place.
 
-    Negative slots are padding, whose values go nowhere.
+    Args:
+        values: (T, kv_heads, D).
+        cache: (blocks, kv_heads, block_size, D).
+        slots: (T,). Negative slots are padding and their values are dropped.
+        scale: (blocks, kv_heads, block_size), to quantise the values and store their scales here.
     """
     real = slots >= 0
     blocks, places = slots[real] // cache.shape[2], slots[real] % cache.shape[2]
@@ -86,7 +93,7 @@ def store_reference(values: Tensor, cache: Tensor, slots: Tensor, scale: Tensor 
         return
     codes, scales = coded_reference(values[real], cache.dtype)
     scale[blocks, :, places] = scales
-    # As bytes: torch does not index float8_e4m3fn everywhere
+    # As bytes, because torch does not support indexed writes of float8_e4m3fn on all devices
     cache.view(torch.uint8)[blocks, :, places] = codes.view(torch.uint8)
 
 
@@ -100,7 +107,7 @@ def rope_reference(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """Rotated q alone, of a layer that reads K and V of another one. Arguments as for `rope_store_reference`."""
+    """Rotate q of a layer that reads the K and V of another layer. Arguments as for `rope_store_reference`."""
     check_pairs(x, cos.shape[1])
     if norm is not None:
         x = rms_norm_reference(x, norm, eps, offset=offset)[0]
@@ -125,14 +132,27 @@ def rope_store_reference(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Rotated q, with rotated k and v written to the cache in place.
+    """Return the rotated q, and write the rotated k and v to the cache in place.
 
-    q: (T, q_heads, D); k, v: (T, kv_heads, D); cos, sin: (T, pairs) float32 with pairs ≤ D/2, scaled where the variant
-    asks for it; caches: (blocks, kv_heads, block_size, D); slots: (T,) int64, block * block_size + offset, negative for
-    padding. q_norm, k_norm: (D,) weights of a per-head RMSNorm applied before the rotation (Qwen3), `offset` added to
-    them (Gemma 3). `interleaved`: see rotate_reference. A cache of int8 or float8_e4m3fn holds
-    codes; their scales (blocks, kv_heads, block_size) float32, one for each head of a token, are written with them
-    (see coded_reference). Raises ValueError when shapes or dtypes do not fit.
+    Args:
+        q: (T, q_heads, D).
+        k: (T, kv_heads, D).
+        v: (T, kv_heads, D).
+        cos: (T, pairs) float32 with pairs ≤ D/2, scaled if the RoPE variant requires it.
+        sin: as `cos`.
+        k_cache: (blocks, kv_heads, block_size, D) of k's dtype, or int8 or float8_e4m3fn: quantised.
+        v_cache: as `k_cache`.
+        slots: (T,) int64, block * block_size + offset; negative for padding.
+        q_norm: (D,), weight of an RMSNorm per head before the rotation (Qwen3).
+        k_norm: as `q_norm`. The norms apply only if both are given.
+        eps: `eps` of the norms.
+        offset: added to the weights of the norms (Gemma 3).
+        interleaved: see rotate_reference.
+        k_scale: (blocks, kv_heads, block_size) float32, written for a quantised cache; see coded_reference.
+        v_scale: as `k_scale`.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match.
     """
     check_rope_store(q, k, v, cos, slots)
     check_caches(k, k_cache, v_cache, k_scale, v_scale)

@@ -1,4 +1,4 @@
-"""How a token's experts are chosen and weighted. No torch."""
+"""The rule that chooses and weights a token's experts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ GroupScore = Literal["max", "top_two"]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The rule by which each token goes to `chosen` of `experts` experts.
+    """The rule by which each token chooses `chosen` of `experts` experts.
 
-    `scoring` makes scores of the router's logits: a softmax over all experts, a sigmoid of each, or a softmax over the
-    chosen ones alone, which are those with the greatest logits. A score is the expert's weight; `normalised` divides
-    the weights of a token by their sum, and `scale` multiplies them in the end.
-
-    Where `corrected`, a learned correction of each expert is added to its score for the choice, not for its weight.
-    Experts may stand in `groups` of equal size, of which a token uses the `chosen_groups` best: by their best score, or
-    by the sum of their best two.
+    Attributes:
+        scoring: turns the router's logits into scores: a softmax over all experts, a sigmoid per expert, or a softmax
+            over the experts with the greatest logits only. A score is the weight of the expert.
+        normalised: True if a token's weights are divided by their sum.
+        scale: factor of the weights, applied last.
+        corrected: True if a learned correction per expert is added to its score for the choice, not for its weight.
+        groups: number of equal groups of experts. A token only uses experts of its `chosen_groups` best groups.
+        group_score: the score of a group: its best score, or the sum of its two best.
     """
 
     experts: int
@@ -33,15 +34,17 @@ class Routing:
     group_score: GroupScore = "max"
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a rule that no token could follow."""
+        """Raise ValueError for inconsistent values."""
         if not 1 <= self.chosen <= self.experts:
-            raise ValueError(f"{self.chosen} of {self.experts} experts are chosen")
+            raise ValueError(f"cannot choose {self.chosen} of {self.experts} experts")
         if not 1 <= self.chosen_groups <= self.groups or self.experts % self.groups:
             raise ValueError(
-                f"{self.chosen_groups} of {self.groups} groups of {self.experts} experts are chosen"
+                f"cannot choose {self.chosen_groups} of {self.groups} groups of {self.experts} experts"
             )
         size = self.experts // self.groups
         if self.chosen > self.chosen_groups * size or (self.group_score == "top_two" and size < 2):
-            raise ValueError(f"groups of {size} experts are too small, {self.chosen_groups} are chosen")
+            raise ValueError(
+                f"groups of {size} experts are too small to choose {self.chosen} from {self.chosen_groups}"
+            )
         if self.scoring == "softmax_of_chosen" and (self.corrected or self.groups > 1):
-            raise ValueError("a softmax of the chosen experts knows neither corrections nor groups")
+            raise ValueError("scoring 'softmax_of_chosen' supports neither corrections nor groups")

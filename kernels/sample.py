@@ -1,4 +1,4 @@
-"""The reference of sampling, from logits to token ids: temperature, top-k, top-p, min-p, and one draw by inversion."""
+"""The reference of sampling: temperature, top-k, top-p, min-p and one draw by inversion of the cumulative sum."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from torch import Tensor
 from batchinfer_kernels.arithmetic import NO_TOKEN as NO_TOKEN
 from batchinfer_kernels.philox import uniforms
 
-MIN_TEMPERATURE = 1e-30  # a float32 holds it; one that float32 rounds to 0 would divide 0 by 0
-# Drawing needs about 40 bytes a logit; 32 rows of a vocabulary of 150,000 are 190 MB.
+MIN_TEMPERATURE = 1e-30  # representable in float32; a smaller one could round to 0 and compute 0 / 0
+# Bounds memory: a draw needs about 40 bytes per logit, 190 MB for 32 rows of a vocabulary of 150,000
 ROWS_AT_ONCE = 32
-# How many tokens are sorted first, and then. Sorting all of 150,000 took 45 ms a row, choosing and sorting 1024 of them
-# 1 ms; few nuclei are larger.
+# Numbers of tokens to sort, tried in turn. Sorting all of 150,000 took 45 ms per row, selecting and sorting 1024 took
+# 1 ms; few nuclei are larger
 CANDIDATES = (1024, 16384)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How the token of each row is chosen; everything on the logits' device and contiguous."""
+    """The sampling parameters of each row; all tensors are contiguous and on the logits' device."""
 
-    temperature: Tensor  # (rows,) float32; 0: the argmax, whatever the other filters are
-    top_k: Tensor  # (rows,) int32; 0: all
-    top_p: Tensor  # (rows,) float64; 1: all
-    min_p: Tensor  # (rows,) float64; 0: all
-    keys: Tensor  # (rows, 4) int32: the words of the generator's key and of the upper half of its counter
+    temperature: Tensor  # (rows,) float32; 0: the argmax, regardless of the filters
+    top_k: Tensor  # (rows,) int32; 0: no limit
+    top_p: Tensor  # (rows,) float64; 1: no limit
+    min_p: Tensor  # (rows,) float64; 0: no limit
+    keys: Tensor  # (rows, 4) int32: two words of the generator's key, two of the upper half of its counter
     positions: Tensor  # (rows,) int32: the lowest word of the counter
 
     def check(self, logits: Tensor) -> None:
-        """Raises ValueError when shapes or dtypes do not fit logits (rows, vocab)."""
+        """Raise ValueError if shapes or dtypes do not match logits (rows, vocab)."""
         if logits.dim() != 2 or not logits.shape[1]:
             raise ValueError(f"logits are {tuple(logits.shape)}, expected (rows, vocab)")
         rows, wanted = logits.shape[0], dict.fromkeys(("top_k", "keys", "positions"), torch.int32)
@@ -43,17 +43,26 @@ class RowSampling:
                 )
 
     def rows(self, indices: Tensor) -> RowSampling:
-        """The arguments of some of the rows."""
+        """Return the parameters of the rows at `indices`."""
         return RowSampling(*(getattr(self, field.name)[indices] for field in fields(self)))
 
 
 def sample_reference(logits: Tensor, sampling: RowSampling | None = None) -> Tensor:
-    """The token of each row, (rows,) int64; ROWS_AT_ONCE rows are drawn at a time, which bounds the memory.
+    """Sample the token of each row of logits (rows, vocab), (rows,) int64.
 
-    logits: (rows, vocab), of any floating-point type. The order: temperature, top-k, top-p over what that left
-    (Holtzman et al., 2020), min-p against the most likely token, one draw. Equally likely tokens rank by their ids; the
-    token that crosses top_p is kept. Without `sampling`, or at temperature 0, the argmax. NO_TOKEN where a row's
-    maximum is not finite. Raises ValueError when shapes or dtypes do not fit.
+    Filters apply in the order temperature, top-k, top-p of the rest (Holtzman et al., 2020), min-p relative to the most
+    likely token. Equally likely tokens rank by their ids. The token that crosses top_p is kept. ROWS_AT_ONCE rows are
+    drawn at a time to bound memory.
+
+    Args:
+        logits: (rows, vocab), of any floating-point dtype.
+        sampling: parameters of the rows; None or a temperature of 0 selects the argmax.
+
+    Returns:
+        The tokens; NO_TOKEN if a row's maximum is not finite.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match.
     """
     best, chosen = logits.max(-1)
     finite = best.isfinite()
@@ -66,8 +75,8 @@ def sample_reference(logits: Tensor, sampling: RowSampling | None = None) -> Ten
 
 
 def kept_probabilities(logits: Tensor, sampling: RowSampling) -> Tensor:
-    """(rows, vocab) float64 of rows that are all drawn: 0 where filtered, not normalised."""
-    # the greatest logit becomes 0 first, so that no temperature, however small, divides a score to infinity
+    """Return the filtered probabilities, (rows, vocab) float64, not normalised. All temperatures must be above 0."""
+    # Subtract the maximum first, because dividing by a small temperature could overflow
     wide = logits.float()
     below = wide - wide.amax(-1, keepdim=True)
     found = below.div_(sampling.temperature.clamp(min=MIN_TEMPERATURE)[:, None]).softmax(-1)
@@ -81,12 +90,12 @@ def kept_probabilities(logits: Tensor, sampling: RowSampling) -> Tensor:
 
 
 def _keep_top(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """As float64, with 0 outside top-k, then with 0 outside the nucleus of the rest.
+    """Return the probabilities as float64, set to 0 outside top-k and then outside the nucleus of the rest.
 
-    Sorts only the most likely tokens of each row: more of them where what is kept may reach beyond.
+    Sorts only the most likely tokens of a row, and more of them if the nucleus may be larger.
     """
     vocab = probabilities.shape[1]
-    # a row's sum must not depend on the other rows: `sum` may cut a long row into parts
+    # cumsum, because `sum` may split a long row, which would change its bits with the number of rows
     total = probabilities.cumsum(-1, dtype=torch.float64)[:, -1]
     kept = torch.zeros_like(probabilities, dtype=torch.float64)
     left = torch.arange(len(probabilities), device=kept.device)
@@ -94,7 +103,7 @@ def _keep_top(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         ordered, ids = _ranked(probabilities[left], some)
         found = _nucleus(ordered.double(), total[left], top_k[left], top_p[left])
         kept[left] = torch.zeros_like(kept[left]).scatter_(-1, ids, found)
-        # of tokens as likely as the last candidate some may not be candidates
+        # Tokens as likely as the last candidate may be missing among the candidates
         last = ordered.gather(-1, (found > 0).sum(-1, keepdim=True).sub_(1).clamp_(min=0))[:, 0]
         left = left[((last <= ordered[:, -1]) | (top_k[left] > some)) & (some < vocab)]
         if not len(left):
@@ -103,7 +112,7 @@ def _keep_top(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _ranked(probabilities: Tensor, some: int) -> tuple[Tensor, Tensor]:
-    """(values, ids) of the `some` greatest of each row in descending order, the lower id of equals first."""
+    """Return (values, ids) of the `some` greatest of each row, descending; of equals the lower id comes first."""
     if some == probabilities.shape[1]:
         values, ids = probabilities.sort(stable=True, dim=-1, descending=True)
         return values, ids
@@ -114,7 +123,7 @@ def _ranked(probabilities: Tensor, some: int) -> tuple[Tensor, Tensor]:
 
 
 def _nucleus(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Probabilities (rows, some) in descending order, 0 from where top-k or top-p ends; changes `ordered`."""
+    """Set probabilities (rows, some), in descending order, to 0 beyond top-k and top-p, in place."""
     some = ordered.shape[1]
     most = torch.where(top_k > 0, top_k, some)
     ordered.masked_fill_(torch.arange(some, device=ordered.device)[None] >= most[:, None], 0.0)
@@ -126,10 +135,10 @@ def _nucleus(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> Te
 
 
 def _draw(logits: Tensor, sampling: RowSampling) -> Tensor:
-    """Draw by inversion: the first token whose cumulated probability exceeds the draw."""
+    """Draw the first token whose cumulative probability exceeds the random number."""
     cumulated = kept_probabilities(logits, sampling).cumsum(-1)
     total = cumulated[:, -1]
     target = uniforms(sampling.keys, sampling.positions) * total
-    # u × total may round to total
+    # u × total may round up to total, which no cumulative probability exceeds
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulated, target[:, None], right=True)[:, 0]

@@ -1,4 +1,4 @@
-"""The block tables of a step's sequences where the host reads them."""
+"""The block tables of a step's sequences in host memory."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """Block tables of S sequences, as rows of an array that may have more rows and longer ones.
+    """Block tables of S sequences, as rows of an array that may have more rows and columns.
 
-    What follows a sequence's own blocks names no block of it.
+    Entries after a sequence's own blocks are not blocks of the sequence.
     """
 
     kept: NDArray[np.int32]  # (at least S rows, at least `width` blocks)
     rows: NDArray[np.int64]  # (S,): the row of each sequence
-    width: int  # the most blocks that a sequence has
+    width: int  # blocks of the longest sequence
 
     @classmethod
     def of(cls, tables: NDArray[np.int32]) -> StepTables:
-        """From an array that has a row for each sequence, in their order: (S, most blocks)."""
+        """Return the tables of an array (S, blocks) with one row per sequence, in order."""
         return cls(tables, np.arange(len(tables)), tables.shape[1])
 
     def leading(self, sequences: NDArray[np.int64], blocks: int) -> NDArray[np.int32]:
-        """(n, blocks): a copy of the first blocks of these n of the S sequences."""
+        """Return a copy of the first blocks of some sequences, (n, blocks).
+
+        Args:
+            sequences: (n,), numbers of sequences below S.
+            blocks: number of leading blocks.
+        """
         return self.kept[self.rows[sequences], :blocks]
 
     def array(self) -> NDArray[np.int32]:
-        """(S, width): a copy of all of them."""
+        """Return a copy of all tables, (S, width)."""
         return self.kept[self.rows, : self.width]

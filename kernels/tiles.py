@@ -1,6 +1,7 @@
-"""Whether this process may use the CPU's matrix tiles (Intel's AMX): what the system grants, not what the CPU is.
+"""Detects whether this process may use the CPU's matrix tiles (Intel's AMX), which need a permission of the system.
 
-No torch."""
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-# What products are computed in: vectors; the CPU's tiles; for tests, in plain C that any CPU can run, tiles, or Arm's
-# matrix multiply-accumulate
+# The instructions of matrix products: "none": vectors; "granted": the CPU's tiles; the others emulate AMX tiles, or
+# Arm's matrix multiply-accumulate, in plain C for tests
 TileWay = Literal["none", "granted", "emulated", "emulated_mmla"]
-# How tiles.h and mmla.h are told. "granted" leaves it to the compiler, who knows the CPU.
+# Compiler options, read by tiles.h and mmla.h. "granted" needs none: -march=native enables tiles if the CPU has them
 OPTIONS: dict[TileWay, tuple[str, ...]] = {
     "none": ("-DNO_TILES",),
     "granted": (),
@@ -24,31 +25,36 @@ OPTIONS: dict[TileWay, tuple[str, ...]] = {
     "emulated_mmla": ("-DNO_TILES", "-DEMULATED_MMLA"),
 }
 FLAGS = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
-# Of Linux on x86-64: arch_prctl's number, ARCH_REQ_XCOMP_PERM, and the state component that holds the tiles
+# Linux on x86-64: the number of arch_prctl, ARCH_REQ_XCOMP_PERM, and the state component of the tiles
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Whether tiles may be used; where the CPU has them and they may not, `refusal` says why."""
+    """Tells whether tiles may be used, and if the CPU has them but the system refuses, the reason in `refusal`."""
 
     given: bool
     refusal: str = ""
 
     @property
     def way(self) -> TileWay:
-        """How operators for this process are built."""
+        """Return the way in which operators for this process are built."""
         return "granted" if self.given else "none"
 
 
 @functools.cache
 def tile_grant() -> Grant:
-    """Asks the system once a process, for all its threads, those to come included."""
+    """Request the permission from the system once, for all current and future threads of this process."""
     return ask(_flags(Path("/proc/cpuinfo")), _request)
 
 
 def ask(flags: frozenset[str], request: Callable[[], int]) -> Grant:
-    """`request` asks for the tiles' state and gives the error's number, 0 for none."""
+    """Return the grant for a CPU with these flags.
+
+    Args:
+        flags: flags of the CPU in /proc/cpuinfo.
+        request: requests the permission and returns an error number, or 0.
+    """
     if platform.machine() != "x86_64" or not flags >= FLAGS:
         return Grant(False)
     error = request()

@@ -1,9 +1,8 @@
-"""Plan which query rows pass over which tiles of the paged KV cache together, once a step; every layer reads the plan.
+"""Plans once per step which queries read which tiles of the paged KV cache together; all layers use the plan.
 
-A step's queries are cut into items: rows of one sequence that walk its block table, as many as fit a core's cache.
-The few queries of sequences that share leading blocks (`prefix_groups`) pass over those together, level after level:
-each prefix is then read once for its whole group, as one matrix product. In between a row keeps its maximum, mass and
-weighted sum.
+The queries of a step are cut into items: queries of one sequence that read its blocks together, sized for a core's
+cache. Sequences with few queries that share leading blocks (`prefix_groups`) read these together, level by level, in
+one matrix product per group. Between levels each row keeps its maximum, its sum of weights and its weighted sum of V.
 """
 
 from __future__ import annotations
@@ -21,47 +20,57 @@ from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.prefix_groups import Ints, PrefixGroup, Worth, prefix_groups
 from batchinfer_kernels.step_tables import StepTables
 
-MAX_ROWS = 48  # the least that MOST_ROWS in operators.h is
-TO_THE_END = -1
-# Keeping a row's state costs about as much as passing over half a tile.
+MAX_ROWS = 48  # the smallest value of MOST_ROWS in operators.h on any CPU
+TO_THE_END = -1  # as end tile: the sequence's last tile
+# Storing and loading a row's state costs about the time of reading half a tile
 LEAST_SHARED_TILES = 2
 LEAST_SHARERS = 3
-# Queries of a sequence that passes over shared blocks with others: one, and drafts. Those of prompts fill items alone.
+# Most queries of a sequence in a group: a decoded token and its drafts. Prefill queries fill an item of their own
 MOST_QUERIES = 16
-_ITEM = 7  # first row, rows, sequence, first tile, end tile, starts, ends
+_ITEM = 7  # fields: first row, rows, sequence, first tile, end tile, starts, ends
 
 
 @dataclass(frozen=True, slots=True)
 class CachePages:
-    """Blocks are cut into units of a vector's lanes, and units joined to tiles; tile 0 starts at token 0."""
+    """The tiles of a paged cache: blocks are cut into units of `lanes` tokens, and units are joined to tiles.
+
+    Tile 0 starts at token 0.
+    """
 
     block_size: int
     lanes: int
     units_per_tile: int
 
     def whole_tiles(self, blocks: Ints) -> Ints:
-        """Return how many tiles lie within a number of leading blocks."""
+        """Return the number of whole tiles in a number of leading blocks."""
         return blocks * -(-self.block_size // self.lanes) // self.units_per_tile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Items:
-    """The work items that `paged_attention` goes through."""
+    """The work items of `paged_attention`."""
 
     items: Tensor  # (n, 7) int64
     level_ends: Tensor  # (levels,) int64
     levels: int
-    rows: Tensor  # (R, 2) int64: token of the step, position; items name stretches of it
-    group: int  # query heads a KV head
-    # (R,) int64: the last position up to which each row sees all; None: its own
+    rows: Tensor  # (R, 2) int64: token of the step, position; an item is a segment of it
+    group: int  # query heads per KV head
+    # (R,) int64: each row sees all keys up to this position; None: up to its own
     last_seen: Tensor | None = None
     behind: Tensor | None = (
-        None  # (R,) int32: which keys behind that it sees, as a TreeMask has them; None: none
+        None  # (R,) int32: bits of a TreeMask for keys after last_seen; None: no further keys
     )
 
     def structure(self, tables: Tensor, group: int) -> PlanStructure:
-        """Return the items as the operators take them; tables: (S, blocks) int32, the step's. Both must outlive it.
-        Raises ValueError where the items were cut for another group."""
+        """Return the items as a C structure. Both tensors must outlive it.
+
+        Args:
+            tables: (S, blocks) int32, the block tables of the step.
+            group: query heads per KV head.
+
+        Raises:
+            ValueError: If the items were planned for another `group`.
+        """
         if group != self.group:
             raise ValueError(f"items planned for {self.group} query heads a KV head, used with {group}")
         items, ends, rows = (tensor.data_ptr() for tensor in (self.items, self.level_ends, self.rows))
@@ -78,19 +87,26 @@ def attention_items(
     most_rows: int = MAX_ROWS,
     tree: TreeMask | None = None,
 ) -> Items:
-    """Items of a step of S sequences; `group` query heads share a KV head.
+    """Return the work items of a step of S sequences, the longest first, to balance the threads.
 
-    With `tables` (S, blocks) and `pages`, few queries pass over shared blocks together. The longest items come
-    first, so that no thread is left alone with one at the end. `most_rows`: queries times `group` that an item may
-    have, as the operators say. `tree`: which keys queries see, where some are in trees of drafts. Raises ValueError for
-    a group larger than MAX_ROWS.
+    Args:
+        query_lens: query tokens of each sequence.
+        context_lens: cached tokens of each sequence, queries included.
+        group: query heads per KV head.
+        tables: (S, blocks) block tables. With `pages`, sequences with few queries read shared blocks together.
+        pages: layout of the cache.
+        most_rows: the most queries × `group` of an item; see the operators' `most_rows`.
+        tree: the keys that queries in draft trees see.
+
+    Raises:
+        ValueError: If `group` exceeds MAX_ROWS.
     """
     if group > MAX_ROWS:
-        raise ValueError(f"{group} query heads share a KV head; at most {MAX_ROWS} may")
+        raise ValueError(f"{group} query heads share a KV head; at most {MAX_ROWS} are supported")
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
     ends = np.cumsum(lens)
     groups = _shared(lens, contexts, tables, pages)
-    # Of each sequence the first tile and the level that are its own
+    # The first tile and the level of each sequence that it does not share
     depth = np.zeros((len(lens), 2), np.int64)
     for shared in groups:
         depth[shared.sequences] = (shared.end, shared.level + 1)
@@ -114,15 +130,18 @@ def attention_items(
 
 
 def whole_items(lens: Sequence[int], group: int, most_rows: int = MAX_ROWS) -> Items:
-    """Return the items of a step of whole sequences of these lengths, whose tokens see one another, also later ones.
-    Raises as `attention_items` does."""
+    """Return the items of a step of whole sequences with bidirectional attention.
+
+    Raises:
+        ValueError: If `group` exceeds MAX_ROWS.
+    """
     planned = attention_items(lens, lens, group, most_rows=most_rows)
     last = np.repeat(np.asarray(lens, np.int64) - 1, lens)
     return replace(planned, last_seen=torch.from_numpy(last))
 
 
 def _own_items(lens: Ints, starts: Ints, first_tiles: Ints, most: int) -> Ints:
-    """Every sequence's queries, `most` at a time, from its first tile that no group has taken to its end."""
+    """Return items of at most `most` queries of one sequence, from its first tile outside groups to its end."""
     pieces = -(-lens // most)
     sequence = np.repeat(np.arange(len(lens)), pieces)
     piece = np.arange(len(sequence)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -138,7 +157,7 @@ def _own_items(lens: Ints, starts: Ints, first_tiles: Ints, most: int) -> Ints:
 
 
 def _queries(lens: Ints, ends: Ints, sequences: Ints) -> Ints:
-    """Return the numbers of the queries of these sequences, one sequence after the other."""
+    """Return the numbers of the queries of these sequences, in order."""
     counts = lens[sequences]
     if counts.max() == 1:
         return (ends - 1)[sequences]
@@ -156,7 +175,7 @@ def _group_items(shared: PrefixGroup, first_row: int, count: int, most: int) -> 
 
 
 def _ordered(items: Ints, level: Ints, rows: Ints, levels: int, group: int) -> Items:
-    """Level after level, in each by falling size: rows times the last position."""
+    """Sort items by level and then by falling size: rows × last position."""
     size = items[:, 1] * rows[items[:, 0] + items[:, 1] - 1, 1]
     order = np.lexsort((-size, level))
     ends = np.searchsorted(level[order], np.arange(levels + 1), side="right")
@@ -172,7 +191,7 @@ def _ordered(items: Ints, level: Ints, rows: Ints, levels: int, group: int) -> I
 def _shared(
     lens: Ints, contexts: Ints, tables: NDArray[np.int32] | None, pages: CachePages | None
 ) -> list[PrefixGroup]:
-    """Return the keys that few queries of several sequences share, counted in tiles."""
+    """Return the groups of sequences with few queries, counted in tiles."""
     if tables is None or pages is None:
         return []
     worth = Worth(LEAST_SHARERS, LEAST_SHARED_TILES)

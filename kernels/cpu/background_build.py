@@ -1,4 +1,4 @@
-"""The operators compiled while the process does something else."""
+"""Compiles the operators in a background thread."""
 
 from __future__ import annotations
 
@@ -11,29 +11,34 @@ from batchinfer_kernels.cpu.compilers import Compilers, NoCompiler
 
 
 class BackgroundBuild:
-    """A thread that compiles the operators. Whoever loads them meanwhile, in whichever process, waits for it."""
+    """A thread that compiles the operators. Any process that loads them before it is done waits for it."""
 
     def __init__(self, cache: Path | None = None, codes: bool = False) -> None:
-        """codes: with the operators for a cache of codes."""
+        """Start the thread.
+
+        Args:
+            cache: folder of the libraries, `cache_folder()` by default.
+            codes: True to build the operators for a quantised cache too.
+        """
         self._cache, self._compilers, self._libraries = cache, Compilers(), _libraries(codes)
         self.began = time.monotonic()
-        self.ended: float | None = None  # when the library was there, on the clock of `began`
-        self.error: NoCompiler | None = None  # why it will not be there
+        self.ended: float | None = None  # time.monotonic() when all libraries were built
+        self.error: NoCompiler | None = None  # why the build failed
         self._thread = threading.Thread(target=self._build, daemon=True, name="compiling operators")
         self._thread.start()
 
     @classmethod
     def needed(cls, cache: Path | None = None, codes: bool = False) -> BackgroundBuild | None:
-        """None where all is there. Raises NoCompiler."""
+        """Start a build, or return None if all libraries are built. Raises NoCompiler."""
         paths = [library_path(cache, sources=sources) for sources in _libraries(codes)]
         return None if all(map(is_built, paths)) else cls(cache, codes)
 
     def wait(self) -> None:
-        """Until the library is there, or `error` says why it will not be."""
+        """Wait until the build succeeded or failed."""
         self._thread.join()
 
     def stop(self) -> None:
-        """End it, done or not."""
+        """Stop the build and wait for the thread to end."""
         self._compilers.stop()
         self._thread.join()
 

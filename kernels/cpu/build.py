@@ -1,5 +1,4 @@
-"""Compiles the C operators for this very CPU, once, with the system's compiler: as many source files at a time as there
-are cores."""
+"""Compiles the C operators for this CPU once, with the system's compiler, one source file per core at a time."""
 
 from __future__ import annotations
 
@@ -23,20 +22,20 @@ from batchinfer_kernels.tiles import OPTIONS, TileWay, tile_grant
 
 FOLDER = Path(__file__).parent
 Sources = tuple[Path, ...]
-# The longest first, so that none is left to run alone at the end.
+# The slowest to compile first, which balances the cores
 SOURCES = tuple(
     FOLDER / name
     for name in ("attention_float32.c", "attention_bfloat16.c", "float32.c", "bfloat16.c", "shared.c")
 )
-CODES = tuple(FOLDER / name for name in ("codes_bfloat16.c", "codes_float32.c"))  # for a cache of codes
-# Not -ffast-math: it would assume that no NaN exists, which is how broken weights show, older compilers would make the
-# whole process flush denormals, and sums in another order for other numbers of rows would make a row's bits depend on
-# its neighbours. No contraction but where the code says so (`fused` in vector.h), for the same reason.
-# Before it gives registers out, GCC for Arm moves loads so far ahead that sums no longer fit the 32.
+CODES = tuple(FOLDER / name for name in ("codes_bfloat16.c", "codes_float32.c"))  # for a quantised cache
+# Not -ffast-math. It assumes that no NaN exists, but NaN is how broken weights are detected. With older compilers it
+# makes the whole process flush denormals. It also reorders sums, which would make a row's bits depend on the batch;
+# -ffp-contract=off is for the same reason: only `fused` in vector.h contracts
+# -fno-schedule-insns: GCC for Arm would move loads so far ahead that the sums exceed the 32 registers
 ARM_FLAGS = ("-fno-schedule-insns",)
 FLAGS = (
     "-O3",
-    # What this CPU has, which is named otherwise on aarch64, where clang does not know the other
+    # Both mean all instruction sets of this CPU; clang on aarch64 does not support -march=native
     *(("-mcpu=native", *ARM_FLAGS) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)),
     "-fopenmp",
     "-fno-math-errno",
@@ -45,23 +44,29 @@ FLAGS = (
     "-std=gnu11",
     "-fPIC",
 )
-LOOK_S = 0.05  # how often to look whether another process has done building
+LOOK_S = 0.05  # seconds between checks whether another process finished the build
 
 
 def load_library(
     cache: Path | None = None, tiles: TileWay | None = None, sources: Sources | None = None
 ) -> ctypes.CDLL:
-    """The compiled operators, built at first use and kept in `cache` by compiler, CPU, flags and source. `tiles`: what
-    products are computed in; None: the CPU's matrix tiles, if the system grants them. `sources`: of which library, if
-    not of the one that SOURCES make.
+    """Load the compiled operators; they are built at first use and cached by compiler, CPU, flags and source.
 
-    torch must have been imported: then both share one OpenMP runtime. Raises NoCompiler.
+    torch must be imported before: both then share one OpenMP runtime.
+
+    Args:
+        cache: folder of the libraries, `cache_folder()` by default.
+        tiles: instructions of matrix products. None: AMX tiles if the system permits them.
+        sources: source files of the library, SOURCES by default.
+
+    Raises:
+        NoCompiler: If the library cannot be built or loaded.
     """
     library = build_library(cache, tiles=tiles, sources=sources)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise NoCompiler(f"{library} was built and cannot be loaded: {error}") from error
+        raise NoCompiler(f"{library} was built but cannot be loaded: {error}") from error
 
 
 def build_library(
@@ -70,8 +75,13 @@ def build_library(
     tiles: TileWay | None = None,
     sources: Sources | None = None,
 ) -> Path:
-    """The file of the library, compiled if it is not there. Processes that build it at once wait for the first of them.
-    Raises NoCompiler."""
+    """Return the path of the library; compile it if it does not exist.
+
+    If several processes need it at once, the first builds it and the others wait.
+
+    Raises:
+        NoCompiler: If the library cannot be built.
+    """
     library = library_path(cache, tiles, sources)
     if not is_built(library):
         compilers = compilers or Compilers()
@@ -82,7 +92,7 @@ def build_library(
 
 
 def is_built(library: Path) -> bool:
-    """Whether the file is there. Raises NoCompiler where its folder may not be looked into."""
+    """Return True if the file exists. Raises NoCompiler if its folder cannot be read."""
     try:
         return library.exists()
     except OSError as error:
@@ -92,14 +102,14 @@ def is_built(library: Path) -> bool:
 def library_path(
     cache: Path | None = None, tiles: TileWay | None = None, sources: Sources | None = None
 ) -> Path:
-    """Where the library is kept, whether it is there or not. Raises NoCompiler."""
+    """Return the path of the library, which may not exist yet. Raises NoCompiler."""
     return (
         cache or cache_folder()
     ) / f"ops-{_fingerprint(_compiler(), _flags(tiles), sources or SOURCES)}.so"
 
 
 def cache_folder() -> Path:
-    """Return the folder in which libraries are kept: `${XDG_CACHE_HOME:-~/.cache}/batchinfer/kernels`."""
+    """Return the folder of the libraries: `${XDG_CACHE_HOME:-~/.cache}/batchinfer/kernels`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "batchinfer" / "kernels"
 
@@ -117,11 +127,14 @@ def _compiler() -> str:
 
 @contextmanager
 def _alone(library: Path, compilers: Compilers) -> Iterator[None]:
-    """While it lasts, no other process compiles this library; but where the lock cannot be had, because it is another
-    user's or its holder was stopped, each builds for itself. Raises NoCompiler."""
+    """Lock the library against other processes that build it.
+
+    If the lock is not available, because another user owns it or its holder is suspended, the process builds without
+    it. Raises NoCompiler.
+    """
     try:
         for place in reversed((library.parent, *library.parent.parents)):
-            if not place.exists():  # `parents=True` would give those above 0777 under an umask of 0
+            if not place.exists():  # mkdir(parents=True) would ignore `mode` for the parents
                 place.mkdir(exist_ok=True, mode=0o700)
         with _lock_file(library.with_suffix(".lock")) as lock:
             until = time.monotonic() + TIMEOUT_S
@@ -141,7 +154,7 @@ def _lock_file(path: Path) -> AbstractContextManager[IO[str] | None]:
 
 
 def _locked(lock: IO[str]) -> bool:
-    """Whether nobody else holds it; also where the file system has no locks: then each process builds for itself."""
+    """Return True if the lock is held, or if the file system has no locks: each process then builds its own."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -150,7 +163,7 @@ def _locked(lock: IO[str]) -> bool:
 
 
 def _compile(library: Path, compilers: Compilers, flags: tuple[str, ...], sources: Sources) -> None:
-    """Build aside, then rename: a build that was cut short is never loaded."""
+    """Compile into a temporary folder and rename, so an interrupted build is never loaded."""
     command = (_compiler(), *flags)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
@@ -163,14 +176,14 @@ def _compile(library: Path, compilers: Compilers, flags: tuple[str, ...], source
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...], of: Sources) -> str:
-    """Return a digest of all that the library depends on: `-march=native` makes it good for this kind of CPU alone."""
+    """Return a digest of everything that the library depends on, including the CPU, because of `-march=native`."""
     version = Compilers().call((compiler, "--version"))
     sources = [path.read_text() for path in (*of, *sorted(FOLDER.glob("*.h")))]
     parts = (*sources, *flags, compiler, version, platform.machine(), _cpu())
@@ -178,7 +191,7 @@ def _fingerprint(compiler: str, flags: tuple[str, ...], of: Sources) -> str:
 
 
 def _cpu() -> str:
-    """Model and instruction sets of the CPU."""
+    """Return the model and instruction sets of the CPU."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return platform.processor()

@@ -1,4 +1,4 @@
-"""The compiled operators that write and read the KV cache, of values or of codes."""
+"""The compiled operators that read and write the KV cache, quantised or not."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from batchinfer_kernels.rope_store import check_pairs, check_rotary
 SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 WORD_BYTES = 4
 MAX_HEAD_DIM = 256
-Scales = tuple[Tensor, Tensor]  # of codes of K and of V
+Scales = tuple[Tensor, Tensor]  # scales of K and of V in a quantised cache
 _LONG, _CACHE = ctypes.c_int64, ctypes.POINTER(Cache)
-# What a cache of codes has of its own, in a library that is compiled where it is asked for
+# Functions that also exist for a quantised cache, in a library that is compiled only if needed
 CACHE_SIGNATURES: dict[str, list[Any]] = {
     "rope_store": [ctypes.POINTER(Heads)],
     "copy_parts": [ctypes.POINTER(PartsStructure), _CACHE] + [_LONG] * 3,
@@ -48,13 +48,23 @@ Functions = dict[tuple[str, torch.dtype], Any]
 
 
 class CachedOperators:
-    """The operators that use the KV cache, from a library for caches of values and, where that was asked for, from one
-    for caches of codes."""
+    """The operators that use the KV cache.
+
+    One library holds those for caches that are not quantised, an optional second one those for quantised caches.
+    """
 
     def __init__(
         self, lanes: int, tile: int, library: ctypes.CDLL, codes: ctypes.CDLL | None, functions: Functions
     ) -> None:
-        """tile: keys of an attention tile. functions: what else the library has."""
+        """Load the functions.
+
+        Args:
+            lanes: values of a vector register.
+            tile: keys of an attention tile.
+            library: operators for caches that are not quantised.
+            codes: operators for quantised caches, or None.
+            functions: further functions of `library`.
+        """
         self.lanes, self.tile = lanes, tile
         self._functions = functions | _functions(library, CACHE_SIGNATURES | LAYER_SIGNATURES)
         self._coded = {} if codes is None else _functions(codes, CACHE_SIGNATURES)
@@ -67,18 +77,21 @@ class CachedOperators:
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether they write and read a cache of int8 codes."""
+        """Return True if the operators for a quantised cache are loaded."""
         return bool(self._coded)
 
     def pages(self, block_size: int) -> CachePages:
-        """How a cache of this block size is laid out in units and tiles."""
+        """Return the units and tiles of a cache with this block size."""
         return CachePages(block_size, self.lanes, self.tile // self.lanes)
 
     def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
-        """Return the shape of one block: (kv_heads, block size, head size), the last two rounded up to whole vectors.
-        Raises ValueError for heads of more than MAX_HEAD_DIM."""
+        """Return the shape of a block: (kv_heads, block size, head size), the last two rounded up to whole vectors.
+
+        Raises:
+            ValueError: If `head_dim` exceeds MAX_HEAD_DIM.
+        """
         if head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"a head of {head_dim} values; at most {MAX_HEAD_DIM} are compiled for")
+            raise ValueError(f"a head has {head_dim} values; at most {MAX_HEAD_DIM} are supported")
         return kv_heads, _up(block_size, self.lanes), _up(head_dim, self.lanes)
 
     def rope_store(
@@ -101,11 +114,11 @@ class CachedOperators:
         interleaved: bool = False,
         scales: Scales | None = None,
     ) -> Tensor:
-        """Rotate q and k, and store k and v, as batchinfer_kernels.rope_store says; cos and sin are whole tables
-        (positions, pairs), looked up here, caches (blocks, *cache_shape), and the scales of codes (blocks,
-        *cache_shape[:2]).
+        """Rotate q and k, and store k and v, as batchinfer_kernels.rope_store does.
 
-        q, k and v may be slices of one fused tensor: heads within rows of equal stride.
+        cos and sin are whole tables (positions, pairs), indexed by `positions`. Caches have the shape (blocks,
+        *cache_shape), the scales of a quantised cache (blocks, *cache_shape[:2]). q, k and v may be slices of one fused
+        tensor; all rows must have the same stride, and the heads of a row must be adjacent.
         """
         tokens, q_heads, dim = q.shape
         check_rotary(q, k, v, cos.shape[1], slots)
@@ -115,7 +128,7 @@ class CachedOperators:
             and q.stride(1) == k.stride(1) == v.stride(1) == q.shape[2]
         ):
             raise ValueError(
-                f"q, k and v have strides {q.stride()}, {k.stride()}, {v.stride()}: wanted equal rows"
+                f"q, k and v have strides {q.stride()}, {k.stride()}, {v.stride()}; expected equal strides of rows"
             )
         out = q.new_empty(q.shape)
         tables = [array for array in (cos, sin, q_norm, k_norm) if array is not None]
@@ -154,7 +167,7 @@ class CachedOperators:
         offset: float = 0.0,
         interleaved: bool = False,
     ) -> Tensor:
-        """q alone, as `rope_store` rotates it, whose bits these are."""
+        """Rotate q without k, with the same bits as `rope_store`."""
         tokens, q_heads, dim = q.shape
         check_pairs(q, cos.shape[1])
         if q.stride()[1:] != (dim, 1) or dim > MAX_HEAD_DIM or positions.shape != (tokens,):
@@ -185,13 +198,20 @@ class CachedOperators:
         scales: Scales | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Copy parts of blocks as batchinfer_kernels.copy_parts says; the caches are (blocks, *cache_shape). `dtype` is
-        the run's, on which the layout of codes depends; a cache of values says it itself."""
+        """Copy parts of blocks as batchinfer_kernels.copy_parts does; caches have the shape (blocks, *cache_shape).
+
+        Args:
+            k_cache: K.
+            v_cache: V.
+            parts: (n, 4) int64.
+            scales: scales of a quantised cache.
+            dtype: dtype of the run, which determines the layout of a quantised cache.
+        """
         check_copy_parts(k_cache, v_cache, parts)
         self._checked("copy_parts", parts)
         _, kv_heads, places, width = k_cache.shape
         if places % self.lanes or width % self.lanes:
-            raise ValueError(f"blocks of {(places, width)} are no whole vectors of {self.lanes}")
+            raise ValueError(f"blocks of {(places, width)} are not multiples of the vector size {self.lanes}")
         cache = self._structure((k_cache, v_cache), scales)
         of = k_cache.dtype if scales is None or dtype is None else dtype
         run = self._function_of("copy_parts", of, scales is not None)
@@ -206,13 +226,21 @@ class CachedOperators:
         scales: Scales | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Move tokens as batchinfer_kernels.draft_tree says; the caches are (blocks, *cache_shape). `dtype` is that of
-        the run, as for `copy_parts`."""
+        """Move tokens as batchinfer_kernels.draft_tree does; caches have the shape (blocks, *cache_shape).
+
+        Args:
+            k_cache: K.
+            v_cache: V.
+            block_size: tokens of a block.
+            moves: (n, 2) int64.
+            scales: scales of a quantised cache.
+            dtype: dtype of the run, which determines the layout of a quantised cache.
+        """
         check_moves(k_cache, v_cache, moves)
         self._checked("move_slots", moves)
         _, kv_heads, places, width = k_cache.shape
         if places != _up(block_size, self.lanes) or width % self.lanes:
-            raise ValueError(f"blocks of {(places, width)} are not those of {block_size} tokens")
+            raise ValueError(f"blocks of {(places, width)} do not match a block size of {block_size}")
         cache = self._structure((k_cache, v_cache), scales)
         of = k_cache.dtype if scales is None or dtype is None else dtype
         run = self._function_of("move_slots", of, scales is not None)
@@ -230,9 +258,18 @@ class CachedOperators:
         *,
         scales: Scales | None = None,
     ) -> Tensor:
-        """Attend as batchinfer_kernels.paged_attention says; sinks and bias are float32. `items` were planned for these
-        tables with `pages(block_size)`, or are `whole_items`: then tokens see later ones, too. The caches are (blocks,
-        *cache_shape), the scales of codes (blocks, *cache_shape[:2])."""
+        """Compute attention as batchinfer_kernels.paged_attention does; sinks and bias are float32.
+
+        Args:
+            q: (T, q_heads, D).
+            k_cache: (blocks, *cache_shape).
+            v_cache: as `k_cache`.
+            block_size: tokens of a block.
+            block_tables: (sequences, blocks) int32.
+            items: planned for these tables with `pages(block_size)`; or `whole_items`, for bidirectional attention.
+            rules: scale, window, cap, sinks and bias.
+            scales: (blocks, *cache_shape[:2]) each, for a quantised cache.
+        """
         (tokens, q_heads, dim), sinks, bias = q.shape, rules.sinks, rules.bias
         kv_heads = k_cache.shape[1]
         cache = self._cache((k_cache, v_cache), scales, kv_heads, block_size, q)
@@ -271,12 +308,15 @@ class CachedOperators:
         return out
 
     def _added(self, bias: Tensor, q_heads: int, scale: float) -> Tensor:
-        """Return what is added to products, before they are scaled; the operators read whole vectors of it."""
+        """Return the bias divided by the scale, because it is added before scaling, with padding for whole vectors."""
         check_bias(bias, q_heads)
         return F.pad(bias.float() / scale, (0, self.lanes))
 
     def attention_state(self, items: Items, tokens: int, q_heads: int, width: int) -> Tensor | None:
-        """Where rows keep their maximum, mass and weighted sum between levels."""
+        """Return the buffer that keeps the state of rows between levels; None if there is one level.
+
+        The state of a row is its maximum, its sum of weights and its weighted sum of V.
+        """
         if items.levels == 1:
             return None
         return torch.empty(tokens, q_heads, width + self.lanes + 1, dtype=torch.float32)
@@ -290,11 +330,19 @@ class CachedOperators:
         first: bool,
         scales: Scales | None = None,
     ) -> None:
-        """Norm, QKV, rotation and KV write, attention, output, norm, gated and down, each as the operators above: the
-        bits are theirs. `room` holds x and residual, in and out; `first`: x is a copy of the residual."""
+        """Run a whole decoder layer in one call, with the same bits as the operators above.
+
+        Args:
+            layer: the layer's weights.
+            room: buffers of the step. x and residual in it are input and output.
+            k_cache: K.
+            v_cache: V.
+            first: True if x is a copy of the residual.
+            scales: scales of a quantised cache.
+        """
         if not room.fits(layer):
             raise ValueError(
-                f"a layer of {layer.sizes}, {layer.hidden} x {layer.inner} in a room for another"
+                f"the room does not match a layer of {layer.sizes}, {layer.hidden} x {layer.inner}"
             )
         for kept in (k_cache, v_cache):
             _check_blocks(kept, room.cache_shape, room.x.dtype if scales is None else torch.int8)
@@ -310,9 +358,11 @@ class CachedOperators:
         block_size: int,
         q: Tensor,
     ) -> Cache:
-        """Raises ValueError for caches that heads like those of q are not kept in."""
+        """Return the C structure of the caches. Raises ValueError if they do not match the heads of q."""
         if q.shape[2] * q.element_size() % WORD_BYTES:
-            raise ValueError(f"heads of {q.shape[2]} values of {q.dtype}: a half of a word would be lost")
+            raise ValueError(
+                f"heads of {q.shape[2]} values of {q.dtype} are not whole words of {WORD_BYTES} bytes"
+            )
         wanted = self.cache_shape(kv_heads, block_size, q.shape[2])
         for cache in caches:
             _check_blocks(cache, wanted, q.dtype if scales is None else torch.int8)
@@ -325,12 +375,12 @@ class CachedOperators:
         return Cache(*map(address, caches), address(k_scale), address(v_scale))
 
     def _function_of(self, name: str, dtype: torch.dtype, coded: bool = False) -> Any:
-        """Return a function of the library for caches of values, or of the one for codes."""
+        """Return a function of the library for quantised caches if `coded`, else of the other one."""
         functions = self._coded if coded else self._functions
         if coded and not functions:
-            raise ValueError(f"{name}: the operators for a cache of codes were not asked for")
+            raise ValueError(f"{name}: the operators for a quantised cache are not loaded")
         if (name, dtype) not in functions:
-            raise ValueError(f"{name}: {dtype} is not compiled; there are {', '.join(map(str, SUFFIX))}")
+            raise ValueError(f"{name}: {dtype} is not supported; use {' or '.join(map(str, SUFFIX))}")
         return functions[name, dtype]
 
     def _call(self, name: str, like: Tensor, *arguments: Tensor | ctypes.Structure | float | None) -> None:
@@ -358,6 +408,7 @@ def _teams(fill: Any) -> Teams:
 
 
 def function_of(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any = None) -> Any:
+    """Return a function of a library with its ctypes signature set."""
     function = library[name]
     function.argtypes, function.restype = arguments, result
     return function
@@ -366,7 +417,7 @@ def function_of(library: ctypes.CDLL, name: str, arguments: list[Any], result: A
 def _check_blocks(cache: Tensor, wanted: tuple[int, int, int], dtype: torch.dtype) -> None:
     if cache.shape[1:] != wanted or cache.dtype != dtype:
         blocks = f"{tuple(cache.shape[1:])} of {cache.dtype}"
-        raise ValueError(f"the cache's blocks are {blocks}, wanted {wanted} of {dtype}")
+        raise ValueError(f"the cache's blocks are {blocks}, expected {wanted} of {dtype}")
 
 
 def _up(size: int, unit: int) -> int:

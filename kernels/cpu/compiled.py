@@ -1,4 +1,4 @@
-"""The compiled operators behind the signatures of their references. float32 and bfloat16, contiguous CPU tensors."""
+"""Compiled operators with the signatures of their references, for contiguous float32 and bfloat16 CPU tensors."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from batchinfer_kernels.mxfp4 import GROUP, check_mxfp4
 from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.tiles import TileWay
 
-# What belongs to the columns of a weight in int4: starts, and scales and maybe zeros of their groups
+# Data of an int4 weight's columns: starts, scales of groups, and zero points of groups if it has any
 Columns = tuple[Tensor, Tensor, Tensor | None]
 _GREATEST = 3
-_MOST_GROUP = 256  # inputs of a group that round_int4 knows
+_MOST_GROUP = 256  # the largest group that round_int4 supports
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _WEIGHT = ctypes.POINTER(Weight)
 _SIGNATURES: dict[str, list[Any]] = {
@@ -76,7 +76,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "latent_room": [_LONG] * 2,
     "latent_attention": [ctypes.POINTER(Latent), _POINTER],
 }
-# Functions that are not compiled for each type: arguments and result
+# Functions that do not depend on the dtype: arguments and result
 _COMMON: dict[str, tuple[list[Any], Any]] = {
     "has_tiles": ([], _LONG),
     "lanes": ([], _LONG),
@@ -102,14 +102,22 @@ _RESULTS: dict[str, Any] = {
 
 
 class CompiledOperators(CachedOperators):
-    """Loads, and if need be builds, the library: for the CPU's matrix tiles if the system grants them and the compiler
-    knows them, or as `tiles` says; with `codes` those for a cache of codes, too. Raises NoCompiler."""
+    """The compiled operators.
+
+    Loads the library, and builds it first if necessary. Raises NoCompiler.
+
+    Args:
+        cache: folder of the libraries, `cache_folder()` by default.
+        tiles: instructions of matrix products. None: AMX tiles if the system permits them and the compiler supports
+            them.
+        codes: True to load the operators for a quantised cache too.
+    """
 
     def __init__(self, cache: Path | None = None, tiles: TileWay | None = None, codes: bool = False) -> None:
         library = load_library(cache, tiles)
         self._common = {name: function_of(library, name, *types) for name, types in _COMMON.items()}
         self.has_tiles = bool(self._common["has_tiles"]())
-        # queries times the query heads of a KV head, that an item of attention may have
+        # The most queries × query heads per KV head of an attention item
         self.most_rows = int(self._common["most_rows"]())
         self._pages = HugePages()
         lanes, tile = int(self._common["lanes"]()), int(self._common["packed_columns"](1, 0))
@@ -122,7 +130,7 @@ class CompiledOperators(CachedOperators):
         super().__init__(lanes, tile, library, kept, functions)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedWeight:
-        """weight: (outputs, inputs); gated: gate above up. Raises ValueError for any other tensor."""
+        """Pack a weight (outputs, inputs); gated: gate above up. Raises ValueError for any other tensor."""
         outputs, inputs = _check_weight(weight, bias, kind)
         order = self._order(outputs, kind)
         size = len(order) * padded(inputs * weight.element_size()) // weight.element_size()
@@ -141,7 +149,14 @@ class CompiledOperators(CachedOperators):
     def pack_codes(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedWeight:
-        """codes: (outputs, inputs) int8; scales: (outputs,) float32."""
+        """Pack an int8 weight.
+
+        Args:
+            codes: (outputs, inputs) int8.
+            scales: (outputs,) float32.
+            bias: (outputs,), or None.
+            kind: the epilogue of the product.
+        """
         outputs, inputs = _check_weight(codes, bias, kind)
         order = self._order(outputs, kind)
         panels = self._pages.zeros(len(order) * padded(inputs), torch.int8)
@@ -152,7 +167,7 @@ class CompiledOperators(CachedOperators):
         return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind, starts, ordered)
 
     def pack_rounded_int8(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedWeight:
-        """Pack a weight (outputs, inputs) in floats as `pack_codes` packs what `round_int8` makes of it, bit by bit."""
+        """Quantise a weight (outputs, inputs) as `round_int8` does and pack it, with the same bits."""
         shape, order = _check_weight(weight, bias, kind), self._order(len(weight), kind)
         panels = self._pages.zeros(len(order) * padded(shape[1]), torch.int8)
         columns = self._rounded_int8(weight, kind, panels)
@@ -161,7 +176,7 @@ class CompiledOperators(CachedOperators):
     def pack_rounded_expert_int8(
         self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedExperts:
-        """Pack weights (experts, outputs, inputs) as `pack_rounded_int8` does each; bias: (experts, outputs)."""
+        """Quantise and pack the weights (experts, outputs, inputs) of experts as `pack_rounded_int8` does."""
         shape = count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
         panels = self._pages.zeros(count * len(order) * padded(inputs), torch.int8).view(count, -1)
@@ -170,7 +185,7 @@ class CompiledOperators(CachedOperators):
         return PackedExperts(panels, _reordered(bias, order), shape, kind, starts, scales)
 
     def _rounded_int8(self, weight: Tensor, kind: Kind, panels: Tensor) -> tuple[Tensor, Tensor]:
-        """Round a weight and fill its panels → the starts and scales of its columns."""
+        """Quantise a weight into its panels and return the starts and scales of its columns."""
         (outputs, inputs), gated = weight.shape, is_gated(kind)
         columns = int(self._common["packed_columns"](outputs, gated))
         starts, scales = torch.empty(columns, dtype=torch.int32), torch.empty(columns)
@@ -187,8 +202,19 @@ class CompiledOperators(CachedOperators):
         bias: Tensor | None,
         kind: Kind = "plain",
     ) -> PackedWeight:
-        """codes: (outputs, inputs) int8 in -8 … 7; scales, zeros: (outputs, groups) float32, of `group` inputs each, a
-        multiple of 8. Raises ValueError for others."""
+        """Pack an int4 weight.
+
+        Args:
+            codes: (outputs, inputs) int8 in -8 … 7.
+            scales: (outputs, groups) float32.
+            zeros: (outputs, groups) float32, or None.
+            group: inputs that share a scale, a multiple of 8.
+            bias: (outputs,), or None.
+            kind: the epilogue of the product.
+
+        Raises:
+            ValueError: If the tensors do not match this.
+        """
         shape, order = _check_weight(codes, bias, kind), self._order(len(codes), kind)
         panels = self._pages.zeros(len(order) * padded(shape[1]) // 2, torch.uint8)
         columns = self._packed_int4(codes, scales, zeros, group, kind, panels)
@@ -197,8 +223,11 @@ class CompiledOperators(CachedOperators):
     def pack_rounded_int4(
         self, weight: Tensor, group: int, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedWeight:
-        """Pack a weight (outputs, inputs) in floats as `pack_int4` packs what batchinfer_kernels.int4_linear's
-        quantize_groups makes of it, bit by bit. Raises ValueError for other weights."""
+        """Quantise a weight (outputs, inputs) as int4_linear.quantize_groups does and pack it, with the same bits.
+
+        Raises:
+            ValueError: If `weight` is not a matrix of floats.
+        """
         shape, order = _check_weight(weight, bias, kind), self._order(len(weight), kind)
         panels = self._pages.zeros(len(order) * padded(shape[1]) // 2, torch.uint8)
         columns = self._rounded_int4(weight, group, kind, panels)
@@ -213,8 +242,7 @@ class CompiledOperators(CachedOperators):
         bias: Tensor | None,
         kind: Kind = "plain",
     ) -> PackedExperts:
-        """codes: (experts, outputs, inputs), scales, zeros: (experts, outputs, groups), each expert's as `pack_int4`
-        has them; bias: (experts, outputs). Raises ValueError for others."""
+        """Pack the int4 weights of experts as `pack_int4` does; all tensors have a first dimension of experts."""
 
         def packed(expert: int, panels: Tensor) -> Columns:
             own = None if zeros is None else zeros[expert]
@@ -225,8 +253,7 @@ class CompiledOperators(CachedOperators):
     def pack_rounded_expert_int4(
         self, weight: Tensor, group: int, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedExperts:
-        """Pack weights (experts, outputs, inputs), each expert's as `pack_rounded_int4` does; bias: (experts, outputs).
-        Raises ValueError for others."""
+        """Quantise and pack the weights (experts, outputs, inputs) of experts as `pack_rounded_int4` does."""
         return self._int4_experts(
             weight, group, bias, kind, lambda at, panels: self._rounded_int4(weight[at], group, kind, panels)
         )
@@ -239,7 +266,7 @@ class CompiledOperators(CachedOperators):
         kind: Kind,
         packed: Callable[[int, Tensor], Columns],
     ) -> PackedExperts:
-        """`packed`: fills an expert's panels."""
+        """Pack int4 weights of experts. `packed` fills the panels of one expert and returns its columns."""
         shape = count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
         panels = self._pages.zeros(count * len(order) * padded(inputs) // 2, torch.uint8).view(count, -1)
@@ -257,7 +284,7 @@ class CompiledOperators(CachedOperators):
         kind: Kind,
         panels: Tensor,
     ) -> Columns:
-        """Fill the panels of a weight."""
+        """Fill the panels of a weight and return its columns."""
         outputs, inputs = codes.shape
         groups = -(-inputs // group) if group > 0 else 0
         if (
@@ -277,8 +304,11 @@ class CompiledOperators(CachedOperators):
         return starts, taken, self._in_panels(-scales * zeros, self._order(outputs, kind))
 
     def _rounded_int4(self, weight: Tensor, group: int, kind: Kind, panels: Tensor) -> Columns:
-        """Round a weight and fill its panels. The reference is asked for groups of which a sum of errors in another
-        order might choose another scale."""
+        """Quantise a weight into its panels and return its columns.
+
+        Groups in which two scales have almost equal errors are quantised by the reference, because summing the errors
+        in another order could select the other scale.
+        """
         outputs, inputs = weight.shape
         if not self.rounds_int4(weight, group):
             return self._packed_int4(*quantize_groups(weight, group), None, group, kind, panels)
@@ -301,13 +331,13 @@ class CompiledOperators(CachedOperators):
         return *self._int4_columns(scales, sums, kind), None
 
     def rounds_int4(self, weight: Tensor, group: int) -> bool:
-        """Whether weights like this one are rounded here in such groups, and not by the reference."""
+        """Return True if the compiled code quantises such weights in groups of this size, rather than the reference."""
         lanes, inputs = 2 * self.lanes, weight.shape[-1]
         in_groups = 0 < group <= _MOST_GROUP and not inputs % group and not group % lanes
         return in_groups and weight.dtype in (torch.float32, torch.bfloat16)
 
     def _int4_columns(self, scales: Tensor, sums: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-        """Return what a weight's sums start at, and the scales of its groups as products read them."""
+        """Return the starts of a weight's sums and the scales of its groups, in the order of its columns."""
         scales = scales.float().contiguous()
         (outputs, groups), gated = scales.shape, is_gated(kind)
         columns = int(self._common["packed_columns"](outputs, gated))
@@ -319,13 +349,13 @@ class CompiledOperators(CachedOperators):
         return starts, taken
 
     def _in_panels(self, grouped: Tensor, order: Tensor) -> Tensor:
-        """(outputs, groups) → (panels, groups, columns of a panel) float32."""
+        """Reorder (outputs, groups) to (panels, groups, columns of a panel) float32."""
         wide = grouped.float().t()
-        columns = torch.cat((wide, wide.new_zeros(len(wide), 1)), -1)[:, order]  # -1 takes the zero
+        columns = torch.cat((wide, wide.new_zeros(len(wide), 1)), -1)[:, order]  # -1 selects the zero
         return columns.view(len(columns), -1, self.tile).transpose(0, 1).contiguous()
 
     def pack_experts(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedExperts:
-        """weight: (experts, outputs, inputs); bias: (experts, outputs)."""
+        """Pack weights (experts, outputs, inputs) with biases (experts, outputs)."""
         count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
         size = len(order) * padded(inputs * weight.element_size()) // weight.element_size()
@@ -337,7 +367,14 @@ class CompiledOperators(CachedOperators):
     def pack_expert_codes(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedExperts:
-        """codes: (experts, outputs, inputs) int8; scales: (experts, outputs) float32."""
+        """Pack int8 weights of several experts.
+
+        Args:
+            codes: (experts, outputs, inputs) int8.
+            scales: (experts, outputs) float32.
+            bias: (experts, outputs), or None.
+            kind: the epilogue of the product.
+        """
         count, outputs, inputs = _check_experts(codes, bias, kind)
         order = self._order(outputs, kind)
         panels = self._pages.zeros(count * len(order) * padded(inputs), torch.int8).view(count, -1)
@@ -351,8 +388,17 @@ class CompiledOperators(CachedOperators):
     def pack_expert_mxfp4(
         self, codes: Tensor, exponents: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedExperts:
-        """codes: (experts, outputs, inputs / 2), exponents: (experts, outputs, inputs / 32), uint8 as
-        batchinfer_kernels.mxfp4 has them; bias: (experts, outputs). Raises ValueError for others."""
+        """Pack MXFP4 weights of several experts.
+
+        Args:
+            codes: (experts, outputs, inputs / 2) uint8; see batchinfer_kernels.mxfp4.
+            exponents: (experts, outputs, inputs / 32) uint8.
+            bias: (experts, outputs), or None.
+            kind: the epilogue of the product.
+
+        Raises:
+            ValueError: If the tensors do not match this.
+        """
         check_mxfp4(codes, exponents)
         count, outputs, held = _check_experts(codes, bias, kind)
         order = self._order(outputs, kind)
@@ -366,22 +412,22 @@ class CompiledOperators(CachedOperators):
     def pack_mxfp4(
         self, codes: Tensor, exponents: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedExperts:
-        """Pack one weight as `pack_expert_mxfp4` does those of several experts, without the first dimension."""
+        """Pack one weight as `pack_expert_mxfp4` does, without the dimension of experts."""
         return self.pack_expert_mxfp4(
             codes[None], exponents[None], None if bias is None else bias[None], kind
         )
 
     def layer_widens(self, dtype: torch.dtype) -> bool:
-        """Whether a decoder layer in this dtype multiplies with weights in MXFP4."""
+        """Return True if a decoder layer in this dtype supports MXFP4 weights."""
         return bool(self._functions["layer_widens", dtype]())
 
     def _by_column(self, matrix: Tensor, order: Tensor) -> Tensor:
-        """(outputs, width) → (panels, width, columns of a panel)."""
-        lines = torch.cat((matrix, matrix.new_zeros(1, matrix.shape[1])))[order]  # -1 takes the zeros
+        """Reorder (outputs, width) to (panels, width, columns of a panel)."""
+        lines = torch.cat((matrix, matrix.new_zeros(1, matrix.shape[1])))[order]  # -1 selects the zeros
         return lines.view(-1, self.tile, matrix.shape[1]).transpose(1, 2).contiguous()
 
     def grouped_linear(self, x: Tensor, weight: PackedExperts, starts: Tensor) -> Tensor:
-        """Multiply as batchinfer_kernels.grouped_matmul says, with a weight that is plain or gated."""
+        """Multiply as batchinfer_kernels.grouped_matmul does, with a plain or gated weight."""
         rows = len(x)
         if x.dim() != 2 or x.shape[1] != weight.inputs:
             raise ValueError(f"x is {tuple(x.shape)}, the weights take {weight.inputs} inputs")
@@ -399,8 +445,13 @@ class CompiledOperators(CachedOperators):
     def experts(
         self, x: Tensor, gate_up: PackedExperts, down: PackedExperts, choice: Choice, loads: Tensor
     ) -> Tensor:
-        """Compute experts as batchinfer_kernels.experts says, with the activation that the kind of `gate_up` names.
-        Adds each expert's rows to `loads` (experts,) int64. Raises ValueError for an expert that is not there."""
+        """Compute experts as batchinfer_kernels.experts does, with the activation of the kind of `gate_up`.
+
+        Adds the number of rows of each expert to `loads` (experts,) int64.
+
+        Raises:
+            ValueError: If a chosen expert does not exist.
+        """
         check_choice(x, choice)
         room = ExpertsRoom(x, gate_up, down, choice, loads)
         self._checked("experts", x, choice.experts, choice.weights)
@@ -411,11 +462,18 @@ class CompiledOperators(CachedOperators):
     def pack_factors(
         self, factors: Sequence[tuple[Tensor, Tensor] | None], places: int | None = None
     ) -> PackedLowRank:
-        """Factors as for batchinfer_kernels.low_rank. With `places` so many adapters are read, those that are put
-        there. Raises ValueError where they do not fit one another."""
+        """Pack the factors of adapters; see batchinfer_kernels.low_rank.
+
+        Args:
+            factors: A and B of each adapter, or None.
+            places: if given, products read only that many adapters, which PackedLowRank.place selects.
+
+        Raises:
+            ValueError: If the factors do not match.
+        """
         known = [own for own in factors if own is not None]
         if not known:
-            raise ValueError("no adapter has factors")
+            raise ValueError("no adapter has factors for this product")
         (a, b), packed = known[0], list[tuple[PackedWeight, PackedWeight] | None]()
         for own in factors:
             if own is not None and (own[0].shape[1], own[1].shape) != (a.shape[1], (len(b), len(own[0]))):
@@ -430,33 +488,48 @@ class CompiledOperators(CachedOperators):
         return PackedLowRank(packed, len(b), a.shape[1], places)
 
     def low_rank(self, x: Tensor, factors: PackedLowRank, rows: AdaptedRows) -> Tensor:
-        """x: (T, inputs) → (n, outputs) float32, of the tokens that have an adapter, in their order. Raises ValueError
-        where shapes do not fit."""
+        """Return B A x of the tokens that have an adapter, in their sorted order: (n, outputs) float32.
+
+        Args:
+            x: (T, inputs), all tokens.
+            factors: the adapters.
+            rows: the tokens by adapter.
+
+        Raises:
+            ValueError: If shapes do not match.
+        """
         check_adapted_rows(rows, len(x))
         fits = (x.dtype, x.shape[-1], len(rows.starts) - 2) == (factors.dtype, factors.inputs, factors.count)
         if x.dim() != 2 or not fits:
             wanted = f"(T, {factors.inputs}) {factors.dtype} and {factors.count} adapters"
             raise ValueError(
-                f"x is {tuple(x.shape)} {x.dtype}, with {len(rows.starts) - 2} adapters; wanted {wanted}"
+                f"x is {tuple(x.shape)} {x.dtype}, with {len(rows.starts) - 2} adapters; expected {wanted}"
             )
         room = AdaptedRoom(rows, x.dtype, factors.inputs, factors.most_rank, factors.outputs)
         self._call("low_rank", x, x, factors.structure, room.structure, factors.inputs)
         return room.values[: room.count * factors.outputs].view(room.count, factors.outputs)
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """x: (T, inputs) → (T, columns), float32 where the weight's kind is "float". For a weight of codes see
-        batchinfer_kernels.quantized_linear."""
+        """Multiply x (T, inputs): (T, columns), float32 if the weight's kind is "float".
+
+        A quantised weight is multiplied as batchinfer_kernels.quantized_linear does.
+        """
         return self._linear(x, weight, weight.structure)
 
     def adapted_linear(self, x: Tensor, weight: PackedWeight, values: Tensor, rows: AdaptedRows) -> Tensor:
-        """Compute `linear`, and add `low_rank`'s values to the results before an activation. Raises ValueError for
-        values that another function made: a panel's width behind the last one is read."""
+        """Compute `linear`, with the result of `low_rank` added before the activation.
+
+        Raises:
+            ValueError: If `values` was not returned by `low_rank`: the operator reads one panel beyond its end.
+        """
         check_adapted_rows(rows, len(x))
         shape = (len(x) - without_adapter(rows), weight.outputs)
         behind = values.untyped_storage().nbytes() // 4 - values.storage_offset() - values.numel()
         made = values.dtype == torch.float32 and values.is_contiguous() and behind >= self.tile
         if values.shape != shape or not made:
-            raise ValueError(f"values of adapters are {tuple(values.shape)} {values.dtype}, wanted {shape}")
+            raise ValueError(
+                f"values of adapters are {tuple(values.shape)} {values.dtype}, expected {shape} from low_rank"
+            )
         return self._linear(x, weight, add_to(weight.structure, values, rows))
 
     def _linear(self, x: Tensor, weight: PackedWeight, structure: Weight) -> Tensor:
@@ -465,8 +538,11 @@ class CompiledOperators(CachedOperators):
         return y
 
     def argmax(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """(T,) int64: the column where each row of the product is greatest, the lowest of equals; -1 where that is not
-        finite or any column is no number. The product, of kind "float", is never written."""
+        """Return the column of the greatest value of each row of the product, (T,) int64, without storing the product.
+
+        Of equal columns the lowest is returned; -1 if the greatest is not finite or any column is NaN. The weight must
+        be of kind "float".
+        """
         found = torch.zeros(x.shape[0], dtype=torch.int64)
         self._multiply(x, weight, found, _GREATEST, weight.structure)
         self._common["ranked_columns"](found.data_ptr(), found.data_ptr(), len(found))
@@ -492,7 +568,7 @@ class CompiledOperators(CachedOperators):
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Normalise as batchinfer_kernels.rms_norm says."""
+        """Normalise as batchinfer_kernels.rms_norm does."""
         check_rms_norm(x, weight, residual)
         y, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
         rows = x.numel() // max(x.shape[-1], 1)
@@ -502,7 +578,7 @@ class CompiledOperators(CachedOperators):
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Normalise as batchinfer_kernels.layer_norm says, with a weight (hidden,)."""
+        """Normalise as batchinfer_kernels.layer_norm does, with a weight (hidden,)."""
         check_rms_norm(x, weight, residual)
         if bias is not None and (bias.shape != weight.shape or bias.dtype != x.dtype):
             raise ValueError(f"bias is {tuple(bias.shape)} of {bias.dtype}, weight {tuple(weight.shape)}")
@@ -512,7 +588,7 @@ class CompiledOperators(CachedOperators):
         return y, total
 
     def gate(self, gate_up: Tensor, kind: Kind) -> Tensor:
-        """Compute batchinfer_kernels.gated_activation with the activation that the kind names."""
+        """Compute batchinfer_kernels.gated_activation with the activation of `kind`."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         if gate_up.shape[1] % 2:
             raise ValueError(f"gate and up need an even number of columns, got {gate_up.shape[1]}")
@@ -521,33 +597,34 @@ class CompiledOperators(CachedOperators):
         return y
 
     def activate(self, x: Tensor, kind: Kind) -> Tensor:
-        """(T, width) → (T, width): the activation that the kind names, of each value."""
+        """Return the activation of `kind` of each value of x (T, width)."""
         y = torch.empty_like(x)
         self._call("activate", x, x, y, *x.shape, KINDS[kind])
         return y
 
     def cap_logits(self, logits: Tensor, cap: float) -> None:
-        """cap × tanh(logits / cap), in place: (n, vocab) float32."""
+        """Set logits (n, vocab) float32 to cap × tanh(logits / cap), in place."""
         if logits.dim() != 2 or logits.dtype != torch.float32:
             raise ValueError(f"logits are {tuple(logits.shape)} {logits.dtype}, not a matrix of float32")
         self._checked("cap_logits", logits)
         self._common["cap_logits"](logits.data_ptr(), *logits.shape, cap)
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """Mask logits (n, vocab) float32 as batchinfer_kernels.mask says."""
+        """Mask logits (n, vocab) float32 as batchinfer_kernels.mask does."""
         check_mask(logits, rows, bits)
         if logits.dtype != torch.float32:
             raise ValueError(f"logits are {logits.dtype}, not float32")
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(logits):
-            raise ValueError(f"rows from {int(rows.min())} to {int(rows.max())} of {len(logits)}")
+            raise ValueError(
+                f"rows are {int(rows.min())} … {int(rows.max())}, but there are {len(logits)} rows of logits"
+            )
         self._checked("mask", logits, rows, bits)
         self._common["mask_logits"](
             logits.data_ptr(), logits.shape[1], rows.data_ptr(), len(rows), bits.data_ptr(), bits.shape[1]
         )
 
     def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """Find tokens as batchinfer.models.ops.interface.Ops says; logits (n, vocab) float32 are read in one pass and
-        not changed."""
+        """Return the best tokens under a mask as Ops.masked_argmax does, in one pass over logits (n, vocab) float32."""
         check_mask(logits, torch.empty(len(logits), dtype=torch.int32), bits)
         if logits.dtype != torch.float32:
             raise ValueError(f"logits are {logits.dtype}, not float32")
@@ -561,18 +638,27 @@ class CompiledOperators(CachedOperators):
         return tokens, barred
 
     def latent_pages(self, block_size: int, dtype: torch.dtype) -> CachePages:
-        """How a cache of latents of this block size is laid out in tiles."""
+        """Return the tiles of a cache of latents with this block size."""
         return CachePages(block_size, 1, self._functions["latent_tile", dtype]())
 
     def latent_attention(
         self, q: Tensor, cache: Tensor, block_tables: Tensor, items: Items, scale: float, rank: int
     ) -> Tensor:
-        """Attend as batchinfer_kernels.latent_attention says; `items` were planned for these tables with
-        `latent_pages`, and for slices of as many heads as divide those of q."""
+        """Compute attention as batchinfer_kernels.latent_attention does.
+
+        Args:
+            q: (T, heads, D).
+            cache: (blocks, 1, block_size, D).
+            block_tables: (sequences, blocks) int32.
+            items: planned for these tables with `latent_pages`. Its `group` is the number of heads of a slice and must
+                divide `heads`.
+            scale: factor of q · k.
+            rank: values of V.
+        """
         check_latent_attention(q, cache, block_tables, rank)
         (tokens, heads, width), slice_heads = q.shape, items.group
         if heads % slice_heads:
-            raise ValueError(f"{heads} heads are not cut into slices of {slice_heads}")
+            raise ValueError(f"{heads} heads cannot be cut into slices of {slice_heads}")
         self._checked("latent_attention", q, cache, block_tables)
         out = q.new_empty(tokens, heads, rank)
         state = None if items.levels == 1 else torch.empty(tokens, heads, rank + 2)
@@ -603,9 +689,9 @@ class CompiledOperators(CachedOperators):
 
 def _check_weight(weight: Tensor, bias: Tensor | None, kind: Kind) -> tuple[int, int]:
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-        raise ValueError(f"weight {tuple(weight.shape)} is not a matrix, or its bias does not fit")
+        raise ValueError(f"weight {tuple(weight.shape)} is not a matrix, or its bias does not match")
     if 0 in weight.shape:
-        raise ValueError(f"weight {tuple(weight.shape)} has nothing in it")
+        raise ValueError(f"weight {tuple(weight.shape)} is empty")
     if is_gated(kind) and weight.shape[0] % 2:
         raise ValueError(f"gate and up need an even number of rows, got {weight.shape[0]}")
     return weight.shape[0], weight.shape[1]
@@ -613,12 +699,12 @@ def _check_weight(weight: Tensor, bias: Tensor | None, kind: Kind) -> tuple[int,
 
 def _check_experts(weight: Tensor, bias: Tensor | None, kind: Kind) -> tuple[int, int, int]:
     if weight.dim() != 3 or not len(weight) or (bias is not None and bias.shape != weight.shape[:2]):
-        raise ValueError(f"weights {tuple(weight.shape)} are no matrices, or their bias does not fit")
+        raise ValueError(f"weights {tuple(weight.shape)} are not matrices, or their bias does not match")
     return len(weight), *_check_weight(weight[0], None, kind)
 
 
 def _reordered(values: Tensor | None, order: Tensor) -> Tensor | None:
-    """(..., outputs) → (..., columns of the panels), 0 where a column has no output."""
+    """Reorder (..., outputs) to (..., columns of the panels), with 0 for a column without output."""
     if values is None:
         return None
-    return torch.cat((values, values.new_zeros(*values.shape[:-1], 1)), -1)[..., order]  # -1 takes the zero
+    return torch.cat((values, values.new_zeros(*values.shape[:-1], 1)), -1)[..., order]  # -1 selects the zero

@@ -1,4 +1,4 @@
-"""Processes of the system's C compiler, which can be ended from another thread."""
+"""Runs the system's C compiler in processes that another thread can stop."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-TIMEOUT_S = 300  # of one process, which takes some seconds on an idle core
+TIMEOUT_S = 300  # for one process, which takes some seconds on an idle core
 
 
 class NoCompiler(RuntimeError):
-    """There is no C compiler here, or it cannot build the operators; says which and why."""
+    """There is no C compiler, or it cannot build the operators; the message contains its command and error."""
 
 
 class Compilers:
-    """Runs compilers until it is stopped; several threads may call it at once."""
+    """Runs compilers until it is stopped. Thread-safe."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[str]] = set()
@@ -25,11 +25,11 @@ class Compilers:
         self._lock = threading.Lock()
 
     def call(self, command: Sequence[str]) -> str:
-        """Run a command and return its output. Raises NoCompiler when it fails, takes too long, or is stopped."""
+        """Run a command and return its output. Raises NoCompiler if it fails, times out, or is stopped."""
         try:
             process = self._started(command)
         except OSError as error:
-            raise NoCompiler(f"{command[0]} does not run: {error}") from error
+            raise NoCompiler(f"{command[0]} cannot be started: {error}") from error
         try:
             output, errors = process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
@@ -42,12 +42,12 @@ class Compilers:
         return output
 
     def check(self) -> None:
-        """Raises NoCompiler once it was stopped."""
+        """Raise NoCompiler if `stop` was called."""
         if self._stopped:
             raise NoCompiler("the compiler was stopped")
 
     def stop(self) -> None:
-        """End what runs; nothing runs afterwards."""
+        """Kill all running compilers and refuse to start others."""
         with self._lock:
             self._stopped = True
             running = list(self._running)
@@ -55,8 +55,7 @@ class Compilers:
             _kill(process)
 
     def _started(self, command: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a process in a session of its own: a terminal's signals are for the command, which may still need the
-        library."""
+        """Start a process in its own session: Ctrl-C in a terminal must not stop it, as the library is still needed."""
         pipe = subprocess.PIPE
         with self._lock:
             self.check()
@@ -75,6 +74,6 @@ class Compilers:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """The compiler and what it has started."""
-    with suppress(ProcessLookupError):  # it has just ended
+    """Kill the compiler and its child processes."""
+    with suppress(ProcessLookupError):  # the process has already ended
         os.killpg(process.pid, signal.SIGKILL)

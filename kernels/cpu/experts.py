@@ -1,4 +1,4 @@
-"""The tensors that a call of the compiled experts reads, writes and works in."""
+"""Buffers of a call of the compiled experts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from batchinfer_kernels.experts import Choice
 
 
 class ExpertsRoom:
-    """Keeps alive what `structure` points to; `y` (T, outputs) is the result.
+    """The buffers that `structure` points to; `y` (T, outputs) is the result.
 
-    Raises ValueError where the weights do not fit one another or x.
+    Raises ValueError if the weights do not match each other or x.
     """
 
     def __init__(
@@ -41,8 +41,7 @@ class ExpertsRoom:
 
 
 def wide_room(x: Tensor, *weights: PackedExperts) -> tuple[Tensor | None, int]:
-    """Return room for a panel of any of the weights in MXFP4 that each thread widens to x's dtype, and the bytes of
-    one; None where there are none."""
+    """Return a buffer per thread for a widened panel of MXFP4 weights, and its bytes; None if nothing is widened."""
     size = max(weight.wide_bytes(x.element_size()) for weight in weights)
     return (torch.empty(torch.get_num_threads(), size, dtype=torch.uint8) if size else None), size
 
@@ -52,7 +51,7 @@ def _check(x: Tensor, gate_up: PackedExperts, down: PackedExperts, loads: Tensor
     fit = gate_up.columns == down.inputs and gate_up.count == down.count and same
     if not fit or not is_gated(gate_up.kind) or down.kind != "plain":
         shapes = [(w.count, w.columns, w.inputs, w.kind) for w in (gate_up, down)]
-        raise ValueError(f"gate and up, and down, do not fit: {shapes[0]}, {shapes[1]}")
+        raise ValueError(f"gate_up and down do not match: {shapes[0]}, {shapes[1]}")
     if x.dim() != 2 or x.shape[1] != gate_up.inputs:
         raise ValueError(f"x is {tuple(x.shape)}, the experts take {gate_up.inputs} inputs")
     if any(weight.dtype not in (None, x.dtype) for weight in (gate_up, down)):

@@ -1,4 +1,4 @@
-"""A decoder layer that runs as one call, and the room that its step's layers share."""
+"""A decoder layer that runs as one call, and the buffers that the layers of a step share."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ from batchinfer_kernels.cpu.structures import (
 )
 from batchinfer_kernels.low_rank import AdaptedRows
 
-# The norms that a layer may have, in the order of layer.h
+# The norms that a layer can have, in the order of layer.h
 NORMS = ("input_norm", "attention_norm", "post_norm", "feed_forward_norm")
 PRE_NORMS, SUM_NORMS = ("input_norm", "post_norm"), ("attention_norm", "feed_forward_norm")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """The sizes that all layers of a model have in common. `scale` and `soft_cap` are attention's, `eps` and `offset`
-    every norm's."""
+    """The sizes that all layers of a model share.
+
+    `scale` and `soft_cap` belong to attention, `eps` and `offset` to all norms.
+    """
 
     q_heads: int
     kv_heads: int
@@ -49,7 +51,7 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRotation:
-    """How a layer's heads are normed and rotated: cos and sin (positions, pairs) float32, norms (head_dim,)."""
+    """The norms and the rotation of a layer's heads: cos and sin (positions, pairs) float32, norms (head_dim,)."""
 
     cos: Tensor
     sin: Tensor
@@ -58,10 +60,13 @@ class LayerRotation:
     k_norm: Tensor | None = None
 
     def structure(self, sizes: LayerSizes) -> RotationStructure:
-        """Return the rotation as the operators take it; the tensors must outlive it. Raises ValueError for tables that
-        do not fit the heads."""
+        """Return the rotation as a C structure; the tensors must outlive it.
+
+        Raises:
+            ValueError: If the tables do not match the heads.
+        """
         if self.cos.dim() != 2 or not 0 < 2 * self.cos.shape[1] <= sizes.head_dim:
-            raise ValueError(f"cos {tuple(self.cos.shape)} does not fit heads of {sizes.head_dim}")
+            raise ValueError(f"cos {tuple(self.cos.shape)} does not match heads of {sizes.head_dim}")
         _check("sin", self.sin, tuple(self.cos.shape), torch.float32)
         _check("cos", self.cos, tuple(self.cos.shape), torch.float32)
         norms = (address(self.q_norm), address(self.k_norm), sizes.eps, sizes.offset)
@@ -72,10 +77,15 @@ class LayerRotation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer's weights, packed: `up` of a gated kind or one with an activation, the others "plain".
+    """The packed weights of a layer. `up` has a gated kind or one with an activation; the others are "plain".
 
-    `norms` and `biases` are those by the names of NORMS that the layer has. With `norms_sums` it norms what each half
-    adds up to, and nothing else; else each half's input, and its result if it has a norm for that.
+    Attributes:
+        norms: weights of the norms that the layer has, by the names in NORMS.
+        biases: biases of the norms, by the same names.
+        adapters: what adapters add to qkv, o, up and down; None: no adapter.
+        centred: True if the norms are LayerNorms.
+        norms_sums: True: the norms apply to the sums after attention and after the feed-forward part, as in a post-norm
+            model. False: to the input of both, and optionally to their result.
     """
 
     norms: Mapping[str, Tensor]
@@ -86,29 +96,28 @@ class LayerWeights:
     down: PackedWeight
     window: int | None
     sinks: Tensor | None = None
-    # What adapters add to qkv, o, up and down; None: nothing to it
     adapters: tuple[PackedLowRank | None, ...] = (None,) * 4
     biases: Mapping[str, Tensor] = field(default_factory=dict)
-    centred: bool = False  # norms are LayerNorms
+    centred: bool = False
     norms_sums: bool = False
 
     @property
     def linears(self) -> tuple[PackedWeight, ...]:
-        """The products, in the order in which they run."""
+        """Return the weights in the order in which they run."""
         return self.qkv, self.o, self.up, self.down
 
 
 class PackedLayer:
-    """A layer whose weights are packed. Raises ValueError where they do not fit one another."""
+    """A layer with packed weights, as the C operators read it. Raises ValueError if the weights do not match."""
 
     def __init__(self, weights: LayerWeights, sizes: LayerSizes) -> None:
         if sizes.q_heads % sizes.kv_heads:
-            raise ValueError(f"{sizes.q_heads} query heads do not divide among {sizes.kv_heads} KV heads")
+            raise ValueError(f"{sizes.q_heads} query heads are not a multiple of {sizes.kv_heads} KV heads")
         self.weights, self.sizes = weights, sizes
         self.hidden, self.inner = weights.qkv.inputs, weights.up.columns
         self.dtype = next(iter(weights.norms.values())).dtype
         self.most_rank = max((one.most_rank for one in weights.adapters if one is not None), default=1)
-        # Layers with the same one may share a room
+        # Layers with equal keys can share a LayerRoom
         self.key = (*astuple(sizes), self.hidden, self.inner, self.most_rank, weights.norms_sums)
         self._check_linears()
         self._check_norms()
@@ -141,9 +150,9 @@ class PackedLayer:
         for name, shape in wanted.items():
             weight: PackedWeight = getattr(weights, name)
             if (weight.columns, weight.inputs) != shape:
-                raise ValueError(f"{name} is {(weight.columns, weight.inputs)}, wanted {shape}")
+                raise ValueError(f"{name} is {(weight.columns, weight.inputs)}, expected {shape}")
             if weight.dtype not in (None, self.dtype):
-                raise ValueError(f"{name} is of {weight.dtype}, the norms of {self.dtype}")
+                raise ValueError(f"{name} is {weight.dtype}, the norms are {self.dtype}")
         for (name, _), own in zip(wanted.items(), weights.adapters, strict=True):
             product = getattr(weights, name)
             if own is not None and (own.outputs, own.inputs, own.dtype) != (
@@ -159,7 +168,9 @@ class PackedLayer:
         weights, heads = self.weights, self.weights.rotation
         wanted = SUM_NORMS if weights.norms_sums else PRE_NORMS
         if not set(wanted) <= weights.norms.keys() <= set(NORMS):
-            raise ValueError(f"the layer has norms {', '.join(weights.norms)}, wanted {' and '.join(wanted)}")
+            raise ValueError(
+                f"the layer has the norms {', '.join(weights.norms)}, expected {' and '.join(wanted)}"
+            )
         for by in (weights.norms, weights.biases):
             for name, norm in by.items():
                 _check(name, norm, (self.hidden,), self.dtype)
@@ -170,7 +181,7 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlaces:
-    """The places of the T tokens of a step; shapes as for `rope_store` and `paged_attention`."""
+    """The positions, slots and attention items of a step's T tokens; see `rope_store` and `paged_attention`."""
 
     positions: Tensor
     slots: Tensor
@@ -181,7 +192,7 @@ class StepPlaces:
     adapted: AdaptedRows | None = None  # None: no token has an adapter
 
     def check(self, tokens: int) -> None:
-        """Raises ValueError for tensors that the operators could not read, or that are not of such a step."""
+        """Raise ValueError if the operators cannot read the tensors, or these do not match a step of `tokens`."""
         _check("positions", self.positions, (tokens,), torch.int64)
         _check("slots", self.slots, (tokens,), torch.int64)
         _check("block_tables", self.block_tables, tuple(self.block_tables.shape[:2]), torch.int32)
@@ -193,11 +204,11 @@ class StepPlaces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tensors:
-    """The tensors that layers leave to one another, and room to work in."""
+    """The tensors that layers pass to each other, and buffers."""
 
     x: Tensor
     residual: Tensor
-    attended: Tensor  # rotated q, and what attention makes of it
+    attended: Tensor  # rotated q, and the output of attention
     rooms: tuple[Tensor, ...]
 
     @classmethod
@@ -214,10 +225,16 @@ class _Tensors:
 
 
 class LayerRoom:
-    """The tensors that the layers of a step share: x and residual (T, hidden), and room to work in.
+    """The buffers that the layers of a step share, including x and residual (T, hidden).
 
-    `cache_shape` is that of a block of the cache, `state` what `attention_state` gives. `beside`: the room of layers
-    with other places, which left x and residual in it: if sizes are the same, both use the same tensors.
+    Args:
+        x: (T, hidden), the input of the first layer.
+        layer: a layer; others with the same sizes can use the room.
+        places: the tokens' positions and slots.
+        cache_shape: shape of a cache block.
+        state: buffer from `attention_state`.
+        beside: room of the previous layers, which have other places. Its tensors are reused if the sizes match and it
+            holds x.
     """
 
     def __init__(
@@ -231,9 +248,7 @@ class LayerRoom:
     ) -> None:
         places.check(len(x))
         if x.shape != (len(x), layer.hidden) or x.dtype != layer.dtype:
-            raise ValueError(
-                f"x is {tuple(x.shape)} of {x.dtype}, wanted (T, {layer.hidden}) of {layer.dtype}"
-            )
+            raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, expected (T, {layer.hidden}) {layer.dtype}")
         self.places, self.cache_shape = places, cache_shape
         self._layer, self._state = layer, state
         shared = beside is not None and beside.x is x and beside.fits(layer)
@@ -249,18 +264,21 @@ class LayerRoom:
         self.structure = LayerStep(self._heads(), self._attention(), *map(address, rooms), parts, adapted)
 
     def holds(self, x: Tensor, residual: Tensor | None) -> bool:
-        """Whether x and residual are what a layer left in this room; one that norms sums leaves no residual."""
+        """Return True if x and residual are the output that a layer left in this room.
+
+        A layer with `norms_sums` leaves no residual.
+        """
         left = None if self._layer.weights.norms_sums else self.residual
         return x is self.x and residual is left
 
     def fits(self, layer: PackedLayer) -> bool:
-        """Whether a layer has the sizes that this room was made for."""
+        """Return True if the layer has the sizes for which this room was made."""
         return layer.key == self._layer.key
 
     def _room_of_adapters(self, rows: AdaptedRows) -> AdaptedRoom:
         weights = self._layer.weights
         if any(own is not None and own.count + 2 != len(rows.starts) for own in weights.adapters):
-            raise ValueError(f"the layer has not the {len(rows.starts) - 2} adapters of the step's tokens")
+            raise ValueError(f"the layer does not have the {len(rows.starts) - 2} adapters of the step")
         inputs, outputs = (
             max(getattr(one, name) for one in weights.linears) for name in ("inputs", "outputs")
         )
@@ -299,15 +317,15 @@ class LayerRoom:
 
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raises ValueError for a tensor that is there, and is not what the operators read."""
+    """Raise ValueError if the operators cannot read a tensor that is given."""
     if tensor is None:
         return
     if tensor.shape != shape or tensor.dtype != dtype:
-        raise ValueError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}, wanted {shape} of {dtype}")
+        raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected {shape} {dtype}")
     check_readable(name, tensor)
 
 
 def check_readable(name: str, tensor: Tensor) -> None:
-    """Raises ValueError for a tensor that is not contiguous in the CPU's memory."""
+    """Raise ValueError unless a tensor is contiguous and on the CPU."""
     if not tensor.is_contiguous() or not tensor.is_cpu:
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} is not contiguous on the CPU")

@@ -1,4 +1,4 @@
-"""The factors of adapters in the layout of the compiled operators, and the room that products with them work in."""
+"""The packed factors of adapters, and the buffers of their products."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from batchinfer_kernels.cpu.packed import PackedWeight
 from batchinfer_kernels.cpu.structures import AdaptedStructure, LowRankStructure, Weight, address
 from batchinfer_kernels.low_rank import AdaptedRows
 
-_ROW = 64  # floats: no panel has more columns
+_ROW = 64  # at least the columns of a panel
 
 
 class PackedLowRank:
-    """The factors of adapters for one product: A and B of each; None for one that adds nothing. Products read `places`
-    of them, those that were put there; None: all."""
+    """The packed factors A and B of all adapters for one product; None for an adapter that does not change it.
+
+    Args:
+        factors: A and B of each adapter.
+        outputs: outputs of the product.
+        inputs: inputs of the product.
+        places: if given, products read only this many adapters, which `place` selects.
+    """
 
     def __init__(
         self,
@@ -35,33 +41,33 @@ class PackedLowRank:
         self.structure = LowRankStructure(*self._halves, self.count, outputs, self.most_rank)
 
     def place(self, number: int, place: int) -> None:
-        """Have products read the factors of an adapter in a place; both count from 1 on. Nothing is copied."""
+        """Make products read adapter `number` at index `place`; both count from 1. Copies no factors."""
         own = self._kept[number - 1]
         for at, half in enumerate(self._halves):
             half[place - 1] = Weight() if own is None else own[at].structure
 
 
 def check_adapted_rows(rows: AdaptedRows, tokens: int) -> None:
-    """Raises ValueError for rows that are not those of so many tokens, or that the operators could not read."""
+    """Raise ValueError unless the rows match this many tokens and the operators can read them."""
     parts = rows.order, rows.places, rows.starts
     whole = all(part.dtype == torch.int64 and part.dim() == 1 and part.is_contiguous() for part in parts)
     if not whole or len(rows.places) != tokens or len(rows.starts) < 2 or int(rows.starts[-1]) != tokens:
         shapes = [tuple(part.shape) for part in parts]
-        raise ValueError(f"order, places and starts of adapters are {shapes}, and there are {tokens} tokens")
+        raise ValueError(f"order, places and starts of adapters are {shapes}, for {tokens} tokens")
 
 
 def without_adapter(rows: AdaptedRows) -> int:
-    """Return how many tokens have no adapter."""
+    """Return the number of tokens without an adapter."""
     return int(rows.starts[1])
 
 
 class AdaptedRoom:
-    """The room for the tokens that have an adapter, in products of up to so many inputs, ranks and outputs."""
+    """The buffers for the tokens that have an adapter, for products of up to this many inputs, ranks and outputs."""
 
     def __init__(self, rows: AdaptedRows, dtype: torch.dtype, inputs: int, rank: int, outputs: int) -> None:
         count = len(rows.order) - without_adapter(rows)
         self.rows, self.count = rows, count
-        # Who adds the last row reads a panel's width beyond it
+        # Padded, because adding the last row reads up to one panel beyond it
         self.values = torch.empty(count * outputs + _ROW)
         self._room = torch.empty(count, inputs, dtype=dtype), torch.empty(count, rank, dtype=dtype)
         given = (rows.order, rows.places, rows.starts)
@@ -69,7 +75,7 @@ class AdaptedRoom:
 
 
 def add_to(weight: Weight, values: Tensor, rows: AdaptedRows) -> Weight:
-    """Return the weight whose results get the values that low-rank products made for these rows."""
+    """Return the weight with the result of low-rank products for these rows added to its product."""
     found = Weight.from_buffer_copy(weight)
     found.added, found.added_places = address(values), address(rows.places)
     found.added_first = without_adapter(rows)

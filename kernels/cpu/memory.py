@@ -1,4 +1,4 @@
-"""Memory that suits large tensors: in huge pages, and kept once the process has it. Linux and glibc; else as is."""
+"""Memory for large tensors: huge pages, and reuse of freed memory. Without Linux or glibc it is ordinary memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from torch import Tensor
 
 LEAST_BYTES = 2 << 20  # a huge page
 PIECE_BYTES = 64 << 20
-LINE_BYTES = 64
-# mallopt's parameters
+LINE_BYTES = 64  # a cache line
+# Parameters of mallopt
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES = 32 << 20  # the largest threshold of separate mappings that glibc takes
+_KEPT_BYTES = 32 << 20  # the largest M_MMAP_THRESHOLD that glibc accepts
 _TRIMMED_BYTES = 1 << 30
 
 
 def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """As torch.zeros, but memory is taken, and cleared, when it is first touched: a cache is as large as the longest
-    rows could need, and most jobs touch little of it.
+    """Return zeros whose memory is allocated and cleared on first access, in huge pages if it is large.
 
-    Walking page tables of 4 KiB pages costs a kernel that reads scattered blocks or streams weights some of its time,
-    the more so in a virtual machine.
+    A cache is sized for the longest rows, and most jobs touch a small part of it. Huge pages save page-table walks for
+    kernels that read scattered blocks or stream weights, above all in a virtual machine.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < LEAST_BYTES:
@@ -36,23 +35,25 @@ def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _huge_pages(size: int) -> mmap.mmap:
-    # Private, since shared memory has no huge pages
+    # Private, because shared memory has no huge pages
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them: all works, slower
+        with contextlib.suppress(OSError):  # a Linux kernel without huge pages: correct, but slower
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 
 
 class ReusedPages:
-    """Hands out tensors in memory that tensors before them had, where these are gone: a model's layers are alike, and
-    to clear new pages takes as long as to fill them."""
+    """Allocates tensors in the memory of tensors that were freed.
+
+    The layers of a model have equal sizes, and clearing new pages would double the time of filling them.
+    """
 
     def __init__(self) -> None:
         self._free, self._old, self._keeps = list[mmap.mmap](), list[mmap.mmap](), True
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory to be written, on the host; that of small tensors is not used again."""
+        """Return an uninitialised tensor in host memory. The memory of small tensors is not reused."""
         size = math.prod(shape) * dtype.itemsize
         if size < LEAST_BYTES:
             return torch.empty(shape, dtype=dtype)
@@ -62,16 +63,16 @@ class ReusedPages:
         return torch.from_numpy(held).view(dtype).view(shape)
 
     def forget(self) -> None:
-        """Give back what no tensor has had since this was called last."""
+        """Free the memory that no tensor has used since the previous call."""
         self._free, self._old = [], self._free
 
     def close(self) -> None:
-        """Give back what no tensor has, and from now on all memory once its tensor is gone."""
+        """Free all unused memory, and from now on free memory with its tensor."""
         self._keeps = False
         self._free, self._old = [], []
 
     def _taken(self, size: int) -> mmap.mmap | None:
-        """Return the smallest free piece that is large enough and of which not more than half would lie idle."""
+        """Return the smallest free mapping of at least `size` and at most twice `size` bytes."""
         fitting = [each for each in (*self._free, *self._old) if size <= len(each) <= 2 * size]
         if not fitting:
             return None
@@ -85,16 +86,16 @@ class ReusedPages:
 
 
 class HugePages:
-    """Hands out tensors that lie one after another in huge pages, as many small ones by themselves could not.
+    """Allocates small tensors in shared huge pages.
 
-    A piece is freed when all its tensors are; a large one has a piece of its own.
+    A piece is freed with its last tensor. A large tensor gets its own piece.
     """
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
-        """(size,), on a cache line's boundary."""
+        """Return zeros (size,), aligned to a cache line."""
         taken = -(-size * dtype.itemsize // LINE_BYTES) * LINE_BYTES
         if taken > PIECE_BYTES // 4:
             return zeros_in_huge_pages((size,), dtype)
@@ -105,8 +106,7 @@ class HugePages:
 
 
 def keep_freed_memory() -> None:
-    """Have malloc reuse what large temporaries free instead of returning it: every step allocates the same sizes
-    again, and the kernel would clear their pages each time."""
+    """Make malloc keep freed memory: every step allocates the same sizes, and Linux would clear new pages each time."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)

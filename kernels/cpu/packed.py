@@ -1,4 +1,4 @@
-"""A linear layer's weight in the layout of the compiled operators."""
+"""Weights of linear layers in the layout of the compiled operators."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from batchinfer_kernels.cpu.structures import Weight, address
 
-# What a product writes: the stored type, float32, a gate of silu, gelu_tanh, clamped_swiglu or gelu, or silu, gelu_tanh
-# or gelu of each result
+# The epilogue of a product: none; float32 output; a gated activation with silu, gelu_tanh, clamped_swiglu or gelu; or
+# silu, gelu_tanh or gelu of each result
 Kind = Literal[
     "plain", "float", "gated", "gelu_gated", "clamped_gated", "exact_gelu_gated", "silu", "gelu", "exact_gelu"
 ]
@@ -28,30 +28,30 @@ KINDS: dict[Kind, int] = {
 }
 
 
-STEP_BYTES = 64  # of a row, which a product in tiles takes at once; as in panels.h
-MOST_CODE_BYTES = 2  # that a quantised activation takes; as in codes.h
+STEP_BYTES = 64  # bytes of a row that a tile product reads at once; as in panels.h
+MOST_CODE_BYTES = 2  # size of a quantised activation on the CPU that needs the widest; as in codes.h
 
 
 def padded(size: int) -> int:
-    """Return `size` bytes rounded up to whole steps: those of an output's inputs in a panel."""
+    """Return `size` bytes, the inputs of an output in a panel, rounded up to whole steps."""
     return -(-size // STEP_BYTES) * STEP_BYTES
 
 
 def codes_room(rows: int, inputs: int) -> Tensor:
-    """Return room for quantised rows, of as many bytes as they take on any CPU."""
+    """Return a buffer for quantised rows, large enough for any CPU."""
     return torch.empty(rows, MOST_CODE_BYTES * padded(inputs), dtype=torch.uint8)
 
 
 def is_gated(kind: Kind) -> bool:
-    """Whether the weight is a gate above an up."""
+    """Return True if the weight consists of a gate above an up."""
     return kind.endswith("gated")
 
 
 class PackedWeight:
-    """A weight (outputs, inputs) cut into panels, as panels.h says; the rest lies in the order of their columns.
+    """A weight (outputs, inputs) in panels, see panels.h; bias, starts and scales are in the order of their columns.
 
-    Quantised, `panels` are int8 codes, and each column has a start (int32: -128 times the sum of its codes) and a scale
-    (float32). With a `group` they are int4 codes, and so many inputs of a column share a scale and maybe a zero.
+    An int8 weight has a start (int32: -128 × the sum of its values) and a scale (float32) per column. With a `group`,
+    the values are int4, and `group` inputs of a column share a scale and optionally a zero point.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class PackedWeight:
 
     @property
     def columns(self) -> int:
-        """Columns of the result: a gated weight's halves become one."""
+        """Return the columns of the result: half of a gated weight's outputs."""
         return self.outputs // 2 if is_gated(self.kind) else self.outputs
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the activations that it is multiplied with; None for codes without a bias, which take any."""
+        """Return the dtype of the activations; None for a quantised weight without bias, which accepts any."""
         if not (self.quantized or self.widened):
             return self.panels.dtype
         bias = self._kept[0]
@@ -86,18 +86,20 @@ class PackedWeight:
 
     @property
     def quantized(self) -> bool:
-        """Whether the panels are codes that are multiplied with codes."""
+        """Return True if the weight is multiplied by quantised activations."""
         return self._kept[1] is not None
 
     @property
     def widened(self) -> bool:
-        """Whether the panels are codes in MXFP4, which become values before they are multiplied."""
+        """Return True if the weight is MXFP4, which is widened before it is multiplied."""
         return self.panels.dtype == torch.uint8 and not self.quantized
 
 
 class PackedExperts(PackedWeight):
-    """The weights of `count` experts, (outputs, inputs) each: panels and what belongs to columns, of one after the
-    other. In MXFP4 scales are exponents, as mxfp4.h has them."""
+    """The weights of `count` experts, (outputs, inputs) each, stored consecutively.
+
+    In MXFP4, `scales` are exponents; see mxfp4.h.
+    """
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class PackedExperts(PackedWeight):
         self.count = shape[0]
 
     def wide_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a panel once it is widened to values of `itemsize` bytes; 0 where none is."""
+        """Return the bytes of a widened panel with values of `itemsize` bytes; 0 if the weights are not widened."""
         exponents = self._kept[2]
         if not self.widened or exponents is None:
             return 0

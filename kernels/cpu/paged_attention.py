@@ -1,6 +1,6 @@
-"""Paged attention in torch operators: sequences of like shape are gathered and attended together.
+"""Paged attention in torch operators: sequences of similar shape are gathered and computed in one batch.
 
-Grouping bounds the padding; a Python loop runs over groups, not over sequences.
+Grouping bounds the padding, and a Python loop runs over groups rather than sequences.
 """
 
 from __future__ import annotations
@@ -16,34 +16,41 @@ from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.latent_attention import check_latent_attention
 from batchinfer_kernels.paged_attention import ScoreRules
 
-# The (query, key) pairs a head that a group may hold at most, padding included: 4 Mi scores are 16 MiB in float32,
-# which stays near the cache of a large CPU while amortising the ~10 us that an operator call costs.
+# The most (query, key) pairs per head in a group, padding included. 4 Mi float32 scores take 16 MiB: about the cache of
+# a large CPU, and enough to amortise the ~10 us of an operator call
 MAX_GROUP_PAIRS = 4 << 20
-# A group's K and V are copied out of the cache: at 8 KV heads of 128 in float32 these keys are 512 MiB each.
+# Bounds the copies of K and V of a group: with 8 KV heads of 128 float32 values they are 512 MiB each
 MAX_GROUP_KEYS = 1 << 17
-# A sequence joins a group when padding it to the group's shape at most doubles its queries or quarters its keys.
+# A sequence joins a group if padding at most doubles its queries and adds at most a quarter to its keys
 MAX_QUERY_PADDING = 2.0
 MAX_KEY_PADDING = 1.25
-KEY_SLACK = 64  # keys: short contexts are cheap to pad, so grouping them matters more
+KEY_SLACK = 64  # further keys of padding, because short contexts are cheap to pad
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Sequences attended together, padded to Q queries and N blocks (K = N × block_size keys)."""
+    """Sequences that are computed together, padded to Q queries and N blocks (K = N × block_size keys)."""
 
     blocks: Tensor  # (G × N,) int64, into the cache
     shape: tuple[int, int, int]  # G, Q, N
     queries: Tensor  # (G × Q,) int64, into the step's tokens; padding repeats the sequence's last query
-    real: Tensor | None  # (n,) int64, which of the G × Q are real; None: all
-    unused: Tensor  # (G, 1, K, 1) bool: cached slots behind a sequence's end, or that every window has left
+    real: Tensor | None  # (n,) int64, the indices of the G × Q queries that are not padding; None: all
+    unused: Tensor  # (G, 1, K, 1) bool: slots after a sequence's end, or before every window
     masks: dict[int | None, Tensor]  # window → (G, 1, Q, K) bool, True: attend
     query_at: Tensor  # (G, Q) int64, on the host: the position of each query
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceShape:
-    """Adjacent queries of one sequence: where they start, how many, and how many keys they see. `later`: how many of
-    these come after the last query."""
+    """Adjacent queries of one sequence.
+
+    Attributes:
+        row: row of the block table.
+        start: first query token of the step.
+        queries: number of queries.
+        context: number of keys that they see.
+        later: keys of `context` after the last query.
+    """
 
     row: int
     start: int
@@ -53,7 +60,7 @@ class SequenceShape:
 
 
 def group_sequences(shapes: list[SequenceShape], causal: bool = True) -> list[list[SequenceShape]]:
-    """Sort by shape and cut wherever padding would exceed the limits above. Not `causal`: queries see later keys."""
+    """Group sequences by shape, with padding within the limits above. Not `causal`: queries also see later keys."""
     tiles = [tile for shape in shapes for tile in _tiles(shape, causal)]
     ordered = sorted(tiles, key=lambda s: (s.queries, s.context), reverse=True)
     groups: list[list[SequenceShape]] = []
@@ -66,9 +73,7 @@ def group_sequences(shapes: list[SequenceShape], causal: bool = True) -> list[li
 
 
 def _tiles(shape: SequenceShape, causal: bool) -> Iterator[SequenceShape]:
-    """Cut a long chunk of a long sequence: with four heads a KV head, the masks of 1,024 queries over 16,384 keys
-    took 370 MiB.
-    """
+    """Cut a long chunk of a long sequence to bound the masks: 1,024 queries × 16,384 keys took 370 MiB with 4 heads."""
     most = max(1, MAX_GROUP_PAIRS // shape.context)
     for at in range(0, shape.queries, most):
         queries = min(most, shape.queries - at)
@@ -96,7 +101,7 @@ def build_group(
     causal: bool = True,
     tree: TreeMask | None = None,
 ) -> AttentionGroup:
-    """The index tensors of one group. `tree`: which keys the step's queries see, where some are in trees of drafts."""
+    """Return the index tensors of one group. `tree` holds the keys that queries in draft trees see."""
     most, device = max(s.queries for s in members), block_tables.device
     blocks = -(-max(s.context for s in members) // block_size)
     rows = torch.tensor([s.row for s in members])
@@ -137,14 +142,14 @@ def _mask(query_at: Tensor, key_at: Tensor, contexts: Tensor, window: int | None
 
 
 def _tree_mask(tree: TreeMask, queries: Tensor, keys: int) -> Tensor:
-    """queries: (G, Q), of the step → (G, 1, Q, keys)."""
+    """Return the mask (G, 1, Q, keys) of the step's queries (G, Q)."""
     chosen = queries.flatten().numpy()
     seen = TreeMask(tree.last[chosen], tree.bits[chosen]).seen(0, len(chosen), keys)
     return torch.from_numpy(seen).view(len(queries), 1, -1, keys)
 
 
 def _gather(cache: Tensor, group: AttentionGroup) -> Tensor:
-    """(G, kv_heads, K, D), zero where nothing is seen: what lies there may be anything, NaN included."""
+    """Return the cached rows (G, kv_heads, K, D), with zeros in unused slots, whose memory may contain NaN."""
     members, _, blocks = group.shape
     pages = cache.index_select(0, group.blocks).view(members, blocks, *cache.shape[1:])
     return pages.transpose(1, 2).flatten(2, 3).masked_fill_(group.unused, 0)
@@ -157,7 +162,7 @@ def grouped_attention(
     groups: list[AttentionGroup],
     rules: ScoreRules,
 ) -> Tensor:
-    """Paged attention over prepared groups; shapes as batchinfer_kernels.paged_attention."""
+    """Compute paged attention over prepared groups; shapes as in batchinfer_kernels.paged_attention."""
     out = torch.empty_like(q)
     for group in groups:
         k, v = _gather(k_cache, group), _gather(v_cache, group)
@@ -169,7 +174,7 @@ def grouped_attention(
 def grouped_latent_attention(
     q: Tensor, cache: Tensor, groups: list[AttentionGroup], scale: float, rank: int
 ) -> Tensor:
-    """The same over a cache of latents; shapes as batchinfer_kernels.latent_attention."""
+    """Compute attention over a cache of latents; shapes as in batchinfer_kernels.latent_attention."""
     check_latent_attention(q, cache, groups[0].blocks[None], rank)
     out = q.new_empty(*q.shape[:2], rank)
     for group in groups:
@@ -180,7 +185,7 @@ def grouped_latent_attention(
 
 
 def _put(result: Tensor, group: AttentionGroup, out: Tensor) -> None:
-    """Results of a group's queries, padding left out."""
+    """Write the results of a group's queries to `out`, without padding."""
     if group.real is None:
         out.index_copy_(0, group.queries, result)
     else:
@@ -194,8 +199,10 @@ def _attend(
     group: AttentionGroup,
     rules: ScoreRules,
 ) -> Tensor:
-    """K and V are gathered, (G, kv_heads, keys, D). The heads that share a KV head become rows of one query matrix, so
-    that K and V are read once for all."""
+    """Compute attention of gathered K and V (G, kv_heads, keys, D).
+
+    The heads that share a KV head become rows of one query matrix, so K and V are read once for all of them.
+    """
     (members, queries, _), (_, heads, dim) = group.shape, q.shape
     kv_heads, sinks = k.shape[1], rules.sinks
     share = heads // kv_heads
@@ -214,7 +221,7 @@ def _attend(
 
 
 def _biased(bias: Tensor, group: AttentionGroup, mask: Tensor, heads: tuple[int, int]) -> Tensor:
-    """Return what is added to scores, (G, kv_heads, share * queries, keys), minus infinity where nothing is seen."""
+    """Return the bias of the scores, (G, kv_heads, share * queries, keys), with -inf for masked keys."""
     keys = mask.shape[-1]
     reach = bias.shape[1] // 2
     distances = torch.arange(keys)[None, None] - group.query_at[..., None]
@@ -226,7 +233,7 @@ def _biased(bias: Tensor, group: AttentionGroup, mask: Tensor, heads: tuple[int,
 def _weighed(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, soft_cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention of (G, kv_heads, rows, D) with capped scores, in float32; sinks: (kv_heads, rows)."""
+    """Compute attention of (G, kv_heads, rows, D) in float32, with a cap or sinks (kv_heads, rows)."""
     scores = (q.float() @ k.float().transpose(-1, -2)) * scale
     if soft_cap is not None:
         scores = (scores / soft_cap).tanh_() * soft_cap

@@ -1,10 +1,9 @@
-"""How long threads of a team that wait for one another spin before they sleep.
+"""Controls how long OpenMP threads spin before they sleep while they wait for each other.
 
-GNU's OpenMP spins for milliseconds by default. On a quiet machine that is right: waking a thread that sleeps takes
-longer than most waits. Where other processes want the cores it is wrong: a thread that spins keeps a core from the
-one that it waits for. The runtime reads its spin count once, when it is loaded, but spins 300 times less whenever it
-has more threads than there are cores (GOMP_SPINCOUNT in the manual of GCC's libgomp). So spins are shortened by giving
-it more threads: a second team, asleep for as long as it exists.
+GNU OpenMP spins for milliseconds by default. On an idle machine this is fast, because waking a thread takes longer than
+most waits. On a busy machine a spinning thread occupies the core that the awaited thread needs. The runtime reads its
+spin count once, when it is loaded, but spins 300 times less while it has more threads than cores (GOMP_SPINCOUNT in the
+manual of libgomp). A second, sleeping team of threads therefore shortens the spins.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import ctypes
 import os
 import threading
 
-_RUNTIME = "libgomp.so.1"  # by this name the one that torch has loaded is found
-START_S = 10.0
+_RUNTIME = "libgomp.so.1"  # the name under which torch loads it
+START_S = 10.0  # the longest wait for the second team to start
 
 
 class Spinning:
-    """Switches between long and short spins. Does nothing where torch came without GNU's OpenMP."""
+    """Switches between long and short spins. Does nothing if torch does not use GNU OpenMP."""
 
     def __init__(self) -> None:
         self._runtime = _loaded_runtime()
@@ -27,11 +26,11 @@ class Spinning:
 
     @property
     def short(self) -> bool:
-        """Whether spins are short now."""
+        """Return True if spins are short now."""
         return self._end is not None
 
     def shorten(self) -> None:
-        """Spin shortly from now on."""
+        """Make threads spin only briefly from now on."""
         if self._end is not None or self._runtime is None:
             return
         ready, self._end = threading.Event(), threading.Event()
@@ -42,7 +41,7 @@ class Spinning:
         ready.wait(START_S)
 
     def lengthen(self) -> None:
-        """Spin as long as the runtime does by itself."""
+        """Restore the runtime's default spins."""
         if self._end is None or self._holder is None:
             return
         self._end.set()
@@ -51,15 +50,15 @@ class Spinning:
 
 
 def _hold_team(runtime: ctypes.CDLL, ready: threading.Event, end: threading.Event) -> None:
-    """One thread more than there are cores joins this one's team, does nothing, and sleeps until this one ends."""
-    nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # free(NULL) does nothing
+    """Start a team with one thread more than there are cores, and keep it until `end` is set."""
+    nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # free(NULL) is a no-op
     runtime.GOMP_parallel(nothing, None, runtime.omp_get_num_procs() + 1, 0)
     ready.set()
     end.wait()
 
 
 def _loaded_runtime() -> ctypes.CDLL | None:
-    """GNU's OpenMP, if this process has it already: a second copy would have no say over torch's threads."""
+    """Return GNU OpenMP if this process has loaded it: a second copy would not control torch's threads."""
     noload = getattr(os, "RTLD_NOLOAD", None)
     if noload is None:
         return None

@@ -1,4 +1,4 @@
-"""The structures that the C operators take; pointers are addresses of tensors, None for none."""
+"""The structures that the C operators take. Pointers are addresses of tensors; None is a null pointer."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import ctypes
 
 from torch import Tensor
 
-LOG2_E = 1.4426950408889634  # scores are multiplied with it: exponentials are powers of 2
+LOG2_E = 1.4426950408889634  # factor of scores, because the operators compute powers of 2 instead of e
 _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIZES = [(name, _L) for name in ("q_heads", "kv_heads", "dim", "dim_pad", "block_size", "block_pad")]
 
 
 class Weight(ctypes.Structure):
-    """The structure of that name in panels.h."""
+    """`Weight` in panels.h."""
 
     _fields_ = [
         *((name, _P) for name in ("panels", "bias", "starts", "scales")),
@@ -26,7 +26,7 @@ class Weight(ctypes.Structure):
 
 
 class LowRankStructure(ctypes.Structure):
-    """The factors of low_rank.h."""
+    """The factors in low_rank.h."""
 
     _fields_ = [
         *((name, ctypes.POINTER(Weight)) for name in "ab"),
@@ -35,13 +35,13 @@ class LowRankStructure(ctypes.Structure):
 
 
 class AdaptedStructure(ctypes.Structure):
-    """The tokens of low_rank.h."""
+    """The tokens in low_rank.h."""
 
     _fields_ = [(name, _P) for name in ("order", "places", "starts", "rows", "low", "values")]
 
 
 class RotationStructure(ctypes.Structure):
-    """The rotation of pointwise.h."""
+    """The rotation in pointwise.h."""
 
     _fields_ = [
         *((name, _P) for name in ("cosine", "sine")),
@@ -52,19 +52,19 @@ class RotationStructure(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """The structure of that name in cache.h."""
+    """`Cache` in cache.h."""
 
     _fields_ = [(name, _P) for name in ("k", "v", "k_scale", "v_scale")]
 
 
 class Teams(ctypes.Structure):
-    """The structure of that name in teams.h."""
+    """`Teams` in teams.h."""
 
     _fields_ = [(name, _P) for name in ("store", "copy", "attend")]
 
 
 class Heads(ctypes.Structure):
-    """The structure of that name in pointwise.h."""
+    """`Heads` in pointwise.h."""
 
     _fields_ = [
         *((name, _P) for name in "qkv"),
@@ -79,7 +79,7 @@ class Heads(ctypes.Structure):
 
 
 class PlanStructure(ctypes.Structure):
-    """The plan of plan.h."""
+    """The plan in plan.h."""
 
     _fields_ = [
         ("tables", _P),
@@ -94,7 +94,7 @@ class PlanStructure(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """The structure of that name in attention.h."""
+    """`Attention` in attention.h."""
 
     _fields_ = [
         ("q", _P),
@@ -111,7 +111,7 @@ class Attention(ctypes.Structure):
 
 
 class Latent(ctypes.Structure):
-    """The structure of that name in latent.h."""
+    """`Latent` in latent.h."""
 
     _fields_ = [
         *((name, _P) for name in ("q", "cache")),
@@ -123,18 +123,18 @@ class Latent(ctypes.Structure):
 
 
 class PartsStructure(ctypes.Structure):
-    """The parts of parts.h."""
+    """The parts in parts.h."""
 
     _fields_ = [("fields", _P), ("count", _L)]
 
     @classmethod
     def of(cls, parts: Tensor | None) -> PartsStructure:
-        """parts: (n, 4) int64, which must outlive it; None: nothing is copied."""
+        """Return the structure of parts (n, 4) int64, which must outlive it; None: no parts."""
         return cls(address(parts), 0 if parts is None else len(parts))
 
 
 class Layer(ctypes.Structure):
-    """The structure of that name in layer.h."""
+    """`Layer` in layer.h."""
 
     _fields_ = [
         *((name, _P * 4) for name in ("norms", "biases")),
@@ -147,7 +147,7 @@ class Layer(ctypes.Structure):
 
 
 class LayerStep(ctypes.Structure):
-    """The structure of that name in layer.h."""
+    """`LayerStep` in layer.h."""
 
     _fields_ = [
         ("heads", Heads),
@@ -160,7 +160,7 @@ class LayerStep(ctypes.Structure):
 
 
 class ExpertsStructure(ctypes.Structure):
-    """The experts of experts.h."""
+    """The experts in experts.h."""
 
     _fields_ = [
         *((name, Weight) for name in ("gate_up", "down")),
@@ -173,12 +173,12 @@ class ExpertsStructure(ctypes.Structure):
 
 
 def scoring(scale: float, soft_cap: float | None) -> dict[str, float]:
-    """How `Attention` makes scores of the products of q and k, which are scaled, then capped if there is a cap."""
+    """Return the fields of `Attention` that scale products of q and k, and cap them if `soft_cap` is given."""
     if soft_cap is None:
         return {"scale": scale * LOG2_E, "cap": 0.0, "within": 0.0}
     return {"scale": LOG2_E, "cap": soft_cap, "within": scale / soft_cap}
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Return the address of a tensor's values, which is the value of a pointer in these structures."""
+    """Return the address of a tensor's values, for a pointer of these structures."""
     return None if tensor is None else tensor.data_ptr()

@@ -1,5 +1,5 @@
-"""Operators in Triton, with the signatures of the references.
+"""Operators in Triton with the signatures of the references.
 
-One file per operator: the kernel, and the launcher that checks what it is given. Only this package imports triton,
-which neither a Mac nor a machine that runs on its CPU needs.
+Each file holds the kernel of one operator and its launcher, which checks the arguments. Only this package imports
+triton, which is not needed on a CPU.
 """

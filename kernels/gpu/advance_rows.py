@@ -1,4 +1,4 @@
-"""Moves the rows of a decode step on by a token, between two replays of its graph."""
+"""Advances the inputs of a decode step by one token, between two replays of its graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from batchinfer_kernels.advance_rows import StepRows, check_advance_rows
 from batchinfer_kernels.gpu.checks import check_contiguous
 
-ROWS = 128  # of a program: a thread each
+ROWS = 128  # rows per program, one thread each
 
 
 @triton.jit(do_not_specialize=["step", "rows", "block_size", "table_stride"])
@@ -37,8 +37,10 @@ def _advance_rows_kernel(
 
 
 def advance_rows(tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows) -> None:
-    """Do what batchinfer_kernels.advance_rows.advance_rows_reference does. Tensors are contiguous. It moves a few
-    bytes a row: what it takes is its launch."""
+    """Write a step's inputs as advance_rows_reference does. Tensors must be contiguous.
+
+    The kernel moves a few bytes per row, so its launch dominates its time.
+    """
     check_advance_rows(tokens, firsts, repeats, kept)
     tables, block_size, slots, contexts, token_ids, positions = kept
     check_contiguous(

@@ -1,13 +1,13 @@
-"""One way to pass over keys in codes of a byte, int8 or float8_e4m3fn, which are multiplied in float16.
+"""Attention over one-byte quantised keys and values, int8 or float8_e4m3fn, which are multiplied in float16.
 
-float16 holds every code exactly, and two codes become float16 at once, where bfloat16 takes a conversion for each. Two
-neighbouring values of a key, a word, are read together: tensor cores take values of two keys side by side, and the
-hardware sorts them so by words of 16 bits, but not by bytes. The even and the odd values of a head are then products
-of their own, which are put together at the end.
+float16 holds every quantised value exactly, and two of them are converted at once; bfloat16 needs one conversion per
+value. A 16-bit word with two adjacent values of a key is loaded at once, because the hardware can reorder words for
+tensor cores, but not bytes. The even and the odd values of a head are therefore separate products, which are
+interleaved at the end.
 
-What q has beyond float16's range is taken off as a power of two for each row. The scale of a key's values, 2^e × m
-with m in [1, 2), becomes a part of the weight that is multiplied: the exponent is added to the score before the row's
-maximum is found, so that the largest weight is near 1 whatever the scales are, and m is a factor.
+A power of two per row scales q into the range of float16. The scale of V per key is 2^e × m with m in [1, 2): e is
+added to the score before the row's maximum is found, which keeps the largest weight near 1, and m multiplies the
+weight.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from batchinfer_kernels.gpu.attention_core import LOG2E, capped, key_scales, of_
 
 @triton.jit
 def code_values(words, PLANE: tl.constexpr, CODES: tl.constexpr):
-    """int16 words → the codes of the lower (PLANE 0) or upper byte in float16: exact, "fp8_bits" as 2^-8 of them."""
+    """Return the lower (PLANE 0) or upper byte of int16 words as float16 values; for "fp8_bits" times 2^-8. Exact."""
     if CODES == "fp8":
         return (words >> (PLANE * 8)).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    elif CODES == "int8":  # 1024 + 128 + code, whose first bit is turned over
+    elif CODES == "int8":  # build 1024 + 128 + value, by flipping the sign bit
         bits = ((words >> (PLANE * 8)) & 0xFF) ^ 0x6480
         return bits.to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
-    else:  # the exponent's bias is 7, float16's 15: in float16's places the bits are 2^-8 of the value
+    else:  # the exponent bias is 7, and 15 in float16: the same bits in float16 mean 2^-8 × the value
         if PLANE == 0:
             bits = ((words & 0x80) << 8) | ((words & 0x7F) << 7)
         else:
@@ -36,14 +36,14 @@ def code_values(words, PLANE: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def power_of_2(size):
-    """The largest power of two up to each `size`, and its inverse: neither is a number where it is none."""
+    """Return the largest power of two up to each `size`, and its inverse; not finite if `size` is not."""
     exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
     return exponent.to(tl.float32, bitcast=True), (0x7F000000 - exponent).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def within_float16(at, real, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Rows of q below 2 in float16, and the power of two that was taken off each."""
+    """Return rows of q in float16, scaled to magnitudes below 2, and the power of two that each was divided by."""
     inside = real[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
     q = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     size, inverse = power_of_2(tl.max(tl.abs(q), 1))
@@ -52,29 +52,29 @@ def within_float16(at, real, D: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def value_scales(scales):
-    """(e, m, 2^-e) of scales 2^e × m; e is -60 at the least, and m then below 1."""
-    # Of a scale that is no number the exponent is 128, and m no number either
+    """Split scales 2^e × m: return (e, m, 2^-e). e is at least -60; for a smaller scale m is below 1."""
+    # A scale that is not finite gives e = 128 and an m that is not finite
     exponent = tl.maximum(scales.to(tl.int32, bitcast=True) & 0x7F800000, 67 << 23)
     inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
-    # The last bits of a float32 at 2^23 are a whole number
+    # From 2^23 on, the mantissa of a float32 is an integer
     e = ((exponent >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0
     return e, scales * inverse, inverse
 
 
 @triton.jit
 def attend_codes(
-    q_ptr, q_at,  # (ROWS, 1): where each row's values begin
-    real,  # (ROWS,): rows that are no padding
-    row_at,  # (ROWS,) int32: positions; -1 for rows that are padding
-    table_ptr, k_ptr, v_ptr,  # the block table; the caches from the KV head on, as int16; K in "fp8" as it is
+    q_ptr, q_at,  # (ROWS, 1): offset of each row's first value
+    real,  # (ROWS,): rows that are not padding
+    row_at,  # (ROWS,) int32: positions; -1 for padding rows
+    table_ptr, k_ptr, v_ptr,  # the block table; the caches at the KV head as int16, but K in "fp8" as float8
     k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key,  # in words
     stride_scale, first, plain, end, least,
-    nearby,  # (ROWS,) int32, of `TreeMask`, for the keys from `plain` on; None: no row is in a tree
+    nearby,  # (ROWS,) int32, TreeMask.nearby, for keys from `plain` on; None: no row is in a tree
     scale, cap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """(sum, maximum, mass) of rows over the keys [first, end), as attend_span leaves them."""
+    """Return (weighted sum, maximum, sum of weights) of rows over the keys [first, end), as attend_span does."""
     HALF: tl.constexpr = D_PAD // 2
     CODE: tl.constexpr = 256.0 if CODES == "fp8_bits" else 1.0
     q, size = within_float16(q_ptr + q_at + tl.arange(0, D_PAD)[None, :], real, D, D_PAD)
@@ -100,7 +100,7 @@ def attend_codes(
 
 @triton.jit
 def _attend_span(
-    evens, odds, top, mass,  # the rows' state, taken up and returned
+    evens, odds, top, mass,  # the state of the rows, updated and returned
     q, even, odd, size, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, kv_head, stride_block,
     stride_key, stride_scale, first, end, least, nearby, scale, cap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -117,7 +117,7 @@ def _attend_span(
         at = block * stride_block + (key % BLOCK_SIZE) * stride_key
         loaded = inside[:, None] & (word < D // 2)[None, :]
         offsets = at[:, None] + word[None, :]
-        if CODES == "fp8":  # values of one key side by side are what the hardware converts, two at once
+        if CODES == "fp8":  # the hardware converts two adjacent values of a key at once
             byte = tl.arange(0, D_PAD)
             k_at = 2 * at[:, None] + byte[None, :]
             k = tl.load(k_ptr + k_at, mask=inside[:, None] & (byte < D)[None, :], other=0.0).to(tl.float16)

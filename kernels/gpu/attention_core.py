@@ -1,13 +1,13 @@
-"""The functions that the attention kernels share: one way to pass over keys, one way to put parts together.
+"""The functions that all attention kernels share: reading a span of keys, and folding parts together.
 
-Scores are kept in units of log2, so that exponentials are powers of 2. Rows pass over tiles of keys in order, each
-keeping its maximum, mass and weighted sum (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). A row is
-one query head of one token; the heads that share a KV head are rows of one tile, so that K and V are read once for all.
+Scores are in units of log2, because exponentials are computed as powers of 2. Rows read tiles of keys in order, and
+each keeps its maximum, its sum of weights (mass) and its weighted sum of V (Milakov and Gimelshein, 2018;
+FlashAttention, Dao et al., 2022). A row is one query head of one token; the heads that share a KV head are rows of one
+tile, so K and V are read once for them.
 
-Row-invariance: where a launch is `deterministic`, a row's keys are cut into segments at fixed positions, each segment
-is passed over from an empty state in tiles of one shape, and segments are folded in order. A kernel may do that in one
-go or leave segments to others; what a row computes is the same, since a tile or segment that a row does not see changes
-none of its bits.
+Row invariance: in a `deterministic` launch the keys of a row are cut into segments at fixed positions. Each segment
+starts from an empty state and uses tiles of one shape, and segments are folded in order. It does not matter which
+program computes a segment, because a tile or segment that a row does not see changes none of its bits.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def widened(x, dtype: tl.constexpr, CODES: tl.constexpr):
-    """Cached values in the dtype that is multiplied; every code is exact in each of them.
+    """Convert cached values to the dtype of the product, which holds every quantised value exactly.
 
-    CODES: "none"; "int8"; "fp8", converted by the hardware; "fp8_bits", float8_e4m3fn as uint8 where the hardware knows
-    another format or none.
+    CODES is "none", "int8", "fp8" (converted by the hardware), or "fp8_bits": float8_e4m3fn as uint8, for hardware
+    without that format.
     """
     if CODES == "none":
         return x
     elif CODES == "fp8_bits":
         bits = x.to(tl.uint16)
-        # The exponent's bias is 7, float16's 15: the bits in float16's places are 2^-8 of the value, subnormals too.
+        # The exponent bias is 7, and 15 in float16: the same bits in float16 mean 2^-8 × the value, also for subnormals
         half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
         value = half.to(tl.float32) * 256.0
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(dtype)
@@ -40,13 +40,13 @@ def widened(x, dtype: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def times(unit: tl.constexpr, a, b, c):
-    """Strides that are passed in units, so that the compiler knows what divides them: how wide it may load."""
+    """Multiply strides by their common unit, which tells the compiler their alignment and thus how wide it may load."""
     return a * unit, b * unit, c * unit
 
 
 @triton.jit
 def initial_state(sinks_ptr, heads, seen, ROWS: tl.constexpr, D_PAD: tl.constexpr):
-    """(sum, maximum, mass) of rows that have seen nothing but their sink."""
+    """Return the state (weighted sum, maximum, mass) of rows before any key; sinks are included."""
     total = tl.zeros([ROWS, D_PAD], tl.float32)
     if sinks_ptr is None:
         return total, tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
@@ -57,7 +57,7 @@ def initial_state(sinks_ptr, heads, seen, ROWS: tl.constexpr, D_PAD: tl.constexp
 
 @triton.jit
 def key_scales(ptr, inside, WHOLE: tl.constexpr):
-    """Return the factors with which the codes of a tile of keys are multiplied."""
+    """Return the scales of a tile of quantised keys."""
     if WHOLE:
         return tl.load(ptr)
     else:
@@ -67,26 +67,26 @@ def key_scales(ptr, inside, WHOLE: tl.constexpr):
 @triton.jit
 def capped(scores, scale, cap):
     """Return tanh(scores × scale / cap)."""
-    # tanh(y) = 1 - 2 / (1 + e^2y) holds for infinite y too
+    # tanh(y) = 1 - 2 / (1 + e^2y) is correct for infinite y too
     return 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / cap * (2.0 * LOG2E))))
 
 
 @triton.jit
 def visible(scores, key, row_at, inside, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Return scores, -inf for keys that are not inside, or that a row does not see."""
+    """Return the scores, with -inf for keys that are masked, or that a row does not see."""
     seen = inside[None, :]
     if CAUSAL:
         seen = seen & (key[None, :] <= row_at[:, None])
     if WINDOW:
         seen = seen & (key[None, :] > row_at[:, None] - window)
-        if not CAUSAL:  # a window of rows that see later keys, too, has two sides
+        if not CAUSAL:  # a bidirectional window
             seen = seen & (key[None, :] < row_at[:, None] + window)
     return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
 def of_trees(scores, key, row_at, nearby):
-    """Return scores, -inf for keys that are no ancestors in the trees of rows, as `TreeMask.nearby` says."""
+    """Return the scores, with -inf for keys that the row's `TreeMask.nearby` excludes."""
     away = row_at[:, None] - key[None, :]
     seen = (away > 31) | (((nearby[:, None] >> (away & 31)) & 1) != 0)
     return tl.where(seen, scores, float("-inf"))
@@ -94,30 +94,33 @@ def of_trees(scores, key, row_at, nearby):
 
 @triton.jit
 def tree_begin(row_at, nearby, first, end, TILE: tl.constexpr):
-    """Return where, of the tiles from `first` to `end`, those begin in which a row of a tree may not see a key although
-    that stands before it; `end` where there are none. What comes before is passed over without masks of trees."""
+    """Return the start of the first tile in which a row of a tree may not see an earlier key; `end` if there is none.
+
+    Earlier tiles need no tree masks.
+    """
     least = tl.min(tl.where(nearby == -1, 2147483647, row_at - 31), 0)
     return tl.where(least < end, first + tl.maximum(least - first, 0) // TILE * TILE, end)
 
 
 @triton.jit
 def attend_span(
-    total, top, mass,  # (ROWS, D_PAD), (ROWS,), (ROWS,): the rows' state, taken up and returned
+    total, top, mass,  # (ROWS, D_PAD), (ROWS,), (ROWS,): the state of the rows, updated and returned
     q,  # (ROWS, D_PAD)
-    row_at,  # (ROWS,) int32: positions; -1 for rows that are padding
-    table_ptr, k_ptr, v_ptr,  # the sequence's block table; the caches from the KV head on
-    k_scale_ptr, v_scale_ptr,  # (blocks, kv_heads, BLOCK_SIZE) float32: of codes, else None
+    row_at,  # (ROWS,) int32: positions; -1 for padding rows
+    table_ptr, k_ptr, v_ptr,  # the sequence's block table; the caches at the KV head
+    k_scale_ptr, v_scale_ptr,  # (blocks, kv_heads, BLOCK_SIZE) float32 of a quantised cache, else None
     kv_head, stride_block, stride_key, stride_scale,
-    first, end,  # keys [first, end) of the sequence are passed over
-    least,  # no row sees a key before it; read with a WINDOW only
-    bias_ptr,  # (ROWS,) pointers: to what is added to each row's score of the key at its own position; else None
-    nearby,  # (ROWS,) int32, of `TreeMask`; None: no row is in a tree
+    first, end,  # the keys [first, end) of the sequence are read
+    least,  # the first key that any row sees; used only with WINDOW
+    bias_ptr,  # (ROWS,) pointers to each row's bias for the key at its own position; None: no bias
+    nearby,  # (ROWS,) int32, TreeMask.nearby; None: no row is in a tree
     scale, cap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WHOLE: tl.constexpr,  # the span is whole tiles, and every row sees all of it
-    CAUSAL: tl.constexpr,  # False: every row sees all these keys, as far as its window goes
+    CAUSAL: tl.constexpr,  # False: every row sees all these keys within its window
     WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Attend to the keys [first, end) of a sequence; return the rows' new state (weighted sum, maximum, mass)."""
     lane = tl.arange(0, TILE)
     dim = tl.arange(0, D_PAD)
     for start in range(first, end, TILE):
@@ -131,8 +134,7 @@ def attend_span(
             block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         at = block * stride_block + (key % BLOCK_SIZE) * stride_key
         offsets = at[:, None] + dim[None, :]
-        # What is masked reads as 0: the cache behind a sequence's end, and blocks that its window has left, may hold
-        # anything, and 0 × NaN is NaN
+        # Load 0 for masked keys: slots after the sequence's end or before its window may hold NaN, and 0 × NaN is NaN
         if WHOLE:
             loaded = (dim < D)[None, :]
         else:
@@ -146,7 +148,7 @@ def attend_span(
             away = key[None, :] - row_at[:, None]
             known = inside[None, :] & (row_at >= 0)[:, None]
             scores += tl.load(bias_ptr[:, None] + away, mask=known, other=0.0) / scale
-        # What makes them logarithms to base 2 is greater than 0: it is multiplied where the maximum is subtracted
+        # The factor to log2 is positive, so it can be applied together with the subtraction of the maximum
         unit = scale * LOG2E
         if CAP:
             scores = capped(scores, scale, cap)
@@ -156,16 +158,16 @@ def attend_span(
             if nearby is not None:
                 scores = of_trees(scores, key, row_at, nearby)
         higher = tl.maximum(top, tl.max(scores, 1) * unit)
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf: the row has not seen a key yet
         weights = tl.exp2(scores * unit - base[:, None])
         shrink = tl.exp2(top - base)
         mass = mass * shrink + tl.sum(weights, 1)
         v = widened(tl.load(v_ptr + offsets, mask=loaded, other=0.0), q.dtype, CODES)
         if CODES != "none":
             v_scale = key_scales(v_scale_ptr + scale_at, inside, WHOLE)
-            if q.dtype == tl.float16:  # in which a weight times a small scale would have few bits left
+            if q.dtype == tl.float16:  # a weight times a small scale would be subnormal in float16
                 v = (v.to(tl.float32) * v_scale[:, None]).to(tl.float16)
-            else:  # fewer products than there are values, where few rows see many keys
+            else:  # scaling weights takes fewer products than scaling V, because there are few rows
                 weights *= v_scale[None, :]
         total = tl.dot(weights.to(q.dtype), v, total * shrink[:, None], input_precision=PRECISION)
         top = higher
@@ -174,26 +176,26 @@ def attend_span(
 
 @triton.jit
 def as_part(total, top, mass):
-    """A state as attention over its keys and the log2 of its softmax's sum."""
-    nothing = mass == 0.0  # not `mass > 0`: a NaN has to show
+    """Return a state as the attention output over its keys, and its log2-sum-exp."""
+    nothing = mass == 0.0  # not `mass > 0`, which would hide a NaN
     part = tl.where(nothing[:, None], 0.0, total / mass[:, None])
     return part, tl.where(nothing, float("-inf"), top + tl.log2(mass))
 
 
 @triton.jit
 def fold(total, top, mass, part, lse):
-    """The state with one more part; a part that has seen nothing (lse -inf) changes no bit."""
+    """Fold one more part into the state; a part without keys (lse -inf) changes no bit."""
     higher = tl.maximum(top, lse)
     base = tl.where(higher == float("-inf"), 0.0, higher)
     kept = tl.exp2(top - base)
     added = tl.exp2(lse - base)
-    # Contracted by hand: the compiler must not choose one way here and another way there
+    # Explicit fma: left to the compiler, kernels could contract differently and differ in their bits
     return tl.fma(part, added[:, None], total * kept[:, None]), higher, tl.fma(mass, kept, added)
 
 
 @triton.jit
 def own_begin(context, start, window, ALIGN, WINDOW: tl.constexpr):
-    """The first key that a query at the end of its context has to pass over, a multiple of ALIGN from `start`."""
+    """Return the first key that a query at its context's end sees, rounded down from `start` to a multiple of ALIGN."""
     if WINDOW:
         behind = tl.maximum(context - window - start, 0)
         return start + behind // ALIGN * ALIGN

@@ -1,5 +1,4 @@
-"""The parts that the launchers of the attention kernels share: tile sizes, and the arguments that every kernel
-takes."""
+"""The parts that all launchers of attention kernels share: tile sizes and common arguments."""
 
 from __future__ import annotations
 
@@ -19,27 +18,27 @@ from batchinfer_kernels.gpu.target import architecture, processors
 from batchinfer_kernels.paged_attention import ScoreRules, check_attention_extras, check_paged_attention
 
 Work = Literal["prefill", "decode", "coded decode", "drafts", "prefix", "deterministic"]
-FEWEST_ROWS = 16  # that a tensor core multiplies
+FEWEST_ROWS = 16  # the smallest number of rows of a tensor core product
 MAX_GROUP = 16
 MAX_HEAD_DIM = 256
-# Keys that make a segment in the deterministic mode. Long enough that partial sums are little beside the keys: at 16
-# query heads a KV head they are 16 × 4 bytes a value of the head for 1024 × 2 × 2 of the cache, 1.6%.
+# Keys of a segment in deterministic mode. Long enough to make partial sums cheap: with 16 query heads per KV head they
+# take 16 × 4 bytes per value of a head, 1.6% of the 1024 × 2 × 2 bytes of the cache
 SEGMENT = 1024
-# Keys below which a sequence is not split: 256 keys of 128 bf16 values, K and V, are 128 KiB, several times what one
-# multiprocessor has to keep in flight to reach its share of the bandwidth.
+# The smallest segment of a split sequence, in keys. K and V of 256 keys of 128 bf16 values are 128 KiB, several times
+# the bytes in flight with which a multiprocessor reaches its share of the bandwidth
 LEAST_SEGMENT = 256
-# Programs a multiprocessor that a split aims at: a few for it to hold at once, and to even out unequal ones
+# Target number of programs per multiprocessor: several can be resident at once and balance unequal ones
 PROGRAMS_PER_PROCESSOR = 4
 PREFIX_PROGRAMS_PER_PROCESSOR = 2
 STRIDES = ("q_stride_token", "q_stride_head", "stride_block", "stride_head", "stride_key")
-# What differs from step to step: Triton would compile a kernel anew where such a number is 1 or a multiple of 16
+# Arguments that differ between steps. Without do_not_specialize Triton recompiles for 1 and for multiples of 16
 VARYING = ["stride_table", "first_own"]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class KVTiles:
-    """How a kernel is cut: rows and keys of a tile, warps, and tiles in flight."""
+    """The tiling of a kernel: rows and keys of a tile, warps, and pipeline stages."""
 
     rows: int
     keys: int
@@ -47,11 +46,11 @@ class KVTiles:
     stages: int
 
 
-# By the padded head size, for values of 2 bytes. All compile without spilling, with any window, cap and code. With five
-# in flight the loop waits for all but three, with three or four for everything: an address comes from a block table
-# that has to be there first. Heads of 128 were measured on an H100 (others were not): prefill 345 and 386 TFLOP/s with
-# these tiles, 294 and 315 with (128, 64, 8, 3); decode 3.00 and 2.78 TB/s, 2.77 and 2.58 with (16, 64, 4, 5); decode on
-# int8 2.51 instead of 2.00, on float8 2.07 instead of 1.77. (128, 128, 8, 5) was a little faster yet, and spills.
+# Tiles by padded head size, for 16-bit values. All compile without spilling for any window, cap and quantisation. With
+# five stages up to three loads stay in flight; with three or four none does, because addresses come from a block table
+# that is loaded first. Measured on an H100 for heads of 128 only: prefill 345 and 386 TFLOP/s with these tiles, 294 and
+# 315 with (128, 64, 8, 3); decode 3.00 and 2.78 TB/s, 2.77 and 2.58 with (16, 64, 4, 5); decode of int8 2.51 instead of
+# 2.00, of float8 2.07 instead of 1.77. (128, 128, 8, 5) was slightly faster, but spills
 _HALF: dict[Work, dict[int, KVTiles]] = {
     "prefill": {64: KVTiles(128, 64, 4, 5), 128: KVTiles(64, 64, 4, 5), 256: KVTiles(64, 32, 8, 5)},
     "decode": {64: KVTiles(16, 64, 4, 5), 128: KVTiles(16, 128, 8, 3), 256: KVTiles(16, 32, 4, 5)},
@@ -60,7 +59,7 @@ _HALF: dict[Work, dict[int, KVTiles]] = {
     "prefix": {64: KVTiles(128, 64, 4, 5), 128: KVTiles(128, 64, 8, 5), 256: KVTiles(64, 32, 8, 5)},
     "deterministic": {64: KVTiles(64, 64, 4, 3), 128: KVTiles(64, 64, 8, 2), 256: KVTiles(64, 16, 8, 1)},
 }
-# Where tensor cores take their operands from registers: compute capabilities 8.x and 12.x, and AMD
+# For tensor cores that read operands from registers: compute capabilities 8.x and 12.x, and AMD
 _HALF_OF_REGISTERS: dict[Work, dict[int, KVTiles]] = {
     "prefill": {64: KVTiles(128, 64, 8, 3), 128: KVTiles(128, 32, 8, 3), 256: KVTiles(32, 32, 8, 2)},
     "decode": {64: KVTiles(16, 64, 4, 5), 128: KVTiles(16, 64, 4, 5), 256: KVTiles(16, 32, 4, 5)},
@@ -80,11 +79,17 @@ _SINGLE: dict[Work, dict[int, KVTiles]] = {
 
 
 def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int, coded: bool = False) -> KVTiles:
-    """`head_dim`: as the model has it. `coded`: the cache holds codes, whose scales take registers. There are as many
-    rows as without, by which a plan cuts queries for caches of both kinds, and perhaps fewer keys or more warps.
+    """Return the tiles of a kernel.
 
-    AMD's compute units have 64 KiB of shared memory, for one tile in flight; warps of 64 threads; and 512 registers a
-    thread where there are at most 4 of them.
+    With `coded`, scales need registers: there may be fewer keys or more warps, but the same number of rows, because one
+    plan serves both kinds of cache. AMD's compute units have 64 KiB of shared memory, enough for one stage, warps of 64
+    threads, and 512 registers per thread with at most 4 warps.
+
+    Args:
+        work: kind of kernel.
+        dtype: dtype of q.
+        head_dim: head size of the model, not padded.
+        coded: True for a quantised cache.
     """
     return _tiles(architecture(), work, dtype, padded_dim(head_dim), coded)
 
@@ -103,8 +108,10 @@ def _tiles(arch: str, work: Work, dtype: torch.dtype, padded: int, coded: bool) 
 def _decode_tiles(
     arch: str, work: Work, dtype: torch.dtype, padded: int, codes: str, rows: int, trees: bool
 ) -> KVTiles:
-    """Return the tiles of decode attention for so many rows of a sequence, or for as many of them as fit into one.
-    `trees`: some are in trees of drafts."""
+    """Return the tiles of decode attention for up to `rows` rows per sequence: query heads per KV head × queries.
+
+    A sequence with more rows takes several tiles. `trees` is True if some rows are in draft trees.
+    """
     coded = codes != "none"
     if work == "deterministic" or rows <= FEWEST_ROWS:
         return _tiles(arch, work, dtype, padded, coded)
@@ -116,9 +123,10 @@ def _decode_tiles(
 
 
 def _for_trees(tiles: KVTiles, padded: int, codes: str) -> KVTiles:
-    """Return tiles that compile without spilling where codes are widened in two loops, of which one masks trees. With
-    eight warps the assembler stays within 128 registers; 64 rows of the largest heads take more than there are. Not
-    measured."""
+    """Return tiles that do not spill with a quantised cache and draft trees, which need a second loop. Not measured.
+
+    With eight warps the assembler uses at most 128 registers; 64 rows of the largest heads need more.
+    """
     if padded == 128 and tiles.rows == 32:
         return replace(tiles, warps=4)
     if padded == 256 and codes == "fp8":
@@ -127,9 +135,9 @@ def _for_trees(tiles: KVTiles, padded: int, codes: str) -> KVTiles:
 
 
 def _for_codes(arch: str, work: Work, tiles: KVTiles, padded: int) -> KVTiles:
-    """Return tiles that compile without spilling with codes, where tiles without codes barely do. Not measured."""
+    """Return tiles that do not spill with a quantised cache, where those without barely avoid it. Not measured."""
     if work == "coded decode":
-        # Two warps, which an H100 was measured with, spill with heads of 72 and 80 on compute capability 10.0
+        # The two warps measured on an H100 spill with heads of 72 and 80 on compute capability 10.0
         return KVTiles(16, 64, 4, 5) if arch == "100" and padded == 128 else tiles
     if work == "decode" or (work == "deterministic" and _from_memory(arch)):
         return tiles
@@ -141,30 +149,39 @@ def _for_codes(arch: str, work: Work, tiles: KVTiles, padded: int) -> KVTiles:
 
 
 def _from_memory(arch: str) -> bool:
-    """Whether tensor cores take operands from shared memory; where nothing is compiled, it shall be so."""
+    """Return True if tensor cores read operands from shared memory; also if nothing is compiled (arch "")."""
     return arch == "" or (arch.isdigit() and 90 <= int(arch) < 120)
 
 
 def padded_dim(head_dim: int) -> int:
-    """Tiles have sizes that are powers of 2."""
+    """Return the head size rounded up to a power of 2 and at least 64, because tiles have such sizes."""
     return max(64, next_power_of_2(head_dim))
 
 
 def choose_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
-    """How many keys one program should pass over, so that all programs together fill the GPU evenly.
+    """Return the number of keys per program with which all programs fill the GPU evenly.
 
-    `total_keys`: of all rows. A row with more than this is split: into segments of at most so many keys there are no
-    more of them than rows, and PROGRAMS_PER_PROCESSOR × processors / kv_heads.
+    Rows with more keys are split. There are at most as many segments as rows plus PROGRAMS_PER_PROCESSOR × processors /
+    kv_heads.
+
+    Args:
+        total_keys: keys of all rows.
+        kv_heads: KV heads.
+        device: the GPU.
     """
     programs = PROGRAMS_PER_PROCESSOR * processors(device)
     return max(LEAST_SEGMENT, -(-total_keys * kv_heads // programs))
 
 
 def prefix_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
-    """Return how many keys of a shared prefix one program should pass over.
+    """Return the number of keys of a shared prefix per program.
 
-    `total_keys`: of all tiles of rows together. A part of a full tile of rows is dear, so that fewer programs have to
-    do.
+    A part of a full tile of rows is expensive, so this aims at fewer programs than `choose_segment`.
+
+    Args:
+        total_keys: keys of all tiles of rows.
+        kv_heads: KV heads.
+        device: the GPU.
     """
     programs = PREFIX_PROGRAMS_PER_PROCESSOR * processors(device)
     return max(LEAST_SEGMENT, next_power_of_2(-(-total_keys * kv_heads // programs)))
@@ -173,12 +190,12 @@ def prefix_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
 def moved(
     values: NDArray[Any], device: torch.device, dtype: type[np.int32] | type[np.int64] = np.int32
 ) -> Tensor:
-    """On the device, by a copy that nobody waits for: it is queued before what reads it."""
+    """Copy values to the device without blocking the host; the copy is queued before the kernels that read it."""
     return staged(np.ascontiguousarray(values, dtype), device).to(device, non_blocking=True)
 
 
 def staged(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Return the values on the host, in memory from which a GPU copies without anybody waiting for it."""
+    """Return the values in pinned host memory, from which a GPU copies without blocking the host."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
@@ -192,16 +209,20 @@ def check_attention(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Raises ValueError for what the kernels do not cover."""
+    """Raise ValueError for arguments that the kernels do not support."""
     check_paged_attention(q, k_cache, v_cache, block_tables)
     check_attention_extras(q, k_cache, sinks, k_scale, v_scale)
     group, dim = q.shape[1] // k_cache.shape[1], q.shape[2]
     if group > MAX_GROUP or dim > MAX_HEAD_DIM:
-        raise ValueError(f"{group} heads of {dim} share a KV head; at most {MAX_GROUP} of {MAX_HEAD_DIM} may")
+        raise ValueError(
+            f"{group} heads of {dim} share a KV head; at most {MAX_GROUP} of {MAX_HEAD_DIM} are supported"
+        )
     if q.dtype not in FLOATS or q.stride(2) != 1:
         raise ValueError(f"q is {q.dtype} with strides {q.stride()}")
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, torch.int8, torch.float8_e4m3fn):
-        raise ValueError(f"caches of {k_cache.dtype} and {v_cache.dtype} are not read with q of {q.dtype}")
+        raise ValueError(
+            f"caches of {k_cache.dtype} and {v_cache.dtype} are not supported with q of {q.dtype}"
+        )
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
         raise ValueError(f"caches have strides {k_cache.stride()} and {v_cache.stride()}")
     check_contiguous(k_scale=k_scale, v_scale=v_scale)
@@ -221,13 +242,26 @@ def kernel_arguments(
     queries: int = 1,
     trees: bool = False,
 ) -> dict[str, Any]:
-    """Return the arguments that all kernels that read the cache are launched with. Those that layers have in common are
-    computed once. `queries`: the most that a sequence has in decode attention; `trees`: some are in
-    trees of drafts. Raises ValueError for a scale that is
-    not greater than 0: the largest score has to stay the largest when it is scaled."""
+    """Return the arguments that all kernels over the cache share. The constants are cached between layers.
+
+    Args:
+        q: (T, q_heads, D).
+        k_cache: (blocks, kv_heads, block_size, D).
+        v_cache: as `k_cache`.
+        block_tables: (sequences, max blocks) int32.
+        rules: scale, window, cap, sinks and bias.
+        k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
+        v_scale: as `k_scale`.
+        work: kind of kernel.
+        queries: the most queries of a sequence in decode attention.
+        trees: True if some queries are in draft trees.
+
+    Raises:
+        ValueError: If the scale is not greater than 0: scaling must keep the order of scores.
+    """
     scale, window, soft_cap = rules.scale, rules.window, rules.soft_cap
     if not scale > 0:
-        raise ValueError(f"scores are multiplied by {scale}, which is not greater than 0")
+        raise ValueError(f"the scale of scores is {scale}; it must be greater than 0")
     arch, codes = architecture(), _codes(k_cache.dtype, architecture())
     bits = codes == "fp8_bits"
     strides = (*q.stride()[:2], *k_cache.stride()[:3])
@@ -253,18 +287,19 @@ def kernel_arguments(
 
 
 def _codes(dtype: torch.dtype, arch: str) -> str:
-    """How the values of a cache are coded, as the kernels take them."""
+    """Return the name that kernels use for the format of the cached values."""
     if dtype == torch.int8:
         return "int8"
     if dtype != torch.float8_e4m3fn:
         return "none"
-    # float8_e4m3fn is known from compute capability 8.9 on; AMD's CDNA 3 knows a format with another bias
+    # float8_e4m3fn is supported from compute capability 8.9 on; AMD's CDNA 3 has a format with another bias
     return "fp8" if arch.isdigit() and int(arch) >= 89 else "fp8_bits"
 
 
 @lru_cache(maxsize=64)
 def _strides(strides: tuple[int, ...]) -> dict[str, int]:
-    # Values: Triton by itself sees no divisor but 16, which 72 has not. Products of 32 bits have to hold the strides.
+    # Pass the common divisor, because Triton only detects multiples of 16, and heads may have 72 values. Strides that
+    # exceed 32 bits are passed as they are
     unit = gcd(*strides, 16) if max(strides) < 2**31 else 1
     return {**dict(zip(STRIDES, (stride // unit for stride in strides), strict=True)), "UNIT": unit}
 
@@ -281,7 +316,7 @@ def _options(
     queries: int,
     trees: bool,
 ) -> dict[str, Any]:
-    """Return the constants and options that a kernel is compiled for."""
+    """Return the constants and options that a kernel is compiled with."""
     rows = group * queries if queries > 1 else 1
     tiles = _decode_tiles(arch, work, dtype, padded_dim(head_dim), codes, rows, trees)
     deterministic = work == "deterministic"
@@ -296,7 +331,7 @@ def _options(
         "SEGMENTED": deterministic,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
-        # Products and sums are contracted where the code says so, not where a kernel's compilation happens to
+        # In deterministic mode only explicit fma is contracted, independent of how a kernel is compiled
         "enable_fp_fusion": not deterministic,
         **_registers(arch, tiles, dtype, head_dim, deterministic),
     }
@@ -305,11 +340,11 @@ def _options(
 def _registers(
     arch: str, tiles: KVTiles, dtype: torch.dtype, head_dim: int, deterministic: bool
 ) -> dict[str, int]:
-    """Up to all that a thread can have where a kernel wants many: products of float32, many rows of large heads.
+    """Return the bound of registers per thread, raised for float32 products and for many rows of large heads.
 
-    Without a bound NVIDIA's assembler aims at a count that lets more warps be resident (80, 128 or 168), and spills
-    where a kernel would take a few more. With one it hoists so much that kernels with operands in registers spill,
-    unless heads are the largest. AMD's compiler has no such option.
+    Without a bound, NVIDIA's assembler aims at 80, 128 or 168 registers to keep more warps resident, and spills if a
+    kernel needs a few more. With a bound it hoists more loads, and kernels with operands in registers spill unless
+    heads are the largest. AMD's compiler has no such option.
     """
     padded = padded_dim(head_dim)
     large = padded == MAX_HEAD_DIM or (padded == 128 and deterministic and _from_memory(arch))
@@ -318,9 +353,9 @@ def _registers(
 
 
 def _precision(arch: str, head_dim: int) -> str:
-    """How float32 is multiplied; products of other types are exact in any case.
+    """Return how float32 is multiplied; products of other dtypes are exact in any case.
 
-    As three products of tensor cores, which leave out about 2^-22 (Ootomo and Yokota, 2022): without tensor cores all
-    but the smallest tiles spill registers on compute capability 9.0; with them the largest heads do.
+    "tf32x3" is three products of tensor cores with an error of about 2^-22 (Ootomo and Yokota, 2022). Without tensor
+    cores only the smallest tiles do not spill on compute capability 9.0; with them the largest heads spill.
     """
     return "tf32x3" if arch.isdigit() and padded_dim(head_dim) < 256 else "ieee"

@@ -1,4 +1,4 @@
-"""Parts of attention kept until they are put together: which row has which, and where they lie."""
+"""Buffers of partial attention results, and their merge."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """The keys that each of n rows passes over by itself, and how they are cut. A row is one query of one sequence, or
-    with `chunks` all queries of one."""
+    """The keys that each of n rows reads on its own, and how they are split among programs.
 
-    contexts: Tensor  # (S,) int32: keys of each sequence; with chunks (T,): those that each query sees
+    A row is one query of one sequence; with `chunks` it is all queries of one sequence.
+    """
+
+    contexts: Tensor  # (S,) int32: keys of each sequence; with chunks (T,): keys that each query sees
     splits: Splits
     rows: Tensor | None = None  # (n, 2) int32: row of q, sequence; None: row i is the query of sequence i
-    starts: Tensor | None = None  # (n,) int32: keys before it are shared with other rows; None: 0
-    shared: Tensor | None = None  # (queries + 1,) int32: of `Prefixes.places`; with `starts`
+    starts: Tensor | None = None  # (n,) int32: number of leading keys shared with other rows; None: 0
+    shared: Tensor | None = None  # (queries + 1,) int32: Prefixes.places; given together with `starts`
     chunks: Tensor | None = None  # (S, 2) int32: first row of q, queries of each sequence; None: each has one
-    nearby: Tensor | None = None  # (T,) int32, of `TreeMask`, with `chunks`; None: no query is in a tree
+    nearby: Tensor | None = None  # (T,) int32: TreeMask.nearby, with `chunks`; None: no query is in a tree
 
     def check(self, q: Tensor, block_tables: Tensor, window: int | None) -> None:
-        """Raises ValueError when lengths or splits do not fit."""
+        """Raise ValueError if lengths or splits do not match."""
         queries = len(q) if self.rows is None else len(self.rows)
         count = queries if self.chunks is None else len(self.chunks)
         sequences = count if self.rows is None else block_tables.shape[0]
@@ -48,30 +50,32 @@ class Own:
             if tensor is not None and (tensor.shape != shape or tensor.dtype != torch.int32):
                 raise ValueError(f"{name} are {tuple(tensor.shape)} {tensor.dtype}, expected {shape} int32")
         if (self.starts is None) != (self.shared is None):
-            raise ValueError("starts and shared come together")
+            raise ValueError("starts and shared must be given together")
         if self.chunks is not None and self.rows is not None:
-            raise ValueError("of sequences with several queries all rows of q are read, in order")
+            raise ValueError("chunks and rows cannot be given together")
         if self.nearby is not None and (self.chunks is None or window is not None):
-            raise ValueError("trees are of sequences with several queries, and have no windows")
+            raise ValueError("nearby requires chunks and excludes a window")
         if len(self.splits.keys) != count or self.splits.window != window:
             made = f"{len(self.splits.keys)} rows with a window of {self.splits.window}"
-            raise ValueError(f"splits are of {made}, for {count} with {window}")
+            raise ValueError(f"splits are for {made}, expected {count} with {window}")
         if len(self.splits.places) != queries + 1:
-            raise ValueError(f"splits are of {len(self.splits.places) - 1} queries, for {queries}")
+            raise ValueError(f"splits are for {len(self.splits.places) - 1} queries, expected {queries}")
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Attention of rows over parts of their keys, and the log2 of the softmaxes' sums: first what rows share with
-    others, where `Prefixes.places` says, then their own, where `Splits.places` says."""
+    """The attention output of rows over parts of their keys, and its log2-sum-exp.
+
+    Parts over shared keys come first, indexed by `Prefixes.places`; the rows' own parts follow, by `Splits.places`.
+    """
 
     values: Tensor  # (shared + own, q_heads, D) float32
     lses: Tensor  # (shared + own, q_heads) float32
-    first_own: int  # the number of shared parts that there is room for
+    first_own: int  # capacity for shared parts, and index of the first own part
 
     @staticmethod
     def of(q: Tensor, shared: int, own: int) -> Parts:
-        """Return room for the parts of all rows together, not filled."""
+        """Allocate the parts of all rows."""
         shape = (shared + own, q.shape[1])
         values = torch.empty(*shape, q.shape[2], dtype=torch.float32, device=q.device)
         return Parts(values, torch.empty(shape, dtype=torch.float32, device=q.device), shared)
@@ -85,8 +89,16 @@ def merge_parts(
     lse: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Every query's shared parts, then its own, folded in this order into its row of `out` and `lse`. `group`: heads
-    that a program has."""
+    """Fold the shared parts and then the own parts of each query into its row of `out` and `lse`.
+
+    Args:
+        own: rows and their splits.
+        parts: the parts.
+        group: heads per program.
+        out: (T, q_heads, D).
+        lse: (T, q_heads) float32, written if given.
+        sinks: (q_heads,), or None.
+    """
     heads, dim = parts.values.shape[1:]
     merge_state_kernel[(len(own.splits.places) - 1, cdiv(heads, group))](
         parts_ptr=parts.values,

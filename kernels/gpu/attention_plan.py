@@ -1,8 +1,8 @@
-"""The plan of a step's attention, made once on the host and read in every layer.
+"""The attention plan of a step, which is made once on the host and used by every layer.
 
-Chunks of several queries are cut into items for prefill. Single queries go to decode, those that share leading keys
-pass over these together first, level after level (`SharedPrefix`). In a graph that verifies drafts chunks of a few
-queries go to decode, too.
+Chunks of several queries become items of prefill attention. Single queries go to decode attention, which first reads
+shared leading keys once per group of sequences, level by level (`SharedPrefix`). In a graph that verifies drafts,
+chunks of a few queries also go to decode.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from batchinfer_kernels.gpu.step_arrays import StepArray, StepArrays
 from batchinfer_kernels.prefix_groups import Ints, Worth, prefix_groups
 from batchinfer_kernels.step_tables import StepTables
 
-# Keys that are worth a level. Of a part 8 bytes a value are written and read, of a shared key 4 are not: with up to 16
-# query heads a KV head that breaks even at 32 keys; the rest pays for the launch. Not measured.
+# The fewest keys of a level. A part writes and reads 8 bytes per value and a shared key saves 4: with up to 16 query
+# heads per KV head this breaks even at 32 keys; the rest amortises the launch. Not measured
 LEAST_SHARED_KEYS = 256
-# Two or three sequences that read the same blocks at the same time find them in the GPU's cache anyway. Not measured.
+# The fewest sequences of a group. Two or three that read the same blocks hit the GPU's cache anyway. Not measured
 LEAST_SHARERS = 4
 
 
@@ -42,35 +42,38 @@ class AttentionShape:
     kv_heads: int
     head_dim: int
     deterministic: bool = False
-    causal: bool = (
-        True  # False: an encoder's, whose tokens see later ones, and whose chunks are whole prompts
-    )
-    latent: bool = False  # the one KV head is a latent, whose first values are V
+    causal: bool = True  # False: bidirectional attention of an encoder; chunks are whole prompts
+    latent: bool = False  # True: one KV head, the latent; its first values are V
 
     @property
     def group(self) -> int:
+        """Return the number of query heads per KV head."""
         return self.q_heads // self.kv_heads
 
     @property
     def programs(self) -> int:
-        """Return how many programs an item of single queries has: one for each KV head; over latents, for some
-        heads."""
+        """Return the number of programs per item of single queries: KV heads or, over latents, tiles of heads."""
         return head_tiles(self.q_heads) if self.latent else self.kv_heads
 
     @property
     def chunk_tokens(self) -> int:
-        """Return how many tokens of a prompt an item has."""
+        """Return the number of prompt tokens of an item."""
         if self.latent:
             return chunk_tokens(self.q_heads)
         return prefill_tokens(self.dtype, self.head_dim, self.group, self.deterministic)
 
     def spare_part_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
-        """Return the most bytes that parts of `rows` queries of up to `longest` keys take, beyond the bytes of parts
-        where every row is that long and shares nothing: then, by default, none may be split. `queries`: the most of a
-        sequence.
+        """Return an upper bound of the bytes of partial results that a step needs for `rows` queries.
 
-        At fixed positions these are as many as there can be; graphs round them up, at most to twice as many. Rows share
-        no parts of latents.
+        The bound covers steps in which sequences differ in length or share prefixes: if all rows have `longest` keys
+        and share nothing, by default no row is split. In deterministic mode the bound is exact; graphs round it up, to
+        at most twice as much. Rows over latents share no parts.
+
+        Args:
+            rows: queries.
+            longest: the most keys of a query.
+            device: the GPU.
+            queries: the most queries of a sequence.
         """
         if self.deterministic:
             spare = most_segments(rows, longest) if longest > SEGMENT else 0
@@ -83,14 +86,16 @@ class AttentionShape:
 
     @property
     def unit(self) -> int:
-        """Shared keys end at a multiple of it: at the end of a tile, or of a segment that all kernels fold alike."""
+        """Return the unit that shared keys are rounded down to: a tile, or in deterministic mode a segment."""
         return SEGMENT if self.deterministic else choose_tiles("prefix", self.dtype, self.head_dim).keys
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Sequences whose first `keys` keys lie in the same blocks. Of two that hold the same sequence the shorter, which
-    the other's sequences share too, comes first."""
+    """Sequences whose first `keys` keys are in the same blocks.
+
+    Of two prefixes of the same sequence, the shorter comes first, and all sequences of the longer one share it.
+    """
 
     sequences: Sequence[int]
     keys: int
@@ -98,59 +103,60 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Sizes that a captured graph holds fixed: every step that is replayed fits into them.
+    """The fixed sizes of a captured graph, which every replayed step must fit.
 
-    `sharing`: parts of what rows share, items, and members of groups; None: as the step needs them, rounded up to
-    powers of two so that few steps differ in them. `queries`: the most of a sequence; more than one where drafts are
-    verified.
+    Attributes:
+        longest: the most keys of a sequence.
+        sharing: capacity for parts, items and members of shared prefixes. None: as the step needs, rounded up to powers
+            of two to limit the number of different graphs.
+        queries: the most queries of a sequence; more than one if drafts are verified.
     """
 
-    longest: int  # keys of a sequence
+    longest: int
     sharing: tuple[int, int, int] | None = (0, 0, 0)
     queries: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """One step; see `plan_attention`. What is launched depends on sizes alone: `sizes`, and the room's."""
+    """The attention launches of one step; see `plan_attention`. They depend only on `sizes` and the room."""
 
-    arrays: StepArrays  # of all plans of the step
-    # Those of this plan: items, rows, chunks, contexts and nearby, as far as it has them
+    arrays: StepArrays  # the arrays of all plans of the step
+    # The arrays that this plan uses, by name: items, rows, chunks, contexts and nearby
     held: Mapping[str, StepArray]
-    lengths: Ints = field(repr=False)  # (n,): contexts of the sequences that decode attends to
-    starts: Ints = field(repr=False)  # (n,): how many of these keys are shared
-    longest: int | None  # the room's; None: there is none
+    lengths: Ints = field(repr=False)  # (n,): contexts of the sequences in decode attention
+    starts: Ints = field(repr=False)  # (n,): number of leading keys that are shared
+    longest: int | None  # Room.longest; None: no room
     prefixes: Prefixes | None
     splitter: Splitter
-    splits: Mapping[int | None, Splits]  # of what decode attends to, by window
-    # (n,): queries of each sequence, where there are `chunks`
+    splits: Mapping[int | None, Splits]  # splits of decode attention, by window
+    # (n,): queries of each sequence, if there are `chunks`
     lens: Ints | None = field(default=None, repr=False)
     causal: bool = True
 
     @property
     def items(self) -> Tensor | None:
-        """Return prefill's items; None: there are no chunks for it."""
+        """Return the items of prefill attention, or None if there are none."""
         return self._tensor("items")
 
     @property
     def rows(self) -> Tensor | None:
-        """(n, 2) int32: row of q, sequence of each single query; None: sequence i has row i."""
+        """Return (n, 2) int32, the row of q and the sequence of each single query; None: sequence i has row i."""
         return self._tensor("rows")
 
     @property
     def chunks(self) -> Tensor | None:
-        """(S, 2) int32: first row of q, queries of each sequence, which decode attends to; None: each of these has
-        one."""
+        """Return (S, 2) int32, the first row of q and the queries of each sequence in decode; None: each has one."""
         return self._tensor("chunks")
 
     @property
     def contexts(self) -> Tensor:
-        """(S,) int32; with `chunks` (T,): the keys that each query sees."""
+        """Return the keys of each sequence, (S,) int32; with `chunks`, the keys that each query sees, (T,)."""
         return self.held["contexts"].tensor
 
     @property
     def nearby(self) -> Tensor | None:
-        """(T,) int32: which keys queries in trees of drafts see, of `TreeMask`; None: no query is in one."""
+        """Return TreeMask.nearby of the queries, (T,) int32; None: no query is in a draft tree."""
         return self._tensor("nearby")
 
     def _tensor(self, name: str) -> Tensor | None:
@@ -158,28 +164,29 @@ class LaunchPlan:
 
     @property
     def singles(self) -> int:
-        """Count the sequences that decode attends to: those of a single query, or with `chunks` all."""
+        """Return the number of sequences in decode attention."""
         return len(self.lengths)
 
     @property
     def deterministic(self) -> bool:
+        """Return True if sequences are split at fixed positions."""
         return self.splitter.deterministic
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """The sizes of a step in a room on which its launches depend, apart from the number of rows."""
+        """Return the sizes, in addition to the number of rows, on which the launches of a step in a room depend."""
         p = self.prefixes
         shared = () if p is None else (p.parts, *[len(p.held[name].values) for name in ("items", "members")])
         return ("nearby" in self.held, *shared, *[splits.sizes for splits in self.splits.values()])
 
     def splits_of(self, window: int | None) -> Splits:
-        """Raises ValueError for a window that was not planned for."""
+        """Return the splits for a window. Raises ValueError if the plan does not include it."""
         if window not in self.splits:
             raise ValueError(f"the plan is for windows of {list(self.splits)}, not {window}")
         return self.splits[window]
 
     def with_windows(self, windows: Collection[int | None]) -> LaunchPlan:
-        """The plan of the same step for layers of these windows."""
+        """Return a plan of the same step for layers with these windows."""
         if windows == self.splits.keys():
             return self
         known, whole, split = self.splits, (self.lengths, self.starts), self.splitter.split
@@ -187,21 +194,29 @@ class LaunchPlan:
         return replace(self, splits=splits)
 
     def without_chunks(self) -> LaunchPlan:
-        """The plan of what prefill leaves to decode."""
+        """Return a plan without the items of prefill attention."""
         return replace(self, held={name: one for name, one in self.held.items() if name != "items"})
 
     def place(self) -> None:
-        """Put on the device what kernels read, as a capture has to find it there."""
+        """Copy the arrays to the device; must be called before a capture."""
         self.arrays.place()
 
     def grown(self, context_lens: Sequence[int], beside: LaunchPlan | None = None) -> LaunchPlan:
-        """The plan of a later step of the same sequences in the same Room: with other contexts, which still begin with
-        what they shared. All else is as it is in this one; the splits, too, as long as they serve. `beside`: another
-        plan of that step."""
+        """Return the plan of a later step of the same sequences in the same Room, with longer contexts.
+
+        Shared prefixes stay the same, and splits are kept while they serve.
+
+        Args:
+            context_lens: the new context lengths.
+            beside: another plan of the later step, whose arrays are used.
+
+        Raises:
+            ValueError: If the plan has no room, has chunks, or a context exceeds the room.
+        """
         lengths = np.array(context_lens, np.int64)
         fits = self.longest is not None and len(lengths) == len(self.lengths) and "chunks" not in self.held
         if not fits or lengths.max() > (self.longest or 0):
-            raise ValueError(f"contexts of up to {lengths.max()} do not grow out of {self._fixed()}")
+            raise ValueError(f"contexts of up to {lengths.max()} cannot grow from the plan {self._fixed()}")
         together = beside is not None and beside.arrays.origin is self.arrays
         arrays = beside.arrays if beside is not None and together else self.arrays.again()
         if not together:
@@ -211,16 +226,18 @@ class LaunchPlan:
         return self._on(arrays, splits, lengths)
 
     def serves(self, context_lens: Sequence[int]) -> bool:
-        """Whether a graph of this plan gives what one of `grown` would, once its contexts are these, and also for all
-        contexts on the way."""
+        """Return True if a graph of this plan is valid up to these contexts, including all contexts on the way."""
         lengths = np.array(context_lens, np.int64)
         if self.longest is None or "chunks" in self.held or lengths.max() > self.longest:
             return False
         return all(self._serve(own, lengths) for own in self.splits.values())
 
     def _serve(self, splits: Splits, lengths: Ints) -> bool:
-        """Whether splits serve up to these contexts. Keys that a window has left are taken off in whole segments, so
-        that a row at fixed positions may need one more on the way, and not at the end."""
+        """Return True if the splits serve up to these contexts.
+
+        A window drops keys in whole segments, so a row at fixed positions may need one more segment on the way than at
+        the end.
+        """
         further = int((lengths - self.lengths).max(initial=0))
         on_the_way = further if self.deterministic and splits.window is not None else 1
         ahead = (further - at for at in range(on_the_way))
@@ -228,19 +245,21 @@ class LaunchPlan:
         return all(serve(splits, np.minimum(self.lengths + n, lengths), self.starts) for n in ahead)
 
     def refilled(self, other: LaunchPlan) -> LaunchPlan:
-        """The other plan on this one's tensors, which a captured graph reads and which are overwritten, together with
-        those of the step's other plans.
+        """Return the other plan with its arrays copied into this plan's tensors, which a captured graph reads.
 
-        Raises ValueError where the graph would launch something else for the other plan: give both the same Room.
+        Raises:
+            ValueError: If the graph would launch other kernels for the other plan. Give both plans the same Room.
         """
         if self._fixed() != other._fixed():
-            raise ValueError(f"a graph of {self._fixed()} does not run {other._fixed()}")
+            raise ValueError(
+                f"a graph with the sizes {self._fixed()} cannot run a plan with {other._fixed()}"
+            )
         self.arrays.refill(other.arrays)
         splits = {w: replace(own, array=own.array.of(self.arrays)) for w, own in other.splits.items()}
         return other._on(self.arrays, splits, other.lengths)
 
     def _on(self, arrays: StepArrays, splits: Mapping[int | None, Splits], lengths: Ints) -> LaunchPlan:
-        """Return the plan with arrays of the same numbers in the place of its own; the splits lie in these."""
+        """Return the plan with its arrays replaced by the same numbers of `arrays`, which `splits` already use."""
         p = self.prefixes
         return replace(
             self,
@@ -252,7 +271,7 @@ class LaunchPlan:
         )
 
     def _fixed(self) -> tuple[object, ...]:
-        """Return the sizes of what a graph launches, and which arrays it reads."""
+        """Return the sizes and arrays that a graph is bound to."""
         read = (
             [*self.held.items()]
             if self.prefixes is None
@@ -277,15 +296,22 @@ def plan_attention(
     windows: Collection[int | None] = (None,),
     tree: TreeMask | None = None,
 ) -> LaunchPlan:
-    """The plan of a step of S sequences, one chunk each, in order; context lengths count the chunk too.
+    """Plan the attention of a step of S sequences with one chunk each. Copies to the device do not block.
 
-    `shared`: of `find_shared`, or as the planner of the job knows it. Rounded down to `shape.unit`; of their sequences
-    those with a single query take part, outer levels first, as long as there is room for their parts. `room`: the step
-    is to be captured into a graph or replayed (`refilled`); it then has one query a sequence, or as many as the room
-    says, and pads a batch with sequences of context 0. Where it has several, sequences may have none. `windows`: of the
-    layers that read the plan. `tree`: of the step's tokens without padding, where some are in trees of drafts. Copies
-    to the device do not wait for it.
-    Raises ValueError where shared prefixes do not nest, or do not fit their sequences or the room.
+    Args:
+        query_lens: queries of each sequence.
+        context_lens: keys of each sequence, its chunk included.
+        shape: properties of the model.
+        device: device of the arrays.
+        shared: prefixes from `find_shared` or from the planner, outer levels first. They are rounded down to
+            `shape.unit`, and used for sequences with a single query while there is room for their parts.
+        room: given if the step is captured into a graph or replayed (`refilled`). Each sequence then has one query, or
+            at most `room.queries` and possibly none. Padding sequences have context 0.
+        windows: windows of the layers that use the plan.
+        tree: draft trees of the step's tokens, without padding.
+
+    Raises:
+        ValueError: If shared prefixes do not nest, or do not match their sequences or the room.
     """
     device = torch.device(device)
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
@@ -295,7 +321,7 @@ def plan_attention(
     few = np.flatnonzero(alone) if queries == 1 else np.flatnonzero(lens <= queries)
     longest = int(contexts[few].max(initial=0))
     if room is not None and (len(few) < len(lens) or longest > room.longest):
-        raise ValueError(f"chunks of up to {lens.max()} and contexts of up to {longest} are not in {room}")
+        raise ValueError(f"chunks of up to {lens.max()} and contexts of up to {longest} do not fit {room}")
     several = queries > 1
     items = None if several else _chunks(np.where(alone, 0, lens), lens, contexts, shape)
     found = {
@@ -325,21 +351,22 @@ def plan_attention(
 
 
 def _branching(lens: Ints, nearby: NDArray[np.integer] | None) -> NDArray[np.bool_]:
-    """Return which sequences of so many queries have any in trees, (S,)."""
+    """Return which sequences, with `lens` queries each, have a query in a draft tree: (S,)."""
     if nearby is None:
         return np.zeros(len(lens), bool)
     return np.bincount(np.repeat(np.arange(len(lens)), lens), nearby != -1, len(lens)) > 0
 
 
 def _seen(lens: Ints, contexts: Ints) -> Ints:
-    """Return how many keys each query sees, (T,): those up to its own. A query without a context, which is padding,
-    sees none."""
+    """Return the number of keys that each query sees, (T,). A padding query without context sees none."""
     return np.repeat(contexts - np.cumsum(lens), lens) + np.arange(1, lens.sum() + 1)
 
 
 def _chunks(chunks: Ints, lens: Ints, contexts: Ints, shape: AttentionShape) -> NDArray[np.int32] | None:
-    """Return prefill's items; None: it has none. `chunks`: the queries that it attends to of each sequence's `lens`,
-    all or none."""
+    """Return the items of prefill attention, or None if there are none.
+
+    `chunks` is `lens` for sequences that prefill handles, else 0.
+    """
     if not chunks.any():
         return None
     return prefill_items(chunks, contexts, shape.chunk_tokens, np.cumsum(lens) - lens, shape.causal)
@@ -353,7 +380,7 @@ class _Level:
     sequence: int
     first: int
     end: int
-    part: int  # which of each row's the first one is
+    part: int  # number of the first part within each row
 
 
 def _plan_prefixes(
@@ -365,14 +392,16 @@ def _plan_prefixes(
     arrays: StepArrays,
     room: Room | None,
 ) -> tuple[Prefixes | None, Ints]:
-    """Prefixes, which are added to the `arrays`, and how many keys each sequence of `few` queries shares: none over
-    latents."""
+    """Add the shared prefixes to `arrays`; return them and the number of shared keys of each sequence of `few`.
+
+    Over latents nothing is shared.
+    """
     starts, parts = np.zeros(len(few), np.int64), np.zeros(len(few), np.int64)
     if shape.latent:
         return None, starts
-    counts = lens[few]  # of queries, each of which is a row of the prefixes
+    counts = lens[few]  # queries; each is a row of the prefixes
     spans = list(_spans(shared, lens, contexts, few, shape.unit))
-    if not shape.deterministic:  # where it is, what rows do not share they keep as many parts of
+    if not shape.deterministic:  # at fixed positions a row has the same number of parts, shared or not
         spans = _outer(spans, counts)
     most = prefix_members(shape.dtype, shape.head_dim, shape.group, shape.deterministic)
     work = sum(-(-int(counts[rows].sum()) // most) * (end - first) for rows, first, end in spans)
@@ -394,7 +423,7 @@ def _plan_prefixes(
             rounded[0] = min(rounded[0], _most_parts(len(places) - 1, most, shape, arrays.device, room))
         count, *sizes = room.sharing or rounded
         if any(n > most for n, most in zip(needed, (count, *sizes), strict=True)):
-            raise ValueError(f"{needed[0]} parts in {needed[1]} items of {needed[2]} rows are not in {room}")
+            raise ValueError(f"{needed[0]} parts in {needed[1]} items of {needed[2]} rows do not fit {room}")
         items = np.concatenate([items, np.zeros((sizes[0] - len(items), 6), np.int64)])
         members = np.concatenate([members, np.zeros(sizes[1] - len(members), np.int64)])
     found = {"items": items, "members": members, "starts": starts, "places": places}
@@ -402,7 +431,7 @@ def _plan_prefixes(
 
 
 def _queries_of(rows: Ints, counts: Ints) -> Ints:
-    """Return the queries of some of the sequences, which have so many each, one after the other."""
+    """Return the query numbers of some rows, if each row has `counts` queries."""
     if counts.max(initial=1) == 1 == counts.min(initial=1):
         return rows
     own = counts[rows]
@@ -411,7 +440,7 @@ def _queries_of(rows: Ints, counts: Ints) -> Ints:
 
 
 def _most_parts(rows: int, members: int, shape: AttentionShape, device: torch.device, room: Room) -> int:
-    """Return the most parts that the shared keys of a graph have."""
+    """Return the most parts of shared keys in a graph."""
     if shape.deterministic:
         return most_segments(rows, room.longest)
     return most_shared(rows, members, shape.kv_heads, device)
@@ -420,7 +449,10 @@ def _most_parts(rows: int, members: int, shape: AttentionShape, device: torch.de
 def _spans(
     shared: Sequence[SharedPrefix], lens: Ints, contexts: Ints, few: Ints, unit: int
 ) -> Iterator[tuple[Ints, int, int]]:
-    """Rows, each a sequence of `few` queries, that share keys [first, end), outer levels before inner ones."""
+    """Yield (rows, first, end) of the keys [first, end) that rows share, outer levels first.
+
+    A row is a sequence of `few` queries.
+    """
     row_of = np.full(len(lens), -1)
     row_of[few] = np.arange(len(few))
     starts = np.zeros(len(few), np.int64)
@@ -432,7 +464,7 @@ def _spans(
         first, end = int(starts[rows[0]]), prefix.keys // unit * unit
         if (starts[rows] != first).any():
             raise ValueError(
-                f"sequences {list(prefix.sequences)} share {prefix.keys} keys, but no whole level before"
+                f"sequences {list(prefix.sequences)} share {prefix.keys} keys, but not the same outer prefix"
             )
         if (contexts[few[rows]] < prefix.keys).any() or len(np.unique(rows)) < len(rows):
             raise ValueError(
@@ -444,8 +476,10 @@ def _spans(
 
 
 def _outer(spans: list[tuple[Ints, int, int]], counts: Ints) -> list[tuple[Ints, int, int]]:
-    """Return the levels that there is room for: the ones that begin first. Levels inside of one that is left out are
-    left out too. `counts`: queries of each row."""
+    """Return the levels that fit the capacity for members; levels with a smaller `first` take precedence.
+
+    A level inside one that is dropped is dropped too. `counts` are the queries of each row.
+    """
     room, ends, kept = most_members(int(counts.sum())), np.zeros(len(counts), np.int64), []
     for span in sorted(spans, key=lambda span: span[1]):
         members, first, end = span
@@ -458,7 +492,7 @@ def _outer(spans: list[tuple[Ints, int, int]], counts: Ints) -> list[tuple[Ints,
 
 
 def _items(levels: list[_Level], segment: int, most: int) -> tuple[Ints, Ints]:
-    """(m, 6) and (members,): each level's rows `most` at a time over `segment` keys at a time, the largest first."""
+    """Return items (m, 6) and members: up to `most` rows of a level × `segment` keys, the largest items first."""
     found, members, before = [np.empty((0, 6), np.int64)], [np.empty(0, np.int64)], 0
     for level in levels:
         firsts = np.arange(0, len(level.rows), most), np.arange(level.first, level.end, segment)
@@ -483,10 +517,10 @@ def find_shared(
     unit: int,
     queries: int = 1,
 ) -> list[SharedPrefix]:
-    """Find the keys that sequences of up to so many queries share, read from the block tables on the host; `unit`: of
-    AttentionShape.
+    """Find the prefixes that sequences with at most `queries` queries share, from block tables on the host.
 
-    Every group has LEAST_SHARERS sequences at least, and its level LEAST_SHARED_KEYS beyond those around it.
+    A group has at least LEAST_SHARERS sequences, and shares at least LEAST_SHARED_KEYS keys beyond the enclosing group.
+    `unit` is AttentionShape.unit.
     """
 
     def whole_units(blocks: Ints) -> Ints:

@@ -1,8 +1,8 @@
-"""How single queries' keys are split among programs: a list of work items on the device, which a graph's launch reads.
+"""Splits the keys of single queries among programs, with a list of work items on the device.
 
-How many programs are launched depends on the list's length alone. What each of them passes over stands in the list, so
-that a graph with a fixed number of items serves any lengths: a long row among short ones gets as many items as it needs
-(split-KV: Flash-Decoding, Dao et al., 2023; work items: FlashInfer, Ye et al., 2024).
+The number of programs depends only on the list's length, and the list tells each program what to read. A graph with a
+fixed number of items can therefore serve any lengths: a long row among short ones gets more items (split-KV:
+Flash-Decoding, Dao et al., 2023; work items: FlashInfer, Ye et al., 2024).
 """
 
 from __future__ import annotations
@@ -24,51 +24,54 @@ from batchinfer_kernels.gpu.part_room import most_own, most_segments
 from batchinfer_kernels.gpu.step_arrays import StepArray, StepArrays
 
 Ints = NDArray[np.int64]
-# Splits begin at its multiples: whole cache lines, whole tiles of most kernels
+# Splits start at multiples of this many keys: whole cache lines, and whole tiles of most kernels
 UNIT = 64
-ENDLESS = 1 << 30  # keys of a row's last item: to the end of its context, however far that has grown
-COLUMNS = 4  # of an item: 16 bytes
+ENDLESS = 1 << 30  # as keys of a row's last item: up to the end of its context, even after it has grown
+COLUMNS = 4  # int32 fields of an item
 
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """n rows' own keys as m items; made by a `Splitter`. A row is one query of one sequence, or `queries` at most."""
+    """The own keys of n rows as m items, made by a `Splitter`. A row has at most `queries` queries of one sequence."""
 
     array: StepArray  # items, then places
     count: int  # m
-    parts: int  # that there is room for: as many as items, where each row is one query
-    whole: bool  # every row is one item, and no part is to be merged
+    parts: int  # capacity for parts; `count` if each row is one query
+    whole: bool  # True: every row is one item, and no parts are merged
     window: int | None
-    align: int  # a window's first key is rounded down to it
+    align: int  # the first key of a window is rounded down to a multiple of this
     keys: Ints = field(repr=False)  # (n,): own keys of each row when the items were made
-    queries: int = 1  # the most of a row
+    queries: int = 1  # the most queries of a row
 
     @cached_property
     def items(self) -> Tensor:
-        """(m, 4) int32 on the device: row (-1: padding), keys between the row's first and the item's, keys, place of
-        the part, of the row's first query; keys count from `own_begin`."""
+        """Return the items (m, 4) int32 on the device.
+
+        The fields are: row (-1 for padding), the item's first key within the row, its number of keys, and the index of
+        its part for the row's first query. Keys count from `own_begin`.
+        """
         return self.array.tensor[: COLUMNS * self.count].view(self.count, COLUMNS)
 
     @cached_property
     def places(self) -> Tensor:
-        """(T + 1,) int32 on the device: query i's parts lie at places[i] to places[i + 1]; T is n where each row is one
-        query."""
+        """Return (T + 1,) int32 on the device: the parts of query i are places[i] to places[i + 1]."""
         return self.array.tensor[COLUMNS * self.count :]
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """The sizes on which launches depend."""
+        """Return the sizes on which launches depend."""
         counts = (self.count, self.parts, len(self.keys), self.queries, len(self.array.values))
         return *counts, self.whole, self.window, self.align
 
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """Cuts rows so that all programs together fill the GPU evenly, or, where `deterministic`, at fixed positions.
+    """Splits rows to fill the GPU evenly or, if `deterministic`, at fixed positions.
 
-    `longest`: a bound of the contexts where a graph is to run the list. Then there are few lengths of a list: with
-    padding, so that a graph serves what rows have; None: it is as long as it has to be. `queries`: the most that a row
-    has.
+    Attributes:
+        longest: a bound of the contexts if a graph reads the list. The list is then padded to one of a few lengths.
+            None: it is not padded.
+        queries: the most queries of a row.
     """
 
     kv_heads: int
@@ -79,6 +82,7 @@ class Splitter:
 
     @property
     def align(self) -> int:
+        """Return the unit, in keys, that the first key of a window is rounded down to."""
         return SEGMENT if self.deterministic else UNIT
 
     def split(
@@ -91,10 +95,17 @@ class Splitter:
         arrays: StepArrays | None = None,
         number: int | None = None,
     ) -> Splits:
-        """contexts, starts: (n,): row i passes over keys [starts[i], contexts[i]). `segment`: about how many an item
-        has, for the default mode; chosen from the sum if not given. `lens`: (n,): queries of each row, which see what
-        comes before them; None: each has one. `arrays`: to which the list is added; `number`: of the one that is put
-        there instead."""
+        """Split n rows; row i reads the keys [starts[i], contexts[i]).
+
+        Args:
+            contexts: (n,).
+            starts: (n,).
+            window: sliding window of the layers.
+            segment: about the keys of an item, chosen from the total by default; not used if `deterministic`.
+            lens: (n,), queries of each row; a query sees the keys up to its own. None: each row has one.
+            arrays: where the list is added.
+            number: number of the array to replace instead.
+        """
         ends = contexts if lens is None else contexts - np.maximum(lens, 1) + 1
         keys = self._own(contexts, starts, window, ends)
         counts, lengths = self._cut(keys, segment)
@@ -123,33 +134,39 @@ class Splitter:
         return Splits(array, count, parts, whole, window, self.align, keys, self.queries)
 
     def grown(self, splits: Splits, contexts: Ints, starts: Ints, arrays: StepArrays) -> Splits:
-        """The splits of the same rows, of a query each, with longer contexts: the same ones as long as they serve.
-        `arrays`: made `again` of those in which the splits lie."""
+        """Return the splits of the same single-query rows with longer contexts; unchanged while they serve.
+
+        Args:
+            splits: the earlier splits.
+            contexts: (n,), the new contexts.
+            starts: (n,).
+            arrays: made by `again` from the arrays of `splits`.
+        """
         if self.serve(splits, contexts, starts):
             return replace(splits, array=splits.array.of(arrays))
         return self.split(contexts, starts, splits.window, arrays=arrays, number=splits.array.number)
 
     def serve(self, splits: Splits, contexts: Ints, starts: Ints) -> bool:
-        """Whether the splits are those of the same rows, of a query each, with longer contexts, too.
+        """Return True if the splits are still valid for longer contexts of the same single-query rows.
 
-        By default a row's last item has what came since, up to what is worth an item. Where cuts are at fixed
-        positions, they serve until a row has one more.
+        By default a row's last item also covers new keys, up to LEAST_SEGMENT of them. At fixed positions splits are
+        valid until a row needs one more segment.
         """
         keys = self._own(contexts, starts, splits.window, contexts)
         if self.deterministic:
             return np.array_equal(-(-keys // SEGMENT), -(-splits.keys // SEGMENT))
-        begun = keys[splits.keys == 0].any()  # a row without keys has no item
+        begun = keys[splits.keys == 0].any()  # a row that had no keys has no item
         return not begun and bool((keys - splits.keys).max(initial=0) < LEAST_SEGMENT)
 
     def _own(self, contexts: Ints, starts: Ints, window: int | None, nearest: Ints) -> Ints:
-        """Keys from `own_begin` to the end. `nearest`: (n,): those that a row's first query sees."""
+        """Return the number of keys from `own_begin` to the end; `nearest` keys are seen by a row's first query."""
         if window is None:
             return contexts - starts
         behind = np.maximum(nearest - window - starts, 0)
         return contexts - starts - behind // self.align * self.align
 
     def _cut(self, keys: Ints, segment: int | None) -> tuple[Ints, Ints]:
-        """(items of each row, keys of each item but the last)"""
+        """Return the number of items of each row, and the keys of each item except the last."""
         if self.deterministic:
             return -(-keys // SEGMENT), np.full(len(keys), SEGMENT)
         segment = segment or choose_segment(int(keys.sum()), self.kv_heads, self.device)
@@ -158,15 +175,18 @@ class Splitter:
         return -(-keys // lengths), lengths
 
     def _splits_anyway(self, rows: int) -> bool:
-        """Whether a graph has parts although no row needs them now: with so few rows any that is not short does, and
-        one graph serves both."""
+        """Return True if a graph has parts even if no row needs them now.
+
+        With few rows any long row is split, and one graph serves both cases.
+        """
         if self.longest is None or self.deterministic:
             return False
         return rows < most_own(0, self.kv_heads, self.device)
 
     def _room(self, rows: int, items: int, queries: int = 1) -> int:
-        """How many items a list has where rows are split, or parts of so many rows with up to `queries` each. By
-        `choose_segment` they are no more than `most_own`; at fixed positions they are as many as the contexts ask for.
+        """Return the capacity for items if rows are split, or for parts if a row has `queries` queries.
+
+        `choose_segment` needs at most `most_own`; at fixed positions the capacity depends on the contexts.
         """
         if self.longest is None:
             return items

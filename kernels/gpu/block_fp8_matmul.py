@@ -1,8 +1,7 @@
-"""Linear layers on float8_e4m3fn codes of which blocks share a scale. Cost: cost.block_fp8_linear_cost.
+"""Linear layers on float8_e4m3fn values with one scale per block. Cost: cost.block_fp8_linear_cost.
 
-The kernel is matmul_core.matmul_kernel with a group of inputs as a tile's inputs: a tile's products are added up by
-tensor cores, and go to float32 sums with the scale of their block and of their row's group. What `deterministic` means
-and rests on stands in matmul.py.
+A tile of matmul_core.matmul_kernel has the inputs of one group: tensor cores sum its products, and the sum is scaled
+and accumulated in float32. matmul.py defines `deterministic`.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ def block_fp8_matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply as batchinfer_kernels.block_fp8_matmul.block_fp8_matmul_reference does. Raises ValueError where the GPU
-    has no such format.
+    """Multiply as block_fp8_matmul_reference does. Rows of x and codes may be strided.
 
-    Two launches: one quantises the groups of x. Rows of x and codes may be strided.
+    The first of two launches quantises x. Raises ValueError if the GPU does not support the format.
     """
     missing = why_not_fp8()
     if missing is not None:

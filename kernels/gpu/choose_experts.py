@@ -1,9 +1,8 @@
-"""One kernel that says which experts a token goes to. Cost: batchinfer_kernels.cost.routing_cost.
+"""A kernel that chooses the experts of each token. Cost: batchinfer_kernels.cost.routing_cost.
 
-A program has a token: its logits become scores, of which the greatest is taken as often as experts are chosen. A score
-is an integer that has the order of the numbers, and the expert's number stands below it: so one maximum finds both, the
-lowest expert of equals, and what is no number before all others, so that broken weights show. An expert's rows are
-counted as it is chosen.
+One program per token computes scores and takes the maximum once per chosen expert. A score and its expert's number are
+packed into one integer that sorts by score: one maximum yields both, prefers the lower expert of equal scores, and puts
+NaN first, which makes broken weights visible. The kernel also counts the tokens of each expert.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _LEAST = tl.constexpr(-(1 << 63))
 
 @triton.jit
 def _ranked(x, number):
-    """Return x and its number as an integer that is greater for a greater x, and for the lower number of equals."""
+    """Return x and its number as one integer that is greater for a greater x and, if equal, for the lower number."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     ordered = tl.where(x != x, 0x7FFFFFFF, ordered)
@@ -39,7 +38,7 @@ def _number(rank):
 def _within_groups(
     preferred, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, TOP_TWO: tl.constexpr
 ):
-    """Return the scores of the chosen groups; those of others are -inf."""
+    """Return the scores with -inf for experts outside the chosen groups."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
     grouped = tl.reshape(preferred, (GROUPS, SIZE))
     inside = tl.arange(0, SIZE)
@@ -62,7 +61,7 @@ def _within_groups(
 
 @triton.jit
 def _choose_kernel(
-    logits_ptr, stride, correction_ptr, experts_ptr, weights_ptr, counts_ptr,  # correction: None: none
+    logits_ptr, stride, correction_ptr, experts_ptr, weights_ptr, counts_ptr,  # correction_ptr may be None
     experts, scale,
     SCORING: tl.constexpr, NORMALISED: tl.constexpr, CHOSEN: tl.constexpr,
     GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, TOP_TWO: tl.constexpr,
@@ -102,20 +101,21 @@ def _choose_kernel(
 
 
 def chooses(routing: Routing) -> bool:
-    """Whether the kernel knows the rule: not more experts than a program holds, and groups that are powers of two."""
+    """Return True if the kernel supports the rule: at most MOST_EXPERTS experts, and groups that are powers of two."""
     sizes = (routing.experts, routing.groups)
     whole = all(size == next_power_of_2(size) for size in sizes)
     return routing.experts <= MOST_EXPERTS and (routing.chosen_groups == routing.groups or whole)
 
 
 def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
-    """Choose as batchinfer_kernels.experts.choose_experts does, by a rule that `chooses` accepts, and count each
-    expert's rows. Of equal experts the lowest is chosen. Rows of logits may be strided. Raises ValueError for others.
+    """Choose as batchinfer_kernels.experts.choose_experts does, and count the tokens of each expert.
+
+    Of equal experts the lowest is chosen. Rows of logits may be strided. Raises ValueError unless `chooses(routing)`.
     """
     check_logits(logits, routing, correction)
     if not chooses(routing):
         raise ValueError(
-            f"no kernel chooses {routing.chosen} of {routing.experts} experts in {routing.groups} groups"
+            f"the kernel cannot choose {routing.chosen} of {routing.experts} experts in {routing.groups} groups"
         )
     if logits.stride(1) != 1:
         logits = logits.contiguous()

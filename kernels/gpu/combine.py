@@ -1,4 +1,4 @@
-"""The results of a token's experts, weighted and added. Cost: batchinfer_kernels.cost.combine_cost."""
+"""The weighted sum of the results of each token's experts. Cost: batchinfer_kernels.cost.combine_cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
 from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 
-# 8 values a thread with 4 warps: 16 bytes of bfloat16
+# 8 values per thread with 4 warps: 16 bytes of bfloat16
 BLOCK = 1024
 
 
@@ -31,10 +31,15 @@ def _combine_kernel(
 
 
 def combine(made: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Combine rows as batchinfer_kernels.experts.combine_reference does; `places` (R,) int64 says where the row of
-    token × chosen + choice stands; -1: nowhere, and nothing is added. Sums run in the order of the choice: a token's
-    bits do not depend on other tokens.
-    Rows of `made` may be strided."""
+    """Combine rows as batchinfer_kernels.experts.combine_reference does. Rows of `made` may be strided.
+
+    Sums run in the order of the choice, so a token's bits do not depend on other tokens.
+
+    Args:
+        made: (R, N), rows sorted by expert.
+        places: (R,) int64, the row in `made` of token × chosen + choice; -1: no row, and nothing is added.
+        weights: (T, chosen) float32.
+    """
     if (
         made.dim() != 2
         or places.shape != made.shape[:1]

@@ -1,4 +1,4 @@
-"""Announce when Triton compiles a kernel: in the middle of a job, a launch of a new specialisation may take long."""
+"""Announces compilations of Triton kernels, because a new specialisation can delay a launch in the middle of a job."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import triton
 
 
 def announce_compilations(compiling: Callable[[], AbstractContextManager[object]]) -> None:
-    """Enter `compiling()` for as long as Triton compiles a kernel in this process, from now on.
+    """Enter `compiling()` during each compilation of a Triton kernel in this process from now on.
 
-    Triton calls a hook before each compilation that is not in memory yet, and one after it, but none when the
-    compilation fails: the context is then left before the next one is entered.
+    Triton calls a hook before each compilation that is not in memory, and another after it, but none if the compilation
+    fails. In that case the context is left when the next one is entered.
     """
     entered = ExitStack()
 
     def before(**_: object) -> bool:
         entered.close()
         entered.enter_context(compiling())
-        return False  # Triton would not compile what its hook returns True for
+        return False  # True would skip the compilation
 
     def after(**_: object) -> None:
         entered.close()

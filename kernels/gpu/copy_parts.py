@@ -1,4 +1,4 @@
-"""Copies of the beginnings of KV blocks. Cost: batchinfer_kernels.cost.copy_parts_cost."""
+"""Copies the first tokens of KV blocks. Cost: batchinfer_kernels.cost.copy_parts_cost."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from batchinfer_kernels.copy_parts import FIELDS, check_copy_parts
 
-# Values that a program copies at a time: with 4 warps 16 bytes a thread, of bfloat16
+# Values that a program copies at a time: 16 bytes of bfloat16 per thread with 4 warps
 TILE = 1024
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # values are moved as bits
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # values are copied as integers
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -19,7 +19,7 @@ def _copy_parts_kernel(
     k_ptr, v_ptr, parts_ptr, heads, block_size, FIELDS: tl.constexpr, D: tl.constexpr, BOTH: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a part and head. Of a head the places of a block lie one behind the other."""
+    """Copy one part of one head per program. The slots of a head are contiguous within a block."""
     parts_ptr += tl.program_id(0).to(tl.int64) * FIELDS
     source, target = tl.load(parts_ptr), tl.load(parts_ptr + 1)
     first, end = tl.load(parts_ptr + 2) * D, tl.load(parts_ptr + 3) * D
@@ -34,10 +34,10 @@ def _copy_parts_kernel(
 
 
 def copy_parts(k_cache: Tensor, v_cache: Tensor, parts: Tensor) -> None:
-    """Copy parts of blocks as batchinfer_kernels.copy_parts.copy_parts_reference does; caches are contiguous."""
+    """Copy parts of blocks as batchinfer_kernels.copy_parts.copy_parts_reference does; caches must be contiguous."""
     check_copy_parts(k_cache, v_cache, parts)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous() and parts.is_contiguous()):
-        raise ValueError("caches and parts have to be contiguous")
+        raise ValueError("caches and parts must be contiguous")
     _, heads, block_size, dim = k_cache.shape
     k, v = (cache.view(_INTEGERS[cache.element_size()]) for cache in (k_cache, v_cache))
     if len(parts):

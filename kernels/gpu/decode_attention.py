@@ -1,12 +1,12 @@
-"""Attention of one query a sequence, or of a few, over a paged KV cache, of any lengths in one launch.
+"""Attention of one query per sequence, or of a few, over a paged KV cache; one launch for sequences of any lengths.
 
-The query heads of a KV head are the rows of one tensor-core tile, padded to 16. A program has a stretch of one
-sequence's keys, as a list on the device says (`attention_splits`); what a sequence has of several is put together by
-log-sum-exp (Flash-Decoding, Dao et al., 2023).
+The query heads of a KV head are the rows of one tensor-core tile, padded to 16. A program reads a segment of one
+sequence's keys, from a list on the device (`attention_splits`). The parts of a sequence are merged by log-sum-exp
+(Flash-Decoding, Dao et al., 2023).
 
-Several queries of a sequence, as drafts are verified, are its last ones. Their heads are further rows of the tile, so
-that K and V are read once for all of them, and each sees the keys up to its own. Of more rows than a tile has, others
-are another program's, which follows: what it reads is in the GPU's cache by then.
+Several queries of a sequence, which verify drafts, are its last tokens. Their heads are further rows of the tile, so K
+and V are read once for all of them, and each query sees the keys up to its own. Rows beyond a tile belong to the next
+program, which finds the keys in the GPU's cache.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from batchinfer_kernels.paged_attention import ScoreRules
 @triton.jit(do_not_specialize=VARYING)
 def _decode_attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
-    items_ptr,  # (m, 4) int32, of `Splits`
-    rows_ptr,  # (n, 2) int32: row of q, sequence; None: both are the number of the row
+    items_ptr,  # (m, 4) int32: Splits.items
+    rows_ptr,  # (n, 2) int32: row of q, sequence; None: both equal the index of the row
     chunks_ptr,  # (S, 2) int32: first row of q, queries of each sequence; None: each has one
-    contexts_ptr,  # (S,) int32: keys of each sequence; with chunks (T,): those that each query sees
-    starts_ptr,  # (n,) int32: keys [start, context) are passed over; None: from 0 on
-    places_ptr,  # of `Splits`; read with chunks only
-    nearby_ptr,  # (T,) int32, of `TreeMask`, with chunks; None: no query is in a tree
+    contexts_ptr,  # (S,) int32: keys of each sequence; with chunks (T,): keys that each query sees
+    starts_ptr,  # (n,) int32: the keys [start, context) are read; None: start is 0
+    places_ptr,  # Splits.places; used only with chunks
+    nearby_ptr,  # (T,) int32: TreeMask.nearby, with chunks; None: no query is in a tree
     out_ptr, lse_ptr,
-    parts_ptr, part_lses_ptr,  # None: every row is one item, and goes to out
+    parts_ptr, part_lses_ptr,  # None: every row is one item, and is written to out
     q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_scale, stride_table,
     out_stride_token, out_stride_head, lse_stride_token, first_own, heads,
     scale, cap, window, align,
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
-    WORDS: tl.constexpr,  # codes are multiplied in float16, by `attend_codes`
-    TOKENS: tl.constexpr,  # queries of a program
-    TILES: tl.constexpr,  # programs of an item and a KV head
+    WORDS: tl.constexpr,  # the cache is quantised, and `attend_codes` multiplies in float16
+    TOKENS: tl.constexpr,  # queries per program
+    TILES: tl.constexpr,  # programs per item and KV head
 ):  # fmt: skip
     CAUSAL: tl.constexpr = chunks_ptr is not None
     CACHE_UNIT: tl.constexpr = UNIT // 2 if WORDS else UNIT
@@ -90,7 +90,7 @@ def _decode_attention_kernel(
         context = tl.max(seen, 0)
         if nearby_ptr is not None:
             nearby = tl.load(nearby_ptr + token, mask=real, other=-1)
-        nearest = tl.load(contexts_ptr + first_query)  # of all programs of the sequence
+        nearest = tl.load(contexts_ptr + first_query)  # the same in all programs of the sequence
     else:
         token, sequence = index, index
         if rows_ptr is not None:
@@ -149,7 +149,7 @@ def _decode_attention_kernel(
     part, lse = as_part(total, top, mass)
     if parts_ptr is not None:
         place = first_own + tl.load(item + 3).to(tl.int64)
-        if CAUSAL:  # each query has as many parts
+        if CAUSAL:  # all queries have the same number of parts
             place += nth * (tl.load(places_ptr + first_query + 1) - tl.load(places_ptr + first_query))
         slot = place * heads + head
         tl.store(parts_ptr + slot[:, None] * D + dim[None, :], part, mask=cells)
@@ -184,23 +184,30 @@ def decode_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """As `paged_attention_reference` with one query a sequence, or a few, lengths on the device.
+    """Compute attention as `paged_attention_reference` does for one query per sequence, or a few.
 
-    q: (S, q_heads, D); block_tables: (S, max blocks) int32; context_lens: (S,) int32. A context of 0 gives zeros.
-    Prepared once a step, and read in every layer: the two tensors, and
+    Lengths are on the device, and a context of 0 gives zeros. The launches depend only on the sizes of `splits` and
+    `prefixes`, so they can be captured. Everything except q is prepared once per step and used by all layers.
 
-    - `splits`: how keys are split among programs, made for this window. What is launched depends on its sizes alone,
-      never on a length.
-    - `rows`: (n, 2) int32, row of q and sequence of each query, where q holds more than one query a sequence, or other
-      sequences' chunks. Other rows of `out` are left alone.
-    - `prefixes`: keys that rows share (of `plan_attention`): read once for all; each row then starts behind them.
-    - `chunks`: (S, 2) int32, the first row of q and the number of queries of each sequence, which are its last tokens;
-      every row of q is in one of them. context_lens then says of each query how many keys it sees, (T,) int32.
-    - `nearby`: with chunks, (T,) int32: which keys queries in trees of drafts see, of `TreeMask`; context_lens then say
-      how many keys there are up to each query's own.
-
-    `deterministic`: a row's bits depend on its own keys alone, with splits that are. `out`: like q; `lse`: (T, q_heads)
-    float32; written if given.
+    Args:
+        q: (S, q_heads, D).
+        k_cache: (blocks, kv_heads, block_size, D).
+        v_cache: as `k_cache`.
+        block_tables: (S, max blocks) int32.
+        context_lens: (S,) int32; with `chunks` (T,) int32, the keys up to each query's own.
+        splits: splits of the keys among programs, made for this window.
+        rules: scale, window, cap, sinks and bias.
+        k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
+        v_scale: as `k_scale`.
+        rows: (n, 2) int32, the row of q and the sequence of each query, if q has other rows too. The rows of `out` for
+            these are not written.
+        prefixes: shared keys, from `plan_attention`, which are read once per group.
+        chunks: (S, 2) int32, the first row of q and the number of queries of each sequence, its last tokens. All rows
+            of q must be in a chunk.
+        nearby: (T,) int32, TreeMask.nearby, with `chunks`.
+        deterministic: True: a row's bits depend only on its own keys. `splits` must be deterministic too.
+        out: like q, written if given.
+        lse: (T, q_heads) float32, written if given.
     """
     check_attention(q, k_cache, v_cache, block_tables, rules.sinks, k_scale, v_scale)
     fast: Work = "decode" if k_cache.dtype == q.dtype else "coded decode"
@@ -232,7 +239,7 @@ def attend_own(
     lse: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Every row's own keys, to `parts`, or to `out` and `lse` where there are none."""
+    """Compute attention over every row's own keys, into `parts`, or into `out` and `lse` if there are no parts."""
     heads, queries = out.shape[1], own.splits.queries
     tokens = min(queries, arguments["ROWS"] // arguments["GROUP"])
     tiles = -(-queries // tokens)
@@ -263,8 +270,10 @@ def attend_own(
 
 
 def _in_words(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of the kernel with caches of codes as it reads them, for q of `dtype`: in words where a head
-    is whole words, unless more than float16 is wanted, or a row's bits."""
+    """Return the kernel arguments for a quantised cache, as 16-bit words if `attend_codes` supports the case.
+
+    It does not support odd head sizes, deterministic mode and float32, which needs more than float16.
+    """
     codes, even = arguments["CODES"], arguments["D"] % 2 == 0 and arguments["UNIT"] % 2 == 0
     if codes == "none" or not even or arguments["SEGMENTED"] or dtype == torch.float32:
         return {**arguments, "WORDS": False}

@@ -1,7 +1,7 @@
-"""Causal attention of prompts with K and V of each head, which were made of latents for one step.
+"""Causal attention of prompts with K and V of each head, computed from latents for one step.
 
-Cost: batchinfer_kernels.cost.decompressed_attention_cost. A program has some tokens of one head (FlashAttention-2, Dao,
-2023). What heads share of a key, its rotated values, is not copied to each of them.
+Cost: batchinfer_kernels.cost.decompressed_attention_cost. A program computes some tokens of one head (FlashAttention-2,
+Dao, 2023). The rotated part of a key, which all heads share, is not copied per head.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from batchinfer_kernels.gpu.target import architecture
 from batchinfer_kernels.latent_attention import check_decompressed_attention
 
 LOG2_E = 1.4426950408889634
-# Up to 128 values of a head, of 2 bytes; where tensor cores take their operands from registers tiles are smaller. All
-# compile without spilling; none was measured.
+# For up to 128 16-bit values per head. Tiles are smaller if tensor cores read operands from registers. All compile
+# without spilling; none was measured
 _TILES = {"80": KVTiles(64, 32, 4, 3), "90": KVTiles(128, 64, 8, 3), "100": KVTiles(128, 64, 8, 3)}
 _SINGLE = KVTiles(16, 32, 4, 2)
 _AMD = KVTiles(64, 32, 4, 1)
@@ -38,7 +38,7 @@ def _attend_keys(
     TILE: tl.constexpr, PRECISION: tl.constexpr,
     WHOLE: tl.constexpr,  # the span is whole tiles, and every row sees all of it
 ):  # fmt: skip
-    """The rows' state, taken up and returned, with keys [first, end)."""
+    """Attend to the keys [first, end) and return the updated state of the rows."""
     dim, v_dim, shared_dim = tl.arange(0, DIM_PADDED), tl.arange(0, V_PADDED), tl.arange(0, SHARED_PADDED)
     for start in range(first, end, TILE):
         key = start + tl.arange(0, TILE)
@@ -60,7 +60,7 @@ def _attend_keys(
         if not WHOLE:
             scores = tl.where(inside[None, :] & (key[None, :] <= row_at[:, None]), scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1) * scale)
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # rows that are padding
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # padding rows
         weights = tl.exp2(scores * scale - base[:, None])
         shrink = tl.exp2(top - base)
         mass = mass * shrink + tl.sum(weights, 1)
@@ -80,7 +80,7 @@ def _decompressed_attention_kernel(
     DIM_PADDED: tl.constexpr, V_PADDED: tl.constexpr, SHARED_PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`scale` has log2(e) in it."""
+    """Compute one item and head per program. `scale` includes log2(e)."""
     item, head = items_ptr + tl.program_id(0) * 5, tl.program_id(1).to(tl.int64)
     first_key, first_row = tl.load(item).to(tl.int64), tl.load(item + 1).to(tl.int64)
     tokens, first_at, end = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
@@ -98,7 +98,7 @@ def _decompressed_attention_kernel(
     total = tl.zeros([ROWS, V_PADDED], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
-    whole = (first_at + 1) // TILE * TILE  # up to the first row's own position every row sees everything
+    whole = (first_at + 1) // TILE * TILE  # every row sees all keys up to the first row's position
     total, top, mass = _attend_keys(
         total, top, mass, q, q_shared, row_at, k_ptr, v_ptr, shared_ptr, k_stride, v_stride, shared_stride,
         0, whole, scale,
@@ -116,24 +116,31 @@ def _decompressed_attention_kernel(
 
 
 def decompressed_tokens(dtype: torch.dtype) -> int:
-    """How many tokens an item may have: `prefill_items`' `tokens_per_item`."""
+    """Return the maximum tokens of an item: `tokens_per_item` of `prefill_items`."""
     return _tiles(architecture(), dtype).rows
 
 
 def decompressed_attention(
     q: Tensor, k: Tensor, v: Tensor, shared: Tensor, items: Tensor, scale: float, out: Tensor
 ) -> None:
-    """Attend as batchinfer_kernels.latent_attention.decompressed_attention_reference does, into `out`, (T, heads, V).
+    """Compute attention as latent_attention.decompressed_attention_reference does, into `out` (T, heads, V).
 
-    `items`: (n, 5) int32, as `prefill_items` makes them of up to `decompressed_tokens`, with the place of a sequence's
-    first key among all keys instead of its number. Rows of q that no item has are left alone.
+    Args:
+        q: (T, heads, P + R).
+        k: (heads, N, P).
+        v: (heads, N, V).
+        shared: (N, R).
+        items: (n, 5) int32 from `prefill_items` with up to `decompressed_tokens` tokens, but with the index of a
+            sequence's first key in k instead of the sequence. Rows of q outside items are not written.
+        scale: factor of q · k.
+        out: (T, heads, V).
     """
     check_decompressed_attention(q, k, v, shared)
     unit_columns(q=q, k=k, v=v, shared=shared, out=out)
     if out.shape != (*q.shape[:2], v.shape[2]) or out.dtype != q.dtype:
         raise ValueError(f"out is {tuple(out.shape)} {out.dtype}, q {tuple(q.shape)}, v {tuple(v.shape)}")
     if not scale > 0:
-        raise ValueError(f"scores are multiplied by {scale}, which is not greater than 0")
+        raise ValueError(f"the scale of scores is {scale}; it must be greater than 0")
     if not len(items):
         return
     _decompressed_attention_kernel[(len(items), q.shape[1])](
@@ -162,7 +169,7 @@ def _tiles(arch: str, dtype: torch.dtype) -> KVTiles:
 
 @cache
 def _options(arch: str, dtype: torch.dtype, dim: int, v_dim: int, shared: int) -> dict[str, Any]:
-    """Return the constants and options that the kernel is compiled for."""
+    """Return the constants and options that the kernel is compiled with."""
     tiles = _tiles(arch, dtype)
     return {
         "DIM": dim,
@@ -173,7 +180,7 @@ def _options(arch: str, dtype: torch.dtype, dim: int, v_dim: int, shared: int) -
         "SHARED_PADDED": max(16, next_power_of_2(shared)),
         "ROWS": tiles.rows,
         "TILE": tiles.keys,
-        # How float32 is multiplied: as three products of tensor cores. Without these the kernel spills.
+        # float32 as three products of tensor cores; without them the kernel spills
         "PRECISION": "tf32x3" if arch.isdigit() else "ieee",
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,

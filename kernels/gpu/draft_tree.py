@@ -1,6 +1,6 @@
-"""Finds the right nodes of trees of drafts where their tokens were sampled, and moves them behind one another.
+"""Finds the accepted nodes of draft trees on the device, and moves their K and V next to each other.
 
-No host has to know these tokens in time. Cost: that of batchinfer_kernels.cost.copy_parts_cost.
+The host does not need to know the sampled tokens in time. Cost: batchinfer_kernels.cost.copy_parts_cost.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from batchinfer_kernels.gpu.attention_launch import moved
 from batchinfer_kernels.gpu.checks import check_contiguous
 from batchinfer_kernels.gpu.sizes import next_power_of_2
 
-CELLS = 2048  # values that a program moves at a time: 16 a thread of 4 warps
-_BITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}  # values are moved as they are
+CELLS = 2048  # values that a program moves at a time: 16 per thread with 4 warps
+_BITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}  # values are copied as integers
 
 
 @triton.jit
 def _tree_paths_kernel(
     tokens_ptr, firsts_ptr, drafts_ptr, parents_ptr, paths_ptr,
-    rows_ptr, order_ptr,  # None: nobody asks for the order of rows
+    rows_ptr, order_ptr,  # None: the order of rows is not needed
     PLACES: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One program a tree."""
+    """Find the accepted nodes of one tree per program."""
     tree = tl.program_id(0)
     place = tl.arange(0, PADDED)
     inside = place < PLACES
@@ -38,7 +38,7 @@ def _tree_paths_kernel(
     node = tl.full([], -1, tl.int32)
     for depth in range(PLACES):
         said = tl.load(behind + node, mask=node < PLACES, other=-1)
-        # Behind the last right one there is a node that is nobody's parent
+        # After the last accepted node, `node` is PLACES, which is the parent of no node
         node = tl.min(tl.where((parent == node) & (draft == said), place, PLACES), 0)
         found = node < PLACES
         tl.store(paths_ptr + tree * PLACES + depth, tl.where(found, node, -1))
@@ -55,15 +55,20 @@ def tree_paths(
     rows: Tensor | None = None,
     order: Tensor | None = None,
 ) -> Tensor:
-    """Do what batchinfer_kernels.draft_tree.tree_paths_reference does. All tensors are contiguous.
+    """Return the accepted nodes as draft_tree.tree_paths_reference does. All tensors must be contiguous.
 
-    With `order`, (any,) int64, rows of right nodes are named there in the places of the first ones behind that of the
-    last known token, which is `rows` (R,) int64 of each tree.
+    Args:
+        tokens: (n,) int64.
+        firsts: (R,) int64.
+        drafts: (R, M) int64.
+        parents: (R, M) int64.
+        rows: (R,) int64, the row in `order` of each tree's last verified token.
+        order: (any,) int64. After each tree's row, the rows of its accepted nodes are written.
     """
     check_tree_paths(tokens, firsts, drafts, parents)
     check_contiguous(tokens=tokens, firsts=firsts, drafts=drafts, parents=parents, rows=rows, order=order)
     if (rows is None) != (order is None) or (rows is not None and rows.shape != firsts.shape):
-        raise ValueError("rows and their order come together, a row of each tree")
+        raise ValueError("rows and order must be given together, with one row per tree")
     trees, places = drafts.shape
     paths = torch.empty(trees, places, dtype=torch.int32, device=drafts.device)
     if trees:
@@ -76,13 +81,13 @@ def tree_paths(
 
 @triton.jit(do_not_specialize=["heads", "block_size"])
 def _move_slots_kernel(
-    caches_ptr,  # (caches,) int64: where each begins
+    caches_ptr,  # (caches,) int64: addresses of the caches
     slots_ptr,  # (R, PLACES) int64
     paths_ptr,  # (R, PLACES) int32
     heads, block_size,
     PLACES: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """One program a tree, a stretch of a head and a cache."""
+    """Move the slots of one tree for a segment of one head and one cache per program."""
     STRETCHES: tl.constexpr = (D + WIDTH - 1) // WIDTH
     tree = tl.program_id(0) * PLACES
     head, stretch = tl.program_id(1) // STRETCHES, tl.program_id(1) % STRETCHES
@@ -97,17 +102,23 @@ def _move_slots_kernel(
     value = stretch * WIDTH + tl.arange(0, WIDTH)
     cells = moves[:, None] & (value < D)[None, :]
     values = tl.load(cache + read[:, None] + value[None, :], mask=cells)
-    tl.debug_barrier()  # a slot that one thread reads may be written by another one
+    tl.debug_barrier()  # another thread may write a slot that this thread reads
     tl.store(cache + written[:, None] + value[None, :], values, mask=cells)
 
 
 def move_slots(caches: Sequence[Tensor], slots: Tensor, paths: Tensor) -> None:
-    """Copy what lies in the slots of right nodes to those of the first nodes of their trees, in all of these caches.
+    """Copy the slots of accepted nodes to the slots of the first nodes of their trees, in all caches.
 
-    caches: (blocks, heads, block_size, D) each, contiguous, of any dtypes; a tensor is given once. slots: (R, M) int64,
-    of each tree's nodes, block * block_size + offset; paths: (R, M) int32, of `tree_paths`. The result is that of
-    `batchinfer_kernels.draft_tree` with a move from each right node's slot to that of its place. Caches of one shape
-    are one launch. Raises ValueError when shapes or dtypes do not fit.
+    The result is the same as draft_tree.move_slots_reference for moves from each accepted node's slot to the slot of
+    its rank. Caches of equal shape share a launch.
+
+    Args:
+        caches: (blocks, heads, block_size, D) each, contiguous, of any dtypes, without duplicates.
+        slots: (R, M) int64, the slots of each tree's nodes, block * block_size + offset.
+        paths: (R, M) int32, from `tree_paths`.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match.
     """
     if slots.shape != paths.shape or (slots.dtype, paths.dtype) != (torch.int64, torch.int32):
         raise ValueError(

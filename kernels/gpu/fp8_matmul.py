@@ -1,6 +1,6 @@
-"""Linear layers on float8_e4m3fn codes of both factors. Cost: batchinfer_kernels.cost.fp8_linear_cost.
+"""Linear layers on float8_e4m3fn values in both factors. Cost: batchinfer_kernels.cost.fp8_linear_cost.
 
-The kernel is matmul_core.matmul_kernel; what `deterministic` means and rests on stands in matmul.py.
+The kernel is matmul_core.matmul_kernel. matmul.py defines `deterministic`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from batchinfer_kernels.gpu.matmul_core import Operands, multiply
 from batchinfer_kernels.gpu.quantize_rows import quantize_rows_fp8
 from batchinfer_kernels.gpu.target import architecture
 
-# The first compute capability whose tensor cores know float8_e4m3fn
+# The first compute capability with tensor cores for float8_e4m3fn
 FIRST_WITH_FP8 = 89
 
 
 def why_not_fp8() -> str | None:
-    """Why this GPU cannot multiply float8_e4m3fn; None where it can, and in the interpreter."""
+    """Return the reason why this GPU cannot multiply float8_e4m3fn, or None if it can, or in the interpreter."""
     found = architecture()
     if found == "" or (found.isdigit() and int(found) >= FIRST_WITH_FP8):
         return None
     if found.isdigit():
         return f"float8_e4m3fn needs compute capability 8.9 or newer, this GPU has {found[:-1]}.{found[-1]}"
-    return f"float8_e4m3fn is not what the matrix cores of {found} multiply"
+    return f"float8_e4m3fn is not supported by the matrix cores of {found}"
 
 
 def fp8_matmul(
@@ -38,10 +38,9 @@ def fp8_matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply as batchinfer_kernels.fp8_matmul.fp8_matmul_reference does. Raises ValueError where the GPU has no such
-    format.
+    """Multiply as batchinfer_kernels.fp8_matmul.fp8_matmul_reference does. Rows of x and codes may be strided.
 
-    Two launches: one quantises the rows of x. Rows of x and codes may be strided.
+    The first of two launches quantises the rows of x. Raises ValueError if the GPU does not support the format.
     """
     missing = why_not_fp8()
     if missing is not None:

@@ -1,4 +1,4 @@
-"""The gate of a gated feed-forward layer: act(gate) * up. Cost: batchinfer_kernels.cost.gated_activation_cost."""
+"""The gated activation of a feed-forward layer: act(gate) * up. Cost: cost.gated_activation_cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
 from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 
-# 8 values a thread with 4 warps: 16 bytes of bfloat16
+# 8 values per thread with 4 warps: 16 bytes of bfloat16
 BLOCK = 1024
 
 
@@ -24,19 +24,19 @@ def _sigmoid(x):
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """act(x) in float32, for those of batchinfer_kernels.gated_activation.Activation that take one value."""
+    """Return act(x) in float32, for an Activation of one value."""
     if ACTIVATION == "silu":
         return x * _sigmoid(x)
     elif ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
-        # x/2 (1 + tanh u) is x sigmoid(2u), with u = sqrt(2/pi) (x + 0.044715 x^3)
+        # x/2 (1 + tanh u) equals x sigmoid(2u), with u = sqrt(2/pi) (x + 0.044715 x^3)
         return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
 def gate_factor(gate, ACTIVATION: tl.constexpr):
-    """Return the gate's factor of the result. A comparison, not a minimum, leaves a NaN what it is."""
+    """Return the factor of the gate. It clamps with comparisons, because a minimum would drop a NaN."""
     if ACTIVATION == "clamped_swiglu":
         bounded = tl.where(gate > 7.0, 7.0, gate)
         return bounded * _sigmoid(1.702 * bounded)
@@ -46,7 +46,7 @@ def gate_factor(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def up_factor(up, ACTIVATION: tl.constexpr):
-    """Return the up's factor of the result."""
+    """Return the factor of up."""
     if ACTIVATION == "clamped_swiglu":
         bounded = tl.where(up > 7.0, 7.0, up)
         return tl.where(bounded < -7.0, -7.0, bounded) + 1.0
@@ -64,14 +64,14 @@ def _gated_activation_kernel(
     gate_up_ptr += row * stride
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0)
     up = tl.load(gate_up_ptr + intermediate + at, mask=mask, other=0.0)
-    # Rounded between the two steps, as torch does
+    # Round between the two steps, as torch does
     active = gate_factor(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
     factor = up_factor(up.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
     tl.store(y_ptr + row * intermediate + at, (active * factor).to(gate.dtype), mask=mask)
 
 
 def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Gate as batchinfer_kernels.gated_activation.gated_activation_reference does. Rows of gate_up may be strided."""
+    """Compute batchinfer_kernels.gated_activation.gated_activation_reference. Rows of gate_up may be strided."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(
             f"gate and up need a matrix with an even number of columns, got {tuple(gate_up.shape)}"

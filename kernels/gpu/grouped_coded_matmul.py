@@ -1,9 +1,8 @@
-"""Linear layers of experts whose weights are in MXFP4 or int4, for rows that are sorted by expert. Cost:
-batchinfer_kernels.cost.mxfp4_grouped_linear_cost and int4_grouped_linear_cost.
+"""Linear layers of experts with MXFP4 or int4 weights, for rows that are sorted by expert.
 
-As grouped_matmul, whose tiles of rows it has. Codes become values in the registers that they are multiplied from, those
-of MXFP4 exactly in bfloat16: sums are those of a weight that was widened before, whose inputs are added in the same
-order.
+Cost: cost.mxfp4_grouped_linear_cost and int4_grouped_linear_cost. Rows are tiled as in grouped_matmul. Weights are
+widened in registers. MXFP4 is exact in bfloat16, so the result is the same as with a weight that was widened before and
+summed in the same order.
 """
 
 from __future__ import annotations
@@ -29,15 +28,16 @@ from batchinfer_kernels.quantized_matmul import SPAN, Int4Weights
 
 @triton.jit(do_not_specialize=["row_tiles"])
 def grouped_coded_matmul_kernel(
-    x_ptr, from_ptr,  # from: which row of x each row is; None: the same
+    x_ptr, from_ptr,  # from_ptr: the row of x of each row; None: the same row
     weight_ptr,  # (experts, outputs, words) int16
-    groups_ptr, zeros_ptr,  # (experts, groups, outputs): scales, or exponents of MXFP4; zeros: or None
-    bias_ptr,  # None: none
-    y_ptr, starts_ptr, ends_ptr,  # where experts' rows begin, (experts + 1,), and their tiles end, (experts,)
+    groups_ptr, zeros_ptr,  # (experts, groups, outputs): scales or MXFP4 exponents; zero points or None
+    bias_ptr,  # may be None
+    y_ptr, starts_ptr, ends_ptr,  # the first row, (experts + 1,), and the end of the tiles, (experts,), of each expert
     experts, row_tiles, outputs, inputs, stride_x, stride_expert, stride_weight, stride_groups, stride_y,
     EVEN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
     EXPERTS: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
+    """Multiply one tile of rows of one expert per program."""
     line_tile, row_tile = tile_place(tl.program_id(0), tl.cdiv(outputs, LINES), row_tiles, TOGETHER)
     expert, inside = expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS)
     if expert < experts:
@@ -76,9 +76,20 @@ def grouped_mxfp4_matmul(
 ) -> Tensor:
     """Multiply as batchinfer_kernels.mxfp4.grouped_mxfp4_matmul_reference does. Rows of x may be strided.
 
-    `from_rows` (R,) int64: row r is x[from_rows[r]], which is read where it stands. `ends` as for
-    batchinfer_kernels.gpu.grouped_matmul. float32 is multiplied as it is, without tensor cores. Raises ValueError when
-    shapes or dtypes do not fit.
+    float32 is multiplied without tensor cores.
+
+    Args:
+        x: (R, K), or (any, K) with `from_rows`.
+        weights: packed weights.
+        starts: (E + 1,) int64, the first row of each expert.
+        bias: (E, N), or None.
+        activation: activation of the result, or None.
+        from_rows: (R,) int64, row r is x[from_rows[r]]; rows are not copied.
+        ends: see gpu.grouped_matmul.
+        deterministic: see gpu.matmul.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match.
     """
     given = _Coded(weights.packed, weights.exponents, None, weights.inputs, GROUP)
     return _launch(x, given, starts, bias, activation, from_rows, ends, deterministic)
@@ -95,8 +106,7 @@ def grouped_int4_matmul(
     ends: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply as batchinfer_kernels.quantized_matmul.grouped_int4_matmul_reference does; else as
-    grouped_mxfp4_matmul."""
+    """Multiply as quantized_matmul.grouped_int4_matmul_reference does; for the arguments see grouped_mxfp4_matmul."""
     if weights.scales.dtype != x.dtype:
         raise ValueError(f"scales are {weights.scales.dtype}, x is {x.dtype}")
     given = _Coded(weights.packed, weights.scales, weights.zeros, weights.inputs, weights.group)
@@ -105,7 +115,7 @@ def grouped_int4_matmul(
 
 @dataclass(frozen=True, slots=True)
 class _Coded:
-    """Weights (experts, N, inputs) of packed codes, with what groups of inputs share, (experts, groups, N)."""
+    """Packed weights (experts, N, inputs), with scales or exponents, and zero points, (experts, groups, N)."""
 
     packed: Tensor
     groups: Tensor
@@ -136,7 +146,7 @@ def _launch(
     if y.numel() == 0:
         return y
     words, wide = weights.packed.view(torch.int16), x.dtype == torch.float32
-    even = is_aligned(x, inputs)  # so that tiles depend on the weights
+    even = is_aligned(x, inputs)  # depends only on the weights, and so do the tiles
     if even and not is_aligned(x, x.stride(0)):
         x = x.contiguous()
     tiles = grouped_tiles(
@@ -149,7 +159,7 @@ def _launch(
         even,
         SPAN,
     )
-    # An expert with rows has at most one tile that is not full
+    # An expert has at most one tile that is not full
     row_tiles = min(experts, rows) + max(0, rows - experts) // tiles.rows
     grouped_coded_matmul_kernel[(cdiv(outputs, tiles.outputs) * row_tiles,)](
         x, from_rows, words, weights.groups, weights.zeros, None if bias is None else bias.contiguous(),

@@ -1,12 +1,13 @@
-"""Linear layers of experts, for rows that are sorted by expert. Cost: batchinfer_kernels.cost.grouped_linear_cost,
-quantized_grouped_linear_cost and block_fp8_grouped_linear_cost.
+"""Linear layers of experts, for rows that are sorted by expert.
 
-A tile of rows belongs to one expert. How many tiles there are is known on the device alone: the grid has as many as
-there can be, and a program finds its expert among the ends of the experts' tiles, or ends where there is none left. So
-the host waits for nothing, and a graph can replay the launch.
+Cost: cost.grouped_linear_cost, quantized_grouped_linear_cost and block_fp8_grouped_linear_cost.
 
-With `deterministic` a row's bits do not depend on how many rows there are, nor on where it stands among them: see
-batchinfer_kernels.gpu.matmul. The tile is one and the same, and its sums are taken in one go.
+A tile of rows belongs to one expert. The number of tiles is known only on the device, so the grid has the most possible
+tiles. A program looks up its expert in the ends of the experts' tiles, and exits if there is none. The host does not
+synchronise, and a graph can replay the launch.
+
+If `deterministic`, a row's bits do not depend on the number of rows or on its position; see gpu.matmul. The tile is
+always the same, and sums are not split.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from batchinfer_kernels.grouped_matmul import check_grouped_matmul
 
 @triton.jit
 def expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS: tl.constexpr):
-    """Return the expert of a tile of rows, `experts` where there is none left, and which of its tiles it is."""
+    """Return the expert of a tile of rows, or `experts` if it has none, and the tile's number within the expert."""
     number = tl.arange(0, EXPERTS)
     ends = tl.load(ends_ptr + number, mask=number < experts, other=row_tiles + 1)
     expert = tl.sum((ends <= row_tile).to(tl.int32), 0)
@@ -52,7 +53,7 @@ def expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS: tl.constexpr
 
 @triton.jit
 def rows_of_tile(starts_ptr, from_ptr, expert, inside, ROWS: tl.constexpr):
-    """Return the rows of an expert's tile, where each is read, and where the expert's rows end."""
+    """Return the rows of an expert's tile, the row of x of each, and the end of the expert's rows."""
     end = tl.load(starts_ptr + expert + 1).to(tl.int32)
     row = tl.load(starts_ptr + expert).to(tl.int32) + inside * ROWS + tl.arange(0, ROWS)
     read = tl.minimum(row, end - 1)
@@ -63,16 +64,17 @@ def rows_of_tile(starts_ptr, from_ptr, expert, inside, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["row_tiles", "group_stride"])
 def grouped_matmul_kernel(
-    x_ptr, from_ptr,  # from: which row of x each row is; None: the same
-    weight_ptr, scales_ptr, row_scales_ptr, bias_ptr,  # None: none
-    block_scales_ptr, lines_ptr, group_scales_ptr,  # as in matmul_kernel, blocks of each expert; None: none
-    y_ptr, starts_ptr, ends_ptr,  # where experts' rows begin, (experts + 1,), and their tiles end, (experts,)
+    x_ptr, from_ptr,  # from_ptr: the row of x of each row; None: the same row
+    weight_ptr, scales_ptr, row_scales_ptr, bias_ptr,  # scales, row_scales and bias may be None
+    block_scales_ptr, lines_ptr, group_scales_ptr,  # as in matmul_kernel, block scales per expert; may be None
+    y_ptr, starts_ptr, ends_ptr,  # the first row, (experts + 1,), and the end of the tiles, (experts,), of each expert
     experts, row_tiles, outputs, inputs, stride_x, stride_expert, stride_weight, stride_y,
-    stride_blocks, group_stride,  # of an expert's block_scales; of group_scales
+    stride_blocks, group_stride,  # strides of block_scales per expert, and of group_scales
     SUM: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     TOGETHER: tl.constexpr, EXPERTS: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
+    """Multiply one tile of rows of one expert per program."""
     line_tile, row_tile = tile_place(tl.program_id(0), tl.cdiv(outputs, LINES), row_tiles, TOGETHER)
     expert, inside = expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS)
     if expert < experts:
@@ -102,7 +104,7 @@ def grouped_matmul_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """One product, checked; `x` and `weight` in any code."""
+    """The checked operands of a product; `x` and `weight` may be quantised."""
 
     x: Tensor
     weight: Tensor
@@ -133,10 +135,22 @@ def grouped_matmul(
 ) -> Tensor:
     """Multiply as batchinfer_kernels.grouped_matmul.grouped_matmul_reference does. Rows of x may be strided.
 
-    `from_rows` (R,) int64: row r is x[from_rows[r]], which is read where it stands. `ends`: where tiles end, as
-    batchinfer_kernels.gpu.sort_by_expert has them; they are computed if it is not given. float32 is multiplied as it
-    is, without tensor cores. With codes of int8 results are always deterministic: sums of integers are exact. Raises
-    ValueError for codes of float8_e4m3fn where the GPU has no such format.
+    float32 is multiplied without tensor cores. int8 products are always deterministic, because integer sums are exact.
+
+    Args:
+        x: (R, K), or (any, K) with `from_rows`.
+        weight: (E, N, K).
+        starts: (E + 1,) int64, the first row of each expert.
+        bias: (E, N), or None.
+        scales: scales of a quantised weight.
+        lines: (N,) int32, for a weight with block scales.
+        activation: activation of the result, or None.
+        from_rows: (R,) int64, row r is x[from_rows[r]]; rows are not copied.
+        ends: the ends of tiles, ExpertRows.ends of gpu.sort_by_expert; computed if not given.
+        deterministic: see gpu.matmul.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match, or for float8_e4m3fn on a GPU that does not support it.
     """
     check_grouped_matmul(x, weight, starts, bias, scales, activation, lines)
     unit_columns(x=x, weight=weight)
@@ -198,7 +212,7 @@ def _launch(given: _Operands, kind: Kind, deterministic: bool) -> Tensor:
     span = None if given.blocks is None else GROUP
     sizes = (outputs, given.rows, experts)
     tiles = grouped_tiles(kind, *sizes, deterministic, processors, aligned, span)
-    # An expert with rows has at most one tile that is not full
+    # An expert has at most one tile that is not full
     row_tiles = min(experts, given.rows) + max(0, given.rows - experts) // tiles.rows
     ends = tile_ends(given.starts, tiles.rows, given.ends)
     grid = (cdiv(outputs, tiles.outputs) * row_tiles,)
@@ -210,8 +224,7 @@ def _launch(given: _Operands, kind: Kind, deterministic: bool) -> Tensor:
 
 
 def tile_ends(starts: Tensor, rows: int, ends: Tensor | None = None) -> Tensor:
-    """Return how many tiles of this many rows each expert and the ones before it have together: a line of `ends`, if
-    they are given, which have one for each number of rows that tiles have."""
+    """Return the cumulative number of tiles of `rows` rows up to each expert; a row of `ends` if they are given."""
     if ends is not None:
         return ends[(rows // LEAST_HEIGHT).bit_length() - 1]
     return (starts.diff().add_(rows - 1) // rows).cumsum(0)

@@ -1,15 +1,14 @@
-"""Attention of query chunks over a paged KV cache on GPUs of compute capability 9.0, in Gluon: what is causal, without
-trees. It computes what `prefill_attention` does, and is compiled for this hardware alone.
+"""Causal attention of query chunks over a paged KV cache for compute capability 9.0, in Gluon; without draft trees.
 
-One program takes a tile of query rows of one sequence, the heads of one KV head packed into it. A warp loads tiles of
-keys and values by the hardware's tensor copies (TMA), page by page; two warp groups, of 64 rows each, multiply them.
-Each keeps two products in flight: the scores of a tile are multiplied beside the values of the tile before, and the
-softmax of a tile runs beside that product (FlashAttention-3, Shah et al., 2024). Where the cache holds codes of a byte,
-another warp group makes values of them in between.
+It computes what `prefill_attention` does. A program takes a tile of query rows of one sequence, with the heads of one
+KV head packed into it. One warp loads pages of keys and values with the hardware's tensor copies (TMA), and two warp
+groups multiply 64 rows each. A group overlaps two products: the scores of a tile and the values of the tile before, and
+runs the softmax alongside the second one (FlashAttention-3, Shah et al., 2024). For a quantised cache, another warp
+group widens the tiles in between.
 
-The copies have no masks, and blocks may hold NaN behind a sequence's end, or before its window: 0 × NaN is NaN. What
-the hardware puts beside a tensor's edges is 0, so that the first and the last page of a sequence are read shifted: the
-rows that are not the sequence's fall off the edge of their block, and those that are lie `page_shift` rows elsewhere.
+Tensor copies have no masks, but slots after a sequence's end or before its window may hold NaN, and 0 × NaN is NaN. The
+hardware writes 0 outside a tensor's bounds. The first and the last page of a sequence are therefore read shifted by
+`page_shift` rows: rows that do not belong to the sequence are out of bounds.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ VARYING = ["stride_table"]
 
 @gluon.jit
 def first_key(first_at, window, WINDOW: gl.constexpr):
-    """Return the first key that a row of an item sees, whose first row is at `first_at`."""
+    """Return the first key that any row of an item sees; `first_at` is the position of its first row."""
     if WINDOW:
         return gl.maximum(first_at - window + 1, 0)
     else:
@@ -56,8 +55,11 @@ def first_key(first_at, window, WINDOW: gl.constexpr):
 
 @gluon.jit
 def page_shift(page, least, end, SIZE: gl.constexpr):
-    """Return by how many rows a page of keys lies shifted in its tile: key `page` + i is at row i - the shift. Below 0
-    are pages that the sequence ends in or before; above 0 are those that its window, from `least` on, begins in."""
+    """Return the shift in rows of a page of keys in its tile: key `page` + i is at row i - shift.
+
+    It is negative for pages that reach beyond the sequence's end, and positive for the page in which its window starts,
+    at `least`.
+    """
     return gl.minimum(gl.maximum(end - page, 0), SIZE) - SIZE + gl.maximum(least - page, 0)
 
 
@@ -66,8 +68,7 @@ def _load_tile(
     desc, ring, slot, first, table_ptr, kv_head, least, end,
     TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Wait until a place in the ring, which is filled the `slot`-th time, is empty, and begin to load the tile whose
-    first key is `first`."""
+    """Wait until the ring buffer for the `slot`-th tile is empty, and start to load the tile with first key `first`."""
     tiles, full, empty = ring
     stage = slot % STAGES
     PAGES: gl.constexpr = TILE // SIZE
@@ -84,11 +85,11 @@ def _load_tile(
 @gluon.jit
 def load_tiles(
     k_desc, v_desc,  # (blocks, kv_heads, SIZE, D)
-    k_ring, v_ring,  # (tiles, full, empty): STAGES buffers, and barriers of each; the same one where there are CODES
+    k_ring, v_ring,  # (tiles, full, empty): STAGES buffers with their barriers; both the same ring with CODES
     tables_ptr, stride_table, item_ptr, kv_head, window,
     TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: fills the rings, tile by tile, as they are emptied."""
+    """The loading warp: refill the rings, tile by tile, as they are emptied."""
     table_ptr = tables_ptr + gl.load(item_ptr).to(gl.int64) * stride_table
     end = gl.load(item_ptr + 4)
     least = first_key(gl.load(item_ptr + 3), window, WINDOW)
@@ -107,8 +108,8 @@ def _widen_tile(
     codes, slot, ring, i, scale_ptr, stride_scale, table_ptr, kv_head, first, least, end,
     TILE: gl.constexpr, SIZE: gl.constexpr, D_PAD: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Wait for a tile of codes, and for its place in a ring of values; fill that with code × scale."""
-    ROWS: gl.constexpr = 32  # at a time: as many as there are registers for
+    """Wait for a quantised tile and for an empty buffer in a ring of values, and write value × scale to it."""
+    ROWS: gl.constexpr = 32  # rows at a time, limited by registers
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D_PAD, D_PAD // 16], [4, 1], [1, 0])
     tiles, full, empty = ring
     code_tiles, _code_full, code_empty = codes
@@ -120,14 +121,14 @@ def _widen_tile(
         column = first + number * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         page = column // SIZE * SIZE
         key = column + page_shift(page, least, end, SIZE)
-        # The copies left 0 where there is no key of the sequence, whose scale may be anything
+        # Outside the sequence the copies wrote 0, and the scale may be NaN
         real = (key >= page) & (key < page + SIZE)
         block = gl.load(table_ptr + page // SIZE, mask=real, other=0).to(gl.int64)
         scale_at = block * stride_scale + kv_head * SIZE + (key - page)
         scale = gl.load(scale_ptr + scale_at, mask=real, other=0.0)
         values = source.slice(number * ROWS, ROWS).load(LAYOUT).to(gl.float32)
         target.slice(number * ROWS, ROWS).store((values * gl.expand_dims(scale, 1)).to(DTYPE))
-    fence_async_shared()  # the tensor cores read what was written here, and copies overwrite what was read
+    fence_async_shared()  # orders these writes before tensor cores read them, and these reads before the next copy
     mbarrier.arrive(full.index(i % STAGES))
     mbarrier.arrive(code_empty.index(slot % STAGES))
 
@@ -138,7 +139,7 @@ def widen_tiles(
     window, TILE: gl.constexpr, SIZE: gl.constexpr, D_PAD: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """A warp group that makes values of codes, tile by tile. They are rounded as values that are cached as they are."""
+    """The widening warp group: dequantise the tiles of a quantised cache, rounded to q's dtype."""
     table_ptr = tables_ptr + gl.load(item_ptr).to(gl.int64) * stride_table
     end = gl.load(item_ptr + 4)
     least = first_key(gl.load(item_ptr + 3), window, WINDOW)
@@ -157,14 +158,14 @@ def widen_tiles(
 
 @gluon.jit
 def _await(ring, i, STAGES: gl.constexpr):
-    """Wait until tile i is there."""
+    """Wait until tile i is loaded."""
     _tiles, full, _empty = ring
     mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
 
 
 @gluon.jit
 def _key_product(q_rows, k_ring, i, blank, TILE: gl.constexpr, STAGES: gl.constexpr):
-    """Begin to multiply tile i of the keys, once it is there."""
+    """Wait for tile i of the keys and start its product with q."""
     _await(k_ring, i, STAGES)
     tiles, _full, _empty = k_ring
     k = tiles.index(i % STAGES).reshape([TILE, q_rows.shape[1]])
@@ -173,7 +174,7 @@ def _key_product(q_rows, k_ring, i, blank, TILE: gl.constexpr, STAGES: gl.conste
 
 @gluon.jit
 def _value_product(weights, v_ring, i, total, TILE: gl.constexpr, STAGES: gl.constexpr):
-    """Begin to add tile i of the values, which is there, to the total."""
+    """Start to add the product with tile i of the values, which is loaded, to the total."""
     tiles, _full, _empty = v_ring
     v = tiles.index(i % STAGES).reshape([TILE, total.type.shape[1]])
     return warpgroup_mma(weights, v, total, is_async=True)
@@ -181,15 +182,15 @@ def _value_product(weights, v_ring, i, total, TILE: gl.constexpr, STAGES: gl.con
 
 @gluon.jit
 def _empty(ring, i, STAGES: gl.constexpr):
-    """Say that this warp group has read tile i."""
+    """Signal that this warp group has read tile i."""
     _tiles, _full, empty = ring
     mbarrier.arrive(empty.index(i % STAGES))
 
 
 @gluon.jit
 def capped(scores, rate):
-    """Return tanh of what is `rate` / (2 log2 e) times the scores."""
-    # tanh(y) = 1 - 2 / (1 + e^2y) holds for infinite y too
+    """Return tanh(scores × scale / cap), with `rate` = 2 log2(e) × scale / cap."""
+    # tanh(y) = 1 - 2 / (1 + e^2y) is correct for infinite y too
     return 1.0 - 2.0 / (1.0 + gl.exp2(scores * rate))
 
 
@@ -198,12 +199,12 @@ def visible(
     scores, row_at, first, least, end, window,
     TILE: gl.constexpr, SIZE: gl.constexpr, WINDOW: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return scores, -inf for keys that are not the sequence's, or that a row does not see."""
-    # A thread computes one column, and is told the others: for all of its own it would not have the registers
+    """Return the scores, with -inf for keys outside the sequence, or that a row does not see."""
+    # A thread computes one column and gets the others by a layout conversion: computing all needs too many registers
     column = first + gl.arange(0, TILE, gl.BlockedLayout([1], [32], [4], [0]))
     page = column // SIZE * SIZE
     key = column + page_shift(page, least, end, SIZE)
-    # What fell off its block's edge is far behind every row
+    # Keys outside the sequence get a position after every row
     key = gl.where((key >= page) & (key < page + SIZE), key, 2147483647)
     key = gl.convert_layout(key, gl.SliceLayout(0, LAYOUT))
     key, row_at = gl.expand_dims(key, 0), gl.expand_dims(row_at, 1)
@@ -215,11 +216,13 @@ def visible(
 
 @gluon.jit
 def fold_scores(scores, top, mass, unit, WINDOW: gl.constexpr):
-    """Return the weights of a tile's scores, and the rows' state with it: the maximum, the sum of the weights, and by
-    what former weights shrink. `unit`, by which scores become logarithms to base 2, is greater than 0."""
+    """Return the weights of a tile's scores, and the new maximum, sum of weights, and shrink factor of earlier weights.
+
+    `unit` > 0 converts scores to units of log2.
+    """
     higher = gl.maximum(top, gl.max(scores, 1) * unit)
     base = higher
-    if WINDOW:  # rows whose windows begin behind the first tile have seen nothing yet
+    if WINDOW:  # a row whose window starts after the first tile has seen no key yet
         base = gl.where(higher == float("-inf"), 0.0, higher)
     weights = gl.exp2(scores * unit - gl.expand_dims(base, 1))
     shrink = gl.exp2(top - base)
@@ -232,8 +235,8 @@ def row_places(
     PART: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, D_PAD: gl.constexpr, GROUP: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return where the values of a warp group's rows are in q or out, and which of them are none."""
-    # Read anew each time: of all registers, none is left to keep this in while tiles are multiplied
+    """Return the offsets of a warp group's rows in q or out, and which of their values are not padding."""
+    # Reloaded each time, because no register is free to keep it while tiles are multiplied
     first_row = gl.load(item_ptr + 1, volatile=True)
     tokens = gl.load(item_ptr + 2, volatile=True)
     row = PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -246,13 +249,13 @@ def row_places(
 @gluon.jit
 def multiply_tiles(
     q_ptr, out_ptr, sinks_ptr, item_ptr, kv_head,
-    strides,  # of a token and a head, of q and out
+    strides,  # strides of a token and a head in q, then in out
     q_tiles,  # (GROUPS, ROWS, D_PAD)
     k_ring, v_ring, unit, rate, window, PART: gl.constexpr,
     D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, CAP: gl.constexpr,
 ):  # fmt: skip
-    """A warp group that multiplies: the attention of rows [PART × ROWS, (PART + 1) × ROWS) of the item."""
+    """A multiplying warp group: attention of the rows [PART × ROWS, (PART + 1) × ROWS) of the item."""
     ROWS: gl.constexpr = q_tiles.shape[1]
     D_PAD: gl.constexpr = q_tiles.shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -263,13 +266,13 @@ def multiply_tiles(
     at, real = row_places(item_ptr, kv_head, q_stride_token, q_stride_head, PART, ROWS, D, D_PAD, GROUP, WIDE)
     q_rows = q_tiles.index(PART)
     q_rows.store(gl.load(q_ptr + at, mask=real, other=0.0))
-    fence_async_shared()  # the tensor cores read what was written by threads
+    fence_async_shared()  # orders these writes before tensor cores read them
 
     tokens, first_at, end = gl.load(item_ptr + 2), gl.load(item_ptr + 3), gl.load(item_ptr + 4)
     least = first_key(first_at, window, WINDOW)
     begin = least // SIZE * SIZE
     own = PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    # Rows that are padding see what the last one does, so that they have a maximum
+    # Padding rows see the same keys as the last row, which gives them a finite maximum
     row_at = gl.minimum(first_at + own // GROUP, end - 1)
     top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     mass = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
@@ -280,8 +283,8 @@ def multiply_tiles(
     blank = gl.full([ROWS, TILE], 0.0, gl.float32, SCORES)
 
     tiles = (end - begin + TILE - 1) // TILE
-    whole = (first_at + 1 - begin) // TILE  # from this tile on rows do not see all keys
-    left = 0  # up to this one windows have left some
+    whole = (first_at + 1 - begin) // TILE  # from this tile on, rows do not see all keys
+    left = 0  # before this tile, windows exclude some keys
     if WINDOW:
         left = (first_at + tokens - window - begin + TILE - 1) // TILE
     scores = _key_product(q_rows, k_ring, 0, blank, TILE, STAGES)
@@ -305,8 +308,8 @@ def multiply_tiles(
             first = begin + i * TILE
             scores = visible(scores, row_at, first, least, end, window, TILE, SIZE, WINDOW, SCORES)
         weights, top, mass, shrink = fold_scores(scores, top, mass, unit, WINDOW)
-        # It stands between the softmax and the wait for the product beside it: NVIDIA's assembler would wait first, but
-        # moves no wait across a branch
+        # This wait separates the softmax from the wait for the product: NVIDIA's assembler would move the latter up,
+        # but moves no wait across a branch
         _await(v_ring, i, STAGES)
         total, p = warpgroup_mma_wait(0, deps=(total, p))
         _empty(v_ring, i - 1, STAGES)
@@ -316,7 +319,7 @@ def multiply_tiles(
     total, p = warpgroup_mma_wait(0, deps=(total, p))
 
     total = total / gl.expand_dims(gl.convert_layout(mass, gl.SliceLayout(1, TOTAL)), 1)
-    q_rows.store(total.to(q_tiles.dtype))  # from where threads read whole rows
+    q_rows.store(total.to(q_tiles.dtype))  # via shared memory, to store whole rows
     at, real = row_places(
         item_ptr, kv_head, out_stride_token, out_stride_head, PART, ROWS, D, D_PAD, GROUP, WIDE
     )
@@ -328,7 +331,7 @@ def _ring(
     dtype: gl.constexpr, LAYOUT: gl.constexpr, TILE: gl.constexpr, SIZE: gl.constexpr, D_PAD: gl.constexpr,
     STAGES: gl.constexpr, READERS: gl.constexpr,
 ):  # fmt: skip
-    """Return buffers for tiles, and for each a barrier that says that it is full, and one that it is empty."""
+    """Return tile buffers, and for each a barrier that signals that it is full, and one that it is empty."""
     tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE // SIZE, 1, SIZE, D_PAD], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -341,8 +344,8 @@ def _ring(
 @gluon.jit(do_not_specialize=VARYING)
 def _hopper_prefill_kernel(
     q_ptr, k_desc, v_desc, tables_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr,  # (blocks, kv_heads, SIZE) float32, where the cache holds CODES; else None
-    items_ptr,  # (n, 5) int32, as `prefill_attention` has them
+    k_scale_ptr, v_scale_ptr,  # (blocks, kv_heads, SIZE) float32 with CODES, else None
+    items_ptr,  # (n, 5) int32, from `prefill_items`
     out_ptr, q_stride_token, q_stride_head, out_stride_token, out_stride_head, stride_table, stride_scale,
     unit, rate, window,
     D: gl.constexpr, D_PAD: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, TILE: gl.constexpr,
@@ -403,8 +406,11 @@ def hopper_prefill(
     v_scale: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    """Write to `out` what `prefill_attention` does, with items of up to `hopper_tokens`. Raises ValueError for what it
-    does not cover, as `why_not` says."""
+    """Compute attention as `prefill_attention` does, into `out`, with items of at most `hopper_tokens` tokens.
+
+    Raises:
+        ValueError: If `why_not` returns a reason, or dtypes or shapes do not match.
+    """
     check_attention(q, k_cache, v_cache, block_tables, rules.sinks, k_scale, v_scale)
     kv_heads, size, dim = k_cache.shape[1:]
     scale, window, soft_cap = rules.scale, rules.window, rules.soft_cap
@@ -412,7 +418,7 @@ def hopper_prefill(
     if reason is not None or q.dtype not in DTYPES:
         raise ValueError(reason or f"q is {q.dtype}")
     if not scale > 0:
-        raise ValueError(f"scores are multiplied by {scale}, which is not greater than 0")
+        raise ValueError(f"the scale of scores is {scale}; it must be greater than 0")
     if len(items):
         _hopper_prefill_kernel[(len(items), kv_heads)](
             q_ptr=q,
@@ -440,7 +446,7 @@ def hopper_prefill(
 
 
 def _options(dim: int, group: int, size: int, coded: bool) -> dict[str, Any]:
-    """Return the constants and options that the kernel is compiled for."""
+    """Return the constants and options that the kernel is compiled with."""
     padded, registers = padded_dim(dim), REGISTERS_OF_CODES if coded else REGISTERS
     return {
         "D": dim,
@@ -460,8 +466,7 @@ def _options(dim: int, group: int, size: int, coded: bool) -> dict[str, Any]:
 
 
 def _pages(cache: Tensor) -> TensorDescriptor:
-    """Return what the hardware is told of a cache: it copies a page of one KV head, with zeros up to the padded head
-    size."""
+    """Return the tensor descriptor of a cache: a copy is a page of one KV head, zero-padded to the head size."""
     page = [1, 1, cache.shape[2], padded_dim(cache.shape[3])]
     size = cache.element_size()
     layout = gl.NVMMASharedLayout(min(128, page[3] * size), 8 * size, 4)

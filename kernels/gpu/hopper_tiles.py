@@ -1,4 +1,4 @@
-"""How prompts' attention for compute capability 9.0 is cut, and what it reads."""
+"""The tiling of prefill attention for compute capability 9.0, and the caches that it supports."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from batchinfer_kernels.gpu.attention_launch import MAX_HEAD_DIM, padded_dim
 
 GROUPS = 2  # warp groups that multiply
-ROWS = 64  # of each
-TILE = {64: 128, 128: 128, 256: 64}  # keys of a tile, by the padded head size
+ROWS = 64  # rows per group
+TILE = {64: 128, 128: 128, 256: 64}  # keys of a tile, by padded head size
 STAGES = 2  # tiles of keys in flight, and of values
-ALIGNED_BYTES = 16  # the hardware copies rows that lie multiples of so many apart
-LARGEST_CODED = 128  # head whose codes are widened: registers for more are not there
-LEAST_BLOCK = 8  # the rows after which its pattern of banks repeats
+ALIGNED_BYTES = 16  # tensor copies require strides that are multiples of this
+LARGEST_CODED = 128  # largest head size with a quantised cache, limited by registers
+LEAST_BLOCK = 8  # rows after which the swizzle pattern of shared memory repeats
 
 
 @dataclass(frozen=True, slots=True)
 class Registers:
-    """They are what a thread of each partition has, taken from what all threads begin with."""
+    """Registers per thread of each partition; their total is allocated at launch."""
 
     multiplier: int
-    widener: int  # 0: there is none
+    widener: int  # 0: no widening warp group
     loader: int
 
     @property
     def launched(self) -> int:
-        """Return with how many each begins; the loading warp counts as a group."""
+        """Return the registers per thread at launch; the loading warp counts as a group."""
         groups = GROUPS + (self.widener > 0) + 1
         return (GROUPS * self.multiplier + self.widener + self.loader) // groups
 
@@ -34,18 +34,25 @@ REGISTERS, REGISTERS_OF_CODES = Registers(232, 0, 40), Registers(200, 72, 40)
 
 
 def why_not(head_dim: int, block_size: int, window: int | None = None, value_bytes: int = 2) -> str | None:
-    """Return the reason why the kernel does not read such a cache; None if it does. `value_bytes`: 1 of codes."""
+    """Return the reason why the kernel does not support a cache, or None if it does.
+
+    Args:
+        head_dim: values of a head.
+        block_size: tokens of a block.
+        window: window of the layer, or None.
+        value_bytes: 1 for a quantised cache.
+    """
     multiple, largest = ALIGNED_BYTES // value_bytes, LARGEST_CODED if value_bytes == 1 else MAX_HEAD_DIM
     if head_dim % multiple or head_dim > largest:
-        return f"heads of {head_dim} are not a multiple of {multiple} up to {largest}"
+        return f"the head size {head_dim} is not a multiple of {multiple} up to {largest}"
     most = TILE[padded_dim(head_dim)]
     if block_size & (block_size - 1) or not LEAST_BLOCK <= block_size <= most:
-        return f"blocks of {block_size} are not a power of 2 from {LEAST_BLOCK} to {most}"
+        return f"the block size {block_size} is not a power of 2 from {LEAST_BLOCK} to {most}"
     if window is not None and window < block_size:
         return f"a window of {window} is shorter than a block of {block_size}"
     return None
 
 
 def hopper_tokens(group: int) -> int:
-    """Return how many tokens an item may have: `prefill_items`' `tokens_per_item`."""
+    """Return the maximum tokens of an item: `tokens_per_item` of `prefill_items`."""
     return GROUPS * ROWS // group

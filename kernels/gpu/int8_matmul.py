@@ -1,7 +1,7 @@
-"""Linear layers on int8 codes of both factors. Cost: batchinfer_kernels.cost.quantized_linear_cost.
+"""Linear layers on int8 values in both factors. Cost: batchinfer_kernels.cost.quantized_linear_cost.
 
-The kernel is matmul_core.matmul_kernel. Sums are exact integers, so that a row's bits depend on that row alone however
-they are cut, and are those of the CPU's operator.
+The kernel is matmul_core.matmul_kernel. Integer sums are exact in any order, so a row's bits depend only on that row,
+and are the same on a CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from batchinfer_kernels.gpu.quantize_rows import quantize_rows
 from batchinfer_kernels.matmul import check_matmul
 from batchinfer_kernels.quantized_linear import MAX_CODE, check_quantized_linear
 
-# Sums of at most this many products of an activation's code and any int8 stay below 2^31
+# Sums of at most this many products of a quantised activation and any int8 stay below 2^31
 MOST_INPUTS = (2**31 - 1) // (MAX_CODE * 128)
 
 
@@ -28,15 +28,16 @@ def int8_matmul(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply as batchinfer_kernels.quantized_linear.quantized_linear_reference does; `out_dtype` and `activation` are
-    those of batchinfer_kernels.matmul.matmul_reference.
+    """Multiply as quantized_linear.quantized_linear_reference does. Rows of x and codes may be strided.
 
-    Two launches: one quantises the rows of x. Rows of x and codes may be strided. Raises ValueError for more inputs
-    than MOST_INPUTS, whose sums int32 might not hold.
+    The first of two launches quantises the rows of x. `out_dtype` and `activation` are as in matmul_reference.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match, or there are more than MOST_INPUTS inputs.
     """
     check_quantized_linear(x, codes, scales, bias)
     if x.shape[1] > MOST_INPUTS:
-        raise ValueError(f"sums over {x.shape[1]} inputs may overflow, at most {MOST_INPUTS} may be summed")
+        raise ValueError(f"sums over {x.shape[1]} inputs may overflow; at most {MOST_INPUTS} are supported")
     check_matmul(x, codes.shape, bias, out_dtype, activation)
     rows, row_scales = quantize_rows(x)
     operands = Operands(

@@ -1,12 +1,12 @@
 """Causal attention over a paged cache of latents. Cost: batchinfer_kernels.cost.latent_attention_cost.
 
-All heads read the same values of a token, as key and as value. So the heads of one token, and of the tokens that stand
-next to it in its sequence, are rows of one tile, for which a token is read once. Chunks of a prompt are items of
-`prefill_items`; single queries, and the few of a draft, have their keys split among programs as `attention_splits`
-says, and what a query has of several is put together by log-sum-exp, in order.
+All heads read the same values of a token as key and value. The heads of a token and of its neighbours in the sequence
+are therefore rows of one tile, which reads each cached token once. Chunks of a prompt are items of `prefill_items`. The
+keys of single queries and drafts are split among programs (`attention_splits`), and the parts of a query are merged by
+log-sum-exp, in order.
 
-Where a plan is deterministic, a row's keys are cut into segments at fixed positions, in tiles of one shape, which are
-folded in order: its bits do not depend on other rows, or on how its prompt was cut.
+In deterministic mode a row's keys are cut into segments at fixed positions, computed in tiles of one shape and folded
+in order. The bits of a row do not depend on other rows or on how its prompt was chunked.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.gpu.target import architecture
 from batchinfer_kernels.latent_attention import check_latent_attention
 
-MAX_LATENT = 1024  # values of a token
+MAX_LATENT = 1024  # values of a cached token
 LOG2_E = 1.4426950408889634
-MERGED = 4  # heads that a program merges the parts of
+MERGED = 4  # heads whose parts one program merges
 
 
 @triton.jit
 def _rows_of(tile, HEADS: tl.constexpr, ROWS: tl.constexpr):
     """Return the query and the head of each row of a tile."""
-    if HEADS % ROWS == 0:  # one query's, which takes fewer registers
+    if HEADS % ROWS == 0:  # all rows belong to one query, which takes fewer registers
         first = tile * ROWS
         return tl.full([ROWS], first // HEADS, tl.int32), first % HEADS + tl.arange(0, ROWS)
     else:
@@ -49,7 +49,7 @@ def _load_queries(
     q_ptr, token, head, real, q_stride_token, q_stride_head,
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Return rows of q: what is multiplied with a latent, and the rest."""
+    """Return rows of q in two parts: the one multiplied by latents, and the rest."""
     value, rest = tl.arange(0, RANK_PADDED), RANK + tl.arange(0, REST_PADDED)
     row_ptr = q_ptr + token[:, None] * q_stride_token + head[:, None] * q_stride_head
     q = tl.load(row_ptr + value[None, :], mask=real[:, None] & (value < RANK)[None, :], other=0.0)
@@ -60,15 +60,17 @@ def _load_queries(
 @triton.jit
 def _attend_latents(
     q, q_rest,
-    row_at,  # (ROWS,) int32: positions; -1 for rows that are padding
+    row_at,  # (ROWS,) int32: positions; -1 for padding rows
     table_ptr, cache_ptr, stride_block, stride_slot,
-    first, end,  # keys [first, end) of the sequence are passed over
-    scale,  # with log2(e) in it
+    first, end,  # the keys [first, end) of the sequence are read
+    scale,  # includes log2(e)
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state, as in `attention_core`, of rows that have seen these keys. The first RANK values of a token are its
-    value, too; the rest is only key."""
+    """Return the state of rows, as in `attention_core`, after these keys.
+
+    The first RANK values of a token are also its value; the rest belongs to the key only.
+    """
     value, rest = tl.arange(0, RANK_PADDED), RANK + tl.arange(0, REST_PADDED)
     total = tl.zeros([ROWS, RANK_PADDED], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -89,7 +91,7 @@ def _attend_latents(
         seen = inside[None, :] & (key[None, :] <= row_at[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1) * scale)
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf: the row has not seen a key yet
         weights = tl.exp2(scores * scale - base[:, None])
         shrink = tl.exp2(top - base)
         mass = mass * shrink + tl.sum(weights, 1)
@@ -101,7 +103,7 @@ def _attend_latents(
 @triton.jit(do_not_specialize=VARYING)
 def _latent_prefill_kernel(
     q_ptr, cache_ptr, tables_ptr,
-    items_ptr,  # (n, 5) int32, of `prefill_items`
+    items_ptr,  # (n, 5) int32, from `prefill_items`
     out_ptr, q_stride_token, q_stride_head, stride_block, stride_slot, stride_table, scale, segment,
     HEADS: tl.constexpr,
     TILES: tl.constexpr,  # programs of an item
@@ -144,13 +146,13 @@ def _latent_prefill_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def _latent_decode_kernel(
     q_ptr, cache_ptr, tables_ptr,
-    items_ptr,  # (m, 4) int32, of `Splits`
-    rows_ptr,  # (n, 2) int32: row of q, sequence; None: both are the number of the row
+    items_ptr,  # (m, 4) int32: Splits.items
+    rows_ptr,  # (n, 2) int32: row of q, sequence; None: both equal the index of the row
     chunks_ptr,  # (S, 2) int32: first row of q, queries of each sequence; None: each has one
-    contexts_ptr,  # (S,) int32: keys of each sequence; with chunks (T,): those that each query sees
-    places_ptr,  # of `Splits`; read with chunks only
+    contexts_ptr,  # (S,) int32: keys of each sequence; with chunks (T,): keys that each query sees
+    places_ptr,  # Splits.places; used only with chunks
     out_ptr,
-    parts_ptr, lses_ptr,  # None: every row is one item, and goes to out
+    parts_ptr, lses_ptr,  # None: every row is one item, and is written to out
     q_stride_token, q_stride_head, stride_block, stride_slot, stride_table, scale,
     HEADS: tl.constexpr, TILES: tl.constexpr,
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
@@ -188,13 +190,13 @@ def _latent_decode_kernel(
     cells = real[:, None] & (value < RANK)[None, :]
     if parts_ptr is not None:
         place = tl.load(item + 3).to(tl.int64) + tl.zeros([ROWS], tl.int64)
-        if chunks_ptr is not None:  # each query has as many parts
+        if chunks_ptr is not None:  # all queries have the same number of parts
             place += nth * (tl.load(places_ptr + first_query + 1) - tl.load(places_ptr + first_query))
         slot = place * HEADS + head
         tl.store(parts_ptr + slot[:, None] * RANK + value[None, :], part, mask=cells)
         tl.store(lses_ptr + slot, lse, mask=real)
     else:
-        # Where rows are folded, a single part is what it is folded to
+        # Folding a single part would not change it
         out_at = (token * HEADS + head)[:, None] * RANK + value[None, :]
         tl.store(out_ptr + out_at, part.to(out_ptr.dtype.element_ty), mask=cells)
 
@@ -208,20 +210,29 @@ def latent_attention(
     rank: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attend as batchinfer_kernels.latent_attention.latent_attention_reference does, with the lengths in `plan`; `out`,
-    contiguous, is written if given.
+    """Compute attention as batchinfer_kernels.latent_attention.latent_attention_reference does.
 
-    `plan`: of `plan_attention`, with a shape that is `latent`, and without shared prefixes; block_tables (S, max
-    blocks) int32. Where the plan has no chunks the launch can be captured into a graph, as that of `paged_attention`.
-    Raises ValueError for what does not fit.
+    If the plan has no chunks, the launch can be captured into a graph, as that of `paged_attention`.
+
+    Args:
+        q: (T, heads, D).
+        cache: (blocks, 1, block_size, D).
+        block_tables: (S, max blocks) int32.
+        plan: from `plan_attention` with a `latent` shape, without shared prefixes.
+        scale: factor of q · k.
+        rank: values of V.
+        out: (T, heads, rank), contiguous; written if given.
+
+    Raises:
+        ValueError: If shapes, dtypes or the plan do not match.
     """
     check_latent_attention(q, cache, block_tables, rank)
     check_same_dtype(q=q, cache=cache)
     unit_columns(q=q, cache=cache, block_tables=block_tables)
     if not scale > 0:
-        raise ValueError(f"scores are multiplied by {scale}, which is not greater than 0")
+        raise ValueError(f"the scale of scores is {scale}; it must be greater than 0")
     if plan.prefixes is not None:
-        raise ValueError("prefixes of latents are read by each sequence")
+        raise ValueError("a plan over latents must not have shared prefixes")
     shape = (*q.shape[:2], rank)
     y = torch.empty(shape, dtype=q.dtype, device=q.device) if out is None else out
     if y.shape != shape or not y.is_contiguous():
@@ -241,7 +252,7 @@ def latent_attention(
 def _decode(
     q: Tensor, cache: Tensor, block_tables: Tensor, plan: LaunchPlan, scale: float, rank: int, y: Tensor
 ) -> None:
-    """Attend with single queries, or the few of each sequence: all that the plan leaves to decode."""
+    """Compute attention of the queries that the plan assigns to decode: single ones, or a few per sequence."""
     splits = plan.splits_of(None)
     own = Own(plan.contexts, splits, plan.rows, chunks=plan.chunks)
     own.check(q, block_tables, None)
@@ -265,7 +276,7 @@ def _decode(
 def _arguments(
     q: Tensor, cache: Tensor, block_tables: Tensor, scale: float, rank: int, rows: int, deterministic: bool
 ) -> dict[str, Any]:
-    """Return the arguments that both kernels are launched with, for items of so many rows."""
+    """Return the arguments that both kernels share, for items of `rows` rows."""
     _, heads, width = q.shape
     tiles = latent_tiles(q.dtype, rank, rows, deterministic)
     return {
@@ -290,8 +301,8 @@ def _arguments(
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",  # matters for float32 only
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
-        # Products and sums are contracted where the code says so, not where a kernel's compilation happens to
+        # In deterministic mode only explicit fma is contracted, independent of how a kernel is compiled
         "enable_fp_fusion": not deterministic,
-        # Without a bound the assembler aims at a count that lets more warps be resident, and spills
+        # Without a bound the assembler uses fewer registers to keep more warps resident, and spills
         **({"maxnreg": 255} if q.dtype == torch.float32 and architecture().isdigit() else {}),
     }

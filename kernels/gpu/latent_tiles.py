@@ -1,4 +1,4 @@
-"""How attention over latents is cut: rows are the heads of one token after the other, of one sequence."""
+"""The tiling of attention over latents: the rows of a tile are the heads of consecutive tokens of one sequence."""
 
 from __future__ import annotations
 
@@ -10,39 +10,38 @@ from batchinfer_kernels.gpu.attention_launch import KVTiles
 from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.gpu.target import SMALL_MEMORY, architecture
 
-# Rows that share what is read of a token. Sums of 64 rows of 512 values are half of a multiprocessor's registers.
+# Limit of a tile's rows: the sums of 64 rows of 512 values take half of a multiprocessor's registers
 MOST_ROWS = 64
-SMALL, MEDIUM, LARGE = 128, 256, 512  # values of a latent, up to which sums of so many rows fit
-FEWEST_ROWS = 16  # a tensor core multiplies no fewer
+SMALL, MEDIUM, LARGE = 128, 256, 512  # padded sizes of a latent, by which tiles are chosen
+FEWEST_ROWS = 16  # the smallest number of rows of a tensor core product
 
 
 def chunk_tokens(heads: int) -> int:
-    """Return how many tokens of a prompt an item of `prefill_items` has."""
+    """Return the number of prompt tokens of an item of `prefill_items`."""
     return max(1, MOST_ROWS // heads)
 
 
 def head_tiles(heads: int) -> int:
-    """Return how many programs share a token's heads."""
+    """Return the number of programs that share the heads of a token."""
     return cdiv(heads, MOST_ROWS)
 
 
 def latent_tiles(dtype: torch.dtype, rank: int, rows: int, deterministic: bool) -> KVTiles:
-    """Return the tiles for items of so many rows; where it is deterministic the same ones for any number."""
+    """Return the tiles for items of `rows` rows; in deterministic mode they do not depend on the number."""
     rows = FEWEST_ROWS if deterministic else min(MOST_ROWS, max(FEWEST_ROWS, next_power_of_2(rows)))
     return _tiles(architecture(), dtype, max(16, next_power_of_2(rank)), rows)
 
 
-# By the most rows, for values of 2 bytes and latents of up to 512. All compile without spilling; none was measured.
-# With three stages the block table is looked up one tile before its latents are fetched, of which two tiles are in
-# memory.
+# By number of rows, for 16-bit values and latents of up to 512. All compile without spilling; none was measured. With
+# three stages the block table is read one tile ahead of its latents, and two tiles of latents are in shared memory
 _HALF = {16: KVTiles(16, 32, 8, 3), 32: KVTiles(32, 32, 8, 3), 64: KVTiles(64, 32, 8, 2)}
 _HOPPER = {**_HALF, 64: KVTiles(64, 64, 8, 3)}
-# Of smaller ones, for which eight warps have too few registers
+# For smaller latents, with which eight warps would leave too few registers per thread
 _SMALL = {16: KVTiles(16, 16, 4, 3), 32: KVTiles(32, 16, 4, 3), 64: KVTiles(64, 32, 4, 2)}
 _MEDIUM = KVTiles(16, 32, 4, 3)
-_LARGEST = KVTiles(16, 16, 8, 2)  # of larger latents
+_LARGEST = KVTiles(16, 16, 8, 2)  # for latents above LARGE
 _SINGLE = KVTiles(16, 16, 8, 1)
-_AMD = KVTiles(16, 16, 4, 1)  # whose compute units have 64 KiB of shared memory
+_AMD = KVTiles(16, 16, 4, 1)  # AMD's compute units have 64 KiB of shared memory
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and most likely tokens: batchinfer_kernels.cost.log_probabilities_cost."""
+"""Log-probabilities of the chosen and the most likely tokens. Cost: batchinfer_kernels.cost.log_probabilities_cost."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ def _log_probabilities_kernel(
     of_chosen_ptr, top_ptr, ids_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. The next most likely token is the best of the chunks' best ones; its chunk is then read again
-    for the best of what comes after it."""
+    """Compute one row per program.
+
+    The next most likely token is the best of the chunks' best tokens. Its chunk is then read again to find the next
+    one.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, CHUNKS)
     inside = at < chunks
@@ -45,18 +48,17 @@ def _log_probabilities_kernel(
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         x = row_chunk(row_ptr, ids, vocab)
         after = (ids < vocab) & ((x < best) | ((x == best) & (ids > token)))
-        # of equals without any probability the lowest id is next: it must not be one that was before
+        # Of tokens with equal logits, also -inf, the next id follows; a token must not be returned twice
         value = tl.max(tl.where(after, x, float("-inf")), 0)
         first = tl.min(tl.where(after & (x == value), ids, 2147483647), 0)
         bests, firsts = tl.where(at == chunk, value, bests), tl.where(at == chunk, first, firsts)
 
 
 def log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what batchinfer_kernels.log_probabilities.log_probabilities_reference does. Rows of logits may be
-    strided.
+    """Compute batchinfer_kernels.log_probabilities.log_probabilities_reference. Rows of logits may be strided.
 
-    What is launched depends on the shape of logits. The most likely tokens of a row are found one after the other, each
-    for the price of a chunk: meant for some tens of them.
+    The launches depend only on the shape of logits. Each of the `most` tokens costs one pass over a chunk, which is
+    meant for some tens of tokens.
     """
     check_log_probabilities(logits, chosen, most)
     check_logits(logits)

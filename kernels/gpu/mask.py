@@ -1,4 +1,4 @@
-"""Masks of tokens, on logits in place. Cost: batchinfer_kernels.cost.mask_cost."""
+"""Token masks, applied to logits in place. Cost: batchinfer_kernels.cost.mask_cost."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from batchinfer_kernels.gpu.row_chunks import check_logits
 from batchinfer_kernels.gpu.sizes import cdiv
 from batchinfer_kernels.mask import check_mask
 
-# Logits that one program looks at: 4 stores of 16 bytes a thread with 4 warps, for float32
+# Logits per program: 4 stores of 16 bytes per thread with 4 warps, for float32
 TILE = 2048
 
 
 @triton.jit
 def _mask_kernel(logits_ptr, stride, vocab, rows_ptr, bits_ptr, words, TILE: tl.constexpr):
-    """Write the masked logits alone: logits are not read."""
+    """Write -inf to the masked logits, without reading logits."""
     index = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     word = tl.load(bits_ptr + index * words + ids // 32, mask=ids < vocab, other=-1)

@@ -1,11 +1,12 @@
 """Linear layers in bfloat16, float16 and float32. Cost: batchinfer_kernels.cost.linear_cost.
 
-The kernel is matmul_core.matmul_kernel. With `deterministic` a row's bits do not depend on how many rows there are, nor
-on where it stands among them: the tile is one and the same, so that each sum is taken by the same instructions in the
-same order; where inputs are split into segments their number depends on the weight's shape alone, and a segment's sums
-are the same whether it is a program of its own (few rows) or one of several in turn (many). What a GPU has to add to
-this is that a tensor core's result for one line and row does not depend on the lines and rows beside it, which is how
-they are built (each is a sum over the inputs of its own), though no manufacturer promises it.
+The kernel is matmul_core.matmul_kernel. If `deterministic`, a row's bits do not depend on the number of rows or on its
+position among them:
+- The tile is always the same, so each sum is computed by the same instructions in the same order.
+- If inputs are split into segments, their number depends only on the weight's shape. Segment sums are the same whether
+  each is one program (few rows) or one program computes them in turn (many rows).
+- A tensor core must compute a row and output independently of the others in its tile. Tensor cores are built this way,
+  but no manufacturer guarantees it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def matmul(
 ) -> Tensor:
     """Multiply as batchinfer_kernels.matmul.matmul_reference does. Rows of x and of the weight may be strided.
 
-    float32 is multiplied as it is, without tensor cores.
+    float32 is multiplied without tensor cores.
     """
     check_matmul(x, weight.shape, bias, out_dtype, activation)
     check_same_dtype(x=x, weight=weight)

@@ -1,7 +1,7 @@
-"""The kernel that multiplies a weight whose values stand one by one, and what all matrix products share.
+"""The kernel for weights that are not packed, and the functions that all matrix products share.
 
-Rows and outputs beyond the last are read as the last and never written, so that only inputs need a mask, and these
-only where the last tile is not full.
+Rows and outputs beyond the last one are computed from the last one and not written. Only inputs need a mask, and only
+if the last tile is not full.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from batchinfer_kernels.gpu.gated_activation import gate_factor, up_factor
 from batchinfer_kernels.gpu.matmul_tiles import Cut, Kind, choose_cut
 from batchinfer_kernels.gpu.sizes import cdiv
 
-# Tiles of outputs that are taken side by side, so that the rows and weights that they read stay in the L2 cache
+# Tiles of outputs in a group, which keeps the rows and weights that they read in the L2 cache
 TOGETHER = 8
-# A tile of sums whose segments are added up: small, so that a few outputs still fill the GPU
+# The tile of `add_parts_kernel`, small enough to fill the GPU if there are few outputs
 PART_LINES, PART_ROWS = 32, 64
 
 
 @triton.jit
 def tile_place(place, line_tiles, row_tiles, TOGETHER: tl.constexpr):
-    """(tile of outputs, tile of rows) of a program: groups of tiles of outputs, each passing over all rows."""
+    """Return (tile of outputs, tile of rows) of a program. Each group of output tiles runs over all rows."""
     group = place // (TOGETHER * row_tiles)
     first = group * TOGETHER
     size = tl.minimum(line_tiles - first, TOGETHER)
@@ -41,8 +41,7 @@ def tile_place(place, line_tiles, row_tiles, TOGETHER: tl.constexpr):
 
 @triton.jit
 def weight_row(line, outputs, ACTIVATION: tl.constexpr):
-    """Return the row of the weight that a line of the sums belongs to. The gate and the up of a result stand next to
-    one another."""
+    """Return the row of the weight for a line of the sums. With an activation, gate and up of a result are adjacent."""
     if ACTIVATION == "none":
         return tl.minimum(line, outputs - 1)
     else:
@@ -51,12 +50,12 @@ def weight_row(line, outputs, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def multiplied(weight, x, sums, PRECISION: tl.constexpr):
-    """sums + weight x, (lines, inputs) by (inputs, rows)."""
+    """Return sums + weight x, for (lines, inputs) and (inputs, rows)."""
     if x.dtype == tl.int8:
         return tl.dot(weight, x, sums, out_dtype=tl.int32)
     elif x.dtype.is_fp8():
-        # The tensor cores of compute capability 9.0 add fp8 products with few bits: their sums go to float32 every
-        # 128 inputs, as in DeepSeek-V3's report
+        # The tensor cores of compute capability 9.0 accumulate fp8 products with few bits. Their sums are moved to
+        # float32 every 128 inputs, as in the report of DeepSeek-V3
         return tl.dot(weight, x, sums, max_num_imprecise_acc=min(x.shape[0], 128))
     else:
         return tl.dot(weight, x, sums, input_precision=PRECISION)
@@ -68,6 +67,7 @@ def segment_sums(
     SUM: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
+    """Return the sums over the inputs [first, end)."""
     sums = tl.zeros((LINES, ROWS), SUM)
     at = tl.arange(0, INPUTS)
     weight_at += first
@@ -90,7 +90,7 @@ def block_segment_sums(
     weight_at, x_at, scales_at, group_scales_at, first, end, inputs, group_stride,
     EVEN: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of a segment of float8 where the inputs of a tile share a scale, of each line and of each row."""
+    """Return the sums over the inputs [first, end) for fp8 with one scale per line and row and tile of inputs."""
     sums = tl.zeros((LINES, ROWS), tl.float32)
     at = tl.arange(0, INPUTS)
     weight_at += first
@@ -98,7 +98,7 @@ def block_segment_sums(
     scales_at += first // INPUTS
     group_scales_at += (first // INPUTS) * group_stride
     for start in range(first, end, INPUTS):
-        # Asked for before the product, so that they come while it is computed
+        # Loaded before the product, to overlap with it
         scale = tl.load(scales_at)
         row_scale = tl.load(group_scales_at)
         if EVEN:
@@ -123,8 +123,7 @@ def sums_of(
     SUM: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums over the inputs from `first` to `end`. Where blocks share a scale a tile has the inputs of a
-    group."""
+    """Return the sums over the inputs [first, end); with block scales, a tile has the inputs of one group."""
     if lines_ptr is None:
         return segment_sums(weight_at, x_at, first, end, inputs, SUM, EVEN, PRECISION, LINES, ROWS, INPUTS)
     else:
@@ -140,17 +139,18 @@ def sums_of(
 @triton.jit(do_not_specialize=["rows", "segment", "group_stride"])
 def matmul_kernel(
     x_ptr, weight_ptr,
-    scales_ptr, row_scales_ptr, bias_ptr,  # None: none
-    block_scales_ptr, lines_ptr,  # (blocks, groups of inputs), and which of the blocks an output has; None: none
-    group_scales_ptr,  # (groups of inputs, rows); None: none
-    y_ptr, parts_ptr,  # parts: None, or (splits, lines, rows), both rounded up to whole tiles
+    scales_ptr, row_scales_ptr, bias_ptr,  # each may be None
+    block_scales_ptr, lines_ptr,  # (blocks, groups of inputs), and the block of each output; may be None
+    group_scales_ptr,  # (groups of inputs, rows); may be None
+    y_ptr, parts_ptr,  # parts: None, or (splits, lines, rows), padded to whole tiles
     rows, outputs, inputs, stride_x, stride_weight, stride_y,
-    segment,  # tiles of inputs
-    group_stride,  # of group_scales
+    segment,  # tiles of inputs per segment
+    group_stride,  # row stride of group_scales
     SUM: tl.constexpr, EVEN: tl.constexpr, IN_TURN: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
+    """Multiply one tile per program: all inputs, or one segment of them if sums are split."""
     line_tiles, row_tiles = tl.cdiv(outputs, LINES), tl.cdiv(rows, ROWS)
     line_tile, row_tile = tile_place(tl.program_id(0), line_tiles, row_tiles, TOGETHER)
     line = line_tile * LINES + tl.arange(0, LINES)
@@ -189,7 +189,7 @@ def give(
     rows, outputs, stride_y, all_lines, all_rows,
     ACTIVATION: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sums go to the result, or to the part of it that the program's segment is."""
+    """Write the sums to the result, or to the part of this program's segment."""
     if parts_ptr is not None:
         line = tl.program_id(1).to(tl.int64) * all_lines + first_line + tl.arange(0, LINES)
         tl.store(parts_ptr + line[:, None] * all_rows + row[None, :], sums)
@@ -205,7 +205,7 @@ def finish(
     sums, first_line, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, rows, outputs, stride_y,
     ACTIVATION: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Scales, bias, gate, and one rounding."""
+    """Apply scales, bias and gate, round once, and write the result."""
     line = first_line + tl.arange(0, LINES)
     from_row = weight_row(line, outputs, ACTIVATION)
     values = sums.to(tl.float32)
@@ -235,7 +235,7 @@ def add_parts_kernel(
     rows, outputs, stride_y, all_lines, all_rows, splits,
     ACTIVATION: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the segments of one tile, the first one first."""
+    """Add up the segments of one tile, in order."""
     first_line = tl.program_id(0) * LINES
     line = first_line + tl.arange(0, LINES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -252,7 +252,7 @@ def add_parts_kernel(
 
 @dataclass(frozen=True, slots=True)
 class BlockScales:
-    """The scales of a weight's blocks, as batchinfer_kernels.block_fp8_matmul describes them."""
+    """The scales of a weight's blocks; see batchinfer_kernels.block_fp8_matmul."""
 
     scales: Tensor  # (blocks, groups) float32
     lines: Tensor  # (N,) int32
@@ -261,7 +261,7 @@ class BlockScales:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """One product, checked. x: (T, K); weight: one row an output, in any code."""
+    """The checked operands of a product: x (T, K) and a weight with one row per output, maybe quantised or packed."""
 
     x: Tensor
     weight: Tensor
@@ -275,15 +275,17 @@ class Operands:
 
     @property
     def rows(self) -> int:
+        """Return the number of rows of x."""
         return self.x.shape[0]
 
     @property
     def inputs(self) -> int:
+        """Return the number of inputs."""
         return self.x.shape[1]
 
 
 def multiply(operands: Operands, kind: Kind, deterministic: bool) -> Tensor:
-    """The product with the kernel above. The grid depends on sizes alone."""
+    """Multiply with `matmul_kernel`. The grid depends only on sizes."""
     blocks = operands.blocks
     more = {
         "block_scales_ptr": None if blocks is None else blocks.scales,
@@ -297,11 +299,17 @@ def multiply(operands: Operands, kind: Kind, deterministic: bool) -> Tensor:
 def launch(
     kernel: Any, given: Operands, kind: Kind, deterministic: bool, span: int | None = None, **more: Any
 ) -> Tensor:
-    """Runs a kernel that takes what matmul_kernel takes, and `more`, and adds up the segments if there are several.
+    """Run a kernel with the arguments of matmul_kernel and `more`, and add up the segments if there are several.
 
-    Rows of x that lie at odd places are copied where those of the weight do not: so that tiles depend on the weight.
+    If the weight's rows are aligned but the rows of x are not, x is copied: tiles then depend only on the weight.
 
-    `span`: see choose_cut.
+    Args:
+        kernel: the kernel.
+        given: the operands.
+        kind: kind of product.
+        deterministic: see gpu.matmul.
+        span: see choose_cut.
+        more: further arguments of the kernel.
     """
     unit_columns(x=given.x, weight=given.weight)
     columns = given.outputs if given.activation is None else given.outputs // 2
@@ -327,7 +335,7 @@ def launch(
 
 
 def is_aligned(values: Tensor, pitch: int) -> bool:
-    """Whether rows that begin `pitch` values after one another all begin at multiples of 16 bytes if the first does."""
+    """Return True if rows with a stride of `pitch` values keep an alignment of 16 bytes."""
     return pitch * values.element_size() % 16 == 0
 
 
@@ -366,7 +374,7 @@ def _finishing(given: Operands, y: Tensor) -> dict[str, Any]:
 
 
 def _parts(given: Operands, cut: Cut, lines: int, rows: int) -> Tensor | None:
-    """Return room for the sums of segments until they are added up."""
+    """Return a buffer for the sums of segments, or None if sums are not split."""
     if cut.splits == 1:
         return None
     dtype = torch.int32 if given.x.dtype == torch.int8 else torch.float32
@@ -375,7 +383,7 @@ def _parts(given: Operands, cut: Cut, lines: int, rows: int) -> Tensor | None:
 
 def _add_parts(given: Operands, parts: Tensor, y: Tensor) -> None:
     splits, lines, rows = parts.shape
-    width = gcd(rows, PART_ROWS)  # rows are whole tiles, but three tiles of 32 are no multiple of 64
+    width = gcd(rows, PART_ROWS)  # rows are whole tiles, maybe narrower than PART_ROWS
     add_parts_kernel[(lines // PART_LINES, rows // width)](
         parts_ptr=parts, **_finishing(given, y), all_lines=lines, all_rows=rows, splits=splits,
         LINES=PART_LINES, ROWS=width, num_warps=4, enable_fp_fusion=False,

@@ -1,7 +1,7 @@
-"""Attention over parts of the keys, put together by log-sum-exp: one kernel for splits, for prefixes, and for anyone.
+"""Merges parts of attention by log-sum-exp: one kernel for splits, shared prefixes, and other uses.
 
-Parts are folded in order of their keys, one after the other, as the prefill kernel folds segments: so that it makes no
-difference to a row's bits who computed them (FlashInfer's cascade, Ye et al., 2024; Hydragen, Juravsky et al., 2024).
+Parts are folded in the order of their keys, as the prefill kernel folds segments. A row's bits do not depend on which
+program computed the parts (FlashInfer's cascade, Ye et al., 2024; Hydragen, Juravsky et al., 2024).
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ LOG2E = 1.4426950408889634
 @triton.jit(do_not_specialize=VARYING)
 def merge_state_kernel(
     parts_ptr, lses_ptr, sinks_ptr, out_ptr, lse_ptr,
-    rows_ptr,  # (T, 2) int32: row of out, sequence; None: both are the number of the token
-    shared_ptr,  # (T + 1,) int32: where the parts lie that a token shares with others: its first ones; None: none
-    places_ptr,  # (T + 1,) int32: where its own lie, behind `first_own`; None: all are its own, and its first ones
+    rows_ptr,  # (T, 2) int32: row of out, sequence; None: both equal the index of the token
+    shared_ptr,  # (T + 1,) int32: ranges of the parts over shared keys, which come first; None: there are none
+    places_ptr,  # (T + 1,) int32: ranges of the own parts, counted from `first_own`; None: all parts are own
     stride_part, stride_token, stride_head, lse_stride_part, lse_stride_token, out_stride_token, out_stride_head,
     heads,
-    parts,  # how many there are where there are no places
-    first_own,  # where there are: the place that they count from
-    unit,  # what makes the parts' log-sum-exps logarithms to base 2
+    parts,  # number of parts of each token, if places_ptr is None
+    first_own,  # index of the first own part
+    unit,  # converts the log-sum-exps to base 2
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Fold the parts of one token and one group of heads per program."""
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     row = tl.arange(0, ROWS)
@@ -77,7 +78,7 @@ def merge_state_kernel(
 
 
 def merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `merge_state_reference`, of which it has the shapes and the meaning."""
+    """Merge as `merge_state_reference` does."""
     check_merge_state(outs, lses, sinks)
     if outs.stride(3) != 1 or lses.stride(2) != 1:
         raise ValueError(f"outs have strides {outs.stride()}, their log-sum-exps {lses.stride()}")

@@ -1,6 +1,6 @@
-"""Attention of a whole step over a paged KV cache: chunks, single queries, and what these share.
+"""Attention of a whole step over a paged KV cache: prefill chunks, single queries, and shared prefixes.
 
-Cost: `attention_cost`, with `merge_state_cost` for the parts.
+Cost: `attention_cost`, and `merge_state_cost` for the parts.
 """
 
 from __future__ import annotations
@@ -27,14 +27,27 @@ def paged_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """As `paged_attention_reference`, with the lengths in `plan`, which `plan_attention` makes once a step.
+    """Compute attention as `paged_attention_reference` does, with the lengths in `plan`.
 
-    Every layer of the step calls this with the same plan, made for its window among others, and block tables (S, max
-    blocks) int32.
-    Where the plan has no chunks it can be captured into a graph; give plan_attention a Room, keep the plan and the
-    block tables where they are, and before each replay `refill` the one and copy into the other.
-    A bias of an encoder changes nothing for a prompt of one token, which sees itself alone.
-    `out`: like q; `lse`: (T, q_heads) float32; written if given. Raises ValueError for what the kernels do not cover.
+    Every layer of a step uses the same plan, which must include its window. A plan without chunks can be captured into
+    a graph: give `plan_attention` a Room, keep the plan and the block tables in place, and before each replay call
+    `refilled` and copy the block tables. A bias does not affect prompts of one token: the
+    softmax over one key is 1.
+
+    Args:
+        q: (T, q_heads, D).
+        k_cache: (blocks, kv_heads, block_size, D).
+        v_cache: as k_cache.
+        block_tables: (S, max blocks) int32.
+        plan: from `plan_attention`.
+        rules: scale, window, cap, sinks and bias.
+        k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
+        v_scale: as k_scale.
+        out: like q, written if given.
+        lse: (T, q_heads) float32, written if given.
+
+    Raises:
+        ValueError: If the kernels do not support the arguments.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     places = (q, k_cache, v_cache, block_tables)

@@ -1,7 +1,7 @@
-"""How many parts of attention a step keeps at most: what plans keep to, and what memory is set aside for.
+"""The most partial attention results of a step: the bound of plans, and the memory that is reserved for them.
 
-In the default mode keys are split to fill the GPU, so that there are about as many parts as rows and programs, however
-long contexts are. At fixed positions (`deterministic`) there is one for each segment of each row.
+By default keys are split to fill the GPU, so the number of parts is about rows plus programs, whatever the contexts. At
+fixed positions (`deterministic`) there is one part per segment and row.
 """
 
 from __future__ import annotations
@@ -15,36 +15,48 @@ from batchinfer_kernels.gpu.attention_launch import (
 )
 from batchinfer_kernels.gpu.target import processors
 
-# Levels of shared prefixes that a step has room for, on average of its rows: instructions, examples, a document and a
-# question are four. Rows read the keys of further levels themselves.
+# Average number of levels of shared prefixes per row that a step has room for; instructions, examples, a document and a
+# question are four. Rows read the keys of further levels on their own
 LEVELS = 4
 
 
 def most_members(rows: int) -> int:
-    """Rows of all levels together, in the default mode."""
+    """Return the capacity for rows of all levels together, by default."""
     return LEVELS * rows
 
 
 def most_shared(rows: int, members: int, kv_heads: int, device: torch.device) -> int:
-    """Parts of what rows share, in the default mode. `members`: rows of an item.
+    """Return the most parts over shared keys, by default.
 
-    A level of r rows and k keys has ceil(r / members) tiles and ceil(k / segment) parts of each row. The sum of tiles ×
-    k / segment is the number of programs at most (`prefix_segment`), and there are `most_members`.
+    A level of r rows and k keys has ceil(r / members) tiles and ceil(k / segment) parts per row. The sum of tiles × k /
+    segment is at most the number of programs (`prefix_segment`), and the sum of rows at most `most_members`.
+
+    Args:
+        rows: rows of the step.
+        members: rows of an item.
+        kv_heads: KV heads.
+        device: the GPU.
     """
     return most_members(rows) + members * _programs(PREFIX_PROGRAMS_PER_PROCESSOR, kv_heads, device)
 
 
 def most_own(rows: int, kv_heads: int, device: torch.device, queries: int = 1) -> int:
-    """Parts of what rows pass over by themselves, in the default mode, where any row is split. `queries`: the most that
-    a sequence has, each of which is a row and has parts of its own of what the sequence is cut into."""
+    """Return the most parts over the rows' own keys, by default.
+
+    Args:
+        rows: rows of the step.
+        kv_heads: KV heads.
+        device: the GPU.
+        queries: the most queries of a sequence; each has its own part of every item of the sequence.
+    """
     return rows + queries * _programs(PROGRAMS_PER_PROCESSOR, kv_heads, device)
 
 
 def most_segments(rows: int, longest: int) -> int:
-    """Parts of rows of up to `longest` keys that are cut at fixed positions, whether rows share them or not."""
+    """Return the parts of rows of up to `longest` keys that are cut at fixed positions, shared or not."""
     return rows * -(-longest // SEGMENT)
 
 
 def _programs(of_a_processor: int, kv_heads: int, device: torch.device) -> int:
-    """Items that fill the GPU: each is a program for each KV head."""
+    """Return the items that fill the GPU; an item has one program per KV head."""
     return -(-of_a_processor * processors(device) // kv_heads)

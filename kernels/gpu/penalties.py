@@ -1,4 +1,4 @@
-"""Penalties and bans, on logits in place. Cost: batchinfer_kernels.cost.penalise_cost."""
+"""Penalties and bans, applied to logits in place. Cost: batchinfer_kernels.cost.penalise_cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from batchinfer_kernels.gpu.row_chunks import check_logits
 from batchinfer_kernels.penalties import Penalties
 
-# Tokens of a row that are looked at together
+# Tokens of a row that are processed at a time
 TILE = 1024
 _SEEN = tl.constexpr(1 << 30)
 
@@ -27,8 +27,11 @@ def _penalise_kernel(
     repetition_ptr, presence_ptr, frequency_ptr, banned_ptr, bans, counts_ptr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. How often a token was said is counted where it has a place in `counts`; of its occurrences
-    the one that takes the count away changes the logit, which leaves all counts 0."""
+    """Penalise one row per program.
+
+    Occurrences of each token are counted in `counts`. The occurrence that first resets the count to 0 changes the
+    logit, so all counts are 0 in the end.
+    """
     index = tl.program_id(0).to(tl.int64)
     logits_ptr += tl.load(rows_ptr + index).to(tl.int64) * stride
     counts_ptr += index * vocab
@@ -36,7 +39,7 @@ def _penalise_kernel(
     prompt, length = tl.load(prompt_lens_ptr + index), tl.load(lengths_ptr + index)
     repetition = tl.load(repetition_ptr + index)
     presence, frequency = tl.load(presence_ptr + index), tl.load(frequency_ptr + index)
-    first = tl.where(repetition == 1.0, prompt, 0)  # what the prompt holds matters to no other penalty
+    first = tl.where(repetition == 1.0, prompt, 0)  # only the repetition penalty covers the prompt
     for start in range(first, length, TILE):
         at = start + tl.arange(0, TILE)
         token, real = _token(tokens_ptr, at, length, vocab)
@@ -45,7 +48,7 @@ def _penalise_kernel(
     tl.debug_barrier()
     for start in range(first, length, TILE):
         token, real = _token(tokens_ptr, start + tl.arange(0, TILE), length, vocab)
-        count = tl.atomic_and(counts_ptr + token, 0, mask=real)  # taken away; Triton has no exchange for AMD
+        count = tl.atomic_and(counts_ptr + token, 0, mask=real)  # Triton has no atomic exchange for AMD
         mine = real & (count != 0)
         x = tl.load(logits_ptr + token, mask=mine, other=0.0).to(tl.float32)
         factor = tl.zeros_like(x) + repetition
@@ -64,8 +67,12 @@ def _penalise_kernel(
 def penalise(logits: Tensor, penalties: Penalties, counts: Tensor | None = None) -> None:
     """Penalise logits as batchinfer_kernels.penalties.penalise_reference does. Rows of logits may be strided.
 
-    `counts`: (at least n, vocab) int32, zeros, and zeros again when this is done; made here if not given. A row without
-    tokens and bans is not changed, so that a captured launch may have some to spare.
+    A row without tokens and bans is not changed, so a captured launch may have spare rows.
+
+    Args:
+        logits: (rows, vocab).
+        penalties: the penalties of n rows.
+        counts: (at least n, vocab) int32 zeros, and zeros again afterwards; allocated if not given.
     """
     penalties.check(logits)
     check_logits(logits)
@@ -94,5 +101,5 @@ def penalise(logits: Tensor, penalties: Penalties, counts: Tensor | None = None)
             counts,
             TILE=TILE,
             num_warps=4,
-            enable_fp_fusion=False,  # as the CPU does it, to the bit
+            enable_fp_fusion=False,  # for the same bits as on a CPU
         )

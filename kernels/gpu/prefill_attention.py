@@ -1,9 +1,8 @@
-"""Attention of query chunks over a paged KV cache: what is cached before the chunk, and the chunk itself. It is causal,
-or that of encoders, whose tokens see later ones, too.
+"""Attention of query chunks over a paged KV cache, causal, or bidirectional for encoders.
 
-One program takes a tile of query rows of one sequence, the heads of one KV head packed into it, over all their keys
+A program takes a tile of query rows of one sequence, with the heads of one KV head packed into it, over all their keys
 (FlashAttention-2, Dao, 2023; block tables as in vLLM's PagedAttention, Kwon et al., 2023). Sequences of any lengths
-share a launch. Tiles that every row sees whole are passed over without masks.
+share a launch. Tiles that every row sees completely need no masks.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from batchinfer_kernels.gpu.attention_launch import (
 )
 from batchinfer_kernels.paged_attention import ScoreRules
 
-# With tiles in flight sm_90 would wait for each product where scores have something added
+# With more stages, sm_90 would wait for each product if a bias is added to scores
 _BIASED = {"num_stages": 1}
 Lengths = Sequence[int] | NDArray[np.int64]
 
@@ -46,8 +45,8 @@ Lengths = Sequence[int] | NDArray[np.int64]
 def _prefill_attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
     items_ptr,  # (n, 5) int32: sequence, first row of q, rows, position of the first, end of the keys
-    bias_ptr,  # (q_heads, 2 x positions) float32, behind whose middle later keys have theirs; or None
-    nearby_ptr,  # (T,) int32, of `TreeMask`; None: no query is in a tree
+    bias_ptr,  # (q_heads, 2 x positions) float32, the second half for keys after the query; or None
+    nearby_ptr,  # (T,) int32: TreeMask.nearby; None: no query is in a tree
     out_ptr, lse_ptr,
     q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_scale, stride_table, out_stride_token,
     out_stride_head, lse_stride_token,
@@ -56,6 +55,7 @@ def _prefill_attention_kernel(
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    """Compute one item and KV head per program."""
     q_stride_token, q_stride_head = q_stride_token * UNIT, q_stride_head * UNIT
     stride_block, stride_head, stride_key = times(UNIT, stride_block, stride_head, stride_key)
     item = items_ptr + tl.program_id(0) * 5
@@ -78,9 +78,7 @@ def _prefill_attention_kernel(
     v_ptr += kv_head.to(tl.int64) * stride_head
     end = tl.load(item + 4)
     begin, least = 0, 0
-    if (
-        WINDOW
-    ):  # tiles that even the first row has left behind change nothing, and those that the last does not reach
+    if WINDOW:  # skip tiles before the window of the first row and after the window of the last row
         least = tl.maximum(first_at - window + 1, 0)
         begin = least // TILE * TILE
         if not CAUSAL:
@@ -116,7 +114,9 @@ def _prefill_attention_kernel(
             total, top, mass = fold(total, top, mass, part, lse)
     else:
         whole = begin
-        if not WINDOW:  # up to the first row's own position every row sees everything, or up to the end
+        if (
+            not WINDOW
+        ):  # every row sees all keys up to the first row's position, or up to the end if not causal
             if CAUSAL:
                 whole = (first_at + 1) // TILE * TILE
                 if nearby_ptr is not None:
@@ -149,11 +149,17 @@ def prefill_items(
     first_rows: NDArray[np.int64] | None = None,
     causal: bool = True,
 ) -> NDArray[np.int32]:
-    """Each sequence's queries, so many tokens at a time: (n, 5) int32, those with most work first.
+    """Return the queries of all sequences in items of at most `tokens_per_item`, (n, 5) int32, the largest first.
 
-    Made once a step and read in every layer. Columns: sequence, first row of q, rows, position of the first, end of the
-    keys that they see. `first_rows`: where each sequence's queries are in q, one after the other if not given. Not
-    `causal`, queries see all of their context.
+    The columns are: sequence, first row of q, rows, position of the first row, and end of the keys that the rows see.
+    Items are made once per step for all layers.
+
+    Args:
+        query_lens: queries of each sequence.
+        context_lens: keys of each sequence.
+        tokens_per_item: the most queries of an item.
+        first_rows: first row of q of each sequence; by default sequences follow one another.
+        causal: False: queries see all keys of their sequence.
     """
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
     pieces = -(-lens // tokens_per_item)
@@ -170,16 +176,16 @@ def prefill_items(
 
 
 def prefill_tokens(dtype: torch.dtype, head_dim: int, group: int, deterministic: bool = False) -> int:
-    """How many tokens an item may have: `prefill_items`' `tokens_per_item`."""
+    """Return the maximum tokens of an item: `tokens_per_item` of `prefill_items`."""
     return choose_tiles("deterministic" if deterministic else "prefill", dtype, head_dim).rows // group
 
 
 def check_nearby(nearby: Tensor, queries: int, window: int | None, causal: bool) -> None:
-    """Raises ValueError when what is said of trees does not fit."""
+    """Raise ValueError if `nearby` does not match the queries, or trees are not supported with these rules."""
     if nearby.shape != (queries,) or nearby.dtype != torch.int32:
         raise ValueError(f"nearby is {tuple(nearby.shape)} {nearby.dtype}, expected ({queries},) int32")
     if window is not None or not causal:
-        raise ValueError("trees have no windows, and see nothing behind them")
+        raise ValueError("a draft tree requires causal attention without a window")
 
 
 def prefill_attention(
@@ -201,22 +207,34 @@ def prefill_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """As `paged_attention_reference`, of which it has the shapes and the meaning.
+    """Compute attention as `paged_attention_reference` does, with the same shapes.
 
-    `items`: of `prefill_items`, prepared once a step and read in every layer; made here if not given, and read instead
-    of the lengths if given: queries that no item has are left alone. The grid has a program for each item and KV head.
+    The grid has one program per item and KV head.
 
-    `nearby`: (T,) int32: which keys queries in trees of drafts see, of `TreeMask`; there is no window then.
-
-    `deterministic`: a row's bits depend on its own sequence alone; `segment` keys are then folded at a time.
-
-    `out`: like q; `lse`: (T, q_heads) float32; written if given.
+    Args:
+        q: (T, q_heads, D).
+        k_cache: (blocks, kv_heads, block_size, D).
+        v_cache: as `k_cache`.
+        block_tables: (sequences, max blocks) int32.
+        query_lens: queries of each sequence.
+        context_lens: keys of each sequence, queries included.
+        rules: scale, window, cap, sinks and bias.
+        k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
+        v_scale: as `k_scale`.
+        items: from `prefill_items`, used instead of the lengths. Queries outside items are not written. Made from the
+            lengths if not given.
+        deterministic: True: a row's bits depend only on its own sequence.
+        segment: keys that are folded at a time in deterministic mode.
+        causal: False: queries also see later keys.
+        nearby: (T,) int32, TreeMask.nearby of queries in draft trees; excludes a window.
+        out: like q, written if given.
+        lse: (T, q_heads) float32, written if given.
     """
     check_attention(q, k_cache, v_cache, block_tables, rules.sinks, k_scale, v_scale)
     work: Work = "deterministic" if deterministic else "prefill"
     tiles = choose_tiles(work, q.dtype, q.shape[2], k_scale is not None)
     if segment % tiles.keys:
-        raise ValueError(f"a segment of {segment} keys is not made of tiles of {tiles.keys}")
+        raise ValueError(f"a segment of {segment} keys is not a multiple of a tile of {tiles.keys}")
     if nearby is not None:
         check_nearby(nearby, len(q), rules.window, causal)
     kv_heads, bias = k_cache.shape[1], rules.bias

@@ -1,9 +1,9 @@
-"""Attention of many sequences' queries over keys that all of them share, read once: as a matrix product.
+"""Attention of the queries of many sequences over keys that they share, which are read once in a matrix product.
 
-The queries of a group are the rows of tiles as in prefill, and a level's keys may be split among programs. Groups form
-levels: what all of a group share, then what parts of it share behind that, and so on. What a row gets from each is
-folded with its own part by log-sum-exp (Hydragen, Juravsky et al., 2024; several levels: FlashInfer's cascade, Ye et
-al., 2024). Cost: `attention_cost` with shared keys counted once, and `merge_state_cost`.
+The queries of a group are the rows of tiles as in prefill, and the keys of a level may be split among programs. Groups
+form levels: the keys that all sequences of a group share, then the keys that subgroups share, and so on. The results of
+all levels and of a row's own keys are folded by log-sum-exp (Hydragen, Juravsky et al., 2024; several levels:
+FlashInfer's cascade, Ye et al., 2024). Cost: `attention_cost` with shared keys counted once, and `merge_state_cost`.
 """
 
 from __future__ import annotations
@@ -30,40 +30,42 @@ from batchinfer_kernels.paged_attention import ScoreRules
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """The rows that share keys, and the keys that they share; made by `plan_attention`, once a step. A row is one
-    query, whatever it is in `Own`."""
+    """The rows that share keys, and these keys; made by `plan_attention` once per step. A row is always one query."""
 
-    held: Mapping[str, StepArray]  # items, members, starts and places, by these names
-    parts: int  # of all rows together, and what a graph has room for beyond them
+    held: Mapping[str, StepArray]  # the arrays "items", "members", "starts" and "places"
+    parts: int  # parts of all rows, or the capacity of a graph
 
     @property
     def items(self) -> Tensor:
-        """(m, 6) int32 on the device: first member, members (0: padding), sequence with the keys, first key, end,
-        number of the part among those of a row."""
+        """Return (m, 6) int32 on the device.
+
+        The fields are: first member, number of members (0 for padding), a sequence with the keys, first key, end of the
+        keys, and the number of the part within each row.
+        """
         return self.held["items"].tensor
 
     @property
     def members(self) -> Tensor:
-        """Rows, int32 on the device; an item names a stretch of them."""
+        """Return the rows of all items, int32 on the device; an item is a segment of it."""
         return self.held["members"].tensor
 
     @property
     def starts(self) -> Tensor:
-        """(n,) int32 on the device: the keys before it are shared, of each row of `Own`."""
+        """Return the number of shared keys of each row of `Own`, (n,) int32 on the device."""
         return self.held["starts"].tensor
 
     @property
     def places(self) -> Tensor:
-        """(queries + 1,) int32 on the device: row i's shared parts lie at places[i] to places[i + 1]."""
+        """Return (queries + 1,) int32 on the device: the shared parts of row i are places[i] to places[i + 1]."""
         return self.held["places"].tensor
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _prefix_attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, items_ptr, members_ptr,
-    rows_ptr,  # (n, 2) int32: row of q, sequence; None: both are the number of the row
-    contexts_ptr,  # of `Own`: of each sequence, or of each query, which then has its number
-    places_ptr,  # of `Prefixes`
+    rows_ptr,  # (n, 2) int32: row of q, sequence; None: both equal the index of the row
+    contexts_ptr,  # Own.contexts: by sequence, or by query
+    places_ptr,  # Prefixes.places
     parts_ptr, part_lses_ptr,
     q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_scale, stride_table, heads,
     scale, cap, window,
@@ -71,6 +73,7 @@ def _prefix_attention_kernel(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    """Compute one item and KV head per program."""
     q_stride_token, q_stride_head = q_stride_token * UNIT, q_stride_head * UNIT
     stride_block, stride_head, stride_key = times(UNIT, stride_block, stride_head, stride_key)
     item = items_ptr + tl.program_id(0).to(tl.int64) * 6
@@ -89,7 +92,7 @@ def _prefix_attention_kernel(
         sequence = tl.load(rows_ptr + index * 2 + 1).to(tl.int64)
     row_at = tl.full([ROWS], -1, tl.int32)
     least = 0
-    if WINDOW:  # tiles that every row has left behind change nothing
+    if WINDOW:  # skip tiles before the windows of all rows
         context = tl.load(contexts_ptr + sequence)
         row_at = tl.where(real, context - 1, -1)
         nearest = tl.min(tl.where(real, context, 2147483647), 0)
@@ -117,7 +120,7 @@ def _prefix_attention_kernel(
 
 
 def prefix_members(dtype: torch.dtype, head_dim: int, group: int, deterministic: bool = False) -> int:
-    """How many rows an item of `Prefixes` may have."""
+    """Return the maximum number of rows of an item of `Prefixes`."""
     return choose_tiles("deterministic" if deterministic else "prefix", dtype, head_dim).rows // group
 
 
@@ -134,9 +137,12 @@ def attend_prefixes(
     v_scale: Tensor | None,
     deterministic: bool,
 ) -> None:
-    """Every group's queries over what they share, to `parts`. The grid has an item a program, padding included.
+    """Compute attention over the shared keys of every group, into `parts`.
 
-    Raises ValueError when items have other columns than the kernel knows, or there is room for too few parts.
+    The grid has one program per item, including padding.
+
+    Raises:
+        ValueError: If items have the wrong shape, or `parts` has too little capacity.
     """
     if prefixes.items.dim() != 2 or prefixes.items.shape[1] != 6 or prefixes.parts > parts.first_own:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Rows of activations as codes with a scale each: int8 and float8_e4m3fn."""
+"""Quantises rows of activations to int8 or float8_e4m3fn, with one scale per row or group."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from batchinfer_kernels.block_fp8_matmul import GROUP
 from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
 from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 
-# A row up to this long is held in registers (16 values a thread with 16 warps); a longer one is read twice.
+# Rows up to this length are held in registers (16 values per thread with 16 warps); longer ones are read twice
 LONGEST_HELD = 8192
-GROUPS_AT_ONCE = 16  # of 128 values each, 16 values a thread
-# Adding it to a number below 2^22 rounds that to the nearest integer, ties to even
+GROUPS_AT_ONCE = 16  # groups of 128 values per program, 16 values per thread
+# Adding this to a number below 2^22 rounds the number to the nearest integer, ties to even
 ROUNDER = tl.constexpr(12582912.0)
 
 
 @triton.jit
 def codes_of(x, inverse, dtype: tl.constexpr, MOST: tl.constexpr):
+    """Quantise x, with `inverse` quantised units per value."""
     if dtype == tl.int8:
-        # One rounding: the product is added to the rounder before it is rounded itself
+        # fma rounds once: the product is not rounded before ROUNDER is added
         return (tl.fma(x, inverse, ROUNDER) - ROUNDER).to(tl.int8)
     else:
         return tl.clamp(x * inverse, -MOST, MOST).to(dtype)
@@ -29,7 +30,12 @@ def codes_of(x, inverse, dtype: tl.constexpr, MOST: tl.constexpr):
 
 @triton.jit
 def inverse_scale(most, MOST: tl.constexpr):
-    """Codes a value, and the scale. `most`: the row's largest magnitude, with a NaN or an infinity no number."""
+    """Return the inverse scale and the scale of a row.
+
+    Args:
+        most: the row's largest magnitude, infinite if the row has a NaN or an infinity.
+        MOST: the largest quantised value.
+    """
     inverse = tl.div_rn(MOST, tl.where(most > 0, most, 1.0))
     usable = (most > 0) & (most < float("inf")) & (inverse < float("inf"))
     scale = tl.where(most < float("inf"), tl.div_rn(most, MOST), float("nan"))
@@ -49,7 +55,7 @@ def _quantize_rows_kernel(
     if HELD:
         x = tl.load(x_ptr + at, mask=at < inputs, other=0.0).to(tl.float32)
         size = tl.abs(x)
-        # What is no number counts as infinity: a maximum would pass it over
+        # NaN counts as infinity, because a maximum would ignore it
         most = tl.max(tl.where(size <= infinity, size, infinity), 0)
         inverse, scale = inverse_scale(most, MOST)
         x = tl.where(size < infinity, x, 0.0)

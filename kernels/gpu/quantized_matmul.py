@@ -1,6 +1,6 @@
 """Linear layers with only the weight quantised. Cost: batchinfer_kernels.cost.weight_only_linear_cost.
 
-What `deterministic` means and rests on stands in matmul.py.
+matmul.py defines `deterministic`.
 """
 
 from __future__ import annotations
@@ -25,31 +25,34 @@ from batchinfer_kernels.quantized_matmul import (
     check_int8_weight,
 )
 
-# Outputs that a program widens, of a span each. Not measured: 64 values a thread, written 16 bytes at a time
+# Outputs per program, which widens one span of each. Not measured: 64 values per thread, written 16 bytes at a time
 WIDENED_LINES = 64
-# Outputs of a part of a weight are a multiple, so that the library's tiles are full
+# Outputs of a part of a weight are a multiple of this, to fill the tiles of the library
 PART_OUTPUTS = 128
 
-# Codes become floats where they are: below 16 bits a number's last bits are the code and the others say how large a
-# number it is, which is taken off again. Both are exact, and work on the two halves of a register at once.
+# Packed values become floats in place: they are put into the last mantissa bits of a 16-bit float whose other bits are
+# a constant, and the constant is subtracted. Both are exact, and apply to both halves of a register at once.
 
 
 @triton.jit
 def _int8_values(words, PIECE: tl.constexpr, dtype: tl.constexpr):
-    """(lines, words) → the codes of one piece as values of `dtype`, exact."""
+    """Return the values of piece PIECE of words (lines, words) in `dtype`, exactly."""
     words = words >> (PIECE * 8)
     if dtype == tl.float32:
         return (words << 8 >> 8).to(tl.float32)
-    elif dtype == tl.float16:  # 1024 + 128 + code, whose first bit is turned over
+    elif dtype == tl.float16:  # build 1024 + 128 + value, by flipping the sign bit
         return ((words & 255) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
-    else:  # 128 + the last seven bits, less 128 or, with the first bit, 256
+    else:  # 128 + the last seven bits, minus 128, or minus 256 if the sign bit is set
         size = ((words & 127) | 0x4300).to(tl.bfloat16, bitcast=True)
         return size - ((words & 128) | 0x4300).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _int4_values(words, zero, scale, PIECE: tl.constexpr, dtype: tl.constexpr):
-    """(lines, words) → the values of one piece, one rounding each. `zero`: (lines, 1) int8; `scale`: of `dtype`."""
+    """Return the dequantised values of piece PIECE of words (lines, words), rounded once.
+
+    `zero` is (lines, 1) int8; `scale` has the dtype `dtype`.
+    """
     codes = (words >> (PIECE * 4)) & 15
     if dtype == tl.float32:
         return (codes.to(tl.float32) - (8.0 + zero.to(tl.float32))) * scale
@@ -61,9 +64,12 @@ def _int4_values(words, zero, scale, PIECE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _mxfp4_values(words, exponent, PIECE: tl.constexpr, dtype: tl.constexpr):
-    """(lines, words) → the values of one piece, exact but in float16. `exponent`: (lines, 1) uint8, of a power of two
-    and 127 more. Sign, exponent and fraction of a code are put where a float has them, which is then too small by a
-    power of two; its product with that and with the group's is taken apart, as one of both may be too large."""
+    """Return the values of piece PIECE of words (lines, words), exact except in float16.
+
+    `exponent` is (lines, 1) uint8, biased by 127. The four bits are moved to the sign, exponent and mantissa of a
+    float, which then is too small by a constant power of two. It is multiplied by that power and by the group's power
+    separately, because their product may overflow.
+    """
     codes = words >> (PIECE * 4)
     if dtype == tl.bfloat16:
         small = (((codes & 7) << 6) | ((codes & 8) << 12)).to(tl.bfloat16, bitcast=True)
@@ -80,12 +86,14 @@ def coded_values(
     words, first, from_row, inputs, outputs, groups_ptr, zeros_ptr,
     PIECE: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Return the values of a piece that begins at input `first`: int8 without `groups_ptr`, MXFP4 where the scales that
-    it points to are exponents, else int4."""
+    """Return the values of piece PIECE, which starts at input `first`.
+
+    They are int8 without `groups_ptr`, MXFP4 if it points to uint8 exponents, and int4 otherwise.
+    """
     if groups_ptr is None:
         return _int8_values(words, PIECE, dtype)
     else:
-        # A piece is of one group. The last span may end before it, which then has none and meets zeros.
+        # A piece belongs to one group. A piece beyond the last input has no group, but is multiplied by zeros
         at = (tl.minimum(first, inputs - 1) // GROUP).to(tl.int64) * outputs + from_row
         scale = tl.load(groups_ptr + at)[:, None]
         if groups_ptr.dtype.element_ty == tl.uint8:
@@ -102,6 +110,7 @@ def coded_segment_sums(
     EVEN: tl.constexpr, PRECISION: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
+    """Return the sums over the inputs [first, end) of a packed weight."""
     PIECES: tl.constexpr = 16 // BITS
     WORDS: tl.constexpr = INPUTS // PIECES
     sums = tl.zeros((LINES, ROWS), tl.float32)
@@ -137,7 +146,7 @@ def _coded_matmul_kernel(
     PRECISION: tl.constexpr, TOGETHER: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """As matmul_kernel, whose arguments it takes, with a span of codes as a tile's inputs."""
+    """Multiply as matmul_kernel does, with the same arguments and a span of a packed weight as a tile's inputs."""
     line_tiles, row_tiles = tl.cdiv(outputs, LINES), tl.cdiv(rows, ROWS)
     line_tile, row_tile = tile_place(tl.program_id(0), line_tiles, row_tiles, TOGETHER)
     line = line_tile * LINES + tl.arange(0, LINES)
@@ -171,13 +180,13 @@ def _coded_matmul_kernel(
 @triton.jit(do_not_specialize=["first", "lines"])
 def _widen_kernel(
     weight_ptr,  # (outputs, words) int16
-    groups_ptr, zeros_ptr,  # (groups, outputs); zeros: or None
+    groups_ptr, zeros_ptr,  # (groups, outputs); zeros_ptr may be None
     panel_ptr,  # (lines, inputs)
-    first, lines,  # outputs
+    first, lines,  # first output and number of outputs
     outputs, inputs, stride_weight,
     GROUP: tl.constexpr, SPAN: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the values of a span of some outputs."""
+    """Write the values of one span of some outputs."""
     PIECES: tl.constexpr = 4
     PIECE: tl.constexpr = SPAN // PIECES
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
@@ -196,21 +205,27 @@ def _widen_kernel(
 
 
 def _shared(weight: Int4Weight | Mxfp4Weight) -> tuple[Tensor, Tensor | None, int]:
-    """Return what inputs of a group share, scales or exponents, and zeros, and how many inputs these are."""
+    """Return the scales or exponents, the zero points, and the number of inputs that share them."""
     if isinstance(weight, Int4Weight):
         return weight.scales, weight.zeros, weight.group
     return weight.exponents, None, MXFP4_GROUP
 
 
 def widen(weight: Int4Weight | Mxfp4Weight, first: int, panel: Tensor) -> None:
-    """Write the values of the outputs from `first` on to `panel`, (outputs, inputs) without gaps: int4_values in the
-    dtype of their scales, or mxfp4_values. Raises ValueError for another panel, or one beyond the weight's end."""
+    """Dequantise the outputs from `first` on into `panel` (outputs, inputs), contiguous.
+
+    The values are int4_values in the dtype of the scales, or mxfp4_values.
+
+    Raises:
+        ValueError: If the panel does not match or exceeds the weight.
+    """
     lines, inputs = panel.shape
     fits = inputs == weight.inputs and first >= 0 and first + lines <= weight.outputs
     groups, zeros, group = _shared(weight)
     if not fits or groups.dtype not in (panel.dtype, torch.uint8) or not panel.is_contiguous():
         raise ValueError(
-            f"a panel {tuple(panel.shape)} {panel.dtype} of {weight.outputs} outputs from {first} on"
+            f"a panel {tuple(panel.shape)} {panel.dtype} at output {first} does not match a weight of "
+            f"{weight.outputs} outputs and {weight.inputs} inputs"
         )
     if panel.numel() == 0:
         return
@@ -222,10 +237,16 @@ def widen(weight: Int4Weight | Mxfp4Weight, first: int, panel: Tensor) -> None:
 
 
 def panel_matmul(x: Tensor, weight: Int4Weight | Mxfp4Weight, bias: Tensor | None, panel: Tensor) -> Tensor:
-    """x: (T, K) → (T, N): the library's products with parts of the weight, as many outputs each as `panel` has room
-    for when they are widened, one part after the other. `panel`: values of x's dtype, at least those of one output.
+    """Multiply x (T, K) with torch, after dequantising the weight part by part into `panel`: (T, N).
 
-    Raises ValueError when shapes or dtypes do not fit.
+    Args:
+        x: (T, K).
+        weight: the weight.
+        bias: (N,), or None.
+        panel: a buffer in x's dtype for at least one output; as many outputs are dequantised at a time as fit.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match.
     """
     if isinstance(weight, Int4Weight):
         check_int4_weight(x, weight, bias, None, None)
@@ -235,7 +256,7 @@ def panel_matmul(x: Tensor, weight: Int4Weight | Mxfp4Weight, bias: Tensor | Non
     height = weight.outputs if whole else panel.numel() // weight.inputs // PART_OUTPUTS * PART_OUTPUTS
     height = height or panel.numel() // max(1, weight.inputs)
     if height < 1:
-        raise ValueError(f"a panel of {panel.numel()} values has no room for {weight.inputs} inputs")
+        raise ValueError(f"a panel of {panel.numel()} values is too small for {weight.inputs} inputs")
     y = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=x.device)
     for first in range(0, weight.outputs, height):
         end = min(first + height, weight.outputs)

@@ -1,4 +1,4 @@
-"""RMSNorm with the residual addition fused in front of it. Cost: batchinfer_kernels.cost.rms_norm_cost."""
+"""RMSNorm, fused with a preceding residual addition. Cost: batchinfer_kernels.cost.rms_norm_cost."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from batchinfer_kernels.gpu.checks import as_rows, check_same_dtype
 from batchinfer_kernels.gpu.sizes import next_power_of_2
 from batchinfer_kernels.rms_norm import check_rms_norm
 
-# A row up to this long is held in registers (32 values a thread with 16 warps); a longer one is read twice.
+# Rows up to this length are held in registers (32 values per thread with 16 warps); longer ones are read twice
 LONGEST_HELD = 16_384
-# Columns a time where it is not
+# Columns at a time in longer rows
 PIECE = 8192
 
 
 @triton.jit
 def _total(x_ptr, residual_ptr, at, mask, HAS_RESIDUAL: tl.constexpr):
-    """x + residual, rounded to x's type as torch does, in float32."""
+    """Return x + residual in float32, rounded to x's dtype as torch does."""
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
@@ -29,7 +29,7 @@ def _total(x_ptr, residual_ptr, at, mask, HAS_RESIDUAL: tl.constexpr):
 
 @triton.jit
 def scaled(x, weight, offset, OFFSET: tl.constexpr):
-    """x (float32) times the weight, rounded before and after; or times offset + weight, rounded once."""
+    """Return x (float32) × weight, rounded before and after, or x × (offset + weight), rounded once."""
     if OFFSET:
         return (x * (offset + weight.to(tl.float32))).to(weight.dtype)
     return (x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
@@ -63,7 +63,7 @@ def _rms_norm_kernel(
     HELD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row: a row's sum is taken in the same order whatever rows are beside it."""
+    """Normalise one row per program; the order of a row's sum does not depend on other rows."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     residual_ptr += row * residual_stride
@@ -91,8 +91,7 @@ def _rms_norm_kernel(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Normalise as batchinfer_kernels.rms_norm.rms_norm_reference does. All tensors have one dtype; rows of x may be
-    strided."""
+    """Normalise as rms_norm.rms_norm_reference does. Tensors have one dtype; rows of x may be strided."""
     check_rms_norm(x, weight, residual)
     check_same_dtype(x=x, weight=weight, residual=residual)
     rows, hidden = as_rows(x), x.shape[-1]
@@ -116,5 +115,5 @@ def rms_norm(
 
 
 def _warps(block: int) -> int:
-    """16 values a thread, so that a bfloat16 row is loaded 16 bytes at a time, twice."""
+    """Return the warps for 16 values per thread, which a bfloat16 row loads in two accesses of 16 bytes."""
     return min(16, max(1, block // 512))

@@ -1,4 +1,4 @@
-"""RoPE of q and k, with optional QK-norm before and the KV write after: batchinfer_kernels.cost.rope_store_cost."""
+"""RoPE of q and k, with optional QK-norm, and the write of K and V. Cost: batchinfer_kernels.cost.rope_store_cost."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from batchinfer_kernels.gpu.rms_norm import scaled
 from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.rope_store import check_caches, check_pairs, check_rotary
 
-# Values of one token that a program rotates: 8 a thread and half with 4 warps, 16 bytes of bfloat16
+# Values of one token per program: 8 of each half per thread with 4 warps, 16 bytes of bfloat16
 TILE = 2048
-# How the kernel writes a cache
+# Names of quantised formats in the kernel
 CODES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 
 @triton.jit
 def _load_pairs(ptr, at, mask, PAIRS: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both values of each pair, (heads, PADDED), of the heads that begin at `at`, (heads, 1)."""
+    """Return both values of each pair, (heads, PADDED), of the heads that start at `at`, (heads, 1)."""
     if INTERLEAVED:
         columns = tl.arange(0, 2 * PADDED)[None, :]
         wide = tl.load(ptr + at + columns, mask=mask & (columns < 2 * PAIRS), other=0.0)
@@ -61,7 +61,10 @@ def _rotated_heads(
     D: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     NORMED: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Both values of each pair and what is not rotated (some of the first values again if all is), in q's dtype."""
+    """Return both rotated values of each pair, and the values that are not rotated, in q's dtype.
+
+    If all values are rotated, the latter are copies of some of the first values.
+    """
     first, second = _load_pairs(ptr, at, mask, PAIRS, PADDED, INTERLEAVED)
     beyond = 2 * PAIRS + tl.arange(0, REST_PADDED)[None, :]
     rest = tl.load(ptr + at + beyond, mask=mask & (beyond < D), other=0.0)
@@ -84,28 +87,28 @@ def _rotated_heads(
 
 @triton.jit
 def _fp8_code(x):
-    """The bits of float8_e4m3fn, to the nearest even, 448 for all above it: not every target can convert to it."""
+    """Return the bits of float8_e4m3fn, rounded to nearest even, clamped to 448; some targets have no conversion."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = tl.minimum(tl.abs(x), 448.0)
     wide = size.to(tl.uint32, bitcast=True)
-    # 20 bits of the mantissa are rounded away; the exponent's bias goes from 127 to 7
+    # Round off 20 bits of the mantissa, and change the exponent bias from 127 to 7
     normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20) - 960
-    # multiples of 2^-9: the last bit of a float32 at 2^14
+    # Multiples of 2^-9, the unit in the last place of a float32 at 2^14
     subnormal = (size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
     return (tl.where(size < 0.015625, subnormal, normal) | sign).to(tl.uint8)
 
 
 @triton.jit
 def _largest(x):
-    """(heads,) float32; a head with a value that is no finite number has infinity, which a maximum might pass over."""
+    """Return the largest magnitude of each head, (heads,) float32; infinity if a value is not finite."""
     size = tl.abs(x.to(tl.float32))
     return tl.max(tl.where(size < float("inf"), size, float("inf")), 1)
 
 
 @triton.jit
 def _scale(largest, CODES: tl.constexpr):
-    """Codes a value, and the scale, of heads with these largest magnitudes."""
+    """Return the inverse scale and the scale of heads with these largest magnitudes."""
     if CODES == "int8":
         return inverse_scale(largest, 127.0)
     else:
@@ -114,7 +117,7 @@ def _scale(largest, CODES: tl.constexpr):
 
 @triton.jit
 def _coded(x, inverse, target_type: tl.constexpr, CODES: tl.constexpr):
-    """(heads, n) as the cache holds it. inverse: (heads,) codes a value."""
+    """Convert values (heads, n) to the format of the cache; `inverse` (heads,) is the inverse scale."""
     if CODES == "none":
         return x.to(target_type)
     else:
@@ -144,7 +147,7 @@ def _cache_keys(
     D: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     INTERLEAVED: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """at, mask, scale_at: (heads, 1)."""
+    """Write rotated keys and their scales to the cache; at, mask and scale_at are (heads, 1)."""
     kept: tl.constexpr = ptr.dtype.element_ty
     inverse = 1.0
     if CODES != "none":
@@ -186,8 +189,10 @@ def _rope_store_kernel(
     D: tl.constexpr, D_PADDED: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """A program has HEADS heads of q, of k or of v of one token: the second index counts through all three. Without
-    kv_heads there are none but q's, and slots may be any numbers."""
+    """Process HEADS heads of q, of k or of v of one token per program; the second index counts q, then k, then v.
+
+    Without kv_heads only q is rotated, and slots are not used.
+    """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     q_parts, kv_parts = tl.cdiv(q_heads, HEADS), tl.cdiv(kv_heads, HEADS)
@@ -231,7 +236,7 @@ def _rope_store_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where K and V come from and go to; without `kv_heads` q alone is rotated, and stands for all that is not read."""
+    """The sources and targets of K and V. If `kv_heads` is 0, only q is rotated, and replaces the unused tensors."""
 
     k: Tensor
     v: Tensor
@@ -262,10 +267,9 @@ def rope_store(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Rotate and store as batchinfer_kernels.rope_store.rope_store_reference does; q, k and v may be slices of one
-    tensor.
+    """Rotate and store as rope_store.rope_store_reference does; q, k and v may be slices of one tensor.
 
-    With `positions` (T,) int64, cos and sin are tables, (positions, pairs), and the kernel looks its rows up.
+    With `positions` (T,) int64, cos and sin are tables (positions, pairs), in which the kernel looks up its rows.
     """
     _check(q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, positions, k_scale, v_scale)
     norms = (q, k) if q_norm is None or k_norm is None else (q_norm.contiguous(), k_norm.contiguous())
@@ -285,8 +289,7 @@ def rope(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """Rotate q as batchinfer_kernels.rope_store.rope_reference does; `positions` as for `rope_store`, whose bits these
-    are."""
+    """Rotate q as rope_store.rope_reference does, with the same bits as `rope_store`; see there for `positions`."""
     check_pairs(q, cos.shape[1])
     _check_tables(q, cos, sin, positions)
     check_same_dtype(q=q, norm=norm)
@@ -347,7 +350,7 @@ def _launch(
         REST_PADDED=next_power_of_2(max(1, dim - 2 * pairs)),
         HEADS=heads,
         num_warps=max(1, min(4, heads * padded // 256)),
-        # so that `rope` and `rope_store`, compiled apart, round alike
+        # `rope` and `rope_store` are compiled separately but must round alike
         enable_fp_fusion=False,
     )
     return y
@@ -377,7 +380,7 @@ def _check(
     check_contiguous(k_scale=k_scale, v_scale=v_scale)
     _check_tables(q, cos, sin, positions)
     if (q_norm is None) != (k_norm is None):
-        raise ValueError("q and k are normalised both or neither")
+        raise ValueError("q_norm and k_norm must be given together")
     check_same_dtype(q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm)
     check_vectors(q.shape[2], q.dtype, q_norm=q_norm, k_norm=k_norm)
     check_vectors(q.shape[0], torch.int64, slots=slots)
@@ -386,7 +389,7 @@ def _check(
 
 def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
     if positions is None and cos.shape[0] != q.shape[0]:
-        raise ValueError(f"cos {tuple(cos.shape)} does not fit q {tuple(q.shape)}")
+        raise ValueError(f"cos {tuple(cos.shape)} does not match q {tuple(q.shape)}")
     if cos.shape != sin.shape or cos.stride() != sin.stride() or {cos.dtype, sin.dtype} != {torch.float32}:
         raise ValueError(f"cos {tuple(cos.shape)} {cos.dtype} and sin {tuple(sin.shape)} {sin.dtype} differ")
     check_vectors(q.shape[0], torch.int64, positions=positions)

@@ -1,7 +1,7 @@
-"""The functions that the kernels over logits share: a row is read in chunks of fixed size, whatever the other rows are.
+"""The functions that kernels over logits share. A row is read in chunks of fixed size, regardless of other rows.
 
-So that a few long rows fill a GPU, each chunk's maximum is taken by a program of its own. Chunks do not depend on the
-number of rows, and neither do their results.
+One program per chunk takes the maximum, so a few long rows fill a GPU. Chunks and their results do not depend on the
+number of rows.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor
 from batchinfer_kernels.gpu.checks import FLOATS, unit_columns
 from batchinfer_kernels.gpu.sizes import cdiv
 
-# Logits that one program reads: 8 loads of 16 bytes a thread with 4 warps, for float32
+# Logits per program: 8 loads of 16 bytes per thread with 4 warps, for float32
 CHUNK = 4096
 
 
 @triton.jit
 def row_chunk(row_ptr, at, vocab):
-    """Logits in float32, -inf beyond the vocabulary."""
+    """Return logits in float32, with -inf beyond the vocabulary."""
     return tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def best_of(values, ids):
-    """(greatest, lowest id that has it); NaN if any is NaN."""
+    """Return (greatest value, lowest id with it); NaN if any value is NaN."""
     broken = tl.max((values != values).to(tl.int32), 0)
     numbers = tl.where(values != values, float("-inf"), values)
     best = tl.max(numbers, 0)
@@ -36,6 +36,7 @@ def best_of(values, ids):
 
 @triton.jit
 def is_finite(x):
+    """Return True if x is neither infinite nor NaN."""
     return x - x == 0.0
 
 
@@ -48,13 +49,14 @@ def _chunk_best_kernel(logits_ptr, stride, vocab, best_ptr, at_ptr, sum_ptr, CHU
     tl.store(best_ptr + row * chunks + chunk, best)
     tl.store(at_ptr + row * chunks + chunk, first)
     if sum_ptr is not None:
-        top = tl.where(is_finite(best), best, 0.0)  # a chunk may be banned altogether
+        top = tl.where(is_finite(best), best, 0.0)  # all tokens of a chunk may be banned
         tl.store(sum_ptr + row * chunks + chunk, tl.sum(tl.exp(x - top), 0))
 
 
 def chunk_best(logits: Tensor, with_sums: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(best, ids, sums) of each chunk, (rows, chunks): its maximum, float32; the first id that has it, int32; and the
-    sum of exp(logit - best), of exp(logit) where best is not finite, float32.
+    """Return the maximum of each chunk, its first id, and optionally sums, (rows, chunks) each.
+
+    The sums are exp(logit - maximum), or exp(logit) if the maximum is not finite. Ids are int32, the others float32.
     """
     shape, device = (logits.shape[0], cdiv(logits.shape[1], CHUNK)), logits.device
     best = torch.empty(shape, dtype=torch.float32, device=device)
@@ -67,7 +69,7 @@ def chunk_best(logits: Tensor, with_sums: bool) -> tuple[Tensor, Tensor, Tensor 
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raises ValueError for logits that the kernels do not read. Rows may be strided."""
+    """Raise ValueError for logits that the kernels cannot read. Rows may be strided."""
     if logits.dim() != 2 or not logits.shape[1] or logits.dtype not in FLOATS:
         raise ValueError(f"logits are {tuple(logits.shape)} {logits.dtype}, expected (rows, vocab)")
     unit_columns(logits=logits)

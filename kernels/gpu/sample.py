@@ -1,13 +1,14 @@
-"""Tokens from logits without a sort. Cost: batchinfer_kernels.cost.sample_cost.
+"""Samples tokens from logits without a sort. Cost: batchinfer_kernels.cost.sample_cost.
 
-A token's key is the bits of exp((logit - greatest) / temperature), a float32 in [0, 1], which as an integer is
-ordered as the probabilities are. Its weight is that number as a multiple of 2^-44, an integer: sums of weights are
-exact, the same in any order, however a row is cut into tiles. Less than 2^-44 of the most likely token's is 0.
+A token's key is the bits of exp((logit - greatest) / temperature), a float32 in [0, 1]; as integers, keys have the
+order of the probabilities. Its weight is that number as an integer multiple of 2^-44. Integer sums of weights are exact
+in any order, however a row is cut into tiles. Probabilities below 2^-44 of the greatest count as 0.
 
-What top-k, top-p and min-p leave is all above some key, and so many of those at it, by their ids. The key is found by
-narrowing a bracket, four parts a pass, until what lies within is few enough to be held at once and searched on the
-spot: after one pass where few tokens are large enough to be in the nucleus. Several programs make that pass, and the
-two behind it, where rows are few; all others are one program's. A draw is a token's place in the sum.
+Top-k, top-p and min-p keep all tokens above some key, and a number of tokens at it, in the order of their ids. The key
+is found by bisection into four parts per pass, until the remaining tokens are few enough to be held and searched at
+once. If few tokens are likely enough for the nucleus, this takes one pass. Several programs share the first pass and
+the two after it if there are few rows; one program runs all others. A token is drawn by its position in the cumulative
+sum.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from batchinfer_kernels.gpu.row_chunks import CHUNK, best_of, check_logits, chun
 from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.sample import MIN_TEMPERATURE, NO_TOKEN, RowSampling
 
-# Logits of a pass: each thread has 2 loads of 16 bytes in flight, for float32. 16 warps have but 128 registers a
-# thread, with which logits of 2 bytes spill in vocabularies that are whole loads.
+# Logits at a time: each thread has 2 loads of 16 bytes in flight, for float32. 16 warps would leave 128 registers per
+# thread, and 16-bit logits spill if the vocabulary is a multiple of a load
 TILE = 2048
 WARPS = 8
-# Keys of a bracket that are searched at once: 16 a thread
+# The most keys of a bracket that are searched at once: 16 per thread
 HELD = 4096
-# That share the chunks of few rows: about as many as a GPU runs at a time
+# Programs that share the chunks of few rows: about the number that a GPU runs at a time
 PROGRAMS = 1024
-# 2^19 weights of 2^44 do not overflow an int64
+# Sums of 2^19 weights of up to 2^44 do not overflow an int64
 MAX_VOCAB = 1 << 19
 
 _FLIGHT = tl.constexpr(2)
@@ -51,7 +52,7 @@ def _weight(key):
 
 @triton.jit
 def _row_best(best_ptr, at_ptr, chunks, CHUNKS: tl.constexpr):
-    """(greatest, lowest id that has it) of a row; NaN if any is NaN."""
+    """Return (greatest logit, lowest id with it) of a row; NaN if any logit is NaN."""
     at = tl.arange(0, CHUNKS)
     values = tl.load(best_ptr + at, mask=at < chunks, other=float("-inf"))
     return best_of(values, tl.load(at_ptr + at, mask=at < chunks, other=2147483647))
@@ -62,7 +63,7 @@ def _weigh_kernel(
     logits_ptr, stride, vocab, best_ptr, at_ptr, temperature_ptr, weights_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Each chunk's sum of weights."""
+    """Sum the weights of each chunk."""
     row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature = tl.load(temperature_ptr + row)
     best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
@@ -74,14 +75,14 @@ def _weigh_kernel(
 
 @triton.jit
 def _tally(key, weight, pivot, counts, masses):
-    """Add the counts and masses at and above a pivot to those that were counted before."""
+    """Add the number and the weights of tokens at and above a pivot to `counts` and `masses`."""
     within = key >= pivot
     return counts + tl.sum(within.to(tl.int32), 0), masses + tl.sum(tl.where(within, weight, 0), 0)
 
 
 @triton.jit
 def _measure(row_ptr, vocab, best, temperature, p1, p2, p3, TILE: tl.constexpr):
-    """Tokens and weights at and above each of three pivots."""
+    """Return the number and the weights of tokens at and above each of three pivots."""
     c1, m1 = tl.zeros((TILE,), tl.int32), tl.zeros((TILE,), tl.int64)
     c2, m2, c3, m3 = c1, m1, c1, m1
     tile = tl.arange(0, _FLIGHT)[:, None] * TILE + tl.arange(0, TILE)[None, :]
@@ -107,7 +108,7 @@ def _enough(count, mass, wanted, BY_MASS: tl.constexpr):
 def _gather(
     row_ptr, scratch_ptr, vocab, best, temperature, low, high, CHUNK: tl.constexpr, HELD: tl.constexpr
 ):
-    """Write the keys in [low, high), at most HELD, to scratch; how many there are."""
+    """Write the keys in [low, high), at most HELD, to scratch and return their number."""
     found = tl.zeros((), tl.int32)
     for start in range(0, vocab, CHUNK):
         ids = start + tl.arange(0, CHUNK)
@@ -115,20 +116,20 @@ def _gather(
         within = ((key >= low) & (key < high) & (ids < vocab)).to(tl.int32)
         tl.store(scratch_ptr + found + tl.cumsum(within, 0) - 1, key, mask=within > 0)
         found += tl.sum(within, 0)
-    tl.debug_barrier()  # what other threads of this program wrote is read
+    tl.debug_barrier()  # other threads of this program read the keys
     return found
 
 
 @triton.jit
 def _pivots(low, high, tokens):
-    """Return three keys between low and high, the first one low itself where the tokens above it are not counted."""
+    """Return three keys between low and high; the first is low itself if the tokens above it are not counted yet."""
     quarter, half = (high - low) // 4, (high - low) // 2
     return low + tl.where(tokens < 0, 0, quarter), low + half, low + half + quarter
 
 
 @triton.jit
 def _narrowed(low, high, tokens, count, mass, c1, m1, c2, m2, c3, m3, wanted, BY_MASS: tl.constexpr):
-    """Return the bracket's part, with its counts, that the key is in, by what is at and above its pivots."""
+    """Return the part of the bracket that contains the key, with its counts, from the counts at the pivots."""
     p1, p2, p3 = _pivots(low, high, tokens)
     e1 = _enough(c1, m1, wanted, BY_MASS)
     e2 = _enough(c2, m2, wanted, BY_MASS)
@@ -146,10 +147,11 @@ def _search(
     row_ptr, scratch_ptr, vocab, best, temperature, low, high, tokens, count, mass, found, wanted,
     BY_MASS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """(key, count, mass): the greatest key in [low, high) at and above which there is enough, and what is above it.
+    """Return the greatest key in [low, high) at which tokens reach `wanted`, and the number and weight of tokens above.
 
-    There is enough at `low`, with so many `tokens` at and above it (-1: not known); `count` and `mass` are at and above
-    `high`. found: keys of the bracket that are in scratch already, all of them; -1: they are not.
+    Tokens reach `wanted` by their weight if BY_MASS, else by their number; they do at `low`. `tokens` are at and above
+    `low` (-1: unknown), `count` tokens with weight `mass` at and above `high`. `found` is the number of the bracket's
+    keys if all are in scratch already, else -1.
     """
     while (high - low > 1) & ((tokens < 0) | (tokens - count > HELD)):
         p1, p2, p3 = _pivots(low, high, tokens)
@@ -177,8 +179,10 @@ def _search(
 
 @triton.jit
 def _times(wanted, weight, most):
-    """How often a weight has to be taken to be as much as wanted, at most `most` (below 2^19) times: one off either way
-    in float32, and put right; a division of int64 is a subroutine."""
+    """Return the smallest number of times a weight must be taken to reach `wanted`, at most `most` (below 2^19).
+
+    The float32 quotient may be off by one and is corrected; a division of int64 would be a subroutine.
+    """
     guess = tl.minimum(wanted.to(tl.float32) / weight.to(tl.float32), most + 2.0).to(tl.int64)
     times = tl.maximum(guess - 1, 0)
     lacking = wanted - times * weight
@@ -190,17 +194,19 @@ def _times(wanted, weight, most):
 
 @triton.jit
 def _nucleus(total, top_p, members, low):
-    """Return the weight that top-p wants of a `total` of so many members, all above `low`; and a key that is no greater
-    than the one at which they reach it."""
+    """Return the weight that top-p requires, and a lower bound of the key at which tokens reach it.
+
+    `total` is the weight of the `members` tokens, all above `low`.
+    """
     wanted = tl.minimum(tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1), total)
-    # all tokens below this together weigh less than half of what may be left out
+    # All tokens below this together weigh less than half of the weight that top-p may drop
     least = ((1.0 - top_p) * total.to(tl.float64)).to(tl.float32) / (2.0 * _UNIT * members)
     return wanted, tl.maximum(tl.maximum(low, 0), least.to(tl.int32, bitcast=True) - 1)
 
 
 @triton.jit
 def _total(weights_ptr, chunks, CHUNKS: tl.constexpr):
-    """Return the weight of all of a row's tokens."""
+    """Return the weight of all tokens of a row."""
     at = tl.arange(0, CHUNKS)
     return tl.sum(tl.load(weights_ptr + at, mask=at < chunks, other=0), 0)
 
@@ -209,8 +215,7 @@ def _total(weights_ptr, chunks, CHUNKS: tl.constexpr):
 def _shared_row(
     row, vocab, best_ptr, at_ptr, chunks, temperature_ptr, top_k_ptr, top_p_ptr, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """Return whether several programs make the first pass over a row for its top-p; its greatest logit, its temperature
-    and its top-p."""
+    """Return True if several programs share the row's first top-p pass; and its greatest logit, temperature, top-p."""
     temperature = tl.load(temperature_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
@@ -224,7 +229,7 @@ def _tally_kernel(
     counts_ptr, masses_ptr,  # (rows, 3, chunks)
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Each chunk's tokens, and their weights, at and above the first three pivots of top-p."""
+    """Count the tokens of each chunk, and their weights, at and above the first three pivots of top-p."""
     row, first, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     shared, best, temperature, top_p = _shared_row(
         row, vocab, best_ptr, at_ptr, chunks, temperature_ptr, top_k_ptr, top_p_ptr, CHUNKS
@@ -248,7 +253,7 @@ def _tally_kernel(
 
 @triton.jit
 def _first_bracket(counts_ptr, masses_ptr, chunks, wanted, low, CHUNKS: tl.constexpr):
-    """Return what is left of all keys from `low` on, after the pass that `_tally_kernel` made."""
+    """Return the bracket of keys from `low` on, after the pass of `_tally_kernel`."""
     at = tl.arange(0, CHUNKS)
     inside = at < chunks
     c1 = tl.sum(tl.load(counts_ptr + at, mask=inside, other=0), 0)
@@ -269,8 +274,7 @@ def _collect_kernel(
     counts_ptr, masses_ptr, scratch_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys of the bracket that the first pass has left to scratch, if they are few enough; each chunk's are
-    behind those of the chunks before."""
+    """Write the keys of the bracket after the first pass to scratch if there are at most HELD, ordered by chunk."""
     row, first, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     shared, best, temperature, top_p = _shared_row(
         row, vocab, best_ptr, at_ptr, chunks, temperature_ptr, top_k_ptr, top_p_ptr, CHUNKS
@@ -285,7 +289,7 @@ def _collect_kernel(
         if (high - low > 1) & (tokens - count <= HELD):
             _lowest, p2, p3 = _pivots(start, _KEY_OF_ONE + 1, -1)
             at = tl.arange(0, CHUNKS)
-            # At and above low, and at and above high, of each chunk
+            # Per chunk: tokens at and above low, minus tokens at and above high
             lower = tl.where(low == p3, 2, tl.where(low == p2, 1, 0))
             within = tl.load(counts_ptr + lower * chunks + at, mask=at < chunks, other=0)
             within -= tl.load(
@@ -307,7 +311,7 @@ def _filter(
     row_ptr, scratch_ptr, vocab, best, temperature, total, top_k, top_p, min_p, counts_ptr, masses_ptr, chunks,
     TILE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Return (key, ties): tokens above the key are kept, and the first `ties` tokens at it. total: of all weights."""
+    """Return (key, ties): tokens above the key are kept, and the first `ties` at it. `total` is all tokens' weight."""
     low, ties = tl.full((), -1, tl.int32), tl.zeros((), tl.int32) + vocab
     members = ties
     high, none = tl.full((), _KEY_OF_ONE + 1, tl.int32), tl.full((), -1, tl.int32)
@@ -348,8 +352,10 @@ def _weigh_kept_kernel(
     logits_ptr, stride, vocab, best_ptr, at_ptr, chunks, temperature_ptr, weights_ptr, equal_ptr, low_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Each chunk's weight of the tokens that are above a row's key, and how many are at it. Where a row has no filter
-    its weights stay, and whatever count is there has no weight. The programs of a row take its chunks in turn."""
+    """Sum the weights of each chunk's tokens above the row's key, and count the tokens at it.
+
+    For a row without filters the weights stay, and the counts have no effect. The programs of a row share its chunks.
+    """
     row, first, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     low = tl.load(low_ptr + row)
     if low >= 0:
@@ -365,7 +371,7 @@ def _weigh_kept_kernel(
 
 @triton.jit
 def _uniform(key_ptr, position):
-    """Return the number that batchinfer_kernels.philox.uniforms gives, in float64."""
+    """Return the random number of batchinfer_kernels.philox.uniforms in float64."""
     k0, k1 = tl.load(key_ptr).to(tl.uint32, bitcast=True), tl.load(key_ptr + 1).to(tl.uint32, bitcast=True)
     seed = k0.to(tl.uint64) | (k1.to(tl.uint64) << 32)
     none = tl.zeros((), tl.int32)
@@ -379,10 +385,10 @@ def _draw(
     row_ptr, weights_ptr, equal_ptr, chunks, vocab, best, temperature, low, ties, uniform,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Find the first token at which the sum of the kept weights exceeds uniform × the sum of all of them."""
+    """Return the first token at which the cumulative weight of kept tokens exceeds uniform × their total."""
     at = tl.arange(0, CHUNKS)
     equal = tl.load(equal_ptr + at, mask=at < chunks, other=0)
-    ahead = tl.cumsum(equal, 0) - equal  # how many stand before a chunk
+    ahead = tl.cumsum(equal, 0) - equal  # tokens at the key before each chunk
     kept = tl.minimum(tl.maximum(ties - ahead, 0), equal).to(tl.int64)
     masses = tl.load(weights_ptr + at, mask=at < chunks, other=0) + kept * _weight(tl.maximum(low, 0))
     total = tl.sum(masses, 0)
@@ -405,8 +411,10 @@ def _filter_kernel(
     scratch_ptr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Find the tokens that the filters leave of a row: those above a key, and the first `ties` of those at it. -1 and 0
-    where there is no filter, or the row is greedy: all of them are above."""
+    """Store the key of each row and the number of kept tokens at it.
+
+    For a greedy row, or one without filters, they are -1 and 0: all tokens are above the key.
+    """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
@@ -446,11 +454,15 @@ def _choose_kernel(
 
 
 def sample(logits: Tensor, sampling: RowSampling | None = None, out: Tensor | None = None) -> Tensor:
-    """Draw tokens as batchinfer_kernels.sample.sample_reference does; `out`: (rows,) int64, written if given. Rows may
-    be strided.
+    """Sample as batchinfer_kernels.sample.sample_reference does. Rows of logits may be strided.
 
-    What is launched depends on the shape of logits and on whether there is a `sampling`; greedy and drawn rows share
-    the launches. A row's token does not depend on the other rows.
+    The launches depend only on the shape of logits and on whether `sampling` is given; greedy and drawn rows share
+    them. A row's token does not depend on other rows.
+
+    Args:
+        logits: (rows, vocab).
+        sampling: parameters of the rows; None: the argmax.
+        out: (rows,) int64, written if given.
     """
     _check(logits, sampling, out)
     rows, vocab = logits.shape
@@ -490,7 +502,7 @@ def sample(logits: Tensor, sampling: RowSampling | None = None, out: Tensor | No
 def _check(logits: Tensor, sampling: RowSampling | None, out: Tensor | None) -> None:
     check_logits(logits)
     if logits.shape[1] > MAX_VOCAB:
-        raise ValueError(f"{logits.shape[1]} logits a row; at most {MAX_VOCAB} are sampled")
+        raise ValueError(f"rows have {logits.shape[1]} logits; at most {MAX_VOCAB} are supported")
     if sampling is not None:
         sampling.check(logits)
     if out is not None and (

@@ -1,9 +1,9 @@
-"""One kernel that puts rows, one for each token and choice, in the order of their experts.
+"""A kernel that sorts rows, one per token and chosen expert, by expert.
 
-A program has an expert. It knows from the numbers of rows where its own begin, reads all choices, and puts those of its
-own one after the other, in the tokens' order. So nothing waits for another program, and the host for nothing; all
-choices of a step fit the L2 cache, which is where all but the first program read them. Where tiles of rows end is
-written for every height that products use, so that these need not compute it.
+Each program handles one expert. It computes the first row of the expert from the counts, reads all choices, and writes
+its own in the order of tokens. No program waits for another, and the host does not synchronise. The choices of a step
+fit the L2 cache, from which all programs except the first read them. The ends of the row tiles are also written, for
+each tile height that products use.
 """
 
 from __future__ import annotations
@@ -18,29 +18,28 @@ from torch import Tensor
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.gpu.sizes import next_power_of_2
 
-# Choices that a program reads at once: 8 a thread
+# Choices that a program reads at a time: 8 per thread
 BLOCK, WARPS = 2048, 8
-LEAST_HEIGHT, HEIGHTS = (
-    16,
-    5,
-)  # rows of the lowest tile, and how many heights there are, each twice the one before
+LEAST_HEIGHT, HEIGHTS = 16, 5  # rows of the lowest tile, and the number of heights, which double each time
 
-NOWHERE = -1  # the place of a row that is none of those that are sorted
+NOWHERE = -1  # the place of a row that is not sorted, because it has no expert
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRows:
-    """Rows sorted by expert; rows of an expert stand in the tokens' order."""
+    """Rows sorted by expert and then by token."""
 
-    tokens: Tensor  # (R,) int64: the token of each
-    places: Tensor  # (R,) int64: where the row of token × chosen + choice stands, or NOWHERE
-    starts: Tensor  # (experts + 1,) int64: where each expert's rows begin
-    ends: Tensor  # (HEIGHTS, experts) int64: tiles of each height that an expert and those before it have
+    tokens: Tensor  # (R,) int64: the token of each sorted row
+    places: Tensor  # (R,) int64: the sorted index of row token × chosen + choice, or NOWHERE
+    starts: Tensor  # (experts + 1,) int64: the first row of each expert
+    ends: (
+        Tensor  # (HEIGHTS, experts) int64: for each height, the cumulative number of tiles up to each expert
+    )
 
 
-@triton.jit(do_not_specialize=["rows"])  # one a token and expert of a step
+@triton.jit(do_not_specialize=["rows"])  # the number of rows differs between steps
 def _sort_kernel(
-    experts_ptr, counts_ptr, counted_ptr, loads_ptr,  # counted: whether a token's rows count; None: all do
+    experts_ptr, counts_ptr, counted_ptr, loads_ptr,  # counted: True if a token adds to loads; None: all do
     tokens_ptr, places_ptr, starts_ptr, ends_ptr,
     rows, chosen, experts,
     LEAST_HEIGHT: tl.constexpr, HEIGHTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -57,7 +56,7 @@ def _sort_kernel(
     own = tl.sum(tl.where(number == expert, counts, 0), 0)
     load = tl.zeros((BLOCK,), tl.int32)
     end, first = place + own, 0
-    while (first < rows) & (place < end):  # behind an expert's last row there is nothing for it
+    while (first < rows) & (place < end):  # stop after the expert's last row
         row = first + tl.arange(0, BLOCK)
         mine = (tl.load(experts_ptr + row, mask=row < rows, other=-1) == expert).to(tl.int32)
         to = place + tl.cumsum(mine, 0) - 1
@@ -73,16 +72,21 @@ def _sort_kernel(
 
 
 def sort_by_expert(choice: Choice, loads: Tensor, counted: Tensor | None = None) -> ExpertRows:
-    """Sort each token's choices, and add how many each expert has to `loads` (experts,) int64; with `counted` (T,) bool
-    those of these tokens alone. The choice's experts have to be below the number of loads; where it comes without
-    counts, one may be that number: no expert, whose row is none of those that are sorted, and is NOWHERE."""
+    """Sort each token's choices by expert, and add the number of rows of each expert to `loads`.
+
+    Args:
+        choice: experts of each token, below the number of loads. If it has no counts, an expert may equal that number:
+            its row has no expert and its place is NOWHERE.
+        loads: (experts,) int64.
+        counted: (T,) bool, the tokens that are added to `loads`; None: all.
+    """
     experts, count = choice.experts.contiguous(), len(loads)
     rows, device = experts.numel(), experts.device
     counts = _counts(experts, count) if choice.counts is None else choice.counts
     if counts.shape != loads.shape:
-        raise ValueError(f"{tuple(counts.shape)} counts of experts, and loads of {tuple(loads.shape)}")
+        raise ValueError(f"counts are {tuple(counts.shape)}, loads {tuple(loads.shape)}")
     tokens, places = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
-    if choice.counts is None:  # what no expert has is not written
+    if choice.counts is None:  # the kernel does not write rows without an expert
         tokens.zero_()
         places.fill_(NOWHERE)
     starts = torch.empty(count + 1, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Small arrays that the kernels of a step read, put on the device by one copy, whatever their number."""
+"""The small arrays that the kernels of a step read, copied to the device together."""
 
 from __future__ import annotations
 
@@ -14,77 +14,85 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu.attention_launch import staged
 
-# Values of int32: each array begins at a multiple of 16 bytes, on which what Triton compiles depends
+# In int32 values. Arrays are aligned to 16 bytes, because Triton specialises kernels by alignment
 ALIGNMENT = 4
 Values: TypeAlias = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepArray:
-    """It stands for one of the arrays."""
+    """A reference to one of the arrays in StepArrays."""
 
     arrays: StepArrays
     number: int
 
     @property
     def values(self) -> Values:
-        """Return what it holds, on the host."""
+        """Return the values on the host."""
         return self.arrays.values[self.number]
 
     @property
     def tensor(self) -> Tensor:
-        """The values on the device, int32: put there, together with all arrays that are not there yet, when the first
-        of them is read."""
+        """Return the values on the device, int32. The first access copies all arrays that are not there yet."""
         return self.arrays.on_device(self.number)
 
     def of(self, arrays: StepArrays) -> StepArray:
-        """Return the one with this number among other arrays."""
+        """Return the array with the same number in other arrays."""
         return StepArray(arrays, self.number)
 
 
 class StepArrays:
-    """The arrays of all plans of a step. Copies are queued before what reads them, and nobody waits for one."""
+    """The arrays of all plans of a step. Copies are queued before the kernels that read them, and do not block."""
 
     def __init__(
         self, device: torch.device, values: Sequence[Values] = (), origin: StepArrays | None = None
     ) -> None:
-        """`origin`: what these were made of by `again`."""
+        """Create arrays.
+
+        Args:
+            device: target of the copies.
+            values: initial arrays.
+            origin: the arrays from which `again` made these.
+        """
         self.device, self.values, self.origin = device, list(values), origin
         self._tensors: list[Tensor] = []
         self._copies: list[_Copy] = []
 
     def add(self, values: NDArray[Any]) -> StepArray:
-        """Add an array, of integers."""
+        """Add an array of integers."""
         self.values.append(np.ascontiguousarray(values, np.int32))
         return StepArray(self, len(self.values) - 1)
 
     def again(self) -> StepArrays:
-        """Return arrays that hold the same, some of which will be `put` anew before they are read."""
+        """Return arrays with the same values; `put` may replace some of them before they are read."""
         return StepArrays(self.device, self.values, self)
 
     def put(self, number: int, values: NDArray[Any]) -> StepArray:
-        """Replace an array that has not been read yet."""
+        """Replace an array that has not been copied to the device yet."""
         assert number >= len(self._tensors)
         self.values[number] = np.ascontiguousarray(values, np.int32)
         return StepArray(self, number)
 
     def on_device(self, number: int) -> Tensor:
-        """Return an array on the device; see StepArray."""
+        """Return an array on the device; see StepArray.tensor."""
         if number >= len(self._tensors):
             self._send()
         return self._tensors[number]
 
     def place(self) -> None:
-        """Put on the device what is not there yet."""
+        """Copy all arrays to the device that are not there yet."""
         if len(self._tensors) < len(self.values):
             self._send()
 
     def refill(self, other: StepArrays) -> None:
-        """Overwrite the tensors, which a captured graph reads, with other arrays of the same shapes: by one copy of
-        what differs. Raises ValueError for other shapes."""
+        """Overwrite the tensors, which a captured graph reads, with other arrays. Copies only the range of changes.
+
+        Raises:
+            ValueError: If shapes differ.
+        """
         mine, theirs = ([one.shape for one in arrays.values] for arrays in (self, other))
         if mine != theirs:
-            raise ValueError(f"arrays of {theirs} do not fit tensors made for {mine}")
+            raise ValueError(f"arrays of shapes {theirs} do not match tensors of {mine}")
         self.place()
         for copy in self._copies:
             copy.refill(self.values, other.values)
@@ -98,7 +106,7 @@ class StepArrays:
 
 
 class _Copy:
-    """Arrays that lie behind one another on the device, from one with a certain number on."""
+    """Arrays that are contiguous on the device, from number `first` on."""
 
     def __init__(self, first: int, values: Sequence[Values], device: torch.device) -> None:
         self._first = first
@@ -110,8 +118,10 @@ class _Copy:
         ]
 
     def refill(self, old: Sequence[Values], new: Sequence[Values]) -> None:
-        """Copy the arrays from the first that differs to the last; those that are the same objects do not. Contexts,
-        which the device changes between the steps of a launch, are another object in each plan."""
+        """Copy the arrays from the first to the last that is not the same object in both lists.
+
+        Contexts change on the device between the steps of a launch, so each plan has its own object for them.
+        """
         numbers = range(self._first, self._first + len(self.tensors))
         changed = [number for number in numbers if old[number] is not new[number]]
         if not changed:

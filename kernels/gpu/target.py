@@ -1,4 +1,4 @@
-"""The target that kernels are compiled for, and the GPU that they run on."""
+"""The target architecture of kernels, and properties of the GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import triton
 
-# Bytes of shared memory that a block may have where it is less than on 8.0 (CUDA programming guide, compute
-# capabilities), without 1 KiB that no tile may have
+# Bytes of shared memory per block on architectures that have less than 8.0 (CUDA programming guide, compute
+# capabilities), minus 1 KiB that tiles cannot use
 SMALL_MEMORY = dict.fromkeys(("86", "89", "120", "121"), 98 * 1024)
 
 
 def architecture() -> str:
-    """Return the target as Triton names it: "80", "90", "gfx942"; "" in the interpreter, which has none."""
+    """Return the target in Triton's notation, such as "80", "90" or "gfx942"; "" in the interpreter."""
     if triton.knobs.runtime.interpret:
         return ""
     driver = triton.runtime.driver.active
@@ -23,13 +23,13 @@ def architecture() -> str:
 
 @lru_cache(maxsize=16)
 def _architecture_of(driver: Any, _device: object) -> str:
-    """Asked once a device: several launches a layer want to know."""
+    """Return the target of a device. Cached, because each layer has several launches that need it."""
     return str(driver.get_current_target().arch)
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors; 1 where there is no GPU, so that interpreted kernels are split least."""
+    """Return the number of multiprocessors; 1 without a GPU, to split interpreted kernels as little as possible."""
     if device.type == "cpu":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
