@@ -25,7 +25,7 @@ CEILINGS = {
     "input": 364,
     "job": 102,
     "jobs": 13,
-    "kernels": 342,
+    "kernels": 0,
     "machine": 53,
     "models": 488,
     "pages": 4,

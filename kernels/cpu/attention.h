@@ -1,16 +1,17 @@
-/* Attention of query rows over a paged KV cache; included once a dtype.
+/* Attention of query rows over a paged KV cache; included once per dtype.
  *
- * A block of the cache holds, for each KV head, block_pad x dim_pad values (the block size and the head size rounded up
- * to LANES). K lies word after word of the head, each word of all the block's tokens: scores of LANES keys come of one
- * `dot` a word. V lies in words of PAIR tokens, each over the whole head: sums of LANES values come of one `dot` a word.
+ * A block of the cache holds block_pad x dim_pad values per KV head: the block size and the head size, rounded up to
+ * LANES. K is stored by word of the head, each word for all tokens of the block: one `dot` per word computes the scores
+ * of LANES keys. V is stored in words of PAIR tokens, each over the whole head: one `dot` per word updates the sums of
+ * LANES values.
  *
- * A UNIT is LANES places of a block, a tile COLUMNS units, counted from the sequence's first token: which keys make a tile
- * does not depend on the query. Tiles are taken in order, each row keeping its maximum, mass and weighted sum (Milakov and
- * Gimelshein, 2018); so it makes no difference to a row's bits which rows it is computed with, nor whether its tiles were
- * taken in one go or level after level of a tree of shared prefixes with the state kept in between.
+ * A unit is LANES slots of a block, a tile is COLUMNS units, counted from the sequence's first token. The tiles
+ * therefore do not depend on the query. Rows read tiles in order, and each keeps its maximum, its sum of weights (mass)
+ * and its weighted sum of V (Milakov and Gimelshein, 2018). A row's bits depend neither on the other rows, nor on
+ * whether its tiles are read at once or level by level of shared prefixes, with the state stored in between.
  *
- * A cache of codes (CODED) has a byte where the other has a value. They are multiplied as integers (fixed_point.h), but for
- * float32 and in matrix tiles: there tile after tile is widened as widen.h says.
+ * A quantised cache (CODED) has one byte per value. Its values are multiplied as integers (fixed_point.h), or, for
+ * float32 and in matrix tiles, widened tile by tile (widen.h).
  */
 
 #define ATTENTION_TILES (TILES && PAIR == 2)
@@ -20,7 +21,7 @@
 #define CODES 0
 #endif
 #define FIXED (CODES && PAIR == 2 && !ATTENTION_TILES)
-#if FIXED /* the weights of a tile before they become integers */
+#if FIXED /* weights of a tile before they are converted to integers */
 #define WEIGHT float
 #define STORE_WEIGHTS store_two_f32
 #else
@@ -35,38 +36,38 @@ typedef struct {
 } NAME(Job);
 
 typedef struct {
-    float sum[MOST_ROWS * MAX_DIM] /* rows of dim_pad: no two at a stride that shares cache sets */, most[MOST_ROWS];
-    float mass[MOST_ROWS * LANES]; /* lane by lane: they are added up at the end */
+    float sum[MOST_ROWS * MAX_DIM] /* rows of dim_pad; rows must not share cache sets */, most[MOST_ROWS];
+    float mass[MOST_ROWS * LANES]; /* per lane, added up at the end */
     WEIGHT p[ROWS][PANEL];
     const REAL *q[MOST_ROWS];
-    int32_t position[MOST_ROWS], last[MOST_ROWS]; /* its own, and the last one up to which it sees all */
-    int32_t behind[MOST_ROWS]; /* a bit for each of the keys behind that, in a tree of drafts */
-    const float *bias[MOST_ROWS]; /* of the key at each position, or NULL */
+    int32_t position[MOST_ROWS], last[MOST_ROWS]; /* own position, and the position up to which all keys are seen */
+    int32_t behind[MOST_ROWS]; /* bits for the 32 keys after that, in a draft tree */
+    const float *bias[MOST_ROWS]; /* bias of the key at each position, or NULL */
 #if FIXED
     float p_unit[ROWS], q_unit[MOST_ROWS];
     int16_t fixed_p[ROWS][PANEL], fixed_q[MOST_ROWS * MAX_DIM]; /* rows of dim_pad */
 #endif
 } NAME(Work);
 
-/* Where the units of a tile lie, the positions of their places (PASSED: none), and how many of their V are needed. */
+/* The addresses of the units of a tile, the positions of their slots (PASSED: none), and the number of V rows needed. */
 typedef struct {
     const vi *k[COLUMNS], *v[COLUMNS];
     vi position[COLUMNS];
     int64_t needed[COLUMNS], end;
-    const float *k_scale[COLUMNS], *v_scale[COLUMNS]; /* of codes */
+    const float *k_scale[COLUMNS], *v_scale[COLUMNS]; /* for a quantised cache */
 } NAME(Tile);
 
 #if CODES
 typedef struct {
-    float k[PANEL], v[PANEL]; /* 0 where nobody needs the token */
+    float k[PANEL], v[PANEL]; /* 0 if no row needs the token */
 } NAME(Scales);
 
-/* The tile's scales are then those found; those of the tile ahead are fetched. */
+/* Copies the scales of the tile, with 0 where they are not needed, and prefetches those of the next tile. */
 INLINE void NAME(take_scales)(NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Scales) *found) {
     vi lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     for (int c = 0; c < COLUMNS; c++) {
-        vi needed = lane < splat_word((int32_t)tile->needed[c]); /* what lies elsewhere may be no number */
+        vi needed = lane < splat_word((int32_t)tile->needed[c]); /* other slots may hold NaN */
         store_f32(found->k + c * LANES, pick(needed, load_f32(tile->k_scale[c]), splat(0.0f)));
         store_f32(found->v + c * LANES, pick(needed, load_f32(tile->v_scale[c]), splat(0.0f)));
         tile->k_scale[c] = found->k + c * LANES, tile->v_scale[c] = found->v + c * LANES;
@@ -80,10 +81,10 @@ INLINE void NAME(take_scales)(NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Sc
 #include "widen.h"
 #endif
 
-/* From a word of a tile's K to the next. */
+/* Returns the distance from one word of a tile's K to the next. */
 INLINE int64_t NAME(key_stride)(const NAME(Attention) *s) { return CODES ? COLUMNS : s->block_pad / LANES; }
 
-/* A way along a block table, unit by unit. */
+/* A position in a block table, advanced unit by unit. */
 typedef struct {
     const int32_t *table;
     int64_t head, block, inside;
@@ -103,7 +104,7 @@ INLINE void NAME(next_unit)(const NAME(Attention) *s, NAME(Walk) *walk) {
     if (walk->inside >= s->block_pad) walk->inside = 0, walk->block++;
 }
 
-/* The next tile for rows that see nothing before `least`, and of which none is after `last`. */
+/* Finds the next tile, for rows that see keys from `least` to `last` only. */
 INLINE void NAME(next_tile)(const NAME(Attention) *s, NAME(Walk) *walk, int32_t least, int32_t last,
                             NAME(Tile) *found) {
     vi lane;
@@ -111,8 +112,8 @@ INLINE void NAME(next_tile)(const NAME(Attention) *s, NAME(Walk) *walk, int32_t 
     found->end = 0;
     for (int c = 0; c < COLUMNS; c++) {
         int64_t first = walk->block * s->block_size + walk->inside, places = s->block_size - walk->inside;
-        /* Nothing is seen there. Behind `last` there may be no block; before `least` another sequence may have it, whose
-         * V may be no number, and 0 x NaN is NaN. So no V is needed, and any K that is readable will do. */
+        /* No row sees these keys. After `last` there may be no block. Blocks before `least` may belong to another
+         * sequence, and their V may hold NaN, and 0 x NaN is NaN. So V is skipped, and any readable K will do. */
         int passed = first > last, before = first + (places < LANES ? places : LANES) <= least;
         if (passed || before) {
             found->k[c] = c ? found->k[0] : (const vi *)s->cache.k;
@@ -135,7 +136,7 @@ INLINE void NAME(next_tile)(const NAME(Attention) *s, NAME(Walk) *walk, int32_t 
         places = places < LANES ? places : LANES;
         found->needed[c] = last - first + 1 < places ? last - first + 1 : places;
         if (found->needed[c] < LANES || found->end == PASSED)
-            found->end = PASSED; /* a place without a key: every row has to be masked */
+            found->end = PASSED; /* a slot without a key: every row must be masked */
         else
             found->end = first + LANES - 1;
         NAME(next_unit)(s, walk);
@@ -145,9 +146,9 @@ INLINE void NAME(next_tile)(const NAME(Attention) *s, NAME(Walk) *walk, int32_t 
 #if FIXED
 #include "fixed_point.h"
 #else
-/* Scores of `rows` (a constant) rows with a tile, not scaled yet. With `fetch` (a constant) the keys ahead are fetched on
- * the way, a line for each that is read: in one go they would queue up for the few misses that a core can have open.
- * They are fetched in the order of their addresses, and into the L2 cache, which can have more misses open than the L1. */
+/* Computes the scores of `rows` (a constant) rows with a tile, before scaling. With `fetch` (a constant) it prefetches
+ * the next tile's K, one line per line read, because a core can have only few misses outstanding. The prefetches are in
+ * address order and go to the L2 cache, which allows more misses than the L1. */
 INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, const NAME(Work) *work,
                         int64_t first, vf scores[ROWS][COLUMNS], int64_t dim, const int rows, const int fetch) {
     int64_t stride = NAME(key_stride)(s), run = (dim / PAIR + COLUMNS - 1) / COLUMNS;
@@ -180,7 +181,7 @@ INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const 
     }
 }
 
-/* sum = sum * shrink + p V for `rows` rows and `columns` (both constants) vectors of the head from `from` on. */
+/* Computes sum = sum * shrink + p V for `rows` rows and `columns` vectors of the head from `from` on (both constants). */
 INLINE void NAME(add_values)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Work) *work,
                              int64_t first, const float *shrink, int64_t from, const int rows, const int columns,
                              const int fetch) {
@@ -212,7 +213,7 @@ INLINE void NAME(add_values)(const NAME(Attention) *s, const NAME(Tile) *tile, c
             }
 #endif
         }
-        if (tile->needed[u] % PAIR) /* the other token of the word is not written: it may hold anything */
+        if (tile->needed[u] % PAIR) /* the other token of the word has not been written and may hold NaN */
             for (int r = 0; r < rows; r++) {
                 int32_t word;
                 memcpy(&word, work->p[r] + u * LANES + whole * PAIR, 4);
@@ -220,7 +221,7 @@ INLINE void NAME(add_values)(const NAME(Attention) *s, const NAME(Tile) *tile, c
                     total[r][c] = DOT(total[r][c], splat_word(word), values[c] & 0xffff);
             }
     }
-    if (fetch) /* what a tile with more keys than this one has beyond it */
+    if (fetch) /* prefetch the keys that the next tile has beyond the number of this one */
         for (int u = 0; u < COLUMNS; u++)
             for (int64_t w = tile->needed[u] / PAIR; w < ahead->needed[u] / PAIR; w++)
                 for (int c = 0; c < columns; c++)
@@ -231,12 +232,12 @@ INLINE void NAME(add_values)(const NAME(Attention) *s, const NAME(Tile) *tile, c
 
 #endif
 
-/* Apart from `weigh`, which is compiled into every loop over rows: few models cap their scores. */
+/* Not inlined into `weigh`, which is compiled into every loop over rows, because few models cap their scores. */
 static __attribute__((noinline)) void NAME(cap_scores)(const NAME(Attention) *s, vf *scores) {
     for (int c = 0; c < COLUMNS; c++) scores[c] = s->cap * tanh_vector(scores[c] * s->within);
 }
 
-/* Adds what a key adds to its score by its distance. Apart for the same reason. */
+/* Adds the bias of each key to its score. Not inlined for the same reason. */
 static __attribute__((noinline)) void NAME(bias_scores)(const NAME(Tile) *tile, const float *bias, vf *scores) {
     for (int c = 0; c < COLUMNS; c++) {
         int32_t first = tile->position[c][0];
@@ -244,22 +245,22 @@ static __attribute__((noinline)) void NAME(bias_scores)(const NAME(Tile) *tile, 
     }
 }
 
-/* Which of a unit's keys behind `last` a row of a tree sees. Apart for the same reason. */
+/* Returns which keys after `last` a row in a draft tree sees. Not inlined for the same reason. */
 static __attribute__((noinline)) vi NAME(in_tree)(vi position, int32_t last, int32_t behind) {
-    vi place = position - splat_word(last + 1); /* of PASSED it is no place, as of those up to `last` */
+    vi place = position - splat_word(last + 1); /* outside 0 to 31 for PASSED, and for keys up to `last` */
     vi inside = (place >= 0) & (place < 32);
     return inside & -((splat_word(behind) >> (place & 31)) & 1);
 }
 
-/* What weights of a unit multiply its V with. */
+/* Returns the weights of a unit, multiplied by the scales of V in a quantised cache. */
 INLINE vf NAME(scaled)(const NAME(Tile) *tile, vf weights, int c) {
     if (CODES) weights *= load_f32(tile->v_scale[c]);
     return weights;
 }
 
-/* Scores become probabilities relative to a maximum of the row's; in return what the row's sum has to be scaled by.
- * The maximum is raised only where a score exceeds it by SLACK: weights of up to 2^SLACK are as exact, and most tiles
- * leave the sums as they are (Zadouri et al., FlashAttention-4, 2026). */
+/* Turns scores into weights relative to the row's maximum, and returns the factor for the row's sums. The maximum is
+ * raised only if a score exceeds it by SLACK: weights up to 2^SLACK are as exact, and most tiles need no scaling of the
+ * sums (Zadouri et al., FlashAttention-4, 2026). */
 INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) *tile, NAME(Work) *work, int64_t row,
                          WEIGHT *p) {
     int32_t position = work->position[row], last = work->last[row];
@@ -279,12 +280,12 @@ INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) 
     float shrink = 1.0f, before = *most, top = before, scale = s->scale;
     if (any_greater(tops * scale, before * scale + SLACK)) {
         float found = lane_max(tops);
-        if (found > before) { /* not so where it is, or hides, what is no number */
+        if (found > before) { /* false if a NaN is the maximum, or hides it */
             shrink = before == -INFINITY ? 0.0f : exp2f((before - found) * scale);
             *most = top = found, added *= shrink;
         }
     }
-    if (top == -INFINITY) { /* nothing is seen so far, behind a window or after the query, or nothing but NaN */
+    if (top == -INFINITY) { /* the row has seen no key yet, or only NaN */
         for (int c = 0; c < COLUMNS; c++) scores[c] = pick(scores[c] != scores[c], scores[c], splat(0.0f));
     } else {
         for (int c = 0; c < COLUMNS; c++) scores[c] = EXP2(fused(scores[c], splat(scale), splat(-top * scale)));
@@ -315,13 +316,13 @@ INLINE void NAME(tile_rows)(const NAME(Attention) *s, const NAME(Tile) *tile, co
         NAME(add_values)(s, tile, ahead, work, first, shrink, from, rows, 1, fetch);
 }
 
-/* The last position that a row of the plan sees: its own, or one after it, within the window on both sides. */
+/* Returns the last position that a row of the plan sees: its own, or a later one within a bidirectional window. */
 INLINE int32_t NAME(last_seen)(const NAME(Attention) *s, int64_t row) {
     int64_t position = s->plan->rows[row * 2 + 1], last = s->plan->last_seen ? s->plan->last_seen[row] : position;
     return (int32_t)(s->window > 0 && last - position >= s->window ? position + s->window - 1 : last);
 }
 
-/* The rows of an item that belong to one KV head: their state set up, or taken up again. */
+/* Loads the rows of an item for one KV head, and initialises or restores their state. */
 INLINE void NAME(take_up)(const NAME(Attention) *s, const Item *item, int64_t head, NAME(Work) *work) {
     int64_t group = s->q_heads / s->kv_heads;
     for (int64_t i = 0; i < item->rows; i++)
@@ -348,7 +349,7 @@ INLINE void NAME(take_up)(const NAME(Attention) *s, const Item *item, int64_t he
         }
 }
 
-/* What the sink of a query head adds to a row's mass, relative to the row's maximum; infinite where no key was seen. */
+/* Returns the weight of a query head's sink relative to the row's maximum; infinite if the row sees no key. */
 INLINE float NAME(sink)(const NAME(Attention) *s, int64_t head, float most) {
     return exp2f(s->sinks[head] * LOG2_E - most * s->scale);
 }
@@ -373,18 +374,18 @@ INLINE void NAME(put_down)(const NAME(Attention) *s, const Item *item, int64_t h
         }
 }
 
-/* The first key that a row at `position` sees. */
+/* Returns the first key that a row at `position` sees. */
 INLINE int32_t NAME(first_seen)(const NAME(Attention) *s, int32_t position) {
     return s->window <= 0 || position < s->window ? 0 : position - (int32_t)s->window + 1;
 }
 
-/* The last key that a row sees. */
+/* Returns the last key that a row sees. */
 INLINE int32_t NAME(reached)(const NAME(Work) *work, int64_t row) {
     int32_t behind = work->behind[row];
     return work->last[row] + (behind ? 32 - __builtin_clz((uint32_t)behind) : 0);
 }
 
-/* An item's first tile that any row sees, the first of which sees from `least` on. */
+/* Returns an item's first tile that any row sees; the first row sees keys from `least` on. */
 INLINE int64_t NAME(first_tile)(const NAME(Attention) *s, const Item *item, int32_t least) {
     int64_t seen = NAME(tile_of)(s, least);
     return seen > item->first_tile ? seen : item->first_tile;
@@ -394,7 +395,7 @@ INLINE int64_t NAME(first_tile)(const NAME(Attention) *s, const Item *item, int3
 #include "attention_tiles.h"
 #endif
 
-/* One item for one KV head; the first tile of the next job is fetched on the way. */
+/* Computes one item for one KV head, and prefetches the first tile of the next job. */
 INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const NAME(Job) *next, int64_t dim) {
     ON_LINES NAME(Work) work;
     NAME(Tile) tile, ahead;
@@ -446,7 +447,7 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
     case n: NAME(tile_rows)(s, &tile, &ahead, &work, first, dim, n, FIXED || !CODES); break;
             if (first && rows - first >= ROWS)
                 NAME(tile_rows)(s, &tile, &ahead, &work, first, dim, ROWS, 0);
-            else /* what is left at the end fetches once more: for a loop of its own each the compiler takes 40% longer */
+            else /* the remainder prefetches again: a separate loop would increase compile time by 40% */
                 switch (rows - first < ROWS ? rows - first : ROWS) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
 #endif
@@ -459,7 +460,7 @@ INLINE NAME(Job) NAME(job_at)(const NAME(Attention) *s, int64_t at) {
     return (NAME(Job)){item, s->plan->tables + item->sequence * s->plan->table_width, at % s->kv_heads};
 }
 
-/* Takes jobs until there are none; always one ahead, to fetch the next one's keys in time. */
+/* Takes jobs until none is left, always one ahead, to prefetch the next job's keys. */
 INLINE void NAME(work)(const NAME(Attention) *s, NAME(Queue) *queue, int64_t dim) {
     int64_t at = __atomic_fetch_add(&queue->taken, queue->chunk, __ATOMIC_RELAXED), left = queue->chunk;
     if (at >= queue->end) return;
@@ -481,7 +482,7 @@ INLINE void NAME(work)(const NAME(Attention) *s, NAME(Queue) *queue, int64_t dim
 static void NAME(work_64)(const NAME(Attention) *s, NAME(Queue) *queue) { NAME(work)(s, queue, 64); }
 static void NAME(work_any)(const NAME(Attention) *s, NAME(Queue) *queue) { NAME(work)(s, queue, s->dim); }
 
-/* `queue` is the team's, empty. */
+/* `queue` is shared by the team and empty. */
 TEAM_OF_UNITS void NAME(team_attention)(const NAME(Attention) *s, NAME(Queue) *queue) {
     for (int64_t level = 0; level < s->plan->levels; level++) {
 #pragma omp single

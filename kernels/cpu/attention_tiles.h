@@ -1,28 +1,28 @@
-/* Attention of one item in matrix tiles, for bfloat16; included by attention.h. What a tile of keys is, its masks and its
- * softmax are those of the vectors.
+/* Attention of one item in matrix tiles, for bfloat16; included by attention.h. Tiles of keys, masks and the softmax
+ * are the same as with vectors.
  *
- * K lies in the cache as tiles are multiplied: LANES places of 16 words of the head, a block's places apart. V of a tile of
- * keys is copied to where the L1 cache has it: its units lie in different blocks, and 0 x NaN is NaN, so that what no row
- * needs has to be 0. Queries are copied as well, since a row's are not at a stride of the tile before it.
+ * K is stored in the cache as tiles read it: LANES slots of 16 words of the head, with the stride of a block. V of a
+ * tile of keys is copied to the L1 cache, because its units are in different blocks, and unneeded slots must be 0: 0 x
+ * NaN is NaN. Queries are copied too, because the rows of a tile need one stride.
  *
- * Rows are cut into tiles of equal height, at most TILE_ROWS. All rows of bfloat16 go this way, a single one, too: a tile
- * rounds otherwise than a vector's dot, and whether a row is computed alone or with others may not show in its bits. Of few
- * rows it costs no more: the tile is as high as they are many, and the keys come from memory.
+ * Rows are cut into tiles of equal height, at most TILE_ROWS. All rows of bfloat16 use tiles, even a single one: a tile
+ * rounds differently from a vector's dot, and a row's bits must not depend on the number of rows. Few rows cost no
+ * more, because tiles are only as high as needed, and reading the keys dominates.
  */
-#define STEP_WORDS 16 /* that a product sums over */
-#define TILE_KEYS (PANEL < 2 * STEP_WORDS ? 2 * STEP_WORDS : PANEL) /* more than PANEL: the rest is 0 */
+#define STEP_WORDS 16 /* words that a product sums over */
+#define TILE_KEYS (PANEL < 2 * STEP_WORDS ? 2 * STEP_WORDS : PANEL) /* padded with zeros beyond PANEL */
 
 typedef struct {
-    REAL q[MOST_ROWS * MAX_DIM]; /* rows of whole steps, 0 where the head ends before */
-    float scores[2][TILE_ROWS][PANEL]; /* of the tile of rows that is weighed, and of the next one */
+    REAL q[MOST_ROWS * MAX_DIM]; /* rows of whole steps, padded with zeros */
+    float scores[2][TILE_ROWS][PANEL]; /* of the current tile of rows and the next one */
     REAL p[TILE_ROWS][TILE_KEYS];
     int32_t v[TILE_KEYS / PAIR * MAX_DIM];  /* rows of dim_pad */
-    int32_t k_end[STEP_WORDS][PANEL]; /* the head's words beyond its whole steps */
-    int64_t width, height; /* of a row of q; of a tile */
-    int64_t turn, scored;  /* which scores are weighed next, and whether they are there */
+    int32_t k_end[STEP_WORDS][PANEL]; /* words of the head beyond its whole steps */
+    int64_t width, height; /* width of a row of q; height of a tile */
+    int64_t turn, scored;  /* index of the scores to weigh next, and whether they are computed */
 } NAME(Room);
 
-/* Tiles of this height, for this item alone: so that `attend` is the same text as without tiles. */
+/* Configures tiles of this height, for this item only: the text of `attend` is then the same with and without tiles. */
 INLINE void NAME(shape_rows)(NAME(Room) *room, int64_t rows) {
     int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     TileShapes shapes = {0};
@@ -42,7 +42,7 @@ INLINE void NAME(copy_queries)(const NAME(Work) *work, int64_t rows, int64_t dim
     }
 }
 
-/* An item's first: the rows that fill the last tile are nobody's, but they are read. */
+/* Prepares an item. Padding rows of the last tile are set to 0, because they are read. */
 ONCE void NAME(take_room)(const NAME(Attention) *s, NAME(Work) *work, int64_t rows, int64_t dim, NAME(Room) *room) {
     NAME(shape_rows)(room, rows);
     NAME(copy_queries)(work, rows, dim, room);
@@ -56,18 +56,18 @@ ONCE void NAME(take_room)(const NAME(Attention) *s, NAME(Work) *work, int64_t ro
     }
 }
 
-/* Lines of K ahead, which are fetched a few at a time: those of all units, in the order of their addresses. */
+/* Lines of the next tile's K in address order, prefetched a few at a time. */
 typedef struct {
     const vi *at;
-    int64_t stride, left; /* vectors from one to the next; how many are left of the unit */
+    int64_t stride, left; /* vectors between lines; lines left in the unit */
 } NAME(Keys);
 
 INLINE void NAME(fetch_keys)(NAME(Keys) *keys, int64_t count) {
     for (; keys->left && count; keys->left--, count--, keys->at += keys->stride) __builtin_prefetch(keys->at, 0, TO_L2);
 }
 
-/* V of one unit, `needed` places of it; that of the unit ahead is fetched on the way, and its K: in one go they would queue
- * up for the few misses that a core can have open. */
+/* Copies V of one unit, `needed` slots of it. Prefetches V and K of the next tile's unit on the way, because a core can
+ * have only few misses outstanding. */
 INLINE void NAME(copy_unit)(const vi *from, const vi *ahead, int64_t needed, int64_t coming, vi *to, int64_t stride,
                             NAME(Keys) keys) {
     int64_t turns = LANES / PAIR, share = (keys.left + turns - 1) / turns;
@@ -94,14 +94,14 @@ ONCE void NAME(copy_values)(const NAME(Attention) *s, const NAME(Tile) *tile, co
     }
 }
 
-/* What is left of the keys behind the whole steps. */
+/* Copies the words of the keys beyond the whole steps. */
 INLINE void NAME(copy_key_ends)(const NAME(Attention) *s, const NAME(Tile) *tile, int64_t dim, NAME(Room) *room) {
     int64_t from = dim / PAIR / STEP_WORDS * STEP_WORDS, stride = NAME(key_stride)(s);
     for (int64_t w = from; w < dim / PAIR; w++)
         for (int c = 0; c < COLUMNS; c++) ((vi *)room->k_end[w - from])[c] = tile->k[c][w * stride];
 }
 
-/* One step of the scores of a tile of rows; `keys` of each unit, words `stride` bytes apart. */
+/* Computes one step of the scores of a tile of rows, from `keys` of each unit, with words `stride` bytes apart. */
 INLINE void NAME(score_step)(const REAL *q, int64_t width, const void *const *keys, int64_t stride) {
     tile_load(4, q, width * sizeof(REAL));
     tile_load(6, keys[0], stride);
@@ -115,7 +115,7 @@ INLINE void NAME(score_step)(const REAL *q, int64_t width, const void *const *ke
     tile_dot_bf16(3, 4, 7);
 }
 
-/* Scores of a tile of rows with a tile of keys. */
+/* Computes the scores of a tile of rows with a tile of keys. */
 INLINE void NAME(score_tile)(const NAME(Attention) *s, const NAME(Tile) *tile, const REAL *q, int64_t dim,
                              NAME(Room) *room, float (*scores)[PANEL]) {
     int64_t words = dim / PAIR, stride = NAME(key_stride)(s), w = 0;
@@ -142,7 +142,7 @@ INLINE void NAME(score_tile)(const NAME(Attention) *s, const NAME(Tile) *tile, c
     }
 }
 
-/* sum = sum + p V of a tile of rows, for one or for `two` (a constant) vectors of the head. */
+/* Computes sum = sum + p V of a tile of rows, for one or `two` (a constant) vectors of the head. */
 INLINE void NAME(add_columns)(const NAME(Attention) *s, const NAME(Room) *room, float *sum, const int32_t *v, const int two) {
     int64_t stride = s->dim_pad * 4;
     tile_load(0, sum, stride);
@@ -160,7 +160,7 @@ INLINE void NAME(add_columns)(const NAME(Attention) *s, const NAME(Room) *room, 
     if (two) tile_store(1, sum + LANES, stride);
 }
 
-/* The scores of a tile of rows become weights, and its sums are scaled by what its maxima rose. */
+/* Turns the scores of a tile of rows into weights, and scales its sums where the maxima rose. */
 INLINE void NAME(weigh_rows)(const NAME(Attention) *s, const NAME(Tile) *tile, NAME(Work) *work, NAME(Room) *room,
                              int64_t first, int64_t count) {
     for (int64_t r = 0; r < count; r++) {
@@ -178,15 +178,15 @@ INLINE void NAME(add_tile)(const NAME(Attention) *s, NAME(Work) *work, const NAM
     if (from < dim) NAME(add_columns)(s, room, sum + from, room->v + from, 0);
 }
 
-/* The scores that are weighed next: of the rows from `first` on, which stand at the beginning where `keys` are others. */
+/* Computes the scores to weigh next: of the rows from `first` on, or of the first rows with the next tile of keys. */
 INLINE void NAME(score_next)(const NAME(Attention) *s, const NAME(Tile) *keys, NAME(Room) *room, int64_t first, int64_t dim) {
     if (!first) NAME(copy_key_ends)(s, keys, dim, room);
     NAME(score_tile)(s, keys, room->q + first * room->width, dim, room, room->scores[!room->turn]);
 }
 
-/* All rows with a tile of keys. Before a tile of rows multiplies its weights with V, the scores of the next one are asked
- * for, of the tile of keys ahead after the last one if this item has it (`more`): so tiles are multiplied while vectors
- * take exponentials. */
+/* Computes all rows with a tile of keys. Before a tile of rows multiplies its weights by V, the scores of the next tile
+ * of rows are started; after the last one those with the next tile of keys, if this item has it (`more`). Tiles then
+ * multiply while vectors compute exponentials. */
 INLINE void NAME(attend_tiles)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Work) *work,
                                NAME(Room) *room, int64_t rows, int64_t dim, int more) {
     if (!room->scored) {

@@ -1,4 +1,4 @@
-/* The operators of a decoder for bfloat16, but for attention. */
+/* The operators of a decoder for bfloat16, except attention. */
 #include "bfloat16.h"
 
 #include "pointwise.h"

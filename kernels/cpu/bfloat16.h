@@ -1,4 +1,4 @@
-/* What the headers that are included once a dtype take bfloat16 for. */
+/* Definitions for bfloat16, for the headers that are included once per dtype. */
 #include "operators.h"
 
 #define REAL bf16
@@ -11,9 +11,9 @@
 #define ROUNDV round_bf16
 #define DOT dot_bf16
 #define EXP2 exp2_coarse
-#define COARSE 1 /* activations are rounded to 8 bits */
+#define COARSE 1 /* results are rounded to 8 bits */
 #define NAME(base) base##_bf16
-#ifdef CODED /* what a cache keeps */
+#ifdef CODED /* the type of a cached value */
 #define KEPT int8_t
 #else
 #define KEPT REAL

@@ -1,6 +1,6 @@
-/* K and V of one layer: (blocks, kv_heads, block_pad, dim_pad) of KEPT each, as attention.h says they lie in a block. */
+/* K and V of one layer: (blocks, kv_heads, block_pad, dim_pad) values of KEPT each, in the block layout of attention.h. */
 
 typedef struct {
     void *k, *v;
-    float *k_scale, *v_scale; /* of codes, (blocks, kv_heads, block_pad): what a token's codes are multiplied with; or NULL */
+    float *k_scale, *v_scale; /* (blocks, kv_heads, block_pad), the scales of a quantised cache, or NULL */
 } Cache;

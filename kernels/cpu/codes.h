@@ -1,7 +1,7 @@
-/* Codes of activations, unsigned with the zero point 128, as products with quantised weights read them: bytes, four a word,
- * where the CPU multiplies bytes. AVX2 has one instruction for that, and it saturates. There a code takes 16 bits, and a
- * word of four codes becomes two: the first and the third, and the second and the fourth, which are what a word of a weight
- * gives by a shift or two. Sums are the same exact integers. */
+/* Quantised activations, unsigned with zero point 128, in the layout of products with quantised weights. If the CPU
+ * multiplies bytes, they are bytes, four per word. AVX2's instruction for bytes saturates, so there an activation takes
+ * 16 bits, and a word of four becomes two: the first and the third, and the second and the fourth, which is how shifts
+ * unpack a word of a weight. The integer sums are exact in both cases. */
 #if LANES == 8 && !TILES && !MMLA_INT8
 #define WIDE_CODES 1
 #define CODE_BYTES 2
@@ -10,21 +10,21 @@
 #define CODE_BYTES 1
 #endif
 
-/* Bytes of a row of codes. */
+/* Returns the bytes of a quantised row. */
 INLINE int64_t codes_of(int64_t inputs) { return padded(inputs) * CODE_BYTES; }
 
-/* The code of one input, the lowest byte of `code`. */
+/* Stores the quantised value of one input, the lowest byte of `code`. */
 INLINE void put_code(uint8_t *codes, int64_t input, int32_t code) {
     int64_t at = WIDE_CODES ? (input & ~(int64_t)3) + input % 2 * 2 + input % 4 / 2 : input;
     codes[at * CODE_BYTES] = (uint8_t)code;
     if (WIDE_CODES) codes[at * CODE_BYTES + 1] = 0;
 }
 
-/* Codes of twice LANES inputs, which `a` and `b` have in their lowest bytes: one after the other, or, `apart` (a constant),
- * the even ones and the odd ones. `past` (a constant): past the caches, where streams.h allows it. */
+/* Stores the quantised values of twice LANES inputs, from the lowest bytes of `a` and `b`. The inputs are in order or,
+ * if `apart` (a constant), the even ones and the odd ones. `past` (a constant): bypass the caches as in streams.h. */
 INLINE void put_codes(uint8_t *codes, vi a, vi b, const int apart, const int past) {
 #if WIDE_CODES
-    /* the lowest bytes of each four lanes, in the order of a row's codes where all four are of one stretch */
+    /* the lowest bytes of each four lanes, in the order of a row if all four are from one segment */
     const __m256i bytes = _mm256_set1_epi64x((int64_t)(apart ? 0x800c800880048000 : 0x800c800480088000));
     __m256i first = _mm256_shuffle_epi8((__m256i)a, bytes), second = _mm256_shuffle_epi8((__m256i)b, bytes), words;
     if (apart)
@@ -44,7 +44,7 @@ INLINE void put_codes(uint8_t *codes, vi a, vi b, const int apart, const int pas
 #endif
 }
 
-/* Four codes of a row. */
+/* Four quantised values of a row. */
 typedef struct {
     int32_t words[CODE_BYTES];
 } Four;
@@ -58,10 +58,10 @@ INLINE vi dot_four(vi sum, Four codes, vi weight) {
 #endif
 }
 
-/* A word of four codes of `rows` (a constant) rows, which are `stride` bytes apart. */
+/* Adds a word of four values of `rows` (a constant) rows, which are `stride` bytes apart. */
 INLINE void add_codes(const uint8_t *x, const vi *weight, int64_t stride, vi sums[][COLUMNS], const int rows) {
 #if WIDE_CODES
-    for (int odd = 0; odd < 2; odd++) { /* one after the other: sums, halves of weights and one of codes fit the registers */
+    for (int odd = 0; odd < 2; odd++) { /* in two passes: the sums, one half of the weights and one value fit the registers */
         vi halves[COLUMNS];
         for (int c = 0; c < COLUMNS; c++) halves[c] = odd ? odd_bytes(weight[c]) : even_bytes(weight[c]);
         for (int r = 0; r < rows; r++) {
@@ -80,10 +80,10 @@ INLINE void add_codes(const uint8_t *x, const vi *weight, int64_t stride, vi sum
 }
 
 #if WIDE_CODES
-#define CODE_ROWS 66    /* rows that a slice of a panel meets once it is widened */
-#define CODE_SLICE 32   /* words of a panel: widened, of 4 KiB, they stay in an L1 of 32 beside the rows' sums and codes */
+#define CODE_ROWS 66    /* rows that use a slice of a panel after it is widened */
+#define CODE_SLICE 32   /* words of a panel: widened (4 KiB) they stay in an L1 of 32 KiB with the rows */
 
-/* Each word of four of a weight as two, like a row's codes. `ahead`: what is fetched meanwhile, a line for each word. */
+/* Widens each word of four weights to two, in the order of a quantised row. `ahead`: prefetched, one line per word. */
 INLINE void widen_codes(const vi *weight, int64_t words, const char *ahead, vi *to) {
     for (int64_t i = 0; i < words; i++, weight += COLUMNS, to += 2 * COLUMNS) {
         if (ahead) __builtin_prefetch(ahead + i * COLUMNS * sizeof *weight, 0, TO_L2);
@@ -91,7 +91,7 @@ INLINE void widen_codes(const vi *weight, int64_t words, const char *ahead, vi *
     }
 }
 
-/* Widened words of `rows` (a constant) rows are added to their sums. */
+/* Adds the products of widened words and `rows` (a constant) rows to their sums. */
 INLINE void add_widened(const uint8_t *x, const vi *weight, int64_t words, int64_t stride, vi (*to)[COLUMNS], const int rows) {
     vi sums[ROWS][COLUMNS];
     for (int r = 0; r < rows; r++)
@@ -106,7 +106,8 @@ INLINE void add_widened(const uint8_t *x, const vi *weight, int64_t words, int64
         for (int c = 0; c < COLUMNS; c++) to[r][c] = sums[r][c];
 }
 
-/* Sums of up to CODE_ROWS rows with one panel, of `words` words each. `more`: the next panel, which follows, is fetched. */
+/* Computes the sums of up to CODE_ROWS rows of `words` words with one panel. `more`: prefetch the next panel, which
+ * follows. */
 static void sum_widened(const uint8_t *x, const vi *panel, int64_t words, int64_t stride, int64_t rows, int more,
                         vi (*sums)[COLUMNS]) {
     vi wide[2 * CODE_SLICE * COLUMNS];
@@ -125,7 +126,7 @@ static void sum_widened(const uint8_t *x, const vi *panel, int64_t words, int64_
 }
 #endif
 
-/* How rows of codes are cut up for a product with a weight. More than a block's are cut evenly where panels are widened. */
+/* Cuts quantised rows for a product with a weight. If panels are widened, more rows than a block are cut evenly. */
 INLINE Cut cut_codes(int64_t from, int64_t rows, int64_t inputs, int64_t group) {
     Cut cut = cut_rows(from, rows, codes_of(inputs), TILES && !group);
 #if WIDE_CODES

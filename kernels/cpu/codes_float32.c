@@ -1,4 +1,4 @@
-/* Rotation and KV write, copies and attention for float32 and a cache of codes: a library of their own. */
+/* Rotation and KV write, copies and attention for float32 and a quantised cache, in a library of their own. */
 #define CODED
 #include "float32.h"
 

@@ -1,9 +1,9 @@
-/* Arm's BFDOT, BFMMLA and USMMLA in plain C, bit by bit as the Architecture Reference Manual for A-profile (DDI 0487) says
- * for FPCR.EBF 0 (BFDotAdd, BFMatMulAddH, MatMulAdd): in bfloat16 every step is rounded to odd, numbers below the smallest
- * normal one are 0 of their sign, before a step and after it, what is too large is infinite, and NaN is the default one. */
+/* Arm's BFDOT, BFMMLA and USMMLA in plain C, bit by bit as defined in the Architecture Reference Manual for A-profile
+ * (DDI 0487) for FPCR.EBF 0 (BFDotAdd, BFMatMulAddH, MatMulAdd). In bfloat16 every step is rounded to odd, subnormal
+ * operands and results are 0 with their sign, an overflow is infinite, and NaN is the default NaN. */
 
-/* A float's bits, rounded to odd: the nearest float towards 0, whose last bit is set where that is not the number itself.
- * The double has this rounding behind it, or is exact. */
+/* Returns a float's bits, rounded to odd: towards 0, with the last bit set if the number is not exact. The double is
+ * rounded in the same way, or exact. */
 static __attribute__((unused)) uint32_t odd_bits(double exact) {
     uint64_t wide, dropped = (1ull << 29) - 1;
     if (exact != exact) return 0x7fc00000;
@@ -17,7 +17,7 @@ static __attribute__((unused)) uint32_t odd_bits(double exact) {
     return bits;
 }
 
-INLINE double flushed(uint32_t bits) { /* a float as it is read */
+INLINE double flushed(uint32_t bits) { /* a float as an operand */
     float value;
     bits = bits & 0x7f800000u ? bits : bits & 0x80000000u;
     memcpy(&value, &bits, 4);
@@ -26,7 +26,7 @@ INLINE double flushed(uint32_t bits) { /* a float as it is read */
 
 static __attribute__((unused)) uint32_t odd_sum(uint32_t a, uint32_t b) {
     double x = flushed(a), y = flushed(b), sum = x + y, of_y = sum - x, lost = (x - (sum - of_y)) + (y - of_y);
-    if (fabs(sum) < INFINITY && lost != 0) { /* a double to odd */
+    if (fabs(sum) < INFINITY && lost != 0) { /* round the double to odd */
         uint64_t wide;
         memcpy(&wide, &sum, 8);
         wide -= (lost < 0) != (sum < 0);
@@ -36,7 +36,7 @@ static __attribute__((unused)) uint32_t odd_sum(uint32_t a, uint32_t b) {
     return odd_bits(sum);
 }
 
-/* A word's two products, added to each other, and then to the sum. */
+/* Adds the two products of a word, then adds them to the sum. */
 static __attribute__((unused)) uint32_t emulated_bfdot(uint32_t sum, uint32_t x, uint32_t weight) {
     uint32_t low = odd_bits(flushed(x << 16) * flushed(weight << 16));
     uint32_t high = odd_bits(flushed(x & 0xffff0000u) * flushed(weight & 0xffff0000u));

@@ -1,29 +1,29 @@
-/* The experts of a feed-forward layer; included once a dtype. Rows, one for each token and expert that it goes to, are
- * sorted by expert, and one team of threads passes over the tiles of all experts. Tiles are those of linear.h and
- * quantized_linear.h: a row's result does not depend on which rows its expert has beside it. */
+/* The experts of a feed-forward layer; included once per dtype. Rows, one per token and chosen expert, are sorted by
+ * expert, and one team of threads computes the tiles of all experts. Tiles are as in linear.h and quantized_linear.h: a
+ * row's result does not depend on the other rows of its expert. */
 #include "mxfp4.h"
 
 typedef struct {
-    Weight gate_up, down; /* of the first expert; panels, biases, starts and scales of the others follow */
+    Weight gate_up, down; /* of the first expert; the panels, biases, starts and scales of the others follow */
     const REAL *x;        /* (tokens, gate_up.inputs) */
     const int64_t *chosen; /* (tokens, choices): experts */
     const float *weights; /* (tokens, choices) */
     REAL *y;              /* (tokens, down.outputs) */
-    int64_t *loads;       /* (experts,): to which each expert's rows are added */
-    /* Room to work in. Of (experts + 1,): where each expert's rows and row blocks begin; of (rows,): each row's token, and
-     * where the row of a token and choice stands */
+    int64_t *loads;       /* (experts,): the rows of each expert are added */
+    /* Buffers. (experts + 1,): the first row and the first row block of each expert; (rows,): the token of each row,
+     * and the row of each token and choice */
     int64_t *starts, *blocks, *tokens_of, *places;
     REAL *rows, *inner, *made; /* (rows, gate_up.inputs), (rows, down.inputs), (rows, down.outputs) */
-    uint8_t *codes;            /* where weights are quantised: (rows, most inputs padded) */
+    uint8_t *codes;            /* for quantised weights: (rows, most inputs padded) */
     float *row_scales;         /* (rows,) */
-    char *wide;                /* where weights are in MXFP4: room for a panel that is widened, of each thread */
-    int64_t wide_bytes;        /* of one */
+    char *wide;                /* for MXFP4 weights: a widened panel per thread */
+    int64_t wide_bytes;        /* bytes of such a panel */
     int64_t tokens, choices, experts, kind; /* the gated kind of gate_up */
 } NAME(Experts);
 
 INLINE int NAME(in_tiles)(const Weight *first) { return first->starts ? TILES && !first->group : IN_TILES; }
 
-/* How the rows of an expert are cut up, whose weight is one like `first`. */
+/* Cuts the rows of an expert, whose weight has the shape of `first`. */
 INLINE Cut NAME(expert_rows)(const Weight *first, const int64_t *starts, int64_t expert) {
     int64_t rows = starts[expert + 1] - starts[expert];
     if (IN_SLICES && is_mxfp4(first)) return (Cut){starts[expert], rows, WIDE_ROWS, (rows + WIDE_ROWS - 1) / WIDE_ROWS, 1};
@@ -31,13 +31,13 @@ INLINE Cut NAME(expert_rows)(const Weight *first, const int64_t *starts, int64_t
     return cut_rows(starts[expert], rows, first->inputs * (int64_t)sizeof(REAL), IN_TILES);
 }
 
-/* Where the row blocks of each expert begin, the last one's end included: rows of two experts share no block. */
+/* Computes the first row block of each expert, and the end of the last one. Experts do not share row blocks. */
 static void NAME(count_blocks)(const Weight *first, const int64_t *starts, int64_t experts, int64_t *blocks) {
     blocks[0] = 0;
     for (int64_t e = 0; e < experts; e++) blocks[e + 1] = blocks[e] + NAME(expert_rows)(first, starts, e).blocks;
 }
 
-/* The weight of one of several experts. */
+/* Returns the weight of one of several experts. */
 INLINE Weight NAME(expert)(const Weight *first, int64_t at, int64_t kind) {
     Weight found = *first;
     int64_t columns = columns_of(first->outputs, is_gated(kind)) * at, inputs = first->inputs;
@@ -45,7 +45,7 @@ INLINE Weight NAME(expert)(const Weight *first, int64_t at, int64_t kind) {
     if (is_mxfp4(first)) {
         found.panels = (const char *)first->panels + columns * inputs / 2;
         found.scales = (const float *)((const uint8_t *)first->scales + columns * inputs / MXFP4_GROUP);
-    } else { /* in int4 two codes share a byte, and a column has scales of each group */
+    } else { /* int4: two values share a byte, and a column has one scale per group */
         found.panels = (const char *)first->panels + columns * words * (first->group ? 2 : 4);
     }
     int64_t groups = first->group ? (inputs + first->group - 1) / first->group : 1;
@@ -55,14 +55,14 @@ INLINE Weight NAME(expert)(const Weight *first, int64_t at, int64_t kind) {
     return found;
 }
 
-/* As `linear`, each row with its expert's weight: those of expert e from starts[e] to starts[e + 1]. `wide`: this thread's
- * room for a panel that is widened. */
+/* Multiplies as `linear`, with expert e's weight for the rows from starts[e] to starts[e + 1]. `wide`: this thread's
+ * buffer for a widened panel. */
 TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *starts, const int64_t *blocks,
                              int64_t experts, void *y, uint8_t *codes, float *row_scales, char *wide, int64_t kind) {
 #if !IN_SLICES
-    int64_t widened = -1; /* which of all experts' panels stands there */
+    int64_t widened = -1; /* which panel of all experts `wide` holds */
 #endif
-    int64_t panels = panels_of(first->outputs, is_gated(kind)), height = 0; /* that tiles are configured for */
+    int64_t panels = panels_of(first->outputs, is_gated(kind)), height = 0; /* the height that tiles are configured for */
     const int in_tiles = NAME(in_tiles)(first);
     Waiting waiting;
     begin_waiting(&waiting);
@@ -70,7 +70,7 @@ TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *
 #pragma omp for schedule(guided, 1) nowait
     for (int64_t at = 0; at < blocks[experts] * panels; at++) {
         int64_t e = 0, end = experts;
-        while (end - e > 1) { /* the last expert whose blocks begin here or before, and that has some */
+        while (end - e > 1) { /* find the last expert that starts at or before this block and has rows */
             int64_t middle = (e + end) / 2;
             if (blocks[middle] * panels <= at) e = middle; else end = middle;
         }
@@ -99,10 +99,11 @@ TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *
 #pragma omp barrier
 }
 
-/* This thread's room for a panel, of what a team has. */
+/* Returns this thread's part of the team's buffer for widened panels. */
 INLINE char *wide_of(char *wide, int64_t bytes) { return wide ? wide + omp_get_thread_num() * bytes : NULL; }
 
-/* `blocks`: room for experts + 1 numbers; `codes` and `row_scales` as for `quantized_linear`, `wide` as in the structure. */
+/* `blocks`: a buffer of experts + 1 numbers; `codes` and `row_scales` as for `quantized_linear`, `wide` as in the
+ * structure. */
 void NAME(grouped_linear)(const REAL *x, const Weight *first, const int64_t *starts, int64_t experts, int64_t *blocks,
                           void *y, uint8_t *codes, float *row_scales, char *wide, int64_t wide_bytes, int64_t kind) {
     NAME(count_blocks)(first, starts, experts, blocks);
@@ -110,7 +111,7 @@ void NAME(grouped_linear)(const REAL *x, const Weight *first, const int64_t *sta
     NAME(team_grouped)(x, first, starts, blocks, experts, y, codes, row_scales, wide_of(wide, wide_bytes), kind);
 }
 
-/* Sort rows by expert; 0, or -1 where there is no such expert. */
+/* Sorts rows by expert; returns 0, or -1 if an expert does not exist. */
 static int64_t NAME(sort_rows)(const NAME(Experts) *a) {
     int64_t rows = a->tokens * a->choices;
     memset(a->starts, 0, (a->experts + 1) * sizeof *a->starts);
@@ -121,7 +122,7 @@ static int64_t NAME(sort_rows)(const NAME(Experts) *a) {
     for (int64_t e = 0; e < a->experts; e++) {
         a->loads[e] += a->starts[e + 1];
         a->starts[e + 1] += a->starts[e];
-        a->blocks[e] = a->starts[e]; /* where its next row goes */
+        a->blocks[e] = a->starts[e]; /* the expert's next free row */
     }
     for (int64_t i = 0; i < rows; i++) {
         a->places[i] = a->blocks[a->chosen[i]]++;
@@ -131,7 +132,7 @@ static int64_t NAME(sort_rows)(const NAME(Experts) *a) {
     return 0;
 }
 
-/* y = the sum of weight * made over a token's rows, in the order of its choices. */
+/* Computes y, the sum of weight * made over a token's rows, in the order of its choices. */
 INLINE void NAME(combine_row)(const NAME(Experts) *a, int64_t token) {
     int64_t width = a->down.outputs, first = token * a->choices, i = 0;
     REAL *y = a->y + token * width;
@@ -149,7 +150,7 @@ INLINE void NAME(combine_row)(const NAME(Experts) *a, int64_t token) {
     }
 }
 
-/* 0, or -1 where a token chose an expert that is not there. */
+/* Returns 0, or -1 if a token chose an expert that does not exist. */
 int64_t NAME(experts)(const NAME(Experts) *a) {
     int64_t inputs = a->gate_up.inputs;
     if (NAME(sort_rows)(a)) return -1;

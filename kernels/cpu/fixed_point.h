@@ -1,22 +1,24 @@
-/* Scores and weighted sums of a cache of codes in integers, for bfloat16 without matrix tiles; included by attention.h.
+/* Scores and weighted sums of a quantised cache in integers, for bfloat16 without matrix tiles; included by
+ * attention.h.
  *
- * Codes are integers already: widened to 16 bits, which is one instruction, they are multiplied as they are. A query, and
- * the weights of a row's tile, become integers of 16 bits, the largest magnitude 32767: finer than the 8 bits of a
- * bfloat16 for all values but those that are less than 1/128 of the largest. No sum can overflow: 32767 * 128 * MAX_DIM
- * is less than 2^31. So sums are exact, in whichever order. */
+ * Cached values are widened to 16-bit integers by one instruction. A query, and the weights of a row's tile, are
+ * converted to 16-bit integers with 32767 as the largest magnitude: finer than the 8 bits of bfloat16, except for
+ * values below 1/128 of the largest. Sums cannot overflow, because 32767 * 128 * MAX_DIM is less than 2^31, so they are
+ * exact in any order.
+ */
 
-/* Values of a whole number of vectors as integers, and what these are multiplied with in return, which is no number where
- * a value is none or infinite. */
+/* Converts whole vectors of values to integers and returns their scale, which is NaN or infinite if a value is not
+ * finite. */
 INLINE float NAME(to_fixed)(const float *from, int64_t count, int16_t *to) {
     vi tops = splat_word(0);
     for (int64_t i = 0; i < count; i += LANES) tops = larger_word(tops, (vi)load_f32(from + i) & 0x7fffffff);
-    int32_t bits = largest_word(tops); /* integers have the order of numbers without a sign */
+    int32_t bits = largest_word(tops); /* without a sign, the bits of floats sort like the numbers */
     float most, inverse;
     memcpy(&most, &bits, 4);
     inverse = most > 0 && most < INFINITY ? 32767.0f / most : 0.0f;
-    if (!(inverse < INFINITY)) inverse = 0.0f; /* of sizes below 1e-34 */
+    if (!(inverse < INFINITY)) inverse = 0.0f; /* magnitudes below 1e-34 */
     for (int64_t i = 0; i < count; i += LANES) {
-        /* adding 1.5 * 2^23 rounds to nearest, ties to even: the lower half is the integer */
+        /* adding 1.5 * 2^23 rounds to nearest, ties to even; the lower half of the bits is the integer */
         vf value = inverse > 0 ? load_f32(from + i) : splat(0.0f);
         store_halves((uint16_t *)to + i, (vi)fused(value, splat(inverse), splat(12582912.0f)));
     }
@@ -30,7 +32,7 @@ ONCE void NAME(fix_query)(const REAL *q, int64_t dim, int64_t dim_pad, int16_t *
     *unit = NAME(to_fixed)(values, dim_pad, to);
 }
 
-/* As for a cache of values; a key's scale is not in the scores yet. */
+/* As without quantisation; the scales of keys are applied later. */
 INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, const NAME(Work) *work,
                         int64_t first, vf scores[ROWS][COLUMNS], int64_t dim, const int rows, const int fetch) {
     int64_t stride = s->block_pad * PAIR, run = (dim / PAIR + COLUMNS - 1) / COLUMNS;
@@ -55,7 +57,8 @@ INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const 
             scores[r][c] = __builtin_convertvector(sums[r][c], vf) * work->q_unit[first + r];
 }
 
-/* sum = sum * shrink + p V, as for a cache of values. A place that is not needed has weight 0 and any code. */
+/* Computes sum = sum * shrink + p V as without quantisation. A slot that is not needed has weight 0 and may hold any
+ * value. */
 INLINE void NAME(add_values)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Work) *work,
                              int64_t first, const float *shrink, int64_t from, const int rows, const int columns,
                              const int fetch) {

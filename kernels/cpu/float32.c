@@ -1,4 +1,4 @@
-/* The operators of a decoder for float32, but for attention. */
+/* The operators of a decoder for float32, except attention. */
 #include "float32.h"
 
 #include "pointwise.h"
@@ -13,7 +13,7 @@
 #include "teams.h"
 #include "layer.h"
 
-/* For whoever builds the structures elsewhere: their sizes, and the most that a head and an item may have. */
+/* Returns the sizes of the structures and the limits of heads and items, for callers that build the structures. */
 void sizes(int64_t *found) {
     int64_t all[] = {sizeof(Weight),          sizeof(Heads_f32), sizeof(Plan), sizeof(Attention_f32), sizeof(Layer_f32),
                      sizeof(LayerStep_f32), sizeof(Experts_f32), sizeof(Latent_f32), sizeof(Parts_f32),

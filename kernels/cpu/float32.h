@@ -1,8 +1,8 @@
-/* What the headers that are included once a dtype take float32 for. */
+/* Definitions for float32, for the headers that are included once per dtype. */
 #include "operators.h"
 
 #define REAL float
-#define PAIR 1 /* values a word */
+#define PAIR 1 /* values per word */
 #define LOAD(x) (x)
 #define STORE(x) (x)
 #define LOADV load_f32
@@ -13,7 +13,7 @@
 #define EXP2 exp2_bounded
 #define COARSE 0
 #define NAME(base) base##_f32
-#ifdef CODED /* what a cache keeps */
+#ifdef CODED /* the type of a cached value */
 #define KEPT int8_t
 #else
 #define KEPT REAL

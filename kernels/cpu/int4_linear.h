@@ -1,15 +1,15 @@
-/* Matrix products with weights in int4, of which a group of inputs has a scale for each output; included once a dtype.
- * Activations are quantised as in quantized_linear.h. A panel holds two words of four inputs in one: those of the first in
- * the lower halves of its bytes. A half that stands in the upper bits of a byte is 16 times its code, sign included, so
- * that neither has to be widened; scales are packed 16 times smaller. Sums of a group are exact integers, and are added
- * up in float, group after group: a row's result depends on nothing but the row. */
+/* Matrix products with int4 weights that have a scale per output and group of inputs; included once per dtype.
+ * Activations are quantised as in quantized_linear.h. A panel packs two words of four inputs into one, the first word
+ * in the lower halves of its bytes. An upper half, read as a byte, is 16 times its value with the sign, so neither half
+ * needs sign extension; scales are packed 16 times smaller. The sums of a group are exact integers and are added up in
+ * float, group by group: a row's result depends only on the row. */
 
-#define INT4_ROWS 3 /* sums of a group and of all groups stay in registers for so many rows */
+#define INT4_ROWS 3 /* rows for which the sums of a group and of all groups fit the registers */
 INLINE vi low_codes(vi word) { return (word << 4) & (int32_t)0xf0f0f0f0; }
 INLINE vi high_codes(vi word) { return word & (int32_t)0xf0f0f0f0; }
 
-/* Exact sums of one group, `pairs` pairs of words, of `rows` (a constant) rows with one panel; with `zeroed` (a constant)
- * also the sums of the rows' codes, in every lane. */
+/* Computes the exact sums of one group, `pairs` pairs of words, of `rows` (a constant) rows with one panel; with
+ * `zeroed` (a constant) also the sums of the rows' values, in every lane. */
 INLINE void int4_group(const uint8_t *x, const vi *weight, int64_t pairs, int64_t stride, Ahead *ahead,
                        vi sums[INT4_ROWS][COLUMNS], vi codes[INT4_ROWS], const int rows, const int zeroed) {
     for (int r = 0; r < rows; r++) {
@@ -33,7 +33,7 @@ INLINE void int4_group(const uint8_t *x, const vi *weight, int64_t pairs, int64_
     }
 }
 
-/* The results of `rows` (a constant) rows with one panel. */
+/* Computes the results of `rows` (a constant) rows with one panel. */
 INLINE void NAME(int4_tile)(const uint8_t *x, const float *row_scales, const Weight *w, int64_t panel, Ahead ahead,
                             vf result[][COLUMNS], const int rows, const int zeroed) {
     int64_t stride = codes_of(w->inputs), all = (w->inputs + 7) / 8, per = w->group / 8, groups = (all + per - 1) / per;

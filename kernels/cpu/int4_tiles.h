@@ -1,18 +1,18 @@
-/* Products with int4 weights in matrix tiles; included once a dtype, by int4_linear.h. A group's words are widened to codes
- * of a byte once for all tiles of rows of a block; its exact sums are then scaled and added as there, in the same order: the
- * bits are those of the vectors, so that the number of rows may decide. */
-#define INT4_TILES 4       /* of rows in a block: a group is widened once for all of them */
-#define MOST_INT4_GROUP 128 /* inputs; of larger groups a product is in vectors */
+/* Products with int4 weights in matrix tiles; included once per dtype, by int4_linear.h. The words of a group are
+ * widened to bytes once for all row tiles of a block. The exact sums of the group are scaled and added in the same
+ * order as with vectors: the bits are the same, so the number of rows may decide which to use. */
+#define INT4_TILES 4       /* row tiles of a block: a group is widened once for all of them */
+#define MOST_INT4_GROUP 128 /* inputs; larger groups use vectors */
 
-INLINE int64_t int4_step(int64_t group) { return group % 64 == 0 ? 64 : 32; } /* bytes of a row that a product takes */
+INLINE int64_t int4_step(int64_t group) { return group % 64 == 0 ? 64 : 32; } /* bytes of a row per product */
 
-/* Whether a product of so many rows is in tiles: from where on it takes less time (measured on a CPU of 2026: groups of 32
- * from 12 rows on, of 64 from 8, of 128 from 7). */
+/* Returns true if a product with this number of rows uses tiles: from where they are faster (measured on a CPU of 2026:
+ * from 12 rows for groups of 32, from 8 for 64, from 7 for 128). */
 INLINE int int4_in_tiles(int64_t rows, int64_t group) {
     return group && group % 32 == 0 && group <= MOST_INT4_GROUP && rows >= (group < 64 ? 12 : 7);
 }
 
-/* Tiles of equal height, INT4_TILES a block. */
+/* Cuts rows into tiles of equal height, INT4_TILES per block. */
 INLINE Cut cut_int4(int64_t from, int64_t rows, int64_t bytes) {
     int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, height = INT4_TILES * ((rows + tiles - 1) / tiles);
     return cut_evenly(from, rows, height, bytes);
@@ -27,17 +27,17 @@ INLINE void begin_int4_tiles(const Cut *cut, int64_t group) {
     tiles_configure(&shapes);
 }
 
-/* A block's rows, and what becomes of them. */
+/* The rows of a block, and their sums. */
 typedef struct {
     ON_LINES vf total[INT4_TILES][TILE_ROWS][COLUMNS];
-    vi sums[2][TILE_ROWS][COLUMNS];        /* of two tiles of rows with a group */
-    vi of_codes[2][TILE_ROWS][16 / LANES]; /* the sums of the rows' codes, in every lane */
+    vi sums[2][TILE_ROWS][COLUMNS];        /* of two row tiles with a group */
+    vi of_codes[2][TILE_ROWS][16 / LANES]; /* sums of the rows' values, in every lane */
     vi wide[MOST_INT4_GROUP / 4][COLUMNS], ones[16][16 / LANES];
-    const uint8_t *x[INT4_TILES]; /* each tile's first row */
+    const uint8_t *x[INT4_TILES]; /* first row of each tile */
     int64_t tiles, height, stride;
 } Int4Room;
 
-/* `words` words of a column, which is an even number. */
+/* Widens `words` words of a column; the number is even. */
 INLINE void widen_int4(const vi *weight, int64_t words, vi (*wide)[COLUMNS]) {
     for (int64_t i = 0; i < words; i += 2, weight += COLUMNS)
         for (int c = 0; c < COLUMNS; c++) {
@@ -46,7 +46,7 @@ INLINE void widen_int4(const vi *weight, int64_t words, vi (*wide)[COLUMNS]) {
         }
 }
 
-/* Sums of two tiles of rows, or twice the same, with what is widened of a group, and of their codes. */
+/* Computes the sums of two row tiles, which may be the same, with a widened group, and the sums of their values. */
 INLINE void sum_int4(Int4Room *room, const uint8_t *first, const uint8_t *second, int64_t bytes, int64_t step,
                      const int zeroed) {
     for (int64_t column = 0; column < PANEL; column += ACROSS * TILE_COLUMNS) {
@@ -77,7 +77,7 @@ INLINE void sum_int4(Int4Room *room, const uint8_t *first, const uint8_t *second
     tile_store(1, room->of_codes[1], 64);
 }
 
-/* What the exact sums of a tile of rows with a group of `bytes` inputs stand for is added. */
+/* Scales the exact sums of a row tile with a group of `bytes` inputs, and adds them. */
 INLINE void NAME(add_int4)(vf (*total)[COLUMNS], vi (*sums)[COLUMNS], vi (*of_codes)[16 / LANES], const vf *scales,
                            const vf *zeros, int64_t bytes, int64_t rows, const int zeroed) {
     for (int64_t r = 0; r < rows; r++) {
@@ -90,7 +90,7 @@ INLINE void NAME(add_int4)(vf (*total)[COLUMNS], vi (*sums)[COLUMNS], vi (*of_co
     }
 }
 
-/* Tiles of the block's rows; where the last one has too few it begins earlier, in rows of the tile before. */
+/* Begins a block. If the last tile has too few rows, it starts earlier and overlaps the tile before. */
 INLINE void NAME(begin_int4_block)(Int4Room *room, const uint8_t *codes, const Weight *w, const Cut *cut, Place at) {
     const vf *starts = (const vf *)w->starts + at.panel * COLUMNS;
     int64_t first = at.block * cut->height, left = rows_of(cut, at.block);
@@ -105,7 +105,7 @@ INLINE void NAME(begin_int4_block)(Int4Room *room, const uint8_t *codes, const W
     }
 }
 
-/* All tiles of the block with a group, whose inputs begin at `from`. */
+/* Computes all tiles of the block with the group that starts at input `from`. */
 INLINE void NAME(int4_tiles_group)(Int4Room *room, const Weight *w, int64_t panel, int64_t from, const int zeroed) {
     int64_t left = padded(w->inputs) - from, bytes = left < w->group ? left : w->group;
     int64_t groups = (w->inputs + w->group - 1) / w->group, at = (panel * groups + from / w->group) * COLUMNS;
@@ -143,7 +143,7 @@ static void NAME(int4_tiles_block)(const uint8_t *codes, const float *row_scales
     }
 }
 
-/* As `team_quantized_linear`, once rows are codes. */
+/* As `team_quantized_linear`, with rows that are quantised already. */
 TEAM void NAME(team_int4_tiles)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, int64_t rows,
                                 int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));

@@ -1,10 +1,10 @@
-/* Attention of query rows over a paged cache of latents; included once a dtype. A token's `width` values lie beside one
- * another, as they come: all of them are its key, the first `rank` its value, for every head. Items are those of
- * attention.h, their tiles LATENT_TILE tokens counted from the sequence's first; heads are cut into slices, and a job is an
- * item with one slice of its rows' heads.
+/* Attention of query rows over a paged cache of latents; included once per dtype. The `width` values of a token are
+ * contiguous. All of them are its key, and the first `rank` are its value, for every head. Items are as in attention.h,
+ * with tiles of LATENT_TILE tokens counted from the sequence's first. Heads are cut into slices, and a job is an item
+ * with one slice of heads.
  *
- * A row's sums run in the order of the values and of the tokens, alone in their lanes: its bits do not depend on the rows
- * that it is computed with, nor on where its tiles are cut into levels.
+ * A row's sums run in the order of values and tokens, each in its own lane. Its bits depend neither on the other rows
+ * nor on how its tiles are divided into levels.
  */
 #define LATENT_TILES (TILES && PAIR == 2)
 #define LATENT_TILE (LATENT_TILES ? 32 : 16)
@@ -12,14 +12,13 @@
 typedef struct {
     const REAL *q, *cache; /* q: (tokens, q_heads, width) */
     const Plan *plan;
-    float *state; /* (tokens, q_heads, rank + 2): weighted sum, maximum and mass, kept between levels */
+    float *state; /* (tokens, q_heads, rank + 2): weighted sum, maximum and mass between levels */
     REAL *out;    /* (tokens, q_heads, rank) */
     int64_t q_heads, slice, width, rank, block_size;
-    float scale; /* times log2(e): exponentials are powers of 2 here */
+    float scale; /* including log2(e), because exponentials are powers of 2 */
 } NAME(Latent);
 
-/* The rows of a job: which query each is, and the state that it takes along. `sum` is (rows, stride), of
- * which `rank` count. */
+/* The rows of a job: the query of each, and its state. `sum` is (rows, stride), of which `rank` values are used. */
 typedef struct {
     const REAL *q[MOST_ROWS];
     int64_t at[MOST_ROWS]; /* token * q_heads + head */
@@ -29,7 +28,7 @@ typedef struct {
     int64_t stride, rows;
 } NAME(LatentWork);
 
-/* Products of `rows` (a constant) queries with two keys. */
+/* Computes the products of `rows` (a constant) queries with two keys. */
 INLINE void NAME(latent_scores)(const REAL *const *q, const REAL *a, const REAL *b, int64_t width, float (*p)[LATENT_TILE],
                                 const int rows) {
     vf sums[ROWS][2];
@@ -52,8 +51,8 @@ INLINE void NAME(latent_scores)(const REAL *const *q, const REAL *a, const REAL 
     }
 }
 
-/* Scores become probabilities relative to the row's maximum so far, which may rise: then `shrink` says by what its sum has
- * to be multiplied. */
+/* Turns scores into weights relative to the row's maximum. If the maximum rises, `shrink` is the factor for the row's
+ * sums. */
 INLINE void NAME(latent_weigh)(const NAME(Latent) *s, NAME(LatentWork) *work, int64_t r, int32_t first, int64_t count) {
     float *p = work->p[r], top;
     int32_t left = work->position[r] - first + 1; /* keys from the first on that the row sees */
@@ -63,7 +62,7 @@ INLINE void NAME(latent_weigh)(const NAME(Latent) *s, NAME(LatentWork) *work, in
     left = left < count ? left : (int32_t)count;
     for (int32_t j = 0; j < LATENT_TILE; j += LANES) {
         vf scores = pick(lane + j < left, load_f32(p + j) * s->scale, splat(-INFINITY));
-        tops = larger(scores, tops); /* not by what is no number */
+        tops = larger(scores, tops); /* ignores NaN */
         store_f32(p + j, scores);
     }
     top = lane_max(tops);
@@ -81,7 +80,8 @@ INLINE void NAME(latent_weigh)(const NAME(Latent) *s, NAME(LatentWork) *work, in
 #define LATENT_STRIDE(s) NAME(latent_columns)((s)->rank)
 #else
 #define LATENT_STRIDE(s) (s)->rank
-/* sum = sum * shrink + p V for `rows` rows and `columns` (both constants) vectors of the latent from `from` on. */
+/* Computes sum = sum * shrink + p V for `rows` rows and `columns` vectors of the latent from `from` on (both
+ * constants). */
 INLINE void NAME(latent_add)(const REAL *const *keys, int64_t count, float *sum, int64_t rank, float (*p)[LATENT_TILE],
                              const float *shrink, int64_t from, const int rows, const int columns) {
     vf total[ROWS][2];
@@ -186,7 +186,7 @@ static void NAME(latent_attend)(const NAME(Latent) *s, const Item *item, int64_t
     NAME(latent_put_down)(s, item, &work);
 }
 
-/* Tokens of a tile, and floats of room that a thread needs. */
+/* The tokens of a tile, and the buffer that a thread needs, in floats. */
 int64_t NAME(latent_tile)(void) { return LATENT_TILE; }
 int64_t NAME(latent_room)(int64_t width, int64_t rank) {
 #if LATENT_TILES
@@ -207,6 +207,6 @@ void NAME(latent_attention)(const NAME(Latent) *s, float *room) {
         for (int64_t job = first * slices; job < end * slices; job++)
             NAME(latent_attend)(s, s->plan->items + job / slices, job % slices,
                                 room + omp_get_thread_num() * size);
-        end_tiles(LATENT_TILES); /* each level's jobs configured them */
+        end_tiles(LATENT_TILES); /* the jobs of each level configured them */
     }
 }

@@ -1,23 +1,23 @@
-/* Attention over latents in matrix tiles, for bfloat16; included by latent.h. What a tile of keys is, its masks and its
- * softmax are those of the vectors.
+/* Attention over latents in matrix tiles, for bfloat16; included by latent.h. Tiles of keys, masks and the softmax are
+ * the same as with vectors.
  *
- * A token's values lie beside one another in the cache, but a product takes words of 16 tokens: so each tile of keys is
- * turned once for all rows of a job, and its values are paired token by token. What is no token's is 0 there, since
- * 0 x NaN is NaN. All rows go this way, a single one, too: a tile rounds otherwise than a vector's dot, and whether a row is
- * computed alone or with others may not show in its bits.
+ * The values of a token are contiguous in the cache, but a product reads words of 16 tokens. Each tile of keys is
+ * therefore transposed once for all rows of a job, and its values are interleaved by pairs of tokens. Slots without a
+ * token are 0, because 0 x NaN is NaN. All rows use tiles, even a single one: a tile rounds differently from a vector's
+ * dot, and a row's bits must not depend on the number of rows.
  */
 #define LATENT_STEP 16 /* words that a product sums over */
 #define LATENT_ACROSS 16 /* columns of a tile */
 _Static_assert(LATENT_TILE == 2 * LATENT_ACROSS && LATENT_TILE == 2 * LATENT_STEP, "one step of values, two tiles of keys");
 
 typedef struct {
-    REAL *q;         /* (MOST_ROWS, words) of pairs, 0 where the latent ends before */
+    REAL *q;         /* (MOST_ROWS, words) of pairs, padded with zeros */
     int32_t *keys;   /* (words, LATENT_TILE) */
     int32_t *values; /* (LATENT_TILE / 2, columns): pairs of tokens */
-    REAL *copied;    /* (LANES, words) of pairs: tokens that do not lie side by side, or fill no vectors */
+    REAL *copied;    /* (LANES, words) of pairs: tokens that are not contiguous, or are not whole vectors */
     REAL *none;      /* (words,) of pairs: zeros */
     int64_t words, columns, height;
-    float scores[2][TILE_ROWS][LATENT_TILE]; /* of every other step each, so that products need not wait for one another */
+    float scores[2][TILE_ROWS][LATENT_TILE]; /* alternating between steps, so products need not wait */
     REAL p[TILE_ROWS][LATENT_TILE];
 } NAME(LatentRoom);
 
@@ -27,7 +27,7 @@ INLINE int64_t NAME(latent_words)(int64_t width) {
 
 INLINE int64_t NAME(latent_columns)(int64_t rank) { return (rank + LATENT_ACROSS - 1) / LATENT_ACROSS * LATENT_ACROSS; }
 
-/* Floats that all of this takes, beside the sums. */
+/* Returns the size of these buffers in floats, without the sums. */
 INLINE int64_t NAME(latent_copies)(int64_t width, int64_t rank) {
     int64_t words = NAME(latent_words)(width);
     return (MOST_ROWS + LATENT_TILE + LANES + 1) * words + LATENT_TILE / 2 * NAME(latent_columns)(rank);
@@ -44,7 +44,7 @@ INLINE void NAME(latent_shapes)(NAME(LatentRoom) *room, int64_t rows) {
     tiles_configure(&shapes);
 }
 
-/* An item's first, in `from`: the rows that fill the last tile are nobody's, but they are read. */
+/* Prepares an item in `from`. Padding rows of the last tile are set to 0, because they are read. */
 static void NAME(latent_take_room)(const NAME(Latent) *s, NAME(LatentWork) *work, float *from, NAME(LatentRoom) *room) {
     int64_t words = NAME(latent_words)(s->width), width = words * PAIR, columns = work->stride;
     NAME(latent_shapes)(room, work->rows);
@@ -68,7 +68,7 @@ static void NAME(latent_take_room)(const NAME(Latent) *s, NAME(LatentWork) *work
     memset(room->p, 0, sizeof room->p);
 }
 
-/* Whether LANES tokens are whole words at one stride, none of which has a part beyond whole vectors. */
+/* Returns true if LANES tokens have one stride and are whole words and whole vectors. */
 INLINE int NAME(latent_in_line)(const NAME(Latent) *s, const REAL *const *keys, int64_t count) {
     if (count < LANES || s->width % (LANES * PAIR)) return 0;
     for (int64_t j = 1; j < LANES; j++)
@@ -76,7 +76,7 @@ INLINE int NAME(latent_in_line)(const NAME(Latent) *s, const REAL *const *keys, 
     return 1;
 }
 
-/* Words of `count` tokens, LANES at most, become columns from `to` on. */
+/* Transposes the words of `count` tokens, at most LANES, to columns from `to` on. */
 INLINE void NAME(latent_turn)(const NAME(Latent) *s, const REAL *const *keys, int64_t count, const NAME(LatentRoom) *room,
                               int32_t *to) {
     int64_t words = room->words, stride = words;
@@ -93,13 +93,13 @@ INLINE void NAME(latent_turn)(const NAME(Latent) *s, const REAL *const *keys, in
         vi turned[LANES];
         if (w < stride)
             transpose((const int32_t *)from + w, stride, turned);
-        else /* behind the last vector of tokens in line */
+        else /* after the last whole vector */
             for (int i = 0; i < LANES; i++) turned[i] = splat_word(0);
         for (int i = 0; i < LANES; i++) *(vi *)(to + (w + i) * LATENT_TILE) = turned[i];
     }
 }
 
-/* The values of a tile's tokens, two by two. */
+/* Interleaves the values of a tile's tokens by pairs. */
 INLINE void NAME(latent_pair)(const NAME(Latent) *s, const REAL *const *keys, int64_t count, const NAME(LatentRoom) *room) {
     for (int64_t j = 0; j < LATENT_TILE; j += 2) {
         const REAL *one = j < count ? keys[j] : room->none, *other = j + 1 < count ? keys[j + 1] : room->none;
@@ -110,7 +110,7 @@ INLINE void NAME(latent_pair)(const NAME(Latent) *s, const REAL *const *keys, in
     }
 }
 
-/* Scores of a tile of rows with all keys. */
+/* Computes the scores of a row tile with all keys. */
 INLINE void NAME(latent_score)(const REAL *q, NAME(LatentRoom) *room) {
     int64_t wide = room->words * 4, row = LATENT_TILE * 4;
     tile_zero(0);
@@ -138,7 +138,7 @@ INLINE void NAME(latent_score)(const REAL *q, NAME(LatentRoom) *room) {
     tile_store(3, room->scores[1][0] + LATENT_ACROSS, row);
 }
 
-/* A row's probabilities, and its sum scaled where its maximum rose. */
+/* Turns a row's scores into weights, and scales its sum if its maximum rose. */
 INLINE void NAME(latent_row)(const NAME(Latent) *s, NAME(LatentWork) *work, NAME(LatentRoom) *room, int64_t first, int64_t r,
                              int32_t token, int64_t count) {
     float *p = work->p[first + r], *sum = work->sum + (first + r) * work->stride;
@@ -150,7 +150,7 @@ INLINE void NAME(latent_row)(const NAME(Latent) *s, NAME(LatentWork) *work, NAME
     for (int64_t d = 0; shrink != 1.0f && d < work->stride; d += LANES) store_f32(sum + d, load_f32(sum + d) * shrink);
 }
 
-/* sum += p V for two tiles of columns, or for one where not `two` (a constant). */
+/* Computes sum += p V for `two` (a constant) tiles of columns, else for one. */
 INLINE void NAME(latent_gain)(float *sum, const int32_t *values, int64_t columns, const int two) {
     tile_load(0, sum, columns * 4);
     tile_load(6, values, columns * 4);
@@ -164,7 +164,7 @@ INLINE void NAME(latent_gain)(float *sum, const int32_t *values, int64_t columns
     if (two) tile_store(1, sum + LATENT_ACROSS, columns * 4);
 }
 
-/* All rows of a job with a tile of `count` keys, of which the first is `token`. */
+/* Computes all rows of a job with a tile of `count` keys, the first of which is `token`. */
 INLINE void NAME(latent_rows)(const NAME(Latent) *s, NAME(LatentWork) *work, NAME(LatentRoom) *room, const REAL *const *keys,
                               int32_t token, int64_t count) {
     for (int64_t j = 0; j < LATENT_TILE; j += LANES)

@@ -1,29 +1,29 @@
-/* A whole decoder layer as one call of one team of threads; included once a dtype. A step has eight operators a layer:
- * called one by one, they cost a small model a few percent of its time between them. */
+/* A whole decoder layer as one call of one team of threads; included once per dtype. A step has eight operators per
+ * layer, and calling them one by one costs a small model a few percent of its time. */
 
 typedef struct {
-    const REAL *norms[4];  /* of the attention's input, its result, the feed-forward half's input, and its result */
-    const REAL *biases[4]; /* those of the norms: NULL where there is none, as is a norm that the layer lacks */
+    const REAL *norms[4];  /* of the input of attention, its result, the input of the feed-forward part, and its result */
+    const REAL *biases[4]; /* of the norms; NULL if there is none, as is a norm that the layer does not have */
     Weight qkv, o, up, down;
-    NAME(Rotation) rotation; /* whose eps and offset are those of all norms */
-    int64_t window, kind;    /* the latter: what the product with `up` writes */
-    int64_t centred;         /* norms are LayerNorms */
-    int64_t norms_sums;      /* a half's result is normed with its input added, and the norm is the next half's input */
+    NAME(Rotation) rotation; /* its eps and offset apply to all norms */
+    int64_t window, kind;    /* `kind` is the epilogue of the product with `up` */
+    int64_t centred;         /* true: LayerNorms */
+    int64_t norms_sums;      /* true: a norm applies to a result plus its input, and is the next input */
     const float *sinks;      /* or NULL */
     LowRank adapters[4];     /* of qkv, o, up and down */
 } NAME(Layer);
 
-/* What the layers of a step share. `heads` and `attention` lack what differs from layer to layer. */
+/* What the layers of a step share. Fields of `heads` and `attention` that differ between layers are not set. */
 typedef struct {
     NAME(Heads) heads;
     NAME(Attention) attention;
-    REAL *x, *residual;                     /* (tokens, hidden): in and out */
-    REAL *normed, *qkv, *activated;         /* room to work in: (tokens, hidden), (tokens, heads * dim), (tokens, inner) */
-    uint8_t *codes;                         /* where weights are quantised: (tokens, most inputs padded) */
+    REAL *x, *residual;                     /* (tokens, hidden): input and output */
+    REAL *normed, *qkv, *activated;         /* buffers: (tokens, hidden), (tokens, heads * dim), (tokens, inner) */
+    uint8_t *codes;                         /* for quantised weights: (tokens, most inputs padded) */
     float *row_scales;                      /* (tokens,) */
-    NAME(Parts) parts;                      /* of blocks that are copied once the step's K and V are stored */
+    NAME(Parts) parts;                      /* blocks to copy after the step's K and V are stored */
     NAME(Adapted) adapted;                  /* the tokens that have an adapter */
-    NAME(Teams) teams;                      /* those of the cache that the step has */
+    NAME(Teams) teams;                      /* the functions for the kind of cache of the step */
 } NAME(LayerStep);
 
 INLINE void NAME(multiply_all)(const NAME(LayerStep) *s, const REAL *x, const Weight *weight, REAL *y, int64_t kind) {
@@ -37,7 +37,7 @@ INLINE void NAME(multiply_all)(const NAME(LayerStep) *s, const REAL *x, const We
         NAME(team_linear)(x, weight, y, s->heads.tokens, kind);
 }
 
-/* A product, with what adapters add to it. */
+/* Multiplies, and adds the products of adapters. */
 INLINE void NAME(multiply)(const NAME(LayerStep) *s, const REAL *x, const Weight *weight, const LowRank *adapters, REAL *y,
                            int64_t kind) {
     if (!s->adapted.order || !adapters->a) {
@@ -49,7 +49,7 @@ INLINE void NAME(multiply)(const NAME(LayerStep) *s, const REAL *x, const Weight
     NAME(multiply_all)(s, x, &own, y, kind);
 }
 
-/* y: the norm number `which` of total = x + residual; residual may be NULL. */
+/* Computes y, the norm `which` of total = x + residual; residual may be NULL. */
 INLINE void NAME(norm)(const NAME(Layer) *l, int which, const REAL *x, const REAL *residual, REAL *y, REAL *total,
                        int64_t rows, int64_t width) {
     const REAL *weight = l->norms[which];
@@ -59,23 +59,23 @@ INLINE void NAME(norm)(const NAME(Layer) *l, int which, const REAL *x, const REA
         NAME(team_rms_norm)(x, residual, weight, y, total, rows, width, l->rotation.eps, l->rotation.offset);
 }
 
-/* s->normed: the norm of what x and residual add up to, which the residual receives. */
+/* Computes s->normed, the norm of x + residual, and stores the sum in the residual. */
 INLINE void NAME(norm_before)(const NAME(LayerStep) *s, const NAME(Layer) *l, int which, const REAL *residual,
                               int64_t width) {
     NAME(norm)(l, which, s->x, residual, s->normed, s->residual, s->heads.tokens, width);
 }
 
-/* What a half of the layer adds to the residual, normed where it stands. */
+/* Applies the norm of a result in place, before it is added to the residual. */
 INLINE void NAME(norm_after)(const NAME(LayerStep) *s, const NAME(Layer) *l, int which, int64_t width) {
     if (l->norms[which]) NAME(norm)(l, which, s->x, NULL, s->x, NULL, s->heads.tokens, width);
 }
 
-/* y: the norm of y and what a half of the layer got, `x`. */
+/* Computes y, the norm of y + x, with x the input of this half of the layer. */
 INLINE void NAME(norm_sum)(const NAME(LayerStep) *s, const NAME(Layer) *l, int which, const REAL *x, REAL *y, int64_t width) {
     NAME(norm)(l, which, s->normed, x, y, y, s->heads.tokens, width);
 }
 
-/* K and V of the step's tokens are stored, and its queries attend. */
+/* Stores K and V of the step's tokens, and computes the attention of its queries. */
 INLINE void NAME(attend_all)(const NAME(LayerStep) *s, const NAME(Heads) *heads, const NAME(Attention) *attention,
                              NAME(Queue) *queue) {
     DONE(QKV);
@@ -87,7 +87,7 @@ INLINE void NAME(attend_all)(const NAME(LayerStep) *s, const NAME(Heads) *heads,
     DONE(ATTENTION);
 }
 
-/* A layer whose halves' inputs are normed. `first`: x is a copy of the residual, which holds nothing else yet. */
+/* Runs a layer with norms before its halves. `first`: x is a copy of the residual, which holds nothing else yet. */
 INLINE void NAME(pre_norm_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s, const NAME(Heads) *heads,
                                  const NAME(Attention) *attention, NAME(Queue) *queue, int64_t first) {
     NAME(norm_before)(s, l, 0, first ? NULL : s->residual, l->qkv.inputs);
@@ -106,7 +106,7 @@ INLINE void NAME(pre_norm_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s,
     NAME(norm_after)(s, l, 3, l->down.outputs);
 }
 
-/* A layer that norms sums (Vaswani et al., 2017): x alone comes and goes. */
+/* Runs a layer with norms after its halves (Vaswani et al., 2017); there is no residual. */
 INLINE void NAME(post_norm_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s, const NAME(Heads) *heads,
                                   const NAME(Attention) *attention, NAME(Queue) *queue) {
     NAME(multiply)(s, s->x, &l->qkv, &l->adapters[0], s->qkv, PLAIN);

@@ -1,22 +1,23 @@
-/* Matrix products with a weight packed once; included once a dtype.
+/* Matrix products with a weight that is packed once; included once per dtype.
  *
- * The weight of `outputs` x `inputs` is cut into panels of PANEL outputs. A panel holds, word after word of the inputs
- * (two at a time where `word_at` pairs them), that word of each of its outputs: a tile of ROWS x PANEL sums stays in registers while it runs down the panel. Every
- * sum runs over the inputs in order, alone in its lane: a result does not depend on how many rows it is computed with.
+ * The weight of `outputs` x `inputs` is cut into panels of PANEL outputs. A panel stores, word by word of the inputs
+ * (by pairs of words if `word_at` pairs them), that word of each of its outputs. A tile of ROWS x PANEL sums stays in
+ * registers while it reads the panel. Every sum runs over the inputs in order, in its own lane: a result does not
+ * depend on the number of rows.
  *
- * A gated weight has gate above up; a panel then holds PANEL / 2 of each, so that act(gate) * up needs no second pass.
+ * A gated weight has gate above up. A panel then holds PANEL / 2 of each, so act(gate) * up needs no second pass.
  */
 
-#define IN_TILES (TILES && PAIR == 2) /* whatever the number of rows: a tile adds in another order than vectors do */
+#define IN_TILES (TILES && PAIR == 2) /* for any number of rows, because tiles add in another order than vectors */
 #define BY_MMLA (MMLA_BF16 && PAIR == 2)
 
-#define WORDS 64 /* words of a row that packing takes at once: whole cache lines, and those of a panel's rows stay in the L1 cache */
+#define WORDS 64 /* words of a row that packing copies at once: whole cache lines, and a panel's rows stay in the L1 cache */
 
-/* packed: (panels, words, PANEL) words, columns and values without a weight zero. A run of every row is copied before any
- * of it is written: rows a power of two apart would else drive one another's lines out of the cache after each word. */
+/* packed: (panels, words, PANEL) words, padded with zeros. A run of every row is copied before any of it is written,
+ * because rows a power of two apart would otherwise evict each other's lines after each word. */
 void NAME(pack_linear)(const REAL *weight, int64_t outputs, int64_t inputs, int64_t gated, REAL *packed) {
     int64_t bytes = inputs * (int64_t)sizeof(REAL), words = words_of(bytes), panels = panels_of(outputs, gated);
-#pragma omp parallel for schedule(dynamic, 4) /* a core may be reading the next layer */
+#pragma omp parallel for schedule(dynamic, 4) /* dynamic, because a core may be reading the next layer */
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t from = 0; from < words; from += WORDS) {
             uint32_t runs[PANEL][WORDS], *to = (uint32_t *)packed + panel * words * PANEL;
@@ -35,7 +36,7 @@ void NAME(pack_linear)(const REAL *weight, int64_t outputs, int64_t inputs, int6
 
 #undef WORDS
 
-/* Write the sums of `rows` rows with one panel to y, whose rows are `stride` values apart. */
+/* Writes the sums of `rows` rows with one panel to y, whose rows are `stride` values apart. */
 static void NAME(put_plain)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int64_t stride, int rows) {
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++) STOREV(y + r * stride + c * LANES, sums[r][c] + bias[c]);
@@ -82,7 +83,7 @@ static void NAME(put_gated)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int
         NAME(put_product)(sums, bias, y, stride, rows, EXACT_GELU_GATED);
 }
 
-/* `columns` of the panel's results belong to y: what the last panel has beyond them is dropped. */
+/* Only `columns` of the panel's results belong to y; the last panel may have padding. */
 INLINE void NAME(put)(vf sums[ROWS][COLUMNS], const REAL *bias, void *y, int64_t at, int64_t stride, int64_t columns,
                       int kind, int rows) {
     float room[ROWS * PANEL];
@@ -109,7 +110,7 @@ INLINE void NAME(put)(vf sums[ROWS][COLUMNS], const REAL *bias, void *y, int64_t
         for (int r = 0; r < rows; r++) memcpy((char *)y + (at + r * stride) * size, to + r * width * size, columns * size);
 }
 
-/* The results of `rows` rows, of which the first is `row`, with a panel: `put` says what y is. */
+/* Writes the results of `rows` rows from `row` on with a panel; `put` defines y. */
 INLINE void NAME(put_block)(vf (*sums)[COLUMNS], const Weight *w, void *y, int64_t row, int64_t rows, int64_t panel,
                             int64_t kind) {
     int64_t wanted = is_gated(kind) ? w->outputs / 2 : w->outputs, width = is_gated(kind) ? PANEL / 2 : PANEL;
@@ -121,7 +122,7 @@ INLINE void NAME(put_block)(vf (*sums)[COLUMNS], const Weight *w, void *y, int64
                   rows - r < ROWS ? rows - r : ROWS);
 }
 
-/* What integer sums of `rows` rows that began at 0 stand for. */
+/* Scales the integer sums of `rows` rows, which started at 0. */
 INLINE void NAME(scale_sums)(vf (*sums)[COLUMNS], const float *row_scales, const int32_t *starts, const float *scales,
                              int64_t rows) {
     for (int64_t r = 0; r < rows; r++)
@@ -131,7 +132,7 @@ INLINE void NAME(scale_sums)(vf (*sums)[COLUMNS], const float *row_scales, const
 }
 
 #if TILES
-/* Write `rows` rows of the block that waits, or what is left of it. */
+/* Writes `rows` rows of the waiting block, or the rest of it. */
 static void NAME(put_waiting)(Waiting *b, int64_t rows) {
     int64_t count = rows < b->left ? rows : b->left, from = b->panel * PANEL;
     if (b->row_scales)
@@ -141,7 +142,7 @@ static void NAME(put_waiting)(Waiting *b, int64_t rows) {
 }
 #endif
 
-/* A thread's last block of a product is written. */
+/* Writes a thread's last block of a product. */
 INLINE void NAME(end_waiting)(Waiting *waiting) {
 #if TILES
     if (waiting->left) NAME(put_waiting)(waiting, waiting->left);
@@ -150,7 +151,7 @@ INLINE void NAME(end_waiting)(Waiting *waiting) {
 #endif
 }
 
-/* One word of `rows` (a constant) rows. */
+/* Adds one word of `rows` (a constant) rows. */
 INLINE void NAME(add_word)(const REAL *x, const vi *weight, int64_t inputs, vf sums[ROWS][COLUMNS], const int rows) {
     for (int r = 0; r < rows; r++) {
         int32_t word;
@@ -159,7 +160,7 @@ INLINE void NAME(add_word)(const REAL *x, const vi *weight, int64_t inputs, vf s
     }
 }
 
-/* Sums of `rows` (a constant) rows with one panel. */
+/* Computes the sums of `rows` (a constant) rows with one panel. */
 INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, Ahead ahead, int64_t inputs,
                               vf sums[ROWS][COLUMNS], const int rows) {
     const vi *weight = (const vi *)panel;
@@ -172,7 +173,7 @@ INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, Ahead ahead, int
             NAME(add_word)(x + i * PAIR, weight, inputs, sums, rows);
     }
     for (; i < words; i++, weight += COLUMNS) NAME(add_word)(x + i * PAIR, weight, inputs, sums, rows);
-    if (inputs % PAIR) /* half a word: its other half must not be read */
+    if (inputs % PAIR) /* half a word: the other half must not be read */
         for (int r = 0; r < rows; r++) {
             int32_t word = 0;
             memcpy(&word, x + r * inputs + words * PAIR, sizeof(REAL));
@@ -180,7 +181,7 @@ INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, Ahead ahead, int
         }
 }
 
-/* A block of rows with a panel of w, which stands at `panel`; `more`: whether the next one follows it there. */
+/* Multiplies a block of rows by a panel of w at `panel`; `more`: the next panel follows it. */
 INLINE void NAME(panel_block)(const REAL *x, const Weight *w, const char *panel, int more, void *y, const Cut *cut,
                               Place at, Waiting *waiting, int64_t kind) {
     int64_t inputs = w->inputs, bytes = inputs * (int64_t)sizeof(REAL);
@@ -212,7 +213,7 @@ INLINE void NAME(linear_block)(const REAL *x, const Weight *w, void *y, const Cu
     NAME(panel_block)(x, w, panel, more, y, cut, at, waiting, kind);
 }
 
-/* As `team_linear`, and no thread waits for the others' results. */
+/* As `team_linear`, without waiting for the results of other threads. */
 TEAM void NAME(team_linear_unawaited)(const REAL *x, const Weight *w, void *y, int64_t rows, int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));
     const Cut cut = cut_rows(0, rows, w->inputs * (int64_t)sizeof(REAL), IN_TILES);
@@ -226,8 +227,8 @@ TEAM void NAME(team_linear_unawaited)(const REAL *x, const Weight *w, void *y, i
     end_tiles(IN_TILES);
 }
 
-/* x: (rows, inputs); y: (rows, outputs), or (rows, outputs / 2) gated, or float (rows, outputs), or for GREATEST (rows,)
- * zeros that `ranked` results are put into. */
+/* x: (rows, inputs); y: (rows, outputs), or (rows, outputs / 2) if gated, or float (rows, outputs), or for GREATEST
+ * (rows,) zeros that receive `ranked` results. */
 TEAM void NAME(team_linear)(const REAL *x, const Weight *w, void *y, int64_t rows, int64_t kind) {
     NAME(team_linear_unawaited)(x, w, y, rows, kind);
 #pragma omp barrier

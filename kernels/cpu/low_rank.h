@@ -1,23 +1,23 @@
-/* Products with the low-rank factors of adapters; included once a dtype. Rows are sorted by adapter, and each passes through
- * the tiles of linear.h: what it gets does not depend on the other rows. */
+/* Products with the low-rank factors of adapters; included once per dtype. Rows are sorted by adapter, and use the
+ * tiles of linear.h: the result of a row does not depend on the other rows. */
 
-/* The factors of all adapters for one product, which has `outputs`: a (rank, inputs) and b (outputs, rank) of each, packed.
- * One that adds nothing has no panels. */
+/* The packed factors of all adapters for one product with `outputs` outputs: a (rank, inputs) and b (outputs, rank)
+ * each. An adapter that does not change the product has no panels. */
 typedef struct {
     const Weight *a, *b; /* NULL: no adapter changes the product */
     int64_t count, outputs, most_rank;
 } LowRank;
 
-/* The tokens of a step, sorted by their adapter: those without one first. */
+/* The tokens of a step, sorted by adapter; tokens without one come first. */
 typedef struct {
-    const int64_t *order, *places, *starts; /* (tokens,), (tokens,), (adapters + 2,); the first NULL: no token has one */
-    /* Room for the tokens that have one: (tokens, most inputs), (tokens, most rank), and (tokens, most outputs) and a panel's
-     * width */
+    const int64_t *order, *places, *starts; /* (tokens,), (tokens,), (adapters + 2,); order is NULL without adapters */
+    /* Buffers for the tokens that have an adapter: (tokens, most inputs), (tokens, most rank), and (tokens, most
+     * outputs) plus the width of a panel */
     REAL *rows, *low;
     float *values;
 } NAME(Adapted);
 
-/* values = B A x of each token of `s` that has an adapter, in their order. x: (tokens of the step, inputs). */
+/* Computes values = B A x of each token of `s` that has an adapter, in their order. x: (tokens of the step, inputs). */
 TEAM void NAME(team_low_rank)(const REAL *x, const LowRank *l, const NAME(Adapted) *s, int64_t inputs) {
     const int64_t *starts = s->starts + 1, first = starts[0], rows = starts[l->count] - first;
 #pragma omp for schedule(static)
@@ -42,7 +42,7 @@ TEAM void NAME(team_low_rank)(const REAL *x, const LowRank *l, const NAME(Adapte
 #pragma omp barrier
 }
 
-/* The weight, to whose results the values are added that `team_low_rank` made. */
+/* Returns the weight with the values of `team_low_rank` added to its results. */
 INLINE Weight NAME(adapted_weight)(const Weight *weight, const NAME(Adapted) *s) {
     Weight found = *weight;
     found.added = s->values, found.added_places = s->places, found.added_first = s->starts[1];

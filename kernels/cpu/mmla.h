@@ -1,12 +1,12 @@
-/* Matrix multiply-accumulate (Arm's BFMMLA and USMMLA): 2 x 2 sums, to which the products of two rows of x with two columns
- * of a weight are added. Of each row and each column a Quad has two words, as vector.h has words: four bfloat16 values, or
- * eight bytes, unsigned in x and signed in the weight. One instruction does what two of BFDOT's or USDOT's do.
+/* Matrix multiply-accumulate (Arm's BFMMLA and USMMLA): adds the products of two rows of x and two columns of a weight
+ * to 2 x 2 sums. A Quad holds two words, as in vector.h, of each row or column: four bfloat16 values, or eight bytes,
+ * unsigned in x and signed in the weight. One instruction does the work of two BFDOT or USDOT.
  *
- * BFMMLA is defined as BFDOT with the first of the two words and then with the second (Arm's Architecture Reference Manual
- * for A-profile, DDI 0487, FPCR.EBF 0): so a product has the same bits with either, in the order of its words.
+ * BFMMLA is defined as BFDOT with the first of the two words and then the second (Arm's Architecture Reference Manual
+ * for A-profile, DDI 0487, FPCR.EBF 0). A product therefore has the same bits with either.
  *
- * MMLA_BF16 and MMLA_INT8 are 1 where they can be used: where the compiler targets them; or, where EMULATED_MMLA is defined,
- * as plain C on any CPU, which is slow, and there for tests. Matrix tiles go before them.
+ * MMLA_BF16 and MMLA_INT8 are 1 if the compiler targets these instructions, or if EMULATED_MMLA is defined: plain C for
+ * any CPU, which is slow, for tests. Matrix tiles take precedence.
  */
 typedef int32_t Quad __attribute__((vector_size(16), aligned(4), may_alias));
 
@@ -36,8 +36,7 @@ typedef int32_t Quad __attribute__((vector_size(16), aligned(4), may_alias));
 #endif
 
 #if !defined(EMULATED_MMLA)
-/* Not by the compiler's intrinsics: GCC 12 moves sums from register to register between them, once for every three
- * products. */
+/* Assembly instead of intrinsics, because GCC 12 moves sums between registers, once for every three products. */
 #if MMLA_BF16
 INLINE Quad mmla_bf16(Quad sums, Quad x, Quad weight) {
     __asm__("bfmmla %0.4s, %1.8h, %2.8h" : "+w"(sums) : "w"(x), "w"(weight));
@@ -52,7 +51,7 @@ INLINE Quad mmla_int8(Quad sums, Quad x, Quad weight) {
 #endif
 #endif
 
-/* The first halves of two quads, and the second ones. */
+/* Returns the first halves of two quads, and the second ones. */
 INLINE Quad first_halves(Quad a, Quad b) {
 #if defined(__aarch64__)
     return (Quad)vzip1q_s64((int64x2_t)a, (int64x2_t)b);

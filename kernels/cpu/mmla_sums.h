@@ -1,7 +1,7 @@
-/* Products by matrix multiply-accumulate: pairs of rows meet pairs of a panel's columns, two words of each at a time. Panels
- * have those words side by side (`word_at` in panels.h), so that a pair of columns is one load. The panels of other CPUs,
- * zipped in registers, took 101 instructions for 48 of these with 6 rows, instead of 82. A row's sum runs over its words in order,
- * whatever stands beside it; an odd row has zeros beside it. */
+/* Products by matrix multiply-accumulate: pairs of rows with pairs of a panel's columns, two words of each at a time.
+ * Panels store these words next to each other (`word_at` in panels.h), so a pair of columns is one load. Zipping the
+ * panels of other CPUs in registers took 101 instead of 82 instructions for 48 products with 6 rows. A row's sum runs
+ * over its words in order, independent of the other rows; an odd row is paired with zeros. */
 #if MMLA_BF16 || MMLA_INT8
 #define QUADS (PANEL / 2) /* pairs of columns */
 #define PASS 16 /* bytes of a row at a time: two quads for each pair of rows */
@@ -15,7 +15,7 @@ _Static_assert(PASS == 4 * FETCHED, "lines are fetched in each pass");
 #define MMLA(sums, x, weight, codes) (codes ? mmla_int8(sums, x, weight) : mmla_bf16(sums, x, weight))
 #endif
 
-/* One pass of `rows` (a constant) rows. */
+/* Computes one pass of `rows` (a constant) rows. */
 INLINE void add_pass(const char *x, int64_t stride, const Quad *weight, Quad sums[ROWS / 2][QUADS], const int codes,
                      const int rows) {
     Quad pairs[2][ROWS / 2];
@@ -29,7 +29,7 @@ INLINE void add_pass(const char *x, int64_t stride, const Quad *weight, Quad sum
             for (int r = 0; r < rows; r += 2) sums[r / 2][c] = MMLA(sums[r / 2][c], pairs[half][r / 2], *weight, codes);
 }
 
-/* Sums of `rows` (a constant) rows of `bytes` each with one panel, in the order of results. */
+/* Computes the sums of `rows` (a constant) rows of `bytes` each with one panel, in the order of results. */
 INLINE void sum_pairs(const char *x, int64_t bytes, const char *panel, Ahead ahead, vf result[ROWS][COLUMNS],
                       const int codes, const int rows) {
     const Quad *weight = (const Quad *)panel;
@@ -41,7 +41,7 @@ INLINE void sum_pairs(const char *x, int64_t bytes, const char *panel, Ahead ahe
         fetch_ahead(&ahead);
         add_pass(x + i, bytes, weight, sums, codes, rows);
     }
-    if (i < bytes) { /* what lies behind a row must not be read */
+    if (i < bytes) { /* bytes after a row must not be read */
         char ends[ROWS][PASS] = {{0}};
         for (int r = 0; r < rows; r++) memcpy(ends[r], x + r * bytes + i, bytes - i);
         add_pass(ends[0], PASS, weight, sums, codes, rows);

@@ -1,16 +1,18 @@
-/* Weights in MXFP4, of experts and others, which are widened to the stored type before rows pass over them, a slice of a panel after
- * the other, or, for tiles, a panel: values are those of a panel of linear.h, to the bit, and so are sums. Included once a dtype.
+/* MXFP4 weights, of experts and others, which are widened to the activations' type before rows are multiplied: slice by
+ * slice of a panel, or for tiles a whole panel. Values and sums have the same bits as with a panel of linear.h.
+ * Included once per dtype.
  *
- * A panel holds, byte after byte of the inputs, that byte of each of its outputs: two codes (E2M1), the first in the lower
- * half. Each 32 inputs of an output share a power of two, of which the exponent and 127 more is kept, a byte: (panels,
- * groups, PANEL) in the place of the weight's scales. */
+ * A panel stores, byte by byte of the inputs, that byte of each of its outputs: two values (E2M1), the first in the
+ * lower half. Each 32 inputs of an output share a power of two, stored as a byte with exponent bias 127: (panels,
+ * groups, PANEL), in place of the weight's scales.
+ */
 #define MXFP4_GROUP 32
-#define FETCHED_CODES 4096 /* bytes by which codes are fetched ahead: a page, which the CPU's own fetching does not pass */
+#define FETCHED_CODES 4096 /* bytes to prefetch ahead: a page, which the CPU's prefetcher does not cross */
 
-/* Whether a weight is one. */
+/* Returns true for an MXFP4 weight. */
 INLINE int is_mxfp4(const Weight *w) { return w->group && !w->starts; }
 
-/* Of vectors of other widths GCC makes no instruction of a conversion, but takes them to pieces. */
+/* GCC splits a conversion of vectors of other widths into scalar ones. */
 INLINE vi words_of_bytes(const uint8_t *from) {
 #if LANES == 16
     return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
@@ -26,7 +28,7 @@ INLINE vi words_of_bytes(const uint8_t *from) {
 #endif
 }
 
-/* What the lowest four bits of each lane stand for: a sign, two bits of an exponent, one of a fraction. */
+/* Returns the values of the lowest four bits of each lane: sign, two exponent bits, one mantissa bit. */
 INLINE vf of_e2m1(vi code) {
 #if LANES == 16
     const __m512 values = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
@@ -45,10 +47,10 @@ INLINE vf of_e2m1(vi code) {
 #endif
 }
 
-/* 2 ^ (exponent - 127); infinite for 255. */
+/* Returns 2 ^ (exponent - 127); infinite for 255. */
 INLINE vf power_of(vi exponent) { return (vf)((exponent << 23) | ((exponent == 0) & (1 << 22))); }
 
-/* Two values of each of LANES columns, those of byte `i`, go where they stand in a panel of linear.h. */
+/* Stores the two values of byte `i` of each of LANES columns in the layout of a panel of linear.h. */
 INLINE void NAME(put_pair)(vf first, vf second, int64_t i, int64_t column, int32_t *to) {
 #if PAIR == 1
     *(vi *)(to + 2 * i * PANEL + column) = (vi)first;
@@ -65,7 +67,7 @@ INLINE void NAME(put_pair)(vf first, vf second, int64_t i, int64_t column, int32
 
 #if PAIR == 2 && LANES == 16 && defined(__AVX512BW__) && !BY_MMLA
 #define IN_HALVES 1
-/* Whether all exponents of a group's columns leave numbers that have a leading bit, and are not too large. */
+/* Returns true if all exponents of a group's columns give normal numbers without overflow. */
 INLINE int are_usual(const uint8_t *exponents) {
     vi strange = splat_word(0);
     for (int c = 0; c < COLUMNS; c++) {
@@ -75,9 +77,10 @@ INLINE int are_usual(const uint8_t *exponents) {
     return !_mm512_test_epi32_mask((__m512i)strange, (__m512i)strange);
 }
 
-/* Words of both values of each byte. An exponent is added to those of values that are not 0: (columns) in both halves. */
+/* Returns words of both values of each byte; `added` is added to the exponents of values that are not 0, (columns) in
+ * both halves. */
 INLINE vi words_of_codes(const uint8_t *codes, vi added) {
-    const __m512i values = _mm512_set_epi32(/* 32 of bfloat16: the fifth bit of an index is not the code's */
+    const __m512i values = _mm512_set_epi32(/* 32 bfloat16 values; the fifth bit of an index is not part of the value's bits */
         (int)0xc0c0c080, (int)0xc040c000, (int)0xbfc0bf80, (int)0xbf008000, 0x40c04080, 0x40404000, 0x3fc03f80, 0x3f000000,
         (int)0xc0c0c080, (int)0xc040c000, (int)0xbfc0bf80, (int)0xbf008000, 0x40c04080, 0x40404000, 0x3fc03f80, 0x3f000000);
     vi both = words_of_bytes(codes);
@@ -85,7 +88,7 @@ INLINE vi words_of_codes(const uint8_t *codes, vi added) {
     return (vi)_mm512_mask_add_epi16(found, _mm512_test_epi16_mask(at, _mm512_set1_epi16(7)), found, (__m512i)added);
 }
 
-/* One group of a panel. */
+/* Widens one group of a panel. */
 INLINE void NAME(widen_halves)(const uint8_t *codes, const uint8_t *exponents, int64_t words, int32_t *to) {
     vi added[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) {
@@ -101,7 +104,7 @@ INLINE void NAME(widen_halves)(const uint8_t *codes, const uint8_t *exponents, i
 #define IN_HALVES 0
 #endif
 
-/* `number` groups of a panel, from group `first` on; `to`: as many words as these have there. */
+/* Widens `number` groups of a panel from group `first` on to `to`, one word per word. */
 INLINE void NAME(widen_groups)(const Weight *w, int64_t panel, int64_t first, int64_t number, int32_t *to) {
     const int64_t groups = w->inputs / MXFP4_GROUP, bytes = MXFP4_GROUP / 2;
     const uint8_t *codes = (const uint8_t *)w->panels + (panel * groups + first) * bytes * PANEL;
@@ -127,7 +130,7 @@ INLINE void NAME(widen_groups)(const Weight *w, int64_t panel, int64_t first, in
     }
 }
 
-/* Rows that a slice of a panel meets once it is widened, and the groups of a slice, of 32 words each column: with the rows'
+/* Rows that use a slice of a panel after it is widened, and the groups of a slice, 32 words per column: with the rows'
  * sums it stays in an L1 of 32 KiB. */
 #define WIDE_ROWS 48
 #define SLICE PAIR
@@ -135,7 +138,7 @@ INLINE void NAME(widen_groups)(const Weight *w, int64_t panel, int64_t first, in
 #define IN_SLICES (!IN_TILES && !BY_MMLA)
 
 #if IN_SLICES
-/* Words of `rows` (a constant) rows are added to their sums. */
+/* Adds the products of words and `rows` (a constant) rows to their sums. */
 INLINE void NAME(add_slice)(const REAL *x, const vi *weight, int64_t words, int64_t inputs, vf (*to)[COLUMNS],
                             const int rows) {
     vf sums[ROWS][COLUMNS];
@@ -146,7 +149,7 @@ INLINE void NAME(add_slice)(const REAL *x, const vi *weight, int64_t words, int6
         for (int c = 0; c < COLUMNS; c++) to[r][c] = sums[r][c];
 }
 
-/* As `linear_block`, of up to WIDE_ROWS rows. */
+/* As `linear_block`, for up to WIDE_ROWS rows. */
 static void NAME(widened_block)(const REAL *x, const Weight *w, void *y, const Cut *cut, Place at, int64_t kind) {
     int64_t row = cut->from + at.block * cut->height, rows = rows_of(cut, at.block), inputs = w->inputs;
     int64_t groups = inputs / MXFP4_GROUP;
@@ -178,5 +181,5 @@ TEAM void NAME(team_widened_linear)(const REAL *x, const Weight *w, void *y, int
 }
 #endif
 
-/* Whether a decoder layer multiplies with such weights: where they are widened in slices, which need no room of their own. */
+/* Returns true if a decoder layer supports such weights: if they are widened in slices, which need no further buffer. */
 int64_t NAME(layer_widens)(void) { return IN_SLICES; }

@@ -1,8 +1,8 @@
-/* Copies of the beginnings of blocks of the cache, which lie as attention.h says; included once a dtype. Semantics are
- * those of copy_parts.py. */
+/* Copies of parts of cache blocks, in the layout of attention.h; included once per dtype. The semantics are defined in
+ * copy_parts.py. */
 
 typedef struct {
-    const int64_t *fields; /* of each part: the block read, the one written, and the places [first, end) */
+    const int64_t *fields; /* of each part: source block, target block, and the slots [first, end) */
     int64_t count;
 } NAME(Parts);
 
@@ -17,14 +17,14 @@ INLINE void NAME(copy_part)(const KEPT *k_from, KEPT *k_to, const KEPT *v_from, 
         if (place % PAIR == 0 && place + PAIR <= end) {
             memcpy(v_to + row, v_from + row, dim_pad * PAIR * sizeof(KEPT));
             place += PAIR;
-        } else { /* the other token of the word is not this part's */
+        } else { /* the other token of the word does not belong to this part */
             row += place++ % PAIR;
             for (int64_t d = 0; d < dim_pad; d++) v_to[row + d * PAIR] = v_from[row + d * PAIR];
         }
     }
 }
 
-/* K and V of one place of a block's head go to one of another block. */
+/* Copies K and V of one slot and head to a slot of another block. */
 INLINE void NAME(move_place)(const KEPT *k_from, KEPT *k_to, const KEPT *v_from, KEPT *v_to, int64_t from, int64_t to,
                              int64_t dim_pad, int64_t block_pad) {
     for (int64_t w = 0; w < dim_pad / PAIR; w++)
@@ -33,7 +33,7 @@ INLINE void NAME(move_place)(const KEPT *k_from, KEPT *k_to, const KEPT *v_from,
     for (int64_t d = 0; d < dim_pad; d++) v_to[d * PAIR] = v_from[d * PAIR];
 }
 
-/* moves: (count, 2) slots, that which is read and that which is written; each head's one after the other. */
+/* moves: (count, 2) source and target slots; the moves of a head run in order. */
 void NAME(move_slots)(const int64_t *moves, int64_t count, const Cache *cache, int64_t kv_heads, int64_t dim_pad,
                       int64_t block_size, int64_t block_pad) {
     KEPT *k = cache->k, *v = cache->v;

@@ -1,7 +1,7 @@
-/* Norm, gate, rotation and KV write; included once a dtype. A bfloat16 value is rounded wherever the torch reference
+/* Norm, gate, rotation and KV write; included once per dtype. A bfloat16 value is rounded wherever the torch reference
  * rounds it. */
 
-/* v = x + other, which `total` receives; without `other`, x. */
+/* Returns v = x + other and stores it in `total`; without `other`, v = x. */
 INLINE vf NAME(add_lanes)(const REAL *x, const REAL *other, REAL *total) {
     if (!other) return LOADV(x);
     vf v = ROUNDV(LOADV(x) + LOADV(other));
@@ -17,17 +17,17 @@ INLINE Twin NAME(add_twin)(const REAL *x, const REAL *other, REAL *total) {
     return NAME(load_twin)(total);
 }
 
-/* acc + (v - mean)^power; `power` (a constant): 1 or 2. */
+/* Returns acc + (v - mean)^power; `power` (a constant): 1 or 2. */
 INLINE vf NAME(more)(vf v, vf mean, vf acc, const int power) {
     vf apart = v - mean;
     if (power == 2) return fused(apart, apart, acc);
     return acc + apart;
 }
 
-/* The sum of (v - mean)^power, where v is x + other, which `total` receives; without `other`, x. `power` (a constant):
- * 1 or 2. */
+/* Returns the sum of (v - mean)^power, with v = x + other, which is stored in `total`; without `other`, v = x. `power`
+ * (a constant): 1 or 2. */
 INLINE float NAME(add_row)(const REAL *x, const REAL *other, REAL *total, int64_t width, float mean, const int power) {
-    Twin squares[COLUMNS / 2]; /* several, so that additions need not wait for one another */
+    Twin squares[COLUMNS / 2]; /* several, so that additions are independent */
     vf centre = splat(mean);
     float rest = 0;
     int64_t i = 0;
@@ -55,7 +55,7 @@ INLINE float NAME(add_row)(const REAL *x, const REAL *other, REAL *total, int64_
     return lane_sum(all) + rest;
 }
 
-/* `past` (a constant): past the caches, where streams.h allows it. */
+/* `past` (a constant): bypass the caches as in streams.h. */
 INLINE void NAME(put_twin)(REAL *to, Twin t, const int past) {
     if (past)
         NAME(stream_twin)(to, t);
@@ -63,7 +63,7 @@ INLINE void NAME(put_twin)(REAL *to, Twin t, const int past) {
         NAME(store_twin)(to, t);
 }
 
-/* (offset + weight) * x * scale, rounded once. y may be x. */
+/* Computes (offset + weight) * x * scale, rounded once. y may be x. */
 INLINE void NAME(scale_shifted)(const REAL *x, const REAL *weight, REAL *y, int64_t width, float scale, float offset,
                                 const int past) {
     int64_t i = 0;
@@ -75,8 +75,8 @@ INLINE void NAME(scale_shifted)(const REAL *x, const REAL *weight, REAL *y, int6
     for (; i < width; i++) y[i] = STORE(LOAD(x[i]) * scale * (offset + LOAD(weight[i])));
 }
 
-/* y = weight * round(x / rms(x)) for one row of values that were rounded already; with an offset,
- * (offset + weight) * x / rms(x). y may be x. */
+/* Computes y = weight * round(x / rms(x)) for one row of rounded values; with an offset, (offset + weight) * x /
+ * rms(x). y may be x. */
 INLINE void NAME(norm_row)(const REAL *x, const REAL *weight, REAL *y, int64_t width, float squares, float eps,
                            float offset, const int past) {
     float scale = 1.0f / sqrtf(squares / width + eps);
@@ -94,8 +94,8 @@ INLINE void NAME(norm_row)(const REAL *x, const REAL *weight, REAL *y, int64_t w
     for (; i < width; i++) y[i] = STORE(LOAD(weight[i]) * LOAD(STORE(LOAD(x[i]) * scale)));
 }
 
-#ifndef CODED /* the rest of this library is another's */
-/* As many rows as `team_rms_norm` has, one after the other. */
+#ifndef CODED /* a library for quantised caches does not need the rest */
+/* Computes a range of the rows of `team_rms_norm`. */
 INLINE void NAME(norm_rows)(const REAL *x, const REAL *residual, const REAL *weight, REAL *y, REAL *total, int64_t rows,
                             int64_t width, float eps, float offset, const int past) {
 #pragma omp for schedule(static) nowait
@@ -111,7 +111,7 @@ INLINE void NAME(norm_rows)(const REAL *x, const REAL *residual, const REAL *wei
     }
 }
 
-/* total = x + residual; y as `norm_row` makes it of total. residual may be NULL: then total is x. */
+/* Computes total = x + residual, and y from it as `norm_row` does. residual may be NULL: then total is x. */
 TEAM void NAME(team_rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REAL *y, REAL *total,
                               int64_t rows, int64_t width, float eps, float offset) {
     if (y != x && streamed(y, rows, width * (int64_t)sizeof(REAL))) {
@@ -129,7 +129,7 @@ void NAME(rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REA
     NAME(team_rms_norm)(x, residual, weight, y, total, rows, width, eps, offset);
 }
 
-/* y = (x - mean) * scale * weight + bias for one row, rounded once. `bias` may be NULL, y may be x. */
+/* Computes y = (x - mean) * scale * weight + bias for one row, rounded once. `bias` may be NULL, y may be x. */
 INLINE void NAME(centre_row)(const REAL *x, const REAL *weight, const REAL *bias, REAL *y, int64_t width, float mean,
                              float scale) {
     vf centre = splat(mean), none = splat(0.0f);
@@ -148,8 +148,8 @@ INLINE void NAME(centre_row)(const REAL *x, const REAL *weight, const REAL *bias
         y[i] = STORE(fused_one((LOAD(x[i]) - mean) * scale, LOAD(weight[i]), bias ? LOAD(bias[i]) : 0.0f));
 }
 
-/* y: the rows of total = x + residual, each less its mean, over its deviation, times weight, plus bias. residual may be
- * NULL: then total is x. total may be y, y x or residual; bias may be NULL. */
+/* Computes y = (total - mean) / deviation * weight + bias for the rows of total = x + residual. residual may be NULL:
+ * then total is x. total may be y, y may be x or residual, bias may be NULL. */
 TEAM void NAME(team_layer_norm)(const REAL *x, const REAL *residual, const REAL *weight, const REAL *bias, REAL *y,
                                 REAL *total, int64_t rows, int64_t width, float eps) {
 #pragma omp for schedule(static)
@@ -202,7 +202,7 @@ INLINE void NAME(activate_row)(const REAL *x, REAL *out, int64_t width, const in
     memcpy(out + i, some, rest * sizeof(REAL));
 }
 
-/* A loop for each kind: a choice within it would cost more than what it chooses. */
+/* One loop per kind, because a branch inside the loop would cost more than its body. */
 #define FOR_EACH_KIND(kind, call) \
     switch (kind) { \
         case GATED: \
@@ -213,7 +213,7 @@ INLINE void NAME(activate_row)(const REAL *x, REAL *out, int64_t width, const in
         default: call(EXACT_GELU_GATED); \
     }
 
-/* y = gate_factor(gate) * up_factor(up); gate_up: (rows, 2 * width) */
+/* Computes y = gate_factor(gate) * up_factor(up); gate_up: (rows, 2 * width). */
 void NAME(gate)(const REAL *gate_up, REAL *y, int64_t rows, int64_t width, int64_t kind) {
 #define GATE(kind) NAME(gate_row)(gate_up + row * 2 * width, gate_up + (row * 2 + 1) * width, y + row * width, width, kind)
 #pragma omp parallel for schedule(static)
@@ -221,7 +221,7 @@ void NAME(gate)(const REAL *gate_up, REAL *y, int64_t rows, int64_t width, int64
 #undef GATE
 }
 
-/* y = the activation of that kind, of (rows, width) values */
+/* Computes y, the activation of `kind` of (rows, width) values. */
 void NAME(activate)(const REAL *x, REAL *y, int64_t rows, int64_t width, int64_t kind) {
 #define ACTIVATE(kind) NAME(activate_row)(x + row * width, y + row * width, width, kind)
 #pragma omp parallel for schedule(static)
@@ -231,7 +231,7 @@ void NAME(activate)(const REAL *x, REAL *y, int64_t rows, int64_t width, int64_t
 #undef FOR_EACH_KIND
 #endif
 
-/* How heads are normed and rotated. */
+/* The norms and the rotation of heads. */
 typedef struct {
     const float *cosine, *sine; /* (max positions, pairs) */
     int64_t pairs, interleaved; /* a pair is (i, i + pairs), or (2i, 2i + 1) */
@@ -267,7 +267,7 @@ INLINE void NAME(rotate_halves)(const REAL *head, const float *cosine, const flo
     }
 }
 
-/* One head at a position: optional RMSNorm, then the rotation of its first 2 * pairs values. */
+/* Rotates one head at a position: optional RMSNorm, then the rotation of its first 2 * pairs values. */
 INLINE void NAME(rotate)(const NAME(Rotation) *by, const REAL *head, const REAL *norm, int64_t position, REAL *out,
                          int64_t dim) {
     REAL normed[MAX_DIM];
@@ -285,7 +285,8 @@ INLINE void NAME(rotate)(const NAME(Rotation) *by, const REAL *head, const REAL 
 }
 
 #ifndef CODED
-/* K and V of one token into a block of the cache. Of its words of V another thread may be writing the other halves. */
+/* Writes K and V of one token to a block of the cache. Another thread may be writing the other halves of the words of
+ * V. */
 INLINE void NAME(store_token)(const REAL *k, const REAL *v, REAL *k_block, REAL *v_block, int64_t place, int64_t dim,
                               int64_t dim_pad, int64_t block_pad) {
     REAL *to = v_block + place / PAIR * dim_pad * PAIR + place % PAIR;
@@ -293,8 +294,8 @@ INLINE void NAME(store_token)(const REAL *k, const REAL *v, REAL *k_block, REAL 
     for (int64_t d = 0; d < dim; d++) to[d * PAIR] = v[d];
 }
 
-/* K of `count` tokens, which are at consecutive places of one unit, into a block of the cache: LANES words of the head at
- * once where that is worth it, each for all the tokens. `k` has LANES readable rows of MAX_DIM. */
+/* Writes K of `count` tokens at consecutive slots of one unit to a block of the cache, LANES words of the head at once
+ * if that is faster. `k` has LANES readable rows of MAX_DIM. */
 ONCE void NAME(store_keys)(const REAL *k, int64_t count, REAL *block, int64_t place, int64_t dim, int64_t block_pad) {
     const int64_t stride = MAX_DIM / PAIR;
     const int32_t *words = (const int32_t *)k;
@@ -310,7 +311,7 @@ ONCE void NAME(store_keys)(const REAL *k, int64_t count, REAL *block, int64_t pl
         for (int64_t at = w; at < dim / PAIR; at++) memcpy(to + at * block_pad + i, words + i * stride + at, 4);
 }
 
-/* V of two tokens that share words. */
+/* Writes V of two tokens that share words. */
 INLINE void NAME(store_pair)(const REAL *v, const REAL *other, REAL *to, int64_t dim) {
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES)
@@ -318,8 +319,8 @@ INLINE void NAME(store_pair)(const REAL *v, const REAL *other, REAL *to, int64_t
     for (; d < dim; d++) to[d * PAIR] = v[d], to[d * PAIR + 1] = other[d];
 }
 
-/* V of those tokens, whose rows are `stride` values apart. Of words that one of them has alone, another thread may be
- * writing the other halves. */
+/* Writes V of these tokens, whose rows are `stride` values apart. If a word has only one of them, another thread may be
+ * writing its other half. */
 ONCE void NAME(store_values)(const REAL *v, int64_t stride, int64_t count, REAL *block, int64_t place, int64_t dim,
                              int64_t dim_pad) {
     for (int64_t i = 0; i < count;) {
@@ -336,7 +337,7 @@ ONCE void NAME(store_values)(const REAL *v, int64_t stride, int64_t count, REAL 
 
 #endif
 
-/* Fetches the lines that one token's K and V of one head will be written to: each word of K may lie in a line of its own. */
+/* Prefetches the lines of one token's K and V of one head; each word of K may be in its own line. */
 INLINE void NAME(fetch_token)(const KEPT *k_block, const KEPT *v_block, int64_t place, int64_t dim, int64_t dim_pad,
                               int64_t block_pad) {
     const KEPT *v = v_block + place / PAIR * dim_pad * PAIR;
@@ -344,10 +345,10 @@ INLINE void NAME(fetch_token)(const KEPT *k_block, const KEPT *v_block, int64_t 
     for (int64_t d = 0; d < dim * PAIR; d += LINE / (int64_t)sizeof(KEPT)) __builtin_prefetch(v + d, 0, TO_L2);
 }
 
-/* Heads of a step's tokens, as their linear layer leaves them, and where they go. Without kv_heads q alone is rotated,
- * and k, v, slots and the cache are NULL. */
+/* The heads of a step's tokens, as their linear layer writes them, and their targets. Without kv_heads only q is
+ * rotated, and k, v, slots and the cache are NULL. */
 typedef struct {
-    const REAL *q, *k, *v; /* (tokens, heads, dim), tokens `stride` values apart */
+    const REAL *q, *k, *v; /* (tokens, heads, dim), with tokens `stride` values apart */
     int64_t stride;
     const int64_t *positions, *slots; /* a slot: block * block_size + place */
     Cache cache;
@@ -356,7 +357,7 @@ typedef struct {
     int64_t tokens, q_heads, kv_heads, dim, dim_pad, block_size, block_pad;
 } NAME(Heads);
 
-/* Fetches where K and V of a token's head will be stored, unless those of the token before it are stored there. */
+/* Prefetches the slot of a token's head, unless the token before is stored next to it. */
 INLINE void NAME(fetch_place)(const NAME(Heads) *a, int64_t t, int64_t h) {
     if (t && a->slots[t] / LANES == a->slots[t - 1] / LANES) return;
     int64_t block = a->slots[t] / a->block_size, place = a->slots[t] % a->block_size;
@@ -364,7 +365,7 @@ INLINE void NAME(fetch_place)(const NAME(Heads) *a, int64_t t, int64_t h) {
     NAME(fetch_token)((const KEPT *)a->cache.k + at, (const KEPT *)a->cache.v + at, place, a->dim, a->dim_pad, a->block_pad);
 }
 
-/* How many tokens from t on, before `end`, are stored at consecutive places of one unit. */
+/* Returns how many tokens from t on, before `end`, have consecutive slots in one unit. */
 INLINE int64_t NAME(run_from)(const NAME(Heads) *a, int64_t t, int64_t end) {
     int64_t n = 1;
     if (!a->kv_heads) return 1;
@@ -375,7 +376,7 @@ INLINE int64_t NAME(run_from)(const NAME(Heads) *a, int64_t t, int64_t end) {
 #ifdef CODED
 #include "store_codes.h"
 #else
-/* Of a stretch that ends before `end`. */
+/* Stores a run within a segment that ends before `end`. */
 INLINE void NAME(store_run)(const NAME(Heads) *a, int64_t t, int64_t count, int64_t end) {
     int64_t block = a->slots[t] / a->block_size, place = a->slots[t] % a->block_size, size = a->block_pad * a->dim_pad;
     REAL rotated[LANES * MAX_DIM] __attribute__((aligned(LINE)));
@@ -397,7 +398,8 @@ INLINE void NAME(store_run)(const NAME(Heads) *a, int64_t t, int64_t count, int6
 }
 #endif
 
-/* Every thread takes a stretch of the tokens, run after run, and fetches nothing of another's: its lines may be written. */
+/* Each thread stores a segment of the tokens, run by run, and does not prefetch lines of other threads, which may be
+ * written. */
 TEAM void NAME(team_rope_store)(const NAME(Heads) *a) {
     int64_t me = omp_get_thread_num(), all = omp_get_num_threads(), count;
     int64_t first = a->tokens * me / all, end = a->tokens * (me + 1) / all;

@@ -1,9 +1,10 @@
-/* Matrix products in int8: weights signed per output, activations unsigned (zero point 128) per row; included once a
- * dtype. Sums are exact integers, so a row's result depends on nothing but the row. Panels as in linear.h, four values
- * a word. Since sum((x + 128) w) = sum(x w) + 128 sum(w), each sum starts at -128 times its output's weights. */
+/* Matrix products in int8: weights signed, with a scale per output; activations unsigned (zero point 128), with a scale
+ * per row; included once per dtype. Sums are exact integers, so a row's result depends only on the row. Panels are as
+ * in linear.h, with four values per word. Since sum((x + 128) w) = sum(x w) + 128 sum(w), each sum starts at -128 times
+ * the sum of its output's weights. */
 
-/* The greatest of a row's values without their signs: infinite, or no number, where one of them is. As integers, which
- * have the order of the numbers. */
+/* Returns the largest magnitude of a row; infinite or NaN if a value is. Compares integers, which sort like the
+ * magnitudes. */
 INLINE float NAME(greatest_size)(const REAL *x, int64_t inputs) {
     vi tops = splat_word(0);
     int64_t i = 0;
@@ -22,10 +23,11 @@ INLINE float NAME(greatest_size)(const REAL *x, int64_t inputs) {
     return found;
 }
 
-/* Codes of one row, its scale in return: no number where a value is none or infinite, and then codes mean nothing. */
+/* Quantises one row and returns its scale; if a value is not finite, the scale is not finite and the values are
+ * arbitrary. */
 INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes, const int past) {
     float most = NAME(greatest_size)(x, inputs), inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
-    float shift = 12582912.0f + 128.0f; /* rounds to nearest, ties to even, and adds the zero point: the lowest byte */
+    float shift = 12582912.0f + 128.0f; /* rounds to nearest even, plus the zero point; the lowest byte is the value */
     int64_t i = 0;
     for (; i + 2 * LANES <= inputs; i += 2 * LANES) {
         Twin v = NAME(load_twin)(x + i);
@@ -42,7 +44,7 @@ INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes, c
     return most < INFINITY ? most / 127.0f : NAN;
 }
 
-/* Exact sums of `rows` (a constant) rows with one panel, scaled. */
+/* Computes the exact sums of `rows` (a constant) rows with one panel, scaled. */
 INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, const int8_t *panel, Ahead ahead,
                                  const int32_t *starts, const float *scales, int64_t inputs, vf result[ROWS][COLUMNS],
                                  const int rows) {
@@ -65,7 +67,7 @@ INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, cons
 
 #include "int4_linear.h"
 
-/* As `linear_block`, of rows that were quantised: `codes` (rows, inputs padded) and `row_scales` (rows,). */
+/* As `linear_block`, for quantised rows: `codes` (rows, inputs padded) and `row_scales` (rows,). */
 INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const Cut *cut,
                                   Place at, Waiting *waiting, int64_t kind) {
     if (w->group) {
@@ -129,7 +131,7 @@ TEAM void NAME(team_quantize)(const REAL *x, int64_t inputs, uint8_t *codes, flo
 #pragma omp barrier
 }
 
-/* As `linear`, with packed codes; `codes` and `row_scales` are room to work in. */
+/* As `linear`, with a packed quantised weight; `codes` and `row_scales` are buffers. */
 TEAM void NAME(team_quantized_linear)(const REAL *x, const Weight *w, void *y, uint8_t *codes, float *row_scales,
                                         int64_t rows, int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));

@@ -1,14 +1,14 @@
-/* Codes of a weight that is quantised once it is loaded, by output, as quantized_linear.py and int4_linear.py say; included
- * once a dtype. */
+/* Quantises weights when they are loaded, as defined in quantized_linear.py and int4_linear.py; included once per
+ * dtype. */
 
 #if LANES == 16 || (LANES == 8 && defined(__FMA__)) || defined(__aarch64__)
-#define ROUNDS_ONCE 1 /* `fused` is what it says */
+#define ROUNDS_ONCE 1 /* `fused` rounds once */
 #else
 #define ROUNDS_ONCE 0
 #endif
-#define NEAREST 12582912.0f /* whose sum with a number below 2^22 is the nearest integer, ties to even, in its lowest bits */
+#define NEAREST 12582912.0f /* adding it to a number below 2^22 leaves the nearest integer, ties to even, in the lowest bits */
 
-/* The scale of one output, and its codes a value: 0 where all its codes are. */
+/* Returns the scale of one output, and its inverse, which is 0 if all its values become 0. */
 INLINE float NAME(scale_of_row)(const REAL *x, int64_t inputs, float *inverse) {
     float most = NAME(greatest_size)(x, inputs);
     *inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
@@ -16,7 +16,7 @@ INLINE float NAME(scale_of_row)(const REAL *x, int64_t inputs, float *inverse) {
     return most < INFINITY ? most / 127.0f : NAN;
 }
 
-/* Codes of `count` values of an output. */
+/* Quantises `count` values of an output. */
 INLINE void NAME(round_values)(const REAL *x, int64_t count, float inverse, int8_t *codes) {
     if (inverse == 0) {
         memset(codes, 0, count);
@@ -46,12 +46,12 @@ void NAME(round_int8)(const REAL *weight, int64_t outputs, int64_t inputs, int8_
     }
 }
 
-/* Round a weight to int8, and pack it as `pack_codes` does its codes. starts, scales: of each column. */
+/* Quantises a weight to int8 and packs it as `pack_codes` does. starts, scales: of each column. */
 void NAME(pack_int8)(const REAL *weight, int64_t outputs, int64_t inputs, int64_t gated, int8_t *packed, int32_t *starts,
                      float *scales) {
     int64_t words = words_of(inputs), panels = panels_of(outputs, gated);
     memset(starts, 0, columns_of(outputs, gated) * sizeof *starts);
-#pragma omp parallel for schedule(dynamic, 4) /* a core may be reading the next layer */
+#pragma omp parallel for schedule(dynamic, 4) /* dynamic, because a core may be reading the next layer */
     for (int64_t panel = 0; panel < panels; panel++) {
         const REAL *rows[PANEL];
         float inverses[PANEL];
@@ -75,9 +75,9 @@ void NAME(pack_int8)(const REAL *weight, int64_t outputs, int64_t inputs, int64_
 }
 
 #define SHARES 6
-#define GROUP 256 /* most inputs of a group */
+#define GROUP 256 /* the most inputs of a group */
 
-/* The values of a group of LANES outputs that follow one another, `inputs` apart: an output in each lane. */
+/* Loads a group of LANES consecutive outputs, `inputs` apart, with one output per lane. */
 INLINE void NAME(turn_group)(const REAL *x, int64_t inputs, int64_t group, vf *values) {
     for (int64_t w = 0; w < group / PAIR; w += LANES) {
         vi columns[LANES];
@@ -94,8 +94,8 @@ INLINE void NAME(turn_group)(const REAL *x, int64_t inputs, int64_t group, vf *v
 
 INLINE vf nearest_code(vf wanted) { return larger(smaller(wanted, splat(7.0f)), splat(-8.0f)) + splat(NEAREST); }
 
-/* The scale of each lane's group that leaves the least error. Doubtful in return: lanes of which the least depends on the
- * order in which errors are added, or whose values are beyond what is sure here. */
+/* Finds the scale with the least error of each lane's group. Returns the doubtful lanes: the choice depends on the
+ * order in which errors are added, or values are outside the safe range. */
 INLINE vi choose_scales(const vf *values, int64_t group, const float *shares, vf *scale) {
     vf extreme = values[0], ones[SHARES], inverses[SHARES], sums[SHARES], least = splat(INFINITY);
     vi top = (vi)extreme & 0x7fffffff;
@@ -113,7 +113,7 @@ INLINE vi choose_scales(const vf *values, int64_t group, const float *shares, vf
             vf wanted = values[i] * inverses[s], off = (nearest_code(wanted) - splat(NEAREST)) - wanted;
             sums[s] = fused(off, off, sums[s]);
         }
-    float doubt = 4.0f * (group + 8) / (1 << 24); /* of two sums of positive numbers, each added up in any order */
+    float doubt = 4.0f * (group + 8) / (1 << 24); /* bound of the difference of two sums, each in any order */
     *scale = ones[0];
     for (int s = 0; s < SHARES; s++) {
         vf error = sums[s] * (ones[s] * ones[s]), most = larger(error, least), gap = error - least;
@@ -124,22 +124,22 @@ INLINE vi choose_scales(const vf *values, int64_t group, const float *shares, vf
     return doubtful;
 }
 
-/* Codes of the lanes' groups, eight inputs a word as int4_linear.h says, and their sums in return. */
+/* Packs the values of the lanes' groups, eight inputs per word as in int4_linear.h, and returns their sums. */
 INLINE vi put_group(const vf *values, int64_t group, vf scale, uint8_t *to) {
     vf inverse = pick(scale != 0.0f, 1.0f / scale, splat(0.0f));
     vi sum = splat_word(0);
     for (int64_t i = 0; i < group; i += 8, to += PANEL * 4) {
         vi word = splat_word(0);
-        for (int n = 7; n >= 0; n--) { /* the upper halves of bytes are those of the last four inputs */
+        for (int n = 7; n >= 0; n--) { /* the last four inputs are in the upper halves of bytes */
             vi code = (vi)nearest_code(values[i + n / 2 + n % 2 * 4] * inverse);
             sum += code, word = (word << 4) | (code & 15);
         }
         *(vi *)to = word;
     }
-    return sum - (int32_t)(group * 0x4b400000); /* NEAREST's bits */
+    return sum - (int32_t)(group * 0x4b400000); /* the bits of NEAREST */
 }
 
-/* Round one group of each of up to LANES outputs that follow one another, and pack it from `to` on. */
+/* Quantises one group of each of up to LANES consecutive outputs, and packs it from `to` on. */
 INLINE void NAME(round_group)(const REAL *x, int64_t inputs, int64_t group, int64_t count, const float *shares, vf *scale,
                               vi *unsure, vi *sum, uint8_t *to) {
     vf values[GROUP];
@@ -154,13 +154,13 @@ INLINE void NAME(round_group)(const REAL *x, int64_t inputs, int64_t group, int6
     *sum = put_group(values, group, *scale, to);
 }
 
-/* Round a weight, and pack it as `pack_int4` does its codes. inputs: a multiple of `group`, this one of twice LANES and at
- * most GROUP; scales, doubtful, sums of codes: (outputs, groups). What is doubtful is to be rounded by others and put in by
- * `put_int4`. `shares`: as the reference has them. */
+/* Quantises a weight and packs it as `pack_int4` does. inputs: a multiple of `group`, which is a multiple of twice
+ * LANES and at most GROUP; scales, doubtful, sums of values: (outputs, groups). Doubtful groups must be quantised by
+ * the reference and stored by `put_int4`. `shares`: those of the reference. */
 void NAME(round_int4)(const REAL *weight, int64_t outputs, int64_t inputs, int64_t gated, int64_t group, const float *shares,
                       float *scales, uint8_t *doubtful, int32_t *sums, uint8_t *packed) {
     int64_t groups = inputs / group, panels = panels_of(outputs, gated), pairs = padded(inputs) / 8;
-#pragma omp parallel for collapse(2) schedule(dynamic, COLUMNS) /* a core may be reading the next layer */
+#pragma omp parallel for collapse(2) schedule(dynamic, COLUMNS) /* dynamic, because a core may be reading the next layer */
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t part = 0; part < COLUMNS; part++) {
             int64_t first = output_of(panel, part * LANES, outputs, gated), count = 0;

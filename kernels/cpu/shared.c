@@ -1,21 +1,21 @@
-/* What is the same for every dtype: how weights are packed, and what this build can do. */
+/* Code that is the same for every dtype: packing of weights, and properties of this build. */
 #include "operators.h"
 
 int64_t lanes(void) { return LANES; }
 int64_t most_rows(void) { return MOST_ROWS; }
 
-/* Whether products are computed in matrix tiles. */
+/* Returns true if products use matrix tiles. */
 int64_t has_tiles(void) { return TILES; }
 
 int64_t packed_columns(int64_t outputs, int64_t gated) { return columns_of(outputs, gated); }
 
-/* The output in each of these columns, -1 where there is none. */
+/* Returns the output of each column, -1 for padding. */
 void packed_order(int64_t outputs, int64_t gated, int64_t *order) {
     for (int64_t i = 0; i < columns_of(outputs, gated); i++)
         order[i] = output_of(i / PANEL, i % PANEL, outputs, gated);
 }
 
-/* The columns that `ranked` hid in each of n integers; -1 for a result that is not finite. */
+/* Decodes the columns from n `ranked` integers; -1 for a result that is not finite. */
 void ranked_columns(const uint64_t *greatest, int64_t *columns, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         uint32_t bits = greatest[i] >> 32, plain = bits >> 31 ? bits & 0x7fffffffu : ~bits;
@@ -24,7 +24,7 @@ void ranked_columns(const uint64_t *greatest, int64_t *columns, int64_t n) {
     }
 }
 
-/* logit = cap * tanh(logit / cap) for (rows, width) of them */
+/* Computes logit = cap * tanh(logit / cap) for (rows, width) logits. */
 void cap_logits(float *logits, int64_t rows, int64_t width, float cap) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
@@ -38,7 +38,8 @@ void cap_logits(float *logits, int64_t rows, int64_t width, float cap) {
     }
 }
 
-/* -inf for the tokens whose bit is 0: n of the rows of `width` logits, each with `words` words of bits. */
+/* Sets the logits of tokens whose bit is 0 to -inf, in n of the rows of `width` logits, each with `words` words of
+ * bits. */
 void mask_logits(float *logits, int64_t width, const int32_t *rows, int64_t n, const uint32_t *bits, int64_t words) {
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < n; i++) {
@@ -53,8 +54,8 @@ void mask_logits(float *logits, int64_t width, const int32_t *rows, int64_t n, c
     }
 }
 
-/* The greatest of `width` logits whose bit is set, the lowest of equals; -1 where it is not finite or one of them is no
- * number. `any` is that of all logits. Both in one pass. */
+/* Returns the greatest of `width` logits whose bit is set, the lowest token if equal; -1 if it is not finite or a logit
+ * is NaN. `any` is the same for all logits. Both in one pass. */
 static int64_t greatest_allowed(const float *row, int64_t width, const uint32_t *bits, int64_t *any) {
     float best = -INFINITY, top = -INFINITY;
     int64_t found = -1, place = -1;
@@ -62,7 +63,7 @@ static int64_t greatest_allowed(const float *row, int64_t width, const uint32_t 
     for (int64_t first = 0; first < width; first += 32) {
         uint32_t allowed = bits[first / 32];
         int64_t count = width - first < 32 ? width - first : 32;
-        float most = INFINITY; /* the last word may be cut: the loops below decide */
+        float most = INFINITY; /* the last word may be partial: then the loops below decide */
         int bad = 1;
         if (count == 32) {
             vf tops = splat(-INFINITY), odd = splat(0.0f);
@@ -86,8 +87,8 @@ static int64_t greatest_allowed(const float *row, int64_t width, const uint32_t 
     return strange || best == INFINITY ? -1 : found;
 }
 
-/* Of n rows of `width` logits, each with `words` words of bits: the greatest token that its bits allow, -1 where that is
- * not finite, and whether the bits bar the greatest of all. */
+/* Finds, for n rows of `width` logits with `words` words of bits each, the greatest token that the bits allow (-1 if it
+ * is not finite), and whether the bits exclude the greatest of all. */
 void masked_argmax(const float *logits, int64_t width, int64_t n, const uint32_t *bits, int64_t words, int64_t *tokens,
                    uint8_t *barred) {
 #pragma omp parallel for schedule(static)
@@ -98,7 +99,7 @@ void masked_argmax(const float *logits, int64_t width, int64_t n, const uint32_t
     }
 }
 
-/* Copy a run of each of a panel's outputs, from byte `from` of a row on; zeros where there is none. */
+/* Copies a run of each of a panel's outputs, from byte `from` of a row on, padded with zeros. */
 INLINE void copy_runs(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t gated, int64_t panel, int64_t from,
                       int8_t (*runs)[RUN]) {
     int64_t rest = inputs - from, size = rest < RUN ? rest < 0 ? 0 : rest : RUN;
@@ -109,7 +110,7 @@ INLINE void copy_runs(const int8_t *weight, int64_t outputs, int64_t inputs, int
     }
 }
 
-/* Codes of a weight, packed, and what its sums start at. Codes come as (outputs, inputs) int8. */
+/* Packs an int8 weight (outputs, inputs) and computes the starts of its sums. */
 void pack_codes(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t gated, int8_t *packed, int32_t *starts) {
     int64_t words = words_of(inputs), panels = panels_of(outputs, gated);
     memset(starts, 0, columns_of(outputs, gated) * sizeof *starts);
@@ -122,7 +123,7 @@ void pack_codes(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t g
         }
 }
 
-/* Codes of a weight in int4, packed as int4_linear.h says. Codes come as (outputs, inputs) int8. */
+/* Packs an int4 weight (outputs, inputs), given as int8, in the layout of int4_linear.h. */
 void pack_int4(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t gated, uint8_t *packed) {
     int64_t pairs = padded(inputs) / 8, panels = panels_of(outputs, gated);
 #pragma omp parallel for schedule(dynamic, 4)
@@ -141,14 +142,14 @@ void pack_int4(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t ga
         }
 }
 
-/* The column of the panels in which an output stands. */
+/* Returns the column of the panels that holds an output. */
 INLINE int64_t column_of(int64_t output, int64_t outputs, int64_t gated) {
     int64_t half = PANEL / 2, up = gated && output >= outputs / 2, own = output - up * (outputs / 2);
     return gated ? own / half * PANEL + own % half + up * half : output;
 }
 
-/* Put `count` groups in the place of others in a weight that `round_int4` packed. places: output times groups + group, of
- * each; codes: (count, group) int8. */
+/* Replaces `count` groups in a weight that `round_int4` packed. places: output * groups + group, of each; codes:
+ * (count, group) int8. */
 void put_int4(const int8_t *codes, const int64_t *places, int64_t count, int64_t outputs, int64_t inputs, int64_t gated,
               int64_t group, int32_t *sums, uint8_t *packed) {
     int64_t groups = inputs / group, pairs = padded(inputs) / 8;
@@ -167,7 +168,7 @@ void put_int4(const int8_t *codes, const int64_t *places, int64_t count, int64_t
     }
 }
 
-/* The sum of each group's codes: (outputs, groups). Codes come as (outputs, inputs) int8. */
+/* Computes the sum of each group's values, (outputs, groups). codes: (outputs, inputs) int8. */
 void sum_groups(const int8_t *codes, int64_t outputs, int64_t inputs, int64_t group, int32_t *sums) {
     int64_t groups = (inputs + group - 1) / group;
 #pragma omp parallel for schedule(static)
@@ -180,8 +181,8 @@ void sum_groups(const int8_t *codes, int64_t outputs, int64_t inputs, int64_t gr
     }
 }
 
-/* What belongs to the columns of a weight in int4, of the scales (outputs, groups) and the sums of their codes: starts
- * (columns,), and scales as its products read them, (panels, groups, PANEL). Where no output stands both are 0. */
+/* Computes the data of an int4 weight's columns from scales (outputs, groups) and the sums of values: starts
+ * (columns,), and scales in the order of products, (panels, groups, PANEL). Both are 0 for padding. */
 void int4_columns(const float *scales, const int32_t *sums, int64_t outputs, int64_t groups, int64_t gated, float *starts,
                   float *in_panels) {
     int64_t columns = columns_of(outputs, gated);

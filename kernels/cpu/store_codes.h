@@ -1,18 +1,18 @@
-/* K and V written to a cache of codes; included once a dtype, by pointwise.h. A head of a token has a scale of its own: its
- * greatest size becomes 127. Codes lie as values do, PAIR of them where a word would be. */
+/* Writes K and V to a quantised cache; included once per dtype, by pointwise.h. Each token and head has its own scale,
+ * with the largest magnitude at 127. Values have the layout of the other cache, with PAIR of them in place of a word. */
 
-/* Codes of one head, and its scale in return, which is no number where a value is none or infinite. `head` is followed by
- * zeros up to a whole vector, and `codes` has room for as many. */
+/* Quantises one head and returns its scale, which is not finite if a value is not. `head` is padded with zeros to a
+ * whole vector, and `codes` has the same size. */
 INLINE float NAME(head_codes)(const REAL *head, int64_t dim, int8_t *codes) {
     vi tops = splat_word(0);
     for (int64_t d = 0; d < dim; d += LANES) tops = larger_word(tops, (vi)LOADV(head + d) & 0x7fffffff);
-    int32_t bits = largest_word(tops); /* integers have the order of numbers without a sign */
+    int32_t bits = largest_word(tops); /* without a sign, the bits of floats sort like the numbers */
     float most, inverse;
     memcpy(&most, &bits, 4);
     inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
-    if (!(inverse < INFINITY)) inverse = 0.0f; /* of sizes below 4e-37 */
+    if (!(inverse < INFINITY)) inverse = 0.0f; /* magnitudes below 4e-37 */
     for (int64_t d = 0; d < dim; d += LANES) {
-        /* adding 1.5 * 2^23 rounds to nearest, ties to even: the lowest byte is the code */
+        /* adding 1.5 * 2^23 rounds to nearest, ties to even; the lowest byte is the value */
         vf value = inverse > 0 ? LOADV(head + d) : splat(0.0f);
         store_bytes((uint8_t *)codes + d, (vi)fused(value, splat(inverse), splat(12582912.0f)));
     }
@@ -26,7 +26,7 @@ INLINE void NAME(store_codes)(const int8_t *k, const int8_t *v, int8_t *k_block,
     for (int64_t d = 0; d < dim; d++) values[d * PAIR] = v[d];
 }
 
-/* K, rotated, and V of `count` tokens from t on, which are stored in one block, of a stretch that ends before `end`. */
+/* Stores K, rotated, and V of `count` tokens from t on in one block, within a segment that ends before `end`. */
 INLINE void NAME(store_run)(const NAME(Heads) *a, int64_t t, int64_t count, int64_t end) {
     int64_t block = a->slots[t] / a->block_size, place = a->slots[t] % a->block_size, dim = a->dim;
     REAL head[MAX_DIM + LANES];

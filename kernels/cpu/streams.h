@@ -1,23 +1,25 @@
-/* Stores past the caches, for what one thread writes and all threads read: the result of a norm, codes.
+/* Stores that bypass the caches, for data that one thread writes and all threads read: results of norms, quantised
+ * rows.
  *
- * When a layer writes there again, every core has a copy of each line. On a Zen 4 a store to such a line waits until the
- * other cores' copies are gone, for 8 to 27 ns, one line after another whatever is fetched ahead: of the 45 us of a norm of
- * 128 x 576 that was 35. Past the caches the copies go without anybody waiting, and the threads read new ones from memory.
- * Other CPUs were not measured, and store as ever. */
-#if defined(__CLZERO__) && LANES >= 8 /* what AMD's Zen has, and no other */
+ * When a layer writes to such a line again, every core has a copy of it. On a Zen 4 the store waits until the other
+ * copies are invalidated, 8 to 27 ns per line, whatever is prefetched: 35 of the 45 us of a norm of 128 x 576. With a
+ * store past the caches no thread waits, and the readers load the lines from memory. Other CPUs were not measured, and
+ * use ordinary stores.
+ */
+#if defined(__CLZERO__) && LANES >= 8 /* only AMD's Zen has it */
 #define STREAMS 1
 #else
 #define STREAMS 0
 #endif
-#define LEAST_STREAMED (32 << 10) /* bytes: what fits the L1 caches is written again without such a wait */
+#define LEAST_STREAMED (32 << 10) /* bytes: less fits the L1 caches, and is written again without waiting */
 
-/* Whether a team stores rows of that many bytes so. */
+/* Returns true if a team stores rows of this size past the caches. */
 INLINE int streamed(const void *to, int64_t rows, int64_t bytes) {
-    int whole = bytes % LINE == 0 && (uintptr_t)to % LINE == 0; /* lines that are written in parts go to memory in parts */
+    int whole = bytes % LINE == 0 && (uintptr_t)to % LINE == 0; /* partial lines would be written to memory in parts */
     return STREAMS && whole && rows * bytes >= LEAST_STREAMED && omp_get_num_threads() > 1;
 }
 
-/* `to` is a multiple of a vector's size. */
+/* `to` is aligned to a vector. */
 INLINE void stream_words(void *to, vi words) {
 #if !STREAMS
     *(vi *)to = words;
@@ -45,7 +47,7 @@ INLINE void stream_bytes(uint8_t *to, vi value) {
 #endif
 }
 
-/* Before the barrier after which other threads read. */
+/* Must run before the barrier after which other threads read. */
 INLINE void end_stream(void) {
 #if STREAMS
     _mm_sfence();

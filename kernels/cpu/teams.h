@@ -1,5 +1,5 @@
-/* What a whole layer calls to write and read the cache: a cache of values has it in the layer's own library, one of codes
- * in another, which is compiled only where it is asked for; included once a dtype. */
+/* The functions with which a layer writes and reads the cache. They are in the layer's own library, or for a quantised
+ * cache in another one that is compiled only if needed; included once per dtype. */
 
 typedef struct {
     void (*store)(const NAME(Heads) *heads);

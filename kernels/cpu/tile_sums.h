@@ -1,34 +1,34 @@
-/* Products in tiles, for bfloat16 and for codes. Panels need no other layout for it: 16 words of 16 of a panel's columns,
- * PANEL words apart, are a tile as it is multiplied. Two tiles of rows meet two of columns, so that each that is loaded is
- * multiplied twice. One tile of rows meets a panel's four: a product takes several times as long as it takes to begin the
- * next one, so four sums side by side keep the hardware busy where two would wait for themselves.
+/* Products in tiles, for bfloat16 and for quantised values. Panels need no special layout: 16 words of 16 columns of a
+ * panel, PANEL words apart, are a tile. Two tiles of rows are multiplied by two of columns, so each loaded tile is used
+ * twice. A single tile of rows is multiplied by a panel's four: a product takes several times as long as the interval
+ * between products, so four independent sums keep the hardware busy, and two would not.
  *
- * A row's sum runs over its words in steps of 16, whatever the other rows are: row by row the hardware does the same, and a
- * tile of fewer rows is one that is configured with fewer. Where the last tile has too few it begins earlier, in rows that
- * another tile has, too; those are dropped. Nothing beside x is read: a row's end that fills no step is copied, and zeros
- * after it.
+ * A row's sum runs over its words in steps of 16, whatever the other rows are: the hardware does so row by row, and a
+ * smaller tile is only configured with fewer rows. If the last tile has too few rows, it starts earlier and overlaps
+ * another tile; the duplicate results are dropped. Nothing outside x is read: the end of a row that is not a whole step
+ * is copied and padded with zeros.
  */
 #define TILE_COLUMNS (PANEL < 16 ? PANEL : 16)
-#define ACROSS (PANEL > TILE_COLUMNS ? 2 : 1) /* tiles of columns side by side */
+#define ACROSS (PANEL > TILE_COLUMNS ? 2 : 1) /* tiles of columns next to each other */
 #define WIDE (PANEL == 4 * TILE_COLUMNS)
-enum { TWO, ONE, ONE_WIDE }; /* tiles of rows: two or one with ACROSS of columns, or one with four */
+enum { TWO, ONE, ONE_WIDE }; /* tiles of rows: two or one, with ACROSS tiles of columns, or one with four */
 
 #if TILES
-/* A block whose results wait to be written: while the tiles of the next block are multiplied, vectors scale, activate and
- * round the rows of this one. A thread has one at a time, and none before its first block. */
+/* A block whose results are not written yet: while the tiles of the next block are multiplied, vectors scale, activate
+ * and round the rows of this one. A thread has at most one. */
 typedef struct {
-    ON_LINES vf rooms[2][2 * TILE_ROWS][COLUMNS]; /* where it is, and where the next one is summed */
+    ON_LINES vf rooms[2][2 * TILE_ROWS][COLUMNS]; /* of this block, and of the next one */
     vf (*sums)[COLUMNS];                          /* of its first row that is not written */
     int64_t turn, row, left, panel, kind;
     Weight weight;
     void *y;
-    const float *row_scales; /* where its sums are those of codes */
+    const float *row_scales; /* if its sums are of quantised rows */
 } Waiting;
-typedef void (*PutWaiting)(Waiting *, int64_t); /* writes some rows of it */
+typedef void (*PutWaiting)(Waiting *, int64_t); /* writes some of its rows */
 
-/* Rows that are written evenly over steps: after each one as many as are due. */
+/* Rows to write evenly over steps: after each step the number that is due. */
 typedef struct {
-    int64_t rows, steps, owed; /* rows in all, steps in all; rows times steps that are not paid off */
+    int64_t rows, steps, owed; /* rows in total, steps in total; rows times steps that are still due */
 } Pace;
 
 INLINE int64_t rows_due(Pace *pace) {
@@ -39,7 +39,7 @@ INLINE int64_t rows_due(Pace *pace) {
     return due;
 }
 
-/* What a block fetches of the panel after its own: a part for each of the blocks that meet the panel, some lines a step. */
+/* What a block prefetches of the next panel: one part per block that uses the panel, some lines per step. */
 typedef struct {
     const char *at, *end;
     int64_t lines;
@@ -64,7 +64,8 @@ INLINE void fetch_lines(Fetch *fetch) {
             tile_dot_bf16(sum, x, weight); \
     } while (0)
 
-/* 16 words of tiles of rows with those of tiles of columns, as the `form` (a constant) says. Sums are in tiles 0 to 3. */
+/* Multiplies 16 words of tiles of rows by those of tiles of columns, as `form` (a constant) says. Sums are in tiles 0
+ * to 3. */
 INLINE void add_step(const char *first, const char *second, int64_t stride, const char *weight, const int form,
                      const int codes) {
     tile_load(4, first, stride);
@@ -86,8 +87,8 @@ INLINE void add_step(const char *first, const char *second, int64_t stride, cons
     }
 }
 
-/* Sums of rows from `first` and from `second` on with the columns of one pass. After a step those rows of the block
- * that waits are written which are due. */
+/* Computes the sums of rows from `first` and from `second` on with the columns of one pass. After each step, the due
+ * rows of the waiting block are written. */
 INLINE void sum_columns(const char *first, const char *second, const char tails[2][TILE_ROWS][TILE_BYTES], int64_t bytes,
                         const char *weight, Fetch *fetch, Waiting *waiting, Pace *pace, PutWaiting put, const int form,
                         const int codes) {
@@ -104,20 +105,20 @@ INLINE void sum_columns(const char *first, const char *second, const char tails[
     if (bytes % STEP) add_step(tails[0][0], tails[1][0], TILE_BYTES, weight, form, codes);
 }
 
-/* The ends of `height` rows that fill no step. */
+/* Copies the ends of `height` rows that are not a whole step. */
 INLINE void copy_tails(const char *x, int64_t bytes, int64_t height, char tails[TILE_ROWS][TILE_BYTES]) {
     int64_t tail = bytes % STEP;
     memset(tails, 0, TILE_ROWS * TILE_BYTES);
     for (int64_t row = 0; row < height; row++) memcpy(tails[row], x + (row + 1) * bytes - tail, tail);
 }
 
-/* Sums of a block of rows of x, of `bytes` each, with a panel; in return its first row. The block that waits is written by
- * `put` on the way. `codes` (a constant): x are codes, and sums integers. */
+/* Computes the sums of a block of rows of x, of `bytes` each, with a panel, and returns its first row. `put` writes the
+ * waiting block on the way. `codes` (a constant): x is quantised, and sums are integers. */
 INLINE vf (*tile_sums(const char *x, int64_t bytes, const Cut *cut, const char *panel, Place at, int more, Waiting *waiting,
                       PutWaiting put, const int codes))[COLUMNS] {
     int64_t height = cut->height / 2, block = at.block * cut->height, last = cut->rows - height;
     int64_t start = block < last ? block : last, next = block + height < last ? block + height : last;
-    int two = block + height < cut->rows, tiles = two || !WIDE ? ACROSS : 4; /* of columns, in a pass */
+    int two = block + height < cut->rows, tiles = two || !WIDE ? ACROSS : 4; /* columns per pass */
     const char *first = x + (cut->from + start) * bytes, *second = x + (cut->from + next) * bytes;
     int64_t passes = PANEL / (tiles * TILE_COLUMNS);
     Pace pace = {waiting->left, bytes / STEP * passes, 0};
@@ -144,7 +145,7 @@ INLINE vf (*tile_sums(const char *x, int64_t bytes, const Cut *cut, const char *
     return room + (block - start);
 }
 
-/* The block waits from now on. */
+/* Makes the block the waiting one. */
 INLINE void let_wait(Waiting *waiting, vf (*sums)[COLUMNS], const Weight *weight, void *y, int64_t row, int64_t rows,
                      int64_t panel, int64_t kind, const float *row_scales) {
     waiting->sums = sums, waiting->weight = *weight, waiting->y = y, waiting->row = row, waiting->left = rows;
@@ -158,7 +159,7 @@ typedef struct {
 INLINE void begin_waiting(Waiting *waiting) { (void)waiting; }
 #endif
 
-/* Every thread of a team, before blocks of this height and after them. */
+/* Called by every thread of a team, before blocks of this height and after them. */
 INLINE void begin_tiles(const Cut *cut, int in_tiles) {
 #if TILES
     TileShapes shapes = {0};

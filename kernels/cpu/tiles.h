@@ -1,14 +1,14 @@
-/* Matrix tiles (Intel's AMX): eight registers of up to 16 rows of 64 bytes, and products of two of them that are added to
- * a third. Of a product, `x` is (rows, words) and `weight` (words, columns) words of 32 bits, as vector.h has words: two
- * bfloat16 values, or four bytes; `sum` is (rows, columns) floats or integers.
+/* Matrix tiles (Intel's AMX): eight registers of up to 16 rows of 64 bytes, and products of two of them that are added
+ * to a third. In a product, `x` is (rows, words) and `weight` (words, columns), with words of 32 bits as in vector.h:
+ * two bfloat16 values, or four bytes; `sum` is (rows, columns) floats or integers.
  *
- * TILES is 1 where they can be used: those of the CPU, if the compiler targets them and NO_TILES is not defined, by which
- * the build says that the system does not grant them; or, where EMULATED_TILES is defined, the C below, which computes what
- * Intel's manual says (Software Developer's Manual, volume 2, TDPBF16PS and TDPBUSD), bit by bit, on any CPU. It is slow,
- * and there for tests. Tiles are named by literals.
+ * TILES is 1 if tiles are available: those of the CPU, if the compiler targets them and NO_TILES is not defined (the
+ * build defines it if the system does not grant tiles). If EMULATED_TILES is defined, C code computes what Intel's
+ * manual specifies (Software Developer's Manual, volume 2, TDPBF16PS and TDPBUSD), bit by bit, on any CPU. It is slow,
+ * and only for tests. Tiles are named by literals.
  *
- * A thread configures its tiles, which clears them, and releases them when it is done: tiles in use make every switch to
- * another thread save 8 KiB more.
+ * A thread configures its tiles, which clears them, and releases them when it is done: tiles in use add 8 KiB to every
+ * context switch.
  */
 #if defined(EMULATED_TILES)
 #define TILES 1
@@ -22,7 +22,7 @@
 #define TILE_BYTES 64 /* of a row */
 
 #if TILES
-/* As LDTILECFG reads it. A tile without a shape must not be named. */
+/* The operand of LDTILECFG. A tile without a shape must not be used. */
 typedef struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t bytes[16]; /* of a row */
@@ -34,7 +34,7 @@ INLINE void shape_tile(TileShapes *shapes, int tile, int64_t rows, int64_t bytes
     shapes->palette = 1, shapes->rows[tile] = (uint8_t)rows, shapes->bytes[tile] = (uint16_t)bytes;
 }
 
-/* Of a sum of `rows` rows and `columns` columns, of its x, and of its weight, of which each step takes 16 words. */
+/* Set the shape of a sum with `rows` rows and `columns` columns, of its x, and of its weight; each step has 16 words. */
 INLINE void shape_sum(TileShapes *shapes, int tile, int64_t rows, int64_t columns) {
     shape_tile(shapes, tile, rows, columns * 4);
 }
@@ -45,8 +45,8 @@ INLINE void shape_weight(TileShapes *shapes, int tile, int64_t columns) {
 #endif
 
 #if TILES && !defined(EMULATED_TILES)
-/* The compiler does not know that these instructions read memory: what was written stands there before, and what comes
- * after is written after. */
+/* The compiler does not know that these instructions read memory: the fence keeps earlier writes before them, and later
+ * writes after them. */
 #define TILE_FENCE __asm__ volatile("" ::: "memory")
 
 INLINE void tiles_configure(const TileShapes *shapes) {
@@ -68,7 +68,7 @@ typedef struct {
 } EmulatedTile;
 static _Thread_local EmulatedTile emulated_tiles[8];
 
-/* What the instruction refuses ends the process here as there: by an illegal instruction. */
+/* Ends the process by an illegal instruction, as the hardware does for an invalid operand. */
 INLINE void tile_needs(int held) {
     if (!held) __builtin_trap();
 }
@@ -84,7 +84,7 @@ static __attribute__((unused)) void tiles_configure(const TileShapes *shapes) {
     }
     tiles_release();
     for (int i = 0; i < 8; i++) {
-        tile_needs(shapes->bytes[i] % 4 == 0); /* else its products are refused */
+        tile_needs(shapes->bytes[i] % 4 == 0); /* otherwise its products are invalid */
         emulated_tiles[i].rows = shapes->rows[i], emulated_tiles[i].words = (uint8_t)(shapes->bytes[i] / 4);
     }
 }
@@ -98,7 +98,7 @@ static __attribute__((unused)) void tile_zero(int tile) {
     memset(emulated_tile(tile)->word, 0, sizeof emulated_tiles->word);
 }
 
-/* Reads what the instruction reads, and not a byte more. */
+/* Reads exactly the bytes that the instruction reads. */
 static __attribute__((unused)) void tile_load(int tile, const void *from, int64_t stride) {
     EmulatedTile *t = emulated_tile(tile);
     tile_zero(tile);
@@ -116,7 +116,7 @@ static void check_product(int sum, int x, int weight) {
     tile_needs(s->rows == a->rows && s->words == b->words && a->words == b->rows);
 }
 
-/* A float's bits with what is smaller than any normal number made 0 of its sign: so are operands, and results. */
+/* Flushes a subnormal number to 0 with its sign, as the hardware does for operands and results. */
 INLINE uint32_t tile_flushed(uint32_t bits) { return bits & 0x7f800000u ? bits : bits & 0x80000000u; }
 
 INLINE float tile_float(uint32_t bits) {
@@ -132,8 +132,8 @@ INLINE uint32_t tile_bits(float value) {
     return tile_flushed(bits);
 }
 
-/* sums += x * weight, each rounded once. A result is too small where it would be with 24 bits and any exponent: so what
- * was rounded up to the smallest normal number is looked at again. */
+/* Computes sums += x * weight, each rounded once. Whether a result is subnormal is decided with 24 bits and an
+ * unbounded exponent: results that were rounded up to the smallest normal number are checked again. */
 static void tile_fuse(float x, const uint32_t *weight, uint32_t *sums) {
     uint32_t made[16];
     int near = 0;
@@ -149,7 +149,7 @@ static void tile_fuse(float x, const uint32_t *weight, uint32_t *sums) {
     memcpy(sums, made, sizeof made);
 }
 
-/* The products of the words' first values and those of their second are summed apart, each in order. */
+/* The products of the words' first values and of their second values are summed separately, each in order. */
 static __attribute__((noinline, unused)) void tile_dot_bf16(int sum, int x, int weight) {
     check_product(sum, x, weight);
     EmulatedTile *s = emulated_tiles + sum;
@@ -170,7 +170,7 @@ static __attribute__((noinline, unused)) void tile_dot_bf16(int sum, int x, int 
     }
 }
 
-/* Unsigned bytes of x times signed ones of the weight; sums do not saturate. */
+/* Multiplies unsigned bytes of x by signed bytes of the weight; sums do not saturate. */
 static __attribute__((noinline, unused)) void tile_dot_int8(int sum, int x, int weight) {
     check_product(sum, x, weight);
     EmulatedTile *s = emulated_tiles + sum;

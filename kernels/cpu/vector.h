@@ -1,8 +1,8 @@
-/* Vectors of this CPU's width, and what the operators do with them, for float32 and bfloat16.
+/* Vectors of this CPU's width and the operations on them, for float32 and bfloat16.
  *
- * A WORD is 32 bits of a row: one float or two bfloat16 values that are adjacent along the dimension summed over. `dot`
- * multiplies words lane by lane and adds what each holds to a float: one fused multiply-add, or AVX512_BF16's. So one
- * text serves both dtypes, and every sum runs in the order of its words whatever else is computed beside it.
+ * A word is 32 bits of a row: one float, or two bfloat16 values that are adjacent in the dimension that is summed.
+ * `dot` multiplies words lane by lane and adds the products to a float, by one fused multiply-add or by AVX512_BF16.
+ * The same source serves both dtypes, and every sum runs in the order of its words, whatever else is computed.
  */
 #include <math.h>
 #include <stdint.h>
@@ -17,7 +17,7 @@
 
 #if defined(__AVX512F__)
 #define LANES 16
-#define COLUMNS 4 /* vectors across a tile of results: 6 x 4 sums, 4 operands and a broadcast fill 32 registers */
+#define COLUMNS 4 /* vectors of a tile of results: 6 x 4 sums, 4 operands and a broadcast fill 32 registers */
 #elif defined(__AVX2__)
 #define LANES 8
 #define COLUMNS 2 /* 16 registers */
@@ -29,23 +29,23 @@
 #define COLUMNS 2
 #endif
 #define ROWS 6 /* rows of such a tile */
-#if COLUMNS == 2 /* sums leave 16 registers room for a vector of each column and a word of one row at a time */
+#if COLUMNS == 2 /* 16 registers hold the sums, a vector per column, and one word of one row at a time */
 #define FEW_REGISTERS 1
 #else
 #define FEW_REGISTERS 0
 #endif
 #define PANEL (COLUMNS * LANES)
 #define LINE 64 /* bytes of a cache line */
-#define TO_L2 2 /* the cache that a prefetch is for */
-#define ON_LINES __attribute__((aligned(LINE))) /* what lies across two lines is read and written in two goes */
+#define TO_L2 2 /* prefetch to the L2 cache */
+#define ON_LINES __attribute__((aligned(LINE))) /* data across two lines is accessed twice */
 #define INLINE static inline __attribute__((always_inline))
-/* What all threads of a team call together: compiled once for all callers, those in other units where it is OF_UNITS. */
+/* Called by all threads of a team together, and compiled once for all callers; OF_UNITS: also callers in other units. */
 #if defined(__clang__)
 #define APART __attribute__((noinline))
 #else
-#define APART __attribute__((noinline, noclone)) /* a copy for each constant argument is 7% of the compiler's time */
+#define APART __attribute__((noinline, noclone)) /* without it, a copy per constant argument takes 7% of compile time */
 #endif
-#define ONCE static APART /* its callers are then read faster */
+#define ONCE static APART /* keeps its callers short for the compiler */
 #define TEAM static APART
 #define TEAM_OF_UNITS APART __attribute__((visibility("hidden")))
 
@@ -56,7 +56,7 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2), may_alias
 
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vi splat_word(int32_t x) { return x - (vi){0}; }
-INLINE vf pick(vi mask, vf yes, vf no) { /* of a mask each lane of which is all ones or all zeros */
+INLINE vf pick(vi mask, vf yes, vf no) { /* each lane of the mask is all ones or all zeros */
 #if LANES == 8
     return (vf)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
 #else
@@ -64,9 +64,9 @@ INLINE vf pick(vi mask, vf yes, vf no) { /* of a mask each lane of which is all 
 #endif
 }
 
-/* a * b + c, rounded once where the CPU can. Nowhere else are a product and a sum rounded together: the flags forbid it,
- * because a compiler would be free to choose which of two products it fuses, and might choose otherwise for each number of
- * rows that a loop is compiled for. */
+/* Returns a * b + c, rounded once if the CPU can. Compiler flags forbid contraction everywhere else, because the
+ * compiler could choose which of two products it fuses, and choose differently for each number of rows that a loop is
+ * compiled for. */
 INLINE vf fused(vf a, vf b, vf c) {
 #if LANES == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -87,7 +87,7 @@ INLINE float fused_one(float a, float b, float c) {
 #endif
 }
 
-/* (a, b) turned by an angle. */
+/* Rotate (a, b) by an angle. */
 INLINE vf rotated_a(vf a, vf b, vf cosine, vf sine) { return fused(a, cosine, -(b * sine)); }
 INLINE vf rotated_b(vf a, vf b, vf cosine, vf sine) { return fused(b, cosine, a * sine); }
 
@@ -108,7 +108,7 @@ INLINE bf16 bf16_store(float value) {
 INLINE vf load_f32(const float *from) { return *(const vf *)from; }
 INLINE void store_f32(float *to, vf value) { *(vf *)to = value; }
 INLINE vf load_bf16(const bf16 *from) {
-#if LANES == 16 /* GCC 12 widens the halves one by one */
+#if LANES == 16 /* GCC 12 would widen the halves one by one */
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
 #else
     return (vf)(__builtin_convertvector(*(const vh *)from, vi) << 16);
@@ -129,7 +129,7 @@ INLINE void store_bf16(bf16 *to, vf value) {
 #endif
 }
 
-/* Two vectors, one behind the other. */
+/* Stores two vectors, one after the other. */
 INLINE void store_two_f32(float *to, vf a, vf b) { store_f32(to, a), store_f32(to + LANES, b); }
 INLINE void store_two_bf16(bf16 *to, vf a, vf b) {
 #if defined(__AVX512BF16__) && LANES == 16
@@ -140,7 +140,7 @@ INLINE void store_two_bf16(bf16 *to, vf a, vf b) {
 #endif
 }
 
-INLINE void store_bytes(uint8_t *to, vi value) { /* each lane's lowest */
+INLINE void store_bytes(uint8_t *to, vi value) { /* the lowest byte of each lane */
 #if LANES == 16
     _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)value));
 #elif LANES == 8
@@ -161,7 +161,7 @@ INLINE __m128i lower_halves(vi value) { /* of each lane */
 }
 #endif
 
-INLINE void store_halves(uint16_t *to, vi value) { /* each lane's lower one */
+INLINE void store_halves(uint16_t *to, vi value) { /* the lower half of each lane */
 #if LANES == 16
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)value));
 #elif LANES == 8
@@ -171,13 +171,13 @@ INLINE void store_halves(uint16_t *to, vi value) { /* each lane's lower one */
 #endif
 }
 
-/* Twice LANES adjacent values of a row as two vectors, in the order that is cheapest to load: float32 one after the
- * other, bfloat16 the even ones, which are the words' lower halves, and the odd ones. */
+/* Twice LANES adjacent values of a row as two vectors, in the order that is cheapest to load: float32 in order;
+ * bfloat16 the even values, which are the lower halves of words, and then the odd ones. */
 typedef struct {
     vf a, b;
 } Twin;
 
-/* Twice LANES values in order: the even ones, and the odd ones. */
+/* Splits twice LANES values in order into the even and the odd ones. */
 INLINE Twin apart(Twin t) {
 #if LANES == 16
     __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -197,7 +197,7 @@ INLINE Twin apart(Twin t) {
 #endif
 }
 
-/* And back. */
+/* The inverse of `apart`. */
 INLINE Twin in_order(Twin t) {
 #if LANES == 16
     __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -217,7 +217,7 @@ INLINE Twin in_order(Twin t) {
 
 INLINE Twin twin_of_words(vi words) { return (Twin){(vf)(words << 16), (vf)(words & (int32_t)0xffff0000)}; }
 
-/* To the nearest bfloat16, two a word. */
+/* Rounds to the nearest bfloat16, two per word. */
 INLINE vi words_of_twin(Twin t) {
 #if defined(__AVX512BF16__) && LANES == 16
     static const int16_t halves[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
@@ -232,7 +232,7 @@ INLINE vi words_of_twin(Twin t) {
 #endif
 }
 
-/* Words of the values of two rows. */
+/* Returns words with one value of each of two rows. */
 INLINE vi paired(const uint16_t *first, const uint16_t *second) {
 #if LANES == 16
     __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)first));
@@ -250,11 +250,11 @@ INLINE void store_twin_bf16(bf16 *to, Twin t) { *(vi *)to = words_of_twin(t); }
 INLINE Twin round_twin_f32(Twin t) { return t; }
 INLINE Twin round_twin_bf16(Twin t) { return twin_of_words(words_of_twin(t)); }
 
-/* A twin of that type as values in order. */
+/* Returns the values of a twin in order. */
 INLINE Twin ordered_twin_f32(Twin t) { return t; }
 INLINE Twin ordered_twin_bf16(Twin t) { return in_order(t); }
 
-/* The even values, and the odd ones. */
+/* Loads the even values and the odd ones. */
 INLINE Twin load_apart_f32(const float *from) { return apart(load_twin_f32(from)); }
 INLINE Twin load_apart_bf16(const bf16 *from) { return load_twin_bf16(from); }
 INLINE void store_apart_f32(float *to, Twin t) { store_twin_f32(to, in_order(t)); }
@@ -277,8 +277,8 @@ INLINE vf dot_bf16(vf sum, vi a, vi b) {
 #if defined(__AVX512BF16__) && LANES == 16
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    /* BFDOT: the two products are added and then the sum, each rounded to odd, and denormal numbers are 0, unless a process
-     * asks for FEAT_EBF16's other arithmetic, which this one does not. */
+    /* BFDOT adds the two products and then the sum, each rounded to odd and with subnormals as 0, unless the process
+     * enables FEAT_EBF16, which this one does not. */
     return (vf)vbfdotq_f32((float32x4_t)sum, vreinterpretq_bf16_s32((int32x4_t)a), vreinterpretq_bf16_s32((int32x4_t)b));
 #else
     sum = fused((vf)(a & (int32_t)0xffff0000), (vf)(b & (int32_t)0xffff0000), sum);
@@ -286,21 +286,22 @@ INLINE vf dot_bf16(vf sum, vi a, vi b) {
 #endif
 }
 
-/* Signed bytes as integers of 16 bits, two a lane: the first and the third of each four, and the second and the fourth. */
+/* Widens signed bytes to 16-bit integers, two per lane: the first and the third of each four, and the second and the
+ * fourth. */
 #if LANES == 8
 INLINE vi even_bytes(vi four) { return (vi)_mm256_srai_epi16(_mm256_slli_epi16((__m256i)four, 8), 8); }
 INLINE vi odd_bytes(vi four) { return (vi)_mm256_srai_epi16((__m256i)four, 8); }
 #endif
 
-/* Four products of unsigned and signed bytes a lane, added exactly. */
+/* Adds four products of unsigned and signed bytes per lane, exactly. */
 INLINE vi dot_int8(vi sum, vi a, vi b) {
 #if defined(__AVX512VNNI__) && LANES == 16
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #elif defined(__ARM_FEATURE_DOTPROD)
-    /* Signed only: a - 128 with b, and 128 times b, which is the same for all rows that meet b. */
+    /* Signed instructions only: (a - 128) * b, plus 128 * b, which is the same for all rows. */
     vi lowered = (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)(a ^ (int32_t)0x80808080), (int8x16_t)b);
     return lowered + ((vi)vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(64), (int8x16_t)b) << 1);
-#elif LANES == 8 /* its one instruction for bytes saturates */
+#elif LANES == 8 /* its instruction for bytes saturates */
     __m256i even = _mm256_and_si256((__m256i)a, _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16((__m256i)a, 8);
     sum += (vi)_mm256_madd_epi16(even, (__m256i)even_bytes(b));
     return sum + (vi)_mm256_madd_epi16(odd, (__m256i)odd_bytes(b));
@@ -310,7 +311,7 @@ INLINE vi dot_int8(vi sum, vi a, vi b) {
 #endif
 }
 
-/* Signed bytes of a row, two a lane, as words of 16-bit integers. */
+/* Loads signed bytes of a row, two per lane, as words of 16-bit integers. */
 INLINE vi halves_of_bytes(const int8_t *from) {
 #if LANES == 16
     return (vi)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)from));
@@ -323,7 +324,7 @@ INLINE vi halves_of_bytes(const int8_t *from) {
 #endif
 }
 
-/* Two products of signed 16-bit integers a lane, added exactly. */
+/* Adds two products of signed 16-bit integers per lane, exactly. */
 INLINE vi dot_int16(vi sum, vi a, vi b) {
 #if LANES == 16 && defined(__AVX512VNNI__)
     return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
@@ -339,7 +340,7 @@ INLINE vi dot_int16(vi sum, vi a, vi b) {
 #endif
 }
 
-/* 2^f for |f| <= 1/2, relative error below 2.2e-7. */
+/* Returns 2^f for |f| <= 1/2, with a relative error below 2.2e-7. */
 INLINE vf exp2_fraction(vf f) {
     vf p = fused(splat(1.5403530e-4f), f, splat(1.3333558e-3f));
     p = fused(p, f, splat(9.6181291e-3f));
@@ -349,30 +350,31 @@ INLINE vf exp2_fraction(vf f) {
     return fused(p, f, splat(1.0f));
 }
 
-/* 2^x for x <= 126, 2^126 above; 0 far below 2^-126, NaN for NaN. */
+/* Returns 2^x for x <= 126, and 2^126 above; 0 far below 2^-126, NaN for NaN. */
 INLINE vf exp2_bounded(vf x) {
-#if LANES == 16 && defined(__AVX512DQ__) /* of a NaN and a bound, min takes its second operand */
-    /* What is left of infinity is 0, and scalef knows 2^-infinity. 2^-200, which is 0 as well, costs an Intel CPU 150
-     * clocks, as all results below 2^-126 do: keys that a query does not see must not be bounded. */
+#if LANES == 16 && defined(__AVX512DQ__) /* min returns its second operand if one is NaN */
+    /* The fraction of infinity is 0, and scalef supports 2^-infinity. 2^-200, which is 0 too, costs an Intel CPU 150
+     * clocks, as do all results below 2^-126: masked keys must not be clamped. */
     __m512 t = _mm512_min_ps(_mm512_set1_ps(126.0f), (__m512)x);
     __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     return (vf)_mm512_scalef_ps((__m512)exp2_fraction((vf)f), _mm512_sub_ps(t, f));
 #else
     vi tiny = x < -126.0f;
-#if LANES == 8 /* of a NaN and a bound, min and max take their second operand */
+#if LANES == 8 /* min and max return their second operand if one is NaN */
     vf t = (vf)_mm256_max_ps(_mm256_set1_ps(-126.0f), _mm256_min_ps(_mm256_set1_ps(126.0f), (__m256)x));
 #else
     vf t = pick(tiny, splat(-126.0f), pick(x > 126.0f, splat(126.0f), x));
 #endif
-    /* adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits, and moves to the exponent's place */
+    /* adding 1.5 * 2^23 rounds to an integer in the low bits, which then moves to the exponent */
     vf shifted = t + 12582912.0f, p = exp2_fraction(t - (shifted - 12582912.0f));
     return (vf)(~tiny & ((vi)p + ((vi)shifted << 23)));
 #endif
 }
 
-/* 2^x for x <= 100, relative error below 1e-4: for results that are rounded to bfloat16, which is 20 times coarser. */
+/* Returns 2^x for x <= 100, with a relative error below 1e-4: for results that are rounded to bfloat16, which is 20
+ * times coarser. */
 INLINE vf exp2_coarse(vf x) {
-#if LANES == 16 && defined(__AVX512DQ__) /* what is left of infinity is 0 */
+#if LANES == 16 && defined(__AVX512DQ__) /* the fraction of infinity is 0 */
     vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     vf p = fused(splat(0.05517167f), f, splat(0.24261112f));
     p = fused(p, f, splat(0.69326099f));
@@ -382,7 +384,7 @@ INLINE vf exp2_coarse(vf x) {
 #endif
 }
 
-/* 1 / x for 1 <= x <= 2^127, NaN for NaN; relative error below 2e-7. */
+/* Returns 1 / x for 1 <= x <= 2^127, NaN for NaN, with a relative error below 2e-7. */
 INLINE vf reciprocal(vf x) {
 #if LANES == 16
     vf y = (vf)_mm512_rcp14_ps((__m512)x);
@@ -392,7 +394,7 @@ INLINE vf reciprocal(vf x) {
 #endif
 }
 
-/* The same with a relative error below 1e-4, as that of `exp2_coarse`. */
+/* As `reciprocal`, with a relative error below 1e-4, as `exp2_coarse`. */
 INLINE vf reciprocal_coarse(vf x) {
 #if LANES == 16
     return (vf)_mm512_rcp14_ps((__m512)x);
@@ -401,7 +403,7 @@ INLINE vf reciprocal_coarse(vf x) {
 #endif
 }
 
-/* g / (1 + 2^x); `coarse` (a constant): to be rounded to bfloat16. */
+/* Returns g / (1 + 2^x); `coarse` (a constant): the result is rounded to bfloat16. */
 INLINE vf over_one_and_exp2(vf g, vf x, const int coarse) {
     if (coarse) return g * reciprocal_coarse(1.0f + exp2_coarse(x));
     return g * reciprocal(1.0f + exp2_bounded(x));
@@ -415,8 +417,8 @@ INLINE vf gelu_tanh(vf g, const int coarse) {
     return over_one_and_exp2(g, inner * (-2.0f * 0.7978845608f * 1.44269504f), coarse);
 }
 
-/* g * (1 + erf(g / sqrt(2))) / 2, by Abramowitz and Stegun, 7.1.26: of y = |g| / sqrt(2) the complement of erf is a
- * polynomial of 1 / (1 + 0.3275911 y) times exp(-y^2), off by less than 2e-7. Beyond 20 it is 0. */
+/* Returns g * (1 + erf(g / sqrt(2))) / 2, by Abramowitz and Stegun, 7.1.26: with y = |g| / sqrt(2), erfc(y) is a
+ * polynomial of 1 / (1 + 0.3275911 y) times exp(-y^2), with an error below 2e-7. Beyond 20 it is 0. */
 INLINE vf gelu_exact(vf g) {
     vf bounded = pick(g > 20.0f, splat(20.0f), pick(g < -20.0f, splat(-20.0f), g));
     vf size = pick(bounded < 0.0f, -bounded, bounded) * 0.70710678f;
@@ -429,9 +431,9 @@ INLINE vf gelu_exact(vf g) {
     return pick(g < 0.0f, rest, g - rest);
 }
 
-/* The same, to be rounded to bfloat16: max(g, 0) - |g| * P(Z > |g|), Z normal. The logarithm of that probability is nearly
- * a parabola, here a polynomial fitted to it from 0 to 9 (relative errors up to 3e-4), beyond which g is cut off: the
- * result is then off by 1e-18. */
+/* As `gelu_exact`, for results that are rounded to bfloat16: max(g, 0) - |g| * P(Z > |g|), Z normal. The logarithm of
+ * that probability is nearly a parabola; here it is a polynomial fitted from 0 to 9 (relative errors up to 3e-4).
+ * Beyond 9, g is clamped, with an error of 1e-18. */
 INLINE vf gelu_exact_coarse(vf g) {
     vf size = pick(g < 0.0f, -g, g), most = pick(g < 0.0f, splat(0.0f), g);
     size = pick(size > 9.0f, splat(9.0f), size);
@@ -445,17 +447,17 @@ INLINE vf gelu_exact_coarse(vf g) {
     return fused(-size, exp2_coarse(p), most);
 }
 
-/* GPT-OSS's gate and up: g * sigmoid(1.702 g) * (u + 1), both clamped. */
+/* The gate and up of GPT-OSS: g * sigmoid(1.702 g) * (u + 1), both clamped. */
 INLINE vf clamped_gate(vf g) {
     g = pick(g > 7.0f, splat(7.0f), g);
     return g * reciprocal(1.0f + exp2_bounded(g * (-1.702f * 1.44269504f)));
 }
 INLINE vf clamped_up(vf u) { return 1.0f + pick(u > 7.0f, splat(7.0f), pick(u < -7.0f, splat(-7.0f), u)); }
 
-/* tanh(x), off by less than 2e-7. */
+/* Returns tanh(x), with an error below 2e-7. */
 INLINE vf tanh_vector(vf x) { return 1.0f - 2.0f * reciprocal(1.0f + exp2_bounded(x * (2.0f * 1.44269504f))); }
 
-/* Words of LANES rows, which are `stride` words apart, column by column: the rows' first words, then their second. */
+/* Transposes words of LANES rows, which are `stride` words apart: first words first, then second words. */
 INLINE void transpose(const int32_t *rows, int64_t stride, vi columns[LANES]) {
 #if LANES == 16
     __m512i a[16], b[16];
@@ -498,7 +500,7 @@ INLINE void transpose(const int32_t *rows, int64_t stride, vi columns[LANES]) {
 #endif
 }
 
-/* The first `count` lanes; no byte beyond them is written. */
+/* Stores the first `count` lanes; no byte beyond them is written. */
 INLINE void store_words(int32_t *to, vi words, int64_t count) {
 #if LANES == 16
     _mm512_mask_storeu_epi32(to, (__mmask16)((1u << count) - 1), (__m512i)words);
@@ -511,7 +513,7 @@ INLINE void store_words(int32_t *to, vi words, int64_t count) {
 }
 
 INLINE float lane_sum(vf v) {
-#if LANES >= 8 /* the same additions; GCC makes them of memory */
+#if LANES >= 8 /* the same additions; GCC would do them via memory */
 #if LANES == 16
     __m256 eight = _mm512_castps512_ps256((__m512)v);
     eight = _mm256_add_ps(eight, _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)v), 1)));
@@ -529,7 +531,7 @@ INLINE float lane_sum(vf v) {
     return part[0];
 }
 
-/* Lane by lane; of a NaN and another, b. */
+/* Returns the larger value per lane; b if one is NaN. */
 INLINE vf larger(vf a, vf b) {
 #if LANES == 16
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -575,7 +577,7 @@ INLINE int32_t largest_word(vi v) {
 #endif
 }
 
-/* Whether any lane is greater than the bound, or no number. */
+/* Returns true if any lane is greater than the bound, or NaN. */
 INLINE int any_greater(vf v, float bound) {
 #if LANES == 16
     return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(bound), _CMP_NLE_UQ) != 0;
@@ -589,7 +591,7 @@ INLINE int any_greater(vf v, float bound) {
 #endif
 }
 
-/* The largest lane; with a NaN among them it may be any of them, or NaN. */
+/* Returns the largest lane; if one is NaN, any of them or NaN. */
 INLINE float lane_max(vf v) {
 #if LANES == 16
     return _mm512_reduce_max_ps((__m512)v);

@@ -1,15 +1,16 @@
-/* Codes of a tile of keys, widened to what the dtype multiplies; included once a dtype, by attention.h.
+/* Widens the values of a tile of a quantised cache to the dtype of products; included once per dtype, by attention.h.
  *
- * Each code becomes a value without its scale, which it is exactly in either dtype. A key's scale multiplies its scores, a
- * value's the weight that it gets: a vector's lanes are tokens, and so are a scale's neighbours. All rows of an item then
- * pass over the widened tile as over one of a cache of values. */
+ * Each value is widened without its scale, which is exact in either dtype. The scale of a key multiplies its scores,
+ * the scale of a value the weight that it gets: the lanes of a vector are tokens, and so are adjacent scales. All rows
+ * of an item then read the widened tile as one of a cache that is not quantised.
+ */
 
 typedef struct {
-    vi k[MAX_DIM / PAIR * COLUMNS];          /* word after word, each of all places of the tile */
+    vi k[MAX_DIM / PAIR * COLUMNS];          /* by word, each for all slots of the tile */
     int32_t v[PANEL / PAIR * MAX_DIM];       /* words of PAIR tokens, rows of dim_pad */
 } NAME(Widened);
 
-/* PAIR * LANES codes as LANES words. */
+/* Widens PAIR * LANES values to LANES words. */
 INLINE vi NAME(widen)(const int8_t *from) {
 #if LANES == 16 && PAIR == 1
     return (vi)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
@@ -22,13 +23,13 @@ INLINE vi NAME(widen)(const int8_t *from) {
     return (vi)_mm512_cvtne2ps_pbh(second, first);
 #else
     vi words = halves_of_bytes(from);
-    /* the lower halves of floats of 8 bits are 0 */
+    /* the lower halves of floats with 8 significant bits are 0 */
     vi low = (vi)__builtin_convertvector((words << 16) >> 16, vf), high = (vi)__builtin_convertvector(words >> 16, vf);
     return ((low >> 16) & 0xffff) | high;
 #endif
 }
 
-/* K of the tile; that of the tile ahead is fetched on the way. What nobody needs is left as it is. */
+/* Widens K of the tile, and prefetches K of the next tile. Slots that are not needed are skipped. */
 INLINE void NAME(widen_keys)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, int64_t dim,
                              NAME(Widened) *found) {
     for (int c = 0; c < COLUMNS; c++) {
@@ -51,7 +52,7 @@ INLINE void NAME(widen_values)(const NAME(Attention) *s, const NAME(Tile) *tile,
     }
 }
 
-/* The tile is then the widened one. */
+/* Widens the tile, and makes `tile` point to the result. */
 INLINE void NAME(widen_tile)(const NAME(Attention) *s, NAME(Tile) *tile, const NAME(Tile) *ahead, int64_t dim,
                              NAME(Widened) *found) {
     NAME(widen_keys)(s, tile, ahead, dim, found);

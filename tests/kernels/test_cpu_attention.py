@@ -286,12 +286,12 @@ def test_caches_that_do_not_fit_are_refused():
     assert_refused("blocks are", attend_one, compiled, q, no_vectors, no_vectors)
     with pytest.raises(ValueError, match="planned for 1 query heads a KV head, used with 3"):
         attend_one(compiled, torch.ones(1, 6, 8), fits, fits)
-    with pytest.raises(ValueError, match=r"bfloat16, wanted .* of torch.float32"):
+    with pytest.raises(ValueError, match=r"bfloat16, expected .* of torch.float32"):
         attend_one(compiled, torch.ones(1, 2, 8), fits, fits.bfloat16())
     with pytest.raises(ValueError, match=r"heads of 5 values of torch.bfloat16"):
         attend_one(compiled, torch.zeros(1, 2, 5).bfloat16(), heads_of_5, heads_of_5)
     assert_refused("at most 256", compiled.cache_shape, 1, 16, 257)
-    with pytest.raises(ValueError, match="were not asked for"):
+    with pytest.raises(ValueError, match="are not loaded"):
         attend_one(plain_ones, torch.zeros(1, 1, 16), codes, codes, 16, scales=scales)
     with pytest.raises(ValueError, match=r"a cache of torch.int8 has no scale"):
         COMPILED.copy_parts(codes, codes, torch.zeros(1, 4, dtype=torch.int64), None, BF16)

@@ -281,11 +281,11 @@ def test_what_does_not_fit_is_refused(compiled):
         ({"choice": beyond}, "an expert below 0 or above 4"),
         ({"choice": below}, "an expert below 0 or above 4"),
         ({"x": x[:, :69].contiguous()}, "take 70 inputs"),
-        ({"gate_up": down, "down": gate_up}, "do not fit"),
+        ({"gate_up": down, "down": gate_up}, "do not match"),
         ({"x": x[:3]}, "experts are"),
         ({"loads": loads[1:]}, "loads are"),
         ({"x": x.bfloat16()}, r"x is torch.bfloat16"),
     ):
         assert_refused(words, compiled.experts, **{**given, **wrong})
     assert_refused("starts are", compiled.grouped_linear, x, gate_up, starts_of([1, 1, 1, 0, 0]))
-    assert_refused("no matrices", compiled.pack_experts, torch.randn(4, 8), None)
+    assert_refused("not matrices", compiled.pack_experts, torch.randn(4, 8), None)

@@ -202,8 +202,8 @@ def test_what_does_not_fit_is_refused(compiled):
     weight = compiled.pack_linear(torch.randn(4, 8), None)
     assert_refused("takes 8 inputs", compiled.linear, torch.randn(2, 7), weight)
     assert_refused("even number", compiled.pack_linear, torch.randn(3, 8), None, "gated")
-    assert_refused("nothing in it", compiled.pack_linear, torch.randn(4, 0), None)
-    assert_refused("bias does not fit", compiled.pack_linear, torch.randn(4, 8), torch.randn(3))
+    assert_refused("is empty", compiled.pack_linear, torch.randn(4, 0), None)
+    assert_refused("bias does not match", compiled.pack_linear, torch.randn(4, 8), torch.randn(3))
 
 
 @pytest.mark.parametrize("tiles", WAYS)

@@ -131,8 +131,8 @@ def test_latent_and_key_lie_beside_one_another():
 @pytest.mark.parametrize(
     ("change", "heads", "words"),
     [
-        ({"rank": 17}, None, "first 17 of 16"),
-        ({}, 4, "6 heads are not cut into slices of 4"),
+        ({"rank": 17}, None, "17 of 16"),
+        ({}, 4, "6 heads cannot be cut into slices of 4"),
         ({"k": torch.zeros(5, 1, 16, 16).bfloat16()}, None, "the cache torch"),
     ],
 )

@@ -87,10 +87,10 @@ def test_what_does_not_fit_is_refused(compiled):
     factors = some_factors([4, 4], 16, 8, torch.float32, 0)
     packed, x = compiled.pack_factors(factors), torch.randn(3, 16)
     rows = AdaptedRows.of(torch.tensor([0, 1, 2]), 2)
-    assert_refused("there are 2 tokens", compiled.low_rank, x[:2], packed, rows)
-    with pytest.raises(ValueError, match="3 adapters; wanted"):
+    assert_refused("for 2 tokens", compiled.low_rank, x[:2], packed, rows)
+    with pytest.raises(ValueError, match="3 adapters; expected"):
         compiled.low_rank(x, packed, AdaptedRows.of(torch.tensor([0, 1, 2]), 3))
-    assert_refused("wanted", compiled.low_rank, x.bfloat16(), packed, rows)
+    assert_refused("expected", compiled.low_rank, x.bfloat16(), packed, rows)
     with pytest.raises(ValueError, match="values of adapters"):
         compiled.adapted_linear(x, compiled.pack_linear(torch.randn(8, 16), None), torch.randn(2, 8), rows)
     assert_refused("others", compiled.pack_factors, [factors[0], (torch.randn(4, 15), torch.randn(8, 4))])

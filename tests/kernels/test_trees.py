@@ -190,5 +190,5 @@ def test_moves_that_do_not_fit_are_refused() -> None:
     for moves in (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int32)):
         assert_refused("moves are", move_slots_reference, k, v, moves)
     assert_refused("caches are", move_slots_reference, k, v[:3], torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="not those of 99 tokens"):
+    with pytest.raises(ValueError, match="do not match a block size of 99"):
         CompiledOperators().move_slots(k, v, 99, torch.zeros(1, 2, dtype=torch.int64))

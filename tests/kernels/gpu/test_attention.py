@@ -191,9 +191,9 @@ def test_what_prefill_does_not_cover_is_refused(device) -> None:
     case = paged_case(((1, 4),), device=device)
     assert_refused("caches of", prefill, replace(case, k=case.k.int(), v=case.v.int()))
     assert_refused("block tables", prefill, replace(case, table=case.table.long()))
-    assert_refused("tiles of", prefill, case, segment=31)
+    assert_refused("a tile of", prefill, case, segment=31)
     for scale in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="not greater than 0"):
+        with pytest.raises(ValueError, match="must be greater than 0"):
             prefill_attention(*case.tensors, case.queries, case.contexts, ScoreRules(scale))
 
 
@@ -244,7 +244,7 @@ def test_what_does_not_fit_decode_is_refused(device) -> None:
         assert_refused("lengths are", decode_attention, *case.tensors, wrong, splits, ScoreRules(SCALE))
     with pytest.raises(ValueError, match="rows are"):
         decode_attention(*case.tensors, lengths, splits, ScoreRules(SCALE), rows=lengths[:, None])
-    with pytest.raises(ValueError, match="window of None, for 2 with 7"):
+    with pytest.raises(ValueError, match="window of None, expected 2 with 7"):
         decode_attention(*case.tensors, lengths, splits, ScoreRules(SCALE, 7))
     with pytest.raises(ValueError, match="1 rows"):
         decode_attention(*case.tensors, lengths, splits_of((9,), case), ScoreRules(SCALE))

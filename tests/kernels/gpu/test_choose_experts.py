@@ -72,7 +72,7 @@ def test_what_is_no_number_shows(routing: Routing) -> None:
 def test_rules_that_no_kernel_knows_are_refused() -> None:
     for routing in (Routing(60, 4, groups=6, chosen_groups=2), Routing(2048, 4)):
         assert not chooses(routing)
-        assert_refused("no kernel", choose_experts, random(2, routing.experts), routing)
+        assert_refused("cannot choose", choose_experts, random(2, routing.experts), routing)
     assert_refused("correction", choose_experts, random(2, 8), Routing(8, 2, corrected=True))
 
 

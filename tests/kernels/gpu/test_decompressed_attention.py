@@ -77,9 +77,9 @@ def test_what_does_not_fit_is_refused(device):
         (q, k, v.half(), shared),
         (q, k, v, k),
     ):
-        assert_refused(r"q is|heads share|dimensions", decompressed_attention, *wrong, items, SCALE, out)
+        assert_refused(r"q is|shared is|dimensions", decompressed_attention, *wrong, items, SCALE, out)
     assert_refused(r"out is \(5, 3, 8\)", decompressed_attention, q, k, v, shared, items, SCALE, out[..., :8])
-    assert_refused("not greater than 0", decompressed_attention, q, k, v, shared, items, -1.0, out)
+    assert_refused("must be greater than 0", decompressed_attention, q, k, v, shared, items, -1.0, out)
 
 
 def launch_decompressed(dtype: str, plain: int, turned: int, value: int) -> None:

@@ -76,7 +76,7 @@ def test_scales_of_blocks(dtype: torch.dtype, activation: Activation | None) -> 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"scales": None}, "no scales"),
+        ({"scales": None}, "without scales"),
         ({"lines": torch.zeros(5, dtype=torch.int32)}, "the weight has 34 rows"),
         ({"scales": torch.zeros(2, 3, 2)}, "scales are"),
     ],

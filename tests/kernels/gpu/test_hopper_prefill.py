@@ -148,11 +148,11 @@ def test_without_a_change_nothing_is_found() -> None:
 @pytest.mark.parametrize(
     ("dim", "size", "window", "codes", "reason"),
     [
-        (100, 16, None, None, "heads of 100"),
-        (72, 16, None, torch.int8, "heads of 72"),
-        (256, 16, None, torch.float8_e4m3fn, "heads of 256"),
-        (128, 48, None, None, "blocks of 48"),
-        (256, 128, None, None, "blocks of 128"),
+        (100, 16, None, None, "head size 100"),
+        (72, 16, None, torch.int8, "head size 72"),
+        (256, 16, None, torch.float8_e4m3fn, "head size 256"),
+        (128, 48, None, None, "block size 48"),
+        (256, 128, None, None, "block size 128"),
         (128, 16, 15, None, "a window of 15"),
     ],
 )

@@ -111,7 +111,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     weight = packed_int4(codes, scales, None, 32, torch.float32)
     for first, panel in ((0, torch.zeros(5, 64)), (3, torch.zeros(2, 64)), (0, torch.zeros(4, 64).half())):
         assert_refused("a panel", widen, weight, first, panel)
-    assert_refused("no room", panel_matmul, torch.zeros(2, 64), weight, None, torch.zeros(63))
+    assert_refused("too small", panel_matmul, torch.zeros(2, 64), weight, None, torch.zeros(63))
 
 
 def launch_widening(dtype: str, outputs: int, inputs: int, zeroed: bool) -> None:

@@ -152,8 +152,8 @@ def test_the_result_goes_where_it_is_wanted(device):
     assert torch.equal(out, latent_attention(*tensors, plan, SCALE, 20))
     with pytest.raises(ValueError, match=r"out is \(1, 5, 28\)"):
         latent_attention(*tensors, plan, SCALE, 20, torch.empty_like(tensors[0]))
-    assert_refused("first 29 of 28", latent_attention, *tensors, plan, SCALE, 29)
-    assert_refused("not greater than 0", latent_attention, *tensors, plan, 0.0, 20)
+    assert_refused("29 of 28", latent_attention, *tensors, plan, SCALE, 29)
+    assert_refused("must be greater than 0", latent_attention, *tensors, plan, 0.0, 20)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 16, 20, 64, 100, 128])

@@ -251,7 +251,7 @@ def test_what_does_not_fit_is_refused() -> None:
     assert_refused("the weight", matmul, x, random(4, 5))
     assert_refused("the weight", matmul, x[0], weight)
     assert_refused("stride", matmul, random(3, 2).T, weight)
-    assert_refused("float32 throughout|expected one of", matmul, x, weight.half())
+    assert_refused("expected one dtype", matmul, x, weight.half())
     assert_refused("the weight has 4 rows", matmul, x, weight, bias=x[0])
     assert_refused("even number", matmul, x, weight[:3], activation="silu")
     assert_refused("or float32", matmul, x, weight, out_dtype=torch.float16)

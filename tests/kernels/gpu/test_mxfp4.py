@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused() -> None:
     given: dict[str, Any] = {"x": random(2, 32), "weights": weights, "starts": starts_of((1, 1))}
     for words, changed in (
         ("x is", {"x": random(2, 64)}),
-        ("expected one of float32", {"x": random(2, 32).int()}),
+        ("expected one dtype of float32", {"x": random(2, 32).int()}),
         ("bias is", {"bias": random(2, 33)}),
         ("starts are", {"starts": torch.zeros(2)}),
         ("even number", {"activation": "silu", "weights": odd}),

@@ -67,7 +67,7 @@ def test_what_differs_is_copied_at_once(copied) -> None:
     arrays.refill(later)
     assert copied[2:] == [8, 4], "nothing where nothing differs"
     assert [one.tensor.tolist() for one in (first, second, fourth)] == [[3] * 3, [0] * 8, [7, 7]]
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="do not match"):
         arrays.refill(StepArrays(DEVICE, arrays.values[:1]))
 
 

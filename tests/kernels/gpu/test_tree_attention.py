@@ -143,7 +143,7 @@ def test_a_graph_of_trees_is_refilled(device: str) -> None:
     later = plan.refilled(plan_attention(*lens, case.shape, device, (), room, tree=trees))
     wanted = other.reference(tree=trees)[0]
     assert_near(paged_attention(*other.tensors, later, ScoreRules(SCALE)), wanted, torch.float32)
-    assert_refused("does not run", plan.refilled, plan_attention(*lens, case.shape, device, (), room))
+    assert_refused("cannot run", plan.refilled, plan_attention(*lens, case.shape, device, (), room))
 
 
 def test_what_trees_do_not_have_is_refused(device: str) -> None:
@@ -152,7 +152,7 @@ def test_what_trees_do_not_have_is_refused(device: str) -> None:
     for wrong in (nearby.long(), nearby[1:]):
         with pytest.raises(ValueError, match="nearby is"):
             prefill_attention(*case.tensors, case.queries, case.contexts, ScoreRules(SCALE), nearby=wrong)
-    with pytest.raises(ValueError, match="no windows"):
+    with pytest.raises(ValueError, match="without a window"):
         prefill_attention(*case.tensors, case.queries, case.contexts, ScoreRules(SCALE, 40), nearby=nearby)
     case, tree = case_of("few", device=device)
-    assert_refused("no windows", attend_few, case, tree=tree, window=40)
+    assert_refused("excludes a window", attend_few, case, tree=tree, window=40)

@@ -232,18 +232,18 @@ def test_layers_that_norm_otherwise_are_run_one_by_one(case):
 
 def test_what_does_not_fit_is_refused(case):
     ops, spec, parts, *_ = case
-    with pytest.raises(ValueError, match=r"down is \(52, 52\), wanted \(52, 70\)"):
+    with pytest.raises(ValueError, match=r"down is \(52, 52\), expected \(52, 70\)"):
         ops.fuse(spec, with_linears(parts, down=ops.pack_linear(torch.randn(HIDDEN, HIDDEN))))
-    with pytest.raises(ValueError, match=r"q_norm is \(8,\) of torch.float32, wanted \(20,\)"):
+    with pytest.raises(ValueError, match=r"q_norm is \(8,\) torch.float32, expected \(20,\)"):
         ops.fuse(
             layer_spec(2, 20, False, True, None),
             with_norms(parts, q_norm=torch.ones(8), k_norm=torch.ones(8)),
         )
-    with pytest.raises(ValueError, match=r"input_norm is .*, wanted \(52,\) of torch.float32"):
+    with pytest.raises(ValueError, match=r"input_norm is .*, expected \(52,\) torch.float32"):
         ops.fuse(spec, with_norms(parts, input_norm=torch.ones(HIDDEN - 1)))
-    with pytest.raises(ValueError, match=r"post_norm is .*bfloat16, wanted"):
+    with pytest.raises(ValueError, match=r"post_norm is .*bfloat16, expected"):
         ops.fuse(spec, with_norms(parts, post_norm=torch.ones(HIDDEN).bfloat16()))
-    with pytest.raises(ValueError, match=r"o is of torch.bfloat16, the norms of torch.float32"):
+    with pytest.raises(ValueError, match=r"o is torch.bfloat16, the norms are torch.float32"):
         ops.fuse(spec, with_linears(parts, o=ops.pack_linear(torch.randn(HIDDEN, 80).bfloat16())))
 
 
@@ -252,15 +252,15 @@ def test_a_step_that_does_not_fit_is_refused(case):
     layer, x = ops.fuse(spec, parts), torch.randn(4, HIDDEN)
     with pytest.raises(ValueError, match="the cache's blocks are"):
         layer(x, None, inputs, ops.allocate_cache(CacheSpec(1, 20), 4, BLOCK, torch.float32, "cpu"), plan)
-    with pytest.raises(ValueError, match=r"blocks are .*bfloat16, wanted"):
+    with pytest.raises(ValueError, match=r"blocks are .*bfloat16, expected"):
         layer(
             x, None, inputs, ops.allocate_cache(spec.attention.cache, 4, BLOCK, torch.bfloat16, "cpu"), plan
         )
-    with pytest.raises(ValueError, match=r"positions is \(4,\) .* wanted \(5,\)"):
+    with pytest.raises(ValueError, match=r"positions is \(4,\) .* expected \(5,\)"):
         layer(torch.randn(5, HIDDEN), None, inputs, cache, plan)
-    with pytest.raises(ValueError, match=r"x is .*bfloat16, wanted \(T, 52\) of torch.float32"):
+    with pytest.raises(ValueError, match=r"x is .*bfloat16, expected \(T, 52\) torch.float32"):
         layer(x.bfloat16(), None, inputs, cache, plan)
-    with pytest.raises(ValueError, match=r"slots is .*int32, wanted \(4,\) of torch.int64"):
+    with pytest.raises(ValueError, match=r"slots is .*int32, expected \(4,\) torch.int64"):
         layer(x, None, replace(inputs, slots=inputs.slots.int()), cache, plan)
     with pytest.raises(ValueError, match="is not contiguous"):
         layer(x, None, replace(inputs, slots=torch.arange(8)[::2]), cache, plan)

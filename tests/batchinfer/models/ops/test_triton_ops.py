@@ -218,7 +218,7 @@ def test_a_plan_made_for_a_graph_takes_over_another_steps(monkeypatch):
         q, cache, ops.plan_attention(inputs(third), size, frozenset([None])), ScoreRules(0.25)
     )
     torch.testing.assert_close(ops.attention(q, cache, plan, ScoreRules(0.25)), wanted, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="up to 129 do not grow"):
+    with pytest.raises(ValueError, match="up to 129 cannot grow"):
         ops.plan_captured(inputs([129] * 6), size, frozenset([None]), 128, None, plan)
 
 

@@ -175,8 +175,8 @@ OF_HOPPER = "it is for GPUs of compute capability 9"
     *((FlashAttentionPrefill, 128, 16, major, OF_FLASH) for major in (8, 12, None)),
     (GluonPrefill, 128, 16, 9, None),
     *((GluonPrefill, 128, 16, major, OF_HOPPER) for major in (10, None)),
-    (GluonPrefill, 100, 16, 9, "heads of 100 are not a multiple of 8 up to 256"),
-    (GluonPrefill, 64, 48, 9, "blocks of 48 are not a power of 2 from 8 to 128"),
+    (GluonPrefill, 100, 16, 9, "the head size 100 is not a multiple of 8 up to 256"),
+    (GluonPrefill, 64, 48, 9, "the block size 48 is not a power of 2 from 8 to 128"),
 ])  # fmt: skip
 def test_what_rules_it_out(
     monkeypatch: pytest.MonkeyPatch,
