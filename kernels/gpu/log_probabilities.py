@@ -55,7 +55,7 @@ def _log_probabilities_kernel(
 
 
 def log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute batchinfer_kernels.log_probabilities.log_probabilities_reference. Rows of logits may be strided.
+    """Compute the same as log_probabilities.log_probabilities_reference. Rows of logits may be strided.
 
     The launches depend only on the shape of logits. Each of the `most` tokens costs one pass over a chunk, which is
     meant for some tens of tokens.

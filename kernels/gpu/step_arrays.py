@@ -47,7 +47,7 @@ class StepArrays:
     def __init__(
         self, device: torch.device, values: Sequence[Values] = (), origin: StepArrays | None = None
     ) -> None:
-        """Create arrays.
+        """Create the arrays of a step.
 
         Args:
             device: target of the copies.
