@@ -71,7 +71,7 @@ def _gated_activation_kernel(
 
 
 def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Apply the gate as batchinfer_kernels.gated_activation.gated_activation_reference does. Rows of gate_up may be strided."""
+    """Apply the gate as gated_activation_reference does. Rows of gate_up may be strided."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(
             f"gate and up need a matrix with an even number of columns, got {tuple(gate_up.shape)}"
