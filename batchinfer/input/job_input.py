@@ -49,9 +49,7 @@ def open_input(
         odd = next((file for file in files if file.format not in formats), None)
         if getattr(text, name) != getattr(DEFAULT_TEXT, name) and odd is not None:
             title = by_name(odd.format).title
-            raise job.mistake(
-                f"input.{name}", f"belongs to {readers}, and {odd.path} is {title}; take it out"
-            )
+            raise job.mistake(f"input.{name}", f"belongs to {readers}, and {odd.path} is {title}; remove it")
     return Reader.open(files, text, sample, strata, chunk)
 
 

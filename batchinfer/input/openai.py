@@ -50,7 +50,7 @@ def openai_request(row: Values, urls: Collection[str], no_vectors: str = "") -> 
     """
     missing = sorted(_KEYS - set(row))
     if missing:
-        raise RowProblem("bad_request", f"the request lacks {', '.join(missing)}")
+        raise RowProblem("bad_request", f"the request has no {', '.join(missing)}")
     unknown = sorted(set(row) - _KEYS)
     if unknown:
         raise RowProblem("unknown_field", f"a batch request has no field {unknown[0][:100]!r}")

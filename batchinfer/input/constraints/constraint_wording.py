@@ -28,16 +28,16 @@ _REWORDINGS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Resource '(.*)' is not present.*",
-        r"its $ref names another document, \1, and none is read; copy the part into $defs and name it from there",
+        r"its $ref names another document, \1; only this one is read, so copy the part into $defs and use that",
     ),
     (
         r"Unimplemented keys: \[(.*)\]",
-        r"\1 cannot be followed; take it out, and check the answers for it afterwards",
+        r"\1 cannot be followed; remove it, and check the answers for it afterwards",
     ),
     (
         r"oneOf constraints are not supported.*",
-        "the alternatives of its oneOf overlap, or cannot be told apart; write anyOf, or give each a required property "
-        "with a const of its own",
+        "the alternatives of its oneOf overlap, or cannot be distinguished; write anyOf, or give each a required "
+        "property with a const of its own",
     ),
     (r"Unsatisfiable schema: (.*)", r"no answer can follow it: \1"),
     (
@@ -66,7 +66,7 @@ _REWORDINGS: tuple[tuple[str, str], ...] = (
     ),
     (
         r".*Current row has \d+ items.*",
-        "too many of its parts can stand at one place; make it less ambiguous",
+        "too many of its parts match at one position; make it less ambiguous",
     ),
     (r".*maximum recursion depth exceeded.*", "its rules lead too deep into one another; make it flatter"),
 )

@@ -94,7 +94,7 @@ def _check_spelling(schemas: Sequence[dict[str, Any]]) -> None:
     listed = [one[keyword] for one in schemas for keyword in ("const", "enum") if keyword in one]
     if any(map(has_further_names, schemas)) and _UNWRITTEN.search(json.dumps(listed)):
         raise BadSchema(
-            "const or enum has a text with a control character, beside an object that may have further properties; "
+            "const or enum has a text with a control character, while an object may have further properties; "
             "give the object additionalProperties: false"
         )
 
@@ -137,7 +137,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise BadSchema(f"the schema has {twice[:100]!r} twice in one object; leave one of them out")
+        raise BadSchema(f"the schema has {twice[:100]!r} twice in one object; remove one")
     return found
 
 

@@ -30,13 +30,13 @@ _TOGETHER = (("properties", "patternProperties", "additionalProperties"), ("pref
 _NOTHING: tuple[Any, ...] = (True, {})  # schemas that allow everything
 _DRAFT = re.compile(r"draft-0?(\d)\b|/draft/(2019-09)/")
 _WITHOUT_SIBLINGS = ("4", "6", "7")  # drafts in which a $ref must not have other keywords next to it
-_COPY = "none is read, so copy the part into $defs and name it from there"
+_COPY = "only this document is read, so copy the part into $defs and refer to it there"
 _ADVICE = {
     "nullable": "it is OpenAPI's; add null to the type, as in [string, 'null']",
     "dependencies": "it is an older draft's; write the cases as anyOf",
     "dependentRequired": "write the cases as anyOf",
     "dependentSchemas": "write the cases as anyOf",
-    "additionalItems": "it means nothing beside prefixItems; write items for it",
+    "additionalItems": "it has no effect with prefixItems; write items instead",
     "divisibleBy": "it is an older draft's; write multipleOf",
     "extends": "it is an older draft's; write allOf",
     "disallow": "it is an older draft's; write the types that are allowed",
@@ -111,12 +111,12 @@ class _KeywordReader:
             return schema
         if not isinstance(schema, dict):
             raise BadSchema(
-                "something in it stands where a schema belongs; a schema is an object, true or false"
+                "it has another value where a schema must be; a schema is an object, true or false"
             )
         self._count += 1
         if self._count > MOST_SCHEMAS:
             raise BadSchema(
-                f"it has more than {MOST_SCHEMAS} schemas, those behind references counted; make it smaller"
+                f"it has more than {MOST_SCHEMAS} schemas, including referenced ones; make it smaller"
             )
         if "$ref" in schema:
             self._check_beside_reference(schema)
@@ -133,9 +133,7 @@ class _KeywordReader:
         if keyword == "$ref":
             return self._reference(value)
         if keyword in ("enum", "type", "anyOf", "oneOf") and value == []:
-            raise BadSchema(
-                f"{keyword} is an empty list, so that no answer can follow it; say what it allows"
-            )
+            raise BadSchema(f"{keyword} is an empty list, which no answer can match; list the allowed values")
         if keyword in _SINGLE:
             return self._schema(value)
         if keyword in _LISTS and isinstance(value, list):
@@ -149,7 +147,7 @@ class _KeywordReader:
     def _check_left_out(self, keyword: str, schema: Mapping[str, Any]) -> None:
         """Raise BadSchema for an omitted keyword that has an effect or looks misspelled."""
         if keyword in _TRIVIAL and not _has_no_effect(keyword, schema, self._old):
-            advice = _ADVICE.get(keyword, "take it out, and check the answers for it afterwards")
+            advice = _ADVICE.get(keyword, "remove it, and check the answers for it afterwards")
             raise BadSchema(f'"{keyword}" cannot be followed; {advice}')
         plain = keyword.replace("_", "").replace("-", "").lower()
         if keyword not in _TRIVIAL and (meant := _SPELLINGS.get(plain)) is not None:
@@ -170,7 +168,7 @@ class _KeywordReader:
                 "required: true is an older draft's; give the object a list of the names it requires"
             )
         if "prefixItems" in current and self._old is not None:
-            raise BadSchema("prefixItems means nothing in the draft that its $schema names; take $schema out")
+            raise BadSchema("prefixItems has no effect in the draft that its $schema names; remove $schema")
         if isinstance(current.get("items"), list):
             return _with_first_items(current)
         return current
@@ -178,12 +176,12 @@ class _KeywordReader:
     def _check_beside_reference(self, schema: Mapping[str, Any]) -> None:
         if id(schema) in self._embedded:
             raise BadSchema(
-                "a $ref stands in a part with an $id of its own, where it is read anew; take that $id out"
+                "a $ref is in a part with its own $id, which changes its meaning; remove that $id"
             )
         if self._old in _WITHOUT_SIBLINGS and (_FOLLOWED - {"$ref"}) & schema.keys():
             raise BadSchema(
-                "keywords beside a $ref mean nothing in the draft that its $schema names; take $schema out, or put the "
-                "$ref and the other keywords into an allOf"
+                "keywords next to a $ref have no effect in the draft that its $schema names; remove $schema, or put "
+                "the $ref and the other keywords into an allOf"
             )
 
     def _reference(self, reference: Any) -> str:
@@ -204,7 +202,7 @@ def _with_first_items(schema: dict[str, Any]) -> dict[str, Any]:
     """Translate `items` as a list, and `additionalItems`, to `prefixItems` and `items`."""
     if "prefixItems" in schema:
         raise BadSchema(
-            "items is a list beside prefixItems; give items one schema, for the items behind the first ones"
+            "items is a list in addition to prefixItems; give items one schema, for the items after the first ones"
         )
     made: dict[str, Any] = {}
     for keyword, value in schema.items():

@@ -126,7 +126,7 @@ class ArrowReader:
         if unpacked > allowed:
             raise OutOfMemory(
                 f"{self._file.path}: record batch {number} takes {unpacked / 2**30:.2f} GiB of memory at once and "
-                f"{allowed / 2**30:.2f} GiB (half of what is available) may be used; write the file in smaller batches "
+                f"{allowed / 2**30:.2f} GiB (half of the available memory) may be used; write smaller batches "
                 "(pyarrow: write_table(table, max_chunksize=10000)), or as Parquet"
             )
 

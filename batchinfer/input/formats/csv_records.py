@@ -23,7 +23,7 @@ Fault = Literal["open", "junk", "return", "never"]
 
 _FAULT_MESSAGES: dict[Fault, str] = {
     "junk": "a quoted field goes on after its closing quote; quotes within quotes are doubled",
-    "return": "a carriage return stands alone outside of quotes",
+    "return": "there is a carriage return without a newline outside of quotes",
     "never": "a quote is opened and never closed",
 }
 

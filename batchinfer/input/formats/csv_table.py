@@ -211,7 +211,9 @@ def _fields(record: str, dialect: CsvDialect, columns: int) -> Fields:
 def _names(file: InputFile, header: Fields) -> Fields:
     """Return the column names. A column without a name is named after its position, as in DuckDB: column0."""
     if any("\r" in name for name in header):
-        raise InputCorrupt(f"{file.path}: lines end with a carriage return alone; write it with newlines")
+        raise InputCorrupt(
+            f"{file.path}: lines end with a carriage return without a newline; write the file with newlines"
+        )
     names = [name or f"column{at}" for at, name in enumerate(header)]
     twice = first_repeated(names)
     if twice is not None:

@@ -48,7 +48,7 @@ def batch_sizes(raw: BinaryIO) -> Iterator[tuple[int, int]]:
             raise BadMessage(f"a message's header is damaged: {error}") from None
         start = raw.tell()
         if body < 0 or start + body > end:
-            raise BadMessage(f"a message of {body} bytes, of which {end - start} are there")
+            raise BadMessage(f"a message of {body} bytes, but only {end - start} bytes follow")
         if holds in (_DICTIONARY, _RECORDS):
             yield packed, max(unpacked, body)
         raw.seek(start + body)

@@ -364,7 +364,9 @@ class PromptBuilder:
         return Draft(params, check_text(prompt), add_special=True)
 
     def _from_vector_request(self, params: SamplingParams, body: Values) -> Draft:
-        assert self._plan.vectors is not None, "only then its url is one of those that are answered"
+        assert self._plan.vectors is not None, (
+            "requests for vectors are only accepted if the job makes vectors"
+        )
         asked = parse_embedding_request(body, self._plan.vectors)
         first, *further = [
             check_token_ids(one) if isinstance(one, list) else asked.before + one for one in asked.inputs

@@ -136,10 +136,10 @@ def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
 def _refuse_columns(job: Job, mode: Mode) -> None:
     if mode == "openai" and job.sampling.from_columns:
         message = "is not for OpenAI batch files: the body of each request holds its parameters"
-        raise JobFileError(str(job.source), [Mistake("sampling.from_columns", message, hint="take it out")])
+        raise JobFileError(str(job.source), [Mistake("sampling.from_columns", message, hint="remove it")])
     if mode == "openai" and job.input.expected is not None:
         message = "is not for OpenAI batch files: their requests have no other fields"
-        raise JobFileError(str(job.source), [Mistake("input.expected", message, hint="take it out")])
+        raise JobFileError(str(job.source), [Mistake("input.expected", message, hint="remove it")])
 
 
 def _wanted(job: Job, mode: Mode, column: str | None) -> Iterator[tuple[str, str]]:

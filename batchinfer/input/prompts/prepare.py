@@ -335,7 +335,7 @@ class Preparer:
         if longest + room <= limit:
             return tokens
         if self._limits.truncate == "error":
-            more = " and needs room for one more" if room else " with what is scored" if scored else ""
+            more = " and needs room for one more" if room else " including the scored text" if scored else ""
             message = (
                 f"the prompt has {longest:,} tokens{more}; {self._limits.length()}; shorten "
                 f"it{self._limits.cut()}{self._limits.remedy()}"
@@ -355,7 +355,7 @@ class Preparer:
         context = len(tokens) - sum(scored)
         keep = limit + 1 - max(scored)  # the last scored token needs no position
         if keep < 1 or draft.continuations == ():
-            message = f"what is scored has {max(scored):,} tokens; {self._limits.length()}; shorten it"
+            message = f"the scored text has {max(scored):,} tokens; {self._limits.length()}; shorten it"
             raise RowProblem("prompt_too_long", f"{message}{self._limits.remedy()}", "policy")
         before = self._segments.around[0] if draft.add_special else []
         before = before if len(before) < keep else []
@@ -490,8 +490,8 @@ class _FinishedPrompts:
     def _add_rungs(self, params: SamplingParams, opening: int, number: int, tokens: bytes) -> None:
         """Add the work of a row's further attempts.
 
-        An attempt is left out if its parameters equal those of an earlier one, since the answer would be the same, or
-        if they are contradictory (`min_tokens` above `max_tokens`).
+        An attempt is left out if its parameters equal an earlier one's, since the answer would be the same, or if they
+        are contradictory (`min_tokens` above `max_tokens`).
         """
         earlier = {self._texts[number]}
         for rung in self._rungs:

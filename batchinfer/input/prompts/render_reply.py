@@ -152,14 +152,14 @@ class _ReplyParts:
         """Return how `count` prompts end."""
         found = np.frombuffer(self.next(), np.int8)
         if len(found) != count or not np.isin(found, (UNSAID, OPEN, CLOSED)).all():
-            raise ValueError("the ends of prompts are not those of the rows")
+            raise ValueError("the ends of prompts do not match the rows")
         return found
 
     def of_rows(self, count: int, below: int = 1 << 31) -> NDArray[np.int32] | None:
         """Return a number per row, or None if the part is empty."""
         found = self.numbers(below=below)
         if len(found) not in (0, count):
-            raise ValueError("numbers are not those of the rows")
+            raise ValueError("numbers do not match the rows")
         return found if len(found) else None
 
     def further(self, prompts: Prepared, vocab_size: int) -> FurtherPrompts:
@@ -175,14 +175,14 @@ class _ReplyParts:
             or len(found.keys) != KEY_BYTES * len(rows)
             or len(tokens) != counts.sum()
         ):
-            raise ValueError("what rows ask for besides is not whole")
+            raise ValueError("further prompts are incomplete")
         if not len(rows):
             return NO_PROMPTS
         whose, times = np.unique(rows, return_counts=True)
         answers = prompts.answers(1)[whose]
         sound = (np.diff(rows) >= 0).all() and (counts > 0).all() and prompts.counts[whose].all()
         if not sound or (times + 1 != answers).any():
-            raise ValueError("what rows ask for besides is not theirs")
+            raise ValueError("further prompts do not match their rows")
         return found
 
     def texts(self, count: int) -> pa.StringArray:
@@ -210,7 +210,7 @@ def _rows(
     keys, tokens, openings = parts.next(), parts.numbers(below=vocab_size), parts.openings(size)
     tools = _tools(head["tools"], parts, size)
     if len(keys) != KEY_BYTES * size:
-        raise ValueError("keys are not those of the rows")
+        raise ValueError("keys do not match the rows")
     if np.flatnonzero(counts == 0).tolist() != sorted(errors):
         raise ValueError("a row has both tokens and an error, or neither")
     ignored = _counts(head["unread_arguments"])
@@ -220,7 +220,7 @@ def _rows(
     prompts.known, prompts.samples = known, parts.of_rows(size, max(MAX_SAMPLES, MAX_INPUTS) + 1)
     prompts.dimensions, prompts.further = parts.of_rows(size), parts.further(prompts, vocab_size)
     if len(tokens) != int(prompts.tokens_there().sum()):
-        raise ValueError("tokens are not those of the rows")
+        raise ValueError("tokens do not match the rows")
     return PreparedRows(prompts, facts)
 
 
@@ -228,7 +228,7 @@ def _rung(parts: _ReplyParts, counts: NDArray[np.int32], params: int) -> Prepare
     size = len(counts)
     numbers, max_tokens, keys = parts.numbers(size, below=params + 1), parts.numbers(size), parts.next()
     if len(keys) != KEY_BYTES * size or numbers[counts == 0].any():
-        raise ValueError("the keys of a rung are not those of the rows")
+        raise ValueError("the keys of a rung do not match the rows")
     return PreparedRungs(numbers - 1, max_tokens, keys)
 
 

@@ -181,7 +181,7 @@ class RenderWorker:
         """Read the reply to the present piece."""
         pieces = self._pieces
         if pieces is None:
-            raise Unavailable("the process that renders prompts sent something that nobody asked for")
+            raise Unavailable("the process that renders prompts sent an unexpected reply")
         try:
             reply = self._reply(size, pieces)
         except BadReply as error:

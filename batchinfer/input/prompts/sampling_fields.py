@@ -257,7 +257,7 @@ def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 def _allowed(name: str, value: Any) -> tuple[int, ...]:
     ids = _token_ids(name, value)
     if not 0 < len(ids) <= MAX_ALLOWED:
-        size = f"has {len(ids):,} ids" if ids else "is an empty list, so that no answer can follow it"
+        size = f"has {len(ids):,} ids" if ids else "is an empty list, which no answer can match"
         raise _bad(name, f"{size}; give 1 to {MAX_ALLOWED:,}, or write null")
     return ids
 
@@ -303,7 +303,7 @@ def _choice(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
         raise _bad(name, "must be a list of texts, none of them empty")
     if not value:
-        raise _bad(name, "is an empty list, so that no answer can follow it; list its texts, or write null")
+        raise _bad(name, "is an empty list, which no answer can match; list its texts, or write null")
     return tuple(value)
 
 

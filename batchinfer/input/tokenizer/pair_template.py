@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, Self
 
 _PROBES = ("a", "b")  # texts that are encoded to find the template
-_NOT_IN_TURN = "the tokenizer does not put two texts one behind the other, each once"
+_NOT_IN_TURN = "the tokenizer does not encode a pair as the first text followed by the second"
 # Supported orders of the first text (0), the second text (1) and added tokens (None)
 _ORDERS = [[0, 1], [None, 0, 1], [0, None, 1], [0, 1, None], [None, 0, None, 1], [None, 0, 1, None]]
 _ORDERS += [[0, None, 1, None], [None, 0, None, 1, None]]

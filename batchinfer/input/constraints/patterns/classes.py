@@ -11,7 +11,7 @@ from batchinfer.input.constraints.patterns.source import PatternSource
 _POSIX = re.compile(r"\[[:.=]\^?[A-Za-z0-9_]+[:.=]\]")
 _ADVICE_POSIX = r"is not ECMAScript; write the characters themselves, such as A-Za-z0-9, or \p{Alphabetic}"
 HALVES = (
-    "stands for halves of characters (surrogates), which no text has; write the character itself, or "
+    "matches halves of surrogate pairs, which are not characters; write the character itself, or "
     r"\u{10000}-\u{10FFFF}"
 )
 

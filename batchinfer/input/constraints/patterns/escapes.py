@@ -12,7 +12,7 @@ _CONTROLS: Mapping[str, int] = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r":
 _HEX = frozenset("0123456789abcdefABCDEF")
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 _BOUNDARY = (
-    "is the boundary of a word, which cannot be followed; write the characters that stand there, such as "
+    "is a word boundary, which cannot be followed; write the characters next to it, such as "
     "(?:^|[^A-Za-z0-9_])"
 )
 _GROUP = "refers to a group, which cannot be followed; write the group's expression again"

@@ -150,7 +150,7 @@ class _PatternReader(Generic[T]):
         if char in "*+?":
             self._source.bad(begin, f"repeats nothing; write \\{char} for the character")
         within = ", and classes without brackets inside" if char == "]" else ""
-        self._source.bad(begin, f"stands for no character by itself; write \\{char}{within}")
+        self._source.bad(begin, f"is not a literal character; write \\{char}{within}")
 
     def _begin_group(self, begin: int) -> None:
         source = self._source
@@ -232,13 +232,13 @@ class _PatternReader(Generic[T]):
                 "matches at the start only, and is not first; write ^ first, or \\^ for a ^",
             )
         if parts and parts[-1].end:
-            source.bad(begin, "stands behind a $, where nothing can; write $ last, or \\$ for a $")
+            source.bad(begin, "comes after a $, which must be last; write \\$ for a $")
         counts = self._counts()
         if counts is None:
             parts.append(part)
             return
         if part.start or part.end:
-            source.bad(begin, "repeats an anchor; write ^ and $ outside of what is repeated")
+            source.bad(begin, "repeats an anchor; write ^ and $ outside of the repetition")
         parts.append(PatternPart(self._maker.repeated(part.made, *counts)))
 
     def _counts(self) -> tuple[int, int | None] | None:
@@ -262,7 +262,7 @@ class _PatternReader(Generic[T]):
         source = self._source
         if (found := _COUNTS.match(source.peek(64))) is None:
             source.take()
-            source.bad(begin, "stands for no character by itself; write \\{, or {n}, {n,} or {n,m} to repeat")
+            source.bad(begin, "is not a literal character; write \\{, or {n}, {n,} or {n,m} to repeat")
         source.accept(found[0])
         least, most = int(found[1]), int(found[3]) if found[3] else None if found[2] else int(found[1])
         if max(least, most or 0) > MAX_COUNT:

@@ -58,7 +58,7 @@ class _WidthMaker:
 
     def open_ended(self, part: int, _before: bool, _behind: bool) -> int:
         if self._searched:
-            raise NoWidth("it has no ^ at its start or no $ at its end, so that more may stand around it")
+            raise NoWidth("it has no ^ at its start or no $ at its end, so any text may surround it")
         return part
 
     def sequence(self, parts: Sequence[int]) -> int:

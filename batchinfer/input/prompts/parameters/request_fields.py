@@ -73,7 +73,7 @@ class RequestParameters:
         if self.values.setdefault(name, value) != value:
             raise RowProblem(
                 "bad_parameter",
-                f"{called}: is given together with {self.fields[name]}, which says something else; give one of them",
+                f"{called}: is given together with {self.fields[name]}, which has another value; remove one",
             )
         self.fields.setdefault(name, called)
 

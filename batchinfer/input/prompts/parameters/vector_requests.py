@@ -97,7 +97,9 @@ def _dimensions(body: Mapping[str, Any], requests: VectorRequests) -> int:
     if asked is None:
         return 0
     if not isinstance(asked, int) or isinstance(asked, bool) or not 1 <= asked <= requests.widest:
-        text = f"dimensions must be a whole number from 1 to {requests.widest}, as the model's vectors have so many"
+        text = (
+            f"dimensions must be a whole number from 1 to {requests.widest}, the size of the model's vectors"
+        )
         raise RowProblem("bad_parameter", text)
     return asked
 

@@ -23,7 +23,7 @@ class ContinuedPrompts:
 
     The tokenizer may merge the end of the prompt with the start of a continuation. Therefore prompt and continuation
     are encoded as one text. The continuation begins at the first token that differs from the tokens of the prompt, or
-    from those with another label.
+    from the tokens with another label.
     """
 
     def __init__(self, tokenizer: Tokenizer, segments: SegmentEncoder, labels: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ class ContinuedPrompts:
         context = self._without_end(ids, draft)
         if not draft.continuations:
             return context, self._scores(
-                (len(context) - 1,), "the prompt has one token, behind which nothing stands"
+                (len(context) - 1,), "the prompt has one token, so there is nothing to score"
             )
         if draft.text is None:
             each = [one for one in draft.continuations if not isinstance(one, str)]
@@ -135,7 +135,7 @@ class _Tail:
     """Tokens at the end of prompts.
 
     Args:
-        alone: The tokens of the last characters of a prompt.
+        alone: The tokens of the last characters of a prompt without a label.
         context: The first of these tokens, which are the same before all labels.
         each: The tokens of each label, after `context`.
     """
@@ -156,5 +156,5 @@ def _split_off(context: Ids, whole: Sequence[Ids]) -> tuple[Ids, list[Ids]]:
     alone = np.asarray(context, np.int32)
     shared = min(common_prefix(alone, np.asarray(one, np.int32)) for one in whole)
     if not shared:
-        raise RowProblem("empty_prompt", "no token of the prompt stays one before what continues it")
+        raise RowProblem("empty_prompt", "no token of the prompt stays the same before its continuations")
     return context[:shared], [one[shared:] for one in whole]

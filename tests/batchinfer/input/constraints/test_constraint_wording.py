@@ -27,7 +27,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": of(a={"$ref": "#/$defs/no"})},
         "properties.a: its $ref '#/$defs/no' names nothing in the schema; correct it"),
     ({"json_schema": of(a={"$ref": "http://a/b"})}, "properties.a: its $ref 'http://a/b"),
-    ({"json_schema": of(a={"uniqueItems": True})}, 'properties.a: "uniqueItems" cannot be followed; take it out'),
+    ({"json_schema": of(a={"uniqueItems": True})}, 'properties.a: "uniqueItems" cannot be followed; remove it'),
     ({"json_schema": of(a={"oneOf": [{"minimum": 1}, {"maximum": 9}]})},
         "properties.a: the alternatives of its oneOf"),
     ({"json_schema": of(a={"const": 10**22 + 1})}, "properties.a: const has a number with more digits"),

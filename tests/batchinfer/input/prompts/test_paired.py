@@ -29,8 +29,8 @@ PROCESSORS: dict[str, Any] = {
     "nothing": None,
 }
 WRONG = {
-    "$B:0 [SEP] $A:0": "does not put two texts one behind the other",
-    "$A [SEP] $B [SEP] $B": "does not put two texts one behind the other",
+    "$B:0 [SEP] $A:0": "does not encode a pair as the first text followed by the second",
+    "$A [SEP] $B [SEP] $B": "does not encode a pair as the first text followed by the second",
     "$A:1 [SEP]:1 $B:0": "token types [1, 1, 0]",
     "$A [SEP] $B:2": "token types [0, 0, 2]",
 }

@@ -19,7 +19,13 @@ from tests.examples import examples
 TEXTS, WALKS, STEPS = 30, 4, 30
 # Why an expression of ECMAScript may be refused: it cannot be followed, or whoever writes it means something else
 LIMITED = (
-    *("cannot be followed", "write ^ first", "write $ last", "write ^ and $ outside", "halves of characters"),
+    *(
+        "cannot be followed",
+        "write ^ first",
+        "must be last",
+        "write ^ and $ outside",
+        "halves of surrogate pairs",
+    ),
     "half of a surrogate pair",
     *("is no intersection", "write the characters themselves", "sets flags", "names a second group"),
     *("no answer can follow it", "takes too much work", "Regex is empty", "Unable to determine"),
