@@ -12,7 +12,7 @@ from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.filesystem.temporary import temporary_folder
 from batchinfer.machine.hardware import detect
-from batchinfer.plan.order.requests import planned_requests
+from batchinfer.plan.order.requests import read_requests
 from batchinfer.plan.simulation.simulator import SimulatedEngine, simulate
 from batchinfer.plan.simulation.step_time import StepTime
 
@@ -41,7 +41,7 @@ def forecast_seconds(loaded: LoadedModel, rows: Sequence[Row], time: StepTime) -
         planned = plan_rows(rows, Path(folder), loaded.info.threads, machine.roots)
         requests = [
             request
-            for _, batch in planned_requests(planned.plan, planned.tokens, REQUEST_BATCH, machine.roots)
+            for _, batch in read_requests(planned.plan, planned.tokens, REQUEST_BATCH, machine.roots)
             for request in batch
         ]
     return simulate(machine, requests, {r.key: r.params.max_tokens for r in requests}).seconds

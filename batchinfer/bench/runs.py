@@ -21,7 +21,7 @@ from batchinfer.pipeline.workers.feed import run_plan
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone
 from batchinfer.plan.order.plan import Plan, PlanBatch
-from batchinfer.plan.order.requests import planned_requests
+from batchinfer.plan.order.requests import read_requests
 from batchinfer_kernels.cost import Peaks, StepShape
 
 
@@ -65,7 +65,7 @@ def timed_run(
 
 def _run(planned: Planned, roots: ContentRoots, engine: Engine, info: EngineInfo, answers: _Answers) -> None:
     host = InProcessHost(engine, info)
-    batches = planned_requests(planned.plan, planned.tokens, REQUEST_BATCH, roots)
+    batches = read_requests(planned.plan, planned.tokens, REQUEST_BATCH, roots)
     run_plan(batches, host, answers, Interrupts(), lambda _: None)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from batchinfer.cli.options import Json
-from batchinfer.cli.terminal import painted, say_json, say_verbatim
+from batchinfer.cli.terminal import paint, say_json, say_verbatim
 from batchinfer.core.wording import count, counted
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def diff(
         say_json({"exit_code": code, "different": found.different, **asdict(found)})
     else:
         head, *lines = _lines(found)
-        say_verbatim("\n".join([painted(head, "heading"), *map(painted, lines)]))
+        say_verbatim("\n".join([paint(head, "heading"), *map(paint, lines)]))
     return code
 
 

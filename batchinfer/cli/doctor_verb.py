@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from batchinfer.cli.options import Json
-from batchinfer.cli.terminal import painted, say, say_json, tell
+from batchinfer.cli.terminal import paint, say, say_json, tell
 from batchinfer.core.errors import UsageError
 from batchinfer.core.text import printable
 
@@ -44,4 +44,4 @@ def doctor(
         return
     width = max(len(fact.name) for fact in facts)
     for fact in facts:
-        say(f"{painted(f'{fact.name:<{width}}', 'quiet')}  {printable(fact.value)}")
+        say(f"{paint(f'{fact.name:<{width}}', 'quiet')}  {printable(fact.value)}")

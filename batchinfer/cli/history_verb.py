@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from batchinfer.cli.options import Json, Overrides, folder_or_job
-from batchinfer.cli.terminal import painted, say, say_json, tell_error
+from batchinfer.cli.terminal import paint, say, say_json, tell_error
 from batchinfer.core.wording import percent
 
 
@@ -43,7 +43,7 @@ def history(
         say_json({"exit_code": code, **found.to_json(limit)})
     else:
         head, *lines = found.lines(limit)
-        say("\n".join([painted(head, "heading"), *map(painted, lines)]))
+        say("\n".join([paint(head, "heading"), *map(paint, lines)]))
     if failed and comparison.change is not None:
         tell_error(
             f"{comparison.run_id} is {percent(-comparison.change)} slower than the runs before it; "

@@ -16,7 +16,7 @@ from batchinfer.cli.options import DEFAULT_JOB, Date, JobPath, Json, Overrides, 
 from batchinfer.cli.terminal import (
     columns_of_terminal,
     is_terminal,
-    painted,
+    paint,
     say,
     say_json,
     say_verbatim,
@@ -94,7 +94,7 @@ def run(
     stops = _stop_time(stop_at)
     with nullcontext() if ray else engines.EngineStandby() as standby:
         job = load(job_file, overrides, date, ray)
-        progress = _opened(job, quiet, as_json)
+        progress = _open_progress(job, quiet, as_json)
         # Slow imports, after the first line was printed
         from batchinfer.pipeline.library import run_loaded
         from batchinfer.pipeline.options import RunOptions
@@ -124,7 +124,7 @@ def _stop_time(text: str | None) -> StopTime | None:
     return None if text is None else StopTime.of(text, datetime.now().astimezone())
 
 
-def _opened(job: Job, quiet: bool, as_json: bool) -> Progress:
+def _open_progress(job: Job, quiet: bool, as_json: bool) -> Progress:
     """Return the progress display of a run. It has printed the input files, unless quiet."""
     from batchinfer.report.progress import Progress
     from batchinfer.verbs.opening import opening
@@ -179,8 +179,8 @@ def _painted(text: str, good: bool) -> str:
     from batchinfer.report.summary import NAME_END
 
     first, *rest = text.splitlines()
-    lines = [painted(line[:NAME_END], "quiet") + painted(line[NAME_END:]) for line in rest]
-    return "\n".join([painted(first, "good" if good else "bad"), *lines])
+    lines = [paint(line[:NAME_END], "quiet") + paint(line[NAME_END:]) for line in rest]
+    return "\n".join([paint(first, "good" if good else "bad"), *lines])
 
 
 def validate(
@@ -207,7 +207,7 @@ def validate(
         head, *lines = job.describe(defaults).splitlines()
         if not defaults:
             lines.append("  all other options have their default values (--defaults shows them)")
-        say("\n".join([painted(head, "heading"), *map(painted, [*lines, *found])]))
+        say("\n".join([paint(head, "heading"), *map(paint, [*lines, *found])]))
 
 
 def preview(
@@ -232,7 +232,7 @@ def preview(
                 say_json(asdict(row))
             else:
                 say_verbatim(
-                    "\n".join([painted(row.head, "heading"), painted(row.body, "bad" if row.error else None)])
+                    "\n".join([paint(row.head, "heading"), paint(row.body, "bad" if row.error else None)])
                 )
 
 
@@ -293,7 +293,7 @@ def plan(
         say_json({"exit_code": 0, **forecast_json(found, price_per_hour)})
         return
     first, *lines = forecast_lines(found, price_per_hour)
-    say(printable("\n".join([painted(first, "heading"), *map(painted, lines)])))
+    say(printable("\n".join([paint(first, "heading"), *map(paint, lines)])))
 
 
 def init(
@@ -324,13 +324,13 @@ def init(
         say_json({"exit_code": 0, "wrote": wrote, "model": str(starter.model), "ready": starter.ready})
         return
     for path in starter.wrote:
-        say(painted(f"wrote {path}"))
+        say(paint(f"wrote {path}"))
     if not starter.ready:
-        say(painted(_missing_model(starter.model)))
+        say(paint(_missing_model(starter.model)))
     if starter.stand_in:
-        say(painted(_STAND_IN.format(model=starter.model)))
+        say(paint(_STAND_IN.format(model=starter.model)))
     quoted = shlex.quote(str(job))
-    say(painted(f"next: batchinfer validate {quoted} && batchinfer run {quoted}"))
+    say(paint(f"next: batchinfer validate {quoted} && batchinfer run {quoted}"))
 
 
 _STAND_IN = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from batchinfer.cli.options import Json, Quiet
-from batchinfer.cli.terminal import painted, say, say_json, tell_error
+from batchinfer.cli.terminal import paint, say, say_json, tell_error
 from batchinfer.core.errors import UsageError
 from batchinfer.core.hub import ModelName
 from batchinfer.core.wording import size
@@ -57,8 +57,8 @@ def _lines(pulled: Pulled) -> list[str]:
         name = pulled.name.repo.rpartition("/")[2]
         own = f"adapters: {{{name}: {pulled.path}}}" if pulled.is_adapter else f"path: {pulled.path}"
         named.append(("job file", f"model: {{{own}}}"))
-    head = painted(f"{pulled.name.repo}@{pulled.commit}", "heading")
-    return [head, *(painted(f"  {key:<9}", "quiet") + painted(text) for key, text in named)]
+    head = paint(f"{pulled.name.repo}@{pulled.commit}", "heading")
+    return [head, *(paint(f"  {key:<9}", "quiet") + paint(text) for key, text in named)]
 
 
 def _facts(pulled: Pulled, code: int) -> dict[str, object]:

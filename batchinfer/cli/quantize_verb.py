@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from batchinfer.cli.options import DEFAULT_JOB, Date, JobPath, Json, Overrides, Quiet, load, pairs_of
-from batchinfer.cli.terminal import painted, say, say_json
+from batchinfer.cli.terminal import paint, say, say_json
 from batchinfer.core.errors import UsageError
 from batchinfer.pipeline.workers.interrupts import Interrupts
 
@@ -90,4 +90,4 @@ def _quantize(job: Job, output: Path | None, group: int, again: bool, quiet: boo
         say_json({"exit_code": 0, "folder": str(found.folder), "made": found.made, "loss": loss})
     elif not quiet:
         lost = "no row was held out" if found.loss is None else loss_text(found.loss)
-        say(painted(f"{found.folder} ({'calibrated now' if found.made else 'was there already'}): {lost}"))
+        say(paint(f"{found.folder} ({'calibrated now' if found.made else 'was there already'}): {lost}"))

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-from batchinfer.cli.terminal import painted, say, say_lines, tell, tell_error
+from batchinfer.cli.terminal import paint, say, say_lines, tell, tell_error
 from batchinfer.core.errors import BatchInferError, Interrupted
 from batchinfer.core.text import printable
 from batchinfer.machine.folders import make_folder
@@ -68,7 +68,7 @@ def converse(result: OpenResult, form: str, escape_formulas: bool = False) -> No
 
 
 def _at_terminal(result: OpenResult, form: str, escape_formulas: bool) -> None:
-    say(painted("Type SQL and end it with ; to run it. .help explains more, .quit leaves.", "quiet"))
+    say(paint("Type SQL and end it with ; to run it. .help explains more, .quit leaves.", "quiet"))
     typed = ""
     while True:
         try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from batchinfer.cli.options import DEFAULT_JOB, Date, Json, Overrides, load
-from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
+from batchinfer.cli.terminal import paint, say, say_json, say_lines, tell
 from batchinfer.core.errors import StorageError, UsageError
 from batchinfer.core.text import printable
 from batchinfer.report.tables.queried import QUERIED
@@ -82,11 +82,11 @@ def query(
 def _answer(question: Query, form: str) -> None:
     """Print the answer to a query, or start the prompt if there is no query."""
     from batchinfer.cli.query_prompt import converse
-    from batchinfer.verbs.query import opened_result
+    from batchinfer.verbs.query import open_result
 
     check_format(form, None)
     if question.sql is None:
-        with opened_result(question.folder, question.partial) as result:
+        with open_result(question.folder, question.partial) as result:
             converse(result, form, question.escape_formulas)
         return
     terminal = sys.stdout.isatty()
@@ -129,7 +129,7 @@ def verify(
         tell(printable(next_step(results)))
     where = f"{results}" if found.store is None else f"{results} and {found.store}"
     count = len(found.problems)
-    say(painted(f"{count} problem{'' if count == 1 else 's'} found in {where}", "bad" if count else "good"))
+    say(paint(f"{count} problem{'' if count == 1 else 's'} found in {where}", "bad" if count else "good"))
     return code
 
 

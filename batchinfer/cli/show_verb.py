@@ -9,7 +9,7 @@ import typer
 
 from batchinfer.cli.options import Json
 from batchinfer.cli.result_verbs import Partial, Result
-from batchinfer.cli.terminal import columns_of_terminal, painted, say_lines, say_verbatim
+from batchinfer.cli.terminal import columns_of_terminal, paint, say_lines, say_verbatim
 
 
 def show(
@@ -35,6 +35,6 @@ def show(
         say_lines(wanted.json_lines())
         return
     for head, body in wanted.cards(columns_of_terminal(sys.stdout)):
-        text = painted(head, "heading" if body else "quiet") + (f"\n{body}" if body else "")
+        text = paint(head, "heading" if body else "quiet") + (f"\n{body}" if body else "")
         if not say_verbatim(text):
             return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from batchinfer.cli.options import DEFAULT_JOB, Date, Json, Overrides, folder_or_job
-from batchinfer.cli.terminal import painted, say, say_json
+from batchinfer.cli.terminal import paint, say, say_json
 from batchinfer.core.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -73,5 +73,5 @@ def _draw(found: RunStatus, drawn: int, as_json: bool) -> tuple[bool, int]:
         return say_json(found.to_json()), 0
     head, *lines = found.lines(datetime.now(UTC))
     again = _UP_AND_ERASE.format(drawn) if drawn and sys.stdout.isatty() else ""
-    text = "\n".join([painted(head, "heading"), *map(painted, lines)])
+    text = "\n".join([paint(head, "heading"), *map(paint, lines)])
     return say(again + text), len(lines) + 1

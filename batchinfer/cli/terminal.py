@@ -57,10 +57,10 @@ def tell(text: str) -> None:
 
 def tell_error(text: str) -> None:
     """Print an error message on stderr."""
-    tell(f"{painted('batchinfer:', 'bad', sys.stderr)} {printable(text)}")
+    tell(f"{paint('batchinfer:', 'bad', sys.stderr)} {printable(text)}")
 
 
-def painted(text: str, look: Look | None = None, stream: TextIO | None = None) -> str:
+def paint(text: str, look: Look | None = None, stream: TextIO | None = None) -> str:
     """Return a printable text, coloured by `look` if the stream (stdout by default) shows colours."""
     safe = printable(text)
     return (

@@ -68,7 +68,7 @@ ENCODING_NAMES = (
 )  # fmt: skip
 
 SAMPLING_PARAMETERS = tuple(field.name for field in fields(SamplingParams) if field.name not in DERIVED)
-_OF_ROWS = (*SAMPLING_PARAMETERS, "n")  # parameters that a row may set
+_ROW_PARAMETERS = (*SAMPLING_PARAMETERS, "n")  # parameters that a row may set
 
 MAX_ARGUMENT = 1 << 20  # characters; the maximum size of a job file
 _RIGHT_ARGUMENTS = "it must be a mapping from arguments to values, as in {enable_thinking: false}"
@@ -227,10 +227,10 @@ def _is_pair(value: object) -> bool:
 
 
 def _check_parameter(name: object) -> None:
-    if name not in _OF_ROWS:
+    if name not in _ROW_PARAMETERS:
         known = OTHER_NAMES.get(str(name))
-        near = [known] if known else difflib.get_close_matches(str(name), _OF_ROWS, 1)
-        better = f"did you mean {near[0]}?" if near else f"there are {', '.join(_OF_ROWS)}"
+        near = [known] if known else difflib.get_close_matches(str(name), _ROW_PARAMETERS, 1)
+        better = f"did you mean {near[0]}?" if near else f"there are {', '.join(_ROW_PARAMETERS)}"
         raise ValueError(f"{found(name)} is not a sampling parameter; {better}")
 
 
@@ -507,7 +507,7 @@ ToolCalls = Annotated[
     Right(f"auto, none, or one of {', '.join(CALL_STYLES)}"),
 ]
 ToolChoice = Annotated[str, Right("auto, required, or the name of a tool"), Field(pattern=f"^{TOOL_NAME}$")]
-_NAMES = {"enum": list(_OF_ROWS)}
+_NAMES = {"enum": list(_ROW_PARAMETERS)}
 _Parameters = tuple[Annotated[str, Field(json_schema_extra={**_NAMES})], ...]
 _Columns = Annotated[dict[str, Text], Field(json_schema_extra={"propertyNames": {**_NAMES}})]
 TemplateArguments = Annotated[

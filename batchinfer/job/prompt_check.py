@@ -9,8 +9,8 @@ from batchinfer.job.prompt import PROMPT_SOURCES
 from batchinfer.job.yaml_tree import Finding
 
 SOURCES_TEXT = "user, messages, text and token_ids"
-_AS_IT_IS = ("text", "token_ids")  # prompts without a chat template
-_OF_CHATS = (
+_WITHOUT_TEMPLATE = ("text", "token_ids")  # prompts without a chat template
+_CHAT_OPTIONS = (
     "chat_template",
     "template_arguments",
     "template_arguments_from_columns",
@@ -18,7 +18,7 @@ _OF_CHATS = (
     "tools_from_column",
     "tool_choice",
 )
-_OF_ROWS = (
+_ROW_OPTIONS = (
     "system",
     "chat",
     "template_arguments_from_columns",
@@ -55,15 +55,15 @@ def _source(section: Mapping[str, Any], given: list[str]) -> Iterator[Finding]:
 
 def _chat(section: Mapping[str, Any], source: str) -> Iterator[Finding]:
     """Find options of chat templates in a section without a chat template."""
-    if source in _AS_IT_IS:
+    if source in _WITHOUT_TEMPLATE:
         why = f"{source} takes the prompt as it is, without a chat template"
-        unused: tuple[str, ...] = ("chat", *_OF_CHATS)
+        unused: tuple[str, ...] = ("chat", *_CHAT_OPTIONS)
     elif section.get("chat") is False and source == "messages":
         message = "is false, but only a chat template makes a prompt of messages"
         yield Finding(("prompt", "chat"), message, "write the prompt as a template in user, or remove it")
         return
     elif section.get("chat") is False:
-        why, unused = "chat: false uses no chat template", _OF_CHATS
+        why, unused = "chat: false uses no chat template", _CHAT_OPTIONS
         if section.get("system") is not None:
             message = (
                 "is given, but chat: false makes a prompt without messages, so there is no system message"
@@ -98,7 +98,7 @@ def _tool_name(tool: Any) -> Any:
 
 
 def _for_requests(section: Mapping[str, Any]) -> Iterator[Finding]:
-    for name in _OF_ROWS:
+    for name in _ROW_OPTIONS:
         if section.get(name) not in (None, ()):
             message = (
                 "is not for OpenAI batch files: each request says what it asks, chat_template_kwargs included"

@@ -72,7 +72,7 @@ _SHAPES_RESULTS = (
     "column",
     "confidence",
 )  # keys of output, as Job.identity_json has them
-_OF_ROWS = ("model", "input", "prompt", "task", *TASK_SECTIONS, "sampling", "on_invalid")
+_IDENTITY_SECTIONS = ("model", "input", "prompt", "task", *TASK_SECTIONS, "sampling", "on_invalid")
 _NO_FILE = "(in-memory job)"  # path of a job that is no file
 
 
@@ -598,7 +598,7 @@ class Job(Section):
         Options at their default are omitted, so new options do not make results outdated.
         """
         dump = self.model_dump(mode="json", exclude_defaults=True)
-        identity: dict[str, Any] = {key: dump[key] for key in _OF_ROWS if key in dump}
+        identity: dict[str, Any] = {key: dump[key] for key in _IDENTITY_SECTIONS if key in dump}
         for name in ("sql_memory", "workers", "allow_empty", "min_rows"):
             identity["input"].pop(name, None)
         if "prompt" in identity:  # the contents of the file count instead, with the tokenizer's files

@@ -22,7 +22,7 @@ _ANSWERS = {
     "rerank": "scores of relevance",
 }
 # Options that apply to texts only: section, key and reason. An empty key means the whole section.
-_OF_TEXTS = (
+_TEXT_OPTIONS = (
     ("sampling", "", "says how tokens are chosen"),
     ("on_invalid", "", "says how rows run again whose texts are not valid"),
     ("output", "schema", "describes texts"),
@@ -49,7 +49,7 @@ def task_findings(values: Mapping[str, Any], requests: bool = False) -> Iterator
             yield Finding((name,), message, f"add task: {name}, or remove it")
     if task == "generate":
         return
-    for section, name, what in _OF_TEXTS:
+    for section, name, what in _TEXT_OPTIONS:
         given = values.get(section)
         given = given.get(name) if name and isinstance(given, dict) else given
         if given and (name or section != "prompt"):

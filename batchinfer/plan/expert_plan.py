@@ -48,7 +48,7 @@ class ExpertPlan:
     repeated: int = 0
 
     @property
-    def told(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Return the plan as a dictionary, for forecasts and reports."""
         placed = "ranges" if self.placement is None else "loads"
         asked = ("ranks", "why", "in_ranges", "expected", "repeated")
@@ -82,7 +82,7 @@ def has_experts(spec: ModelSpec, loads: EarlierExperts) -> bool:
     return experts == {index: len(tokens) for index, tokens in loads.tokens.items()}
 
 
-def planned_experts(
+def plan_experts(
     spec: ModelSpec, ranks: int, loads: EarlierExperts, peaks: Peaks | None, itemsize: int, spare_bytes: int
 ) -> ExpertPlan:
     """Return the placement with the shortest expert time, or ranges if no placement saves at least LEAST_GAIN.

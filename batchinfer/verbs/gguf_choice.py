@@ -14,7 +14,7 @@ _LISTED = 12  # maximum number of files in a message
 _PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 
 
-def chosen_gguf(name: ModelName, tree: Iterable[str], include: str | None) -> list[str]:
+def choose_gguf(name: ModelName, tree: Iterable[str], include: str | None) -> list[str]:
     """Return the GGUF files to download, which are the parts of one model.
 
     `include` is a shell pattern for whole file names. Without it, returns no files if the repository also has other

@@ -21,7 +21,7 @@ from batchinfer.machine.hardware import (
     remember,
 )
 from batchinfer.pipeline.operators_build import build_operators
-from batchinfer.plan.simulation.step_parts import TimedStep, fitted
+from batchinfer.plan.simulation.step_parts import TimedStep, fit_step_parts
 from batchinfer.plan.simulation.step_time import FIRST_USE, HOST_ROW, HOST_STEP, host_line
 from batchinfer_kernels.arithmetic import Dtype, Quantization
 from batchinfer_kernels.cost import Peaks
@@ -50,7 +50,7 @@ def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] 
     found = measure_peaks("cpu")
     layers = measure_layers(tuple(found.rates))
     here = detect("cpu").measured(found.peak_flops, found.bandwidth)
-    times = dict(measured_step_times(here))
+    times = dict(measure_step_times(here))
     if not although_busy:
         refuse_busy(load)
     products = {dtype: {"large": found.rates[dtype], "layers": layers[dtype]} for dtype in found.rates}
@@ -64,7 +64,7 @@ def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] 
     return path
 
 
-def measured_step_times(here: Hardware) -> Iterator[tuple[str, dict[str, float]]]:
+def measure_step_times(here: Hardware) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield the times of a step's parts on this CPU, in float32 and each arithmetic that `dtype: auto` chooses."""
     for dtype, quantization in _arithmetics():
         peaks = here.peaks(dtype, quantization)
@@ -87,7 +87,7 @@ def _step_times(
         found = calibrate(dtype, quantization)
     except Unavailable:
         return  # int8 needs a C compiler, also in jobs
-    parts = fitted([TimedStep(*step) for step in found.steps], peaks)
+    parts = fit_step_parts([TimedStep(*step) for step in found.steps], peaks)
     rows, host_s = np.array([one[0] for one in found.host], float), np.array([one[1] for one in found.host])
     step_s, row_s = host_line(rows, host_s)
     yield (

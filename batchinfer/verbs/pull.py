@@ -45,20 +45,20 @@ from batchinfer.models.files.config_fields import OLD_FILES
 from batchinfer.models.files.sentence_modules import DENSE_FOLDERS, MODULES, POOLING_FOLDER, PROMPTS, TEXTS
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.report.progress import Progress
-from batchinfer.verbs.gguf_choice import chosen_gguf
+from batchinfer.verbs.gguf_choice import choose_gguf
 from batchinfer.verbs.transfer import Blob, Transfer
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
 AT_ONCE = 4  # files in parallel; a hub serves one at about 100 MB/s
-_OF_SENTENCES = (
+_SENTENCE_FILES = (
     *(MODULES, PROMPTS, TEXTS, f"{POOLING_FOLDER}/{CONFIG}"),
     *(f"{folder}/{file}" for folder in DENSE_FOLDERS for file in (CONFIG, WEIGHTS)),
 )
 SMALL_FILES = (
     CONFIG, ADAPTER, "generation_config.json", *OLD_FILES, WEIGHT_INDEX, *TOKENIZER_FILES, "chat_template.json",
-    *_OF_SENTENCES,
+    *_SENTENCE_FILES,
 )  # fmt: skip
 _LOOK_S = 0.1  # seconds between updates of the progress display
 _CONTINUES = "the same command continues with what is there"
@@ -84,9 +84,9 @@ def pull_model(name: ModelName, progress: Progress, include: str | None = None) 
 
     Raises Unavailable, InputMissing, SecurityRefusal, StorageError or Locked.
     """
-    with _told(name):
+    with _hub_errors(name):
         commit, tree = _listing(name)
-        pull = _Pull(name, commit, tree, chosen_gguf(name, tree, include))
+        pull = _Pull(name, commit, tree, choose_gguf(name, tree, include))
         with pull.locked():
             return pull.complete(progress)
 
@@ -342,7 +342,7 @@ def _problem(path: Path) -> BatchInferError | None:
 
 
 @contextmanager
-def _told(name: ModelName) -> Iterator[None]:
+def _hub_errors(name: ModelName) -> Iterator[None]:
     """Convert errors of the hub and of the network to ours, with the next step."""
     import httpx2
     from huggingface_hub import errors

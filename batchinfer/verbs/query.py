@@ -128,7 +128,7 @@ class OpenResult:
 
 
 @contextmanager
-def opened_result(folder: Path, partial: bool) -> Iterator[OpenResult]:
+def open_result(folder: Path, partial: bool) -> Iterator[OpenResult]:
     """Open a result or report folder. The result is the table `results`; the other tables are the report's.
 
     If `partial` is True, opens the committed answers of an unfinished run. Raises InputMissing or StorageError.
@@ -143,20 +143,20 @@ def opened_result(folder: Path, partial: bool) -> Iterator[OpenResult]:
 
 
 @contextmanager
-def asked(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckDBPyRelation]:
+def open_answer(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckDBPyRelation]:
     """Yield the answer to a query, or to the default query.
 
-    Raises the errors of `opened_result` and `OpenResult.answer`.
+    Raises the errors of `open_result` and `OpenResult.answer`.
     """
     with (
-        opened_result(folder, partial) as result,
+        open_result(folder, partial) as result,
         result.answer(result.usual if sql is None else sql) as answer,
     ):
         yield answer
 
 
 @contextmanager
-def opened_database() -> Iterator[tuple[duckdb.DuckDBPyConnection, Watched, Path]]:
+def open_database() -> Iterator[tuple[duckdb.DuckDBPyConnection, Watched, Path]]:
     """Yield a database for a user's queries, its watcher for signals, and a folder for spilled data."""
     with _database() as (connection, spill), interruptible(connection) as watched:
         yield connection, watched, spill
@@ -310,9 +310,9 @@ class Query:
     escape_formulas: bool = False
 
     def lines(self, form: str, width: int | None) -> Iterator[str]:
-        """Yield the answer for stdout. Raises the errors of `asked`."""
+        """Yield the answer for stdout. Raises the errors of `open_answer`."""
         check_format(form, None)
-        with asked(self.folder, self.sql, self.partial) as answer:
+        with open_answer(self.folder, self.sql, self.partial) as answer:
             yield from shown(answer, form, width, self.escape_formulas)
 
     def save(self, form: str, output: Path) -> None:
@@ -320,7 +320,7 @@ class Query:
         form = format_for(form, output)
         check_format(form, output)
         refuse_existing(output)
-        with asked(self.folder, self.sql, self.partial) as answer:
+        with open_answer(self.folder, self.sql, self.partial) as answer:
             if form != "parquet":
                 lines = shown(answer, form, None, self.escape_formulas)
                 write_new(output, ((line + "\n").encode() for line in lines), FileOps())

@@ -18,7 +18,7 @@ from batchinfer.report.tables.folder import report_folder, tables
 from batchinfer.report.tables.tables import RunRow
 from batchinfer.store.results.find_state import find_state
 from batchinfer.store.results.manifest import read_manifest
-from batchinfer.verbs.query import RESULTS, ResultPlace, add_views, opened_database
+from batchinfer.verbs.query import RESULTS, ResultPlace, add_views, open_database
 from batchinfer.verbs.status import status_of
 
 PAGE = "report.html"
@@ -48,7 +48,7 @@ def write_page(folder: Path, output: Path | None = None, run_id: str | None = No
     place, report = _place(folder)
     path = report / PAGE if output is None else output
     _check_ours(path)
-    with opened_database() as (database, _, _), naming_errors(report):
+    with open_database() as (database, _, _), naming_errors(report):
         names = add_views(database, place)
         row = find_run(database, run_id, "" if folder == report else place.ending)
         if row is None:

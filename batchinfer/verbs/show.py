@@ -17,7 +17,7 @@ from batchinfer.filesystem.location import Location
 from batchinfer.store.outputs.registry import answer_column, probability_column
 from batchinfer.store.results.manifest import read_manifest
 from batchinfer.verbs.answer import BATCH_ROWS, columns_of, shown
-from batchinfer.verbs.query import RESULTS, OpenResult, no_result, opened_result
+from batchinfer.verbs.query import RESULTS, OpenResult, no_result, open_result
 
 MOST_LINES = 6  # maximum lines of a value
 EXAMPLES = 3  # example rows in the summary of a run
@@ -52,9 +52,9 @@ class ShownRows:
     def cards(self, width: int) -> Iterator[tuple[str, str]]:
         """Yield the head and body of each card, and finally a line with the number of rows and an empty body.
 
-        Raises UsageError for an invalid condition, and the errors of `opened_result`.
+        Raises UsageError for an invalid condition, and the errors of `open_result`.
         """
-        with opened_result(self.folder, self.partial) as result:
+        with open_result(self.folder, self.partial) as result:
             self._check(result)
             first = 0
             for row in self._texts(result):
@@ -64,7 +64,7 @@ class ShownRows:
 
     def json_lines(self) -> Iterator[str]:
         """Yield a JSON object per row. Raises the errors of `cards`."""
-        with opened_result(self.folder, self.partial) as result:
+        with open_result(self.folder, self.partial) as result:
             self._check(result)
             with result.answer(self._sql) as answer:
                 yield from shown(answer, "json", None)

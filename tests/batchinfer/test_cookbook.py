@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from batchinfer import run
-from batchinfer.verbs.query import OpenResult, opened_result
+from batchinfer.verbs.query import OpenResult, open_result
 from tests.batchinfer.wrong_jobs import Place
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cookbook.md").read_text("utf-8")
@@ -31,7 +31,7 @@ MAY_BE_EMPTY = (
 
 @pytest.fixture(scope="module")
 def opened(measured: Place) -> Iterator[OpenResult]:
-    with opened_result(measured.results, False) as result:
+    with open_result(measured.results, False) as result:
         yield result
 
 
@@ -79,7 +79,7 @@ def test_several_answers_to_each_row(tmp_path: Path, model: Path) -> None:
     assert (result.rows_ok, result.computed) == (12, 12)
     assert result.row["prefix_saved_tokens"] > 0
     (sql,) = re.findall(r"`(SELECT question_id, list[^`]+)`", " ".join(PAGE.split()))
-    with opened_result(result.results, False) as several, several.answer(sql) as found:
+    with open_result(result.results, False) as several, several.answer(sql) as found:
         rows = found.to_arrow_table().to_pylist()
     assert sorted(row["question_id"] for row in rows) == [0, 1, 2]
     assert all(len(set(row["answers"])) == len(row["answers"]) == 4 for row in rows)

@@ -14,7 +14,7 @@ from batchinfer.core.errors import BatchInferError
 from batchinfer.pipeline.result import RunResult
 from batchinfer.store.results.diff import DiffOptions
 from batchinfer.verbs.diff import compare_results
-from batchinfer.verbs.query import asked
+from batchinfer.verbs.query import open_answer
 from batchinfer.verbs.verify import verify_results
 from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, CliOf, Place, copy_of, flip, make_place, run_once
 from tests.examples import everything
@@ -61,7 +61,7 @@ def readers(place: Place, whole: Path) -> dict[str, Callable[[], Any]]:
 
 
 def _fetched(folder: Path) -> Any:
-    with asked(folder, ROWS, partial=False) as answer:
+    with open_answer(folder, ROWS, partial=False) as answer:
         return answer.fetchall()
 
 

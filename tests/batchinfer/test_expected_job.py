@@ -15,7 +15,7 @@ import pytest
 from batchinfer import run
 from batchinfer.store.results.diff import DiffOptions
 from batchinfer.verbs.diff import compare_results
-from batchinfer.verbs.query import opened_result
+from batchinfer.verbs.query import open_result
 from batchinfer.verbs.report_page import write_page
 from tests.batchinfer.test_deterministic_job import last
 from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, CliOf, Command, Place
@@ -30,7 +30,7 @@ def fake(cli_of: CliOf) -> Command:
 
 
 def queried(results: Path, sql: str) -> list[dict[str, Any]]:
-    with opened_result(results, False) as opened, opened.answer(sql) as found:
+    with open_result(results, False) as opened, opened.answer(sql) as found:
         rows: list[dict[str, Any]] = found.to_arrow_table().to_pylist()
     return rows
 

@@ -29,7 +29,7 @@ from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.results.find_state import find_state
-from batchinfer.verbs.query import asked
+from batchinfer.verbs.query import open_answer
 from batchinfer.verbs.verify import Verified, verify_results
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, write_job
 
@@ -54,7 +54,7 @@ def runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def answer(folder: Path, sql: str, partial: bool = False) -> list[tuple[Any, ...]]:
-    with asked(folder, sql, partial) as found:
+    with open_answer(folder, sql, partial) as found:
         return found.fetchall()
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
 from batchinfer.plan.forecast.job import forecast_job
-from batchinfer.verbs.query import asked
+from batchinfer.verbs.query import open_answer
 from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, table, write_job
 from tests.batchinfer.test_to_openai import chat, completion
@@ -76,7 +76,9 @@ def test_a_column_of_the_result_for_those_that_ask(
     assert planned.forecast.run.output_tokens == planned.plan.expected_tokens
     outcome = run(path, REAL)
     assert outcome.exit_code == 0
-    with asked(tmp_path / "results/tickets", "SELECT sum(flops) FROM requests", partial=False) as requests:
+    with open_answer(
+        tmp_path / "results/tickets", "SELECT sum(flops) FROM requests", partial=False
+    ) as requests:
         assert requests.fetchall() == [(outcome.row["flops"],)]
 
     def result() -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from batchinfer.core.errors import BatchInferError, JobFileError
 from batchinfer.job import load_job
 from batchinfer.plan.forecast.job import forecast_job
 from batchinfer.report.summary import summary
-from batchinfer.verbs.query import asked
+from batchinfer.verbs.query import open_answer
 from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole, published
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table
 from tests.batchinfer.pipeline.test_pipeline import write_job as write_any
@@ -94,9 +94,9 @@ def rows_of(count: int) -> list[dict[str, Any]]:
 
 def check_flops(path: Path, row: Mapping[str, Any]) -> None:
     """What requests and buckets took adds up to what the run took, with the head for scored positions."""
-    with asked(path.parent / "out/res", "SELECT sum(flops) FROM requests", partial=False) as requests:
+    with open_answer(path.parent / "out/res", "SELECT sum(flops) FROM requests", partial=False) as requests:
         assert requests.fetchall() == [(row["flops"],)]
-    with asked(path.parent / "out/res", "SELECT sum(flops) FROM buckets", partial=False) as buckets:
+    with open_answer(path.parent / "out/res", "SELECT sum(flops) FROM buckets", partial=False) as buckets:
         assert buckets.fetchall() == [(row["flops"],)]
 
 

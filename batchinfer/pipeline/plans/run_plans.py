@@ -16,7 +16,7 @@ from batchinfer.pipeline.plans.earlier_drafts import Given, without_drafts
 from batchinfer.pipeline.plans.snapshot import Snapshot
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.order.plan import Plan, PlanBatch
-from batchinfer.plan.order.requests import Prompts, planned_requests
+from batchinfer.plan.order.requests import Prompts, read_requests
 from batchinfer.store.answers.completion_store import CompletionStore
 
 
@@ -109,4 +109,4 @@ class RunPlans:
         self._pool.expect(plan.to_run - len(given))
         source.follows(found, known)
         roots = self._run.setup.roots
-        return found.given(planned_requests(plan, found.prompts, REQUEST_BATCH, roots, without=given))
+        return found.given(read_requests(plan, found.prompts, REQUEST_BATCH, roots, without=given))

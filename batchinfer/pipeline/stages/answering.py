@@ -26,7 +26,7 @@ from batchinfer.pipeline.workers.places import worker_specs
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.forecast.run import longest_step_s
 from batchinfer.plan.order.plan import Plan
-from batchinfer.plan.order.requests import planned_requests
+from batchinfer.plan.order.requests import read_requests
 from batchinfer.plan.setup.checks import kv_memory_warnings
 from batchinfer.plan.setup.setting import Setting
 from batchinfer.report.tables.meter import Meter
@@ -77,7 +77,7 @@ def answer(
                 wait_until_ready(run, pool)
                 pool.learn(known)
                 _begin(run, plan, pool)
-                batches = planned_requests(plan, index.tokens, REQUEST_BATCH, run.setup.roots)
+                batches = read_requests(plan, index.tokens, REQUEST_BATCH, run.setup.roots)
                 feed(run, given(batches), pool, collector, plans)
             finally:
                 store.commit()

@@ -26,7 +26,7 @@ from batchinfer.pipeline.workers.launch import Launch
 from batchinfer.pipeline.workers.messages import WorkDone
 from batchinfer.plan.forecast.run import forecast_run
 from batchinfer.plan.order.plan import Plan, PlanBatch
-from batchinfer.plan.order.requests import planned_requests
+from batchinfer.plan.order.requests import read_requests
 from batchinfer.plan.setup.drafts import DraftModel
 from batchinfer.plan.setup.job_setup import work_context
 from batchinfer.report.progress import Progress
@@ -93,7 +93,7 @@ class _Drafting:
         return write_draft_answers(keys, self._store.parts(), self._spill, ops)
 
     def _planned(self) -> Batches:
-        return planned_requests(self._plan, self._index.tokens, REQUEST_BATCH, self._whole.setup.roots)
+        return read_requests(self._plan, self._index.tokens, REQUEST_BATCH, self._whole.setup.roots)
 
     def _answer(self, lacking: Path, count: int) -> None:
         """Have the model answer what is lacking."""

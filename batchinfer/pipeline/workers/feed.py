@@ -80,7 +80,7 @@ def run_plan(
     draining: Callable[[float], None],
     plans: Plans | None = None,
 ) -> None:
-    """Feed a plan's batches (`planned_requests`) in order until all is answered, `sink` has enough, or a signal comes;
+    """Feed a plan's batches (`read_requests`) in order until all is answered, `sink` has enough, or a signal comes;
     and those of the plans that follow it.
 
     After a signal, and when `sink` has enough, the rows in progress have DRAIN_S seconds to finish. `draining` is

@@ -16,7 +16,7 @@ def worker_specs(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
     """Return a specification for each engine. A single process has its machine to itself."""
     placement = setting.placement
     ranks, processes = placement.division.ranks, _processes(job, setting, factory)
-    if placement.apart:
+    if placement.dedicated:
         processes *= placement.replicas
     return [
         replace(
@@ -40,7 +40,7 @@ def _processes(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
 
 def _places(placement: Placement) -> Sequence[EnginePlace]:
     """Return a place for each rank of each engine that shares this machine, engine by engine."""
-    if placement.apart:
+    if placement.dedicated:
         return [EnginePlace()] * placement.processes_here  # the node decides
     if placement.machine.device == "cuda":
         return [EnginePlace(gpu=gpu) for gpu in placement.gpus]

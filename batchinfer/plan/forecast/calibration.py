@@ -68,7 +68,7 @@ class CalibrationForecast:
         return f"about {about(self.seconds)}, once, on about {sample}, before the engine's time"
 
 
-def planned_calibration(
+def forecast_job_calibration(
     job: Job, setup: Setup, plan: Plan, multiple: float = 1.0
 ) -> CalibrationForecast | None:
     """Forecast the calibration at the start of a run, or return None if the run does not calibrate.

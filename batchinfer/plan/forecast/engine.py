@@ -11,20 +11,20 @@ from batchinfer.core.request import Request
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.job import Job
 from batchinfer.machine.devices import Devices, devices_of
-from batchinfer.plan.forecast.divided import (
-    chooses_among_all,
+from batchinfer.plan.forecast.room import captures_of, draft_block_bytes, engine_room
+from batchinfer.plan.forecast.sharded_model import (
     measured_stages,
+    needs_all_logits,
 )
-from batchinfer.plan.forecast.room import beside_block, captures_of, engine_room
 from batchinfer.plan.forecast.step_times import StepTimes, alike, step_times
 from batchinfer.plan.forecast.time_range import TimeRange, engine_range, other_range, unmeasured_s
 from batchinfer.plan.order.backlog import share_of
 from batchinfer.plan.order.plan import Plan
-from batchinfer.plan.order.requests import Prompts, planned_requests
+from batchinfer.plan.order.requests import Prompts, read_requests
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.setup.setting import engine_weights
 from batchinfer.plan.simulation.answer_lengths import AnswerLengths
-from batchinfer.plan.simulation.extrapolation import simulated_part, simulated_whole
+from batchinfer.plan.simulation.extrapolation import simulate_part, simulate_whole
 from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, block_bytes
 from batchinfer.plan.simulation.stages import SimulatedStage
 from batchinfer.report.tables.earlier_runs import (
@@ -88,7 +88,7 @@ class ForecastEngine:
     def kv_cache_bytes(self) -> int:
         """Return the bytes of the engine's KV cache, draft models and heads included."""
         layout = self.machine.layout
-        beside = beside_block(self.setup, layout.block_size)
+        beside = draft_block_bytes(self.setup, layout.block_size)
         return self.machine.blocks * (block_bytes(layout, self.machine.cost) + beside)
 
     @property
@@ -155,10 +155,10 @@ class ForecastEngine:
         requests = share_of([request for batch in batches for request in batch], engines)
         whole = (self.plan.prompt_tokens + self.plan.expected_tokens) * self.multiple
         if self.multiple == 1 and sum(map(len, batches)) == self.plan.to_run:
-            found = simulated_part(self.machine, requests, lengths)
+            found = simulate_part(self.machine, requests, lengths)
             return found.run if engines == 1 else found.run.counted(whole / found.size)
         size = round(whole / engines)
-        run = simulated_whole(self.machine, requests, half_of(requests), lengths, size)
+        run = simulate_whole(self.machine, requests, half_of(requests), lengths, size)
         return run.counted(engines)
 
     def _proposals(self) -> EarlierProposals | None:
@@ -189,7 +189,7 @@ class ForecastEngine:
     def _batches(self, prompts: Prompts, every: int) -> list[list[Request]]:
         return [
             requests
-            for _, requests in planned_requests(self.plan, prompts, REQUEST_BATCH, self.machine.roots, every)
+            for _, requests in read_requests(self.plan, prompts, REQUEST_BATCH, self.machine.roots, every)
         ]
 
 
@@ -237,14 +237,14 @@ def simulated_engine(
     times = step_times(setting, cost, earlier)
     captures = captures_of(setup, cost, room.limits, longest) if setting.device == "cuda" else None
     ranks, stages = 1, tuple[SimulatedStage, ...]()
-    if room.divided is not None and times.known != "runs":
+    if room.sharded is not None and times.known != "runs":
         ranks = setting.placement.division.ranks
         on = devices or devices_of(setting.placement.hardware, ranks * setting.placement.replicas)
-        stages = room.divided.stages(on, setting.numerics.itemsize, chooses_among_all(job))
+        stages = room.sharded.stages(on, setting.numerics.itemsize, needs_all_logits(job))
         times = replace(times, time=replace(times.time, peaks=times.time.peaks.part(ranks)))
-    elif room.divided is not None and setting.placement.division.stages > 1:
+    elif room.sharded is not None and setting.placement.division.stages > 1:
         stages = measured_stages(cost, setting.placement.division.stages)
-    alone = room.divided is None and setting.parts.beside is None and setting.parts.heads is None
+    alone = room.sharded is None and setting.parts.beside is None and setting.parts.heads is None
     machine = SimulatedEngine(
         cost=cost,
         layout=room.layout,

@@ -18,7 +18,7 @@ from batchinfer.job import Job
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.devices import Devices, devices_of
 from batchinfer.machine.facts import MachineFacts, this_machine
-from batchinfer.plan.forecast.calibration import CalibrationForecast, planned_calibration
+from batchinfer.plan.forecast.calibration import CalibrationForecast, forecast_job_calibration
 from batchinfer.plan.forecast.deadline import Deadline, StopForecast, now
 from batchinfer.plan.forecast.engine import PLAN_MOST_S, EngineForecast, forecast_engine
 from batchinfer.plan.forecast.idle import IdleForecast, idle_forecast
@@ -219,7 +219,7 @@ def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Pat
     forecast = engine.forecast(known.index.tokens, PLAN_MOST_S)
     drafting = _of_drafts(known, setup)
     times = 1.0 if known.drawn is None else known.drawn.times
-    calibration = planned_calibration(known.job, setup, known.plan, times)
+    calibration = forecast_job_calibration(known.job, setup, known.plan, times)
     deadline = Deadline.of(known.job, now(), forecast, first=drafting, calibration=calibration)
     # Not on a sample: the savings would cover the sample's tokens only
     findings = () if known.drawn else tuple(Linter(known.job, setup, known.index, scratch).findings())
@@ -257,8 +257,8 @@ def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRow
         context=setup.setting.numerics.max_model_len,
         rows_over=_rows_over(job, codes),
         sample=drawn,
-        draft_model=None if drafts is None else drafts.place.said,
-        experts=None if setup.setting.parts.experts is None else setup.setting.parts.experts.told,
+        draft_model=None if drafts is None else drafts.place.facts,
+        experts=None if setup.setting.parts.experts is None else setup.setting.parts.experts.facts,
     )
     if not plan.to_run:
         return found

@@ -14,9 +14,9 @@ from batchinfer.machine.devices import Devices
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer.plan.expert_plan import ExpertPlan
-from batchinfer.plan.forecast.divided import divided_spec
 from batchinfer.plan.forecast.engine import TWO_PARTS, ForecastEngine, forecast_engine
 from batchinfer.plan.forecast.room import engine_room
+from batchinfer.plan.forecast.sharded_model import shard_into_stages
 from batchinfer.plan.forecast.steady_state import estimated_s
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts
@@ -133,7 +133,7 @@ def _candidate(
     job: Job, setup: Setup, plan: Plan, devices: Devices, division: Division, multiple: float
 ) -> _Candidate:
     checkpoint, engines = setup.checkpoint, devices.count // division.ranks
-    assert isinstance(checkpoint, Checkpoint), "other models are not divided"
+    assert isinstance(checkpoint, Checkpoint), "other models are not sharded"
     setting = setup.setting.with_placement(division=division, replicas=engines, gpus=())
     layout = LayoutForecast(division.tensor, division.stages, 1, engines)
     whole = checkpoint.spec.quantized(setting.numerics.quantization).with_cache_dtype(
@@ -166,7 +166,7 @@ def _with_experts(layout: LayoutForecast, experts: ExpertPlan | None) -> LayoutF
 def _misfit(whole: ModelSpec, division: Division, setting: Setting, why: str) -> str:
     """Return the reason why a layout does not fit: its weights, or its KV cache as given by `why`."""
     memory = setting.placement.hardware.memory_bytes
-    weights = divided_spec(whole, division, setting).weight_bytes
+    weights = shard_into_stages(whole, division, setting).weight_bytes
     if memory is None or weights < memory:
         return f"does not fit: {why}"
     return f"does not fit: weights take {size(weights)}, and a device has {size(memory)}"
@@ -174,11 +174,11 @@ def _misfit(whole: ModelSpec, division: Division, setting: Setting, why: str) ->
 
 def _with_memory(layout: LayoutForecast, engine: ForecastEngine) -> LayoutForecast:
     machine = engine.machine
-    divided = engine_room(engine.job, engine.setup, engine.plan.longest).divided
-    if divided is None:
+    sharded = engine_room(engine.job, engine.setup, engine.plan.longest).sharded
+    if sharded is None:
         return replace(layout, weight_bytes=engine.setup.models[0].held_bytes, kv_bytes=engine.kv_cache_bytes)
-    most = max(part.block_bytes(machine.layout, divided.whole) for part in divided.parts)
-    return replace(layout, weight_bytes=divided.weight_bytes, kv_bytes=machine.blocks * most)
+    most = max(part.block_bytes(machine.layout, sharded.whole) for part in sharded.parts)
+    return replace(layout, weight_bytes=sharded.weight_bytes, kv_bytes=machine.blocks * most)
 
 
 def _timed(fitting: Sequence[_Candidate], prompts: Prompts) -> list[_Candidate]:

@@ -20,7 +20,7 @@ from batchinfer.machine.cpus import usable_cpus
 from batchinfer.plan.forecast.engine import forecast_engine
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
-from batchinfer.plan.order.requests import planned_requests
+from batchinfer.plan.order.requests import read_requests
 from batchinfer.plan.order.sharing import field_order
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.store.index.index import Index
@@ -28,7 +28,7 @@ from batchinfer.store.index.ingest import ingest, over_files
 
 MOST_ROWS = 20_000  # rows that are examined, which takes seconds per variant of the prompt
 SIMULATE_S = 1.0  # for each variant
-WORTH = 0.01  # share of the computed prompt tokens; smaller savings are not reported
+LEAST_SHARE = 0.01  # share of the computed prompt tokens; smaller savings are not reported
 _BATCH = 1024
 _SPACE = re.compile(r"\s+")
 
@@ -47,7 +47,7 @@ class LintFinding:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class PromptVariant:
     """A variant of the prompt, with the plan and time of the examined rows."""
 
     plan: Plan
@@ -76,7 +76,7 @@ class Linter:
         first = self._planned(self._first_rows())
         return [*self._templates(first), *self._near_duplicates(first)]
 
-    def _templates(self, first: Looked) -> Iterator[LintFinding]:
+    def _templates(self, first: PromptVariant) -> Iterator[LintFinding]:
         source = None if self.job.prompt is None else self.job.prompt.user
         parts = None if source is None else template_parts(source)
         if source is None or not parts:
@@ -91,7 +91,7 @@ class Linter:
                 continue
             template = in_order([*ordered, *end], source)
             after = self._planned(self._read(template))
-            if before.tokens - after.tokens >= max(1, WORTH * before.tokens):
+            if before.tokens - after.tokens >= max(1, LEAST_SHARE * before.tokens):
                 yield self._reordered(kind, _advice(kind, ordered, seen), template, before, after)
                 before, seen = after, ordered
 
@@ -126,7 +126,7 @@ class Linter:
         job = _with_template(self.job, template, self.index).first_rows(self._looked_at)
         return ingest(job, self.setup.tokenizer, self.setup.ingest_options(), self.scratch)
 
-    def _planned(self, index: Index) -> Looked:
+    def _planned(self, index: Index) -> PromptVariant:
         plan = plan_job(
             index.index_parts,
             index.tokens,
@@ -136,7 +136,7 @@ class Linter:
             shares=self.setup.setting.parts.shares_prefixes,
             threads=usable_cpus(),
         )
-        return Looked(plan, index, self._seconds(plan, index))
+        return PromptVariant(plan, index, self._seconds(plan, index))
 
     def _seconds(self, plan: Plan, index: Index) -> float | None:
         if self.setup.setting.peaks is None or not plan.to_run:
@@ -147,14 +147,16 @@ class Linter:
             return None
         return engine.forecast(index.tokens, SIMULATE_S).seconds
 
-    def _reordered(self, kind: str, text: str, template: str, before: Looked, after: Looked) -> LintFinding:
+    def _reordered(
+        self, kind: str, text: str, template: str, before: PromptVariant, after: PromptVariant
+    ) -> LintFinding:
         saved, scale = before.tokens - after.tokens, self.index.rows / self._looked_at
         saved_s = None
         if before.seconds is not None and after.seconds is not None:
             saved_s = (before.seconds - after.seconds) * scale
         return LintFinding(kind, text, round(saved * scale), saved / before.tokens, saved_s, template)
 
-    def _near_duplicates(self, first: Looked) -> Iterator[LintFinding]:
+    def _near_duplicates(self, first: PromptVariant) -> Iterator[LintFinding]:
         """Find prompts that differ only in white space and case. The shortest prompt of each group is kept."""
         alike: dict[bytes, dict[bytes, int]] = {}  # normalised text: {exact text: unshared tokens}
         for text, params, own in self._texts(first):
@@ -162,16 +164,16 @@ class Linter:
             alike.setdefault(common, {})[_digest(text)] = own
         rows = sum(len(texts) - 1 for texts in alike.values())
         tokens = sum(sum(texts.values()) - min(texts.values()) for texts in alike.values())
-        if tokens >= WORTH * first.tokens and rows:
+        if tokens >= LEAST_SHARE * first.tokens and rows:
             scale, share = self.index.rows / self._looked_at, tokens / first.tokens
             rows = round(rows * scale)
             text = "differ from another row only in white space or case; written alike, they would be computed once"
             yield LintFinding("near_duplicates", text, round(tokens * scale), share, None, rows=rows)
 
-    def _texts(self, first: Looked) -> Iterator[tuple[str, str, int]]:
+    def _texts(self, first: PromptVariant) -> Iterator[tuple[str, str, int]]:
         """Yield each greedily answered prompt: its text, its parameters and the number of its unshared tokens."""
         before = 0  # tokens shared with the previous prompt
-        for batch, requests in planned_requests(first.plan, first.index.tokens, _BATCH, self.setup.roots):
+        for batch, requests in read_requests(first.plan, first.index.tokens, _BATCH, self.setup.roots):
             texts = self.setup.tokenizer.decode_batch([request.prompt.tolist() for request in requests])
             for text, params, request in zip(texts, batch.params, requests, strict=True):
                 shared, before = max(before, request.shares_next), request.shares_next

@@ -16,7 +16,7 @@ from batchinfer.engine.tensors.graph_sizes import kept_rows
 from batchinfer.job import Job
 from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
 from batchinfer.models.spec.spec import Caches, CacheSpec
-from batchinfer.plan.forecast.divided import DividedModel, divided_model
+from batchinfer.plan.forecast.sharded_model import ShardedModel, shard_model
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.setup.setting import Setting, engine_weights
 from batchinfer.plan.simulation.clock import Captures
@@ -31,7 +31,7 @@ class EngineRoom:
     limits: SchedulerConfig
     layout: CacheLayout
     blocks: int
-    divided: DividedModel | None  # None if the model is not sharded
+    sharded: ShardedModel | None  # None if the model is not sharded
 
 
 def engine_room(job: Job, setup: Setup, longest: int) -> EngineRoom:
@@ -42,21 +42,21 @@ def engine_room(job: Job, setup: Setup, longest: int) -> EngineRoom:
     captured = setup.checkpoint.modelling == OWN
     limits = scheduler_config(config, cost, captured)
     block_size = config.block_size or DEFAULT_BLOCK_SIZE
-    divided = divided_model(setup, setting.placement.division)
-    if divided is None:
+    sharded = shard_model(setup, setting.placement.division)
+    if sharded is None:
         kept: Caches = [CacheSpec(1, 1, window=window) for window in cost.windows]
         layout = cache_layout(kept, block_size, longest)
-        own_block = block_bytes(layout, cost) + beside_block(setup, block_size)
+        own_block = block_bytes(layout, cost) + draft_block_bytes(setup, block_size)
         taken = [(engine_weights(setup.models), own_block)]
     else:
-        layout = cache_layout(divided.whole.caches, block_size, longest)
+        layout = cache_layout(sharded.whole.caches, block_size, longest)
         beside = setting.adapter_bytes // setting.placement.division.ranks
-        taken = [(p.weight_bytes + beside, p.block_bytes(layout, divided.whole)) for p in divided.parts]
-    spare = spare_blocks(block_size, limits.max_num_seqs) * beside_block(setup, block_size)
-    spare += kept_states(setup, limits.max_num_seqs)
+        taken = [(p.weight_bytes + beside, p.block_bytes(layout, sharded.whole)) for p in sharded.parts]
+    spare = spare_blocks(block_size, limits.max_num_seqs) * draft_block_bytes(setup, block_size)
+    spare += head_state_bytes(setup, limits.max_num_seqs)
     widens = setting.device == "cuda" and _widens(setup) and not setting.numerics.deterministic
     panel = PANEL_BYTES if widens else 0
-    return EngineRoom(limits, layout, _blocks(setting, config, limits, layout, taken, panel, spare), divided)
+    return EngineRoom(limits, layout, _blocks(setting, config, limits, layout, taken, panel, spare), sharded)
 
 
 def _blocks(
@@ -95,7 +95,7 @@ def _blocks(
     return turns * min(rooms)
 
 
-def beside_block(setup: Setup, block_size: int) -> int:
+def draft_block_bytes(setup: Setup, block_size: int) -> int:
     """Return the bytes per block of a draft model or draft heads in the same engine, or 0 without them."""
     beside, heads = setup.beside, setup.setting.parts.heads
     if heads is not None:
@@ -103,7 +103,7 @@ def beside_block(setup: Setup, block_size: int) -> int:
     return 0 if beside is None else beside.setting.model_cost(beside.checkpoint).kv_bytes(block_size)
 
 
-def kept_states(setup: Setup, max_num_seqs: int) -> int:
+def head_state_bytes(setup: Setup, max_num_seqs: int) -> int:
     """Return the bytes of hidden states that a GPU keeps for draft heads."""
     heads, setting = setup.setting.parts.heads, setup.setting
     if heads is None or setting.device != "cuda":

@@ -22,7 +22,7 @@ class Backlog:
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
-        self._paid = 0  # prefix tokens of the first row that every engine computes anyway
+        self._free_tokens = 0  # prefix tokens of the first row that every engine computes anyway
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -34,7 +34,7 @@ class Backlog:
     def put_back(self, requests: Sequence[Request]) -> None:
         """Return rows of an engine to the front of the backlog."""
         self._requests[:0] = requests
-        self._paid = 0
+        self._free_tokens = 0
 
     def take_all(self) -> list[Request]:
         """Remove and return all rows."""
@@ -46,7 +46,7 @@ class Backlog:
 
         Rows that share a prefix stay together, unless computing the prefix in several engines is cheap.
         """
-        end, self._paid = cut(self._requests, rows, engines, self._paid)
+        end, self._free_tokens = cut(self._requests, rows, engines, self._free_tokens)
         taken = self._requests[:end]
         del self._requests[:end]
         if taken and taken[-1].shares_next:  # the next row may go to another engine
@@ -54,8 +54,8 @@ class Backlog:
         return taken
 
 
-def cut(requests: Sequence[Request], rows: int, engines: int, paid: int = 0) -> tuple[int, int]:
-    """Return how many requests to take from the front, and the prefix tokens that remain paid for after the cut.
+def cut(requests: Sequence[Request], rows: int, engines: int, free_tokens: int = 0) -> tuple[int, int]:
+    """Return how many requests to take from the front, and the prefix tokens that are free after the cut.
 
     The cut is between `rows` and twice as many rows, where the shared prefix is shortest. If the prefix is
     too expensive
@@ -68,10 +68,10 @@ def cut(requests: Sequence[Request], rows: int, engines: int, paid: int = 0) -> 
         requests: Requests in plan order.
         rows: Desired number of requests.
         engines: Number of engines.
-        paid: Tokens that the first request shares with earlier ones and that all engines compute anyway.
+        free_tokens: Tokens that the first request shares with earlier ones and that all engines compute anyway.
     """
     work, rows = _work(requests), max(1, rows)
-    kept = list(accumulate((request.shares_next for request in requests), min, initial=paid))[1:]
+    kept = list(accumulate((request.shares_next for request in requests), min, initial=free_tokens))[1:]
     while rows < len(requests):
         ends = range(rows, min(2 * rows, len(requests)))
         end = min(ends, key=lambda number: requests[number - 1].shares_next)

@@ -55,7 +55,7 @@ def read_together(
         yield some, tokens[0] if len(tokens) == 1 else np.concatenate(tokens), offsets[some] + moved
 
 
-def planned_requests(
+def read_requests(
     plan: Plan,
     prompts: Prompts,
     rows: int,

@@ -97,7 +97,7 @@ class DraftPlace(NamedTuple):
     why: str
 
     @property
-    def said(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Return the place and the reason as a dictionary for forecasts."""
         return {"runs": "beside" if self.beside else "first", "why": self.why}
 

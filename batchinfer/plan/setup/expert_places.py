@@ -11,7 +11,7 @@ from batchinfer.models.parallel.shard_spec import shard_spec
 from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer.models.spec.spec import ModelSpec
-from batchinfer.plan.expert_plan import ExpertPlan, has_experts, planned_experts
+from batchinfer.plan.expert_plan import ExpertPlan, has_experts, plan_experts
 from batchinfer.plan.setup.setting import Setting
 from batchinfer.report.tables.earlier_runs import earlier_experts
 from batchinfer.report.tables.folder import report_folder
@@ -36,7 +36,7 @@ def expert_plan(job: Job, checkpoint: StoredModel, setting: Setting) -> ExpertPl
         return ExpertPlan(ranks, "no earlier run has measured how many tokens each gets")
     peaks = None if setting.peaks is None else setting.peaks.part(division.ranks)
     spare = int(COPIES_SHARE * _free_bytes(spec, setting))
-    return planned_experts(spec, ranks, loads, peaks, setting.numerics.itemsize, spare)
+    return plan_experts(spec, ranks, loads, peaks, setting.numerics.itemsize, spare)
 
 
 def _free_bytes(spec: ModelSpec, setting: Setting) -> int:

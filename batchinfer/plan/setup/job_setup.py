@@ -223,7 +223,7 @@ def ingest_workers(job: Job, setting: Setting, machine: MachineFacts) -> int:
     """
     if job.input.workers != "auto":
         return job.input.workers
-    keeps_cores = setting.device == "cuda" and not setting.placement.apart
+    keeps_cores = setting.device == "cuda" and not setting.placement.dedicated
     cores = (machine.cores or 1) - (setting.placement.replicas if keeps_cores else 0)
     return max(1, cores if machine.free_memory is None else min(cores, machine.free_memory // WORKER_BYTES))
 

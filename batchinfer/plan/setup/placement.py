@@ -22,7 +22,7 @@ class Placement:
     machine: MachineFacts  # machine of the engines; on a cluster, the part of a node for one engine
     replicas: int = 1  # number of engines
     division: Division = UNDIVIDED  # sharding of each engine
-    apart: bool = False  # whether each engine has its own `machine`, as on a cluster
+    dedicated: bool = False  # whether each engine has its own `machine`, as on a cluster
     # Names for CUDA_VISIBLE_DEVICES, one per rank of all engines on this machine. Empty for a single rank.
     gpus: tuple[str, ...] = ()
 
@@ -40,7 +40,7 @@ class Placement:
     @property
     def engines_here(self) -> int:
         """Return the number of engines that share the machine."""
-        return 1 if self.apart else self.replicas
+        return 1 if self.dedicated else self.replicas
 
     @property
     def processes_here(self) -> int:
@@ -85,7 +85,7 @@ def placement_of(job: Job, machine: MachineFacts) -> Placement:
     division = division_of(job)
     if job.ray is not None:
         _engines_here(job, machine, 1)  # raises if there is no room for the ranks
-        return Placement(machine, job.ray.engine_count(machine.engines), division, apart=True)
+        return Placement(machine, job.ray.engine_count(machine.engines), division, dedicated=True)
     replicas, gpus = _engines_here(job, machine, job.engine.data_parallel)
     return Placement(machine, replicas, division, gpus=gpus)
 

@@ -23,7 +23,7 @@ class TimedLaunch:
 
     Attributes:
         work: The work of each stage.
-        told_s: When the host submits the step to the stages.
+        submitted_s: When the host submits the step to the stages.
         launched_s: When all layers are launched.
         after: The previous step of the same engine, whose tokens the first stage needs. None if there is
             none, or if this
@@ -32,7 +32,7 @@ class TimedLaunch:
     """
 
     work: Sequence[StageWork]
-    told_s: float
+    submitted_s: float
     launched_s: float
     after: TimedLaunch | None = None
     done_s: float | None = None
@@ -40,7 +40,7 @@ class TimedLaunch:
     @property
     def may_begin_s(self) -> float:
         """Return when the first stage can start. Earlier steps must be done."""
-        return max(self.told_s, (self.after and self.after.done_s) or 0.0)
+        return max(self.submitted_s, (self.after and self.after.done_s) or 0.0)
 
 
 @dataclass(slots=True)

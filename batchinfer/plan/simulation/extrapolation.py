@@ -19,7 +19,7 @@ class SimulatedPart:
     run: Simulated
 
 
-def simulated_part(
+def simulate_part(
     machine: SimulatedEngine, requests: Sequence[Request], lengths: AnswerLengths
 ) -> SimulatedPart:
     """Simulate requests with answers of these lengths."""
@@ -27,7 +27,7 @@ def simulated_part(
     return SimulatedPart(size, simulate(machine, requests, lengths.of_requests(requests)))
 
 
-def simulated_whole(
+def simulate_whole(
     machine: SimulatedEngine,
     requests: Sequence[Request],
     half: Sequence[Request],
@@ -35,13 +35,13 @@ def simulated_whole(
     whole: int,
 ) -> Simulated:
     """Return the run of a job of `whole` tokens, extrapolated from `requests` and half of them."""
-    larger = simulated_part(machine, requests, lengths)
+    larger = simulate_part(machine, requests, lengths)
     one = len(half) == len(requests)  # a single request cannot be halved
-    smaller = SimulatedPart(0, Simulated()) if one else simulated_part(machine, half, lengths)
-    return extrapolated(smaller, larger, whole)
+    smaller = SimulatedPart(0, Simulated()) if one else simulate_part(machine, half, lengths)
+    return extrapolate(smaller, larger, whole)
 
 
-def extrapolated(smaller: SimulatedPart, larger: SimulatedPart, whole: int) -> Simulated:
+def extrapolate(smaller: SimulatedPart, larger: SimulatedPart, whole: int) -> Simulated:
     """Return the run of a job of `whole` tokens, by a linear extrapolation through two parts.
 
     A run is not proportional to its size: the batch fills at the start and drains at the end. Raises ValueError if

@@ -40,16 +40,18 @@ class StageSchedule:
         """Return the mean idle seconds of a stage so far, including those before its first and after its last step."""
         return self.ended_s - sum(self.busy) / len(self.busy)
 
-    def run(self, work: Sequence[StageWork], told_s: float, launched_s: float, asked_s: float = 0.0) -> float:
+    def run(
+        self, work: Sequence[StageWork], submitted_s: float, launched_s: float, asked_s: float = 0.0
+    ) -> float:
         """Return when the next step is done.
 
         Args:
             work: Work of each stage.
-            told_s: When the stages receive the step.
+            submitted_s: When the stages receive the step.
             launched_s: When the host has launched all layers. No stage is done earlier.
             asked_s: When the host waits for results. The last of several stages starts no earlier.
         """
-        came, free, last = told_s, self._free, len(work) - 1
+        came, free, last = submitted_s, self._free, len(work) - 1
         for stage, (seconds, hand_on_s) in enumerate(work):
             done = max(max(came, free[stage]) + seconds, launched_s)
             self.busy[stage] += seconds

@@ -100,7 +100,7 @@ def _weights(operator: OperatorCost, shape: StepShape) -> int:
     )
 
 
-def fitted(steps: Iterable[TimedStep], peaks: Peaks) -> dict[str, float]:
+def fit_step_parts(steps: Iterable[TimedStep], peaks: Peaks) -> dict[str, float]:
     """Fit the coefficients of the parts to measured steps, by relative error.
 
     Coefficients are multiples of the minimum time, or seconds per layer and row. Outliers get less weight
@@ -117,7 +117,7 @@ def fitted(steps: Iterable[TimedStep], peaks: Peaks) -> dict[str, float]:
         shares = np.array([[one[part] for part in PARTS] for one in found]) / took[:, None]
         coefficients = _scaled_solution(shares * weights[:, None], weights)
         times = dict(zip(PARTS, coefficients.tolist(), strict=True))
-        errors = np.abs([predicted(times, one) for one in parts] / took - 1)
+        errors = np.abs([predict_seconds(times, one) for one in parts] / took - 1)
         weights = np.sqrt(np.minimum(1, USUAL_ERROR / np.maximum(errors, USUAL_ERROR)))
     return times
 
@@ -129,6 +129,6 @@ def _scaled_solution(shares: NDArray[np.float64], wanted: NDArray[np.float64]) -
     return found
 
 
-def predicted(times: Mapping[str, float], parts: StepParts) -> float:
+def predict_seconds(times: Mapping[str, float], parts: StepParts) -> float:
     """Return the seconds of a step with these parts."""
     return sum(times[part] * share for part, share in parts.shares(times).items())

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.core.samples import LaunchMode
-from batchinfer.plan.simulation.step_parts import PARTS, TimedStep, predicted, step_parts
+from batchinfer.plan.simulation.step_parts import PARTS, TimedStep, predict_seconds, step_parts
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds, step_total
 
 HOST_STEP, HOST_ROW, FIRST_USE = "host_step_s", "host_row_s", "first_use_s"
@@ -19,7 +19,7 @@ HOST_STEP, HOST_ROW, FIRST_USE = "host_step_s", "host_row_s", "first_use_s"
 class StepTime:
     """Seconds of a step on a machine. The default is the roofline without host overhead.
 
-    `parts` has the coefficients from `step_parts.fitted`, or None for the roofline. The efficiencies are the
+    `parts` has the coefficients from `step_parts.fit_step_parts`, or None for the roofline. The efficiencies are the
     shares of
     that speed that steps reach if they mostly prefill or mostly decode.
     """
@@ -51,7 +51,7 @@ class StepTime:
         efficiency = self.prefill_efficiency if _reads(shape) else self.decode_efficiency
         if self.parts is None:
             return roofline_seconds(cost.step(shape), self.peaks) / efficiency
-        return predicted(self.parts, step_parts(cost, shape, rows, self.peaks)) / efficiency
+        return predict_seconds(self.parts, step_parts(cost, shape, rows, self.peaks)) / efficiency
 
     def host_s(self, rows: int, steps: int = 1) -> float:
         """Return the host's seconds for a step of `rows` rows: scheduling, replaying a graph, and reading tokens.

@@ -21,7 +21,7 @@ from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
-from batchinfer.plan.order.requests import planned_requests
+from batchinfer.plan.order.requests import read_requests
 from batchinfer.plan.simulation.simulator import SimulatedEngine, simulate
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer.report.tables.prefixes import PrefixTree
@@ -68,7 +68,7 @@ def planned(rows: list[tuple[list[int], int, int]], folder: Path) -> tuple[Plan,
     ]
     index = write_index(folder / "x", work)
     plan = plan_job(index.index_parts, index.tokens, [], folder / "plan", ROOTS)
-    read = planned_requests(plan, index.tokens, REQUEST_BATCH, ROOTS)
+    read = read_requests(plan, index.tokens, REQUEST_BATCH, ROOTS)
     return plan, [request for _, some in read for request in some]
 
 

@@ -16,7 +16,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.plan.order.planner import plan_job
-from batchinfer.plan.order.requests import planned_requests
+from batchinfer.plan.order.requests import read_requests
 from tests.batchinfer.engine.driver import Driver, distinct_tokens, driver_for
 from tests.batchinfer.store.small_index import good_row, write_index
 from tests.kernels.gpu.pairs import each_first
@@ -48,7 +48,7 @@ def planned(rows: list[list[int]], folder: Path, batch: int = REQUEST_BATCH) -> 
     work = [good_row(i, row, 12 if i % 5 else 11, params=text) for i, row in enumerate(rows)]
     index = write_index(folder / "x", work)
     plan = plan_job(index.index_parts, index.tokens, [], folder / "plan", ROOTS)
-    for _, requests in planned_requests(plan, index.tokens, batch, ROOTS):
+    for _, requests in read_requests(plan, index.tokens, batch, ROOTS):
         yield requests
 
 

@@ -28,7 +28,7 @@ from batchinfer.engine.schedule.budget import admission_costs
 from batchinfer.pipeline.plans.waves import LEAD_S, MOST_AGAIN, waves_again
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
-from batchinfer.plan.order.requests import planned_requests
+from batchinfer.plan.order.requests import read_requests
 from batchinfer.plan.simulation.simulator import counting_engine, machine_clock, simulate
 from batchinfer.store.index.index import INDEX_SCHEMA
 from batchinfer.store.index.token_store import TokenStore
@@ -156,7 +156,7 @@ class Wavy:
 
 
 def requests(plan: Plan, index: Made) -> Iterator[Request]:
-    for _, batch in planned_requests(plan, index.tokens, 64, ROOTS):
+    for _, batch in read_requests(plan, index.tokens, 64, ROOTS):
         yield from (replace(request, params=request.params.counted) for request in batch)
 
 

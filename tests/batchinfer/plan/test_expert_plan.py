@@ -10,8 +10,8 @@ import pytest
 from batchinfer.models.parallel.expert_placement import rank_loads, split_into_ranges
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import ExpertsSpec, ModelSpec
-from batchinfer.plan.expert_plan import has_experts, planned_experts
-from batchinfer.plan.forecast.divided import with_imbalance
+from batchinfer.plan.expert_plan import has_experts, plan_experts
+from batchinfer.plan.forecast.sharded_model import with_imbalance
 from batchinfer.plan.forecast.text import experts_text
 from batchinfer.report.tables.earlier_runs import EarlierExperts
 from batchinfer_kernels.cost import Peaks, StepShape
@@ -39,7 +39,7 @@ def history(tokens: list[int], steps: int = 1000) -> EarlierExperts:
 @pytest.mark.parametrize("peaks", [None, FAST_MEMORY])
 def test_hot_experts_are_repeated_where_there_is_room(peaks: Peaks | None) -> None:
     spec = spec_of()
-    found = planned_experts(spec, 2, history(HOT), peaks, 4, PLENTY)
+    found = plan_experts(spec, 2, history(HOT), peaks, 4, PLENTY)
     assert found.placement.layers[0] == ()
     assert found.in_ranges == pytest.approx(1.8)
     assert found.expected < 1.05
@@ -54,29 +54,29 @@ def test_hot_experts_are_repeated_where_there_is_room(peaks: Peaks | None) -> No
 
 def test_copies_stay_within_their_memory() -> None:
     spec = spec_of()
-    none = planned_experts(spec, 2, history(HOT), None, 4, 2 * EXPERT_BYTES - 1)
+    none = plan_experts(spec, 2, history(HOT), None, 4, 2 * EXPERT_BYTES - 1)
     assert (none.repeated, none.placement) == (0, none.placement)
-    found = planned_experts(spec, 2, history(HOT), None, 4, 2 * EXPERT_BYTES)
+    found = plan_experts(spec, 2, history(HOT), None, 4, 2 * EXPERT_BYTES)
     assert all(len(share) <= 5 for shares in found.placement.layers for share in shares)
     assert 1 <= found.repeated <= 4
-    assert planned_experts(spec, 2, history(HOT), None, 4, -1).repeated == 0
+    assert plan_experts(spec, 2, history(HOT), None, 4, -1).repeated == 0
 
 
 def test_copies_that_would_only_be_read_are_not_made() -> None:
     """Where memory is slow and each expert is read anyway, ranges are as good as any placement."""
-    found = planned_experts(spec_of(), 2, history(HOT, 100_000), FAST_PRODUCTS, 4, PLENTY)
+    found = plan_experts(spec_of(), 2, history(HOT, 100_000), FAST_PRODUCTS, 4, PLENTY)
     assert (found.placement, found.repeated) == (None, 0)
     assert found.in_ranges == found.expected == pytest.approx(1.8)
     assert experts_text(**found.told) == (
         "in ranges: by the loads of 2 earlier runs no placement is faster; "
         "the most loaded of 2 ranks has 1.80 times the mean's tokens"
     )
-    assert planned_experts(spec_of(), 2, history([9] * 8), None, 4, PLENTY).placement is None
+    assert plan_experts(spec_of(), 2, history([9] * 8), None, 4, PLENTY).placement is None
 
 
 def test_experts_that_few_steps_read_count_for_less() -> None:
     """Of two tokens a step, one or both go to the hot expert: the others are seldom read."""
-    found = planned_experts(spec_of(), 2, history(HOT, 2), FAST_PRODUCTS, 4, 0)
+    found = plan_experts(spec_of(), 2, history(HOT, 2), FAST_PRODUCTS, 4, 0)
     assert found.placement.layers[1] != split_into_ranges(8, 2)
 
 

@@ -17,7 +17,7 @@ from batchinfer.report.history import LEAST_S, PastRun, compare, verdict
 from batchinfer.report.tables.folder import new_run_id
 from batchinfer.report.tables.tables import run_row, write_run
 from batchinfer.verbs.history import history_of, share_of
-from batchinfer.verbs.query import asked
+from batchinfer.verbs.query import open_answer
 from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, CliOf, Command, Place
 
 START = datetime(2026, 3, 1, 22, 30, tzinfo=UTC)
@@ -189,7 +189,7 @@ def test_a_job_and_its_result_have_one_history(
     assert [(one["rows"], one["exit_status"]) for one in told[0]["runs"]] == [(20, "published")]
     assert told[0]["comparison"]["run_id"] == told[0]["runs"][0]["run_id"]
     assert told[0]["comparison"]["tokens_per_s"] == pytest.approx(told[0]["runs"][0]["tokens"] / LEAST_S)
-    with asked(place.results, "SELECT run_id, tokens, computed_requests FROM history", False) as answer:
+    with open_answer(place.results, "SELECT run_id, tokens, computed_requests FROM history", False) as answer:
         (row,) = answer.fetchall()
     assert row[0] == told[0]["runs"][0]["run_id"]
     assert (row[1], row[2]) == (told[0]["runs"][0]["tokens"], 20)

@@ -13,7 +13,7 @@ from batchinfer.machine.hardware import detect
 from batchinfer.models.ops import peaks
 from batchinfer.models.ops.peaks import MeasuredPeaks
 from batchinfer.pipeline.operators_build import COMPILING_FIRST
-from batchinfer.plan.simulation.step_parts import PARTS, predicted, step_parts
+from batchinfer.plan.simulation.step_parts import PARTS, predict_seconds, step_parts
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer.verbs import measure as measurement
 from batchinfer.verbs.measure import MOST_BUSY, measure_hardware
@@ -38,7 +38,7 @@ def calibrated(dtype: str, quantization: str) -> Calibration:
     ]
     parts = [step_parts(LLAMA_135M, shape, shape.sampled, Peaks(1e9, 1e9)) for shape in shapes]
     steps = [
-        (LLAMA_135M, shape, shape.sampled, predicted(slow, part))
+        (LLAMA_135M, shape, shape.sampled, predict_seconds(slow, part))
         for shape, part in zip(shapes, parts, strict=True)
     ]
     return Calibration(steps, [(3, 0.001), (9, 0.001)])
@@ -122,5 +122,5 @@ def test_what_steps_take_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None
     assert found.host_s(5) == pytest.approx(0.001)
     shape = StepShape(25, 3, 4995, 154)
-    expected = predicted(dict.fromkeys(PARTS, 2.0), step_parts(LLAMA_135M, shape, 3, peaks))
+    expected = predict_seconds(dict.fromkeys(PARTS, 2.0), step_parts(LLAMA_135M, shape, 3, peaks))
     assert found.device_s(shape, LLAMA_135M, 3) == pytest.approx(expected)

@@ -19,7 +19,7 @@ import pytest
 
 from batchinfer.core.errors import UsageError
 from batchinfer.verbs.answer import columns_of, shown
-from batchinfer.verbs.query import OpenResult, opened_result
+from batchinfer.verbs.query import OpenResult, open_result
 from tests.batchinfer.wrong_jobs import NO_ENGINE, CliOf, Command, Ended, Place, copy_of, make_place, run_once
 
 REPORT_PAGE = Path(__file__).parents[3] / "docs" / "report.md"
@@ -46,7 +46,7 @@ def copy(finished: Place, tmp_path: Path) -> Place:
 
 @pytest.fixture(scope="module")
 def opened(finished: Place) -> Iterator[OpenResult]:
-    with opened_result(finished.results, partial=False) as result:
+    with open_result(finished.results, partial=False) as result:
         yield result
 
 
@@ -349,7 +349,7 @@ def test_a_report_folder_is_queried_like_its_result(copy: Place, ask: Command) -
     tables = ("results", "rows", "run")
     counts = "select " + ", ".join(f"(select count(*) from {table}) as {table}" for table in tables)
     for folder in (report, copy.results):
-        with opened_result(folder, partial=False) as result:
+        with open_result(folder, partial=False) as result:
             assert fetched(result, counts) == [(20, 20, 1)]
     shutil.rmtree(copy.results)
     ended = ask(report, "--json")

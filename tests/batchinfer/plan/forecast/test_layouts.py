@@ -24,10 +24,10 @@ from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast import engine as engine_module
 from batchinfer.plan.forecast import job as job_module
 from batchinfer.plan.forecast import layouts as module
-from batchinfer.plan.forecast.divided import chooses_among_all, divided_spec
 from batchinfer.plan.forecast.engine import ForecastEngine, simulated_engine
 from batchinfer.plan.forecast.job import JobForecast
 from batchinfer.plan.forecast.layouts import LayoutForecast, candidates
+from batchinfer.plan.forecast.sharded_model import needs_all_logits, shard_into_stages
 from batchinfer.plan.forecast.text import forecast_json
 from batchinfer.plan.setup.job_setup import check_setup
 from batchinfer.plan.simulation.simulator import simulate
@@ -157,7 +157,7 @@ def test_ranks_on_several_machines_are_not_offered(tmp_path: Path) -> None:
 
 def test_stages_send_over_the_slowest_link_between_them() -> None:
     setting = setting_of(hardware_called("h100"))
-    divided = divided_spec(llama_spec(4, 512, 1408, 8, 4, 64, 32_000), Division(4, 2), setting)
+    divided = shard_into_stages(llama_spec(4, 512, 1408, 8, 4, 64, 32_000), Division(4, 2), setting)
     for name, between in (("8xh100", "link"), ("2x4xh100", "network")):
         devices = devices_called(name)
         first, last = (stage.sends for stage in divided.stages(devices, 2, all_logits=False))
@@ -216,7 +216,7 @@ def test_tensor_ranks_of_a_cpu_send_each_other_sums(tmp_path: Path, model: Path,
 def test_logits_are_gathered_where_more_than_the_best_is_asked_for(
     tmp_path: Path, model: Path, sections: dict[str, Any], all_of_them: bool
 ) -> None:
-    assert chooses_among_all(load_job(write_job(tmp_path, model, people(1), **sections))) is all_of_them
+    assert needs_all_logits(load_job(write_job(tmp_path, model, people(1), **sections))) is all_of_them
 
 
 # Rows, words of their prompts, tokens of their answers, and rows that run at once

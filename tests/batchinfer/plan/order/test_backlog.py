@@ -50,11 +50,11 @@ def test_cuts_lose_no_row_and_are_cheap(
         divided = requests[len(taken) - 1].shares_next
         # of that, what the piece before it, cut off behind the same rows, may have paid for
         shared = [request.shares_next for request in requests[end : len(taken)]]
-        paid = min([requests[end - 1].shares_next if end else 0, *shared])
+        free_tokens = min([requests[end - 1].shares_next if end else 0, *shared])
         rest = range(len(taken), len(requests))
         last = next((at for at in rest if requests[at].shares_next < divided), len(taken))
         group = tokens(requests[end : last + 1]) // max(1, engines - 1)
-        assert (divided - paid) * DIVIDES_AT <= max(tokens(requests[end : len(taken)]), group)
+        assert (divided - free_tokens) * DIVIDES_AT <= max(tokens(requests[end : len(taken)]), group)
     assert [request.key for request in taken] == [request.key for request in requests]
 
 
@@ -79,7 +79,7 @@ def test_a_large_group_is_divided_where_its_prefix_costs_little() -> None:
     assert cut(requests, 16, 20) == (64, 0)
     assert tokens(requests[:64]) >= 512 * DIVIDES_AT
     assert cut(requests[:40], 16, 2) == (40, 0)
-    assert cut(requests[:40], 16, 2, paid=512) == (16, 512)
+    assert cut(requests[:40], 16, 2, free_tokens=512) == (16, 512)
 
 
 def test_what_engines_run_already_is_not_paid_again() -> None:

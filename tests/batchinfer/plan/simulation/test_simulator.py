@@ -24,7 +24,7 @@ from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.graph_sizes import MIN_CONTEXT_BOUND, batch_sizes
 from batchinfer.plan.simulation import simulator
 from batchinfer.plan.simulation.clock import Captures, Launching
-from batchinfer.plan.simulation.extrapolation import SimulatedPart, extrapolated
+from batchinfer.plan.simulation.extrapolation import SimulatedPart, extrapolate
 from batchinfer.plan.simulation.simulator import (
     Simulated,
     SimulatedEngine,
@@ -99,7 +99,7 @@ def run(start: int, each: int, size: int) -> Simulated:
 @given(*(st.integers(*bounds) for bounds in ((0, 1000), (0, 100), (1, 100), (1, 100), (0, 10_000))))
 def test_beginning_and_end_are_counted_once(start: int, each: int, few: int, more: int, left: int) -> None:
     parts = [SimulatedPart(size, run(start, each, size)) for size in (few, few + more)]
-    found, whole = extrapolated(*parts, few + more + left), run(start, each, few + more + left)
+    found, whole = extrapolate(*parts, few + more + left), run(start, each, few + more + left)
     for field in fields(Simulated):
         assert getattr(found, field.name) == pytest.approx(getattr(whole, field.name)), field.name
 

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.statistics.least_squares import nonnegative
-from batchinfer.plan.simulation.step_parts import PARTS, TimedStep, fitted, predicted, step_parts
+from batchinfer.plan.simulation.step_parts import (
+    PARTS,
+    TimedStep,
+    fit_step_parts,
+    predict_seconds,
+    step_parts,
+)
 from batchinfer.plan.simulation.step_time import HOST_ROW, HOST_STEP, StepTime
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
 from tests.batchinfer.engine.simulation import LLAMA_8B, LLAMA_135M
@@ -46,13 +52,13 @@ def shapes(cost: ModelCost) -> list[tuple[StepShape, int]]:
 
 def timed(cost: ModelCost) -> list[TimedStep]:
     return [
-        TimedStep(cost, shape, rows, predicted(TRUTH, step_parts(cost, shape, rows, PEAKS)))
+        TimedStep(cost, shape, rows, predict_seconds(TRUTH, step_parts(cost, shape, rows, PEAKS)))
         for shape, rows in shapes(cost)
     ]
 
 
 def test_what_parts_take_is_found_again_from_two_models() -> None:
-    found = fitted([*timed(NARROW), *timed(WIDE)], PEAKS)
+    found = fit_step_parts([*timed(NARROW), *timed(WIDE)], PEAKS)
     assert found == pytest.approx(TRUTH, rel=1e-6)
 
 
@@ -60,10 +66,10 @@ def test_steps_of_another_model_are_forecast() -> None:
     rng = np.random.default_rng(11)
     steps = [*timed(NARROW), *timed(WIDE)]
     noisy = [step._replace(seconds=step.seconds * rng.normal(1, 0.05)) for step in steps]
-    found = fitted(noisy, PEAKS)
+    found = fit_step_parts(noisy, PEAKS)
     assert all(value >= 0 for value in found.values())
     real = timed(LLAMA_135M)
-    total = sum(predicted(found, step_parts(s.cost, s.shape, s.rows, PEAKS)) for s in real)
+    total = sum(predict_seconds(found, step_parts(s.cost, s.shape, s.rows, PEAKS)) for s in real)
     assert total == pytest.approx(sum(step.seconds for step in real), rel=0.1)
 
 
@@ -71,11 +77,11 @@ def test_steps_that_something_disturbed_hardly_count() -> None:
     steps = [*timed(NARROW), *timed(WIDE)]
     for at, times in ((1, 1.5), (8, 3.0), (11, 1.5), (17, 3.0), (22, 1.5)):
         steps[at] = steps[at]._replace(seconds=steps[at].seconds * times)
-    found = fitted(steps, PEAKS)
+    found = fit_step_parts(steps, PEAKS)
     real = timed(LLAMA_135M)
     for step in real:
-        assert predicted(found, step_parts(*step[:3], PEAKS)) == pytest.approx(step.seconds, rel=0.15)
-    total = sum(predicted(found, step_parts(*step[:3], PEAKS)) for step in real)
+        assert predict_seconds(found, step_parts(*step[:3], PEAKS)) == pytest.approx(step.seconds, rel=0.15)
+    total = sum(predict_seconds(found, step_parts(*step[:3], PEAKS)) for step in real)
     assert total == pytest.approx(sum(step.seconds for step in real), rel=0.05)
 
 
@@ -85,7 +91,7 @@ def test_no_part_is_left_out(cost: ModelCost) -> None:
     for shape, rows in shapes(cost):
         parts = step_parts(cost, shape, rows, PEAKS)
         work = dict.fromkeys(PARTS, 1.0) | {"layers": 0.0, "rows": 0.0}
-        assert predicted(work, parts) >= 0.9 * roofline_seconds(cost.step(shape), PEAKS)
+        assert predict_seconds(work, parts) >= 0.9 * roofline_seconds(cost.step(shape), PEAKS)
         assert min(parts.shares(work)[part] for part in PARTS) > 0
 
 

@@ -39,7 +39,7 @@ class StagePart:
 
 
 @dataclass(frozen=True, slots=True)
-class DividedModel:
+class ShardedModel:
     """A model sharded into stages, with one part per stage."""
 
     division: Division
@@ -64,7 +64,7 @@ class DividedModel:
         return tuple(found)
 
 
-def divided_model(setup: Setup, division: Division) -> DividedModel | None:
+def shard_model(setup: Setup, division: Division) -> ShardedModel | None:
     """Return the sharded model of a job, or None with one rank or third-party code. Raises CannotSplit."""
     checkpoint, setting = setup.checkpoint, setup.setting
     if division.ranks == 1 or not isinstance(checkpoint, Checkpoint):
@@ -72,13 +72,13 @@ def divided_model(setup: Setup, division: Division) -> DividedModel | None:
     whole = checkpoint.spec.quantized(setting.numerics.quantization).with_cache_dtype(
         setting.numerics.kv_cache
     )
-    return divided_spec(whole, division, setting)
+    return shard_into_stages(whole, division, setting)
 
 
-def divided_spec(whole: ModelSpec, division: Division, setting: Setting) -> DividedModel:
+def shard_into_stages(whole: ModelSpec, division: Division, setting: Setting) -> ShardedModel:
     """Return the parts of a sharded model. Raises CannotSplit."""
     firsts = sorted(range(0, division.ranks, division.peers), key=division.stage)
-    return DividedModel(division, whole, tuple(_part(whole, division, rank, setting) for rank in firsts))
+    return ShardedModel(division, whole, tuple(_part(whole, division, rank, setting) for rank in firsts))
 
 
 def _part(whole: ModelSpec, division: Division, rank: int, setting: Setting) -> StagePart:
@@ -112,7 +112,7 @@ def with_imbalance(cost: ModelCost, times: float) -> ModelCost:
     return replace(cost, operators=tuple(operators))
 
 
-def chooses_among_all(job: Job) -> bool:
+def needs_all_logits(job: Job) -> bool:
     """Return True if ranks must gather the logits of all tokens. Greedy decoding needs only the best token."""
     params = job.params()
     asked = params.asks_logprobs or params.penalised or params.narrowed or params.constraint is not None
