@@ -40,7 +40,7 @@ from batchinfer.core.hub import (
 from batchinfer.filesystem.durable import check_free_space, storage
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.input.tokenizer.tokenizer_source import FILES as TOKENIZER_FILES
-from batchinfer.models.adapters.stored_adapter import check_adapter_alone
+from batchinfer.models.adapters.stored_adapter import check_adapter_config
 from batchinfer.models.files.config_fields import OLD_FILES
 from batchinfer.models.files.sentence_modules import DENSE_FOLDERS, MODULES, POOLING_FOLDER, PROMPTS, TEXTS
 from batchinfer.models.opening import open_checkpoint
@@ -332,7 +332,7 @@ def _problem(path: Path) -> BatchInferError | None:
     """Return why the checkpoint cannot be run, or None if it can."""
     try:
         if path.is_dir() and not (path / CONFIG).exists() and (path / ADAPTER).exists():
-            check_adapter_alone(path)
+            check_adapter_config(path)
             return None
         open_checkpoint(path)
         Tokenizer.load(path)

@@ -85,7 +85,7 @@ class MadeUp:
     def write(self, folder: Path, seed: int) -> None:
         """A checkpoint with random weights, in norms too."""
         generator = torch.Generator().manual_seed(seed)
-        tensors = dict(DummyWeights(self.spec, torch.float32, "cpu", seed).named())
+        tensors = dict(DummyWeights(self.spec, torch.float32, "cpu", seed).named_tensors())
         for tensor in tensors.values():
             if tensor.dim() == 1:
                 tensor += 0.3 * torch.randn(tensor.shape, generator=generator)

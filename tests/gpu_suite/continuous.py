@@ -95,7 +95,7 @@ class ContinuousPeer:
 def _fill(model: Any, weights: DummyWeights) -> None:
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, tensor in weights.named():
+        for name, tensor in weights.named_tensors():
             parameters.pop(name).copy_(tensor)
     if parameters:
         raise BatchInferError(f"no weights for {', '.join(parameters)}")

@@ -67,7 +67,7 @@ def read_adapter_config(path: Path) -> tuple[LoraConfig, list[str]]:
     if (kind := raw.get("peft_type")) != "LORA":
         mistakes.append(f"{CONFIG}: peft_type is {shown(kind)}; only LORA is computed")
         return LoraConfig(1, 1.0), mistakes
-    mistakes += _refused(raw)
+    mistakes += _refusals(raw)
     alphas = raw.get("alpha_pattern") or {}
     if not _is_pattern(alphas):
         wanted = "the names of modules, or of their ends, → numbers above 0"
@@ -78,7 +78,7 @@ def read_adapter_config(path: Path) -> tuple[LoraConfig, list[str]]:
     return LoraConfig(rank, alpha, *ways), mistakes
 
 
-def _refused(raw: Mapping[str, Any]) -> Iterator[str]:
+def _refusals(raw: Mapping[str, Any]) -> Iterator[str]:
     for key, why in _REFUSED.items():
         if raw.get(key):
             yield f"{CONFIG}: {key} is {shown(raw[key])}: {why}"

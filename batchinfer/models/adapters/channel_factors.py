@@ -49,7 +49,7 @@ class ChannelFactors:
         """Return the factors of the layers (first, end). None: all."""
         return self if layers is None else ChannelFactors(self._factors, self._first + layers[0])
 
-    def changed(self, layer: int, product: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    def adapt(self, layer: int, product: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return an adapter's factors A (rank, in) and B (out, rank), adapted to the changed model."""
         start = f"{self._first + layer}.{product}"
         inputs, outputs = (self._factors.get(f"{start}.{end}") for end in ("inputs", "outputs"))

@@ -107,7 +107,7 @@ class AdaptedWeights(Weights):
         for linear, cuts in self._linears(index):
             for number, modules in enumerate(changed_modules(self._adapters, index, linear.name)):
                 if modules:
-                    whole = self._channels.changed(index, linear.name, *self._factors(modules, linear))
+                    whole = self._channels.adapt(index, linear.name, *self._factors(modules, linear))
                     a, b = cut_factors(*whole, linear, cuts)
                     found[f"{linear.name}{FACTOR_A}{number}"], found[f"{linear.name}{FACTOR_B}{number}"] = (
                         a,

@@ -33,11 +33,11 @@ class MergedWeights(Weights):
             for linear in self._spec.layers[index].linears:
                 modules = self._adapter.changed.get((index, linear.name), ())
                 if modules:
-                    found[linear.name] = _merged(found[linear.name], modules, files)
+                    found[linear.name] = _merge(found[linear.name], modules, files)
         return found
 
 
-def _merged(weight: Tensor, modules: Sequence[ChangedModule], files: FactorFiles) -> Tensor:
+def _merge(weight: Tensor, modules: Sequence[ChangedModule], files: FactorFiles) -> Tensor:
     """Return the weight (out, in) of a product with all modules merged; each module has some of the rows."""
     found = weight.clone()
     for module in modules:

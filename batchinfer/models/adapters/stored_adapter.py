@@ -140,13 +140,13 @@ def inspect_adapter(name: str, path: Path, checkpoint: Checkpoint) -> StoredAdap
     if weights is None:
         raise _wrong(name, path, [_no_weights(folder)])
     tensors = {tensor: StoredTensor(weights, info) for tensor, info in read_header(weights).items()}
-    changed, mistakes = _changed(tensors, config, checkpoint)
+    changed, mistakes = _match_modules(tensors, config, checkpoint)
     if mistakes:
         raise _wrong(name, path, mistakes)
     return StoredAdapter(folder.path, config, weights, changed)
 
 
-def check_adapter_alone(path: Path) -> None:
+def check_adapter_config(path: Path) -> None:
     """Check the configuration of an adapter without its model. Raises JobFileError and SecurityRefusal."""
     _, mistakes = read_adapter_config(_folder(path.name, path).path / CONFIG)
     if mistakes:
@@ -175,7 +175,7 @@ def _no_weights(folder: CheckpointFolder) -> str:
     return f"{folder.path} has no {WEIGHTS}"
 
 
-def _changed(
+def _match_modules(
     tensors: Mapping[str, StoredTensor], config: LoraConfig, checkpoint: Checkpoint
 ) -> tuple[dict[tuple[int, str], tuple[ChangedModule, ...]], list[str]]:
     """Return the changed modules by product, and a message for each mistake."""
@@ -186,7 +186,7 @@ def _changed(
     strange = [name for name in tensors if not name.endswith(read)]
     strange += [name for name in tensors if name.endswith(_B) and name.removesuffix(_B) not in factors]
     if strange:
-        mistakes.append(_strange(strange))
+        mistakes.append(_unknown_tensors(strange))
     if not factors:
         mistakes.append(f"{WEIGHTS} holds no factors named *{_A} and *{_B}")
     for stem in sorted(factors):
@@ -197,8 +197,8 @@ def _changed(
             mistakes.append(f"{stem}{_A}: {module.refused}")
         elif stem + _B not in tensors:
             mistakes.append(f"{stem}{_B} is missing")
-        elif wrong := _misfit(stem, tensors, module) or (
-            _no_size(stem, tensors, module) if config.dora else None
+        elif wrong := _factor_mistake(stem, tensors, module) or (
+            _magnitude_mistake(stem, tensors, module) if config.dora else None
         ):
             mistakes.append(wrong)
         else:
@@ -211,7 +211,7 @@ def _changed(
     return {product: tuple(modules) for product, modules in found.items()}, mistakes
 
 
-def _strange(names: list[str]) -> str:
+def _unknown_tensors(names: list[str]) -> str:
     tables = [name for name in names if "embed" in name or "lm_head" in name]
     if tables:
         why = "embeddings and heads are shared by all rows of a batch, and adapters of them are not computed"
@@ -229,7 +229,7 @@ def _modules(checkpoint: Checkpoint) -> dict[str, _Module]:
             for part, count in linear.parts:
                 stored = names[part]
                 module = _module_name(stored).removeprefix(checkpoint.prefixes.base)
-                own = found.setdefault(module, _Module(index, linear, refused=_refused(linear, stored)))
+                own = found.setdefault(module, _Module(index, linear, refused=_refusal(linear, stored)))
                 if own.linear.name != linear.name:
                     own.refused = "its outputs belong to several products; merge the adapter into the model"
                 own.outputs.append(PartOutputs(first, count, stored.part))
@@ -241,7 +241,7 @@ def _module_name(stored: StoredParameter) -> str:
     return stored.tensor.removesuffix(WEIGHT if stored.part is None else stored.part.weight)
 
 
-def _refused(linear: LinearSpec, stored: StoredParameter) -> str:
+def _refusal(linear: LinearSpec, stored: StoredParameter) -> str:
     if linear.experts:
         return (
             "adapters of experts are not computed; merge the adapter into the model (PEFT: merge_and_unload)"
@@ -259,9 +259,9 @@ def _module_of(name: str, modules: Mapping[str, _Module], checkpoint: Checkpoint
     return next((modules[rest] for rest in rests if rest in modules), None)
 
 
-def _no_size(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) -> str | None:
+def _magnitude_mistake(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) -> str | None:
     """Return what is wrong with the magnitudes of a DoRA; None if they are fine."""
-    found, outputs = tensors.get(stem + _MAGNITUDE), max(map(_last, module.outputs))
+    found, outputs = tensors.get(stem + _MAGNITUDE), max(map(_min_outputs, module.outputs))
     if module.linear.stored:
         return f"{stem}: DoRA cannot be merged into weights that stay quantised; set model.quantization: none"
     if found is None or found.info.shape != (outputs,) or found.info.dtype not in FLOAT_DTYPES:
@@ -269,20 +269,20 @@ def _no_size(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) ->
     return None
 
 
-def _misfit(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) -> str | None:
+def _factor_mistake(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) -> str | None:
     """Return how the factors of a module do not fit; None if they fit."""
     a, b = tensors[stem + _A].info, tensors[stem + _B].info
     for name, info in ((stem + _A, a), (stem + _B, b)):
         if info.dtype not in FLOAT_DTYPES:
             return f"{name} is {info.dtype}; wanted {', '.join(FLOAT_DTYPES)}"
-    inputs, outputs = module.linear.inputs, max(map(_last, module.outputs))
+    inputs, outputs = module.linear.inputs, max(map(_min_outputs, module.outputs))
     wanted = (a.shape[0] if a.shape else 0, inputs), (outputs, a.shape[0] if a.shape else 0)
     if (a.shape, b.shape) != wanted or not wanted[0][0]:
         return f"{stem}: A is {list(a.shape)} and B {list(b.shape)}; wanted [r, {inputs}] and [{outputs}, r]"
     return None
 
 
-def _last(outputs: PartOutputs) -> int:
+def _min_outputs(outputs: PartOutputs) -> int:
     """Return the smallest number of outputs that the module can have."""
     part = outputs.part
     if part is None:

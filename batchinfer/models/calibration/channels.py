@@ -39,14 +39,14 @@ class Scaled:
         divide: Divides the weights in place, and returns the factors after rounding.
         spread: Returns the factors of the readers' columns, from the factors of the outputs.
         merge: Returns the sizes of the outputs, from the sizes of the readers' columns.
-        fitted: Returns the nearest factors that are allowed.
+        fit: Returns the nearest factors that are allowed.
     """
 
     readers: tuple[LinearSpec, ...]
     divide: Callable[[Weights, Tensor], Tensor]
     spread: Callable[[Tensor], Tensor]
     merge: Callable[[Tensor], Tensor]
-    fitted: Callable[[Weights, Tensor], Tensor] = _clamped
+    fit: Callable[[Weights, Tensor], Tensor] = _clamped
 
 
 def scale_channels(
@@ -72,7 +72,7 @@ def scale_channels(
         read = [linear for linear in scaled.readers if linear.name in products]
         if not read or any(linear.experts and linear not in read for linear in scaled.readers):
             continue
-        factors = _searched(scaled, read, weights, products, group)
+        factors = _search_factors(scaled, read, weights, products, group)
         if factors is None:
             continue
         columns = scaled.spread(scaled.divide(weights, factors))
@@ -88,7 +88,7 @@ def scale_channels(
     return divisors
 
 
-def _searched(
+def _search_factors(
     scaled: Scaled, read: Sequence[LinearSpec], weights: Weights, products: Products, group: int
 ) -> Tensor | None:
     """Return the factors with the smallest error over all readers; None if no scaling is best."""
@@ -97,7 +97,7 @@ def _searched(
     best, least = None, torch.inf
     for power in POWERS:
         factors = sizes.pow(power)
-        factors = scaled.fitted(weights, factors / (factors.max() * factors.min()).sqrt())
+        factors = scaled.fit(weights, factors / (factors.max() * factors.min()).sqrt())
         columns = scaled.spread(factors)
         error = sum(
             float(_error(weights[linear.name], products[linear.name], columns, group)) for linear in read
@@ -169,14 +169,14 @@ def _of_routed_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], 
             weights[parameter] = weights[parameter] / factors
         return factors
 
-    def fitted(weights: Weights, factors: Tensor) -> Tensor:
+    def fit(weights: Weights, factors: Tensor) -> Tensor:
         powers = _clamped(weights, factors).log2().round().exp2()
         divided = [(weights[parameter], 1 / powers) for parameter in held]
         exact = [(weights[linear.name], powers) for linear in readers if linear.exact]
         kept = [_holds(one, times, dtype) for one, times in (*divided, *exact)]
         return torch.where(torch.stack(kept).all(0), powers, 1.0)
 
-    return Scaled(readers, divide, _same, _same, fitted)
+    return Scaled(readers, divide, _same, _same, fit)
 
 
 def _holds(weight: Tensor, times: Tensor, dtype: torch.dtype) -> Tensor:

@@ -69,7 +69,7 @@ class SeenTokens:
         x = self.x.float()
         return x.T @ x * (self.weights.square().sum() / (len(x) * self.count))
 
-    def divided(self, columns: Tensor) -> SeenTokens:
+    def divide(self, columns: Tensor) -> SeenTokens:
         """Return the tokens with inputs divided by `columns`."""
         return replace(self, x=(self.x.float() / columns).to(self.x.dtype))
 
@@ -122,7 +122,7 @@ def round_experts(
     half = FeedForwardSpec(fed.inner, fed.activation, fed.biased)
     single, stacks = LayerSpec(layer.hidden, None, None, None, half), _stacks(layer, weights)
     named = [linear.name for linear in single.linears]
-    preferred = _preferred(weights, seen.x)
+    preferred = _router_probabilities(weights, seen.x)
     made: dict[str, list[Tensor]] = {name + end: [] for name in named for end in ("", SCALES)}
     at_once = _at_once(single)
     for first in range(0, seen.count, at_once):
@@ -135,7 +135,7 @@ def round_experts(
                 stacks[half.first + BIAS][number] = expert.weights[half.first + BIAS]
             some.append(expert)
         for name in named:
-            codes, scales = _rounded(name, some, group, dtype)
+            codes, scales = _round(name, some, group, dtype)
             made[name].append(codes)
             made[name + SCALES].append(scales)
     weights |= {EXPERTS + name: torch.cat(parts).flatten(0, 1) for name, parts in made.items()}
@@ -152,7 +152,7 @@ def _stacks(layer: LayerSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor
     return found
 
 
-def _preferred(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def _router_probabilities(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """Return the probability of each expert, (T, experts), from inputs x, (T, hidden)."""
     logits = x.float() @ weights["router"].T + weights.get("router" + BIAS, 0.0)
     return logits.softmax(-1)
@@ -175,7 +175,7 @@ def _products(
     return {name: own.T @ own for name, own in rows.items()}
 
 
-def _rounded(name: str, some: Sequence[_Expert], group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _round(name: str, some: Sequence[_Expert], group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return a weight of several experts as quantised values (experts, out, in) and scales (experts, out, groups)."""
     weight = torch.stack([expert.weights[name] for expert in some])
     scales = torch.stack([quantize_groups(own, group)[1] for own in weight]).to(dtype)

@@ -56,11 +56,11 @@ class CalibratedFolder:
     def add(self, index: int, layer: RoundedLayer) -> None:
         """Write the changed tensors of a layer. Raises OSError."""
         names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
-        self._save(index, dict(self._changed(layer, names)))
+        self._save(index, dict(self._new_tensors(layer, names)))
         if self._factors is not None:
             self._factors |= marked_factors(index, layer.spec, layer.weights)
 
-    def _changed(
+    def _new_tensors(
         self, layer: RoundedLayer, names: Mapping[str, StoredParameter]
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the new tensors of a layer's parameters, by name."""
@@ -73,19 +73,19 @@ class CalibratedFolder:
             for end in ("", SCALES)
         )
         plain = _by_tensor(names, _floats(layer.spec, layer.weights))
-        for tensor, stored in self._stored([*codes, *plain]):
+        for tensor, stored in self._load_stored([*codes, *plain]):
             if tensor not in codes:
-                yield tensor, _placed(stored.clone(), plain[tensor])
+                yield tensor, _fill(stored.clone(), plain[tensor])
                 continue
             self._packed.add(tensor)
             module, lines = tensor.removesuffix(WEIGHT), stored.shape[0]
-            words = int4_words(_placed(torch.zeros(stored.shape, dtype=torch.int8), codes[tensor]))
-            steps = _placed(torch.zeros(lines, stored.shape[1] // self._group), scales[tensor])
+            words = int4_words(_fill(torch.zeros(stored.shape, dtype=torch.int8), codes[tensor]))
+            steps = _fill(torch.zeros(lines, stored.shape[1] // self._group), scales[tensor])
             yield f"{module}.weight_packed", words
             yield f"{module}.weight_scale", steps.to(stored.dtype)
             yield f"{module}.weight_shape", torch.tensor(stored.shape)
 
-    def _stored(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    def _load_stored(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield stored tensors, opening each file once."""
         files = dict[Path, list[str]]()
         for name in names:
@@ -191,7 +191,7 @@ def _by_tensor(
     return found
 
 
-def _placed(whole: Tensor, values: Values) -> Tensor:
+def _fill(whole: Tensor, values: Values) -> Tensor:
     """Write all values into a tensor, and return it."""
     for stored, value in values:
         into = segments_of(whole, stored)

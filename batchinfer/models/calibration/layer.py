@@ -90,7 +90,7 @@ def round_layer(
         changed[name] = codes_with_feedback(changed[name], scales, products[name], group)
         changed[name + SCALES] = scales.float()
     if seen is not None:
-        seen = seen.divided(columns[GATE_UP]) if GATE_UP in columns else seen
+        seen = seen.divide(columns[GATE_UP]) if GATE_UP in columns else seen
         round_experts(layer, changed, seen, group, dtype)
     form = WeightForm("int4", "group", stored=True, group=group)
     names = [*read.products, *([] if seen is None else [GATE_UP, DOWN])]

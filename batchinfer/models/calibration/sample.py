@@ -47,7 +47,7 @@ class SampleRows:
         found, before = [], np.empty(0, np.int32)
         for ids, prompt in ordered:
             positions = np.arange(len(ids))
-            found.append(SampledRow(ids, positions >= _shared(before, ids), positions >= prompt - 1))
+            found.append(SampledRow(ids, positions >= _common_prefix(before, ids), positions >= prompt - 1))
             before = ids
         return cls(tuple(found))
 
@@ -73,7 +73,7 @@ class SampleRows:
             yield SampledStep(self.rows[first:], device)
 
 
-def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+def _common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     """Return the length of the common prefix."""
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])

@@ -93,13 +93,13 @@ class Search:
         self._positions = max(sample.longest for sample in rows)
         tables = _cast_tables(self._weights.tables(), dtype, device)
         with torch.inference_mode():
-            self._ends = tuple(self._end(tables, quantised) for quantised in (False, True))
+            self._ends = tuple(self._without_layers(tables, quantised) for quantised in (False, True))
             first = [self._ends[0].forward(step.ids, [step.inputs], (), ()) for step in steps]
             held = [self._ends[0].forward(step.ids, [step.inputs], (), ()) for step in held_out]
         self._streams = _Streams(first, held, list(held))
         self._experts, self._few = 0, 0
 
-    def _end(self, tables: Tables, quantised: bool) -> Decoder:
+    def _without_layers(self, tables: Tables, quantised: bool) -> Decoder:
         """Return the model without its layers."""
         head = self._ops.in_form(tables.head, self.spec.head_form if quantised else None)
         packed = PackedWeights(
@@ -118,44 +118,46 @@ class Search:
         weights = {name: one.to(self._device) for name, one in self._weights.layer(index).items()}
         cast = _cast(exact, weights, self._dtype)
         names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
-        read = self._read(rounded_linears(layer, names, self._group), exact, cast)
+        read = self._read_inputs(rounded_linears(layer, names, self._group), exact, cast)
         if read.seen is not None:
             self._experts, self._few = self._experts + read.seen.count, self._few + read.seen.few
         if self._held_out is not None:
-            self._streams.exact = self._held_out(exact, self._built(exact, cast), self._streams.exact)
+            self._streams.exact = self._held_out(exact, self._build(exact, cast), self._streams.exact)
         found = round_layer(layer, weights, read, self._group, self._stored)
-        after = self._built(found.spec, _cast(found.spec, found.weights, self._dtype))
+        after = self._build(found.spec, _cast(found.spec, found.weights, self._dtype))
         self._streams.searched = self._searched(found.spec, after, self._streams.searched)
         if self._held_out is not None:
             self._streams.rounded = self._held_out(found.spec, after, self._streams.rounded)
         return replace(found, weights={name: one.to(CPU) for name, one in found.weights.items()})
 
-    def _built(self, layer: LayerSpec, weights: LayerWeights) -> DecoderLayer:
+    def _build(self, layer: LayerSpec, weights: LayerWeights) -> DecoderLayer:
         parts = pack_layer(self._ops, layer, weights)
         return build_layer(self._ops, layer, replace(parts, rope=self._rope(layer)))
 
     def _rope(self, layer: LayerSpec) -> RopeTable | None:
         return None if layer.rotation is None else rope_table(layer.rotation, self._positions, self._device)
 
-    def _read(self, rounded: Sequence[LinearSpec], exact: LayerSpec, weights: LayerWeights) -> LayerInputs:
+    def _read_inputs(
+        self, rounded: Sequence[LinearSpec], exact: LayerSpec, weights: LayerWeights
+    ) -> LayerInputs:
         """Run the original layer over the rows of the search, and return the inputs of the products to round."""
         run = self._searched
         parts = replace(pack_layer(self._ops, exact, weights), rope=self._rope(exact))
         watched = {
-            linear.name: WatchedLinear(parts.linears[linear.name], self._counted(), self._device)
+            linear.name: WatchedLinear(parts.linears[linear.name], self._counted_tokens(), self._device)
             for linear in rounded
             if not linear.experts
         }
         parts = replace(parts, linears={**parts.linears, **watched})
         experts = None
         if parts.experts is not None and any(linear.experts for linear in rounded):
-            experts = WatchedExperts(parts.experts, self._counted())
+            experts = WatchedExperts(parts.experts, self._counted_tokens())
             parts = replace(parts, experts=experts)
         run(exact, Block(self._ops, exact, parts), self._streams.searched)
         products = {name: linear.products for name, linear in watched.items()}
         return LayerInputs(products, None if experts is None else experts.seen)
 
-    def _counted(self) -> Iterator[Tensor]:
+    def _counted_tokens(self) -> Iterator[Tensor]:
         """Yield which tokens of each step count."""
         return (step.counted for step in self._searched.steps)
 

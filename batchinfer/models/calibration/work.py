@@ -120,9 +120,9 @@ def _is_matrix(place: StoredParameter, whole: bool) -> bool:
 def _parts(layer: LayerSpec, rounded: Sequence[LinearSpec], tokens: int) -> Iterator[CalibrationWork]:
     for one in rounded:
         if not one.experts:
-            yield CalibrationWork(products=2 * tokens * _lower(one.inputs))
+            yield CalibrationWork(products=2 * tokens * _computed_values(one.inputs))
             yield rounding_work(one.outputs, one.inputs)
-    for one in _searched(layer, {one.name: one for one in rounded}):
+    for one in _compared_products(layer, {one.name: one for one in rounded}):
         yield channel_work(one.outputs * max(1, one.experts), one.inputs)
     experts = [one for one in rounded if one.experts]
     if experts:
@@ -130,14 +130,14 @@ def _parts(layer: LayerSpec, rounded: Sequence[LinearSpec], tokens: int) -> Iter
     yield CalibrationWork(weights=sum(linear.values for linear in layer.linears))
 
 
-def _lower(inputs: int) -> int:
+def _computed_values(inputs: int) -> int:
     """Return the number of values of X^T X that are computed."""
     stripe = -(-inputs // STRIPES)
     ends = (min(first + stripe, inputs) for first in range(0, inputs, stripe))
     return sum(stripe_end * min(stripe, inputs - at * stripe) for at, stripe_end in enumerate(ends))
 
 
-def _searched(layer: LayerSpec, rounded: dict[str, LinearSpec]) -> Iterator[LinearSpec]:
+def _compared_products(layer: LayerSpec, rounded: dict[str, LinearSpec]) -> Iterator[LinearSpec]:
     """Yield the products by whose errors exponents are compared, once per search.
 
     Products of experts are not included: each expert has a search of its own.

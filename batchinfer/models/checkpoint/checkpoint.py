@@ -113,7 +113,7 @@ class Checkpoint(WeightFiles):
             for index, layer in enumerate(self.spec.layers)
         )
         spec = replace(self.spec, layers=layers)
-        kept = tuple(_kept(spec))
+        kept = tuple(_kept_notices(spec))
         others = (notice for notice in self.notices if not (kept and _IN_16_BITS in notice))
         return replace(self, spec=spec, notices=(*kept, *others))
 
@@ -218,7 +218,7 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
         *dequantisation_notices(
             {each.format: each.form for each in packed.found.values() if each.quantized}, shapes
         ),
-        *_filled_up(packed.found.values(), shapes),
+        *_sparse_notices(packed.found.values(), shapes),
         *packed.notices,
         *folder.unused_code,
     )
@@ -240,7 +240,7 @@ def dequantisation_notices(
         yield f"{text}; model.quantization: stored leaves them in 4 bits" if kept else text
 
 
-def _filled_up(packed: Iterable[PackedTensor], shapes: Mapping[str, Shape]) -> Iterator[str]:
+def _sparse_notices(packed: Iterable[PackedTensor], shapes: Mapping[str, Shape]) -> Iterator[str]:
     """Yield a notice for each sparse format, whose weights are filled up with zeros."""
     for name in sorted({each.format for each in packed if not (each.quantized or each.plain)}):
         yield f"{name} are filled up with zeros when they are loaded: {_all_take(shapes)}"
@@ -250,7 +250,7 @@ def _all_take(shapes: Mapping[str, Shape]) -> str:
     return f"all weights take {size(2 * sum(map(math.prod, shapes.values())))}{_IN_16_BITS}"
 
 
-def _kept(spec: ModelSpec) -> Iterator[str]:
+def _kept_notices(spec: ModelSpec) -> Iterator[str]:
     """Yield a notice about weights that stay as stored."""
     weights = [(linear.values, linear.stored) for linear in spec.linears()]
     kept, all_values = sum(values for values, coded in weights if coded), sum(values for values, _ in weights)
@@ -300,14 +300,14 @@ def check_tensors(
     stored = packed.stored
     messages = [
         *packed.told,
-        *_listed("missing tensors", _missing(spec, expected, found, prefixes)),
-        *_listed("unexpected tensors", [name for name in found if name not in expected]),
-        *_listed("tensors of a wrong shape", [
+        *_mistakes("missing tensors", _missing(spec, expected, found, prefixes)),
+        *_mistakes("unexpected tensors", [name for name in found if name not in expected]),
+        *_mistakes("tensors of a wrong shape", [
             f"{name} {list(shape)} instead of {list(expected[name])}"
             for name, shape in found.items()
             if name in expected and shape != expected[name]
         ]),
-        *_listed("tensors that are not float", [
+        *_mistakes("tensors that are not float", [
             f"{name} ({tensor.info.dtype})" for name, tensor in tensors.items()
             if tensor.info.dtype not in FLOAT_DTYPES and name not in stored
         ]),
@@ -331,5 +331,5 @@ def _missing(
     return missing
 
 
-def _listed(what: str, names: list[str]) -> list[str]:
+def _mistakes(what: str, names: list[str]) -> list[str]:
     return [f"{what}: {listed(names)}"] if names else []

@@ -48,7 +48,7 @@ class DummyWeights(Weights):
 
     def tables(self) -> Tables:
         """Return the tables."""
-        return Tables.of(self._drawn(_TABLES, table_parameters(self._spec)))
+        return Tables.of(self._draw(_TABLES, table_parameters(self._spec)))
 
     def layer(self, index: int) -> LayerWeights:
         """Return the fused tensors of a layer."""
@@ -63,19 +63,21 @@ class DummyWeights(Weights):
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
         """Return the tensors of a layer by parameter name, not fused."""
         layer = self._spec.layers[index]
-        drawn = self._drawn(index, layer_parameters(layer))
+        drawn = self._draw(index, layer_parameters(layer))
         return drawn | {name: drawn[name].float().zero_() for name in layer.vectors}
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor by its name in a checkpoint, without a tied head."""
         spec = self._spec
         prefixes = NamePrefixes(FAMILIES[spec.family].names.base)
         shapes = expected_shapes(spec, prefixes)
-        yield from _stored(self._drawn(_TABLES, table_parameters(spec)), table_names(spec, prefixes), shapes)
+        yield from _by_tensor(
+            self._draw(_TABLES, table_parameters(spec)), table_names(spec, prefixes), shapes
+        )
         for index in range(len(spec.layers)):
-            yield from _stored(self.layer_tensors(index), layer_names(spec, index, prefixes), shapes)
+            yield from _by_tensor(self.layer_tensors(index), layer_names(spec, index, prefixes), shapes)
 
-    def _drawn(self, part: int, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
+    def _draw(self, part: int, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
         generator = torch.Generator(self._device).manual_seed((self._seed << 20) + part - _TABLES)
         return {name: self._tensor(name, shape, generator) for name, shape in shapes.items()}
 
@@ -88,7 +90,7 @@ class DummyWeights(Weights):
         return torch.empty(shape, **place).normal_(0.0, self._deviation, generator=generator)
 
 
-def _stored(
+def _by_tensor(
     parameters: Mapping[str, Tensor], names: Mapping[str, StoredParameter], shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors as a checkpoint stores them: one tensor may contain several parameters."""
@@ -108,7 +110,7 @@ def _stored(
 def write_checkpoint(folder: Path, config_json: Mapping[str, Any], weights: DummyWeights) -> None:
     """Write the weights as a Hugging Face checkpoint, which other engines can load. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in weights.named()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in weights.named_tensors()}
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps({**config_json, "dtype": dtype}, indent=2), "utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -75,7 +75,7 @@ class ReadAhead:
         return self._ranges(self._parts.layer(index).values())
 
     def _ranges(self, parts: Iterable[StoredPart]) -> Sequence[ByteRange]:
-        ranges = {each for part in parts for each in self._stored(part)}
+        ranges = {each for part in parts for each in self._stored_ranges(part)}
         found = sorted(ranges, key=lambda each: (each.file, each.start))
         joined: list[ByteRange] = []
         for each in found:
@@ -85,7 +85,7 @@ class ReadAhead:
                 joined.append(each)
         return joined
 
-    def _stored(self, part: StoredPart) -> Iterator[ByteRange]:
+    def _stored_ranges(self, part: StoredPart) -> Iterator[ByteRange]:
         """Yield the byte ranges of a parameter.
 
         Parts of each row of a tensor are left out: the kernel's readahead would read the whole tensor for them.

@@ -45,12 +45,12 @@ class SmoothedWeights(Weights):
         tables, norm = self._weights.tables(), self._spec.final_norm
         if norm is None or not self._spec.has_head or not _is_rounded(self._spec.head):
             return tables
-        sizes = _sizes(tables.norms[FINAL_NORM], norm)
-        factors = factors_of(sizes, _columns([tables.head])) if has_outliers(sizes) else None
+        sizes = _channel_sizes(tables.norms[FINAL_NORM], norm)
+        factors = factors_of(sizes, _column_maxima([tables.head])) if has_outliers(sizes) else None
         if factors is None:
             return tables
-        norms = {**tables.norms, **_divided(tables.norms, FINAL_NORM, norm, factors)}
-        return replace(tables, head=_times(tables.head, factors), norms=norms)
+        norms = {**tables.norms, **_divide_norm(tables.norms, FINAL_NORM, norm, factors)}
+        return replace(tables, head=_multiply(tables.head, factors), norms=norms)
 
     def layer(self, index: int) -> LayerWeights:
         """Return the weights of a layer with smaller outliers."""
@@ -78,14 +78,14 @@ def _smooth_norm(
     """Divide the weight of a norm, and multiply the columns of all products that read it, on all ranks."""
     if not any(map(_is_rounded, readers)) or any(reader.stored for reader in readers):
         return
-    sizes = _sizes(weights[name], norm)
+    sizes = _channel_sizes(weights[name], norm)
     if not has_outliers(sizes):  # equal on all ranks, as each has this norm
         return
-    columns = ranks.all_gather(_columns(weights[reader.name] for reader in readers)).amax(0)
+    columns = ranks.all_gather(_column_maxima(weights[reader.name] for reader in readers)).amax(0)
     factors = factors_of(sizes, columns)
     if factors is not None:
-        weights |= _divided(weights, name, norm, factors)
-        weights |= {reader.name: _times(weights[reader.name], factors) for reader in readers}
+        weights |= _divide_norm(weights, name, norm, factors)
+        weights |= {reader.name: _multiply(weights[reader.name], factors) for reader in readers}
         for reader in readers:
             scale_factors(weights, reader.name + FACTOR_A, factors)
 
@@ -99,7 +99,7 @@ def _smooth_half(weights: dict[str, Tensor], first: LinearSpec, second: LinearSp
     ups, downs = into.view(count, 2, -1, into.shape[1])[:, 1], back.view(count, -1, back.shape[1])
     sizes = ups.float().norm(dim=-1)
     each = [
-        factors_of(size, _columns([down])) if has_outliers(size) else None
+        factors_of(size, _column_maxima([down])) if has_outliers(size) else None
         for size, down in zip(sizes, downs, strict=True)
     ]
     if all(factors is None for factors in each):
@@ -108,11 +108,11 @@ def _smooth_half(weights: dict[str, Tensor], first: LinearSpec, second: LinearSp
     factors = torch.stack([ones if found is None else found for found in each])
     gates = torch.ones_like(factors)
     divisors = torch.stack((gates, factors), 1).reshape(-1)
-    weights[first.name] = _times(into, 1 / divisors[:, None])
+    weights[first.name] = _multiply(into, 1 / divisors[:, None])
     if first.biased:
         bias = weights[first.name + BIAS]
-        weights[first.name + BIAS] = _times(bias, 1 / divisors)
-    weights[second.name] = _times(downs, factors[:, None]).view(back.shape)
+        weights[first.name + BIAS] = _multiply(bias, 1 / divisors)
+    weights[second.name] = _multiply(downs, factors[:, None]).view(back.shape)
     if count == 1:  # experts have no adapters
         scale_factors(weights, first.name + FACTOR_B, 1 / divisors[:, None])
         scale_factors(weights, second.name + FACTOR_A, factors[0])
@@ -127,7 +127,7 @@ def scale_factors(weights: dict[str, Tensor], start: str, factors: Tensor) -> No
         factors: The multipliers.
     """
     for name in [name for name in weights if name.startswith(start)]:
-        weights[name] = _times(weights[name], factors)
+        weights[name] = _multiply(weights[name], factors)
 
 
 def has_outliers(sizes: Tensor) -> bool:
@@ -161,20 +161,22 @@ def factors_of(sizes: Tensor, columns: Tensor) -> Tensor | None:
     return torch.where(outlying, powers.exp2(), 1.0)
 
 
-def _sizes(weight: Tensor, norm: NormSpec) -> Tensor:
+def _channel_sizes(weight: Tensor, norm: NormSpec) -> Tensor:
     return (weight.float() + norm.offset).abs()
 
 
-def _columns(weights: Iterable[Tensor]) -> Tensor:
+def _column_maxima(weights: Iterable[Tensor]) -> Tensor:
     """Return the largest magnitude of each column, over several matrices."""
     return torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
 
 
-def _times(weight: Tensor, factors: Tensor) -> Tensor:
+def _multiply(weight: Tensor, factors: Tensor) -> Tensor:
     return (weight * factors.to(weight.dtype)).contiguous()
 
 
-def _divided(weights: Mapping[str, Tensor], name: str, norm: NormSpec, factors: Tensor) -> dict[str, Tensor]:
+def _divide_norm(
+    weights: Mapping[str, Tensor], name: str, norm: NormSpec, factors: Tensor
+) -> dict[str, Tensor]:
     """Return the weight and bias of a norm, divided by factors."""
     weight = weights[name]
     found = {name: ((weight.float() + norm.offset) / factors - norm.offset).to(weight.dtype)}

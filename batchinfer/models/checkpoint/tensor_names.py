@@ -108,7 +108,7 @@ def table_names(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, StoredPara
         DISTANCES: prefixes.base + names.distances,
         **_classifier_modules(names.classifier, prefixes),
     }
-    return dict(_stored([*table_parameters(spec), *([HEAD] if spec.causal else [])], modules))
+    return dict(_locate([*table_parameters(spec), *([HEAD] if spec.causal else [])], modules))
 
 
 def _classifier_modules(names: ClassifierNames | None, prefixes: NamePrefixes) -> dict[str, str]:
@@ -123,10 +123,10 @@ def layer_names(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[str
     """Return where the parameters of a layer are stored."""
     layer, family = spec.layers[index], FAMILIES[spec.family]
     start = f"{prefixes.base}{family.names.layers}.{index}."
-    return dict(_stored(layer_parameters(layer), family.modules(layer), start))
+    return dict(_locate(layer_parameters(layer), family.modules(layer), start))
 
 
-def _stored(
+def _locate(
     parameters: Iterable[str], modules: Modules, start: str = ""
 ) -> Iterator[tuple[str, StoredParameter]]:
     for name in parameters:

@@ -171,7 +171,7 @@ class CheckpointWeights(Weights):
         parts = self._parts.tables()
         with _OpenFiles(self._checkpoint, self._count) as files:
             found = {
-                name: self._copied(
+                name: self._join(
                     [files.found(part)], torch.float32 if name.startswith(CLASSIFIER) else self._dtype
                 )
                 for name, part in parts.items()
@@ -195,39 +195,39 @@ class CheckpointWeights(Weights):
 
             def joined(parameters: Sequence[str]) -> Tensor:
                 found = [files.found(places[parameter]) for parameter in parameters]
-                return self._copied(found, torch.float32 if parameters[0] in layer.vectors else self._dtype)
+                return self._join(found, torch.float32 if parameters[0] in layer.vectors else self._dtype)
 
             found = dict(fused_parameters(layer, joined))
             for linear in layer.linears:
                 if linear.stored_codes:
                     parts = [files.coded(places[part]) for part, _ in linear.parts]
-                    found |= self._coded(linear, parts)
+                    found |= self._join_coded(linear, parts)
             return found
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor that is not a parameter of the model, dequantised if necessary."""
         part = stored_part(self._checkpoint, StoredParameter(name), None)
         with _OpenFiles(self._checkpoint, self._count) as files:
-            return self._copied([files.found(part)], self._dtype)
+            return self._join([files.found(part)], self._dtype)
 
-    def _coded(self, linear: LinearSpec, parts: Sequence[StoredCodes]) -> dict[str, Tensor]:
+    def _join_coded(self, linear: LinearSpec, parts: Sequence[StoredCodes]) -> dict[str, Tensor]:
         """Return the concatenated quantised values, scales, zero points and lines of the parts."""
         copied = {
-            linear.name: self._copied([part.codes for part in parts], parts[0].codes.dtype),
-            linear.name + SCALES: self._copied([part.scales for part in parts], parts[0].scales.dtype),
+            linear.name: self._join([part.codes for part in parts], parts[0].codes.dtype),
+            linear.name + SCALES: self._join([part.scales for part in parts], parts[0].scales.dtype),
         }
         if linear.form is not None and linear.form.scales == "block":
             first, lines = 0, []
             for part in parts:
                 lines.append(part.lines + first)
                 first += len(part.scales)
-            copied[linear.name + LINES] = self._copied(lines, torch.int32)
+            copied[linear.name + LINES] = self._join(lines, torch.int32)
         if any(part.zeros is not None for part in parts):
             zeros = [torch.zeros_like(part.scales) if part.zeros is None else part.zeros for part in parts]
-            copied[linear.name + ZEROS] = self._copied(zeros, torch.float32)
+            copied[linear.name + ZEROS] = self._join(zeros, torch.float32)
         return copied
 
-    def _copied(self, parts: Sequence[Tensor | FileSegment], dtype: torch.dtype) -> Tensor:
+    def _join(self, parts: Sequence[Tensor | FileSegment], dtype: torch.dtype) -> Tensor:
         """Return the concatenation of the parts in `dtype`, read or copied in one pass."""
         rows = sum(part.shape[0] for part in parts)
         whole = self._empty((rows, *parts[0].shape[1:]), dtype)
@@ -338,10 +338,10 @@ class _OpenFiles:
         """
         key = part.key
         if self._last is None or self._last[0] != key:
-            self._last = key, self._unpacked(part)
+            self._last = key, self._unpack(part)
         return self._last[1]
 
-    def _unpacked(self, part: StoredPart) -> Tensor:
+    def _unpack(self, part: StoredPart) -> Tensor:
         name, index, packed = part.stored.tensor, part.stored.index, part.packed
         if packed is None:
             return self._read(name, index, part.slices)
@@ -357,12 +357,12 @@ class _OpenFiles:
             self._count.add(stored.info.nbytes)
             tensor = read_stored(stored)
             return tensor if index is None else tensor[index]
-        tensor = self._mapped(stored, name, slices)
+        tensor = self._map(stored, name, slices)
         tensor = tensor if index is None else tensor[index]
         self._count.add(tensor.nbytes)
         return tensor
 
-    def _mapped(self, stored: StoredTensor, name: str, slices: Slices) -> Tensor:
+    def _map(self, stored: StoredTensor, name: str, slices: Slices) -> Tensor:
         path = stored.file
         if path not in self._open:
             self._open[path] = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))

@@ -70,12 +70,12 @@ class HeadsAttention(AttentionHalf):
         spec = self.spec
         qkv = self.parts.product(spec.first, x, inputs)
         if spec.q_norm is not None and not spec.norms_heads:
-            self._norm_apart(qkv)
+            self._norm_in_place(qkv)
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         return (
-            self._rotated(heads, inputs, cache)
+            self._rotate_and_store(heads, inputs, cache)
             if spec.kv_layer is None
-            else self._rotated_alone(heads, inputs)
+            else self._rotate(heads, inputs)
         )
 
     def attend(
@@ -100,18 +100,18 @@ class HeadsAttention(AttentionHalf):
         """Return the values per token of the queries, and of the attention results."""
         return self.spec.q_width, self.spec.q_width
 
-    def _rotated(self, heads: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
+    def _rotate_and_store(self, heads: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
         """Return the rotated q, and write the rotated k, and v, to the cache."""
         spec = self.spec
         q_end, k_end = spec.q_heads, spec.q_heads + spec.kv_heads
         q, k, v = heads[:, :q_end], heads[:, q_end:k_end], heads[:, k_end:]
         return self.ops.rope_store(q, k, v, self.turn, inputs, cache)
 
-    def _rotated_alone(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
+    def _rotate(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the rotated q, for a layer that reads the cache of an earlier one."""
         return self.ops.rope(q, self.turn, inputs)
 
-    def _norm_apart(self, qkv: Tensor) -> None:
+    def _norm_in_place(self, qkv: Tensor) -> None:
         """Norm q and k in place, before they are rotated."""
         widths = {"q_norm": self.spec.q_width, "k_norm": self.spec.kv_width}
         start = 0
@@ -144,7 +144,7 @@ class LatentAttention(AttentionHalf):
         q = self._queries(x, inputs).view(-1, spec.q_heads, spec.q_dim)
         turned = q[..., spec.plain_dim :]
         kv = self.parts.product("kv_a", x, inputs)
-        latent = self._normed("kv_a_norm", kv[:, : spec.rank].contiguous())
+        latent = self._apply_norm("kv_a_norm", kv[:, : spec.rank].contiguous())
         turned.copy_(self.ops.latent_store(turned, latent, kv[:, spec.rank :], self.rope, inputs, cache))
         return q
 
@@ -175,9 +175,9 @@ class LatentAttention(AttentionHalf):
         product = self.parts.product
         if self.spec.q_rank is None:
             return product("q", x, inputs)
-        return product("q_b", self._normed("q_a_norm", product("q_a", x, inputs)), inputs)
+        return product("q_b", self._apply_norm("q_a_norm", product("q_a", x, inputs)), inputs)
 
-    def _normed(self, name: str, x: Tensor) -> Tensor:
+    def _apply_norm(self, name: str, x: Tensor) -> Tensor:
         norm = self.spec.norms[name]
         assert norm is not None
         return self.ops.norm(norm, self.parts.norms, name, x)[0]

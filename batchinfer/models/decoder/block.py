@@ -142,7 +142,7 @@ def pack_layer(
         ranks: As for `pack_weights`.
     """
     linears = {
-        linear.name: _packed(ops, linear, weights)
+        linear.name: _pack(ops, linear, weights)
         for linear in spec.linears
         if not (linear.experts or linear.heads)
     }
@@ -177,7 +177,7 @@ def _adapters(
             yield linear.name, ops.pack_adapters(found, room)
 
 
-def _packed(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
+def _pack(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
     weight, bias = _weight(ops, linear, weights), weights.get(linear.name + BIAS)
     if linear.exact:
         return ops.pack_exact(weights[linear.name], bias)

@@ -67,7 +67,7 @@ class Decoder:
         self._positions, distances = position_table(spec, packed.tables), None
         if packed.tables.distances is not None:
             distances = distance_table(packed.tables.distances, max_positions)
-        self._multiplier = _rounded(spec.embedding_multiplier, self._tables.embedding.dtype)
+        self._multiplier = _round_to(spec.embedding_multiplier, self._tables.embedding.dtype)
         ropes = {layer.rotation for layer in spec.layers if layer.rotation is not None}
         tables: dict[Rotation | None, RopeTable] = {
             rope: rope_table(rope, max_positions, packed.device) for rope in ropes
@@ -128,8 +128,8 @@ class Decoder:
         longest = max(inputs[0].context_lens)
         if longest > self.max_positions:
             raise ValueError(f"a context of {longest} tokens, and {self.max_positions} positions")
-        inputs = self._sorted(inputs)
-        x = self._embedded(token_ids, inputs[0]) if before is None else before
+        inputs = self._sort_by_adapter(inputs)
+        x = self._embed(token_ids, inputs[0]) if before is None else before
         residual: Tensor | None = None
         places = dict(zip(self._attending, caches, strict=True))
         for index, layer in enumerate(self._layers):
@@ -157,8 +157,8 @@ class Decoder:
         Only positions, slots and the padding slot of `inputs` are read. So the kernels between two boundaries depend
         only on the number of tokens. Operators that fuse layers do not support this.
         """
-        inputs = self._sorted(inputs)
-        x = self._embedded(token_ids, inputs[0]) if before is None else before
+        inputs = self._sort_by_adapter(inputs)
+        x = self._embed(token_ids, inputs[0]) if before is None else before
         residual: Tensor | None = None
         places = dict(zip(self._attending, caches, strict=True))
         for index, layer in enumerate(self._layers):
@@ -189,7 +189,7 @@ class Decoder:
         queries, attended = (embedding.new_zeros(tokens * width) for width in widest)
         return StaticBuffers(tokens, queries, attended, embedding.new_zeros(tokens, hidden))
 
-    def _sorted(self, inputs: Sequence[AttentionInputs]) -> Sequence[AttentionInputs]:
+    def _sort_by_adapter(self, inputs: Sequence[AttentionInputs]) -> Sequence[AttentionInputs]:
         """Sort the step's tokens by adapter, once for all layers, if any token has one."""
         adapters = inputs[0].adapters
         if adapters is None:
@@ -197,7 +197,7 @@ class Decoder:
         rows = AdaptedRows.of(adapters, self._adapters)
         return [replace(own, adapted=rows) for own in inputs]
 
-    def _embedded(self, token_ids: Tensor, inputs: AttentionInputs) -> Tensor:
+    def _embed(self, token_ids: Tensor, inputs: AttentionInputs) -> Tensor:
         assert self.spec.begins, "it takes the hidden states of earlier layers"
         table = self._tables.embedding
         x = self._ops.embedding(token_ids, table) if self._split is None else self._split(token_ids, table)
@@ -212,12 +212,12 @@ class Decoder:
 
     def states(self, hidden: Tensor) -> Tensor:
         """Return the normed states, (n, hidden), of rows of `forward`: transformers' last_hidden_state."""
-        return self._normed(hidden)
+        return self._apply_norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits, (n, vocab) float32, of rows of `forward`, (n, hidden)."""
         assert self._head is not None, "an encoder makes no logits"
-        logits = self._head(self._normed(hidden))
+        logits = self._head(self._apply_norm(hidden))
         if self.spec.logit_multiplier != 1:
             logits = logits * self.spec.logit_multiplier
         cap = self.spec.logit_cap
@@ -227,15 +227,15 @@ class Decoder:
         """Return the argmax of the logits of rows of `forward`, (n,) int64; NO_TOKEN for rows that are not finite."""
         if _keeps_order(self.spec):
             assert self._head is not None, "an encoder makes no logits"
-            return self._head.argmax(self._normed(hidden))
+            return self._head.argmax(self._apply_norm(hidden))
         return finite_argmax(self.logits(hidden))
 
-    def _normed(self, hidden: Tensor) -> Tensor:
+    def _apply_norm(self, hidden: Tensor) -> Tensor:
         norm = self.spec.final_norm
         return hidden if norm is None else self._ops.norm(norm, self._tables.norms, FINAL_NORM, hidden)[0]
 
 
-def _rounded(value: float, dtype: torch.dtype) -> float:
+def _round_to(value: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(value, dtype=dtype))
 
 

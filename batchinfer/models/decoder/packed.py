@@ -38,13 +38,13 @@ class Classifier:
 
     def __call__(self, pooled: Tensor) -> Tensor:
         """Return the logits, (n, labels) float32, of pooled states, (n, hidden). Rows do not affect each other."""
-        x = _activated(self._ops, self._dense(pooled.float()), self._spec.activation)
+        x = _activate(self._ops, self._dense(pooled.float()), self._spec.activation)
         norm = self._spec.norm
         x = x if norm is None else self._ops.norm(norm, self._norms, CLASSIFIER_NORM, x)[0]
         return self._out(x)
 
 
-def _activated(ops: Ops, x: Tensor, activation: HeadActivation) -> Tensor:
+def _activate(ops: Ops, x: Tensor, activation: HeadActivation) -> Tensor:
     if activation == "tanh":
         return x.tanh()
     return x.relu() if activation == "relu" else ops.activation(x, activation)

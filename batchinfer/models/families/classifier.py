@@ -14,9 +14,9 @@ _POOLINGS = ("cls", "mean")
 _USUAL_LABELS = 2  # if the configuration states no number
 
 
-def classifier(fields: Fields, behind_dense: HeadActivation) -> ClassifierSpec | None:
+def classifier(fields: Fields, after_dense: HeadActivation) -> ClassifierSpec | None:
     """Read a head that computes logits from the state of the first token; None if the class has no head."""
-    return ClassifierSpec(_labels(fields), behind_dense) if _classifies(fields.raw) else None
+    return ClassifierSpec(_labels(fields), after_dense) if _classifies(fields.raw) else None
 
 
 def normed_classifier(fields: Fields, norm: NormSpec) -> ClassifierSpec | None:

@@ -64,10 +64,10 @@ def parse_deepseek_v2(files: ConfigFiles) -> ModelSpec:
         fields, "n_routed_experts", 64, 0, normalised=False, scale=fields.number("routed_scaling_factor", 1.0)
     )
     if method == "group_limited_greedy":
-        rule = _grouped(fields, rule, fields.integer("n_group"), fields.integer("topk_group"))
+        rule = _with_groups(fields, rule, fields.integer("n_group"), fields.integer("topk_group"))
     dense = gated_feed_forward(fields, fields.boolean("mlp_bias", False))
     sizes = {"moe_intermediate_size": 1407, "n_shared_experts": 2, "first_k_dense_replace": 0}
-    return _model("deepseek_v2", files, rule, dense, sizes, eos=(2,), turned=True)
+    return _model("deepseek_v2", files, rule, dense, sizes, eos=(2,), interleaved=True)
 
 
 def parse_deepseek_v3(files: ConfigFiles) -> ModelSpec:
@@ -77,13 +77,17 @@ def parse_deepseek_v3(files: ConfigFiles) -> ModelSpec:
     normalised = fields.boolean("norm_topk_prob", True)
     rule = routing(fields, "n_routed_experts", 256, 8, normalised=normalised, scale=scale)
     rule = replace(rule, scoring="sigmoid", corrected=True)
-    rule = _grouped(fields, rule, fields.integer("n_group", 8), fields.integer("topk_group", 4), top_two=True)
+    rule = _with_groups(
+        fields, rule, fields.integer("n_group", 8), fields.integer("topk_group", 4), top_two=True
+    )
     sizes = {"moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
-    turned = fields.boolean("rope_interleave", True)
-    return _model("deepseek_v3", files, rule, gated_feed_forward(fields), sizes, eos=(1,), turned=turned)
+    interleaved = fields.boolean("rope_interleave", True)
+    return _model(
+        "deepseek_v3", files, rule, gated_feed_forward(fields), sizes, eos=(1,), interleaved=interleaved
+    )
 
 
-def _grouped(fields: Fields, rule: Routing, groups: int, chosen: int, top_two: bool = False) -> Routing:
+def _with_groups(fields: Fields, rule: Routing, groups: int, chosen: int, top_two: bool = False) -> Routing:
     try:
         return replace(rule, groups=groups, chosen_groups=chosen, group_score="top_two" if top_two else "max")
     except ValueError as error:
@@ -98,11 +102,11 @@ def _model(
     dense: FeedForwardSpec,
     absent: dict[str, int],
     eos: tuple[int, ...],
-    turned: bool,
+    interleaved: bool,
 ) -> ModelSpec:
-    """Return the spec of a model; `turned`: whether pairs of the rotation are interleaved."""
+    """Return the spec of a model; `interleaved`: whether pairs of the rotation are interleaved."""
     fields = files.config
-    norm, attended = NormSpec(hidden_size(fields), rms_eps(fields)), _attention(fields, turned)
+    norm, attended = NormSpec(hidden_size(fields), rms_eps(fields)), _attention(fields, interleaved)
     inner, shared, first = (fields.integer(key, value, low=0) for key, value in absent.items())
     kept = replace(dense, inner=inner * shared) if shared else None
     experts = ExpertsSpec(rule, inner, activation(fields), shared=kept)
@@ -111,7 +115,7 @@ def _model(
     return model(family, files, layers, norm=norm, absent_eos=eos)
 
 
-def _attention(fields: Fields, turned: bool) -> LatentAttentionSpec:
+def _attention(fields: Fields, interleaved: bool) -> LatentAttentionSpec:
     rope = parse_rope(fields.raw, max_positions(fields), fields.mistakes)
     plain, dim = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
     has_rank = "q_lora_rank" in fields.raw
@@ -121,7 +125,7 @@ def _attention(fields: Fields, turned: bool) -> LatentAttentionSpec:
         plain_dim=plain,
         v_dim=fields.integer("v_head_dim", 128),
         scale=(plain + dim) ** -0.5 * yarn_scale(fields.raw, rope) ** 2,
-        rotation=Rotation(rope, dim, interleaved=turned),
+        rotation=Rotation(rope, dim, interleaved=interleaved),
         q_rank=fields.optional_integer("q_lora_rank") if has_rank else 1536,
         biased=fields.boolean("attention_bias", False),
     )

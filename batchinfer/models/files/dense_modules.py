@@ -41,7 +41,7 @@ def dense_module(folder: CheckpointFolder, name: str, named_by: str) -> Dense:
     tensors = read_header(weights)
     wrong = _problem(stated, tensors)
     if wrong is not None:
-        raise _refused(folder, name, wrong)
+        raise _refusal(folder, name, wrong)
     weight, bias = tensors[_WEIGHT], tensors.get(_BIAS)
     outputs, inputs = weight.shape
     content = weights.read_bytes()
@@ -58,7 +58,7 @@ def dense_module(folder: CheckpointFolder, name: str, named_by: str) -> Dense:
     )
 
 
-def _refused(folder: CheckpointFolder, name: str, wrong: str) -> JobFileError:
+def _refusal(folder: CheckpointFolder, name: str, wrong: str) -> JobFileError:
     return checkpoint_error(Path(folder.path), f"the module Dense in {shown(name)}: {wrong}")
 
 

@@ -67,7 +67,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     try:
         return _read(path)
     except _Malformed as error:
-        raise _refused(path, error) from error
+        raise _refusal(path, error) from error
 
 
 def data_start(path: Path) -> int:
@@ -79,12 +79,12 @@ def data_start(path: Path) -> int:
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata of a header, without its tensors. Raises SecurityRefusal as read_header does."""
     try:
-        return _parsed(_header(path))[1]
+        return _parse(_header(path))[1]
     except _Malformed as error:
-        raise _refused(path, error) from error
+        raise _refusal(path, error) from error
 
 
-def _refused(path: Path, error: _Malformed) -> SecurityRefusal:
+def _refusal(path: Path, error: _Malformed) -> SecurityRefusal:
     return SecurityRefusal(
         f"{path}: malformed safetensors header: {error}; download or convert the file again"
     )
@@ -92,7 +92,7 @@ def _refused(path: Path, error: _Malformed) -> SecurityRefusal:
 
 def _read(path: Path) -> dict[str, TensorInfo]:
     header = _header(path)
-    tensors = {name: _tensor(name, entry) for name, entry in _parsed(header)[0].items()}
+    tensors = {name: _tensor(name, entry) for name, entry in _parse(header)[0].items()}
     _check_layout(tensors, path.stat().st_size - PREFIX_BYTES - len(header))
     return tensors
 
@@ -121,7 +121,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _parsed(header: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+def _parse(header: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the JSON entries of the tensors, and the metadata."""
     try:
         raw = json.loads(header.decode("utf-8"), object_pairs_hook=_unique)

@@ -72,8 +72,8 @@ def sentence_modules(path: Path) -> SentenceModules | None:
             path, text, hint="name that folder in model.path, and embed.pooling in the job"
         )
     _check_texts(folder)
-    pooling = _stored(folder, f"{modules[1].get('path')}/{_CONFIG}")
-    mode, prompts = _mode(folder, pooling), _stored(folder, PROMPTS)
+    pooling = _load(folder, f"{modules[1].get('path')}/{_CONFIG}")
+    mode, prompts = _mode(folder, pooling), _load(folder, PROMPTS)
     texts = prompts.get("prompts") or {}
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise checkpoint_error(path, f"{PROMPTS} has prompts that are not texts by name")
@@ -115,13 +115,13 @@ def _kind(module: Mapping[str, Any]) -> str:
     return str(module.get("type")).rpartition(".")[2]
 
 
-def _stored(folder: CheckpointFolder, name: str, named_by: str = MODULES) -> dict[str, Any]:
+def _load(folder: CheckpointFolder, name: str, named_by: str = MODULES) -> dict[str, Any]:
     file = folder.file(name, named_by)
     return {} if file is None else load_json_object(file)
 
 
 def _check_texts(folder: CheckpointFolder) -> None:
-    if _stored(folder, TEXTS).get("do_lower_case"):
+    if _load(folder, TEXTS).get("do_lower_case"):
         raise checkpoint_error(folder.path, f"{TEXTS} has do_lower_case, and texts are encoded as they are")
 
 
@@ -146,7 +146,7 @@ def stated_activation(path: Path) -> str | None:
     if path.is_file():  # a GGUF file
         return None
     folder = CheckpointFolder(path)
-    own, config = (_stored(folder, name, "") for name in (PROMPTS, CONFIG))
+    own, config = (_load(folder, name, "") for name in (PROMPTS, CONFIG))
     newer = config.get("sentence_transformers")
     each = (own.get(_KEY), newer.get(_KEY) if isinstance(newer, dict) else None, config.get(_OLD_KEY))
     return next((str(one) for one in each if one is not None), None)

@@ -111,8 +111,8 @@ class EagleHead:
     ) -> Tensor:
         """Run a step; see LayerHead."""
         ops, layer, parts = self.weights.ops, self.weights.stored.spec.layers[0], self.parts
-        embedded = self._normed("input_norm", ops.embedding(token_ids, self.embedding))
-        state = self._normed("state_norm", states)
+        embedded = self._apply_norm("input_norm", ops.embedding(token_ids, self.embedding))
+        state = self._apply_norm("state_norm", states)
         residual = state if self.weights.stored.norms_residual else states
         queries = self.attention.queries(torch.cat((embedded, state), -1), inputs, cache)
         attended = self.attention.result(self.attention.attend(queries, inputs, cache, plan), inputs)
@@ -121,7 +121,7 @@ class EagleHead:
 
     def states(self, hidden: Tensor) -> Tensor:
         """Apply the final norm."""
-        return self._normed(_FINAL, hidden)
+        return self._apply_norm(_FINAL, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of all tokens of the model."""
@@ -143,7 +143,7 @@ class EagleHead:
         assert norm is not None, "all norms of a head are equal, and it has one"
         return norm
 
-    def _normed(self, name: str, x: Tensor) -> Tensor:
+    def _apply_norm(self, name: str, x: Tensor) -> Tensor:
         norms = self.parts.norms if name in self.parts.norms else self.weights.norms
         return self.weights.ops.norm(self._norm, norms, name, x)[0]
 

@@ -76,9 +76,9 @@ class MtpHead:
     ) -> Tensor:
         """Run a step; see LayerHead."""
         embedded = self.weights.ops.embedding(token_ids, self.model.embedding)
-        both = self._normed(EMBEDDING_NORM, embedded), self._normed(STATE_NORM, states)
+        both = self._apply_norm(EMBEDDING_NORM, embedded), self._apply_norm(STATE_NORM, states)
         x, residual = self.layer(self.weights.fuse(torch.cat(both, -1)), None, inputs, cache, plan)
-        return self._normed(NORM, x, residual)
+        return self._apply_norm(NORM, x, residual)
 
     def states(self, hidden: Tensor) -> Tensor:
         """Return the states, which are normed already."""
@@ -92,7 +92,7 @@ class MtpHead:
         """Return the argmax of the logits."""
         return self.model.head.argmax(hidden)
 
-    def _normed(self, name: str, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def _apply_norm(self, name: str, x: Tensor, residual: Tensor | None = None) -> Tensor:
         norm = self.weights.stored.spec.final_norm
         assert norm is not None, "all of its norms are alike"
         return self.weights.ops.norm(norm, self.weights.norms, name, x, residual)[0]

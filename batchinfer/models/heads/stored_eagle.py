@@ -142,7 +142,7 @@ def inspect_eagle(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredEag
             path, f"{listed(pickles)} is a pickle, which is not read: save its tensors as {WEIGHTS}"
         )
     files, mistakes = read_weight_files(folder), list[str]()
-    stored = _parsed(load_json_object(config), files.tensors, files.files, checkpoint.spec, mistakes)
+    stored = _parse(load_json_object(config), files.tensors, files.files, checkpoint.spec, mistakes)
     if not mistakes:
         mistakes += _mistakes(stored, files.tensors)
     if mistakes:
@@ -150,7 +150,7 @@ def inspect_eagle(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredEag
     return stored
 
 
-def _parsed(
+def _parse(
     raw: Mapping[str, Any],
     tensors: Mapping[str, StoredTensor],
     files: tuple[Path, ...],

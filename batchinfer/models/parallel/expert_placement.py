@@ -35,7 +35,7 @@ class ExpertPlacement:
     def held(self, layer: int, rank: int) -> tuple[HeldExpert, ...]:
         """Return the experts of a layer that a rank holds. Copies take turns in the order of their ranks."""
         shares = self.layers[layer]
-        return tuple(_held(shares, rank, number) for number in shares[rank])
+        return tuple(_held_expert(shares, rank, number) for number in shares[rank])
 
 
 def split_into_ranges(experts: int, ranks: int) -> Shares:
@@ -67,7 +67,7 @@ def imbalance(layers: Sequence[tuple[Shares, Sequence[float]]]) -> float:
     return sum(map(max, each)) / mean if mean else 1.0
 
 
-def _held(shares: Shares, rank: int, number: int) -> HeldExpert:
+def _held_expert(shares: Shares, rank: int, number: int) -> HeldExpert:
     having = [other for other, share in enumerate(shares) if number in share]
     return HeldExpert(number, having.index(rank), len(having))
 
@@ -92,21 +92,21 @@ def balance_experts(costs: Costs, ranks: int, extra: int) -> Shares:
     # A lower bound of the greatest load, for any number of copies
     mean = sum(min(each * held for held, each in enumerate(of, 1)) for of in costs) / ranks
     found = list[tuple[float, Shares]]()
-    for more in _doubled(min(extra, len(costs) - share)):
-        for copies in _numbers(costs, ranks, ranks * (share + more) - len(costs)):
-            found.append(_packed(costs, ranks, share + more, copies))
+    for more in _powers_of_two(min(extra, len(costs) - share)):
+        for copies in _copy_counts(costs, ranks, ranks * (share + more) - len(costs)):
+            found.append(_pack_copies(costs, ranks, share + more, copies))
             if found[-1][0] <= mean * (1 + LOAD_TOLERANCE):
                 return found[-1][1]
     least = min(load for load, _ in found)
     return next(shares for load, shares in found if load <= least * (1 + LOAD_TOLERANCE))
 
 
-def _doubled(most: int) -> list[int]:
+def _powers_of_two(most: int) -> list[int]:
     """Return 0, 1, 2, 4 … up to `most`, and `most` itself."""
     return sorted({0, most, *(1 << power for power in range(most.bit_length()))})
 
 
-def _numbers(costs: Costs, ranks: int, most: int) -> list[list[int]]:
+def _copy_counts(costs: Costs, ranks: int, most: int) -> list[list[int]]:
     """Return candidates for the number of copies of each expert.
 
     The first candidate has one copy of each. The others add 1, 2, 4 … copies in all, one at a time, each of the most
@@ -127,7 +127,7 @@ def _numbers(costs: Costs, ranks: int, most: int) -> list[list[int]]:
     return found if copies == found[-1] else [*found, copies]
 
 
-def _packed(costs: Costs, ranks: int, room: int, copies: Sequence[int]) -> tuple[float, Shares]:
+def _pack_copies(costs: Costs, ranks: int, room: int, copies: Sequence[int]) -> tuple[float, Shares]:
     """Place the copies, and return the greatest load of a rank and the experts of each rank."""
     each = [of[held - 1] for of, held in zip(costs, copies, strict=True)]
     shares: list[set[int]] = [set() for _ in range(ranks)]

@@ -108,11 +108,11 @@ def _stage(spec: ModelSpec, layers: Span) -> ModelSpec:
     The first range has the embedding, the last one the final norm and the head.
     """
     first, end = layers
-    own = tuple(_renumbered(layer, first) for layer in spec.layers[first:end])
+    own = tuple(_renumber(layer, first) for layer in spec.layers[first:end])
     return replace(spec, layers=own, begins=spec.begins and first == 0, ends=end == len(spec.layers))
 
 
-def _renumbered(layer: LayerSpec, first: int) -> LayerSpec:
+def _renumber(layer: LayerSpec, first: int) -> LayerSpec:
     attention = layer.attention
     if not isinstance(attention, AttentionSpec) or attention.kv_layer is None:
         return layer
@@ -171,10 +171,10 @@ def _experts(spec: ExpertsSpec, shard: ModelShard, index: int) -> ExpertsSpec:
     count = spec.routing.experts
     if count < shard.experts.size:
         raise CannotSplit(f"{count} experts have no part for each of {shard.experts.size} ranks")
-    return replace(spec, held=_held(count, shard.experts, shard.placement, index), shared=shared)
+    return replace(spec, held=_held_experts(count, shard.experts, shard.placement, index), shared=shared)
 
 
-def _held(
+def _held_experts(
     count: int, share: Portion, placement: ExpertPlacement | None, layer: int
 ) -> tuple[HeldExpert, ...] | None:
     """Return the experts of a layer that a rank holds; None if it holds all.

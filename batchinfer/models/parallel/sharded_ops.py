@@ -80,16 +80,18 @@ class HeldExperts(Experts):
         add_loads(self.loads, choice.experts, counted)
         numbers = self._own_numbers(choice.experts)
         if self._exact:
-            return self._ops.combine(merge_disjoint(self._made(x, numbers), self._group), choice.weights)
-        return self._group.all_reduce(self._added(x, Choice(numbers, choice.weights)))
+            return self._ops.combine(
+                merge_disjoint(self._compute_own(x, numbers), self._group), choice.weights
+            )
+        return self._group.all_reduce(self._sum_own(x, Choice(numbers, choice.weights)))
 
-    def _added(self, x: Tensor, choice: Choice) -> Tensor:
+    def _sum_own(self, x: Tensor, choice: Choice) -> Tensor:
         """Return (T, N), the weighted sum of the results of this rank's experts for each token."""
         if self._inner.skips:
             return self._inner(x, choice)
-        return self._ops.combine(self._made(x, choice.experts), choice.weights)
+        return self._ops.combine(self._compute_own(x, choice.experts), choice.weights)
 
-    def _made(self, x: Tensor, numbers: Tensor) -> Tensor:
+    def _compute_own(self, x: Tensor, numbers: Tensor) -> Tensor:
         """Return (T × chosen, N), the unweighted result of each chosen expert; results of other ranks are zeros.
 
         Args:
@@ -98,11 +100,11 @@ class HeldExperts(Experts):
         """
         chosen, each = numbers.shape[1], numbers.flatten()
         if self._inner.skips:
-            return self._each(x.repeat_interleave(chosen, 0), each)
+            return self._compute_rows(x.repeat_interleave(chosen, 0), each)
         own = (each < self._none).nonzero().flatten()
         made = x.new_zeros(len(each), x.shape[1])
         if len(own):
-            made[own] = self._each(x[own // chosen], each[own])
+            made[own] = self._compute_rows(x[own // chosen], each[own])
         return made
 
     def _own_numbers(self, experts: Tensor) -> Tensor:
@@ -115,7 +117,7 @@ class HeldExperts(Experts):
         places = torch.arange(len(experts), device=experts.device)[:, None]
         return self._numbers[experts, places % self._copies[experts]]
 
-    def _each(self, rows: Tensor, numbers: Tensor) -> Tensor:
+    def _compute_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """Compute each row with one expert and weight 1, which leaves the bits of the result unchanged."""
         ones = torch.ones(len(rows), 1, device=rows.device)
         return self._inner(rows, Choice(numbers[:, None], ones))

@@ -94,7 +94,7 @@ def model_cost(
         OperatorCost("embedding", token=embedding),
         _attention(spec, itemsize, device == "cuda" and not deterministic),
         OperatorCost("copy_parts", copied=_copying(spec, itemsize)),
-        *_behind_layers(spec, itemsize),
+        *_after_layers(spec, itemsize),
     )
     return ModelCost(
         operators=(*summed.values(), *once),
@@ -129,50 +129,50 @@ def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
     return found
 
 
-def _behind_layers(spec: ModelSpec, itemsize: int) -> Iterator[OperatorCost]:
+def _after_layers(spec: ModelSpec, itemsize: int) -> Iterator[OperatorCost]:
     """Yield the costs of the operators after the layers, which compute only the sampled rows.
 
     An encoder has no head.
     """
     norm = spec.final_norm if spec.ends else None
     if norm is not None:
-        yield _sampled("final_norm", lambda n: _norm(norm, n, itemsize, residual=True))
+        yield _per_sampled_row("final_norm", lambda n: _norm(norm, n, itemsize, residual=True))
     if spec.has_head:
-        yield _sampled("lm_head", _linear(spec.head, itemsize))
+        yield _per_sampled_row("lm_head", _linear(spec.head, itemsize))
         yield from _after_head(spec)
-        yield _sampled("sample", lambda n: sample_cost(n, spec.vocab, itemsize))
+        yield _per_sampled_row("sample", lambda n: sample_cost(n, spec.vocab, itemsize))
 
 
 def _after_head(spec: ModelSpec) -> Iterator[OperatorCost]:
     """Yield the costs of the operators on logits, which are float32."""
     if spec.logit_multiplier != 1:
-        yield _sampled("logit_multiplier", lambda n: scale_cost(n, spec.rows, 4))
+        yield _per_sampled_row("logit_multiplier", lambda n: scale_cost(n, spec.rows, 4))
     if spec.logit_cap is not None:
-        yield _sampled("logit_cap", lambda n: cap_cost(n, spec.rows))
+        yield _per_sampled_row("logit_cap", lambda n: cap_cost(n, spec.rows))
 
 
 def _layer_operators(layer: LayerSpec, itemsize: int, device: Device) -> Iterator[OperatorCost]:
     attention = layer.attention
-    yield _token("rms_norm", lambda n: _norms(layer, n, itemsize))
+    yield _per_token("rms_norm", lambda n: _norms(layer, n, itemsize))
     if attention is not None:
-        yield _token("rope_store", _store(attention, itemsize))
+        yield _per_token("rope_store", _store(attention, itemsize))
     for linear in layer.linears:
         if linear.heads:
             assert isinstance(attention, LatentAttentionSpec)
-            yield _token(linear.name, _heads(attention, linear.form, itemsize))
+            yield _per_token(linear.name, _heads(attention, linear.form, itemsize))
         elif linear.experts:
             yield _experts(linear, itemsize, device)
         else:
-            yield _token(linear.name, _linear(linear, itemsize, device))
+            yield _per_token(linear.name, _linear(linear, itemsize, device))
         if linear.activation is not None:
             yield _activation(linear, itemsize)
     if layer.residual_multiplier != 1:
         halves = 1 if attention is None else 2
-        yield _token("residual_multiplier", lambda n: scale_cost(n * halves, layer.hidden, itemsize))
+        yield _per_token("residual_multiplier", lambda n: scale_cost(n * halves, layer.hidden, itemsize))
     if isinstance(layer.feed_forward, ExpertsSpec):
         routing = layer.feed_forward.routing
-        yield _token("routing", lambda n: routing_cost(n, routing.experts, routing.chosen))
-        yield _token("combine", lambda n: combine_cost(n, routing.chosen, layer.hidden, itemsize))
+        yield _per_token("routing", lambda n: routing_cost(n, routing.experts, routing.chosen))
+        yield _per_token("combine", lambda n: combine_cost(n, routing.chosen, layer.hidden, itemsize))
 
 
 def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Callable[[int], Cost]:
@@ -271,8 +271,8 @@ def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
     """Return the cost of the activation after a product."""
     if linear.gated:
         width = linear.outputs // 2
-        return _token("activation", lambda n: gated_activation_cost(n * linear.chosen, width, itemsize))
-    return _token("activation", lambda n: activation_cost(n * linear.chosen, linear.outputs, itemsize))
+        return _per_token("activation", lambda n: gated_activation_cost(n * linear.chosen, width, itemsize))
+    return _per_token("activation", lambda n: activation_cost(n * linear.chosen, linear.outputs, itemsize))
 
 
 def _experts(linear: LinearSpec, itemsize: int, device: Device) -> OperatorCost:
@@ -337,11 +337,11 @@ def _linear(linear: LinearSpec, itemsize: int, device: Device = "cpu") -> Callab
     return lambda n: quantized_linear_cost(n, inputs, outputs, itemsize)
 
 
-def _token(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
+def _per_token(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
     """Return the cost of an operator that computes every token; it is linear in their number."""
     return OperatorCost(name, step=cost(0), token=cost(1) - cost(0))
 
 
-def _sampled(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
+def _per_sampled_row(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
     """Return the cost of an operator that computes only the sampled rows."""
     return OperatorCost(name, step=cost(0), sampled=cost(1) - cost(0), only_sampled=True)

@@ -183,13 +183,13 @@ def check_factors(folder: Path, layers: list[RoundedLayer], changed: list[Tensor
         others = [linear for linear in own_linears if not linear.stored]
         after = [*(changed.pop(0) for _ in rounded), *(layer.weights[one.name] for one in others)]
         for linear, weight in zip([*rounded, *others], after, strict=True):
-            a, b = factors.changed(index, linear.name, torch.eye(linear.inputs), own[linear.name].float())
+            a, b = factors.adapt(index, linear.name, torch.eye(linear.inputs), own[linear.name].float())
             torch.testing.assert_close(b @ a, weight, rtol=1e-4, atol=1e-6)
             moved += not torch.equal(b @ a, own[linear.name])
     assert moved >= 4
     same = torch.eye(SIZES["hidden_size"])
-    of_stage = factors.of_layers((1, 2)).changed(0, "o", same, same)
-    assert all(map(torch.equal, of_stage, factors.changed(1, "o", same, same)))
+    of_stage = factors.of_layers((1, 2)).adapt(0, "o", same, same)
+    assert all(map(torch.equal, of_stage, factors.adapt(1, "o", same, same)))
 
 
 def test_layers_that_no_group_divides_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
