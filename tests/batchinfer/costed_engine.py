@@ -20,13 +20,13 @@ COSTED = "tests.batchinfer.costed_engine:build"
 
 def build(config: LoadConfig, *beside: Any, **named: Any) -> LoadedWeights:
     """Load as batchinfer.engine.load.build.load_weights does, with what it gets `beside` the configuration."""
-    from batchinfer.engine.drafts import medusa, patience, proposal_times, step_times
+    from batchinfer.engine.drafts import backoff, medusa, proposal_times, step_times
     from batchinfer.engine.load.build import load_weights
 
-    patience.SHARE = 1e9
-    step_times.DraftedStepTimes.measured = _unmeasured  # type: ignore[assignment,method-assign]
-    proposal_times.ProposalTimes.measured = _unmeasured  # type: ignore[assignment,method-assign]
-    medusa.HeadsBeside.measured = _unmeasured  # type: ignore[assignment,method-assign]
+    backoff.SHARE = 1e9
+    step_times.DraftedStepTimes.record_time = _unmeasured  # type: ignore[assignment,method-assign]
+    proposal_times.ProposalTimes.record_time = _unmeasured  # type: ignore[assignment,method-assign]
+    medusa.MedusaSource.record_time = _unmeasured  # type: ignore[assignment,method-assign]
     return load_weights(config, *beside, **named)
 
 

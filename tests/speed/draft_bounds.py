@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from batchinfer.engine.drafts.draft_value import choose_draft_counts
 from batchinfer.engine.drafts.source import MOST_DRAFTS
-from batchinfer.engine.drafts.worth import drafts_worth
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
 from tests.model_costs import llama_cost
 
@@ -24,6 +24,8 @@ def step_seconds(cost: ModelCost, peaks: Peaks, context: int, rows: int, drafts:
 def best_gain(seconds: Callable[[int, int], float], rows: int, rate: float) -> float:
     """Return how many times as many tokens a second the best number of drafts gives."""
     rates, lengths = np.full(rows, rate), np.full(rows, MOST_DRAFTS, np.int64)
-    counts = drafts_worth(rates, lengths, lambda drafts: seconds(rows, drafts), rows, rows * MOST_DRAFTS)
+    counts = choose_draft_counts(
+        rates, lengths, lambda drafts: seconds(rows, drafts), rows, rows * MOST_DRAFTS
+    )
     right = sum(rate**place for count in counts.tolist() for place in range(1, count + 1))
     return (rows + right) / rows * seconds(rows, 0) / seconds(rows, int(counts.sum()))

@@ -1,1 +1,1 @@
-"""Drafts: tokens that are likely to follow, verified many at a time, and how many of them it pays to verify."""
+"""Draft tokens: the sources that propose them, and the choice of how many to verify."""

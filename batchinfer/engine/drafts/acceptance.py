@@ -1,4 +1,4 @@
-"""Measures how likely the tokens that a source proposes are to be right."""
+"""Estimates the probability that draft tokens are accepted."""
 
 from __future__ import annotations
 
@@ -9,113 +9,140 @@ from batchinfer.engine.drafts.source import Proposal
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.draft_tree import DraftTree
 
-_PRIOR_TOKENS = 4.0  # what is believed before anything was verified counts as so many tokens
-_MOST_TOKENS = 400.0  # of so many the older ones count half
-_WEAKER_TOKENS = 12.0  # of what came of proposals that recognised less: it counts as so many tokens at most
-_LEAST, _MOST = 0.02, 0.995
+_PRIOR_TOKENS = 4.0  # weight of the prior rate, in verified tokens
+_MOST_TOKENS = 400.0  # verified tokens after which all counts are halved
+_WEAKER_TOKENS = 12.0  # maximum weight of the results of shorter matches, in verified tokens
+_LEAST, _MOST = 0.02, 0.995  # bounds of an estimated rate
 
 
 @dataclass(slots=True)
 class _Count:
-    """Tokens that were verified, and those of them that were right."""
+    """The number of verified and of accepted draft tokens."""
 
     verified: float = 0.0
-    right: float = 0.0
+    accepted: float = 0.0
 
     def scale(self, factor: float) -> None:
-        self.verified, self.right = self.verified * factor, self.right * factor
+        self.verified, self.accepted = self.verified * factor, self.accepted * factor
 
 
 class NodeAcceptance:
-    """Counts, for each kind of nodes of trees, how many were right of those whose parents were."""
+    """Estimates the acceptance rate of draft tree nodes whose parent was accepted, per kind of node."""
 
     def __init__(self) -> None:
         self._counts: dict[Hashable, _Count] = {}
 
     def rate(self, kind: Hashable, believed: float) -> float:
-        """Return how likely such a node is to be right where its parent is. `believed`: before any was verified."""
+        """Return the probability that a node of this kind is accepted if its parent is.
+
+        Args:
+            kind: The kind of the node.
+            believed: The prior probability, used until enough nodes are verified.
+        """
         count = self._counts.get(kind) or _Count()
-        rate = (count.right + _PRIOR_TOKENS * believed) / (count.verified + _PRIOR_TOKENS)
+        rate = (count.accepted + _PRIOR_TOKENS * believed) / (count.verified + _PRIOR_TOKENS)
         return min(_MOST, max(_LEAST / 20, rate))
 
-    def verified(self, tree: DraftTree, taken: AcceptedTokens) -> None:
-        """Count the nodes of a tree that were verified: those of its tokens that the step ran behind right ones."""
+    def record_verified(self, tree: DraftTree, outcome: AcceptedTokens) -> None:
+        """Count the children of accepted nodes that the step verified.
+
+        Args:
+            tree: The proposed tree.
+            outcome: The result of its verification. The step may have run only a part of the tree.
+        """
         parents = tree.parents or range(-1, len(tree.tokens) - 1)
-        own = taken.parents or range(-1, len(taken.drafts) - 1)
-        node, ran = -1, -1  # of the tree, and of what ran of it
-        for right in (*taken.path, None):
-            beside = {taken.drafts[at] for at, parent in enumerate(own) if parent == ran}
-            found = [at for at, parent in enumerate(parents) if parent == node and tree.tokens[at] in beside]
+        run_parents = outcome.parents or range(-1, len(outcome.drafts) - 1)
+        node, run_node = (
+            -1,
+            -1,
+        )  # the same accepted token: its index in the tree, and among the drafts that ran
+        for accepted in (*outcome.path, None):
+            siblings = {outcome.drafts[at] for at, parent in enumerate(run_parents) if parent == run_node}
+            found = [
+                at for at, parent in enumerate(parents) if parent == node and tree.tokens[at] in siblings
+            ]
             for at in found:
-                is_right = right is not None and tree.tokens[at] == taken.drafts[right]
-                self._count(tree.kinds[at], is_right)
-                node = at if is_right else node
-            if right is None or not found:
+                is_accepted = accepted is not None and tree.tokens[at] == outcome.drafts[accepted]
+                self._count(tree.kinds[at], is_accepted)
+                node = at if is_accepted else node
+            if accepted is None or not found:
                 return
-            ran = right
+            run_node = accepted
 
     def fade(self, share: float) -> None:
-        """Forget a share of what was counted."""
+        """Scale all counts by 1 - `share` to give newer results more weight."""
         for count in self._counts.values():
             count.scale(1 - share)
 
-    def _count(self, kind: Hashable, right: bool) -> None:
+    def _count(self, kind: Hashable, accepted: bool) -> None:
         count = self._counts.setdefault(kind, _Count())
-        count.verified, count.right = count.verified + 1, count.right + right
+        count.verified, count.accepted = count.verified + 1, count.accepted + accepted
         if count.verified > _MOST_TOKENS:
             count.scale(0.5)
 
 
 class Acceptance:
-    """Counts, for each source and each kind of proposal, how many of the drafts that were verified were right: those
-    behind a wrong one were not verified.
+    """Estimates the acceptance rate of draft tokens, per source and kind of proposal.
 
-    A source that was wrong is believed again as steps pass (`fade`), or nothing would show that it has become better.
+    Drafts after a rejected one are not verified, so they are not counted. Counts fade as steps pass. A source with a
+    low rate is therefore tried again later.
     """
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, tuple[int, bool]], _Count] = {}
-        self._rates: dict[tuple[str, int, bool], float] = {}  # as long as nothing is counted
+        self._rates: dict[tuple[str, int, bool], float] = {}  # a cache, cleared when counts change
 
     def rate(self, source: str, proposal: Proposal) -> float:
-        """Return how likely each token of a proposal is to be right where those before it are."""
-        known = (source, proposal.matched, proposal.agreed)
-        found = self._rates.get(known)
+        """Return the probability that a token of a proposal is accepted if the tokens before it are."""
+        key = (source, proposal.matched, proposal.agreed)
+        found = self._rates.get(key)
         if found is None:
-            found = self._rates[known] = self._rate(source, proposal)
+            found = self._rates[key] = self._rate(source, proposal)
         return found
 
     def _rate(self, source: str, proposal: Proposal) -> float:
         count = self._counts.get((source, proposal.kind)) or _Count()
         believed = 1 - 1 / (1 + proposal.matched / 4)
         weaker = self._weaker(source, proposal.kind)
-        if weaker.right <= believed * weaker.verified:
+        if weaker.accepted <= believed * weaker.verified:
             weaker = _Count()
-        right = count.right + weaker.right + _PRIOR_TOKENS * believed
-        rate = right / (count.verified + weaker.verified + _PRIOR_TOKENS)
+        accepted = count.accepted + weaker.accepted + _PRIOR_TOKENS * believed
+        rate = accepted / (count.verified + weaker.verified + _PRIOR_TOKENS)
         return min(_MOST, max(_LEAST, rate))
 
     def _weaker(self, source: str, kind: tuple[int, bool]) -> _Count:
-        """Return what came of proposals of which no more was recognised: such a one is at least as likely, so that
-        where these were right, a text is copied, and few words show it."""
+        """Return the counts of proposals with at most as long a match, at most `_WEAKER_TOKENS` in all.
+
+        A longer match is at least as reliable. If short matches are accepted often, the text is probably copied.
+        """
         found = _Count()
         for (name, other), count in self._counts.items():
             if name == source and other != kind and other[0] <= kind[0] and other[1] <= kind[1]:
-                found.verified, found.right = found.verified + count.verified, found.right + count.right
+                found.verified, found.accepted = (
+                    found.verified + count.verified,
+                    found.accepted + count.accepted,
+                )
         found.scale(min(1.0, _WEAKER_TOKENS / max(1.0, found.verified)))
         return found
 
-    def verified(self, source: str, proposal: Proposal, drafts: int, right: int) -> None:
-        """Count the first `drafts` tokens of a proposal, of which the first `right` were right."""
+    def record_verified(self, source: str, proposal: Proposal, drafts: int, accepted: int) -> None:
+        """Count the verified tokens of a proposal.
+
+        Args:
+            source: The name of its source.
+            proposal: The proposal.
+            drafts: How many of its first tokens ran.
+            accepted: How many of these were accepted.
+        """
         self._rates.clear()
         count = self._counts.setdefault((source, proposal.kind), _Count())
-        count.right += right
-        count.verified += min(drafts, right + 1)
+        count.accepted += accepted
+        count.verified += min(drafts, accepted + 1)
         if count.verified > _MOST_TOKENS:
             count.scale(0.5)
 
     def fade(self, share: float) -> None:
-        """Forget a share of what was counted."""
+        """Scale all counts by 1 - `share` to give newer results more weight."""
         self._rates.clear()
         for count in self._counts.values():
             count.scale(1 - share)

@@ -1,4 +1,4 @@
-"""Proposes the answer that a request came with: one that the row had before, or that a smaller model gave it."""
+"""Draft source for requests that carry a draft: the row's earlier answer, or the answer of a draft model."""
 
 from __future__ import annotations
 
@@ -9,75 +9,81 @@ import numpy as np
 
 from batchinfer.core.request import TokenIds
 from batchinfer.core.samples import DraftName
-from batchinfer.engine.drafts.source import LAST_WORDS, Proposal
+from batchinfer.engine.drafts.source import CONTEXT_TOKENS, Proposal
 from batchinfer.engine.schedule.sequence import Sequence
 
-MOST_GIVEN = 128  # tokens: more than a source proposes that knows less
-_SURE = 8  # tokens that are the same at a place: no other place is looked at
-_PLACES = 8  # that are compared further
-_COMPARED = 32  # tokens before a place
+MOST_GIVEN = 128  # maximum tokens of a proposal
+_SURE = 8  # matching tokens from which on no other position is tried
+_PLACES = 8  # maximum number of other positions that are compared
+_COMPARED = 32  # tokens that are compared before each position
 
 
 class GivenAnswer:
-    """Goes on in a request's draft behind what the row has of it. Where the answer differs, it goes on behind the place
-    of the draft that ends most like the answer so far, the one nearest to the answer's length."""
+    """A source that continues a request's draft from the position that matches the answer so far.
+
+    If the answer differs from the draft, the position with the longest match is used. Among equal matches, the position
+    nearest to the answer's length wins.
+    """
 
     def __init__(self, name: DraftName) -> None:
-        """`name`: of where the job's requests have their drafts from."""
+        """Create a source with the given name, which tells where the drafts of the requests come from."""
         self._name = name
 
     @property
     def name(self) -> DraftName:
-        """The name by which jobs and reports know it."""
+        """The name of the source in jobs and reports."""
         return self._name
 
     def propose(self, rows: Seq[Sequence], most: int) -> list[Proposal | None]:
-        """Return what follows in each row's draft; `most` is exceeded, as the draft is of the row itself."""
+        """Return the continuation of each row's draft, up to `MOST_GIVEN` tokens whatever `most` is."""
         return [
-            None if row.request.draft is None else goes_on(row.request.draft, row.tokens[row.prompt_length :])
+            None
+            if row.request.draft is None
+            else continue_draft(row.request.draft, row.tokens[row.prompt_length :])
             for row in rows
         ]
 
     def learn(self, text: array[int]) -> None:
-        """Do nothing: a draft is of one row."""
+        """Do nothing: a request's draft belongs to one row only."""
 
 
-def goes_on(draft: TokenIds, answer: array[int]) -> Proposal | None:
-    """Return what follows in a draft behind an answer so far; None: the answer has left it."""
+def continue_draft(draft: TokenIds, answer: array[int]) -> Proposal | None:
+    """Return the tokens of a draft that follow an answer so far, or None if no position of the draft matches."""
     if not len(answer):
-        return _behind(draft, 0, LAST_WORDS)
-    said = answer[-_COMPARED:].tolist()
+        return _proposal(draft, 0, CONTEXT_TOKENS)
+    last = answer[-_COMPARED:].tolist()
     begin = len(answer)
-    matched = _matched(draft, begin, said)
+    matched = _matched(draft, begin, last)
     if matched < _SURE:
-        places = [(begin, matched), *((at, _matched(draft, at, said)) for at in _places(draft, said, begin))]
-        begin, matched = max(places, key=lambda place: place[1])  # the first of equal ones
-    return _behind(draft, begin, matched) if matched else None
+        nearby = _nearby_positions(draft, last, begin)
+        positions = [(begin, matched), *((at, _matched(draft, at, last)) for at in nearby)]
+        begin, matched = max(positions, key=lambda position: position[1])  # the first of equal ones
+    return _proposal(draft, begin, matched) if matched else None
 
 
-def _behind(draft: TokenIds, begin: int, matched: int) -> Proposal | None:
+def _proposal(draft: TokenIds, begin: int, matched: int) -> Proposal | None:
     tokens = draft[begin : begin + MOST_GIVEN].tolist()
     return Proposal(tokens, matched) if tokens else None
 
 
-def _places(draft: TokenIds, said: list[int], near: int) -> list[int]:
-    """Return the places behind the last two tokens that were said, the nearest first."""
-    if len(said) < 2 or len(draft) < 2:
+def _nearby_positions(draft: TokenIds, last: list[int], near: int) -> list[int]:
+    """Return the positions of the draft after the last two tokens of the answer, nearest to `near` first."""
+    if len(last) < 2 or len(draft) < 2:
         return []
-    found = np.flatnonzero((draft[1:] == said[-1]) & (draft[:-1] == said[-2])) + 2
+    found = np.flatnonzero((draft[1:] == last[-1]) & (draft[:-1] == last[-2])) + 2
     order = np.argsort(np.abs(found - near), kind="stable")[:_PLACES]
-    places: list[int] = found[order].tolist()
-    return places
+    positions: list[int] = found[order].tolist()
+    return positions
 
 
-def _matched(draft: TokenIds, begin: int, said: list[int]) -> int:
-    """Count the tokens before a place of the draft that are the last ones that were said."""
+def _matched(draft: TokenIds, begin: int, last: list[int]) -> int:
+    """Count the tokens directly before position `begin` of the draft that equal the last tokens of the answer."""
     if begin > len(draft):
         return 0
-    # Lists, as comparing a few tokens in numpy takes ten times as long
-    before = draft[max(0, begin - len(said)) : begin].tolist()
+    # Lists: comparing a few tokens in numpy takes ten times as long
+    before = draft[max(0, begin - len(last)) : begin].tolist()
     matched = 0
-    for own, other in zip(reversed(before), reversed(said), strict=False):
+    for own, other in zip(reversed(before), reversed(last), strict=False):
         if own != other:
             break
         matched += 1

@@ -1,4 +1,4 @@
-"""Decides which rows a model is asked about, and how many tokens of each it pays to have it propose."""
+"""Decides for which rows a draft model is queried, and how many tokens it proposes for each."""
 
 from __future__ import annotations
 
@@ -8,54 +8,64 @@ from collections.abc import Sequence as Seq
 from functools import partial
 
 from batchinfer.core.samples import DraftName
+from batchinfer.engine.drafts.draft_value import choose_proposal_length
 from batchinfer.engine.drafts.source import DraftingModel, Proposal
-from batchinfer.engine.drafts.worth import worth_asking
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.draft_tree import DraftTree
 from batchinfer.engine.schedule.sequence import Sequence
 
-_BELIEVED = (
-    12  # tokens: before any was verified, those of a model count as behind so many that were recognised
-)
+_PRIOR_MATCH = 12  # match length that a draft model's proposals count as before any was verified, in tokens
 
 Found = tuple[Sequence, str, Proposal]
 
 
 class ModelChoice:
-    """Asks a model where its proposals pay for the time that they take."""
+    """Queries a draft model when the expected gain exceeds its cost."""
 
     def __init__(self, model: DraftingModel, clock: Callable[[], float] = time.perf_counter) -> None:
         self._model, self._clock = model, clock
-        self._spent_s = 0.0  # since this was last taken
-        self._turn = 0  # which of the rows is asked about first, where they are too many
-        self.paid = False  # whether it was asked for the newest step
+        self._spent_s = 0.0  # proposing time since the last call of take_spent_s
+        self._turn = 0  # index of the first row of a query, if there are more rows than a query may have
+        self.was_queried = False  # for the newest step
 
     @property
     def name(self) -> DraftName:
-        """The name by which reports know the model."""
+        """The name of the draft model in reports."""
         return self._model.name
 
     @property
-    def believed(self) -> Proposal:
-        """A proposal of the model, of which it is known how likely such ones are to be right."""
-        return Proposal((), _BELIEVED)
+    def prior(self) -> Proposal:
+        """An empty proposal of the kind that the model makes, to look up its acceptance rate."""
+        return Proposal((), _PRIOR_MATCH)
 
-    def asked(
+    def choose_rows(
         self, rows: Seq[Sequence], found: Seq[Found], value: Callable[[Found], float], rate: float
     ) -> tuple[list[Sequence], list[Found]]:
-        """Return the rows that the model is asked about, if it pays, and what is kept of what was `found` for rows.
-        That has cost nothing: it is kept where it is worth half as much as all that the model may propose."""
-        worth, self.paid = self._model.expected(rate, self._model.most_proposed), False
-        better = {one[0] for one in found if 2 * value(one) >= worth}
-        asked = [row for row in rows if row not in better and self._model.takes(row)]
-        most = self._model.most_rows
-        if len(asked) > most:
-            self._turn = (self._turn + most) % len(asked)
-            asked = [*asked[self._turn :], *asked[: self._turn]][:most]
-        chosen = set(asked)
-        return asked, [one for one in found if one[0] not in chosen]
+        """Choose the rows for which the model is queried, if the query is worth its cost.
 
-    def worth(
+        A proposal that was found without the model costs nothing. It is kept if its expected number of accepted tokens
+        is at least half of the model's.
+
+        Args:
+            rows: The rows that may be queried.
+            found: The proposals of other sources.
+            value: Returns the expected number of accepted tokens of a proposal.
+            rate: The acceptance rate of the model's tokens.
+
+        Returns:
+            The rows to query, and the proposals of all other rows.
+        """
+        gain, self.was_queried = self._model.expected(rate, self._model.most_proposed), False
+        better = {one[0] for one in found if 2 * value(one) >= gain}
+        queried = [row for row in rows if row not in better and self._model.can_draft(row)]
+        most = self._model.most_rows
+        if len(queried) > most:
+            self._turn = (self._turn + most) % len(queried)
+            queried = [*queried[self._turn :], *queried[: self._turn]][:most]
+        chosen = set(queried)
+        return queried, [one for one in found if one[0] not in chosen]
+
+    def choose_length(
         self,
         rows: Seq[Sequence],
         rate: float,
@@ -64,9 +74,17 @@ class ModelChoice:
         most: int,
         least: float,
     ) -> int:
-        """Return how many tokens of each of these rows it pays to have it propose; see `worth_asking`. seconds: of the
-        step that verifies so many of each."""
-        return worth_asking(
+        """Return the number of tokens that the model should propose per row; see `choose_proposal_length`.
+
+        Args:
+            rows: The rows to query.
+            rate: The acceptance rate of the model's tokens.
+            certain: The tokens that the step yields without these proposals.
+            seconds: Returns the duration of the step that verifies a number of tokens per row, without proposing.
+            most: Maximum number of tokens per row.
+            least: The tokens per second without the draft model.
+        """
+        return choose_proposal_length(
             partial(self._model.expected, rate),
             len(rows),
             certain,
@@ -76,30 +94,30 @@ class ModelChoice:
         )
 
     def proposals(self, rows: Seq[Sequence], count: int) -> list[Found]:
-        """Have the model propose; what it has for each row for which it has anything."""
-        began, self.paid = self._clock(), True
+        """Query the model and return its proposals, without rows for which it proposes nothing."""
+        began, self.was_queried = self._clock(), True
         given = self._model.propose(rows, count)
         self._spent_s += self._clock() - began
         each = zip(rows, given, strict=True)
         return [(row, self.name, _proposal(tree)) for row, tree in each if len(tree.tokens)]
 
-    def verified(self, tree: DraftTree, taken: AcceptedTokens) -> None:
-        """Learn what came of a proposal that says how likely its tokens are."""
-        self._model.verified(tree, taken)
+    def record_verified(self, tree: DraftTree, outcome: AcceptedTokens) -> None:
+        """Learn from the verification of a proposed tree."""
+        self._model.record_verified(tree, outcome)
 
     def fade(self, share: float) -> None:
-        """Forget a share of what was learnt."""
+        """Scale all counts by 1 - `share` to give newer results more weight."""
         self._model.fade(share)
 
     def take_spent_s(self) -> float:
-        """Return the seconds that it took since this was last asked."""
+        """Return the proposing time since the last call, in seconds."""
         spent, self._spent_s = self._spent_s, 0.0
         return spent
 
-    def ended(self, row: Sequence) -> None:
-        """Forget a row, which has ended."""
-        self._model.ended(row)
+    def finish(self, row: Sequence) -> None:
+        """Forget a row that has ended."""
+        self._model.finish(row)
 
 
 def _proposal(tree: DraftTree) -> Proposal:
-    return Proposal(tree.tokens, _BELIEVED, tree=tree if tree.chances else None)
+    return Proposal(tree.tokens, _PRIOR_MATCH, tree=tree if tree.chances else None)

@@ -1,4 +1,4 @@
-"""Says how long a draft model beside the job's takes to propose: by its costs, corrected by how long it took."""
+"""Estimates how long a draft model takes to propose tokens."""
 
 from __future__ import annotations
 
@@ -6,28 +6,33 @@ from functools import lru_cache
 
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
 
-_NEWEST = 0.2  # the weight of the newest step
-_REMEMBERED = 1024  # shapes
+_NEWEST = 0.2  # weight of the newest step in a moving average
+_REMEMBERED = 1024  # step shapes in the cache of bounds
 
 
 class ProposalTimes:
-    """The roofline bound of a step, times how much longer than theirs steps of about as many tokens took."""
+    """Estimates the duration of a step: its roofline bound times the measured ratio of steps of similar size."""
 
     def __init__(self, cost: ModelCost, peaks: Peaks) -> None:
-        self._ratios: dict[int, float] = {}  # by the power of two of a step's tokens
+        self._ratios: dict[int, float] = {}  # measured duration / bound, by the bit length of a step's tokens
         self._layers = len(cost.windows)
         self._bound = lru_cache(_REMEMBERED)(lambda shape: roofline_seconds(cost.step(shape), peaks))
 
     def seconds(self, tokens: float, rows: int, context: float) -> float:
-        """Return the seconds of a step in which so many rows run so many tokens in all, for contexts of so many tokens
-        in the mean."""
+        """Return the estimated duration of a step in seconds.
+
+        Args:
+            tokens: The tokens of all rows of the step.
+            rows: The number of rows.
+            context: The mean context length in tokens.
+        """
         return self._least_s(tokens, rows, context) * self._ratio(round(tokens).bit_length())
 
-    def measured(self, tokens: int, rows: int, context: float, took_s: float) -> None:
-        """Take the time of a step."""
+    def record_time(self, tokens: int, rows: int, context: float, took_s: float) -> None:
+        """Learn from the measured duration of a step; see `seconds`."""
         level = tokens.bit_length()
         found, before = took_s / self._least_s(tokens, rows, context), self._ratios.get(level)
-        # One that had to wait for something else says little about the others
+        # Limit the influence of a single step that was delayed by something else
         self._ratios[level] = (
             found if before is None else before + _NEWEST * (min(found, 2 * before) - before)
         )
@@ -37,13 +42,13 @@ class ProposalTimes:
         return self._bound(StepShape(run, rows, run * seen, rows * seen))
 
     def _ratio(self, level: int) -> float:
-        """Return the ratio of such steps, of the nearest level; 1 where nothing was measured."""
+        """Return the ratio of the nearest measured level, or 1 if nothing was measured."""
         ratios = self._ratios
         return ratios[min(ratios, key=lambda other: (abs(other - level), other))] if ratios else 1.0
 
 
 def _rounded(count: float) -> int:
-    """Keep the four leading bits of a number, so that shapes repeat."""
-    whole = round(count)
-    cut = max(0, whole.bit_length() - 4)
-    return whole >> cut << cut
+    """Keep the four leading bits of a number, which makes similar step shapes equal."""
+    rounded = round(count)
+    cut = max(0, rounded.bit_length() - 4)
+    return rounded >> cut << cut

@@ -1,4 +1,4 @@
-"""The sources that jobs can name, and the drafter that asks them."""
+"""Builds the drafter from the names of its draft sources."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence as Seq
 from functools import partial
 
 from batchinfer.core.samples import DraftName
+from batchinfer.engine.drafts.draft_model import DraftModelRunner, DraftModelSource
 from batchinfer.engine.drafts.drafter import CostedDrafter
 from batchinfer.engine.drafts.given_answer import GivenAnswer
-from batchinfer.engine.drafts.medusa import HeadsBeside, HeadsRunner
-from batchinfer.engine.drafts.model_beside import BesideRunner, ModelBeside
+from batchinfer.engine.drafts.medusa import MedusaRunner, MedusaSource
 from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.other_answers import OtherAnswers
 from batchinfer.engine.drafts.own_text import OwnText
@@ -20,7 +20,7 @@ from batchinfer.engine.runner.runner import Runner
 from batchinfer.engine.tensors.graph_sizes import MIN_SAMPLED_ROWS, GraphSteps
 from batchinfer_kernels.cost import Peaks
 
-# What knows most of a row comes first
+# In the order in which they are queried: the most specific to a row first
 _SOURCES: Mapping[DraftName, Callable[[], DraftSource]] = {
     "earlier": partial(GivenAnswer, "earlier"),
     "model": partial(GivenAnswer, "model"),
@@ -29,19 +29,27 @@ _SOURCES: Mapping[DraftName, Callable[[], DraftSource]] = {
 }
 
 
-def drafter_of(
+def make_drafter(
     names: Seq[DraftName],
     runner: Runner,
     peaks: Peaks | None,
     max_num_seqs: int,
-    beside: BesideRunner | HeadsRunner | None = None,
+    draft_runner: DraftModelRunner | MedusaRunner | None = None,
     graphs: GraphSteps | None = None,
 ) -> CostedDrafter | None:
-    """Make a drafter of the sources of these names, and of the model or the heads `beside` the engine's model, if there
-    are any; None where there are none, or nobody knows what steps cost.
+    """Build the drafter of an engine.
 
-    A GPU's memory is shared out for logits of `max_num_seqs` rows; on a CPU steps with drafts may have twice as many.
-    `graphs`: the steps that are replayed as a whole, if any are.
+    Args:
+        names: The names of the draft sources.
+        runner: The runner of the target model.
+        peaks: The peak FLOP/s and bandwidth of the device, or None if unknown.
+        max_num_seqs: The maximum number of running rows. On a GPU, logits are reserved for this number of positions per
+            step. On a CPU, steps with drafts may sample twice as many.
+        draft_runner: The draft model or draft heads, if any.
+        graphs: The sizes of steps that are replayed as one CUDA graph, if any.
+
+    Returns:
+        None if no source is named or `peaks` is None.
     """
     if not names or peaks is None:
         return None
@@ -49,8 +57,10 @@ def drafter_of(
     most = max(MIN_SAMPLED_ROWS, max_num_seqs if runner.looks_ahead else 2 * max_num_seqs)
     sources = [make() for name, make in _SOURCES.items() if name in names]
     model: DraftingModel | None = None
-    if beside is not None:
-        model = HeadsBeside(beside, peaks) if isinstance(beside, HeadsRunner) else ModelBeside(beside, peaks)
+    if isinstance(draft_runner, MedusaRunner):
+        model = MedusaSource(draft_runner, peaks)
+    elif draft_runner is not None:
+        model = DraftModelSource(draft_runner, peaks)
     return CostedDrafter(
         sources,
         times,

@@ -1,4 +1,4 @@
-"""Says how long a step with drafts would take: by its costs, corrected by how long such steps took."""
+"""Estimates the device time of steps with and without drafts from roofline bounds and measured steps."""
 
 from __future__ import annotations
 
@@ -11,100 +11,114 @@ from batchinfer.core.samples import StepSample
 from batchinfer.engine.tensors.graph_sizes import GraphSteps
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
 
-FEWEST = 3  # steps: of fewer, the median is not robust against a single slow one
-_KEPT = 31  # of each size
-_NEWEST = 0.2  # the weight of the newest step
-_FORGOTTEN = 0.01  # of what steps with drafts took longer, with each step that has none
-_REMEMBERED = 4096  # shapes
+MIN_STEPS = 3  # a median of fewer steps is not robust against a single slow one
+_KEPT = 31  # newest ratios per size
+_NEWEST = 0.2  # weight of the newest step in a moving average
+_FORGOTTEN = 0.01  # how far each step without drafts moves the ratios with drafts towards the ratios without
+_REMEMBERED = 4096  # step shapes in the cache of bounds
 
 
 class TypicalRatios:
-    """Keeps the newest ratios for each power of two of a step's tokens, and gives the median of the nearest."""
+    """The newest ratios of duration to bound, per power of two of a step's tokens."""
 
     def __init__(self) -> None:
         self._newest: dict[int, deque[float]] = {}
 
-    def measured(self, tokens: int, ratio: float) -> None:
-        """Take the ratio of a step."""
+    def record_time(self, tokens: int, ratio: float) -> None:
+        """Record the ratio of a step with this number of tokens."""
         self._newest.setdefault(tokens.bit_length(), deque(maxlen=_KEPT)).append(ratio)
 
     def nearest(self, tokens: int) -> tuple[int, float] | None:
-        """Return how far the steps are that are nearest in size, in powers of two, and the median of their ratios.
+        """Return the median ratio of the steps nearest in size.
 
-        None: too few steps were measured.
+        Returns:
+            The largest distance of these steps in powers of two, and the median. None if too few steps were measured.
         """
         ratios, level = list[float](), tokens.bit_length()
-        for one in sorted(self._newest, key=lambda one: (abs(one - level), one)):
-            ratios += self._newest[one]
-            if len(ratios) >= FEWEST:
-                return abs(one - level), median(ratios)
+        for other in sorted(self._newest, key=lambda other: (abs(other - level), other)):
+            ratios += self._newest[other]
+            if len(ratios) >= MIN_STEPS:
+                return abs(other - level), median(ratios)
         return None
 
 
 class DraftedStepTimes:
-    """The roofline bound of a step's shape, times how much longer steps of about as many tokens took than theirs.
+    """Estimates the duration of a step: its roofline bound times the measured ratio of steps of similar size.
 
-    Steps with drafts and those without are counted apart, by the power of two of their tokens, and what is between two
-    of these is believed to be so in time, too: how much longer a CPU's step takes than its bound changes with each
-    token, as it reads weights at one pace and multiplies at another. Beyond what was measured the nearest steps are
-    believed, and where steps with drafts had no so few or so many tokens, those without: one that is tried by mistake
-    is measured, and not tried again for a while. What was measured of steps with drafts fades while there are none: one
-    of them that had to wait for something else would else be the last.
+    Ratios of steps with and without drafts are kept separately, per power of two of a step's tokens, and interpolated.
+    Sizes that no step with drafts had use the ratios of steps without drafts. The ratios with drafts fade while no step
+    has drafts. Otherwise a single slow step would prevent any further draft.
 
-    A step that is replayed as one of `graphs` takes as long as all that it is padded to, so that drafts that take the
-    place of padding take no time.
+    Args:
+        cost: The costs of the target model.
+        peaks: The peak FLOP/s and bandwidth of the device.
+        graphs: The sizes of steps that are replayed as one CUDA graph. Their padded size counts.
     """
 
     def __init__(self, cost: ModelCost, peaks: Peaks, graphs: GraphSteps | None = None) -> None:
         self._graphs = graphs
-        self._ratios = {False: _Ratios(), True: _Ratios()}  # whether with drafts
-        self._typical = {False: TypicalRatios(), True: TypicalRatios()}  # likewise
-        self._known = dict[bool, _Ratios]()  # what is believed until the next step is measured
-        # Pairs of a token, and tokens of K and V, about, in the newest step that only decoded
+        self._ratios = {False: _Ratios(), True: _Ratios()}  # key: True for steps with drafts
+        self._typical = {False: TypicalRatios(), True: TypicalRatios()}  # the same keys
+        self._merged = dict[bool, _Ratios]()  # a cache, cleared when a step is measured
+        # Query-key pairs per token, and tokens in the KV cache, of the newest step without prefill, both rounded
         self._context = (0, 0)
-        # With such contexts, by all tokens and the others' of them
+        # Bounds with that context, by the step's tokens and the tokens of rows that do not decode
         self._bounds = dict[tuple[int, int], float]()
         self._bound = lru_cache(_REMEMBERED)(lambda shape: roofline_seconds(cost.step(shape), peaks))
 
-    def measured(self, sample: StepSample) -> None:
-        """Take the time of a step. Those that compiled or captured something are left out."""
+    def record_time(self, sample: StepSample) -> None:
+        """Learn from the duration of a step, unless it compiled a kernel or captured a graph."""
         tokens = sample.prefill_tokens + sample.decode_tokens + sample.padded_tokens
         if not tokens or not sample.roofline_s or sample.capture_s:
             return
         useful = max(1, tokens - sample.padded_tokens)
         if not sample.prefill_tokens:
             self._take_context(_rounded(sample.pairs // useful), _rounded(sample.kv_tokens))
-        # What was computed for rejected drafts took time, too
+        # Rejected drafts took time, too
         sampled = sample.sampled_tokens + sample.padded_tokens
         pairs = sample.pairs + sample.padded_tokens * (sample.pairs // useful)
         bound = self._bound(StepShape(tokens, sampled, pairs, sample.kv_tokens, sample.copied_tokens))
         found, drafted = sample.duration_s / bound, sample.drafted_tokens > 0
-        self._ratios[drafted].measured(tokens, found, self._ratio(tokens, drafted) or found)
-        self._typical[drafted].measured(tokens, found)
+        self._ratios[drafted].record_time(tokens, found, self._ratio(tokens, drafted) or found)
+        self._typical[drafted].record_time(tokens, found)
         if not drafted:
             self._ratios[True].fade(self._ratios[False])
-        self._known.clear()
+        self._merged.clear()
 
     def seconds(self, decodes: int, others: int, drafts: int) -> float:
-        """Return the seconds of a step in which so many rows decode, other rows run so many tokens, and so many drafts
-        are verified."""
+        """Return the estimated duration of a step in seconds.
+
+        Args:
+            decodes: The number of rows that decode.
+            others: The tokens of other rows.
+            drafts: The number of drafts.
+        """
         tokens = decodes + others + drafts
         if self._graphs is not None and not others:
             tokens = self._graphs.padded(tokens, drafts > 0)
         return self._bound_of(tokens, others) * (self._ratio(tokens, drafts > 0) or 1.0)
 
     def typical_seconds(self, decodes: int, others: int) -> float | None:
-        """Return the median time of such a step without drafts, for reports. None: too few steps were measured.
+        """Return the median duration of a step without drafts in seconds, for reports.
 
-        Where no step without drafts was about as large, steps with drafts tell how much longer than its bound it takes.
+        The ratio of steps with drafts is used if their size is nearer.
+
+        Args:
+            decodes: The number of rows that decode.
+            others: The tokens of other rows.
+
+        Returns:
+            None if too few steps were measured.
         """
         tokens = decodes + others
         if self._graphs is not None and not others:
             tokens = self._graphs.padded(tokens, False)
-        known = [found for one in (False, True) if (found := self._typical[one].nearest(tokens)) is not None]
-        if not known:
+        measured = [
+            found for one in (False, True) if (found := self._typical[one].nearest(tokens)) is not None
+        ]
+        if not measured:
             return None
-        return self._bound_of(tokens, others) * min(known, key=lambda found: found[0])[1]
+        return self._bound_of(tokens, others) * min(measured, key=lambda found: found[0])[1]
 
     def _bound_of(self, tokens: int, others: int) -> float:
         found = self._bounds.get((tokens, others))
@@ -120,23 +134,23 @@ class DraftedStepTimes:
             self._bounds.clear()
 
     def _ratio(self, tokens: int, drafted: bool) -> float | None:
-        """Return the ratio of such steps; None where nothing was measured."""
-        if drafted not in self._known:
+        """Return the ratio of duration to bound of such steps, or None if nothing was measured."""
+        if drafted not in self._merged:
             own, plain = self._ratios[True], self._ratios[False]
-            self._known[drafted] = own.with_those_beside(plain) if drafted else plain
-        return self._known[drafted].at(tokens)
+            self._merged[drafted] = own.extended_by(plain) if drafted else plain
+        return self._merged[drafted].at(tokens)
 
 
 class _Ratios:
-    """How much longer than their bounds steps took, by the power of two of their tokens."""
+    """Moving averages of the ratio of duration to bound, per power of two of a step's tokens."""
 
     def __init__(self) -> None:
-        self._levels = list[int]()  # ascending
-        self._sizes = list[float]()  # of each, the steps' tokens in the mean
+        self._levels = list[int]()  # bit lengths of token counts, ascending
+        self._sizes = list[float]()  # mean number of tokens per level
         self._ratios = list[float]()
 
     def at(self, tokens: int) -> float | None:
-        """Return the ratio of steps of so many tokens, between those of the levels beside; None: there are none."""
+        """Return the ratio for a number of tokens, interpolated linearly, or None if there are no ratios."""
         if not self._levels:
             return None
         right = bisect(self._sizes, tokens)
@@ -146,24 +160,30 @@ class _Ratios:
         share = (tokens - low) / (high - low)
         return self._ratios[right - 1] + share * (self._ratios[right] - self._ratios[right - 1])
 
-    def with_those_beside(self, others: _Ratios) -> _Ratios:
-        """Return these, and of others those of fewer and of more tokens than any of these."""
+    def extended_by(self, others: _Ratios) -> _Ratios:
+        """Return a copy that also has the levels of `others` below and above its own."""
         low, high = (self._levels[0], self._levels[-1]) if self._levels else (0, 0)
         each = zip(others._levels, others._sizes, others._ratios, strict=True)
-        beside = [one for one in each if not low <= one[0] <= high]
+        outside = [one for one in each if not low <= one[0] <= high]
         found = _Ratios()
         for level, size, ratio in sorted(
-            [*zip(self._levels, self._sizes, self._ratios, strict=True), *beside]
+            [*zip(self._levels, self._sizes, self._ratios, strict=True), *outside]
         ):
             found._levels.append(level)
             found._sizes.append(size)
             found._ratios.append(ratio)
         return found
 
-    def measured(self, tokens: int, ratio: float, believed: float) -> None:
-        """Take the ratio of a step, of which another one was believed."""
+    def record_time(self, tokens: int, ratio: float, believed: float) -> None:
+        """Update the average of a level.
+
+        Args:
+            tokens: The tokens of the step.
+            ratio: Its measured ratio of duration to bound.
+            believed: The ratio that was expected.
+        """
         level, at = tokens.bit_length(), bisect(self._levels, tokens.bit_length())
-        # One step that had to wait for something else says little about the others
+        # Limit the influence of a single step that was delayed by something else
         change = min(ratio, 2 * believed) - believed
         if at and self._levels[at - 1] == level:
             self._ratios[at - 1] += _NEWEST * change
@@ -174,13 +194,13 @@ class _Ratios:
         self._ratios.insert(at, believed + 0.5 * change)
 
     def fade(self, others: _Ratios) -> None:
-        """Approach those of other steps by a little."""
+        """Move all ratios by `_FORGOTTEN` of the distance towards `others`."""
         for at, size in enumerate(self._sizes):
             plain = others.at(round(size))
             self._ratios[at] += _FORGOTTEN * ((plain or self._ratios[at]) - self._ratios[at])
 
 
 def _rounded(count: int) -> int:
-    """Keep the three leading bits of a number, so that shapes repeat."""
+    """Keep the three leading bits of a number, which makes similar step shapes equal."""
     cut = max(0, count.bit_length() - 3)
     return count >> cut << cut

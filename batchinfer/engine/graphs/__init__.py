@@ -1,1 +1,1 @@
-"""CUDA graphs of steps, whole or in pieces."""
+"""CUDA graphs of whole decode steps, and of pieces of steps with prompts."""

@@ -1,12 +1,11 @@
-"""CUDA graphs of decode steps, captured once and replayed: the host launches one graph instead of hundreds of kernels.
+"""CUDA graphs of decode steps: captured once and replayed, so the host launches one graph instead of many kernels.
 
-A graph reads its inputs where they lay when it was captured, and repeats the launches of the capture. So a step is
-padded to one of a few batch sizes, its inputs are copied to that size's own tensors, and attention is planned for
-contexts of up to a bound. Padding rows have no context; their keys go to a block that no sequence uses.
+A graph repeats the launches of its capture on the same tensors. So a step is padded to one of a few batch sizes, its
+inputs are copied to the tensors of that size, and attention is planned for contexts up to a bound. Padding rows have no
+context, and their keys are written to a block that no sequence uses.
 
-A step that verifies drafts has several tokens of a sequence, and graphs of its own for up to 2, 4 and 8 of them. Its
-tokens lie one after the other, however many each sequence has, and are padded together: all but attention sees nothing
-of sequences.
+Steps that verify drafts have separate graphs for up to 2, 4 and 8 tokens per sequence. The tokens of all sequences are
+concatenated and padded together, because only attention depends on sequences.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, Fixe
 
 _log = logging.getLogger(__name__)
 
-MOST_GRAPHS = 512  # each keeps a few MiB, and none is ever freed
-MOST_DRAFTED = 128  # of them, those of steps with drafts
-# From so many rows on graphs share the memory of their results: of fewer, it is less than what the copy takes is worth
-SETTLED_ROWS = 64
+MOST_GRAPHS = 512  # maximum number of graphs. Each keeps a few MiB until the end of the process
+MOST_DRAFTED = 128  # maximum number of graphs of steps with drafts
+# Minimum number of rows for which graphs copy their results to shared memory. Below, the copy costs more than it saves
+SHARED_RESULT_ROWS = 64
 
 Forward = Callable[[Tensor, Seq[AttentionInputs], Seq[AttentionPlan]], Tensor]
 
@@ -66,44 +65,59 @@ class GraphOps(AdvancingOps, Protocol):
         before: FixedPlan | None = None,
         queries: int = 1,
     ) -> FixedPlan:
-        """Plans up to `queries` queries of each sequence, for a graph that stays valid while contexts grow up to
-        `longest` tokens.
+        """Return a plan of attention for a graph, which stays valid while contexts grow up to `longest` tokens.
 
-        `beside`: as for `Ops.plan_attention`. `before`: a plan for the same sequences in the same order, of one
-        query each, with a token less each, on the same tensors; what they share is the same.
+        Args:
+            inputs: The inputs of attention.
+            block_size: The tokens per block.
+            windows: The sliding windows of the layers that use the plan.
+            longest: The maximum context length.
+            beside: The plan of another cache group; see `Ops.plan_attention`.
+            before: The plan of the previous decode step of the same sequences in the same order, on the same tensors.
+            queries: The maximum number of queries per sequence.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
-    plans: list[FixedPlan]  # that the graph reads, of each cache group
+    plans: list[FixedPlan]  # the plans that the graph reads, one per cache group
     captured: Captured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Replayed:
-    """The step that was run last as a graph."""
+    """The newest step that was replayed as a graph."""
 
     batch: HostBatch
     size: GraphSize
     graph: _Graph
 
     def precedes(self, batch: HostBatch, size: GraphSize) -> bool:
-        """Whether the step runs the same sequences in the same order, one token further, on the same tensors. Then no
-        table has changed but for appended blocks: a sequence that was preempted would have run in a step between."""
-        known = self.size == size and size.queries == 1 and batch.follows
+        """Return True if a step runs the same sequences in the same order, one token later, on the same tensors.
+
+        Then block tables have only grown, because a preempted sequence would be missing in a step between.
+        """
+        same_size = self.size == size and size.queries == 1 and batch.follows
         same_rows = (
             self.batch.table_rows is batch.table_rows
-        )  # and not those of another engine, whose turn it was
-        return known and same_rows and [n + 1 for n in self.batch.context_lens] == batch.context_lens
+        )  # False for a step of another alternating engine
+        return same_size and same_rows and [n + 1 for n in self.batch.context_lens] == batch.context_lens
 
 
 class DecodeGraphs:
-    """Captures graphs of `forward` when a step first needs one, and replays them.
+    """Captures graphs of steps when they are first needed, and replays them.
 
-    `largest`: the largest step that is captured; `drafted`: the same of steps with drafts, None where there are none;
-    `tables`: room for both; `groups`: of the KV cache. After a capture that ran out of memory, or failed, nothing more
-    is captured; what was, is replayed.
+    After a capture that failed or ran out of memory, no further graphs are captured. Existing graphs are still
+    replayed.
+
+    Args:
+        forward: Runs the model.
+        ops: The operators that plan attention.
+        largest: The size of the largest captured decode step.
+        groups: The cache groups.
+        tables: Device memory for the block tables of graphs.
+        capture: Captures a function.
+        drafted: The size of the largest captured step with drafts. None: steps with drafts are not captured.
     """
 
     def __init__(
@@ -126,37 +140,39 @@ class DecodeGraphs:
         self._inputs: dict[GraphSize, GraphInputs] = {}
         self._graphs: dict[Hashable, _Graph] = {}
         self._replayed: _Replayed | None = None
-        self._seen: Counter[Hashable] = Counter()  # steps of kinds that have no graph
-        self._first = 1  # which step of a kind is captured
-        self._refused = False
-        self.capture_s = 0.0  # seconds that captures took, those for which there was no memory included
+        self._seen: Counter[Hashable] = Counter()  # number of steps per kind without a graph
+        self._first = 1  # a kind is captured when it occurs for this time
+        self._refused = False  # True after a capture has failed
+        self.capture_s = 0.0  # time of all captures in seconds, failed ones included
 
     def end_warm_up(self) -> None:
-        """Capture a kind of step from now on when it comes for the third time: a capture takes as long as many
-        steps, and some kinds never come again."""
+        """From now on, capture a kind of step only when it occurs for the third time.
+
+        A capture takes the time of many steps, and some kinds never occur again.
+        """
         self._first = CAPTURE_AT_USE
 
     @property
     def steps(self) -> GraphSteps:
-        """The steps of which there are graphs, or may be."""
+        """The sizes of steps that have graphs or can get them."""
         return GraphSteps(self._largest.rows, self._drafted.rows if self._drafted else 0)
 
     @property
     def captured(self) -> int:
-        """How many graphs were captured."""
+        """The number of captured graphs."""
         return len(self._graphs)
 
     @property
     def replayed(self) -> bool:
-        """Whether the step that was run last was replayed, and not launched for want of a graph."""
+        """True if the newest step was replayed as a graph."""
         return self._replayed is not None
 
     def interrupt(self) -> None:
-        """Note that a step was run without a graph: the next one does not follow the one that was replayed last."""
+        """Record that a step ran outside this class, so the next step does not follow the newest replayed step."""
         self._replayed = None
 
     def covers(self, batch: HostBatch) -> bool:
-        """Whether the step can be run as a graph."""
+        """Return True if a step can run as a graph."""
         largest, longest = self._largest_of(batch), max(batch.context_lens)
         useless = self._refused and not self._graphs
         if useless or largest is None or longest > largest.longest:
@@ -165,7 +181,7 @@ class DecodeGraphs:
         return len(batch.token_ids) <= largest.rows and batch.tables[0].width <= width
 
     def _largest_of(self, batch: HostBatch) -> GraphSize | None:
-        """Return the largest captured step of this kind; None: such steps are not captured."""
+        """Return the size of the largest captured step of this kind, or None if such steps are not captured."""
         if batch.is_decode:
             return self._largest
         few = batch.copies is None and max(batch.query_lens) <= DRAFT_QUERIES[-1]
@@ -178,27 +194,35 @@ class DecodeGraphs:
         fill_in: Callable[[Tensor], None],
         or_else: bool = False,
     ) -> RanStep | None:
-        """Run a step that is covered. Its kind may have no graph yet: then its operators are launched, or, where it can
-        be run in another way (`or_else`), None is returned.
+        """Run a step for which `covers` is True.
 
-        `tables`: brought up to date. `fill_in` writes token ids that only the device knows.
-        Raises torch.OutOfMemoryError when there is no memory for the step's graph, and NotCaptured when it cannot be
-        captured for another reason; nothing is from then on.
+        Args:
+            batch: The step.
+            tables: The up-to-date block tables.
+            fill_in: Writes the token ids that only the device knows.
+            or_else: True if the caller can run the step in another way.
+
+        Returns:
+            None if the step has no graph yet and `or_else` is True. If it is False, the operators are launched instead.
+
+        Raises:
+            torch.OutOfMemoryError: If there is no memory for a new graph.
+            NotCaptured: If the step cannot be captured for another reason.
         """
         rows, last = len(batch.token_ids), self._replayed
         size = self._size(batch)
         before = last.graph.plans if last and last.precedes(batch, size) else None
-        held = self._hold(batch, size)
-        fill_in(held.token_ids)
-        inputs = held.inputs(batch, self._tables.fill(size, batch.tables, tables))
+        own = self._upload(batch, size)
+        fill_in(own.token_ids)
+        inputs = own.inputs(batch, self._tables.fill(size, batch.tables, tables))
         plans = self._plans(inputs, size, before)
         key = (size, *[plan.sizes for plan in plans])
-        if not self._is_worth_it(key, plain=size.queries == 1):
+        if not self._should_replay(key, plain=size.queries == 1):
             self._replayed = None
             if or_else:
                 return None
-            return _ran(self._forward(held.token_ids, inputs, plans), batch, size.rows - rows)
-        graph = self._graph(key, held, inputs, plans)
+            return _ran(self._forward(own.token_ids, inputs, plans), batch, size.rows - rows)
+        graph = self._graph(key, own, inputs, plans)
         if graph.plans is not plans:
             for old, new in zip(graph.plans, plans, strict=True):
                 old.refill(new)
@@ -207,9 +231,14 @@ class DecodeGraphs:
         return _ran(graph.captured.result, batch, size.rows - rows)
 
     def replays(self, repeats: Ints) -> RepeatedReplays | None:
-        """Return what runs the steps behind the one that was run last, all of which have to follow: each row decodes as
-        many tokens as `repeats`, (n,), says of it, the last step's included. None where that was not replayed as a
-        whole, or some of them need other graphs or plans."""
+        """Return the replays for the further steps of a multi-step launch. All of them must run.
+
+        Args:
+            repeats: (n,), the number of decode steps of each row, including the step that was run already.
+
+        Returns:
+            None if the newest step was not replayed as a graph, or if further steps need other graphs or plans.
+        """
         last = self._replayed
         if last is None or last.size.queries > 1 or len(last.batch.context_lens) != len(repeats):
             return None
@@ -219,12 +248,12 @@ class DecodeGraphs:
         if max(contexts) > last.size.longest or not all(plan.serves(contexts + padding) for plan in plans):
             return None
         self._replayed = replace(last, batch=replace(last.batch, context_lens=contexts))
-        held, views = self._inputs[last.size], self._tables.views(last.size)
+        own, views = self._inputs[last.size], self._tables.views(last.size)
         each = upload([firsts, repeats], self._tables.device)
-        return RepeatedReplays(self._ops, last.graph.captured, plans, held, views, *each)
+        return RepeatedReplays(self._ops, last.graph.captured, plans, own, views, *each)
 
-    def _is_worth_it(self, key: Hashable, plain: bool) -> bool:
-        """Whether a step of this kind is replayed, after a capture if it has no graph yet."""
+    def _should_replay(self, key: Hashable, plain: bool) -> bool:
+        """Return True if a step of this kind has a graph or should be captured now."""
         if key in self._graphs:
             return True
         self._seen[key] += 1
@@ -232,7 +261,7 @@ class DecodeGraphs:
         return may and self._seen[key] >= self._first and (plain or self._drafted_graphs < MOST_DRAFTED)
 
     def _size(self, batch: HostBatch) -> GraphSize:
-        """Return the smallest size that holds the step."""
+        """Return the smallest size that fits the step."""
         longest, adapted = (
             context_bound(max(batch.context_lens), self._largest.longest),
             batch.adapters is not None,
@@ -245,14 +274,14 @@ class DecodeGraphs:
         rows = sizes[bisect_left(sizes, len(batch.token_ids))]
         return replace(self._largest, rows=rows, longest=longest, adapted=adapted, queries=queries)
 
-    def _hold(self, batch: HostBatch, size: GraphSize) -> GraphInputs:
-        """Put the step on the device."""
-        held = self._inputs.get(size)
-        if held is None:
-            held = self._inputs[size] = GraphInputs.of(batch, size, self._tables.device)
+    def _upload(self, batch: HostBatch, size: GraphSize) -> GraphInputs:
+        """Copy the inputs of a step to the tensors of its size on the device."""
+        own = self._inputs.get(size)
+        if own is None:
+            own = self._inputs[size] = GraphInputs.of(batch, size, self._tables.device)
         else:
-            held.refill(batch)
-        return held
+            own.refill(batch)
+        return own
 
     def _plans(
         self, inputs: list[AttentionInputs], size: GraphSize, before: list[FixedPlan] | None
@@ -272,22 +301,20 @@ class DecodeGraphs:
         return plans
 
     def _graph(
-        self, key: Hashable, held: GraphInputs, inputs: list[AttentionInputs], plans: list[FixedPlan]
+        self, key: Hashable, own: GraphInputs, inputs: list[AttentionInputs], plans: list[FixedPlan]
     ) -> _Graph:
         if key not in self._graphs:
-            token_ids, size = held.token_ids, held.size
+            token_ids, size = own.token_ids, own.size
             for plan in plans:
-                plan.place()  # in the stream in which steps overwrite it, which is not the one of captures
+                plan.place()  # in the stream of steps, not in the stream of captures, because steps overwrite the plan
             began = time.perf_counter()
             try:
-                captured = self._capture(
-                    lambda: self._results.settled(self._forward(token_ids, inputs, plans))
-                )
+                captured = self._capture(lambda: self._results.place(self._forward(token_ids, inputs, plans)))
             except torch.OutOfMemoryError:
                 self._refused = True
                 _log.warning(
-                    "too little GPU memory to capture decode steps of %s rows as graphs: no more graphs are captured, "
-                    "and steps without one run slower; lower engine.kv_memory to leave room for them",
+                    "too little GPU memory to capture decode steps of %s rows as graphs: no further graphs are "
+                    "captured, and steps without one run slower; lower engine.kv_memory to leave room for them",
                     size.rows,
                 )
                 raise
@@ -303,23 +330,25 @@ class DecodeGraphs:
 
 
 class _Results:
-    """Where graphs of many rows leave their results, which are read before the next one runs. Each would otherwise keep
-    memory of its own for as long as it can be replayed: hundreds of MiB, of all sizes together."""
+    """Shared memory for the results of graphs, which are read before the next graph runs.
+
+    Otherwise each graph would keep its own result: hundreds of MiB for all sizes.
+    """
 
     def __init__(self, most_rows: int) -> None:
-        self._most, self._held = most_rows, None  # type: int, Tensor | None
+        self._most, self._shared = most_rows, None  # type: int, Tensor | None
 
-    def settled(self, hidden: Tensor) -> Tensor:
-        """Return hidden states, (rows, hidden), moved to where those of all graphs lie if they are of many rows."""
-        if len(hidden) < SETTLED_ROWS:
+    def place(self, hidden: Tensor) -> Tensor:
+        """Return hidden states, (rows, hidden), copied to the shared memory if they have many rows."""
+        if len(hidden) < SHARED_RESULT_ROWS:
             return hidden
-        if self._held is None:  # in the run before the first capture
-            self._held = hidden.new_empty(self._most, hidden.shape[1])
-        return self._held[: len(hidden)].copy_(hidden)
+        if self._shared is None:  # in the warm-up run before the first capture
+            self._shared = hidden.new_empty(self._most, hidden.shape[1])
+        return self._shared[: len(hidden)].copy_(hidden)
 
 
 def _ran(hidden: Tensor, batch: HostBatch, padded: int) -> RanStep:
-    """Return the step whose rows, padding included, have these hidden states."""
+    """Return the result of a step from the hidden states of its rows, (rows, hidden), padding included."""
     if len(batch.sampled_rows) == len(batch.token_ids):
         return RanStep(hidden, hidden[: len(batch.token_ids)], padded)
     (rows,) = upload([batch.sampled_rows], hidden.device)

@@ -1,4 +1,4 @@
-"""CUDA graphs: what a function launches is recorded once, and launched again by one call of the host."""
+"""Captures the launches of a function as a CUDA graph, which a single call of the host replays."""
 
 from __future__ import annotations
 
@@ -16,56 +16,69 @@ from batchinfer.machine.garbage import not_collecting
 
 R = TypeVar("R")
 Replay = Callable[[], None]
-CAPTURE = "captur"  # in what CUDA (errors 900 to 908) and torch say of work that no capture may have
+CAPTURE = (
+    "captur"  # part of the messages of CUDA (errors 900 to 908) and torch about work that cannot be captured
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A captured function: the tensor that holds its result after each replay, and how to replay it."""
+    """A captured function: the tensor with its result after each replay, and the function that replays it."""
 
     result: Tensor
     replay: Replay
 
 
 class NotCaptured(RuntimeError):
-    """A function cannot be captured, although it runs: an operator of a library does what no graph can repeat."""
+    """A function runs but cannot be captured, because an operator of a library does something unsupported in graphs."""
 
 
-# Runs a function and captures what it launches. Raises torch.OutOfMemoryError, and NotCaptured.
+# Runs a function and captures its launches. Raises torch.OutOfMemoryError and NotCaptured
 Capture = Callable[[Callable[[], Tensor]], Captured]
 
 
 class GraphRecorder(ABC):
-    """Captures functions, whole or one after the other where a later one reads what an earlier one has made."""
+    """Captures functions, or parts of a function in their order."""
 
     @property
     @abstractmethod
     def taken_bytes(self) -> int:
-        """How much of the device's memory captures have taken so far: the graphs, and what their tensors lie in."""
+        """The device memory of all captures so far, in bytes: graphs and their tensors."""
 
     @abstractmethod
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Run what is recorded next: compiles kernels and makes the libraries' work spaces, which a capture must not
-        do. Raises torch.OutOfMemoryError."""
+        """Run a function before its capture, to compile kernels and allocate work spaces of libraries.
+
+        Raises:
+            torch.OutOfMemoryError: If there is not enough memory.
+        """
 
     @abstractmethod
     def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
-        """Return (what the function returned, how to launch again what it launched). The function may have been
-        launched by now, once everything that was recorded before was. Memory that it took and gave back is used again
-        by what is recorded later, and must be replayed later. Raises torch.OutOfMemoryError, and NotCaptured."""
+        """Capture a function. It may also be launched once, after everything recorded before.
+
+        Memory that it frees is reused by later captures. So captures must be replayed in the order of their recording.
+
+        Returns:
+            The result of the function, and the function that replays its launches.
+
+        Raises:
+            torch.OutOfMemoryError: If there is not enough memory.
+            NotCaptured: If the function cannot be captured.
+        """
 
     def __call__(self, run: Callable[[], Tensor]) -> Captured:
-        """Warm up, then capture, as `Capture` says."""
+        """Warm up, then capture; see `Capture`."""
         self.warm_up(run)
         return Captured(*self.record(run))
 
 
 class GpuRecorder(GraphRecorder):
-    """Captures by CUDA.
+    """Captures with CUDA.
 
-    Graphs share a memory pool: one runs at a time, and its result is read before the next. They are captured in one
-    stream: libraries keep a work space of tens of MiB for each stream that they are called in. What other threads of
-    the process call meanwhile breaks no capture (`thread_local`), as some are captured in mid-job.
+    Graphs share a memory pool, because one runs at a time and its result is read before the next. They are captured in
+    one stream, because libraries keep a work space of tens of MiB per stream. The capture mode is `thread_local`: calls
+    of other threads do not break a capture in the middle of a job.
     """
 
     def __init__(self) -> None:
@@ -75,14 +88,15 @@ class GpuRecorder(GraphRecorder):
 
     @property
     def taken_bytes(self) -> int:
+        """The device memory of all captures so far, in bytes."""
         return self._taken
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """Counts what the device has less of afterwards. Another program on the same device may disturb that.
+        """Add the decrease of free device memory to `taken_bytes`. Other programs on the device may disturb this.
 
-        Memory that torch keeps although nothing uses it is given back before each look at the device: the beginning of
-        a capture does that, too, and would be taken for what the capture gave back."""
+        Torch's unused memory is released before each measurement, because the beginning of a capture releases it, too.
+        """
         before = _free_bytes()
         try:
             yield
@@ -90,6 +104,7 @@ class GpuRecorder(GraphRecorder):
             self._taken += before - _free_bytes()
 
     def warm_up(self, run: Callable[[], object]) -> None:
+        """Run a function in the stream of captures."""
         current = torch.cuda.current_stream()
         self._side.wait_stream(current)
         try:
@@ -99,10 +114,12 @@ class GpuRecorder(GraphRecorder):
             current.wait_stream(self._side)
 
     def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
-        """Record and launch once: a graph gets its memory on the device when it is first launched, so that is done
-        here, where a lack of it is expected, and not in mid-job."""
+        """Capture a function and launch it once.
+
+        The first launch allocates the graph's memory on the device. Here an error can be handled, later it could not.
+        """
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        # `torch.cuda.graph` stays in its stream where the end of a capture fails
+        # `torch.cuda.graph` does not restore the stream if the end of a capture fails
         with self._measured(), out_of_memory_errors(), not_collecting(), torch.cuda.stream(current):
             recording = torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local")
             with self._usable_pool(), recording:
@@ -112,20 +129,21 @@ class GpuRecorder(GraphRecorder):
 
     @contextmanager
     def _usable_pool(self) -> Iterator[None]:
-        """Takes another pool of memory for later captures where one fails for anything but the allocator's lack of
-        memory: torch up to 2.12 then takes the pool for one that a capture still records to, and while one does, its
-        allocator gives nothing back to the device."""
+        """Replace the memory pool if a capture fails for another reason than memory.
+
+        Torch up to 2.12 would otherwise treat the pool as being captured to, and never release memory to the device.
+        """
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            with suppress(RuntimeError):  # newer versions have ended it
+            with suppress(RuntimeError):  # newer versions of torch have ended it already
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             self._pool = torch.cuda.graph_pool_handle()
             if is_out_of_memory(error) or CAPTURE not in str(error):
                 raise
-            # The end of a capture that was cut short hides what did it
+            # The original error is the context: ending the broken capture raised another one
             raise NotCaptured(str(error.__context__ or error)) from error
 
 

@@ -1,9 +1,8 @@
-"""CUDA graphs of the pieces of a step between one layer's attention and the next one's.
+"""Piecewise CUDA graphs: the pieces of a step between two layers' attention are captured and replayed.
 
-What a piece launches depends on the number of the step's tokens alone, not on whose they are and on what they attend
-to. So a step that no decode graph covers, because it reads prompts, is padded to one of a few numbers of tokens, and
-its pieces are replayed; between two of them the host launches attention with the step's own plan. Padding tokens are
-attended to by nobody: their keys go to a block that no sequence uses, and what their rows hold is never sampled.
+The kernels of a step depend only on its number of tokens. So a step with prompts is padded to one of a
+few sizes, and its pieces are replayed. Between two pieces, the host launches attention with the step's own
+plan. The keys of padding tokens are written to a block that no sequence uses, and their rows are never sampled.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, Laye
 
 _log = logging.getLogger(__name__)
 
-# Numbers of tokens: powers of two up to EVEN, as so few take a GPU hardly less time than reading the weights does, then
-# PARTS sizes before each power of two: a step is padded by a quarter at most, by a tenth on average.
+# Captured numbers of tokens: powers of two from FEWEST to EVEN, because so small steps are bound by reading the
+# weights, then PARTS sizes per power of two: a step is padded by a quarter at most, and by a tenth on average
 FEWEST, EVEN, PARTS = 64, 256, 4
 
-# The bytes that a graph of a piece takes in addition to its tensors. Not measured here: vLLM reports 0.59 GiB for 67
-# sizes of a model of 28 layers, 29 pieces each, tensors included (https://github.com/vllm-project/vllm/pull/21146).
+# Bytes per graph, without its tensors. Not measured here: vLLM reports 0.59 GiB for 67 sizes of a model with
+# 28 layers, 29 pieces each, tensors included (https://github.com/vllm-project/vllm/pull/21146)
 GRAPH_BYTES = 320 << 10
 
 Planned = Callable[[list[AttentionInputs]], list[AttentionPlan]]
@@ -45,19 +44,19 @@ Planned = Callable[[list[AttentionInputs]], list[AttentionPlan]]
 
 @runtime_checkable
 class SplitModel(Protocol):
-    """A decoder whose attention another can launch; `batchinfer.models.decoder.decoder` has it."""
+    """A decoder whose attention the caller launches, as `batchinfer.models.decoder.decoder` supports it."""
 
     def forward_split_at_attention(
         self, token_ids: Tensor, inputs: Seq[AttentionInputs], caches: Seq[LayerCache]
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
-        """Run a forward pass that yields before each attention, and is sent its result."""
+        """Run a forward pass. The generator yields before each attention and must be sent its result."""
 
     def static_buffers(self, tokens: int) -> StaticBuffers:
         """Allocate the buffers of steps of up to `tokens` tokens."""
 
 
 def token_sizes(most: int) -> list[int]:
-    """64, 128, 256, 320, 384, 448, 512, 640, … and `most`, ascending; none for `most` 0."""
+    """Return the captured numbers of tokens: 64, 128, 256, 320, 384, 448, 512, 640, … and `most`; empty for 0."""
     sizes, size = [], FEWEST
     while size < most:
         sizes.append(size)
@@ -67,22 +66,26 @@ def token_sizes(most: int) -> list[int]:
 
 
 def graph_bytes(tokens: int, layers: int) -> int:
-    """Count the bytes that graphs of all sizes up to `tokens` take in addition to their tensors. `layers`: those with
-    attention."""
+    """Return the memory of the graphs of all sizes up to `tokens` in bytes, without their tensors.
+
+    Args:
+        tokens: The largest captured number of tokens.
+        layers: The number of layers with attention.
+    """
     return len(token_sizes(tokens)) * (layers + 1) * GRAPH_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _AttentionCall:
-    """The attention that follows a piece, and how its tensors lie in the static buffers."""
+    """The attention after a piece, and the shapes of its tensors in the static buffers."""
 
     attention: AttentionHalf
     cache: LayerCache
-    shapes: tuple[tuple[int, int], tuple[int, int]]  # of a token's queries, and of what is attended
+    shapes: tuple[tuple[int, int], tuple[int, int]]  # of the queries and of the result, per token
 
     @classmethod
     def of(cls, boundary: AttentionBoundary) -> _AttentionCall:
-        """Leave out the queries themselves, whose memory later pieces use."""
+        """Create the call without the queries, whose memory later pieces reuse."""
         heads, dim = boundary.queries.shape[1:]
         attended = boundary.attention.widths[1] // heads
         return cls(boundary.attention, boundary.cache, ((heads, dim), (heads, attended)))
@@ -90,19 +93,25 @@ class _AttentionCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pieces:
-    """The graphs of a number of tokens."""
+    """The graphs for one number of tokens."""
 
-    lines: Upload  # that they read: token ids, positions, and the slots of each cache group
-    replays: list[Replay]  # one more than there are layers with attention
+    lines: Upload  # inputs of the graphs: token ids, positions, and the slots of each cache group
+    replays: list[Replay]  # the number of layers with attention + 1
     attention: list[_AttentionCall]
 
 
 class PiecewiseGraphs:
-    """Captures the pieces of steps of up to `buffers.tokens` tokens, and replays them.
+    """Captures the pieces of steps with up to `buffers.tokens` tokens, and replays them.
 
-    `groups`: how many cache groups there are; `padding_slot`: where padding tokens write K and V to;
-    `in_group`: other ranks capture the same, and wait for this one; `behind`: is called behind the pieces of a step,
-    with its inputs.
+    Args:
+        model: The model.
+        caches: The KV cache of each layer.
+        groups: The number of cache groups.
+        padding_slot: The slot for K and V of padding tokens.
+        buffers: The static buffers of pieces and attention.
+        recorder: Captures the pieces.
+        in_group: True if other ranks capture the same pieces at the same time.
+        behind: Called after the pieces of each step with its inputs.
     """
 
     def __init__(
@@ -120,19 +129,24 @@ class PiecewiseGraphs:
         self._model, self._caches, self._groups = model, caches, groups
         self._padding_slot, self._buffers, self._recorder = padding_slot, buffers, recorder
         self._pieces: dict[int, _Pieces] = {}
-        self.sizes: list[int] = []  # numbers of tokens that were captured, ascending
-        self.capture_s = 0.0  # seconds that capturing them took
+        self.sizes: list[int] = []  # captured numbers of tokens, ascending
+        self.capture_s = 0.0  # time of all captures in seconds
 
     @property
     def captured(self) -> int:
-        """How many graphs were captured."""
+        """The number of captured graphs."""
         return sum(len(pieces.replays) for pieces in self._pieces.values())
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all sizes, the largest first: the smaller ones find room in what it has taken. Sizes for which there
-        is no memory are left out; what the attempt has taken is there for the smaller ones. In a group other ranks
-        would not know: torch.OutOfMemoryError is raised. The same is so of NotCaptured, after which none are tried."""
+        """Capture all sizes, largest first, because smaller sizes reuse the memory of larger ones.
+
+        Sizes without enough memory are skipped. If a piece cannot be captured at all, no further sizes are tried.
+
+        Raises:
+            torch.OutOfMemoryError: In a group of ranks, which must capture the same sizes.
+            NotCaptured: In a group of ranks.
+        """
         began = time.perf_counter()
         refused: list[int] = []
         for size in reversed(token_sizes(self._buffers.tokens)):
@@ -166,16 +180,19 @@ class PiecewiseGraphs:
         )
 
     def covers(self, tokens: int) -> bool:
-        """Whether a step of this many tokens can be run here."""
+        """Return True if a step with this number of tokens can be run."""
         return bool(self.sizes) and tokens <= self.sizes[-1]
 
     def run(
         self, batch: HostBatch, tables: DeviceTables, fill_in: Callable[[Tensor], None], plan: Planned
     ) -> RanStep:
-        """Run a step that is covered.
+        """Run a step for which `covers` is True.
 
-        `tables`: brought up to date. `fill_in` writes token ids that only the device knows; `plan` plans the step's
-        attention.
+        Args:
+            batch: The step.
+            tables: The up-to-date block tables.
+            fill_in: Writes the token ids that only the device knows.
+            plan: Plans the attention of the step.
         """
         tokens = len(batch.token_ids)
         size = self.sizes[bisect_left(self.sizes, tokens)]
@@ -217,11 +234,13 @@ class PiecewiseGraphs:
     def _driven(
         self, lines: Upload, run: Callable[[Callable[[], _AttentionCall | None]], _AttentionCall | None]
     ) -> list[_AttentionCall]:
-        """Pass through the model a piece at a time, with whatever the buffers hold in attention's place."""
+        """Run the model piece by piece. The content of the buffers replaces the results of attention."""
         token_ids, positions, *slots = lines.tensors
         # No piece reads a block table
-        nobody = torch.zeros((0, 0), dtype=torch.int32, device=token_ids.device)
-        inputs = [AttentionInputs(positions, own, nobody, [], [], None, self._padding_slot) for own in slots]
+        no_table = torch.zeros((0, 0), dtype=torch.int32, device=token_ids.device)
+        inputs = [
+            AttentionInputs(positions, own, no_table, [], [], None, self._padding_slot) for own in slots
+        ]
         forward = self._model.forward_split_at_attention(token_ids, inputs, self._caches)
         found: list[_AttentionCall] = []
         sent: Tensor | None = None
@@ -233,7 +252,7 @@ class PiecewiseGraphs:
     def _piece(
         self, forward: Generator[AttentionBoundary, Tensor | None, Tensor], sent: Tensor | None, size: int
     ) -> _AttentionCall | None:
-        """Run on to the next attention, and return it; None: the pass has ended."""
+        """Run the forward pass to the next attention and return the call, or None at the end of the pass."""
         try:
             boundary = forward.send(sent)
         except StopIteration as end:
@@ -244,7 +263,7 @@ class PiecewiseGraphs:
         return own
 
     def _views(self, own: _AttentionCall, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return (queries, results of attention) of this many tokens."""
+        """Return views of the buffers for the queries and the results of attention of a number of tokens."""
         (heads, dim), (_, attended) = own.shapes
         return (
             self._buffers.queries[: tokens * heads * dim].view(tokens, heads, dim),

@@ -1,4 +1,4 @@
-"""Replays the graph of a decode step again and again: between two replays the device moves its rows on by itself."""
+"""Multi-step decoding with graphs: replays a decode graph, and the device prepares each next step without the host."""
 
 from __future__ import annotations
 
@@ -16,32 +16,36 @@ from batchinfer_kernels.advance_rows import StepRows
 
 
 class AdvancingOps(Protocol):
-    """Operators that move the rows of a decode step on."""
+    """Operators that prepare the next decode step on the device."""
 
     def advance_rows(
         self, tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
     ) -> None:
-        """Write what the next step reads; see batchinfer_kernels.advance_rows."""
+        """Write the inputs of the next step; see batchinfer_kernels.advance_rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepeatedReplays:
-    """The steps behind one that was replayed, of the same n rows."""
+    """The further steps of a multi-step launch, after a replayed step of the same n rows."""
 
     ops: AdvancingOps
     captured: Captured
-    plans: Seq[FixedPlan]  # that the graph reads, of each cache group
-    held: GraphInputs  # that it reads
-    tables: Seq[Tensor]  # of each cache group, with the blocks of all steps
-    firsts: Tensor  # (n,) int32: contexts of the first step
-    repeats: Tensor  # (n,) int32: in how many of the steps each row has a token
+    plans: Seq[FixedPlan]  # the plans that the graph reads, one per cache group
+    inputs: GraphInputs  # the inputs that the graph reads
+    tables: Seq[Tensor]  # the block tables for all steps, one per cache group
+    firsts: Tensor  # (n,) int32: context lengths of the first step
+    repeats: Tensor  # (n,) int32: number of steps in which each row has a token
 
     def run(self, step: int, tokens: Tensor) -> RanStep:
-        """Run step number `step`, that which was replayed being number 0, with what the one before has sampled. tokens:
-        (n,) int64."""
-        size, (token_ids, positions, *slots) = self.held.size, self.held.lines.tensors
+        """Run a further step.
+
+        Args:
+            step: The number of the step. The replayed step is number 0.
+            tokens: (n,) int64, the tokens that the previous step sampled.
+        """
+        size, (token_ids, positions, *slots) = self.inputs.size, self.inputs.lines.tensors
         rest: tuple[Tensor | None, ...] = (token_ids, positions)
-        each = zip(self.plans, self.tables, slots, strict=False)  # adapters lie behind the slots
+        each = zip(self.plans, self.tables, slots, strict=False)  # adapters follow the slots
         for plan, table, own in each:
             kept = StepRows(table, size.block_size, own, plan.contexts, *rest)
             self.ops.advance_rows(tokens, step, self.firsts, self.repeats, kept)

@@ -1,1 +1,1 @@
-"""The KV cache: blocks, their layout, their memory."""
+"""The KV cache: block pool, layout and memory."""

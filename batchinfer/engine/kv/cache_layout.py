@@ -1,14 +1,12 @@
-"""The cache layout says where the K and V of each layer lie: which layers share block tables, and which share a block.
+"""The layout of the KV cache: which layers share a block table, and which share a block.
 
-Layers of one kind (all tokens are kept, or those of a window) take and free blocks at the same positions. They are cut
-into groups of `depth` layers, with a block table each, and a block holds one group's `depth` layers. So all blocks
-are alike, whichever group they belong to, and memory moves freely between the kinds (as in vLLM's hybrid KV cache
-manager). The last group of a kind may have fewer layers than its blocks have room for. A layer that reads the K and V
-of an earlier one lies in no block: it has that one's group.
+Layers with the same window allocate and free blocks at the same positions. They are split into groups of `depth` layers
+with one block table each, and a block holds the K and V of one group's layers. So all blocks have the same size, and
+memory moves freely between groups (as in vLLM's hybrid KV cache manager). The last group of a window may have fewer
+layers than its blocks have room for. A layer that reads the K and V of an earlier layer uses that layer's group.
 
-Separate pools for the kinds would need one table a kind. But how much memory each gets would have to be decided
-beforehand, by the ratio of window to length: a job of long rows needs many blocks that keep all, one of short rows as
-many of either, and most jobs have both.
+Separate pools per window would need fewer tables, but their sizes would have to be fixed in advance, and the right
+ratio depends on the lengths of the rows.
 """
 
 from __future__ import annotations
@@ -20,60 +18,62 @@ from dataclasses import dataclass, replace
 from batchinfer.engine.kv.table_sizes import TableSizes
 from batchinfer.models.spec.spec import Caches, cache_mistakes, own_caches
 
-# Each table is built, uploaded and planned with in every step, which takes the host time. Gemma 3 has 5 layers with a
-# window to one without: 6 or 7 tables if blocks are as deep as the fewer ones.
+# Maximum number of block tables: each table costs the host time in every step. Gemma 3 has 5 layers with a window per
+# layer without: 6 or 7 tables if a block holds all layers without a window
 MOST_TABLES = 8
-TABLE_WORTH = 50  # a further table has to save about such a part of the memory
+TABLE_COST = 50  # a further table must save about 1 / TABLE_COST of the memory
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers that share a block table."""
 
-    layers: tuple[int, ...]  # those that keep K and V of their own
-    keeps: int | None  # tokens that are kept, seen from the next one, that one included; None: all
-    windows: frozenset[int | None]  # of the attention that reads it: no more than `keeps`
+    layers: tuple[int, ...]  # layers with K and V of their own
+    keeps: int | None  # number of kept tokens, including the next one; None: all
+    windows: frozenset[int | None]  # windows of the layers that read the group, each at most `keeps`
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The cache of a model for a job."""
+    """The layout of the KV cache of a model for a job."""
 
-    windows: tuple[int | None, ...]  # of each layer with attention
+    windows: tuple[int | None, ...]  # window of each layer with attention
     groups: tuple[CacheGroup, ...]
-    depth: int  # layers that a block holds
-    block_size: int
+    depth: int  # layers per block
+    block_size: int  # tokens per block
 
     @property
     def sizes(self) -> TableSizes:
-        """The sizes that the scheduler counts with."""
+        """The table sizes of a sequence, for the scheduler."""
         return TableSizes(self.block_size, tuple(group.keeps for group in self.groups))
 
     @property
     def whole(self) -> int | None:
-        """The first group that keeps all tokens."""
+        """The index of the first group that keeps all tokens, if there is one."""
         return next((i for i, group in enumerate(self.groups) if group.keeps is None), None)
 
 
 def one_group(caches: Caches, block_size: int) -> CacheLayout:
-    """All layers keep all tokens."""
+    """Return a layout with a single group, in which all layers keep all tokens."""
     windows, layers = _windows(caches), tuple(own_caches(caches))
     return CacheLayout(windows, (CacheGroup(layers, None, frozenset(windows)),), len(layers), block_size)
 
 
 def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
-    """The layout that takes the least memory for a sequence of `longest` tokens.
+    """Return the layout with the lowest memory for a sequence of `longest` tokens, weighted by the number of tables.
 
-    A window that no sequence outgrows keeps all tokens. Layers whose K and V differ in size cannot take turns in a
-    block: such a model keeps all tokens of all layers. Raises ValueError where a layer reads the K and V of
-    one that keeps none before it.
+    A layer keeps all tokens if its window is at least `longest`. If layers have K and V of different sizes, all layers
+    keep all tokens.
+
+    Raises:
+        ValueError: If a layer reads the K and V of a layer that does not keep any.
     """
     wrong = next(cache_mistakes(caches), None)
     if wrong is not None:
         raise ValueError(wrong)
     own = own_caches(caches)
-    alike = len({cache.layout for cache in own.values()}) == 1
-    keeps = {layer: cache.window if alike else None for layer, cache in own.items()}
+    same_size = len({cache.layout for cache in own.values()}) == 1
+    keeps = {layer: cache.window if same_size else None for layer, cache in own.items()}
     keeps = {
         layer: None if window is None or window >= longest else window for layer, window in keeps.items()
     }
@@ -83,14 +83,21 @@ def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
     found = [_cut(caches, keeps, depth, block_size) for depth in range(1, max(kinds.values()) + 1)]
     fitting = [layout for layout in found if len(layout.groups) <= max(MOST_TABLES, len(kinds))]
     fitting.append(one_group(caches, block_size))
-    return min(fitting, key=lambda at: _memory(at, longest) * (TABLE_WORTH + len(at.groups)))
+    return min(fitting, key=lambda at: _memory(at, longest) * (TABLE_COST + len(at.groups)))
 
 
 def stage_layout(layout: CacheLayout, caches: Caches, layers: tuple[int, int]) -> CacheLayout:
-    """Return the layout of some of a model's layers, from the first to before the second, which are numbered from 0 on.
-    It has the same groups, so that each block table of the whole model is one of theirs, and of a kind's layers as many
-    in each as in the others, so that a block is no deeper than it has to be: a group may have none. Its `windows` are
-    those of the whole model, whose steps are counted."""
+    """Return the layout of a pipeline stage.
+
+    It has the same groups as the model, because stages share block tables. The stage's layers are distributed evenly
+    among the groups with the same window, which keeps blocks small. A group may have no layers. `windows` has
+    all layers of the model.
+
+    Args:
+        layout: The layout of the model.
+        caches: The caches of all layers.
+        layers: The first layer of the stage and the first layer after it. They are renumbered from 0.
+    """
     first, end = layers
     own = own_caches(caches[first:end])
     kept = {layer: group.keeps for group in layout.groups for layer in group.layers}
@@ -117,12 +124,12 @@ def _read_windows(layers: tuple[int, ...], caches: Caches) -> frozenset[int | No
 
 
 def _windows(caches: Caches) -> tuple[int | None, ...]:
-    """List the window of each layer with attention."""
+    """Return the window of each layer with attention."""
     return tuple(cache.window for cache in caches if cache is not None)
 
 
 def _memory(layout: CacheLayout, longest: int) -> int:
-    """Layers' blocks of a sequence of `longest` tokens."""
+    """Return the memory of a sequence of `longest` tokens, in blocks times layers per block."""
     return layout.depth * layout.sizes.among_others(longest)
 
 

@@ -1,4 +1,4 @@
-"""Manages the blocks of the KV cache: who uses them, which are kept. Ints only: the runner has the tensors."""
+"""Manages the blocks of the KV cache: references, cached contents and eviction. Tensors belong to the runner."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from heapq import nlargest
 
 
 class Reservations:
-    """Maps each content to the arrivals of the sequences that reserve it; a smaller arrival comes earlier."""
+    """The reservations of block contents: the arrivals of the sequences that will use each content."""
 
     def __init__(self) -> None:
         self.arrivals: dict[bytes, list[int]] = {}  # ascending
@@ -18,15 +18,16 @@ class Reservations:
         return content in self.arrivals
 
     def add(self, contents: Iterable[bytes], arrival: int) -> None:
+        """Reserve contents for the sequence with this arrival."""
         for content in contents:
             arrivals = self.arrivals.setdefault(content, [])
             if arrivals and arrival < arrivals[-1]:
-                insort(arrivals, arrival)  # a preempted sequence is back
+                insort(arrivals, arrival)  # a preempted sequence waits again
             else:
                 arrivals.append(arrival)
 
     def remove(self, content: bytes, arrival: int) -> bool:
-        """Remove a reservation. Whether nobody else reserves the content."""
+        """Remove a reservation. Return True if no reservation of the content is left."""
         arrivals = self.arrivals[content]
         del arrivals[bisect_left(arrivals, arrival)]
         if not arrivals:
@@ -34,25 +35,24 @@ class Reservations:
         return not arrivals
 
     def count(self, content: bytes | None) -> int:
-        """How many sequences reserve it."""
+        """Return the number of sequences that reserve a content; 0 for None."""
         return len(self.arrivals.get(content, ())) if content is not None else 0
 
     def first(self, content: bytes) -> int | None:
-        """Return the first arrival that reserves the content."""
+        """Return the smallest arrival that reserves a content, or None."""
         arrivals = self.arrivals.get(content)
         return arrivals[0] if arrivals else None
 
 
 class BlockPool:
-    """Counts the references to blocks. A block is used (count > 0), cached (count 0, but reserved) or free.
+    """The block pool: counts the references to blocks and keeps reserved contents in the cache.
 
-    A waiting sequence reserves the contents that it could share (`reserve`), by its arrival in the queue. A block that
-    nobody uses is kept exactly while its content is reserved. When no free block is left, cached ones give way:
-    the one whose next user is farthest away first, children before their parents. A sequence that will copy the
-    beginning of a block reserves its content as a partial one.
+    A block is used (it has references), cached (no references, but its content is reserved) or free. A waiting sequence
+    reserves the contents that it can share, and the content of a block whose first tokens it will copy as partial. If
+    no block is free, cached blocks are evicted, the block with the latest next use first, and children before parents.
 
-    Blocks of several cache groups may have the same content: K and V of the same tokens, in other layers. A
-    reservation is for all of them.
+    Each cache group may have a block with the same content: K and V of the same tokens in other layers. A reservation
+    applies to all of them.
     """
 
     def __init__(self, blocks: int, block_size: int, groups: int = 1) -> None:
@@ -60,56 +60,59 @@ class BlockPool:
             raise ValueError(f"{blocks} blocks of {block_size} tokens: both must be at least 1")
         self.total = blocks
         self.block_size = block_size
-        self.shared = 0  # users of used blocks beyond the first of each
+        self.shared = 0  # sum of references of used blocks beyond the first
         self._references = [0] * blocks
         self._free = list(range(blocks - 1, -1, -1))
-        # Blocks that are to be read, and so neither free nor cached if nobody uses them
-        self._held: set[int] = set()
-        self._cached: dict[int, None] = {}  # in the order in which they fell idle, so children before parents
+        self._pinned: set[int] = set()  # blocks that a step will read, so they are neither freed nor cached
+        self._cached: dict[int, None] = {}  # in the order of their release, so children before parents
         self._content: dict[int, tuple[int, bytes]] = {}  # block → group, digest
-        self._block_of: list[dict[bytes, int]] = [{} for _ in range(groups)]  # of each group
+        self._block_of: list[dict[bytes, int]] = [{} for _ in range(groups)]  # digest → block, per group
         self._reserved, self._partial = Reservations(), Reservations()
 
     @property
     def available(self) -> int:
-        """How many blocks `allocate` can still give."""
+        """The number of blocks that `allocate` can return: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def used(self) -> int:
+        """The number of blocks that are not available."""
         return self.total - self.available
 
     @property
     def cached(self) -> int:
-        """How many blocks are kept for waiting sequences."""
+        """The number of blocks that are kept for waiting sequences."""
         return len(self._cached)
 
     @property
-    def held(self) -> int:
-        """How many blocks are held back that nobody uses."""
-        return sum(not self._references[block] for block in self._held)
+    def pinned(self) -> int:
+        """The number of pinned blocks without references."""
+        return sum(not self._references[block] for block in self._pinned)
 
     def find(self, digest: bytes, group: int = 0) -> int | None:
-        """Return the block of this group that holds this content, if one does."""
+        """Return the block of a group with this content, or None."""
         return self._block_of[group].get(digest)
 
     def users(self, block: int) -> int:
-        """How many block tables hold it."""
+        """Return the number of block tables that contain a block."""
         return self._references[block]
 
-    def expects(self, content: bytes) -> bool:
-        """Whether a block holds this content, or somebody waits for one that will."""
+    def is_expected(self, content: bytes) -> bool:
+        """Return True if a block has this content or a sequence reserves it."""
         return content in self._block_of[0] or content in self._partial or content in self._reserved
 
     def reserve(self, digests: Iterable[bytes], arrival: int, partial: bool = False) -> None:
-        """Keep these contents, once computed, for the sequence with this arrival; a smaller arrival comes earlier.
+        """Reserve contents: once computed, they are kept in the cache for a sequence.
 
-        `partial`: the sequence will copy the beginnings of the blocks.
+        Args:
+            digests: The contents.
+            arrival: The arrival of the sequence. A smaller arrival is admitted earlier.
+            partial: True if the sequence will copy the first tokens of the blocks.
         """
         (self._partial if partial else self._reserved).add(digests, arrival)
 
     def unreserve(self, digests: Iterable[bytes], arrival: int, partial: bool = False) -> None:
-        """Remove a reservation: the sequence was admitted or dropped. Frees blocks that are not used or reserved."""
+        """Undo `reserve` after the sequence was admitted or dropped, and free blocks that are not needed any longer."""
         reserved = self._partial if partial else self._reserved
         for digest in digests:
             if (
@@ -119,31 +122,34 @@ class BlockPool:
             ):
                 self._free_cached(digest)
 
-    def hold(self, blocks: Iterable[int]) -> list[int]:
-        """Hold back the blocks that nobody uses until `let_go`, as a step will read them. Return those that were not
-        held before."""
+    def pin(self, blocks: Iterable[int]) -> list[int]:
+        """Pin the cached blocks among `blocks`, because a step will read them. Return the newly pinned blocks."""
         idle = [block for block in blocks if block in self._cached]
         for block in idle:
             del self._cached[block]
-            self._held.add(block)
+            self._pinned.add(block)
         return idle
 
-    def let_go(self, blocks: Iterable[int]) -> None:
-        """Undo `hold`: a block without users is cached or free again."""
+    def unpin(self, blocks: Iterable[int]) -> None:
+        """Unpin blocks, and cache or free the blocks without references."""
         for block in blocks:
-            self._held.discard(block)
+            self._pinned.discard(block)
             if not self._references[block]:
                 self._keep_or_free(block, None)
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Add a user to each of these blocks, which `find` returned."""
+        """Add a reference to each of these blocks, which `find` returned."""
         for block in blocks:
             self._cached.pop(block, None)
             self.shared += self._references[block] > 0
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Take blocks with one user and no content. Raises IndexError when there are too few."""
+        """Return new blocks with one reference and no content, evicting cached blocks if needed.
+
+        Raises:
+            IndexError: If there are too few available blocks.
+        """
         missing = count - len(self._free)
         if missing > 0:
             self._evict(missing)
@@ -153,9 +159,9 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove a user from each, last blocks first, so that a prefix is kept longer than what follows it.
+        """Remove a reference from each block, last block first: later blocks are then evicted before their prefix.
 
-        As `drop` does, in half of its time: a row of many tokens may end with every step.
+        It does the same as `drop` in half the time, because a row may end with every step.
         """
         references, contents, free = self._references, self._content, self._free
         wanted, copied = self._reserved.arrivals, self._partial.arrivals
@@ -163,7 +169,7 @@ class BlockPool:
             references[block] -= 1
             if references[block]:
                 self.shared -= 1
-            elif block in self._held:
+            elif block in self._pinned:
                 continue
             elif block not in contents:
                 free.append(block)
@@ -173,13 +179,17 @@ class BlockPool:
                 self._free_block(block)
 
     def drop(self, block: int, beyond: bytes | None = None) -> None:
-        """Remove a user. `beyond`: a computed content behind which no window reaches back to this block, so that it is
-        of no use to those who reserve that, too.
+        """Remove a reference from a block.
+
+        Args:
+            block: The block.
+            beyond: A later content, already computed, from which a sequence can continue without this block. The block
+                is not kept for sequences that reserve `beyond`, too.
         """
         self._references[block] -= 1
         if self._references[block]:
             self.shared -= 1
-        elif block not in self._held:
+        elif block not in self._pinned:
             self._keep_or_free(block, beyond)
 
     def _keep_or_free(self, block: int, beyond: bytes | None) -> None:
@@ -189,7 +199,7 @@ class BlockPool:
             self._free_block(block)
 
     def register(self, block: int, digest: bytes, group: int = 0) -> None:
-        """Make a used block findable by its content. Only a group's first block with a content becomes findable."""
+        """Register the content of a used block, so `find` returns it. Only a group's first such block is registered."""
         if digest not in self._block_of[group] and block not in self._content:
             self._block_of[group][digest] = block
             self._content[block] = group, digest
@@ -198,11 +208,11 @@ class BlockPool:
         if block not in self._content:
             return False
         content = self._content[block][1]
-        # who reserves what is beyond reserves this one, too
+        # A sequence that reserves `beyond` reserves this content, too
         return content in self._partial or self._reserved.count(content) > self._reserved.count(beyond)
 
     def _free_cached(self, content: bytes) -> int:
-        """Free the blocks that are kept for a content, of all groups; how many there are."""
+        """Free the cached blocks of all groups with this content. Return their number."""
         found = (group.get(content) for group in self._block_of)
         blocks = [block for block in found if block is not None and block in self._cached]
         for block in blocks:
@@ -211,8 +221,11 @@ class BlockPool:
         return len(blocks)
 
     def _evict(self, count: int) -> None:
-        """Free the cached blocks whose next use is farthest away; `nlargest` takes the first of equals: the child. What
-        one group has lost is of no use to the others."""
+        """Free at least `count` cached blocks, latest next use first.
+
+        `nlargest` returns the first of equal blocks, which is the child. The same content of other groups is freed,
+        too, because it is useless without this group.
+        """
         if count > len(self._cached):
             raise IndexError(f"{count} KV blocks are missing and {len(self._cached)} can be evicted")
         for block in nlargest(count, self._cached, key=self._next_arrival):
@@ -236,8 +249,15 @@ class BlockPool:
         reservations: Mapping[int, Sequence[bytes]] | None = None,
         partial: Mapping[int, Sequence[bytes]] | None = None,
     ) -> None:
-        """Raises AssertionError unless free + used + cached = total, the counts equal the block tables' uses, and
-        exactly what `reservations` and `partial` (arrival → contents) name is kept.
+        """Check the accounting of all blocks.
+
+        Args:
+            tables: All block tables.
+            reservations: The expected reservations: arrival → contents.
+            partial: The expected partial reservations: arrival → contents.
+
+        Raises:
+            AssertionError: If the states, references or contents of blocks are inconsistent.
         """
         uses = Counter(block for table in tables for block in table)
         used = {b for b, count in enumerate(self._references) if count}
@@ -245,10 +265,10 @@ class BlockPool:
         assert self.shared == sum(self._references) - len(used), "the count of shared blocks is off"
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"
-        assert len(used) + len(free) + len(cached) + self.held == self.total, (
+        assert len(used) + len(free) + len(cached) + self.pinned == self.total, (
             "free + used + cached differs from the total"
         )
-        assert used | free | cached | self._held == set(range(self.total)), "a block is in two states"
+        assert used | free | cached | self._pinned == set(range(self.total)), "a block is in two states"
         assert not free & set(self._content), "a free block has content"
         found = {(g, h): b for g, group in enumerate(self._block_of) for h, b in group.items()}
         assert {content: b for b, content in self._content.items()} == found, "hashes and blocks disagree"
@@ -257,7 +277,7 @@ class BlockPool:
         assert copied == self._partial.arrivals, "reserved partial blocks differ from what waits"
         kept = {*wanted, *copied}
         assert all(b in self._content and self._content[b][1] in kept for b in cached), (
-            "a block is kept for nobody"
+            "a cached block is not reserved"
         )
 
 

@@ -1,4 +1,4 @@
-"""Computes how many blocks the KV cache gets. No torch."""
+"""Computes the number of blocks of the KV cache. Free of torch."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.wording import sizes
 from batchinfer.engine.kv.table_sizes import TableSizes
 
-# Share of a CPU's memory that is left once the weights are loaded: tokenising, publishing and other programs share it
+# Default share of the free memory of a CPU after loading the weights. Tokenizing, publishing and other programs use the
+# rest
 CPU_FRACTION = 0.4
-# A GPU is taken to be free for this job, and what steps take is measured, gaps between the allocator's segments
-# included. What is not measured is kept back: code of kernels that are loaded later, graphs (some 70 in the warm-up, of
-# a few MiB each, more in mid-job), and the products' work space of the stream that captures them; and a share for gaps
-# that steps in another order than the measured one tear.
+# Memory of a GPU that is kept free, in bytes and as a share. The memory of steps is measured and not included. The
+# reserve is for kernels that are loaded later, for graphs (about 70 in the warm-up with a few MiB each, more later),
+# for the work space of the capture stream, and for fragmentation.
 GPU_RESERVE, GPU_RESERVE_SHARE = 512 << 20, 0.02
-# More blocks than all running sequences can fill at once keep prefixes alive between their users.
+# Cache blocks relative to the blocks that all running sequences can fill. More than 1 keeps prefixes cached between
+# uses
 PREFIX_ROOM = 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class JobSize:
-    """The most that a job puts into the cache."""
+    """The maximum sizes of a job's sequences and steps."""
 
-    longest: int  # tokens of a sequence
+    longest: int  # tokens of the longest sequence
     max_num_seqs: int
     max_num_batched_tokens: int
 
@@ -37,10 +38,20 @@ def cache_blocks(
     kind: str,
     needed: int = 0,
 ) -> int:
-    """Count the blocks that the job can use, within the memory that it may use.
+    """Return the number of blocks that the job can use within its memory.
 
-    `memory`: bytes (int), a fraction of `free` (float), of which `needed` bytes are taken for what a step computes,
-    or None for the device's default. Raises OutOfMemory when not even the job's longest sequence fits.
+    Args:
+        block_bytes: Bytes per block.
+        tables: The table sizes of a sequence.
+        job: The maximum sizes of the job.
+        memory: Memory for the cache in bytes (int), or a share of `free` for cache and steps (float). None: the default
+            of the device.
+        free: Free memory of the device in bytes.
+        kind: "cpu" or "cuda".
+        needed: Bytes that a step needs. Not used if `memory` is an int.
+
+    Raises:
+        OutOfMemory: If the longest sequence of the job does not fit.
     """
     budget = memory if isinstance(memory, int) else _usable(memory, free, kind) - needed
     least = tables.alone(job.longest, job.max_num_batched_tokens)
@@ -58,7 +69,7 @@ def cache_blocks(
 
 
 def _usable(fraction: float | None, free: int, kind: str) -> int:
-    """Count the bytes of `free` that the cache and the steps may take together."""
+    """Return the bytes of `free` that the cache and the steps may use together."""
     if fraction is None and kind == "cuda":
         return free - GPU_RESERVE - int(free * GPU_RESERVE_SHARE)
     return int(free * (CPU_FRACTION if fraction is None else fraction))

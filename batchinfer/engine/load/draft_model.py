@@ -9,7 +9,7 @@ import torch
 
 from batchinfer.core.errors import CannotSplit, OutOfMemory, Unavailable
 from batchinfer.engine.config import LoadConfig
-from batchinfer.engine.drafts.model_beside import BesideRunner, spare_blocks
+from batchinfer.engine.drafts.draft_model import DraftModelRunner, spare_blocks
 from batchinfer.engine.kv.cache_layout import CacheLayout, one_group
 from batchinfer.engine.ranks.rank_groups import RankGroups
 from batchinfer.engine.runner.device_runner import DeviceRunner
@@ -64,7 +64,7 @@ class DraftModelWeights:
         blocks: int,
         longest: int,
         masks: ConstraintMasks | None,
-    ) -> BesideRunner:
+    ) -> DraftModelRunner:
         """Allocate the draft model's cache and return its runner.
 
         `own`, `spec`, `limits` and `blocks` belong to the target model; the draft model gets as many blocks, plus spare
@@ -103,7 +103,7 @@ class DraftModelWeights:
             device=device,
             state=StepState(adapters=AdapterPlaces(defaultdict(int))),  # a draft model has no adapters
         )
-        return BesideRunner(
+        return DraftModelRunner(
             runner=runner,
             roots=mine.content_roots(positions),
             vocab=mine.vocab,

@@ -9,7 +9,7 @@ import torch
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import OutOfMemory, Unavailable
-from batchinfer.engine.drafts.model_beside import BesideRunner, spare_blocks
+from batchinfer.engine.drafts.draft_model import DraftModelRunner, spare_blocks
 from batchinfer.engine.kv.cache_layout import CacheLayout, one_group
 from batchinfer.engine.load.loaded_model import HeadedModel, LoadedHeads
 from batchinfer.engine.runner.device_runner import DeviceRunner
@@ -73,7 +73,7 @@ class LoadedLayer(LoadedHeads):
         watched = TappedModel(decoder, head, self.stored.tapped, kept, group, choose_copy(self.ops))
         return replace(own, model=watched)
 
-    def of(self, model: HeadedModel) -> tuple[ModelRunner, BesideRunner]:
+    def of(self, model: HeadedModel) -> tuple[ModelRunner, DraftModelRunner]:
         """Allocate the head's cache and return the model's runner and the head's.
 
         Raises:
@@ -103,7 +103,7 @@ class LoadedLayer(LoadedHeads):
             state=StepState(adapters=AdapterPlaces(defaultdict(int))),  # draft heads have no adapters
             kept=proposing,
         )
-        proposer = BesideRunner(
+        proposer = DraftModelRunner(
             runner=runner,
             roots=ContentRoots(model.longest),
             vocab=model.spec.vocab,

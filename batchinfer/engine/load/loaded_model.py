@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.config import EngineInfo
-from batchinfer.engine.drafts.medusa import HeadsRunner
-from batchinfer.engine.drafts.model_beside import BesideRunner
-from batchinfer.engine.drafts.sources import drafter_of
+from batchinfer.engine.drafts.draft_model import DraftModelRunner
+from batchinfer.engine.drafts.medusa import MedusaRunner
+from batchinfer.engine.drafts.sources import make_drafter
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.drafting import Drafter
 from batchinfer.engine.loop.engine import Engine, EngineLimits
-from batchinfer.engine.loop.repeated_steps import RepeatedSteps
+from batchinfer.engine.loop.multi_step import MultiStepDecoding
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.runner import Runner
@@ -27,7 +27,7 @@ from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer_kernels.cost import Peaks
 
-AnyProposer = BesideRunner | HeadsRunner
+AnyProposer = DraftModelRunner | MedusaRunner
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,13 +82,13 @@ class LoadedModel:
         scheduler = Scheduler(self.limits, pool, windows=windows)
         limits = self.engine_limits
         runner = runner or self.runner
-        drafter = drafter or drafter_of(
+        drafter = drafter or make_drafter(
             self.drafts, runner, peaks, self.limits.max_num_seqs, self.proposer, self._graphs
         )
         # Draft heads need the states of every step, so steps are not launched together
         repeats = runner.wants.repeats and self.proposer is None and self.runner.kept is None
         costs = self.limits.admission_costs
-        repeated = RepeatedSteps(costs) if repeats and costs is not None else None
+        repeated = MultiStepDecoding(costs) if repeats and costs is not None else None
         return Engine(
             runner,
             scheduler,

@@ -8,7 +8,7 @@ import torch
 
 from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.config import LoadConfig
-from batchinfer.engine.drafts.medusa import HeadsRunner, MedusaHeads
+from batchinfer.engine.drafts.medusa import MedusaHeads, MedusaRunner
 from batchinfer.engine.load.device_fit import Fitted
 from batchinfer.engine.load.draft_model import DraftModelWeights, load_draft_model
 from batchinfer.engine.load.layer_heads import load_layer
@@ -45,13 +45,13 @@ class LoadedMedusa(LoadedHeads):
         """Return the bytes of the states of sampled rows, which are kept on a GPU."""
         return self.stored.state_bytes(kept_rows(max_num_seqs), self.itemsize) if self.on_gpu else 0
 
-    def of(self, model: HeadedModel) -> tuple[ModelRunner, HeadsRunner]:
+    def of(self, model: HeadedModel) -> tuple[ModelRunner, MedusaRunner]:
         """Return a runner that keeps the hidden states of sampled rows, and the runner of the heads."""
         own = model.runner
         kept = KeptStates(KEPT_STEPS if isinstance(own, DeviceRunner) else None)
         runner = replace(own, kept=kept, wants=own.wants._replace(requests=True))
         sizes = self.stored.head_values, self.itemsize
-        return runner, HeadsRunner(self.heads, own.model, kept, *sizes, own.follows_trees)
+        return runner, MedusaRunner(self.heads, own.model, kept, *sizes, own.follows_trees)
 
 
 def load_heads(config: LoadConfig, arithmetic: Arithmetic, rank_groups: RankGroups) -> LoadedHeads | None:

@@ -11,8 +11,8 @@ from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.config import LoadConfig
 from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout, stage_layout
 from batchinfer.engine.load.loaded_model import LoadedModel
+from batchinfer.engine.loop.alternating_engines import AlternatingEngines
 from batchinfer.engine.loop.engine import Engine
-from batchinfer.engine.loop.turns import EngineTurns
 from batchinfer.engine.ranks.following import Follower, RankAccount
 from batchinfer.engine.ranks.leading import LeadingRunner
 from batchinfer.engine.ranks.rank_groups import RankGroups
@@ -29,7 +29,7 @@ from batchinfer.models.sources import ModelSource, Source, checkpoint_source
 from batchinfer_kernels.cost import ModelCost, Peaks
 
 SendStep = Callable[[RankStep], None]
-AnyEngine = Engine | EngineTurns
+AnyEngine = Engine | AlternatingEngines
 
 
 def open_source(config: LoadConfig, ranks: Ranks = SINGLE_RANK) -> Source:
@@ -102,7 +102,7 @@ def make_leading_engine(
         loaded.engine(peaks, stop_streams, LeadingRunner(turn, runner, rank_groups, send_step, cost))
         for turn, runner in enumerate(loaded.runners)
     ]
-    return EngineTurns(engines) if rank_groups.division.stages > 1 else engines[0]
+    return AlternatingEngines(engines) if rank_groups.division.stages > 1 else engines[0]
 
 
 def make_follower(loaded: LoadedModel, rank_groups: RankGroups, account: RankAccount) -> Follower:

@@ -1,1 +1,1 @@
-"""The loop: schedule, run, post-process."""
+"""The engine loop: schedule, run and post-process steps."""

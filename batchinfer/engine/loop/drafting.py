@@ -1,4 +1,4 @@
-"""Gives running sequences their drafts, and a constrained one only what its constraint allows."""
+"""Adds draft tokens to running sequences, within their constraints."""
 
 from __future__ import annotations
 
@@ -10,61 +10,79 @@ from batchinfer.core.request import ConstraintFailed, TokenIds
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.constraints import Constraint, ConstraintMasks
-from batchinfer.engine.schedule.draft_tree import DraftTree, pruned
+from batchinfer.engine.schedule.draft_tree import DraftTree, prune
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus
 
-# Tokens that may follow a sequence one behind the other, or a tree of them
+# Consecutive tokens after a sequence, or a tree of alternatives
 Drafts: TypeAlias = Seq[int] | DraftTree
 
 
 class Drafter(Protocol):
-    """Proposes tokens that may follow sequences, as many as it pays to verify."""
+    """Proposes the draft tokens of each step."""
 
     def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Drafts]]:
-        """Return the drafts of those of these rows, which decode, that get any in the next step: tokens one behind the
-        other, or a tree of them. `ahead`: the rows that decode, too, and whose last tokens are not known yet; `others`:
-        the tokens that other sequences run in that step."""
+        """Return the drafts of the rows that get any in the next step.
 
-    def waits(self, sequence: Sequence) -> bool:
-        """Whether it pays to leave a sequence out of the step that is launched before its tokens are known, so that the
-        step behind it can have drafts."""
+        Args:
+            rows: Decoding rows without drafts whose tokens are all known.
+            ahead: The number of further decoding rows, whose last tokens are in flight.
+            others: The tokens that other sequences run in the step.
+        """
 
-    def holds(self, waiting: Seq[Sequence], ready: Seq[Sequence], plain: int) -> bool:
-        """Whether it pays to launch the next step once the tokens of the one in flight are known, so that it has the
-        rows that wait for these: `waiting`. `ready`: rows that decode and are not in flight; `plain`: how many rows
-        are, and could run on without their tokens."""
+    def should_hold_row(self, sequence: Sequence) -> bool:
+        """Return True if a sequence should skip the next step to have drafts in the step after it.
 
-    def verified(self, taken: AcceptedTokens) -> None:
-        """Learn how many of a sequence's drafts were right."""
+        The next step is launched before the sequence's newest tokens are known, so the sequence could have no drafts in
+        it.
+        """
 
-    def ended(self, sequence: Sequence) -> None:
-        """Learn the answer of a sequence, which has ended."""
+    def should_hold_step(self, waiting: Seq[Sequence], ready: Seq[Sequence], plain: int) -> bool:
+        """Return True if the next step should be launched only after the tokens of the step in flight are known.
+
+        Args:
+            waiting: The rows that skip a step to have drafts. They could join the next step if it waited.
+            ready: The decoding rows that are not in flight.
+            plain: The number of rows in flight that can run on before their tokens are known.
+        """
+
+    def record_verified(self, outcome: AcceptedTokens) -> None:
+        """Learn how many drafts of a sequence were accepted."""
+
+    def finish(self, sequence: Sequence) -> None:
+        """Learn the answer of a sequence that has ended."""
 
     def learn(self, answer: TokenIds) -> None:
-        """Take an answer that another engine gave."""
+        """Learn an answer of another engine."""
 
-    def stepped(self, sample: StepSample) -> StepSample:
-        """Learn how long a step took; its sample with what drafts came to."""
+    def record_step(self, sample: StepSample) -> StepSample:
+        """Learn from the duration of a step, and return its sample with the results of its drafts."""
 
 
 class Drafting:
-    """Lays drafts behind the tokens of sequences, with a mask behind each where the sequence has a constraint."""
+    """Appends drafts to sequences, with a mask after each draft if the sequence has a constraint."""
 
     def __init__(self, drafter: Drafter, masks: ConstraintMasks | None) -> None:
         self.drafter, self._masks = drafter, masks
 
     def before_step(self, running: Iterable[Sequence], waiting: bool = True) -> bool:
-        """Give sequences that decode their drafts for the next step; whether any has some. `waiting`: whether rows may
-        wait for the tokens of that step, so as to have drafts in the one behind it."""
+        """Add drafts for the next step to the decoding sequences.
+
+        Args:
+            running: The running sequences.
+            waiting: True if rows may skip the step after the next one to have drafts later.
+
+        Returns:
+            True if any sequence has drafts.
+        """
         rows, ahead, others, proposed = list[Sequence](), list[Sequence](), 0, False
         for sequence in running:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
             sequence.drafting = False
-            if sequence.drafts:  # of a step that had no room for the sequence
+            if sequence.drafts:  # left from a step that had no room for the sequence
                 proposed = sequence.drafting = True
                 others += 1 + sequence.drafts
-            elif sequence.remaining != 1 or _room(sequence) < 1:
+            elif sequence.remaining != 1 or _max_drafts(sequence) < 1:
                 others += max(1, sequence.remaining)
             elif sequence.placeholders:
                 ahead.append(sequence)
@@ -72,14 +90,16 @@ class Drafting:
                 rows.append(sequence)
         for sequence, drafts in self.drafter.propose(rows, len(ahead), others):
             tree = drafts if isinstance(drafts, DraftTree) else DraftTree(drafts)
-            proposed |= self._lay(sequence, tree.first(_room(sequence)))
+            proposed |= self._attach(sequence, tree.first(_max_drafts(sequence)))
         for sequence in ahead:
-            sequence.drafting = waiting and self.drafter.waits(sequence)
+            sequence.drafting = waiting and self.drafter.should_hold_row(sequence)
         return proposed
 
-    def holds(self, running: Iterable[Sequence]) -> bool:
-        """Whether it pays to have the next step wait for the tokens of the one in flight. It never does while prompts
-        are read, which take the device long enough."""
+    def should_hold_step(self, running: Iterable[Sequence]) -> bool:
+        """Return True if the next step should wait for the tokens of the step in flight.
+
+        It never waits during prefill, because prefill keeps the device busy anyway.
+        """
         waiting, ready, plain = list[Sequence](), list[Sequence](), 0
         for sequence in running:
             if sequence.status is SequenceStatus.AWAITING_TOKENS:
@@ -90,54 +110,56 @@ class Drafting:
                 plain += 1
             else:
                 ready.append(sequence)
-        return bool(waiting) and self.drafter.holds(waiting, ready, plain)
+        return bool(waiting) and self.drafter.should_hold_step(waiting, ready, plain)
 
-    def verified(self, taken: AcceptedTokens) -> None:
-        """Tell the drafter what came of a sequence's drafts."""
-        self.forget(taken.sequence)
-        if taken.drafts:
-            self.drafter.verified(taken)
+    def record_verified(self, outcome: AcceptedTokens) -> None:
+        """Pass the result of a sequence's drafts to the drafter."""
+        self.drop_masks(outcome.sequence)
+        if outcome.drafts:
+            self.drafter.record_verified(outcome)
 
-    def forget(self, sequence: Sequence) -> None:
-        """Forget the masks behind its drafts, which are verified or dropped."""
+    def drop_masks(self, sequence: Sequence) -> None:
+        """Drop the masks after a sequence's drafts, which were verified or dropped."""
         if sequence.draft_masks and self._masks is not None:
             for mask in sequence.draft_masks:
                 self._masks.drop(mask)
             sequence.draft_masks = []
 
-    def _lay(self, sequence: Sequence, tree: DraftTree) -> bool:
+    def _attach(self, sequence: Sequence, tree: DraftTree) -> bool:
         stops = sequence.stop_token_ids
-        # The token that ends an answer is sampled behind the draft before it, and nothing follows it
-        tree = pruned(tree, lambda at, _: tree.tokens[at] not in stops)
-        self.forget(sequence)
+        # A stop token is never proposed: it can be sampled after the draft before it, and nothing follows it
+        tree = prune(tree, lambda at, _: tree.tokens[at] not in stops)
+        self.drop_masks(sequence)
         if sequence.constraint is not None and sequence.mask is not None:
-            tree = self._allowed(sequence, sequence.constraint, tree)
+            tree = self._prune_disallowed(sequence, sequence.constraint, tree)
         if not len(tree.tokens):
             return False
         sequence.propose(tree.tokens, tree.parents)
         sequence.drafting = True
         return True
 
-    def _allowed(self, sequence: Sequence, constraint: Constraint, tree: DraftTree) -> DraftTree:
-        """Return what a constraint allows of a tree, up to where the next tokens have to come: those are not sampled.
-        The sequence gets the mask behind each."""
+    def _prune_disallowed(self, sequence: Sequence, constraint: Constraint, tree: DraftTree) -> DraftTree:
+        """Return the nodes of a tree that a constraint allows, and add a mask to the sequence for each.
+
+        A branch ends where the constraint forces the next tokens, because forced tokens are not sampled.
+        """
         masks, states = self._masks, dict[int, Constraint]()
         assert masks is not None, "a constraint without masks"
 
         def keeps(at: int, parent: int) -> bool:
             before = constraint if parent < 0 else states.get(parent)
-            if before is None or not takes(state := before.fork(), tree.tokens[at]):
+            if before is None or not accept_token(state := before.fork(), tree.tokens[at]):
                 return False
             sequence.draft_masks.append(masks.put(state.fork()))
             if not state.jump_forward():
                 states[at] = state
             return True
 
-        return pruned(tree, keeps)
+        return prune(tree, keeps)
 
 
-def takes(state: Constraint, token: int) -> bool:
-    """Let a constraint take a token; False: it may not come, or nothing that is sampled can follow it."""
+def accept_token(state: Constraint, token: int) -> bool:
+    """Advance a constraint by a token. Return False if it is not allowed, or if no sampled token can follow it."""
     if not state.allows(token):
         return False
     try:
@@ -147,6 +169,6 @@ def takes(state: Constraint, token: int) -> bool:
     return not (state.ended or state.over or state.failure)
 
 
-def _room(sequence: Sequence) -> int:
-    """Count the drafts that a sequence may have: the last token that it may get is sampled, not proposed."""
+def _max_drafts(sequence: Sequence) -> int:
+    """Return the maximum number of drafts of a sequence. Its last possible token is always sampled."""
     return sequence.max_length - len(sequence) - 1

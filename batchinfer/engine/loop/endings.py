@@ -1,4 +1,4 @@
-"""The answer that a request asks for, how its sequence ends, and the completion and sample that it leaves."""
+"""How sequences end: reasons and errors, and the completion and sample of a finished request."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from batchinfer.core.samples import RequestSample
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.loop.in_flight import End
 from batchinfer.engine.schedule.constraints import Constraint, ConstraintMasks
-from batchinfer.engine.schedule.sampling_writer import bans_of
+from batchinfer.engine.schedule.sampling_writer import banned_tokens
 from batchinfer.engine.schedule.scored_branches import RequestScores
 from batchinfer.engine.schedule.sequence import Sequence
 
 TOKENS, SCORES, VECTORS = "tokens", "scores", "vectors"
-_WORDS = 1 << 14  # of a mask: 524,288 tokens, more than models have
+_WORDS = 1 << 14  # 32-bit words of a mask: enough for 524,288 tokens, more than any vocabulary
 _ENDED_BY: Mapping[FinishReason, str] = {
     "length": "max_tokens or the model's context ended",
     "repetition": "a loop (sampling.repetition_stop) ended",
@@ -25,18 +25,18 @@ _ENDED_BY: Mapping[FinishReason, str] = {
 }
 
 _NONE_LEFT = RowError(
-    "no_token_left", "policy", "allowed_token_ids and what is banned (min_tokens, bad_words) leave no token"
+    "no_token_left", "policy", "allowed_token_ids, min_tokens and bad_words leave no token that may come next"
 )
 _NONE_LEFT_BY_CONSTRAINT = RowError(
     "no_token_left",
     "policy",
-    "none of the tokens that the constraint allows next is left by allowed_token_ids and bad_words",
+    "allowed_token_ids and bad_words exclude all tokens that the constraint allows next",
 )
 _NAN_LOGITS = RowError("nan_logits", "engine", "the model's logits are not finite numbers", retryable=True)
 
 
-def answer_of(params: SamplingParams) -> str:
-    """Say what a request with these parameters asks for."""
+def output_kind(params: SamplingParams) -> str:
+    """Return the kind of output of a request: tokens, scores, or vectors or logits with their pooling."""
     if params.scored:
         return SCORES
     if params.pooling is None:
@@ -44,22 +44,30 @@ def answer_of(params: SamplingParams) -> str:
     return f"{'logits' if params.classified else VECTORS} ({params.pooling})"
 
 
-def go_together(answers: Collection[str]) -> bool:
-    """Say whether requests for all of these may be unfinished at once: a step makes vectors in one way only."""
+def can_run_together(answers: Collection[str]) -> bool:
+    """Return True if requests for all these kinds of output may run together: a step computes one kind of vectors."""
     others = [one for one in answers if one != TOKENS]
     return len(answers) == 1 or (len(others) == 1 and others[0].startswith(VECTORS))
 
 
-def leaves_none(sequence: Sequence, eos: frozenset[int], masks: ConstraintMasks | None) -> bool:
-    """Whether there is no token that a sequence may get next. `eos`: of the model; `masks`: those of constraints."""
+def has_no_token_left(sequence: Sequence, eos: frozenset[int], masks: ConstraintMasks | None) -> bool:
+    """Return True if the sampling parameters and the constraint leave no token that a sequence may get next.
+
+    Args:
+        sequence: The sequence.
+        eos: The EOS tokens of the model.
+        masks: The masks of the constraints, if there are any.
+    """
     allowed: set[int] | None = set(sequence.request.params.allowed_token_ids) or None
     if sequence.mask is not None and masks is not None:
-        followed = _unmasked(sequence.mask, masks)
-        allowed = followed if allowed is None else allowed & followed
-    said = sequence.known_length - sequence.prompt_length
+        unmasked = _unmasked(sequence.mask, masks)
+        allowed = unmasked if allowed is None else allowed & unmasked
+    length = sequence.known_length - sequence.prompt_length
     if allowed is None:
         return False
-    return not allowed.difference(bans_of(sequence, eos, np.frombuffer(sequence.tokens, np.int32), said))
+    return not allowed.difference(
+        banned_tokens(sequence, eos, np.frombuffer(sequence.tokens, np.int32), length)
+    )
 
 
 def _unmasked(mask: int, masks: ConstraintMasks) -> set[int]:
@@ -69,12 +77,12 @@ def _unmasked(mask: int, masks: ConstraintMasks) -> set[int]:
     return set(found)
 
 
-def without_token(sequence: Sequence, eos: frozenset[int], masks: ConstraintMasks | None) -> End:
-    """Say how a sequence ends for which no token was found. `eos`: of the model; `masks`: those of constraints."""
+def end_without_token(sequence: Sequence, eos: frozenset[int], masks: ConstraintMasks | None) -> End:
+    """Return the end of a sequence for which a step sampled no token; see `has_no_token_left`."""
     constraint = sequence.constraint
     if constraint is not None and constraint.failure is not None:
         return End("error", error=constraint.failure)
-    if sequence.request.params.narrowed and leaves_none(sequence, eos, masks):
+    if sequence.request.params.narrowed and has_no_token_left(sequence, eos, masks):
         return End("error", error=_NONE_LEFT if constraint is None else _NONE_LEFT_BY_CONSTRAINT)
     return End("error", error=_NAN_LOGITS)
 
@@ -82,7 +90,14 @@ def without_token(sequence: Sequence, eos: frozenset[int], masks: ConstraintMask
 def constrained_end(
     constraint: Constraint, token: int, reason: FinishReason | None, kept: int | None
 ) -> End | None:
-    """Say how a token ends an answer with a constraint: whole, or as an error."""
+    """Advance a constraint by a token, and return how the token ends the answer, or None if the answer continues.
+
+    Args:
+        constraint: The constraint of the answer.
+        token: The newest token.
+        reason: Why the answer ends after this token whatever the constraint says, or None.
+        kept: The length of the text before a stop string, in characters, or None if there is no stop string.
+    """
     try:
         constraint.take(token)
     except ConstraintFailed as failed:
@@ -98,7 +113,7 @@ def constrained_end(
 
 
 def prompt_end(sequence: Sequence) -> End:
-    """Say how a sequence ends that gets no tokens, once its prompt has run."""
+    """Return the end of a sequence without output tokens, after its prompt has run."""
     if sequence.scored is not None:
         return End("stop")
     if sequence.pooling is None:
@@ -110,13 +125,15 @@ def prompt_end(sequence: Sequence) -> End:
 
 
 def ends_request(sequence: Sequence, end: End) -> bool:
-    """Whether a request is done with this end of a sequence: scored ones may have several, one for each branch. To be
-    asked once of each sequence."""
-    return sequence.scored is None or sequence.scored.ended(end.error, sequence.cached_tokens)
+    """Record the end of a sequence, and return True if its request is finished.
+
+    A scoring request may have several sequences, one per branch. Must be called once per sequence.
+    """
+    return sequence.scored is None or sequence.scored.finish(end.error, sequence.cached_tokens)
 
 
 def completion(sequence: Sequence, end: End) -> Completion:
-    """Return what a sequence answers, or all sequences of a request of which it is the last."""
+    """Return the completion of a request from its only or last sequence."""
     if sequence.scored is not None:
         return _scored(sequence.scored.scores)
     if sequence.pooling is not None:
@@ -141,8 +158,11 @@ def _scored(scores: RequestScores) -> Completion:
 
 
 def request_sample(sequence: Sequence, end: End, now: float) -> RequestSample:
-    """Return the measurements of a request that ends now. Of one that had several sequences these are the tokens of its
-    context and of the trie of its continuations, and what the first sequence found in the cache."""
+    """Return the sample of a request that ends now.
+
+    For a scoring request, prompt tokens include the trie of continuations, and cached tokens only count the first
+    sequence.
+    """
     ran = max(0, min(sequence.computed, len(sequence) - 1) - sequence.prompt_length)
     sample = RequestSample(
         key=sequence.request.key,
@@ -159,7 +179,7 @@ def request_sample(sequence: Sequence, end: End, now: float) -> RequestSample:
         forced_tokens=sequence.jump_forward_tokens,
         unrun_tokens=sequence.output_length - ran,
         cut=end.for_length,
-        scored_positions=0 if sequence.prompt_scores is None else sequence.prompt_scores.taken,
+        scored_positions=0 if sequence.prompt_scores is None else sequence.prompt_scores.scored,
     )
     if sequence.scored is None:
         return sample

@@ -20,17 +20,17 @@ from batchinfer.core.samples import ConstraintWork, RequestSample, StepSample
 from batchinfer.engine.loop.drafting import Drafter, Drafting
 from batchinfer.engine.loop.endings import (
     TOKENS,
-    answer_of,
+    can_run_together,
     completion,
     constrained_end,
+    end_without_token,
     ends_request,
-    go_together,
+    output_kind,
     prompt_end,
     request_sample,
-    without_token,
 )
 from batchinfer.engine.loop.in_flight import AcceptedTokens, End, InFlight
-from batchinfer.engine.loop.repeated_steps import RepeatedSteps, divided_samples
+from batchinfer.engine.loop.multi_step import MultiStepDecoding, split_sample
 from batchinfer.engine.runner.runner import Launched, Runner
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.plan_writer import PlanWriter
@@ -44,16 +44,18 @@ from batchinfer_kernels.cost import Peaks, StepShape, roofline_seconds, step_tot
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """The limits that end a sequence besides its own parameters."""
+    """The model's limits for every sequence."""
 
-    roots: ContentRoots  # with the positions that there are for prompt and answer
+    roots: ContentRoots  # including the maximum number of positions
     eos_token_ids: frozenset[int]
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """The completions of one step, or of several that were launched at once, and the cost of each of these. There are
-    no samples for work that ended before any step."""
+    """The completions and samples of one launch, which may be several decode steps.
+
+    Requests that ended before any step have no step sample.
+    """
 
     completions: list[Completion] = field(default_factory=list)
     requests: list[RequestSample] = field(default_factory=list)
@@ -61,12 +63,12 @@ class StepOutput:
 
     @property
     def sample(self) -> StepSample | None:
-        """Return the cost of the step, or of the first of those that were launched at once."""
+        """The sample of the first step of the launch, if there is one."""
         return self.samples[0] if self.samples else None
 
 
 class EngineLoad(NamedTuple):
-    """The rows and blocks that an engine has in work."""
+    """The number of running rows, waiting rows and used blocks of an engine."""
 
     running: int
     waiting: int
@@ -74,21 +76,21 @@ class EngineLoad(NamedTuple):
 
 
 class Engine:
-    """Knows no files and no tokenizer: token ids in, token ids out.
+    """Runs requests of token ids step by step with continuous batching.
 
-    `stop_streams` makes, for parameters with stop strings, the function that watches a sequence's text for them.
+    If the runner looks ahead, the next step is launched before the tokens of the current step are known. Tokens after
+    the end of an answer are then dropped.
 
-    With a runner that looks ahead, the next step is scheduled and launched while one runs, before its tokens are known,
-    unless the drafter says that it pays to wait for them.
-    A sequence that turns out to have ended has then run one token too many, which is dropped. A sequence with a barrier
-    is left out of the next step until its tokens are known.
-
-    A step gives a sequence any number of tokens. `drafter` proposes tokens that may follow a sequence; the next step
-    runs them, too, and samples behind each of them, as it would if it came by itself: the sequence gets the drafts that
-    are what was sampled there, and one token more. What was computed for the others is taken back.
-
-    `repeated` says for how many steps rows that only decode are launched at once (multi-step decoding): each runs on
-    with its sampled tokens inside the device. What runs behind the token that ends it is dropped.
+    Args:
+        runner: Runs the model.
+        scheduler: Chooses the sequences of each step.
+        limits: The limits of the model.
+        peaks: The peak FLOP/s and bandwidth of the device, for the roofline in samples.
+        stop_streams: Creates the function that searches a sequence's text for its stop strings.
+        clock: Returns the time in seconds.
+        drafter: Proposes draft tokens, which the next step verifies. Rejected drafts are rolled back.
+        masks: The masks of constraints. None: requests with constraints are rejected.
+        repeated: Chooses the number of decode steps per launch (multi-step decoding). None: always one.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         drafter: Drafter | None = None,
         masks: ConstraintMasks | None = None,
-        repeated: RepeatedSteps | None = None,
+        repeated: MultiStepDecoding | None = None,
     ) -> None:
         self._runner, self._scheduler, self._limits = runner, scheduler, limits
         self._peaks, self._stop_streams, self._clock = peaks, stop_streams, clock
@@ -109,18 +111,20 @@ class Engine:
         self._drafting = None if drafter is None else Drafting(drafter, masks)
         self._plans = PlanWriter(limits.eos_token_ids, runner.wants)
         self._jump_forward_tokens = 0  # since the last sample
-        self._reported = _work_of(masks)  # another engine may have used them before
-        self._answers = frozenset({TOKENS})  # what unfinished requests ask for
+        self._reported = _constraint_work(
+            masks
+        )  # work that is reported already, or was done for another engine
+        self._answers = frozenset({TOKENS})  # kinds of output of the unfinished requests
         self._started = clock()
         self._steps = 0
-        self._early = StepOutput()  # what ended before any step
-        self._in_flight: deque[InFlight] = deque()  # oldest first; two at most
-        self._ended = 0.0  # when the last retired step ended
-        self._metering_ns = 0  # spent on the next sample so far
+        self._early = StepOutput()  # requests that ended before any step
+        self._in_flight: deque[InFlight] = deque()  # oldest first; at most two
+        self._ended = 0.0  # end time of the last retired step
+        self._metering_ns = 0  # time spent on the next sample so far
 
     @property
     def unfinished(self) -> int:
-        """Requests that are not finished, and finished ones whose blocks an in-flight step still reads."""
+        """The number of unfinished sequences, and of finished ones whose blocks a step in flight still reads."""
         scheduler = self._scheduler
         return (
             len(scheduler.waiting)
@@ -130,21 +134,25 @@ class Engine:
         )
 
     def add(self, requests: Seq[Request]) -> None:
-        """Queue requests; they are admitted in this order. Raises ValueError for stop strings without a watcher, a
-        prompt that leaves no position for an answer, logits of prompts that may run in parts, and requests for logits
-        or scores beside others.
+        """Add requests to the queue, to be admitted in this order.
+
+        Raises:
+            ValueError: If this engine cannot run a request: because of its length, its kind of output, or stop strings
+                or constraints without a tokenizer.
         """
         roots = self._limits.roots
         for request in requests:
             if self._scheduler.config.whole_prompts and (request.params.max_tokens or request.params.scored):
-                raise ValueError("an encoder makes vectors, and nothing else")
+                raise ValueError("an encoder only computes vectors: it cannot generate or score tokens")
             if request.params.classified and not self._scheduler.config.whole_prompts:
-                raise ValueError("a classification head reads prompts that run as a whole")
-            if answer_of(request.params) not in self._answers:
-                self._ask_for(answer_of(request.params))
+                raise ValueError("a classification head needs prompts that run in a single step")
+            if output_kind(request.params) not in self._answers:
+                self._accept_kind(output_kind(request.params))
             length = longest_sequence(len(request.prompt), request.params.scored)
             if length + min(1, request.params.max_tokens) > (most := roots.max_model_len):
-                raise ValueError(f"a prompt of {length} tokens, and positions for {most}")
+                raise ValueError(
+                    f"a prompt of {length} tokens leaves no room for an answer: there are {most} positions"
+                )
             watch = self._watch(request)
             if _is_guided(request) and self._masks is None:
                 raise ValueError(
@@ -156,22 +164,22 @@ class Engine:
                     self._early.completions.append(completion(sequence, end))
 
     def learn(self, answers: Iterable[TokenIds]) -> None:
-        """Take answers that other engines of the job gave, from which drafts may come."""
+        """Pass answers of other engines of the job to the draft sources."""
         if self._drafting is not None:
             for tokens in answers:
                 self._drafting.drafter.learn(tokens)
 
-    def _ask_for(self, answers: str) -> None:
-        """Take requests for such answers, too, from now on."""
+    def _accept_kind(self, answers: str) -> None:
+        """Add a kind of output to the kinds that unfinished requests ask for. Raises ValueError if they conflict."""
         others = self._answers if self.unfinished else frozenset[str]()
-        if not go_together({*others, answers}):
+        if not can_run_together({*others, answers}):
             raise ValueError(
-                f"an engine that runs requests for {', '.join(sorted(others))} cannot run some for {answers}"
+                f"requests for {answers} cannot run together with unfinished requests for {', '.join(sorted(others))}"
             )
         self._answers = others | {answers}
 
     def _sequences_of(self, request: Request, watch: StopStream | None) -> list[Sequence]:
-        """Make the sequences that a request becomes: one of each branch of its continuations, or a single one."""
+        """Return the sequences of a request: one for each branch of its continuations, or a single one."""
         branches = scored_branches(request) if request.params.scored else [(request, None)]
         limits, now = self._limits, self._now()
         return [
@@ -180,7 +188,7 @@ class Engine:
         ]
 
     def _queue(self, sequence: Sequence) -> End | None:
-        """Hand a sequence to the scheduler; how it ends, if it does so before any step."""
+        """Pass a sequence to the scheduler. Return its end if it ends before any step, else None."""
         try:
             end = self._constrain(sequence)
         except ConstraintFailed as failed:
@@ -198,39 +206,43 @@ class Engine:
         return None
 
     def step(self) -> StepOutput:
-        """schedule → run → post-process. Returns an empty output when there is nothing to do."""
+        """Schedule, run and post-process a step. Return an empty output if there is nothing to do."""
         output, self._early = self._early, StepOutput()
         if self.begin():
-            if self._runner.looks_ahead and self._scheduler.has_room() and not self._holds():
+            if self._runner.looks_ahead and self._scheduler.has_room() and not self._should_hold_step():
                 self._launch()
             self._retire(self._in_flight.popleft(), output)
         return output
 
     def begin(self) -> bool:
-        """Launch a step that `step` then finishes, unless one is in flight; whether one is."""
+        """Launch a step unless one is in flight. Return True if a step is now in flight; `step` finishes it."""
         if not self._in_flight:
             self._launch()
         return bool(self._in_flight)
 
     @property
     def load(self) -> EngineLoad:
-        """Count what it has in work now."""
+        """The current load of the engine."""
         scheduler = self._scheduler
         return EngineLoad(len(scheduler.running), len(scheduler.waiting), scheduler.pool.used)
 
     def drain(self) -> Iterator[StepOutput]:
-        """Step until every request is finished."""
+        """Run steps until every request is finished, and yield their outputs."""
         while self.unfinished:
             yield self.step()
 
     def forget_waiting(self) -> None:
-        """Drop the requests that have not been admitted; running ones go on."""
+        """Drop the requests that are not admitted yet. Running requests continue."""
         for sequence in self._scheduler.waiting:
             self._drop_mask(sequence)
         self._scheduler.forget_waiting()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the KV cache's accounting is off."""
+        """Check the accounting of the KV cache.
+
+        Raises:
+            AssertionError: If the accounting is inconsistent.
+        """
         self._scheduler.check_integrity()
 
     def _now(self) -> float:
@@ -244,8 +256,14 @@ class Engine:
         return self._stop_streams(request.params)
 
     def _constrain(self, sequence: Sequence) -> End | None:
-        """Give a sequence its constraint, and the tokens that every such answer begins with; how they end it, if they
-        do. Raises ConstraintFailed."""
+        """Set the constraint of a sequence and append the tokens that it forces at the beginning.
+
+        Returns:
+            The end of the sequence if the forced tokens end it, else None.
+
+        Raises:
+            ConstraintFailed: If the constraint cannot be compiled or followed.
+        """
         if self._masks is None or not _is_guided(sequence.request):
             return None
         constraint = self._masks.constraints.start(sequence.request.params)
@@ -258,9 +276,11 @@ class Engine:
         return end
 
     def _jump_forward(self, sequence: Sequence, now: float) -> End | None:
-        """Append the tokens that have to come next (jump-forward decoding): the next step runs them as one chunk. Rows
-        with log-probabilities sample them, to know how likely they are, and rows that may not get every token, which a
-        token that has to come may be. Rows that ask about their prompts must not end before these have run."""
+        """Append the tokens that the constraint forces next (jump-forward decoding). Return the end they cause, if any.
+
+        Forced tokens are sampled like others if the row needs their log-probabilities, may not get every token, or must
+        not end before the log-probabilities of its prompt are computed.
+        """
         asks = sequence.logprobs is not None or sequence.prompt_scores is not None
         samples = asks or sequence.request.params.narrowed
         if sequence.constraint is None or samples:
@@ -277,7 +297,7 @@ class Engine:
         """Schedule and launch the next step, if there is one."""
         began = self._now()
         drafting = self._drafting
-        waiting = self._repeated is None or self._repeated.may_wait
+        waiting = self._repeated is None or self._repeated.can_hold_rows
         drafted = drafting is not None and drafting.before_step(self._scheduler.running, waiting)
         scheduled = self._scheduler.schedule(drafted)
         if not scheduled.chunks:
@@ -285,53 +305,55 @@ class Engine:
         step = InFlight.of(scheduled, began)
         runs = self._runs(step)
         if not self._in_flight and runs is None:
-            self._account(step)
+            self._set_shapes(step)
         step.launched_s = self._now()
         shares = self._runner.wants.shared_blocks
         shared = self._scheduler.shared_blocks(scheduled.chunks) if shares else 0
-        plan = self._plans.of(scheduled, step.sampling, shared, step.read, step.asked)
+        plan = self._plans.of(scheduled, step.sampling, shared, step.prompt_chunks, step.output_chunks)
         if runs is not None:
             plan = replace(plan, repeats=np.array(runs, np.int32))
-            step.run_on(runs)
+            step.extend_runs(runs)
         step.result = self._runner.launch(plan)
-        self._scheduler.launched(scheduled)
+        self._scheduler.record_launch(scheduled)
         if self._repeated is not None:
-            self._repeated.launched(step.repeats)
+            self._repeated.record_launch(step.repeats)
         self._scheduler.limit_tokens(self._runner.most_tokens)
-        self._move_on(step)
+        self._advance(step)
         self._in_flight.append(step)
 
     def _runs(self, step: InFlight) -> list[int] | None:
-        """Return how many tokens each sequence of the step is to run before the host sees any of them; None: one. All
-        that run have to be in it, and only to decode; none has drafts, or waits for its tokens so as to get some."""
+        """Return the number of decode steps of each sequence in this launch, or None for a single step.
+
+        Several steps need all running sequences to be in the step and to decode, without drafts and without sequences
+        that wait for drafts.
+        """
         repeated, scheduler = self._repeated, self._scheduler
         rows = len(step.scheduled.chunks)
         if repeated is None or self._runner.most_tokens is not None:
             return None
-        assert self._runner.looks_ahead, "the host does not wait for what it launches at once"
+        assert self._runner.looks_ahead, "multi-step decoding needs a runner that looks ahead"
         if not step.only_decodes or rows != len(scheduler.running):
             return None
         if any(sequence.drafting or not sequence.steady for sequence in step.sampling):
             return None
-        most = repeated.most(rows, scheduler.cached_tokens)
-        return scheduler.run_on(step.scheduled, most) if most > 1 else None
+        most = repeated.choose_steps(rows, scheduler.cached_tokens)
+        return scheduler.reserve_steps(step.scheduled, most) if most > 1 else None
 
-    def _holds(self) -> bool:
-        """Whether the next step has to wait for the tokens of the one in flight, for the sake of rows with drafts."""
-        return self._drafting is not None and self._drafting.holds(self._scheduler.running)
+    def _should_hold_step(self) -> bool:
+        """Return True if the next step should wait for the tokens of the step in flight, because rows have drafts."""
+        return self._drafting is not None and self._drafting.should_hold_step(self._scheduler.running)
 
-    def _move_on(self, step: InFlight) -> None:
+    def _advance(self, step: InFlight) -> None:
         for sequence in step.scheduled.admitted:
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = step.began_s
         if step.repeats > 1:
-            self._run_ahead(step)
+            self._add_run_placeholders(step)
         elif self._runner.looks_ahead:
-            self._look_ahead(step)
+            self._add_placeholders(step)
 
-    def _look_ahead(self, step: InFlight) -> None:
-        """Prepare the sequences for a step that is scheduled before this one's tokens are known: with placeholders for
-        these, behind which it can run on."""
+    def _add_placeholders(self, step: InFlight) -> None:
+        """Append placeholders for the tokens in flight, so the next step can run before they are known."""
         for sequence in step.sampling:
             if sequence.needs_sync or sequence.drafting:
                 sequence.status = SequenceStatus.AWAITING_TOKENS
@@ -344,8 +366,8 @@ class Engine:
         for sequence in step.completed:
             self._scheduler.stop(sequence)
 
-    def _run_ahead(self, step: InFlight) -> None:
-        """Prepare the sequences of steps that are launched at once for one behind them."""
+    def _add_run_placeholders(self, step: InFlight) -> None:
+        """Append placeholders for all tokens of a multi-step launch."""
         zeros = [array("i", [0] * count) for count in range(step.repeats + 1)]
         for sequence, _, length in step.scheduled.chunks:
             tokens = sequence.tokens
@@ -358,20 +380,21 @@ class Engine:
         """Wait for a step's tokens and append them to their sequences."""
         assert step.result is not None
         tokens, sampling = step.result.tokens(), step.sampling
-        if step.asked or step.read:
-            self._take_asked(step, step.result)
+        if step.output_chunks or step.prompt_chunks:
+            self._store_outputs(step, step.result)
             tokens = tokens if sampling else []
         logprobs = {sampling[place]: found for place, found in step.result.logprobs().items()}
         ready = self._now()
-        take = self._take_all if step.repeats == 1 else self._take_runs
+        take = self._append_all if step.repeats == 1 else self._append_runs
         ends = take(step, tokens, logprobs, ready)
-        counts = {taken.sequence: taken.count for taken in step.irregular}
-        for place, barred in step.result.barred().items():  # of the tokens that it took
+        counts = {outcome.sequence: outcome.count for outcome in step.irregular}
+        for place, barred in step.result.barred().items():
+            # Only of the tokens that the sequence got
             sampling[place].masking.note(any(barred[: counts.get(sampling[place], len(barred))]))
         if step.irregular or step.repeats > 1:
-            self._account(step)
-        for taken in step.irregular:
-            self._take_back(taken)
+            self._set_shapes(step)
+        for outcome in step.irregular:
+            self._roll_back(outcome)
         for sequence, end in ends:
             self._finish(sequence, end, ready, output)
         for sequence in step.completed:
@@ -380,70 +403,70 @@ class Engine:
             self._scheduler.release(sequence)
         output.samples = self._samples(step, ready)
         if self._drafting is not None:
-            output.samples = [*map(self._drafting.drafter.stepped, output.samples)]
+            output.samples = [*map(self._drafting.drafter.record_step, output.samples)]
         self._ended = output.samples[-1].started_s + output.samples[-1].duration_s
         self._steps += len(output.samples)
         if self._repeated is not None:
             given = sum(sample.sampled_tokens for sample in output.samples)
-            self._repeated.note(given, len(output.completions))
+            self._repeated.record_tokens(given, len(output.completions))
         if self._in_flight and self._in_flight[0].repeats == 1:
-            self._account(self._in_flight[0])
+            self._set_shapes(self._in_flight[0])
 
-    def _take_asked(self, step: InFlight, result: Launched) -> None:
-        """Give each chunk the hidden states or the scores that it asked for."""
+    def _store_outputs(self, step: InFlight, result: Launched) -> None:
+        """Pass hidden states and scores of the step to the sequences of its chunks."""
         for place, own in result.states().items():
-            step.asked[place].sequence.pool(step.asked[place].start, own)
-        scores, begun = result.scores(), 0
-        for sequence, start, length in step.asked:
+            step.output_chunks[place].sequence.pool(step.output_chunks[place].start, own)
+        scores, offset = result.scores(), 0
+        for sequence, start, length in step.output_chunks:
             if sequence.scored is not None:
-                begun += sequence.scored.take(start, start + length, scores, begun)
-        for sequence, start, length in step.read:
+                offset += sequence.scored.store(start, start + length, scores, offset)
+        for sequence, start, length in step.prompt_chunks:
             if sequence.prompt_scores is not None:
-                begun += sequence.prompt_scores.take(start, start + length, scores, begun)
+                offset += sequence.prompt_scores.store(start, start + length, scores, offset)
 
-    def _take_all(
+    def _append_all(
         self,
         step: InFlight,
         tokens: list[list[int]],
         logprobs: Mapping[Sequence, TokenLogprobs],
         now: float,
     ) -> list[tuple[Sequence, End]]:
-        """Append a step's tokens to their sequences; those that end with them."""
+        """Append the tokens of a step to its sequences, and return the sequences that end."""
         ends, dropped = [], step.dropped
         for sequence, given in zip(step.sampling, tokens, strict=True):
             if dropped and sequence in dropped:
                 continue
             if len(given) == 1 and not (sequence.watched or sequence.drafts or given[0] == NO_TOKEN):
-                reason = sequence.take_unwatched(given[0], now)  # nearly always
+                reason = sequence.append_unwatched(given[0], now)  # the most frequent case
                 if reason is not None:
                     ends.append((sequence, End(reason)))
                 continue
             found = logprobs[sequence] if sequence.logprobs is not None else None
             if len(given) == 1 and not sequence.drafts:
-                sequence.tokens_known()
+                sequence.mark_tokens_known()
                 end = self._append(sequence, given[0], now, found) or self._jump_forward(sequence, now)
             else:
-                taken = self._take(sequence, given, now, found)
-                step.irregular.append(taken)
-                end = taken.end
+                outcome = self._append_verified(sequence, given, now, found)
+                step.irregular.append(outcome)
+                end = outcome.end
             if end is not None:
                 ends.append((sequence, end))
         return ends
 
-    def _take_runs(
+    def _append_runs(
         self,
         step: InFlight,
         tokens: list[list[int]],
         logprobs: Mapping[Sequence, TokenLogprobs],
         now: float,
     ) -> list[tuple[Sequence, End]]:
-        """Append the tokens of several steps that were launched at once; the sequences that end with them."""
+        """Append the tokens of a multi-step launch to its sequences, and return the sequences that end."""
         assert not logprobs, "rows that ask for log-probabilities run one token at a time"
         ends = []
         for sequence, given in zip(step.sampling, tokens, strict=True):
             if sequence in step.dropped:
                 continue
-            if not sequence.watched and sequence.take_run(given, now):
+            if not sequence.watched and sequence.append_run(given, now):
                 if len(sequence.tokens) - sequence.placeholders >= sequence.max_length:
                     ends.append((sequence, End("length")))
                 continue
@@ -455,40 +478,38 @@ class Engine:
                     break
         return ends
 
-    def _take(
+    def _append_verified(
         self, sequence: Sequence, tokens: list[int], now: float, logprobs: TokenLogprobs | None
     ) -> AcceptedTokens:
-        """Append any number of tokens to a sequence, up to the one that ends it. Later tokens are dropped."""
+        """Append any number of tokens to a sequence, up to the token that ends it. Later tokens are dropped."""
         if sequence.placeholders:
-            raise ValueError(
-                f"a step gave {len(tokens)} tokens to a sequence that the next step runs already"
-            )
-        sequence.tokens_known()
+            raise ValueError(f"a step returned {len(tokens)} tokens for a sequence that is in flight again")
+        sequence.mark_tokens_known()
         drafts = sequence.tokens[len(sequence) - sequence.drafts :]
-        taken = AcceptedTokens(sequence, sequence.known_length, drafts, sequence.draft_parents)
+        outcome = AcceptedTokens(sequence, sequence.known_length, drafts, sequence.draft_parents)
         sequence.drop_drafts()
         for at, token in enumerate(tokens):
-            taken.add(token)
-            taken.end = self._append(sequence, token, now, logprobs, at)
-            if taken.end is None and sequence.constraint is not None:
+            outcome.add(token)
+            outcome.end = self._append(sequence, token, now, logprobs, at)
+            if outcome.end is None and sequence.constraint is not None:
                 before = len(sequence)
-                taken.end = self._jump_forward(sequence, now)
-                if len(sequence) > before:  # the step sampled what has to come
+                outcome.end = self._jump_forward(sequence, now)
+                if len(sequence) > before:  # forced tokens replace the rest of the step's tokens
                     break
-            if taken.end is not None:
+            if outcome.end is not None:
                 break
         if self._drafting is not None:
-            self._drafting.verified(taken)
-        return taken
+            self._drafting.record_verified(outcome)
+        return outcome
 
     def _append(
         self, sequence: Sequence, token: int, now: float, logprobs: TokenLogprobs | None, at: int = 0
     ) -> End | None:
-        """Append a token and its own of the `logprobs` to its sequence; how the sequence ends, if the token ends it."""
+        """Append a token, with entry `at` of `logprobs`. Return the end if the token ends the answer, else None."""
         if token == NO_TOKEN:
-            sequence.take_none()
-            return without_token(sequence, self._limits.eos_token_ids, self._masks)
-        sequence.take(token)
+            sequence.drop_first_placeholder()
+            return end_without_token(sequence, self._limits.eos_token_ids, self._masks)
+        sequence.append_token(token)
         if sequence.logprobs is not None and logprobs is not None:
             sequence.logprobs.append(logprobs, at)
         if sequence.first_token_s is None:
@@ -498,33 +519,33 @@ class Engine:
         if sequence.constraint is not None:
             end = constrained_end(sequence.constraint, token, reason, kept)
             if end is None and sequence.constraint.over:
-                self._release(sequence)
+                self._release_constraint(sequence)
             return end
         return End(reason, kept) if reason else None
 
-    def _release(self, sequence: Sequence) -> None:
-        """Let a sequence go on without its constraint, which bars nothing any more: steps may look ahead of it."""
+    def _release_constraint(self, sequence: Sequence) -> None:
+        """Remove the constraint of a sequence, which allows all tokens from now on, so steps may look ahead again."""
         self._drop_mask(sequence)
         sequence.constraint = sequence.mask = None
         sequence.watched = sequence.stop_stream is not None or sequence.logprobs is not None
         sequence.needs_sync = _needs_sync(sequence)
 
-    def _take_back(self, taken: AcceptedTokens) -> None:
-        """Give up the positions that were computed for rejected tokens."""
-        if taken.end is None:
-            self._scheduler.take_back(taken.sequence, taken.useful_end)
+    def _roll_back(self, outcome: AcceptedTokens) -> None:
+        """Free the positions that were computed for rejected drafts."""
+        if outcome.end is None:
+            self._scheduler.roll_back(outcome.sequence, outcome.useful_end)
 
     def _finish(self, sequence: Sequence, end: End, now: float, output: StepOutput) -> None:
-        self._let_go(sequence)
+        self._remove(sequence)
         self._drop_mask(sequence)
         if self._drafting is not None:
-            self._drafting.drafter.ended(sequence)
+            self._drafting.drafter.finish(sequence)
         if ends_request(sequence, end):
             output.completions.append(completion(sequence, end))
             output.requests.append(request_sample(sequence, end, now))
 
-    def _let_go(self, sequence: Sequence) -> None:
-        """Remove a finished sequence. If the in-flight step runs it, its blocks are freed when that step has ended."""
+    def _remove(self, sequence: Sequence) -> None:
+        """Remove a finished sequence. If the step in flight runs it, its blocks are freed after that step."""
         runs_on = sequence.placeholders > 0 or sequence.status is SequenceStatus.AWAITING_TOKENS
         sequence.drop_placeholders()
         if runs_on:
@@ -538,12 +559,12 @@ class Engine:
 
     def _drop_mask(self, sequence: Sequence) -> None:
         if self._drafting is not None:
-            self._drafting.forget(sequence)
+            self._drafting.drop_masks(sequence)
         if sequence.mask is not None and self._masks is not None:
             self._masks.drop(sequence.mask)
 
-    def _account(self, step: InFlight) -> None:
-        """Compute the shape of the step's useful work, while its sequences still hold the blocks that it reads."""
+    def _set_shapes(self, step: InFlight) -> None:
+        """Set the shapes of a step's useful work. Must be called while its sequences still hold their blocks."""
         began = time.perf_counter_ns()
         if step.repeats > 1:
             step.shapes = self._shapes(step.useful_runs, step.repeats)
@@ -552,16 +573,15 @@ class Engine:
         chunks, sampled = step.useful, len(step.sampling) - len(step.dropped) + step.scored_positions
         if step.dropped:
             dropped = step.dropped
-            chunks = [c for c in chunks if c[0] not in dropped]  # half of what c.sequence takes
+            chunks = [c for c in chunks if c[0] not in dropped]  # takes half the time of c.sequence
         if step.irregular:
-            rejected = {taken.sequence: taken.rejected for taken in step.irregular}
+            rejected = {outcome.sequence: outcome.rejected for outcome in step.irregular}
             cut = (Chunk(s, start, length - rejected.get(s, 0)) for s, start, length in chunks)
             chunks = [c for c in cut if c.length]
-            sampled += sum(taken.count - 1 for taken in step.irregular)
-        # A step that is counted again, with what its drafts came to, may have sequences that were preempted meanwhile:
-        # what they shared is not known any more
-        holding = [c for c in chunks if c[0].tables] if step.irregular else chunks
-        shared, copied = self._scheduler.shared_blocks(holding), step.scheduled.copied_tokens
+            sampled += sum(outcome.count - 1 for outcome in step.irregular)
+        # A step with drafts is counted again after its results. Sequences preempted since then have no blocks
+        with_blocks = [c for c in chunks if c[0].tables] if step.irregular else chunks
+        shared, copied = self._scheduler.shared_blocks(with_blocks), step.scheduled.copied_tokens
         cost = self._runner.cost
         names = [c[0].request.params.adapter for c in chunks] if cost.adapted else []
         shape = step_shape(chunks, sampled, shared, self._runner.layout, copied, cost.causal, names)
@@ -569,13 +589,18 @@ class Engine:
         self._metering_ns += time.perf_counter_ns() - began
 
     def _shapes(self, runs: list[Chunk], repeats: int) -> list[StepShape]:
-        """Return the shapes of steps that were launched at once, in which sequences ran so many tokens."""
+        """Return the shape of each step of a multi-step launch.
+
+        Args:
+            runs: The useful tokens of each sequence.
+            repeats: The number of steps.
+        """
         cost, shared_blocks = self._runner.cost, self._scheduler.shared_blocks
         names = [s.request.params.adapter for s, _, _ in runs] if cost.adapted else []
         alive, shared, found = -1, 0, list[StepShape]()
         for at in range(repeats):
             own = [n > at for _, _, n in runs]
-            if (count := sum(own)) != alive:  # what rows share does not change as long as all of them run
+            if (count := sum(own)) != alive:  # shared blocks only change when a row ends
                 chunks, alive = list(compress(runs, own)), count
                 shared = shared_blocks(chunks)
                 starts = np.array([start for _, start, _ in chunks], np.int64)
@@ -584,29 +609,31 @@ class Engine:
         return found
 
     def _new_work(self) -> ConstraintWork:
-        """Count what constraints took since this was last asked."""
+        """Return the time that constraints took since the last call."""
         if self._masks is None:
             return _NO_WORK
-        now, before = _work_of(self._masks), self._reported
+        now, before = _constraint_work(self._masks), self._reported
         self._reported = now
         return ConstraintWork(now.compile_s - before.compile_s, now.mask_s - before.mask_s)
 
     def _samples(self, step: InFlight, ready: float) -> list[StepSample]:
-        """Measure a retired step, or each of those that were launched at once, which are taken to be equally long."""
+        """Return the sample of a retired step, or one sample per step of a multi-step launch."""
         sample = self._sample(step, ready)
         if step.repeats == 1:
             return [sample]
         assert step.result is not None
         rows = len(step.sampling) * step.repeats + step.result.padded_tokens
-        return divided_samples(sample, step.shapes, rows, self._runner.cost, self._peaks)
+        return split_sample(sample, step.shapes, rows, self._runner.cost, self._peaks)
 
     def _sample(self, step: InFlight, ready: float) -> StepSample:
-        """Measure a retired step, with the time of all that were launched at once. The time of overlapping steps is
-        split where the earlier one ended."""
+        """Return the sample of a retired launch.
+
+        A step that overlaps with the previous step counts from the end of that step.
+        """
         metering, self._metering_ns = time.perf_counter_ns() - self._metering_ns, 0
         assert step.result is not None
         shape, pool, began = step.shapes[0], self._scheduler.pool, max(step.began_s, self._ended)
-        unused = len(step.dropped) + sum(taken.rejected for taken in step.irregular)
+        unused = len(step.dropped) + sum(outcome.rejected for outcome in step.irregular)
         decodes, recomputed = step.decodes - unused, step.recomputed
         costs = self._runner.cost.step(shape)
         forced, self._jump_forward_tokens = self._jump_forward_tokens, 0
@@ -649,8 +676,8 @@ class Engine:
 _NO_WORK = ConstraintWork()
 
 
-def _work_of(masks: ConstraintMasks | None) -> ConstraintWork:
-    """Copy the counts of what constraints took so far: they count on."""
+def _constraint_work(masks: ConstraintMasks | None) -> ConstraintWork:
+    """Return a copy of the constraints' counters, which continue to change."""
     return _NO_WORK if masks is None else replace(masks.constraints.work)
 
 
@@ -659,5 +686,5 @@ def _needs_sync(sequence: Sequence) -> bool:
 
 
 def _is_guided(request: Request) -> bool:
-    """Whether the request's answer follows a constraint, or has reasoning with an end that may be forced."""
+    """Return True if a request has a constraint, or reasoning whose end may be forced."""
     return request.params.constraint is not None or request.params.reasoning is not None

@@ -1,4 +1,4 @@
-"""The step that was launched and whose tokens are awaited, and what its sequences take of them."""
+"""A launched step, and the tokens that its sequences accept."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from batchinfer.core.request import FinishReason, RowError
 from batchinfer.engine.runner.runner import Launched
-from batchinfer.engine.schedule.draft_tree import child_with
-from batchinfer.engine.schedule.pooled_states import asked_chunks
+from batchinfer.engine.schedule.draft_tree import find_child
+from batchinfer.engine.schedule.pooled_states import output_chunks_of
 from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
 from batchinfer.engine.schedule.scored_rows import prompt_chunks
 from batchinfer.engine.schedule.sequence import Sequence
@@ -18,52 +18,52 @@ from batchinfer_kernels.cost import StepShape
 
 
 class End(NamedTuple):
-    """The end of a sequence: why, and with what text or error."""
+    """The end of a sequence: its reason, and its text length or error."""
 
     reason: FinishReason
     text_length: int | None = None
     error: RowError | None = None
-    cut: bool = False  # an error, because the answer had no room to become whole
+    cut: bool = False  # True for an error because the length limit cut the answer before it was complete
 
     @property
     def for_length(self) -> bool:
-        """Whether max_tokens or the model's context ended it."""
+        """True if max_tokens or the model's context length ended the sequence."""
         return self.cut or self.reason == "length"
 
 
 @dataclass(slots=True, eq=False)
 class AcceptedTokens:
-    """The tokens that a sequence took of those that a step gave it."""
+    """The tokens that a sequence got from a step with drafts."""
 
     sequence: Sequence
-    known: int  # its tokens before
-    drafts: array[int]  # that the step ran
-    parents: list[int] = field(default_factory=list)  # of these, where they are a tree
-    path: list[int] = field(default_factory=list)  # which of them were right, one behind the other
-    count: int = 0  # tokens taken, one that is none for want of finite logits included
+    known: int  # length of the sequence before the step, without drafts
+    drafts: array[int]  # drafts that the step ran
+    parents: list[int] = field(default_factory=list)  # parents of the drafts if they are a tree, else empty
+    path: list[int] = field(default_factory=list)  # indices of the accepted drafts, in order
+    count: int = 0  # tokens that the sequence got, including a missing token because of non-finite logits
     end: End | None = None
 
     @property
-    def right(self) -> int:
-        """Count the drafts that were right."""
+    def accepted(self) -> int:
+        """The number of accepted drafts."""
         return len(self.path)
 
     def add(self, token: int) -> None:
-        """Count a token, and compare it with the drafts at its place."""
-        if self.count == self.right:
-            found = child_with(self.drafts, self.parents, self.path[-1] if self.path else -1, token)
+        """Count a token of the step, and accept the draft at its position if it is the same token."""
+        if self.count == self.accepted:
+            found = find_child(self.drafts, self.parents, self.path[-1] if self.path else -1, token)
             if found is not None:
                 self.path.append(found)
         self.count += 1
 
     @property
     def useful_end(self) -> int:
-        """Positions that are computed for the tokens that it has; the last token is still to be run."""
-        return self.known + min(self.right, max(0, self.count - 1))
+        """The end of the positions whose K and V are still valid. The last token has not run yet."""
+        return self.known + min(self.accepted, max(0, self.count - 1))
 
     @property
     def rejected(self) -> int:
-        """Positions that were computed for nothing."""
+        """The number of positions that were computed for rejected drafts."""
         return self.known + len(self.drafts) - self.useful_end
 
 
@@ -72,48 +72,49 @@ class InFlight:
     """A step between its launch and the arrival of its tokens."""
 
     scheduled: Step
-    sampling: list[Sequence]  # those that get tokens, in order
-    completed: list[Sequence]  # those that end with this step and get none
-    asked: list[Chunk]  # those whose hidden states or scores it gives, in order
-    read: list[Chunk]  # those of whose prompts it gives log-probabilities, in order
-    useful: list[Chunk]  # without tokens that are recomputed after a preemption
-    decodes: int
-    recomputed: int
-    reads: bool  # whether it runs tokens of prompts, or any again
+    sampling: list[Sequence]  # sequences that get tokens, in order
+    completed: list[Sequence]  # sequences that end with this step without getting a token
+    output_chunks: list[Chunk]  # chunks with hidden states or scores as output, in order
+    prompt_chunks: list[Chunk]  # chunks with log-probabilities of prompt tokens as output, in order
+    useful: list[Chunk]  # chunks without the tokens that are recomputed after a preemption
+    decodes: int  # tokens after prompts that run for the first time
+    recomputed: int  # tokens that are recomputed after a preemption
+    reads: bool  # True if it runs prompt tokens or recomputes any
     began_s: float
     launched_s: float = 0.0
     result: Launched | None = None
-    # Of what is useful in each of the steps that were launched at once, without what was dropped
+    # Shapes of the useful work, per step of a multi-step launch
     shapes: list[StepShape] = field(default_factory=list)
-    # Of sequences that did not just get the next token
+    # Results of sequences with drafts, or with another number of tokens than one
     irregular: list[AcceptedTokens] = field(default_factory=list)
-    dropped: set[Sequence] = field(default_factory=set)  # sequences that had ended when it was launched
-    # Of sequences that ended before the last of the steps that they ran at once: how many tokens they took
+    dropped: set[Sequence] = field(
+        default_factory=set
+    )  # sequences that turned out to have ended before its launch
+    # Tokens of the sequences that ended before the last step of a multi-step launch
     cut: dict[Sequence, int] = field(default_factory=dict)
 
     @property
     def repeats(self) -> int:
-        """Count the steps that were launched at once."""
+        """The number of decode steps that are launched together."""
         return self.scheduled.repeats
 
     @property
     def only_decodes(self) -> bool:
-        """Whether each sequence runs a single token for the first time, behind its prompt, and gets another one."""
+        """True if each sequence runs one token after its prompt for the first time and gets another one."""
         return not self.reads and self.decodes == len(self.scheduled.chunks) == len(self.sampling)
 
-    def run_on(self, runs: list[int]) -> None:
-        """Have each sequence run so many tokens one behind the other, of which the step that was scheduled is the
-        first."""
+    def extend_runs(self, runs: list[int]) -> None:
+        """Extend the step to `runs[i]` consecutive decode steps for sequence i."""
         new_tuple, chunks = tuple.__new__, zip(self.scheduled.chunks, runs, strict=True)
         self.useful = [
             new_tuple(Chunk, (s, start, n)) for (s, start, _), n in chunks
-        ]  # half of what Chunk(…) takes
+        ]  # takes half the time of Chunk(…)
         self.scheduled.chunks = self.useful
         self.decodes = sum(runs)
 
     @property
     def useful_runs(self) -> list[Chunk]:
-        """Return of each sequence the tokens that it ran for use in steps that were launched at once."""
+        """The chunks of a multi-step launch, without dropped sequences and tokens after the end of an answer."""
         chunks, cut, dropped = self.useful, self.cut, self.dropped
         if dropped:
             chunks = [c for c in chunks if c[0] not in dropped]
@@ -121,22 +122,24 @@ class InFlight:
 
     @property
     def scored_positions(self) -> int:
-        """Count the positions behind which tokens are scored."""
+        """The number of positions after which tokens are scored."""
         asked = (
-            (c.end, max(c.start, c.sequence.scored.branch.first)) for c in self.asked if c.sequence.scored
+            (c.end, max(c.start, c.sequence.scored.branch.first))
+            for c in self.output_chunks
+            if c.sequence.scored
         )
         of_prompts = (
             c.sequence.prompt_scores.branch.positions(c.start, c.end)
-            for c in self.read
+            for c in self.prompt_chunks
             if c.sequence.prompt_scores
         )
         return sum(end - first for end, first in asked) + sum(map(len, of_prompts))
 
     @classmethod
     def of(cls, step: Step, began_s: float) -> InFlight:
-        """Read the chunks before launching, which moves the sequences on."""
+        """Create the record of a step. Must be called before its launch, which changes the sequences."""
         chunks, samples = step.chunks, sampling_chunks(step.chunks)
-        # A chunk that begins behind its prompt and behind what was computed before a preemption only decodes
+        # A chunk that begins after the prompt and after the tokens computed before a preemption only decodes
         reading = [c for c in chunks if c[1] < c[0].prompt_length or c[1] < c[0].computed_before_preemption]
         recomputed = sum(c.recomputed for c in reading)
         silent = [c for c, one in zip(chunks, samples, strict=True) if not one] if False in samples else []
@@ -144,8 +147,8 @@ class InFlight:
             scheduled=step,
             sampling=[c[0] for c in compress(chunks, samples)],
             completed=[c.sequence for c in silent if c.end == len(c.sequence)],
-            asked=asked_chunks(silent) if silent else [],
-            read=prompt_chunks(reading) if reading else [],
+            output_chunks=output_chunks_of(silent) if silent else [],
+            prompt_chunks=prompt_chunks(reading) if reading else [],
             useful=[c.fresh for c in chunks if c.recomputed < c.length] if recomputed else chunks,
             decodes=sum([c[2] for c in chunks]) - sum(c.length - c.decodes for c in reading),
             recomputed=recomputed,

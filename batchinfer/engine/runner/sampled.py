@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.runner.row_scores import RowScores
-from batchinfer.engine.schedule.draft_tree import child_with, parents_of
+from batchinfer.engine.schedule.draft_tree import find_child, parents_from_bits
 from batchinfer.engine.schedule.step_plan import Ints, States, StepPlan
 from batchinfer.engine.tensors.staging import upload
 
@@ -125,14 +125,14 @@ def _path(tokens: list[int], drafts: list[int], bits: list[int], first: int) -> 
     Args:
         tokens: The tokens sampled after the last known token and after each draft.
         drafts: The draft tokens, in tree order.
-        bits: The ancestor bits of each draft; see `node_bits`.
+        bits: The ancestor bits of each draft; see `ancestor_bits`.
         first: The row of the last known token.
     """
-    parents = parents_of(bits)
-    rows, node = [first], child_with(drafts, parents, -1, tokens[0])
+    parents = parents_from_bits(bits)
+    rows, node = [first], find_child(drafts, parents, -1, tokens[0])
     while node is not None:
         rows.append(first + 1 + node)
-        node = child_with(drafts, parents, node, tokens[1 + node])
+        node = find_child(drafts, parents, node, tokens[1 + node])
     return rows
 
 

@@ -1,1 +1,1 @@
-"""Schedules: what runs when. Integers, without torch."""
+"""The scheduler: sequences, blocks and the plan of each step. Free of torch."""

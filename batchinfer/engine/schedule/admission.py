@@ -1,4 +1,4 @@
-"""Forecasts the most KV blocks that a set of sequences will hold at once. Ints only."""
+"""Forecasts the peak number of KV blocks that a set of sequences will hold. Free of torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.schedule.block_tables import BlockTables
 from batchinfer.engine.schedule.sequence import Sequence
 
-Ends = list[tuple[int, Sequence]]  # (steps that are left, sequence), the last to leave first
+Ends = list[tuple[int, Sequence]]  # (remaining steps, sequence), most remaining steps first
 
 
 def peak_blocks(ends: Iterable[tuple[int, Sequence]], tables: BlockTables) -> int:
-    """The forecast for pairs of (steps that are left, sequence), if each sequence grows by one token a step.
+    """Return the peak number of blocks if each sequence grows by one token per step.
 
-    The peak lies in the last step of some sequence. A shared block counts once, for the user that leaves last. Exact
-    where nothing has a window; with windows an upper bound, as each sequence counts with the most blocks that hold one,
-    and blocks that are shared now are counted as if they stayed.
+    The peak is in the last step of some sequence. A shared block counts once, for its last user. The result is exact
+    without sliding windows, and an upper bound with them.
+
+    Args:
+        ends: Pairs of (remaining steps, sequence).
+        tables: The block tables of the sequences.
     """
     ordered = sorted(ends, key=_steps, reverse=True)
     held = [0] * len(ordered)
@@ -35,7 +38,10 @@ def _steps(end: tuple[int, Sequence]) -> int:
 
 
 def _whole(ordered: Ends, tables: BlockTables) -> list[int]:
-    """Count the blocks of the tables that keep all tokens, in the last step of each sequence. They share alike."""
+    """Return the blocks of all tables without a window, in the last step of each sequence.
+
+    These tables share the same blocks, so one is counted and multiplied.
+    """
     group, count = tables.sizes.windows.index(None), tables.sizes.whole
     counted, growing = CountedBlocks(tables.pool), _Growing(tables.pool.block_size)
     held = []
@@ -47,14 +53,14 @@ def _whole(ordered: Ends, tables: BlockTables) -> list[int]:
 
 
 def _windowed(ordered: Ends, tables: BlockTables, window: int) -> list[int]:
-    """Count the blocks of a table of this window, in the last step of each sequence."""
+    """Return the blocks of one table with this window, in the last step of each sequence."""
     group, pool = tables.sizes.windows.index(window), tables.pool
     sliding = _Sliding(pool.block_size, tables.sizes.span(window))
     shared: set[int] = set()
     held = []
     for steps, sequence in ordered:
         left = sequence.freed[group]
-        # no block behind the prompt is shared
+        # No block after the prompt is shared
         prompt = sequence.tables[group][left : sequence.prompt_length // pool.block_size]
         common = [block for block in prompt if pool.users(block) > 1]
         shared.update(common)
@@ -64,10 +70,10 @@ def _windowed(ordered: Ends, tables: BlockTables, window: int) -> list[int]:
 
 
 class _Growing:
-    """Sums the blocks of sequences that grow by one token a step, without some that they have.
+    """Sums the blocks of sequences that grow by one token per step, minus blocks that are counted elsewhere.
 
-    The sequences are summed by whole blocks and by the tokens in the block after, which is all that growing by r tokens
-    depends on.
+    Only the sum of full blocks and a histogram of the tokens in partial blocks are stored. They determine the sum after
+    any number of steps.
     """
 
     def __init__(self, size: int) -> None:
@@ -81,21 +87,21 @@ class _Growing:
         self._count += 1
 
     def blocks(self, steps: int) -> int:
-        """Count the blocks after `steps` steps."""
+        """Return the sum after a number of steps."""
         blocks, rest = divmod(steps, self._size)
         parts = self._parts
-        # growing by `rest` tokens ends in one block more, in two where the block overflows, in none where both are 0
+        # Growing by `rest` tokens needs one more block, two if the partial block overflows, none if both are empty
         more = sum(parts[self._size - rest + 1 :]) - (0 if rest else parts[0])
         return self._whole + self._count * (blocks + 1) + more
 
 
 class _Sliding:
-    """Sums the blocks of sequences that hold no more than `most` each. It is asked for fewer and fewer steps."""
+    """Sums the blocks of sequences that hold at most `most` blocks each. Steps must decrease from call to call."""
 
     def __init__(self, size: int, most: int) -> None:
         self._size, self._most = size, most
         self._growing = _Growing(size)
-        # A heap of (- steps until it holds the most, tokens, without)
+        # A heap of (- steps until the sequence reaches the maximum, tokens, blocks that are not counted)
         self._full: list[tuple[int, int, int]] = []
 
     def add(self, tokens: int, without: int) -> None:
@@ -110,8 +116,10 @@ class _Sliding:
 
 
 class CountedBlocks:
-    """Remembers which shared blocks were counted. A table's shared blocks come first, and among them those that were
-    counted with another table, because a sequence that holds a block holds its parents.
+    """The set of shared blocks that are counted already.
+
+    A sequence that holds a block also holds its parents. So a table begins with shared blocks that are counted, then
+    shared blocks that are not, then private blocks, and each border is found by bisection.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -119,7 +127,7 @@ class CountedBlocks:
         self._blocks: set[int] = set()
 
     def before(self, table: list[int], most: int) -> int:
-        """How many of the table's first `most` blocks were counted before. Marks its other shared ones as counted."""
+        """Return how many of a table's first `most` blocks were counted before, and mark its shared ones as counted."""
         if not table or self._pool.users(table[0]) < 2:
             return 0
         shared = bisect_left(table, True, 0, most, key=self._is_private)

@@ -1,6 +1,6 @@
-"""Batched admission: decides when places that have come free are filled, where reading prompts costs a GPU's host more.
+"""Batched admission: on a GPU, waits until several sequences can be admitted in one step.
 
-No torch: seconds and counts.
+A step with prompts costs the host more than a decode step. This module is free of torch.
 """
 
 from __future__ import annotations
@@ -8,71 +8,80 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# At the latest when one in this many places, or blocks of the cache, has come free: times of steps are estimates.
+# Admission starts at the latest when 1 / IDLE of the slots or of the cache blocks is free: step times are estimates
 IDLE = 5
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionCosts:
-    """Seconds that decide whether to wait. Those of a device whose peaks are not known are 0."""
+    """Estimated times in seconds. The times of a device with unknown peaks are 0."""
 
-    launch_s: float  # of the host: to launch a step that reads prompts, beyond what every step takes it
-    host_step_s: float  # of the host: every step
-    host_row_s: float  # of the host: a row of a step
-    weights_s: float = 0.0  # of the device: to read the weights
-    token_s: float = 0.0  # of the device: to compute a token
-    kv_token_s: float = 0.0  # of the device: to read K and V of a token
+    launch_s: float  # host: additional time to launch a step with prompts
+    host_step_s: float  # host: per step
+    host_row_s: float  # host: per row and step
+    weights_s: float = 0.0  # device: to read the weights
+    token_s: float = 0.0  # device: to compute a token
+    kv_token_s: float = 0.0  # device: to read K and V of a token
 
 
 class BatchedAdmission:
-    """Decides, once admission has stopped for want of room, when the next batch of sequences is admitted.
+    """Decides when to admit the next batch of sequences after admission has stopped because there was no room.
 
-    A place that stays empty wastes its share of what a step takes however many rows it has. Filling places wastes the
-    time for which the device has nothing to do while the host launches their prompts: what launching takes beyond the
-    work of this step, and beyond what the step before leaves of its own. Places are filled when waiting has wasted as
-    much as filling them would: where rows end evenly that wastes least (the economic order quantity, Harris, 1913),
-    and at once where prompts keep the device busy.
+    An empty slot wastes its share of the fixed time of each step. Admission wastes the time that the device waits while
+    the host launches the prompts. Sequences are admitted when both are equal. If rows end evenly, this minimises the
+    waste (economic order quantity, Harris, 1913). If prompts keep the device busy, they are admitted at once.
     """
 
     def __init__(self, costs: AdmissionCosts | None) -> None:
-        """`costs` None: a place is filled as soon as there is one."""
+        """Create the state. If `costs` is None, a slot is filled as soon as it is free."""
         self._costs = costs
-        self.read = 0  # tokens of prompts in the step that was scheduled last
-        self.ended = 0  # sequences that have, since admission stopped
-        self.steps = 1  # that were launched at once when this was last asked
-        self._places = 0  # sequences that ran then
-        self._wasted_s = 0.0  # since then
-        self._counted = self._brought = 0  # of the sequences that wait, the tokens that would be run
+        self.prefill_tokens = 0  # prompt tokens in the newest step
+        self.ended = 0  # sequences that have ended since admission stopped
+        self.steps = 1  # decode steps in the newest launch
+        self._slots = 0  # running sequences when admission stopped
+        self._wasted_s = 0.0  # time wasted by empty slots since admission stopped
+        self._counted = self._prompt_tokens = 0  # first waiting sequences, and the tokens that they would run
 
     def stop(self, running: int) -> None:
-        """Note that no sequence fits next to this many running ones."""
-        self._places = running
-        self.ended = self._counted = self._brought = 0
+        """Record that no further sequence fits next to `running` sequences."""
+        self._slots = running
+        self.ended = self._counted = self._prompt_tokens = 0
         self._wasted_s = 0.0
 
-    def waits(
-        self, running: int, waiting: int, cached: int, budget: int, brought: Callable[[int], int]
+    def should_wait(
+        self, running: int, waiting: int, cached: int, budget: int, prompt_tokens: Callable[[int], int]
     ) -> bool:
-        """Whether no place is filled in this step, in which these numbers of sequences run and wait.
+        """Return True if no sequence should be admitted in this step.
 
-        `cached`: tokens whose K and V they read; `budget`: tokens that the step may still run; `brought`: those that
-        the first n that wait would run.
+        Args:
+            running: The number of running sequences.
+            waiting: The number of waiting sequences.
+            cached: The tokens in the KV cache that the running sequences read.
+            budget: The tokens that the step may still run.
+            prompt_tokens: Returns the tokens that the first n waiting sequences would run.
         """
         costs = self._costs
-        if costs is None or not running or self.ended >= min(self._places // IDLE, waiting):
+        if costs is None or not running or self.ended >= min(self._slots // IDLE, waiting):
             return False
-        self._wasted_s += self.steps * self.ended / self._places * max(costs.weights_s, costs.host_step_s)
+        self._wasted_s += self.steps * self.ended / self._slots * max(costs.weights_s, costs.host_step_s)
         if self._counted != self.ended:
-            self._counted, self._brought = self.ended, brought(self.ended)
-        if not self.ended or self._brought >= budget:
+            self._counted, self._prompt_tokens = self.ended, prompt_tokens(self.ended)
+        if not self.ended or self._prompt_tokens >= budget:
             return not self.ended
         return self._wasted_s < self._idle_s(costs, running, cached)
 
     def _idle_s(self, costs: AdmissionCosts, running: int, cached: int) -> float:
-        """Estimate for how long the device would have nothing to do if places were filled now. Launching overlaps with
-        the work of the step that is launched, and with that of the step before."""
+        """Return the estimated time in seconds that the device would wait for the host if sequences were admitted now.
+
+        Launching overlaps with the previous step, and with the work of the launched step.
+        """
         host_s = costs.host_step_s + running * costs.host_row_s
         decode_s = max(costs.weights_s, running * costs.token_s) + cached * costs.kv_token_s
-        before_s = decode_s + self.read * costs.token_s - host_s - (costs.launch_s if self.read else 0.0)
-        own_s = decode_s + self._brought * costs.token_s
+        before_s = (
+            decode_s
+            + self.prefill_tokens * costs.token_s
+            - host_s
+            - (costs.launch_s if self.prefill_tokens else 0.0)
+        )
+        own_s = decode_s + self._prompt_tokens * costs.token_s
         return host_s + costs.launch_s - own_s - max(0.0, before_s)

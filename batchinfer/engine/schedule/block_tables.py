@@ -1,4 +1,4 @@
-"""Fills and empties the block tables of sequences, one for each cache group. Ints only."""
+"""Manages the block tables of sequences, one per cache group. Free of torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.kv.table_sizes import TableSizes
 from batchinfer.engine.schedule.sequence import Sequence
 
-LEFT = 0  # entry of a block that a window has left. Operators do not read what it names
+FREED = 0  # table entry for a freed block before a window. Operators never read it
 
 
 class BlockTables:
-    """All tables of a sequence have the same length. Those of a window give up the blocks that it has left: entries
-    before `sequence.freed` name no block of the sequence.
+    """Allocates, shares and frees the blocks of sequences.
+
+    All tables of a sequence have the same length. The first `sequence.freed[group]` entries of a table with a window
+    are
+    freed: they are no blocks of the sequence any longer.
+
+    Args:
+        pool: The block pool.
+        windows: The sliding window of each table in tokens. None: all tokens are kept.
     """
 
     def __init__(self, pool: BlockPool, windows: tuple[int | None, ...]) -> None:
-        """`windows`: how many tokens back each table is read, None: all."""
         self.pool = pool
         self.sizes = TableSizes(pool.block_size, windows)
         self._whole = [group for group, window in enumerate(windows) if window is None]
@@ -25,67 +31,70 @@ class BlockTables:
 
     @property
     def have_windows(self) -> bool:
+        """True if any table has a sliding window."""
         return bool(self._windows)
 
     def missing(self, sequence: Sequence, tokens: int) -> int:
-        """Count the blocks to allocate until the tables hold this many tokens; less than 0 if they hold more."""
+        """Return the number of blocks to allocate for this many tokens; negative if the tables are longer."""
         return (self.sizes.blocks(tokens) - len(sequence.tables[0])) * len(sequence.tables)
 
     def extend(self, sequence: Sequence, missing: int) -> None:
-        """Allocate `missing` blocks, as many for each table."""
+        """Allocate `missing` blocks, divided equally among the tables."""
         blocks, tables = self.pool.allocate(missing), sequence.tables
         for number, table in enumerate(tables):
             table += blocks[number :: len(tables)]
 
     def tokens(self, sequence: Sequence) -> int:
-        """Count the tokens that its tables have room for."""
+        """Return the number of tokens that fit into the sequence's tables."""
         return len(sequence.tables[0]) * self.pool.block_size
 
     def room(self, sequence: Sequence) -> int:
-        """Count the tokens that its tables could hold with all that is available."""
+        """Return the number of tokens that would fit if the sequence got all available blocks."""
         tables = sequence.tables
         return (len(tables[0]) + self.pool.available // len(tables)) * self.pool.block_size
 
-    def leave_behind(self, sequence: Sequence, start: int) -> None:
-        """Free the blocks in which no token from `start` on sees anything."""
+    def free_outside_windows(self, sequence: Sequence, start: int) -> None:
+        """Free the blocks that are outside the window for all tokens from position `start` on."""
         for group, window in self._windows:
             first, last = (
                 sequence.freed[group],
-                min(self.sizes.left(window, start), len(sequence.tables[group])),
+                min(self.sizes.unseen(window, start), len(sequence.tables[group])),
             )
             if first < last:
                 self._drop(sequence, group, window, first, last)
-                sequence.tables[group][first:last] = [LEFT] * (last - first)
+                sequence.tables[group][first:last] = [FREED] * (last - first)
                 sequence.freed[group] = last
 
-    def cut(self, sequence: Sequence, tokens: int) -> bool:
-        """Free the blocks behind the first `tokens` tokens; whether there were any."""
+    def truncate(self, sequence: Sequence, tokens: int) -> bool:
+        """Free the blocks after the first `tokens` tokens. Return True if there were any."""
         kept = self.sizes.blocks(tokens)
         if kept >= len(sequence.tables[0]):
             return False
         for table in sequence.tables:
             self.pool.release(table[kept:])
-        # New lists: who keeps a table from step to step sees that it did not just grow
+        # New lists show PlanWriter that the tables changed in another way than by growing
         sequence.tables = [table[:kept] for table in sequence.tables]
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Free all its blocks."""
+        """Free all blocks of a sequence."""
         for group, window in self._windows:
             self._drop(sequence, group, window, sequence.freed[group], len(sequence.tables[group]))
         for group in self._whole:
             self.pool.release(sequence.tables[group])
         sequence.tables, sequence.freed = [], []
 
-    def give_back(self, sequence: Sequence) -> None:
-        """Undo `share`: drop the references to all shared blocks."""
-        for blocks in self.held(sequence):
+    def unshare(self, sequence: Sequence) -> None:
+        """Undo `share`: release all shared blocks."""
+        for blocks in self.owned_blocks(sequence):
             self.pool.release(blocks)
         sequence.tables, sequence.freed = [], []
 
     def register(self, sequence: Sequence, start: int, end: int) -> None:
-        """Make the prompt blocks findable that tokens [start, end) complete, and the one in which the prompt ends once
-        it holds that: of those a part can be copied."""
+        """Register the prompt blocks that tokens [start, end) complete, so others can find them by their content.
+
+        The partial block at the end of the prompt is registered, too, because its tokens can be copied.
+        """
         size = self.pool.block_size
         first, last = (sequence.prompt_blocks(n, size) for n in (start, end))
         ends = start < sequence.prompt_length <= end and sequence.prompt_length % size > 0
@@ -95,17 +104,17 @@ class BlockTables:
                 if index >= sequence.freed[group]:
                     self.pool.register(table[index], digest, group)
 
-    def found(self, sequence: Sequence) -> int:
-        """Count the tokens of a waiting sequence that `share` would find."""
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """Return the number of tokens of a waiting sequence that `share` would take from the cache."""
         return self._reusable(sequence.hashes[: sequence.reserved]) * self.pool.block_size
 
     def share(self, sequence: Sequence) -> None:
-        """Acquire its first blocks, as far as they are cached."""
+        """Acquire the leading blocks of a sequence that are cached."""
         digests = sequence.hashes[: sequence.reserved]
         blocks = self._reusable(digests)
         sequence.tables, sequence.freed = [], []
         for group, window in enumerate(self.sizes.windows):
-            first = 0 if window is None else self.sizes.left(window, blocks * self.pool.block_size)
+            first = 0 if window is None else self.sizes.unseen(window, blocks * self.pool.block_size)
             found = [
                 block
                 for digest in digests[first:blocks]
@@ -113,17 +122,20 @@ class BlockTables:
             ]
             assert len(found) == blocks - first, "a shared block is not there"
             self.pool.acquire(found)
-            sequence.tables.append([LEFT] * first + found)
+            sequence.tables.append([FREED] * first + found)
             sequence.freed.append(first)
 
-    def held(self, sequence: Sequence) -> Iterator[list[int]]:
-        """The blocks of each of its tables."""
+    def owned_blocks(self, sequence: Sequence) -> Iterator[list[int]]:
+        """Yield the blocks of each table, without freed entries."""
         for table, left in zip(sequence.tables, sequence.freed, strict=True):
             yield table[left:]
 
     def check(self, sequence: Sequence) -> None:
-        """Raises AssertionError where a computed token that may still be seen has no block, or one that no token sees
-        has."""
+        """Check the tables of a sequence.
+
+        Raises:
+            AssertionError: If the tables differ in length, or a block that may still be read is missing.
+        """
         assert {len(table) for table in sequence.tables} == {len(sequence.tables[0])}, (
             "tables differ in length"
         )
@@ -131,16 +143,18 @@ class BlockTables:
             "computed tokens without block"
         )
         for left, window in zip(sequence.freed, self.sizes.windows, strict=True):
-            seen = 0 if window is None else self.sizes.left(window, sequence.computed)
+            seen = 0 if window is None else self.sizes.unseen(window, sequence.computed)
             assert left <= seen, "a window has lost a block"
 
     def _reusable(self, digests: list[bytes]) -> int:
-        """The most leading blocks behind which a sequence can go on: tables that keep all have them, and those of a
-        window the ones that the next token sees."""
+        """Return the maximum number of leading blocks after which a sequence can continue from the cache.
+
+        Tables without a window need all these blocks, tables with a window only the blocks that the next token sees.
+        """
         blocks = len(digests)
         for group in self._whole:
-            known = (i for i in range(blocks) if self.pool.find(digests[i], group) is None)
-            blocks = next(known, blocks)
+            absent = (i for i in range(blocks) if self.pool.find(digests[i], group) is None)
+            blocks = next(absent, blocks)
         while blocks:
             gaps = [self._gap(digests, blocks, group, window) for group, window in self._windows]
             shorter = min((gap for gap in gaps if gap is not None), default=None)
@@ -150,14 +164,16 @@ class BlockTables:
         return blocks
 
     def _gap(self, digests: list[bytes], blocks: int, group: int, window: int) -> int | None:
-        """The last block that a token behind `blocks` blocks sees and that is not there."""
-        first = self.sizes.left(window, blocks * self.pool.block_size)
+        """Return the last missing block that the token after `blocks` blocks sees, or None if all are there."""
+        first = self.sizes.unseen(window, blocks * self.pool.block_size)
         indices = range(blocks - 1, first - 1, -1)
         return next((i for i in indices if self.pool.find(digests[i], group) is None), None)
 
     def _drop(self, sequence: Sequence, group: int, window: int, first: int, last: int) -> None:
-        """Free entries of a window's table. A waiting sequence needs a block only if it goes on so soon behind it that
-        its window reaches back to it."""
+        """Free the entries [first, last) of a table with a window.
+
+        A block is not kept for a waiting sequence that can continue from a later block, beyond the reach of the window.
+        """
         table, reach = sequence.tables[group], 1 + (window - 2) // self.pool.block_size
         digests = sequence.hashes[first + reach : last + reach]
         beyond = [digest if self.pool.find(digest, group) is not None else None for digest in digests]

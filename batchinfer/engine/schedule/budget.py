@@ -1,4 +1,4 @@
-"""Computes how many tokens a step may run."""
+"""Chooses the limits of the scheduler from the costs of the model and the peaks of the device."""
 
 from __future__ import annotations
 
@@ -11,37 +11,42 @@ from batchinfer_kernels.cost import ModelCost, Peaks
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
-LEAST, MOST = 512, 8192
-# Reading the weights may take this part of a step's matrix products (docs/measurements/scheduling.md)
+LEAST, MOST = 512, 8192  # bounds of the computed budget, in tokens per step
+# In a full step, matrix products take AMORTISED times the time of reading the weights (docs/measurements/scheduling.md)
 AMORTISED = 128
 
-# What a decode step takes a GPU's host, and each of its rows: 0.9 ms for 256 rows were measured without CUDA calls
-# (docs/measurements/gpu.md), and replaying its graph is taken to be as long again.
+# Host time of a decode step on a GPU, per step and per row. 0.9 ms for 256 rows were measured without CUDA calls
+# (docs/measurements/gpu.md); replaying the graph is assumed to take the same time again.
 HOST_STEP_S, HOST_ROW_S = 1e-3, 3.5e-6
-# What each further step that is launched at once with one takes the host, and each row of it: 0.9 ms of 1,024 rows were
-# measured without CUDA calls (docs/measurements/gpu.md). Replaying the graph, and launching the head, the sampler and
-# the kernel that moves rows on, is taken to be 0.4 ms of the first number; not measured.
+# Host time of each further step of a multi-step launch, per step and per row. 0.9 ms for 1,024 rows were measured
+# without CUDA calls (docs/measurements/gpu.md). 0.4 ms of the first number are an assumption for CUDA calls.
 HOST_REPEAT_S, HOST_REPEAT_ROW_S = 0.5e-3, 0.8e-6
-# What the host takes to launch a layer of a step that no graph covers: 1.1 ms on an H100's host (a prompt of 512 tokens
-# through 32 layers of an 8B Llama took 35.5 ms, a third of which the device worked).
+# Host time to launch a layer without a graph. Measured on an H100's host: a prompt of 512 tokens through the 32 layers
+# of an 8B Llama took 35.5 ms, and the device was busy for a third of it.
 LAUNCH_LAYER_S = 1.1e-3
-# The same where all but attention is captured. Not measured on such a host: the same share of the time above as our
-# part of launching such a layer took on another machine, 65 of 222 µs (docs/measurements/gpu.md).
+# Host time to launch a layer with piecewise graphs. Not measured on such a host: the time above, scaled by the measured
+# ratio of another machine, 65 of 222 µs (docs/measurements/gpu.md).
 REPLAY_LAYER_S = 0.33e-3
 
 
 def further_host_s(steps: float, rows: int) -> float:
-    """Return about how long a GPU's host takes for so many steps that it launches at once with another one."""
+    """Return the estimated host time in seconds of `steps` further steps of a multi-step launch."""
     return steps * (HOST_REPEAT_S + rows * HOST_REPEAT_ROW_S)
 
 
 def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default: int) -> int:
-    """The step budget at which linear layers are bound by compute, with a margin; `default` where peaks are unknown.
+    """Return the token budget of a step at which linear layers are bound by arithmetic, with a margin.
 
-    A weight of b bytes is read once a step and serves two operations a token, so reading takes 1 / AMORTISED of
-    computing at AMORTISED × b / 2 × peak operations / bandwidth tokens; at more of them where a token multiplies only a
-    part of the weights, as it does with experts. Rounded up to a power of two, within
-    LEAST and MOST, and twice max_num_seqs at least, so that a full batch leaves room for reading prompts.
+    A weight of b bytes is read once per step and used for two operations per token. Reading takes 1 / AMORTISED of the
+    computing time at AMORTISED * b / 2 * peak operations / bandwidth tokens, and at more tokens with experts. The
+    result is rounded up to a power of two, limited to LEAST and MOST, and at least 2 * `max_num_seqs`, which leaves
+    room for prefill in a full batch.
+
+    Args:
+        cost: The costs of the model.
+        peaks: The peak FLOP/s and bandwidth of the device, or None if unknown.
+        max_num_seqs: The maximum number of running sequences.
+        default: The result if `peaks` is None.
     """
     if peaks is None:
         return default
@@ -53,17 +58,22 @@ def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default
 
 
 def admission_costs(cost: ModelCost, peaks: Peaks | None, pieces: bool = True) -> AdmissionCosts:
-    """Compute what decides when places are filled on a GPU. `pieces`: steps that read prompts are captured in
-    pieces."""
-    known = AdmissionCosts(
+    """Return the costs from which a GPU's scheduler decides when to admit sequences.
+
+    Args:
+        cost: The costs of the model.
+        peaks: The peak FLOP/s and bandwidth of the device. None: only host times are known.
+        pieces: True if steps with prompts are captured as piecewise graphs.
+    """
+    host_costs = AdmissionCosts(
         launch_s=(REPLAY_LAYER_S if pieces else LAUNCH_LAYER_S) * cost.layers,
         host_step_s=HOST_STEP_S,
         host_row_s=HOST_ROW_S,
     )
     if peaks is None:
-        return known
+        return host_costs
     return replace(
-        known,
+        host_costs,
         weights_s=cost.parameters * cost.weight_itemsize / peaks.bytes_per_s,
         token_s=_token_s(cost, peaks),
         kv_token_s=cost.kv_bytes(1) / peaks.bytes_per_s,
@@ -71,21 +81,26 @@ def admission_costs(cost: ModelCost, peaks: Peaks | None, pieces: bool = True) -
 
 
 def _token_s(cost: ModelCost, peaks: Peaks) -> float:
-    """Estimate the seconds that computing a token takes, attention left out."""
+    """Return the estimated device time to compute a token without attention, in seconds."""
     operations = (peaks.coded_ops_per_s if cost.quantized else None) or peaks.flops_per_s
     return 2 * cost.active_parameters / operations
 
 
 def captured_tokens(cost: ModelCost, peaks: Peaks | None, most: int = MOST) -> int:
-    """The tokens of the largest step that reads prompts and is captured: a larger one takes a GPU twice as long as its
-    host takes to launch it, operator by operator. Twice, as the step before, while which it is launched, may be short.
+    """Return the size of the largest step with prompts that is captured, in tokens.
+
+    A larger step takes at least twice the time that the host needs to launch it without a graph. The factor of
+    two is a margin, because the host launches it during the previous step, which may be short.
     """
     return most if peaks is None else min(2 * int(LAUNCH_LAYER_S * cost.layers / _token_s(cost, peaks)), most)
 
 
 def least_copied(cost: ModelCost, peaks: Peaks | None) -> int | None:
-    """The fewest tokens that it pays to copy from another block: both copying and running a token take the same time
-    for each, so it is one or, where copying takes longer, None. Where peaks are unknown it is taken to pay."""
+    """Return the minimum number of tokens for which copying from another block is faster than computing.
+
+    Both times are proportional to the number of tokens, so the result is 1, or None if copying is slower. It is 1 if
+    `peaks` is None.
+    """
     if peaks is None:
         return 1
     copying = sum(operator.copied.seconds(peaks) for operator in cost.operators)
@@ -94,13 +109,19 @@ def least_copied(cost: ModelCost, peaks: Peaks | None) -> int | None:
 
 
 def scheduler_config(config: EngineConfig, cost: ModelCost, captured: bool = True) -> SchedulerConfig:
-    """The scheduler's limits: the job's own, else those that suit the model and the machine. `captured`: a GPU's steps
-    can be; where none can, one that only decodes costs the host as much as others."""
+    """Return the limits of the scheduler: from the job, or limits that suit the model and the device.
+
+    Args:
+        config: The configuration of the engine.
+        cost: The costs of the model.
+        captured: True if a GPU's steps can be captured as graphs. If not, all steps cost the host the same, so waiting
+            with admission gains nothing.
+    """
     device = config.load.device
     seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device]
     default = DEFAULT_MAX_NUM_BATCHED_TOKENS[device]
     tokens = config.max_num_batched_tokens or step_tokens(cost, config.peaks, seqs, default)
-    if not cost.causal:  # a step has to take the longest prompt
+    if not cost.causal:  # an encoder runs each prompt in a single step
         tokens = max(tokens, config.longest)
     waits = device == "cuda" and captured
     return SchedulerConfig(

@@ -1,4 +1,4 @@
-"""The protocol of what an answer must obey: which tokens may come next, and which must. It knows no grammar."""
+"""The protocols of constraints: which tokens an answer may have next. Implementations are in `batchinfer.input`."""
 
 from __future__ import annotations
 
@@ -16,61 +16,74 @@ from batchinfer.core.sampling import SamplingParams
 
 
 class Constraint(Protocol):
-    """The state of one answer. It has taken every token of the answer so far."""
+    """The state of a constraint after the tokens of an answer so far."""
 
     @property
     def ended(self) -> bool:
-        """Whether the answer is whole and nothing may follow it."""
+        """True if the answer is complete and no token may follow."""
 
     @property
     def needs_end(self) -> bool:
-        """Whether an answer that something else ends is incomplete."""
+        """True if the answer would be incomplete if it ended now."""
 
     @property
     def over(self) -> bool:
-        """Whether any tokens may follow, and it is not to be asked any more."""
+        """True if all tokens are allowed from now on, so the constraint must not be queried again."""
 
     @property
     def failure(self) -> RowError | None:
-        """The reason why it cannot be followed any further."""
+        """The reason why the constraint cannot be followed further, if there is one."""
 
     def take(self, token: int) -> None:
-        """The answer's next token. Raises ConstraintFailed for one that may not come."""
+        """Advance by the next token of the answer.
+
+        Raises:
+            ConstraintFailed: If the token is not allowed.
+        """
 
     def allows(self, token: int) -> bool:
-        """Whether this token may come next, when all that were forced are taken: a mask has one spelling of what is
-        forced, and this has them all. False also where only the mask can say."""
+        """Return True if a token may come next, after all forced tokens are taken.
+
+        It accepts every tokenization of a forced text, while a mask has only one. It also returns False if only the
+        mask can tell.
+        """
 
     def fork(self) -> Constraint:
-        """A state of its own, in which further tokens can be tried."""
+        """Return an independent copy of the state, to try further tokens."""
 
     def jump_forward(self) -> Seq[int]:
-        """The tokens that have to come next, as far as there is but one way on. They are not taken by this."""
+        """Return the tokens that are forced next. The state does not change."""
 
 
 class Constraints(Protocol):
-    """Makes constraints, and fills the masks of a batch."""
+    """Creates constraints, and fills the masks of a batch."""
 
     @property
     def work(self) -> ConstraintWork:
-        """The seconds that they took so far; it counts on."""
+        """The time that constraints took so far. The object continues to change."""
 
     def start(self, params: SamplingParams) -> Constraint:
-        """The constraint of an answer with no tokens yet. Raises ConstraintFailed where it cannot be compiled."""
+        """Return the constraint of an answer without tokens.
+
+        Raises:
+            ConstraintFailed: If the constraint cannot be compiled.
+        """
 
     def fill(self, constraints: Seq[Any], bits: NDArray[np.int32]) -> None:
-        """Say which tokens may come next: bit t % 32 of word t // 32, see batchinfer_kernels.mask.
+        """Set the bits of all tokens that may come next; see batchinfer_kernels.mask.
 
-        bits: (n, words) int32, a row for each constraint, written as a whole. One that failed gets no bit.
+        Args:
+            constraints: The constraints of n rows. A failed constraint allows no token.
+            bits: (n, words) int32, overwritten. Token t is bit t % 32 of word t // 32.
         """
 
 
-# Makes them for a model: the tokens that end its answers, and how many tokens it knows.
+# Creates the constraints of a model from its EOS tokens and the size of its vocabulary
 ConstraintsFor = Callable[[Collection[int], int], Constraints]
 
 
 class ConstraintMasks:
-    """The constraints of the rows in flight, by the number under which plans name a row's mask."""
+    """The constraints of running rows, by the number of their mask in step plans."""
 
     def __init__(self, constraints: Constraints) -> None:
         self.constraints = constraints
@@ -78,17 +91,22 @@ class ConstraintMasks:
         self._numbered = 0
 
     def put(self, constraint: Constraint) -> int:
-        """Hold a constraint, and return its number."""
+        """Add a constraint and return its number."""
         self._numbered += 1
         self._held[self._numbered] = constraint
         return self._numbered
 
     def drop(self, number: int) -> None:
-        """Forget a constraint, whose row has ended."""
+        """Remove a constraint whose row has ended."""
         del self._held[number]
 
     def allowed(self, masks: Seq[int], tokens: Seq[int]) -> list[bool]:
-        """Say of each mask whether this token may come next. False also where only `fill` can say."""
+        """Return, for each mask, whether its token may come next. It is also False if only `fill` can tell.
+
+        Args:
+            masks: The numbers of the masks.
+            tokens: One token per mask.
+        """
         began = time.perf_counter()
         held = self._held
         found = [held[mask].allows(token) for mask, token in zip(masks, tokens, strict=True)]
@@ -96,5 +114,5 @@ class ConstraintMasks:
         return found
 
     def fill(self, masks: Seq[int], bits: NDArray[np.int32]) -> None:
-        """Clear the bits of the tokens that may not come next; see `Constraints.fill`."""
+        """Set the bits of all tokens that may come next; see `Constraints.fill`."""
         self.constraints.fill([self._held[mask] for mask in masks], bits)

@@ -1,7 +1,7 @@
-"""Trees of drafts: tokens that may follow a sequence, each behind another one or behind the sequence's last token.
+"""Draft trees: proposed tokens with several alternatives per position.
 
-A tree is its tokens and their `parents`: of each token the place of the one before it, which comes first, or -1 for the
-sequence's last token. No parents at all: each token follows the one before, a chain.
+A tree is a list of tokens and the list of their `parents`: the index of each token's predecessor, which comes before
+it, or -1 for the sequence's last token. An empty list of parents means a chain: each token follows the token before it.
 """
 
 from __future__ import annotations
@@ -12,54 +12,59 @@ from typing import NamedTuple
 
 
 class DraftTree(NamedTuple):
-    """Tokens that may follow a sequence. Those behind the same token differ from one another."""
+    """Proposed tokens after a sequence. Siblings are different tokens."""
 
     tokens: Seq[int]
     parents: Seq[int] = ()
-    # How likely each of them is to be right, none likelier than its parent or than one before it; (): nobody knows
+    # Probability that each node and its ancestors are accepted, in descending order; empty if unknown
     chances: Seq[float] = ()
-    kinds: Seq[Hashable] = ()  # of each, the kind of proposals of which it is counted how many are right
+    kinds: Seq[Hashable] = ()  # kind of each node, for counting acceptance
 
     def first(self, count: int) -> DraftTree:
-        """Return the first tokens alone."""
+        """Return the tree of the first `count` nodes."""
         return DraftTree(self.tokens[:count], self.parents[:count], self.chances[:count], self.kinds[:count])
 
 
-def pruned(tree: DraftTree, keeps: Callable[[int, int], bool]) -> DraftTree:
-    """Return the tree without the nodes that are not kept, and those behind them. keeps(node, parent) is asked of each
-    node whose parent is kept, in order."""
-    places = {-1: -1}  # of those that are kept, where they stand then
+def prune(tree: DraftTree, keeps: Callable[[int, int], bool]) -> DraftTree:
+    """Return the tree without rejected nodes and their descendants.
+
+    Args:
+        tree: The tree.
+        keeps: Returns True to keep a node, from its index and its parent's. Only called if the parent is kept, in
+            order.
+    """
+    new_index = {-1: -1}  # of the kept nodes
     parents = list[int]()
     for at in range(len(tree.tokens)):
         parent = tree.parents[at] if tree.parents else at - 1
-        if parent in places and keeps(at, parent):
-            places[at] = len(parents)
-            parents.append(places[parent])
-    kept = [at for at in places if at >= 0]
+        if parent in new_index and keeps(at, parent):
+            new_index[at] = len(parents)
+            parents.append(new_index[parent])
+    kept = [at for at in new_index if at >= 0]
     tokens = tree.tokens if len(kept) == len(tree.tokens) else [tree.tokens[at] for at in kept]
-    return DraftTree(tokens, without_chain(parents))
+    return DraftTree(tokens, compact_parents(parents))
 
 
-def without_chain(parents: Seq[int]) -> list[int]:
-    """Return the parents, none for those of a chain."""
+def compact_parents(parents: Seq[int]) -> list[int]:
+    """Return the parents of a tree, or an empty list if the tree is a chain."""
     return [] if all(parent == at - 1 for at, parent in enumerate(parents)) else list(parents)
 
 
-def node_bits(parents: Seq[int]) -> list[int]:
-    """Return the ancestors of each node, and itself, as bits of their places."""
+def ancestor_bits(parents: Seq[int]) -> list[int]:
+    """Return a bit set of each node's ancestors and the node itself: bit i is node i."""
     bits = list[int]()
     for at, parent in enumerate(parents):
         bits.append(1 << at | (0 if parent < 0 else bits[parent]))
     return bits
 
 
-def parents_of(bits: Seq[int]) -> list[int]:
-    """Return the parents of nodes of which these are the `node_bits`."""
+def parents_from_bits(bits: Seq[int]) -> list[int]:
+    """Return the parents of the nodes, from their `ancestor_bits`."""
     return [(own & ~(1 << at)).bit_length() - 1 for at, own in enumerate(bits)]
 
 
 def node_path(parents: Seq[int], node: int) -> list[int]:
-    """Return the nodes of the path to a node, that included."""
+    """Return the path from the root to a node, including the node."""
     found = list[int]()
     while node >= 0:
         found.append(node)
@@ -67,8 +72,8 @@ def node_path(parents: Seq[int], node: int) -> list[int]:
     return found[::-1]
 
 
-def child_with(tokens: Seq[int], parents: Seq[int], node: int, token: int) -> int | None:
-    """Return the child of a node, -1 for the sequence's last token, that has this token; None: there is none."""
+def find_child(tokens: Seq[int], parents: Seq[int], node: int, token: int) -> int | None:
+    """Return the index of a node's child with this token, or None. Node -1 is the sequence's last token."""
     if not parents:
         return node + 1 if node + 1 < len(tokens) and tokens[node + 1] == token else None
     found = (at for at, parent in enumerate(parents) if parent == node and tokens[at] == token)

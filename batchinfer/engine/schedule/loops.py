@@ -1,32 +1,37 @@
-"""Answers that run in circles: found as their tokens come, in a time per token that does not grow with the answer."""
+"""Detects answers that repeat themselves, in constant time per token."""
 
 from __future__ import annotations
 
 from array import array
 
-REPEATS = 4  # a cycle that came so often is a loop
+REPEATS = 4  # repetitions of a cycle that make a loop
 
 
 class LoopDetector:
-    """Says of each token of an answer whether the last `least` tokens repeat a cycle of at most a quarter of them.
+    """Detects that the last `least` tokens of an answer repeat a cycle of at most a quarter of their number.
 
-    It looks for a cycle once in half of `least` tokens, as a search takes a time in proportion to that. Where it finds
-    one, it compares each token with the one a cycle before. That misses nothing: a loop is twice as long as what is
-    searched, so that a search lies within it; and two cycles of a quarter cannot both fill a half (Fine and Wilf).
+    A search for a cycle in the newest `least` / 2 tokens runs once per `least` / 2 tokens. After a cycle is found, each
+    token is compared with the token one cycle before. No loop is missed: every loop contains a full search range, and
+    two different cycles of this length cannot both fill it (theorem of Fine and Wilf).
     """
 
     __slots__ = ("_begin", "_cycle", "_least", "_longest", "_next_search", "_since")
 
     def __init__(self, least: int, begin: int) -> None:
-        """begin: the place of the answer's first token among the `tokens` of `closes`."""
+        """Create a detector.
+
+        Args:
+            least: The minimum number of tokens of a loop.
+            begin: The index of the answer's first token in the `tokens` of `closes`.
+        """
         self._least, self._begin = max(least, REPEATS), begin
-        self._longest = self._least // REPEATS  # tokens of the longest cycle
-        self._cycle = 0  # tokens of the cycle that goes on; 0: none
-        self._since = begin  # the place of the first token that belongs to it
+        self._longest = self._least // REPEATS  # maximum length of a cycle, in tokens
+        self._cycle = 0  # length of the current cycle; 0: none
+        self._since = begin  # index of the first token of the current cycle
         self._next_search = begin + 2 * self._longest
 
     def closes(self, tokens: array[int], end: int) -> bool:
-        """Take the token before `end`, and say whether it makes a loop. To be asked of every token, in order."""
+        """Return True if token `end` - 1 completes a loop. Must be called for every token, in order."""
         cycle = self._cycle
         if cycle:
             if tokens[end - 1] == tokens[end - 1 - cycle]:
@@ -37,7 +42,7 @@ class LoopDetector:
         return False
 
     def _search(self, tokens: array[int], end: int) -> bool:
-        """Look for a cycle that fills the newest tokens, and for where it begins."""
+        """Search the newest tokens for a cycle and its beginning. Return True if it is a loop already."""
         searched = 2 * self._longest
         self._next_search = end + searched
         since = end - searched
@@ -52,12 +57,12 @@ class LoopDetector:
 
 
 def shortest_cycle(tokens: array[int]) -> int:
-    """Return the length of the shortest cycle that all tokens repeat at least twice; 0 if there is none."""
+    """Return the length of the shortest cycle that fills all tokens at least twice, or 0 if there is none."""
     data, size = tokens.tobytes(), tokens.itemsize
     head = data[: len(tokens) // 2 * size]
     at = data.find(head, 1)
     while at > 0:
-        if at % size == 0:  # a match between two tokens says nothing
+        if at % size == 0:  # other matches are not at the start of a token
             return at // size if data[at:] == data[:-at] else 0
         at = data.find(head, at + 1)
     return 0

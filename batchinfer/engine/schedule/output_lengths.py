@@ -1,4 +1,4 @@
-"""Estimates how long answers will become, from those that have ended so far. Ints only."""
+"""Estimates the lengths of running answers from the answers that have ended. Free of torch."""
 
 from __future__ import annotations
 
@@ -8,34 +8,32 @@ from collections.abc import Iterable
 
 from batchinfer.engine.schedule.sequence import Sequence
 
-# Parts of max_tokens: an estimate is wrong by one of them at most, and the pass over them stays small
-BINS = 32
-CERTAIN = 1 << 20  # a probability of one
-PRIOR = 2  # rows' worth of belief that a length not reached yet is like those before it
-CAUTION = 8  # a preempted row is among the longest eighth (docs/measurements/scheduling.md)
-# Rows that have ended and are remembered: later ones may be of another kind, as the plan sorts by length
-MEMORY = 256
-_GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: multiples of it fill [0, 2^32) evenly, however many are taken
+BINS = 32  # bins per max_tokens: the resolution of an estimate
+CERTAIN = 1 << 20  # fixed-point representation of probability 1
+PRIOR = 2  # weight of the mean hazard in the hazard of each bin, in rows
+CAUTION = 8  # a preempted row is assumed to be among the longest eighth (docs/measurements/scheduling.md)
+MEMORY = 256  # ended rows that are counted: later rows may differ, because the plan sorts by length
+_GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 are spread evenly
 
 
 class OutputLengths:
     """Estimates the final length of each running sequence.
 
-    `max_tokens` is an upper bound that answers rarely reach: reserving it would leave the batch half empty, and
-    taking the mean would count on every answer ending at once. So the share of max_tokens at which answers end is
-    estimated as survival analysis does (Kaplan and Meier, 1958): rows that still run count as having lived so long,
-    without which the first, short answers would make all look short. Each row then stands for its own quantile of
-    what is left of the distribution, evenly spread over any run of neighbours: together they end as a real
-    batch does, and the estimate of a row does not jump from step to step.
+    Answers rarely reach `max_tokens`, so reserving it would leave much of the cache unused. The distribution of
+    lengths, relative to max_tokens, is estimated with a Kaplan-Meier estimator (1958), which also counts running rows.
+    Each row gets its own quantile of the remaining distribution. Quantiles are spread evenly, so a batch as a whole
+    ends like a real one, and the estimate of a row is stable from step to step.
     """
 
     def __init__(self) -> None:
         self._ended = [0] * BINS
-        self._recent: deque[int] = deque()  # the bins of the last MEMORY rows that have ended
-        self._dead = [0] * (BINS + 1)  # out of CERTAIN: those that have ended before the bin; ascending
+        self._recent: deque[int] = deque()  # bins of the last MEMORY rows that have ended
+        self._dead = [0] * (
+            BINS + 1
+        )  # probability of ending before each bin, in units of 1 / CERTAIN; ascending
 
     def record(self, sequence: Sequence) -> None:
-        """Take the length of a sequence that has ended into the statistics."""
+        """Add the length of a sequence that has ended."""
         if sequence.exact:
             return
         self._recent.append(_bin(sequence))
@@ -43,8 +41,8 @@ class OutputLengths:
         if len(self._recent) > MEMORY:
             self._ended[self._recent.popleft()] -= 1
 
-    def survey(self, running: Iterable[Sequence]) -> None:
-        """Recompute the distribution from the rows that have ended and those that still run."""
+    def update(self, running: Iterable[Sequence]) -> None:
+        """Recompute the distribution from ended and running rows."""
         alive = [0] * BINS
         for sequence in running:
             if not sequence.exact:
@@ -56,9 +54,10 @@ class OutputLengths:
             reached[at] = total
         self._dead = _deaths(self._ended, reached)
 
-    def longest(self, sequence: Sequence) -> int:
-        """Expected final length in tokens, prompt included. A preempted row counts among the longest, because its
-        estimate was too low once.
+    def expected_length(self, sequence: Sequence) -> int:
+        """Return the expected final length in tokens, prompt included.
+
+        A preempted row is assumed to be among the longest, because its estimate was too low once.
         """
         if sequence.exact:
             return sequence.max_length
@@ -77,7 +76,14 @@ def _bin(sequence: Sequence) -> int:
 
 
 def _deaths(ended: list[int], reached: list[int]) -> list[int]:
-    """Cumulated hazard at each bin. Where few rows have reached a bin, its hazard is drawn towards the mean of all."""
+    """Return the probability of ending before each bin, in units of 1 / CERTAIN.
+
+    The hazard of a bin that few rows have reached is drawn towards the mean hazard.
+
+    Args:
+        ended: The number of rows that ended in each bin.
+        reached: The number of rows that reached each bin.
+    """
     ends, exposed = sum(ended), sum(reached)
     dead, alive = [0], CERTAIN
     for count, rows in zip(ended, reached, strict=True):

@@ -1,4 +1,4 @@
-"""Writes what the scheduler chose as the plan of a step: what a runner gets to see of sequences."""
+"""Converts a scheduled step to the plan that a runner executes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from batchinfer.engine.schedule.draft_tree import node_bits
+from batchinfer.engine.schedule.draft_tree import ancestor_bits
 from batchinfer.engine.schedule.partial_blocks import Copy
-from batchinfer.engine.schedule.pooled_states import with_states
-from batchinfer.engine.schedule.sampling_writer import SamplingWriter, awaited_from, places_of
+from batchinfer.engine.schedule.pooled_states import add_states
+from batchinfer.engine.schedule.sampling_writer import SamplingWriter, awaited_from, indices_of
 from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
-from batchinfer.engine.schedule.scored_rows import scored_rows, with_prompts
+from batchinfer.engine.schedule.scored_rows import add_prompt_scores, scored_rows
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import (
     ARGMAX,
     COMPUTES,
-    AskedRows,
     Awaited,
     Ints,
     Longs,
+    OutputRows,
     PlanWants,
     StepPlan,
     TableChanges,
@@ -33,19 +33,19 @@ _NONE = np.empty(0, np.int32)
 
 
 class PlanWriter:
-    """Writes the plans of an engine's steps, one after the other, for a runner that reads all of them.
+    """Writes the plans of an engine's steps. The runner must read all plans in order, because plans are differences.
 
-    Each sequence has a row, where its block tables lie, for as long as every step runs it. Sequences that come and go
-    leave the rows of the others where they are.
+    Each sequence has a row of the block tables while every step runs it. It keeps the row when other sequences
+    come and go.
     """
 
     def __init__(self, eos_token_ids: frozenset[int] = frozenset(), wants: PlanWants = COMPUTES) -> None:
         self._wants = wants
         self._sampling = SamplingWriter(eos_token_ids)
         self._groups: list[_GroupTables] = []
-        self._sequences: list[Sequence] = []  # of the plan before
-        self._rows: Longs = np.zeros(0, np.int64)  # of each of them
-        self._sampled: list[Sequence] = []  # of each row that the plan before samples
+        self._sequences: list[Sequence] = []  # of the previous plan
+        self._rows: Longs = np.zeros(0, np.int64)  # the row of each of these sequences
+        self._sampled: list[Sequence] = []  # the sequence of each sampled row of the previous plan
 
     def of(
         self,
@@ -55,8 +55,15 @@ class PlanWriter:
         read: Seq[Chunk] = (),
         asked: Seq[Chunk] = (),
     ) -> StepPlan:
-        """Return the plan of a step. `sampling`: the sequences of its chunks that sample, in order; `read`: its chunks
-        of whose prompts log-probabilities are asked for, see `prompt_chunks`; `asked`: see `asked_chunks`."""
+        """Return the plan of a step.
+
+        Args:
+            step: The step.
+            sampling: The sequences that get tokens, in the order of their chunks.
+            shared_blocks: How often a block table names a block that another one named before.
+            read: The chunks whose prompt tokens get log-probabilities; see `prompt_chunks`.
+            asked: The chunks with hidden states or scores as output; see `output_chunks_of`.
+        """
         chunks = step.chunks
         chunk_sequences, starts, lengths = zip(*chunks, strict=True)
         sequences = list(chunk_sequences)
@@ -69,23 +76,17 @@ class PlanWriter:
         copies = _copies(step.copies, sequences) if step.copies else None
         silent = None if sequences[0].scored is None else scored_rows(chunks)
         if not self._wants.inputs:
-            own = silent or AskedRows(sampled, None, ARGMAX)
-            own = with_prompts(chunks, read, sampled, own) if read else own
+            own = silent or OutputRows(sampled, None, ARGMAX)
+            own = add_prompt_scores(chunks, read, sampled, own) if read else own
             return replace(
-                _COUNTED,
-                starts=spans[0],
-                lengths=spans[1],
-                copies=copies,
-                sampled=sampled,
-                sampling=own.sampling,
-                requests=requests,
-                shared_blocks=shared_blocks,
-            )
+                _COUNTED, starts=spans[0], lengths=spans[1], copies=copies, sampled=sampled, sampling=own.sampling,
+                requests=requests, shared_blocks=shared_blocks,
+            )  # fmt: skip
         rows = None if sequences == self._sequences else self._arranged(sequences)
         before, self._sampled = self._sampled, sampling if verified is None else verified.sequences
         own = silent or self._asked(verified, before, sampled)
-        own = with_prompts(chunks, read, sampled, own) if read else own
-        own = with_states(chunks, asked, own) if asked and silent is None else own
+        own = add_prompt_scores(chunks, read, sampled, own) if read else own
+        own = add_states(chunks, asked, own) if asked and silent is None else own
         return StepPlan(
             *spans,
             rows=rows,
@@ -104,10 +105,10 @@ class PlanWriter:
             shared_blocks=shared_blocks,
         )
 
-    def _asked(self, verified: _Verified | None, before: list[Sequence], sampled: Ints | None) -> AskedRows:
+    def _asked(self, verified: _Verified | None, before: list[Sequence], sampled: Ints | None) -> OutputRows:
         ahead, counts = (None, None) if verified is None else (verified.ahead, verified.counts)
         how = self._sampling.of(self._sampled, before, ahead) if self._sampled else ARGMAX
-        return AskedRows(sampled, counts, how)
+        return OutputRows(sampled, counts, how)
 
     def _sampled_rows(
         self, chunks: list[Chunk], sampling: list[Sequence], lengths: tuple[int, ...], single: bool
@@ -119,8 +120,8 @@ class PlanWriter:
         return ends if every else ends[sampling_chunks(chunks)]
 
     def _arranged(self, sequences: list[Sequence]) -> Ints:
-        """Give the rows of sequences that left to those that are new."""
-        before = places_of(sequences, self._sequences)
+        """Assign rows to the sequences, (S,): new sequences get the rows of sequences that left."""
+        before = indices_of(sequences, self._sequences)
         places = np.array(before, np.int64)
         come = np.flatnonzero(places < 0)
         rows = np.append(self._rows, 0)[places]
@@ -142,17 +143,16 @@ class PlanWriter:
 
 
 class _Verified(NamedTuple):
-    """The rows that are sampled where sequences have drafts: one behind the last known token of each sequence, and one
-    behind each of its drafts."""
+    """The sampled rows of a step with drafts: after the last known token of each sequence and after each draft."""
 
-    rows: Ints  # which of the step's tokens they are
-    sequences: list[Sequence]  # of each row
-    ahead: list[int]  # how many drafts lie before each row's token
-    counts: list[int]  # rows of each sequence
+    rows: Ints  # indices among the step's tokens
+    sequences: list[Sequence]  # the sequence of each row
+    ahead: list[int]  # the number of the sequence's drafts up to each row
+    counts: list[int]  # the number of rows per sequence
 
     @classmethod
     def of(cls, sampling: list[Sequence], ends: Ints | None) -> _Verified:
-        """`ends`: the last token of each sequence that samples; None: each has one token."""
+        """Return the rows from the sampling sequences and the index of each sequence's last token in the step."""
         assert ends is not None, "a chunk with drafts has several tokens"
         drafts = np.array([sequence.drafts for sequence in sampling], np.int32)
         counts = drafts + np.int32(1)
@@ -167,7 +167,7 @@ def _adapters(sequences: list[Sequence]) -> tuple[str, ...] | None:
     return names if any(names) else None
 
 
-# The plan of a step for a runner that only counts, but for what it counts
+# Template for the plans of a runner that only counts
 _COUNTED = StepPlan(
     starts=_NONE, lengths=None, rows=None, rope_offsets=None, second_segments=None, adapters=None, tokens=_NONE,
     tables=(), copies=None, sampled=None, sampled_counts=None, awaited=None, sampling=ARGMAX,
@@ -175,22 +175,22 @@ _COUNTED = StepPlan(
 
 
 class _GroupTables:
-    """The tables of one cache group, as far as they were sent."""
+    """The block tables of one cache group that the runner has already."""
 
     def __init__(self, group: int) -> None:
         self._group = group
-        self._tables: list[list[int]] = []  # of each sequence; another list is another table
-        self._sent: list[int] = []  # how many entries of each
+        self._tables: list[list[int]] = []  # of each sequence; a new list object means a changed table
+        self._sent: list[int] = []  # the number of sent entries of each table
 
     def arrange(self, before: list[int]) -> None:
-        """`before`: for each sequence its place among those of the plan before, or -1."""
+        """Reorder the tables. `before` has the index of each sequence in the previous plan, or -1."""
         self._tables = list(map([*self._tables, _NO_TABLE].__getitem__, before))
         self._sent = list(map([*self._sent, 0].__getitem__, before))
 
     def changes(self, sequences: list[Sequence], rows: Longs) -> TableChanges:
         group, sent = self._group, self._sent
         tables = [sequence.tables[group] for sequence in sequences]
-        # without a loop: a decode step changes few of its tables
+        # Without a Python loop: a decode step changes few of its tables
         changed = map(or_, map(ne, map(len, tables), sent), map(is_not, tables, self._tables))
         spans: list[tuple[int, int, int]] = []
         blocks: list[int] = []
@@ -212,17 +212,17 @@ def _each(numbers: list[int]) -> Ints | None:
 
 
 def _tokens(chunks: list[Chunk], single: bool) -> Ints:
-    """Gather the token ids, (total,). Decode steps, of one token a chunk, take a faster way."""
+    """Return the token ids, (T,). `single`: each chunk has one token, which is faster."""
     if single:
         return np.array([sequence.tokens[start] for sequence, start, _ in chunks], np.int32)
     return np.concatenate([np.frombuffer(s.tokens, np.int32)[start : start + n] for s, start, n in chunks])
 
 
 def _tree_bits(chunks: list[Chunk]) -> Ints | None:
-    """Gather the bits of the nodes of trees, (total,); None where no sequence has one."""
+    """Return the `ancestor_bits` of draft tree nodes, (T,), 0 for other tokens; None if there is no tree."""
     if not any(s.draft_parents for s, _, _ in chunks):
         return None
-    each = [node_bits(s.draft_parents) for s, _, _ in chunks]
+    each = [ancestor_bits(s.draft_parents) for s, _, _ in chunks]
     bits = [bit for own, (_, _, n) in zip(each, chunks, strict=True) for bit in [0] * (n - len(own)) + own]
     return np.array(bits, np.uint32).view(np.int32)
 
@@ -232,12 +232,12 @@ def _awaited(sampling: list[Sequence], before: list[Sequence], sampled: Ints | N
     if True not in waits:
         return None
     waiting, places = sampling, sampled
-    if False in waits:  # seldom: a list of bools takes long as an index
+    if False in waits:  # only then, because indexing with a list of bools is slow
         waiting = list(compress(sampling, waits))
         places = np.flatnonzero(waits).astype(np.int32) if sampled is None else sampled[waits]
     return Awaited(places, None if waiting == before else awaited_from(waiting, before))
 
 
 def _copies(copies: list[Copy], sequences: list[Sequence]) -> Ints:
-    places = places_of([copy.sequence for copy in copies], sequences)
+    places = indices_of([copy.sequence for copy in copies], sequences)
     return np.array([(place, *copy[1:]) for place, copy in zip(places, copies, strict=True)], np.int32)

@@ -1,4 +1,4 @@
-"""The part of a plan for prompts whose answers are vectors: it asks for hidden states, beside the tokens of others."""
+"""The part of a plan for embedding and classification: hidden states as output, next to sampled tokens."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import numpy as np
 
 from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.scored_rows import scored_chunks
-from batchinfer.engine.schedule.step_plan import AskedRows, Ints, ScoredTokens
+from batchinfer.engine.schedule.step_plan import Ints, OutputRows, ScoredTokens
 
 
-def asked_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return those of the chunks, behind which no token is sampled, whose hidden states or scores are asked for.
-    Where one sequence of an engine is scored, all are."""
+def output_chunks_of(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Return the chunks with scores or hidden states as output.
+
+    Args:
+        chunks: Chunks after which no token is sampled. All or none of an engine's sequences are scored.
+    """
     return scored_chunks(chunks) if chunks[0].sequence.scored is not None else pooled_chunks(chunks)
 
 
 def pooled_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the chunks whose hidden states are asked for: those that end a prompt, or begin it, or all where a mean is
-    made."""
+    """Return the chunks with hidden states as output: the last or the first chunk of a prompt, or all for a mean."""
     return [chunk for chunk in chunks if _asks(chunk)]
 
 
@@ -31,10 +33,14 @@ def _asks(chunk: Chunk) -> bool:
     return pooling == "mean" or (pooling == "cls" and chunk.start == 0)
 
 
-def with_states(chunks: Sequence[Chunk], asked: Sequence[Chunk], beside: AskedRows) -> AskedRows:
-    """Ask for the states of the `asked` ones of these chunks, beside all that `beside` asks for: of the first or last
-    token of each, or of all tokens, added up. All vectors of an engine have the same pooling, and are classified or
-    not."""
+def add_states(chunks: Sequence[Chunk], asked: Sequence[Chunk], base: OutputRows) -> OutputRows:
+    """Return `base` with the hidden states of chunks added: of the first, the last or the sum of all tokens.
+
+    Args:
+        chunks: All chunks of the step.
+        asked: The chunks with hidden states as output, all with the same pooling.
+        base: The output rows without hidden states.
+    """
     pooling, classified = asked[0].sequence.pooling, asked[0].sequence.classified
     spans = _spans(chunks, asked)
     if pooling == "mean":
@@ -42,10 +48,10 @@ def with_states(chunks: Sequence[Chunk], asked: Sequence[Chunk], beside: AskedRo
     else:
         rows = np.array([first if pooling == "cls" else end - 1 for first, end in spans], np.int32)
     sizes = [end - first if pooling == "mean" else 1 for first, end in spans]
-    before = np.arange(len(chunks), dtype=np.int32) if beside.sampled is None else beside.sampled
+    before = np.arange(len(chunks), dtype=np.int32) if base.sampled is None else base.sampled
     every = np.union1d(before, rows).astype(np.int32)
     places = np.searchsorted(every, before).astype(np.int32)
-    own = beside.sampling
+    own = base.sampling
     chosen = places if own.chosen is None else places[own.chosen]
     sampling = replace(
         own,
@@ -57,19 +63,19 @@ def with_states(chunks: Sequence[Chunk], asked: Sequence[Chunk], beside: AskedRo
         chosen=chosen,
         chooses=len(chosen) > 0,
     )
-    return AskedRows(every, beside.counts, sampling)
+    return OutputRows(every, base.counts, sampling)
 
 
 def _spans(chunks: Sequence[Chunk], asked: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """Return from which of a step's tokens to which each of the `asked` chunks has its own."""
-    wanted, found, begun = {chunk.sequence for chunk in asked}, list[tuple[int, int]](), 0
+    """Return the range of the step's tokens, [first, end), of each of the `asked` chunks."""
+    wanted, found, offset = {chunk.sequence for chunk in asked}, list[tuple[int, int]](), 0
     for sequence, _, length in chunks:
         if sequence in wanted:
-            found.append((begun, begun + length))
-        begun += length
+            found.append((offset, offset + length))
+        offset += length
     return found
 
 
 def _moved(scored: ScoredTokens, places: Ints) -> ScoredTokens:
-    """Return what is scored behind rows that now stand at these places."""
+    """Return the scored tokens with their rows renumbered: row i becomes places[i]."""
     return scored._replace(rows=places[scored.rows])

@@ -1,4 +1,4 @@
-"""Writes how the tokens of a step's rows are sampled, as arrays."""
+"""Writes the sampling parameters of a step's rows as arrays."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from batchinfer.engine.schedule.token_edits import AllowedTokens, BiasedTokens
 _NONE = np.empty(0, np.int32)
 
 
-def places_of(wanted: list[Sequence], among: list[Sequence]) -> list[int]:
-    """The place of each in `among`, -1 where it is not there."""
-    places = dict(zip(among, range(len(among)), strict=True))
-    # Without a loop: a row ends with nearly every step of a full batch
-    return list(map(places.get, wanted, repeat(-1)))
+def indices_of(wanted: list[Sequence], among: list[Sequence]) -> list[int]:
+    """Return the index of each wanted sequence in `among`, or -1."""
+    indices = dict(zip(among, range(len(among)), strict=True))
+    # Without a Python loop: rows end in nearly every step of a full batch
+    return list(map(indices.get, wanted, repeat(-1)))
 
 
 class SamplingWriter:
-    """Writes the sampling plans of one step after the other. What does not change while the same rows are sampled is
-    looked at once."""
+    """Writes the sampling plan of each step. Facts that do not change while the same rows run are computed once."""
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos = eos_token_ids
         self._sequences: list[Sequence] = []
-        self._plain = True  # whether all of them take the argmax in every step
+        self._plain = True  # True if all sequences take the argmax in every step
         self._fixed_sent = False
-        self._banning: list[int] = []  # those that may have tokens that they may not get
-        self._biased: BiasedTokens | None = None  # of these sequences
+        self._banning: list[int] = []  # indices of sequences with banned tokens
+        self._biased: BiasedTokens | None = None
         self._allowed: AllowedTokens | None = None
 
     def of(
         self, sequences: list[Sequence], before: list[Sequence], ahead: list[int] | None = None
     ) -> SamplingPlan:
-        """Return the plan for the tokens of rows, each of which belongs to one of these sequences. `before`: those of
-        the rows that the step before samples, in order. `ahead`: how many of its sequence's drafts lie before each
-        row's token; None: no sequence has any."""
+        """Return the sampling plan of a step.
+
+        Args:
+            sequences: The sequence of each sampled row.
+            before: The sequence of each sampled row of the previous step.
+            ahead: The number of the sequence's drafts up to each row. None: there are no drafts.
+        """
         if sequences != self._sequences:
             self._plain = all(s.plain_greedy and s.mask is None for s in sequences)
             self._sequences, self._fixed_sent = sequences, False
@@ -49,8 +52,8 @@ class SamplingWriter:
         return ARGMAX if self._plain else self._plan(_Rows(sequences, ahead), before)
 
     def _plan(self, rows: _Rows, before: list[Sequence]) -> SamplingPlan:
-        sequences, said = rows.sequences, rows.said
-        banned = {i: bans_of(sequences[i], self._eos, rows.text(i), said[i]) for i in self._banning}
+        sequences, answered = rows.sequences, rows.answered
+        banned = {i: banned_tokens(sequences[i], self._eos, rows.text(i), answered[i]) for i in self._banning}
         shaped = [i for i, s in enumerate(sequences) if s.request.params.penalised or banned.get(i)]
         masked = [i for i, s in enumerate(sequences) if s.mask is not None]
         asking = [i for i, s in enumerate(sequences) if s.logprobs is not None]
@@ -64,13 +67,13 @@ class SamplingWriter:
             likeliest=[sequences[i].request.params.logprobs or 0 for i in asking],
             among_allowed=[sequences[i].request.params.confidence for i in asking],
             penalised=_penalised(shaped, rows, banned, before) if shaped else None,
-            drawn=None if greedy else self._drawn(sequences, said),
+            drawn=None if greedy else self._drawn(sequences, answered),
             biased=self._biased,
             allowed=self._allowed,
         )
 
-    def _drawn(self, sequences: list[Sequence], said: list[int]) -> DrawnRows:
-        positions = np.array(said, np.int32)
+    def _drawn(self, sequences: list[Sequence], answered: list[int]) -> DrawnRows:
+        positions = np.array(answered, np.int32)
         if self._fixed_sent:
             return DrawnRows(positions, None)
         self._fixed_sent = True
@@ -87,20 +90,19 @@ class SamplingWriter:
 
 
 class _Rows:
-    """The rows of a step that get tokens: each belongs to a sequence, and lies behind some of its drafts, of a tree
-    behind those of a path."""
+    """The rows of a step that get tokens. A row may follow drafts of its sequence, or a path of a draft tree."""
 
     def __init__(self, sequences: list[Sequence], ahead: list[int] | None) -> None:
         self.sequences = sequences
         self._ahead = ahead
-        # Of each row, the tokens of the answer before its own
-        self.said = [s.output_length for s in sequences]
+        # The length of the answer before each row's token, accepted drafts included
+        self.answered = [s.output_length for s in sequences]
         if ahead is not None:
             each = zip(sequences, ahead, strict=True)
-            self.said = [s.output_length - s.drafts + _depth(s, n) for s, n in each]
+            self.answered = [s.output_length - s.drafts + _depth(s, n) for s, n in each]
 
     def masks(self, masked: list[int]) -> list[int]:
-        """Return the masks of these rows, all of which have one."""
+        """Return the mask numbers of rows that have masks."""
         found: list[int] = []
         for i in masked:
             sequence, ahead = self.sequences[i], 0 if self._ahead is None else self._ahead[i]
@@ -110,18 +112,18 @@ class _Rows:
         return found
 
     def text(self, i: int) -> Ints:
-        """Return the prompt of a row's sequence and what is said of its answer before the row's token."""
+        """Return the token ids before row i: the prompt, the answer so far, and the drafts on the row's path."""
         sequence, ahead = self.sequences[i], 0 if self._ahead is None else self._ahead[i]
         tokens = np.frombuffer(sequence.tokens, np.int32)
         if not ahead or not sequence.draft_parents:
-            return tokens[: sequence.prompt_length + self.said[i]]
+            return tokens[: sequence.prompt_length + self.answered[i]]
         known = len(sequence) - sequence.drafts
         path = [known + node for node in node_path(sequence.draft_parents, ahead - 1)]
         return np.concatenate((tokens[:known], tokens[path]))
 
 
 def _depth(sequence: Sequence, ahead: int) -> int:
-    """Count the drafts that a row's token would follow, of a sequence of which `ahead` lie before it."""
+    """Return the number of drafts on the path to draft number `ahead` of a sequence."""
     parents = sequence.draft_parents
     return len(node_path(parents, ahead - 1)) if parents else ahead
 
@@ -149,7 +151,7 @@ def _penalised(
 
 
 def _table(banned: list[list[int]]) -> Ints:
-    """Lay the tokens that rows may not get out as a table: (n, most) int32, padded with -1."""
+    """Return the banned tokens of each row as a table, (n, most) int32, padded with -1."""
     table = np.full((len(banned), max(map(len, banned))), -1, np.int32)
     for row, ids in enumerate(banned):
         table[row, : len(ids)] = ids
@@ -157,9 +159,9 @@ def _table(banned: list[list[int]]) -> Ints:
 
 
 def awaited_from(waiting: list[Sequence], before: list[Sequence]) -> Ints:
-    """Return the places of these sequences among those whose tokens the step before samples."""
-    places = places_of(waiting, before)
-    assert -1 not in places, "a token is awaited of a step that did not run the sequence"
+    """Return the indices of sequences among the sampled rows of the previous step."""
+    places = indices_of(waiting, before)
+    assert -1 not in places, "a sequence awaits a token of a step that did not run it"
     return np.array(places, np.int32)
 
 
@@ -173,16 +175,22 @@ def _allowed(sequences: list[Sequence]) -> AllowedTokens | None:
     return AllowedTokens.of(asked) if asked else None
 
 
-def bans_of(sequence: Sequence, eos: frozenset[int], text: Ints, said: int) -> list[int]:
-    """Return the tokens that a sequence may not get behind this text, which ends with `said` tokens of its answer.
-    `eos`: those of the model."""
+def banned_tokens(sequence: Sequence, eos: frozenset[int], text: Ints, answered: int) -> list[int]:
+    """Return the tokens that a sequence may not get next, in ascending order.
+
+    Args:
+        sequence: The sequence.
+        eos: The EOS tokens of the model.
+        text: The token ids of the prompt and the answer so far.
+        answered: The number of answer tokens in `text`.
+    """
     params, bad, start = sequence.request.params, sequence.bad, sequence.prompt_length
-    banned = [] if bad is None else bad.behind(text, start, start + said)
-    if may_not_end(params, said):
+    banned = [] if bad is None else bad.banned_after(text, start, start + answered)
+    if is_end_banned(params, answered):
         banned += [*params.stop_token_ids, *(() if params.ignore_eos else eos)]
     return sorted(set(banned)) if banned else banned
 
 
-def may_not_end(params: SamplingParams, said: int) -> bool:
-    """Whether an answer may not end yet. Its constraint alone says when it may, where it has one."""
-    return params.constraint is None and said < params.min_tokens
+def is_end_banned(params: SamplingParams, answered: int) -> bool:
+    """Return True if min_tokens keeps an answer from ending. With a constraint, only the constraint decides."""
+    return params.constraint is None and answered < params.min_tokens

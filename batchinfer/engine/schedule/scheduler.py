@@ -1,4 +1,4 @@
-"""Chooses the sequences of each step, and how many tokens each of them runs. Ints only."""
+"""Chooses the sequences of each step and the tokens that each of them runs. Free of torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from batchinfer.engine.schedule.output_lengths import OutputLengths
 from batchinfer.engine.schedule.partial_blocks import Copy, PartialBlock, PartialBlocks
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus
 
-# One in this many blocks stays free of estimates (docs/measurements/scheduling.md)
+# 1 / HEAD_ROOM of the blocks is kept free as a margin for estimated lengths (docs/measurements/scheduling.md)
 HEAD_ROOM = 20
-# A row that did not fit is looked at again when another has ended, or after this many steps: while it waits the others
-# get closer to their ends. A forecast for 256 rows takes 0.2 to 0.5 ms, so this hides it.
+# Steps after which a row that did not fit is tried again, unless another row ends before. A forecast for 256 rows takes
+# 0.2 to 0.5 ms, so it must not run in every step
 RETRY_STEPS = 8
 
 _AWAITING = SequenceStatus.AWAITING_TOKENS
@@ -26,16 +26,16 @@ _AWAITING = SequenceStatus.AWAITING_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one step.
+    """The limits of a scheduler.
 
-    `admission_costs`: what decides when places that have come free are filled; None: as soon as a sequence fits.
-
-    `least_copied`: tokens that it pays to copy from the middle of another sequence's block; None: none.
-
-    `whole_prompts`: a prompt runs in one step, as that of an encoder has to, whose tokens see later ones. Then nothing
-    is shared, as what a prompt's beginning gives depends on its end.
-
-    `most_adapters`: that running sequences may have; None: any number.
+    Args:
+        max_num_seqs: Maximum number of running sequences.
+        max_num_batched_tokens: Maximum number of tokens per step.
+        prefix_caching: True to share the blocks of common prefixes.
+        admission_costs: The times for batched admission. None: a sequence is admitted as soon as it fits.
+        least_copied: Minimum number of tokens to copy from a partial block. None: nothing is copied.
+        whole_prompts: True to run each prompt in a single step, without sharing, as encoders need.
+        most_adapters: Maximum number of different adapters of running sequences. None: no limit.
     """
 
     max_num_seqs: int
@@ -50,11 +50,11 @@ class SchedulerConfig:
         if self.max_num_seqs < 1 or self.max_num_batched_tokens < 1:
             raise ValueError(f"both limits must be at least 1: {self}")
         if self.whole_prompts and self.prefix_caching:
-            raise ValueError(f"prompts that run as a whole share nothing: {self}")
+            raise ValueError(f"whole_prompts and prefix_caching exclude each other: {self}")
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, start + length) of a sequence run in this step. A tuple, as each step makes hundreds."""
+    """Tokens [start, start + length) of a sequence, which run in a step. A tuple, for speed."""
 
     sequence: Sequence
     start: int
@@ -62,69 +62,69 @@ class Chunk(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The position after the chunk's last token."""
         return self.start + self.length
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are sampled behind the chunk; see `sampling_chunks`."""
+        """True if tokens are sampled after the chunk; see `sampling_chunks`."""
         return sampling_chunks([self])[0]
 
     @property
     def recomputed(self) -> int:
-        """The number of tokens that had been computed before a preemption."""
+        """The number of tokens that are recomputed after a preemption."""
         start, before = self.start, self.sequence.computed_before_preemption
         return min(start + self.length, before) - start if start < before else 0
 
     @property
     def decodes(self) -> int:
-        """The number of tokens behind the prompt that run for the first time. Recomputation after a preemption ends
-        with one."""
+        """The number of tokens after the prompt that run for the first time."""
         sequence = self.sequence
         return max(0, self.end - max(self.start, sequence.computed_before_preemption, sequence.prompt_length))
 
     @property
     def fresh(self) -> Chunk:
-        """The tokens that run for the first time; its length may be 0."""
+        """The part of the chunk that runs for the first time. Its length may be 0."""
         again = self.recomputed
         return Chunk(self.sequence, self.start + again, self.length - again)
 
 
 def sampling_chunks(chunks: list[Chunk]) -> list[bool]:
-    """Say of each chunk whether tokens are sampled behind it: it reaches its sequence's end, and one more may follow.
+    """Return True for each chunk that ends with its sequence's last token, if a further token may follow.
 
-    Written for speed: it passes over every row of every step."""
+    Performance-critical: it runs over all rows of every step.
+    """
     return [start + length == len(s.tokens) < s.max_length for s, start, length in chunks]
 
 
 @dataclass(slots=True)
 class Step:
-    """One step, as scheduled."""
+    """A scheduled step."""
 
     chunks: list[Chunk] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)  # which of them waited before
-    cached_tokens: int = 0  # prompt tokens that sequences admitted now found in the cache
+    admitted: list[Sequence] = field(default_factory=list)  # sequences that were waiting before
+    cached_tokens: int = 0  # prompt tokens that admitted sequences found in the cache
     preemptions: int = 0
-    # Made once K and V of the chunks are stored, before attention
+    # Run in each layer after K and V of the chunks are stored, before attention
     copies: list[Copy] = field(default_factory=list)
-    copied_tokens: int = 0  # in each layer
-    drafts: int = 0  # that its chunks run
-    # Steps that are launched at once, in each of which every chunk but the shortest runs a token
-    repeats: int = 1
+    copied_tokens: int = 0  # per layer
+    drafts: int = 0  # draft tokens in its chunks
+    repeats: int = 1  # decode steps that are launched together
 
 
 class Scheduler:
-    """Continuous batching: running sequences first, oldest first; then new ones, in the order in which they were added,
-    while budget and memory last.
+    """Continuous batching: schedules running sequences first, oldest first, then waiting ones in order of arrival.
 
-    Memory lasts if all that runs can end without a preemption, as far as lengths are known (`peak_blocks`,
-    `OutputLengths`). A waiting sequence reserves the prefix blocks that it could share; the reservation ends when
-    it is admitted, and a preemption restores it.
+    A sequence is admitted if all running sequences are expected to end without a preemption (`peak_blocks`,
+    `OutputLengths`). While it waits, it reserves the prefix blocks that it can share. Prompt blocks can be shared
+    within the step that computes them, because each layer writes all K and V before attention reads any. Tokens of a
+    common partial block are copied (`PartialBlocks`).
 
-    A chunk's full prompt blocks are findable as soon as it is scheduled, so that a sequence admitted later in the
-    same step shares them: in every layer, all K and V of a step are written before any attention reads them. Where its
-    prompt leaves such a block in the middle, it gets a copy of what they have in common (`PartialBlocks`).
-
-    `windows`: of the cache groups, whose block tables each sequence has; see `BlockTables`.
+    Args:
+        config: The limits.
+        pool: The block pool.
+        lengths: The estimator of output lengths.
+        windows: The sliding window of each cache group; see `BlockTables`.
     """
 
     def __init__(
@@ -135,31 +135,35 @@ class Scheduler:
         windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.config = config
-        self._most_tokens = config.max_num_batched_tokens  # of a step, where memory lasts
+        self._most_tokens = config.max_num_batched_tokens  # limit of a step before `limit_tokens`
         self.pool = pool
         self.tables = BlockTables(pool, windows)
         self.waiting: deque[Sequence] = deque()
-        self.running: dict[Sequence, None] = {}  # oldest first; a dict, because any of them may leave
-        # Not scheduled any more, but an in-flight step still reads their blocks
+        self.running: dict[Sequence, None] = {}  # oldest first; a dict for fast removal
+        # Ended sequences whose blocks a step in flight still reads
         self.finishing: dict[Sequence, None] = {}
         self._lengths = lengths or OutputLengths()
         self._added = 0
         self.partial = PartialBlocks(self.tables, config.least_copied if config.prefix_caching else None)
-        self._next_prefix: list[bytes] = []  # contents that the request to be added next will look for
+        self._next_prefix: list[bytes] = []  # block contents that the next request shares
         self._next_partial: PartialBlock | None = None
-        self._for_chunks = self.tables.sizes.for_chunks(config.max_num_batched_tokens)
-        # Blocks of all that runs or leaves, if none shares and each grows to its max_length, and of a step's chunks
-        self._most = self._for_chunks
-        self._patience = 0  # steps for which the first in the queue is not looked at: it did not fit
+        self._step_blocks = self.tables.sizes.for_chunks(config.max_num_batched_tokens)
+        # Upper bound of the blocks of running and finishing sequences, without sharing and at their max_length
+        self._max_blocks = self._step_blocks
+        self._retry_in = 0  # steps until the first waiting sequence, which did not fit, is tried again
         self._batching = BatchedAdmission(config.admission_costs)
-        self._available_at_stop = 0  # blocks that were available when admission stopped
-        self._launched_steps = 1  # since the one before was scheduled
+        self._available_when_stopped = 0  # available blocks when admission stopped
+        self._launched_steps = 1  # decode steps in the newest launch
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises ValueError if the whole cache could not hold it, or no step its whole prompt."""
+        """Queue a sequence.
+
+        Raises:
+            ValueError: If it does not fit into the whole cache, or its prompt must run in one step and is too long.
+        """
         if self.config.whole_prompts and sequence.prompt_length > self._most_tokens:
             raise ValueError(
-                f"a prompt of {sequence.prompt_length} tokens, which run in one step, and steps of {self._most_tokens}"
+                f"a prompt of {sequence.prompt_length} tokens must run in one step, and a step has {self._most_tokens}"
             )
         most = self.tables.sizes.alone(sequence.max_length, self._most_tokens)
         sequence.arrival, fits = self._added, most <= self.pool.total
@@ -175,7 +179,7 @@ class Scheduler:
             )
 
     def _expect_next(self, sequence: Sequence) -> None:
-        """Reserve the prefix that the next request shares with this one: the queue may be empty until it comes."""
+        """Reserve the prefix that the next request shares with this one until the next request arrives."""
         size, before, partial = self.pool.block_size, self._next_prefix, self._next_partial
         arrival = self._added
         shared = min(sequence.request.shares_next, sequence.prompt_length)
@@ -188,29 +192,42 @@ class Scheduler:
         self.partial.unreserve(partial, arrival)
 
     def limit_tokens(self, most: int | None) -> None:
-        """Limit the tokens of each later step further than the configuration does; None: no further."""
+        """Set a lower limit of tokens for later steps. None: the limit of the configuration."""
         tokens = self._most_tokens if most is None else min(most, self._most_tokens)
         if tokens != self.config.max_num_batched_tokens:
             self.config = replace(self.config, max_num_batched_tokens=tokens)
 
     def schedule(self, drafted: bool = False) -> Step:
-        """Decide the next step. It is empty only when there is nothing to run, or all of it awaits tokens. `drafted`:
-        whether sequences may have drafts."""
+        """Return the next step. It is empty if there is nothing to run, or all sequences await tokens.
+
+        Args:
+            drafted: True if any running sequence has draft tokens.
+        """
         step = Step()
-        self._leave_behind()
+        self._free_outside_windows()
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
         if drafted:
             budget = self._run_drafts(step, budget)
         if not step.preemptions:
             budget = self._admit(step, budget)
-        self._batching.read = self.config.max_num_batched_tokens - budget - len(step.chunks) - step.drafts
+        self._batching.prefill_tokens = (
+            self.config.max_num_batched_tokens - budget - len(step.chunks) - step.drafts
+        )
         return step
 
-    def run_on(self, step: Step, most: int) -> list[int] | None:
-        """Reserve blocks so that the sequences of a step that was scheduled last, and only decodes, can run on for up
-        to `most` tokens before their ends are known; how many each runs: no more than it may get. None where there are
-        too few blocks, or each gets one token only. All together run no more tokens than a step may have, as blocks of
-        windows are counted for these."""
+    def reserve_steps(self, step: Step, most: int) -> list[int] | None:
+        """Allocate blocks to extend the newest step, which only decodes, to several decode steps.
+
+        All steps together run at most `max_num_batched_tokens` tokens, because the bound of blocks for windows assumes
+        this.
+
+        Args:
+            step: The newest scheduled step.
+            most: Maximum number of steps.
+
+        Returns:
+            The number of tokens that each sequence runs, or None if there are too few blocks or only one step is left.
+        """
         size, most = self.pool.block_size, min(most, self.config.max_num_batched_tokens // len(step.chunks))
         lefts = [s.max_length - 1 - start for s, start, _ in step.chunks]
         runs = [most if left > most else left for left in lefts]
@@ -223,51 +240,55 @@ class Scheduler:
         step.repeats = max(runs)
         return runs
 
-    def launched(self, step: Step) -> None:
-        """Move the sequences of a step on, which was scheduled last and is launched."""
-        self.partial.launched()
+    def record_launch(self, step: Step) -> None:
+        """Record the launch of the newest step: its tokens count as computed."""
+        self.partial.record_launch()
         self._launched_steps = self._batching.steps = step.repeats
         for sequence, start, length in step.chunks:
             sequence.computed = start + length
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence that is done and free its blocks."""
+        """Remove a sequence that has ended and free its blocks."""
         self.stop(sequence)
         self.release(sequence)
 
     def stop(self, sequence: Sequence) -> None:
-        """Remove a sequence from the running ones. It keeps its blocks until `release`."""
+        """Remove a sequence from the running sequences. It keeps its blocks until `release`."""
         del self.running[sequence]
         self.finishing[sequence] = None
         sequence.status = SequenceStatus.FINISHING
-        self.tables.leave_behind(sequence, sequence.computed)
+        self.tables.free_outside_windows(sequence, sequence.computed)
         self._lengths.record(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the blocks of a sequence that finishes, once no in-flight step reads them."""
+        """Free the blocks of a finishing sequence, which no step in flight reads any longer."""
         del self.finishing[sequence]
         sequence.status = SequenceStatus.FINISHED
         self.partial.remove(sequence)
         self._release(sequence)
-        self._patience = 0
+        self._retry_in = 0
         self._batching.ended += 1
 
-    def take_back(self, sequence: Sequence, end: int) -> None:
-        """Keep the first `end` positions of a sequence, which lie behind its prompt or end it: the others were computed
-        for tokens that were rejected. Frees the blocks beyond."""
+    def roll_back(self, sequence: Sequence, end: int) -> None:
+        """Keep the first `end` computed positions of a sequence and free later blocks, after drafts were rejected.
+
+        Args:
+            sequence: The sequence.
+            end: The number of positions to keep, which must include the prompt.
+        """
         sequence.computed_before_preemption = min(sequence.computed_before_preemption, end)
         sequence.computed = end
-        if self.tables.cut(sequence, end):
-            self._patience = 0
+        if self.tables.truncate(sequence, end):
+            self._retry_in = 0
 
     def has_room(self) -> bool:
-        """Whether the next step can run every running sequence without a preemption."""
+        """Return True if the next step can run all running sequences without a preemption."""
         budget = self.config.max_num_batched_tokens
-        # n tokens take n // block_size blocks more, and one if they do not begin with a block
+        # n tokens need at most n // block_size + 1 new blocks
         most = (len(self.running) + budget // self.pool.block_size) * self.tables.sizes.tables
-        if self._most <= self.pool.total or most <= self.pool.available:
+        if self._max_blocks <= self.pool.total or most <= self.pool.available:
             return True
-        self._leave_behind()
+        self._free_outside_windows()
         missing = 0
         for sequence in self.running:
             if sequence.status is _AWAITING:
@@ -279,21 +300,23 @@ class Scheduler:
 
     @property
     def cached_tokens(self) -> int:
-        """Count the tokens for which blocks are held, in each cache group."""
+        """The number of tokens in used blocks, per cache group."""
         return self.pool.used * self.pool.block_size // self.tables.sizes.tables
 
     def shared_blocks(self, chunks: list[Chunk]) -> int:
-        """Count how often a block table that keeps all tokens names a block, among those that these chunks read, that
-        the table of an earlier chunk names, too. The chunks are of distinct sequences that hold blocks."""
+        """Return how many blocks of these chunks are read by an earlier chunk, too, in a table without a window.
+
+        The chunks must belong to different sequences that hold blocks.
+        """
         pool, sizes = self.pool, self.tables.sizes
         if not pool.shared or not sizes.whole:
             return 0
         group = sizes.windows.index(None)
-        if self.tables.have_windows:  # then a sequence may hold a shared block without its parents
+        if self.tables.have_windows:  # a sequence may hold a shared block without its parents
             tables = [s.tables[group][: sizes.blocks(start + n)] for s, start, n in chunks]
             return sum(map(len, tables)) - len(set().union(*tables))
         if len(chunks) == len(self.running) + len(self.finishing):
-            return pool.shared // sizes.tables  # nobody else holds any, and what is shared was run
+            return pool.shared // sizes.tables  # the chunks include all sequences that hold blocks
         counted = CountedBlocks(pool)
         return sum(counted.before(s.tables[group], sizes.blocks(start + n)) for s, start, n in chunks)
 
@@ -308,14 +331,20 @@ class Scheduler:
         self._next_prefix, self._next_partial = [], None
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the block accounting is off."""
+        """Check the accounting of blocks and the states of all sequences.
+
+        Raises:
+            AssertionError: If they are inconsistent.
+        """
         reservations = {s.arrival: s.hashes[: s.reserved] for s in self.waiting}
         reservations[self._added] = self._next_prefix
         each = ((s.arrival, self.partial.wanted(s)) for s in self.waiting)
         partial = {arrival: [block.content] for arrival, block in each if block is not None}
         partial |= {self._added: [self._next_partial.content]} if self._next_partial is not None else {}
         holders = [*self.running, *self.finishing]
-        self.pool.check_integrity((t for s in holders for t in self.tables.held(s)), reservations, partial)
+        self.pool.check_integrity(
+            (t for s in holders for t in self.tables.owned_blocks(s)), reservations, partial
+        )
         assert not any(s.tables for s in self.waiting), "a waiting sequence holds blocks"
         assert not any(s.reserved for s in holders), "a running sequence holds a reservation"
         assert not any(s.placeholders or s.drafts for s in self.waiting), "a waiting sequence awaits tokens"
@@ -329,19 +358,25 @@ class Scheduler:
         )
         for sequence in holders:
             self.tables.check(sequence)
-        assert self._most == sum(map(self._bound, holders), self._for_chunks), "the bound is off"
-        assert self.pool.used <= self._most + self.pool.held, "more blocks are held than the bound says"
+        assert self._max_blocks == sum(map(self._blocks_bound, holders), self._step_blocks), (
+            "the bound is off"
+        )
+        assert self.pool.used <= self._max_blocks + self.pool.pinned, (
+            "more blocks are held than the bound says"
+        )
 
-    def _leave_behind(self) -> None:
-        """Free what the windows of running sequences have left. Drafts of an in-flight step, and the token before them,
-        may be taken back."""
+    def _free_outside_windows(self) -> None:
+        """Free blocks outside the windows of running sequences, whose drafts in flight may be rolled back."""
         if self.tables.have_windows:
             for sequence in self.running:
                 start = sequence.computed - (sequence.drafts + 1 if sequence.status is _AWAITING else 0)
-                self.tables.leave_behind(sequence, start)
+                self.tables.free_outside_windows(sequence, start)
 
     def _schedule_running(self, step: Step, budget: int) -> int:
-        """Written for speed: it passes over every row of every step."""
+        """Add chunks of running sequences and return the rest of the budget.
+
+        Performance-critical: it runs over all rows of every step.
+        """
         size, chunks, new_tuple, preempted = self.pool.block_size, step.chunks, tuple.__new__, False
         waiting, awaiting = SequenceStatus.WAITING, _AWAITING
         for sequence in list(self.running):
@@ -355,16 +390,16 @@ class Scheduler:
                 length, end = budget, start + budget
             if end > len(sequence.tables[0]) * size:
                 if not self._make_room(sequence, end, step):
-                    break  # it was the youngest, and preempted itself
+                    break  # it was the youngest and preempted itself
                 preempted = step.preemptions > 0
-            chunks.append(new_tuple(Chunk, (sequence, start, length)))  # half of what Chunk(…) takes
+            chunks.append(new_tuple(Chunk, (sequence, start, length)))  # takes half the time of Chunk(…)
             if start < sequence.prompt_length:
                 self._register(sequence, start, end)
             budget -= length
         return budget
 
     def _run_drafts(self, step: Step, budget: int) -> int:
-        """Lengthen chunks by their drafts, as far as budget and free blocks last; drop the other drafts."""
+        """Extend chunks by drafts within the budget and free blocks. Return the rest of the budget."""
         for index, (sequence, start, length) in enumerate(step.chunks):
             if not sequence.drafts:
                 continue
@@ -380,9 +415,13 @@ class Scheduler:
         return budget
 
     def _make_room(self, sequence: Sequence, tokens: int, step: Step) -> bool:
-        """Allocate blocks for this many tokens, preempting the youngest if needed. False: this one was preempted."""
+        """Allocate blocks for this many tokens, preempting the youngest sequences if needed.
+
+        Returns:
+            False if this sequence was preempted.
+        """
         missing = -(-tokens // self.pool.block_size) - len(sequence.tables[0])
-        if missing <= 0:  # nearly always
+        if missing <= 0:  # the most frequent case
             return True
         missing *= len(sequence.tables)
         while missing > self.pool.available:
@@ -395,21 +434,21 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        assert not sequence.placeholders, "who looks ahead asks `has_room` first"
-        assert sequence.status is not _AWAITING, "an in-flight step runs it"
+        assert not sequence.placeholders, "has_room() must be called before a step is scheduled ahead"
+        assert sequence.status is not _AWAITING, "a step in flight runs the sequence"
         sequence.status = SequenceStatus.WAITING
         sequence.drop_drafts()
         sequence.drafting = False
-        self._reserve(sequence)  # first: what is released is then kept for it
+        self._reserve(sequence)  # before the release, which then keeps its blocks in the cache
         self._release(sequence)
         sequence.computed_before_preemption = max(sequence.computed_before_preemption, sequence.computed)
         sequence.computed = 0
         sequence.preemptions += 1
         self.waiting.appendleft(sequence)
-        self._patience = 0
+        self._retry_in = 0
 
     def _reserve(self, sequence: Sequence) -> None:
-        sequence.reserved = self._sharable(sequence)
+        sequence.reserved = self._sharable_blocks(sequence)
         self.pool.reserve(sequence.block_hashes(sequence.reserved, self.pool.block_size), sequence.arrival)
         self.partial.reserve(self.partial.wanted(sequence), sequence.arrival)
 
@@ -418,30 +457,30 @@ class Scheduler:
         sequence.reserved = 0
         self.partial.unreserve(self.partial.wanted(sequence), sequence.arrival)
 
-    def _sharable(self, sequence: Sequence) -> int:
-        """How many prompt blocks it could share. Tokens behind which something is asked have to run."""
+    def _sharable_blocks(self, sequence: Sequence) -> int:
+        """Return the number of prompt blocks that a sequence can share."""
         if not self.config.prefix_caching:
             return 0
         return sequence.prompt_blocks(sequence.most_cached, self.pool.block_size)
 
     def _release(self, sequence: Sequence) -> None:
-        self.partial.released(sequence)
+        self.partial.record_release(sequence)
         self.tables.release(sequence)
-        self._most -= self._bound(sequence)
+        self._max_blocks -= self._blocks_bound(sequence)
 
-    def _bound(self, sequence: Sequence) -> int:
-        """Count the blocks that it holds at most, apart from its share of `_for_chunks`."""
+    def _blocks_bound(self, sequence: Sequence) -> int:
+        """Return the maximum number of blocks of a sequence, without its share of `_step_blocks`."""
         return self.tables.sizes.among_others(sequence.max_length)
 
     def _register(self, sequence: Sequence, start: int, end: int) -> None:
-        """Make the prompt blocks findable that the chunk [start, end) completes."""
+        """Register the prompt blocks that the chunk [start, end) completes."""
         if self.config.prefix_caching:
             self.tables.register(sequence, start, end)
 
     def _admit(self, step: Step, budget: int) -> int:
-        """Admit waiting sequences while budget and memory last; what is left of the budget."""
-        self._patience -= self._launched_steps
-        if self._patience > 0 or self._waits_for_others(budget):
+        """Admit waiting sequences within the budget and memory. Return the rest of the budget."""
+        self._retry_in -= self._launched_steps
+        if self._retry_in > 0 or self._should_delay_admission(budget):
             return budget
         while self.waiting and budget > 0:
             sequence = self.waiting[0]
@@ -454,9 +493,9 @@ class Scheduler:
                 break
             sources = self._share(sequence, budget)
             if sources is None:
-                reading = self._reading(sequence, budget)
-                self._patience = 0 if reading else RETRY_STEPS
-                self.tables.give_back(sequence)
+                reading = self._prefill_steps(sequence, budget)
+                self._retry_in = 0 if reading else RETRY_STEPS
+                self.tables.unshare(sequence)
                 sequence.computed = 0
                 if not reading:
                     self._stop_admitting()
@@ -471,77 +510,79 @@ class Scheduler:
         return budget
 
     def _has_adapter(self, sequence: Sequence) -> bool:
-        """Whether its adapter is that of a running sequence, or one more may be."""
+        """Return True if the adapter limit allows a sequence to run now."""
         name, most = sequence.request.params.adapter, self.config.most_adapters
         names = {running.request.params.adapter for running in self.running} - {""}
         return not name or name in names or most is None or len(names) < most
 
     def _share(self, sequence: Sequence, budget: int) -> list[int] | None:
-        """Give a waiting sequence the blocks that it shares; those of which it copies the beginning; None: it does not
-        fit."""
+        """Assign shared blocks to a waiting sequence.
+
+        Returns:
+            The blocks from which its partial block is copied, if any. None if the sequence does not fit.
+        """
         self.tables.share(sequence)
-        whole = self.tables.tokens(sequence)
+        shared_tokens = self.tables.tokens(sequence)
         sources, wanted = self.partial.acquire(sequence), self.partial.wanted(sequence)
-        sequence.computed = whole + (wanted.tokens if sources and wanted is not None else 0)
+        sequence.computed = shared_tokens + (wanted.tokens if sources and wanted is not None else 0)
         if self._fits(sequence, budget):
             return sources
-        if sources:  # before its blocks are given back: what follows them is to be evicted first
+        if sources:  # unpinned before its shared blocks, because later blocks must be evicted first
             self.partial.release()
-            sequence.computed = whole
-            if not self.running and not self.finishing:  # nobody will make room for them
+            sequence.computed = shared_tokens
+            if not self.running and not self.finishing:  # no sequence will free blocks for them
                 return []
         return None
 
     def _copy(self, sequence: Sequence, sources: list[int], step: Step) -> None:
-        """Fill the beginning of its first block of its own from these, if there are any."""
-        self.partial.admitted(sequence)
+        """Add the copies of the sequence's partial block to the step, from one source block per cache group."""
+        self.partial.record_admission(sequence)
         wanted = self.partial.wanted(sequence)
         if not sources or wanted is None:
             return
         step.copies += self.partial.copies(sequence, sources)
         step.copied_tokens += wanted.tokens
-        self.tables.leave_behind(sequence, sequence.computed)  # windows begin so much later
+        self.tables.free_outside_windows(sequence, sequence.computed)  # the copied tokens move the windows
 
-    def _waits_for_others(self, budget: int) -> bool:
-        """Whether places that have come free are filled later, with those of others: see BatchedAdmission."""
-        if self.pool.available - self._available_at_stop >= self.pool.total // IDLE:
+    def _should_delay_admission(self, budget: int) -> bool:
+        """Return True if free slots should be filled later, together with others; see BatchedAdmission."""
+        if self.pool.available - self._available_when_stopped >= self.pool.total // IDLE:
             return False
-        return self._batching.waits(
+        return self._batching.should_wait(
             running=len(self.running),
             waiting=len(self.waiting),
             cached=self.cached_tokens,
             budget=budget,
-            brought=lambda n: sum(map(self._unshared, islice(self.waiting, n))),
+            prompt_tokens=lambda n: sum(map(self._unshared, islice(self.waiting, n))),
         )
 
     def _stop_admitting(self) -> None:
-        """Note that there is no room until others have ended."""
+        """Record that there is no room until other sequences have ended."""
         self._batching.stop(len(self.running))
-        self._available_at_stop = self.pool.available
+        self._available_when_stopped = self.pool.available
 
     def _unshared(self, sequence: Sequence) -> int:
-        """Count the tokens of a waiting sequence that are not in the cache."""
-        found = self.tables.found(sequence)
+        """Return the number of tokens of a waiting sequence that are not in the cache."""
+        found = self.tables.cached_tokens(sequence)
         return len(sequence.tokens) - found - self.partial.match(sequence, found // self.pool.block_size)
 
     def _fits(self, sequence: Sequence, budget: int) -> bool:
-        """Whether its chunk fits now, and it and the running sequences are expected to end without a preemption."""
+        """Return True if its chunk fits, and all sequences are expected to end without a preemption."""
         if self._chunk_blocks(sequence, budget) > self.pool.available:
             return False
-        if self._most + self._bound(sequence) <= self.pool.total:
+        if self._max_blocks + self._blocks_bound(sequence) <= self.pool.total:
             return True
         if not self.running and not self.finishing:
-            return True  # `add` has seen to it, and it need not share with anyone's wrong estimate
-        self._lengths.survey(self.running)
+            return True  # no other sequence runs, and `add` has checked that it fits
+        self._lengths.update(self.running)
         ends = [(self._steps_left(s), s) for s in self.running]
         ends += [(0, s) for s in self.finishing]
-        ends.append((self._steps_left(sequence) + self._reading(sequence, budget), sequence))
+        ends.append((self._steps_left(sequence) + self._prefill_steps(sequence, budget), sequence))
         head_room = 0 if sequence.exact else self.pool.total // HEAD_ROOM
-        return peak_blocks(ends, self.tables) + self._of_chunks(sequence) <= self.pool.total - head_room
+        return peak_blocks(ends, self.tables) + self._prefill_blocks(sequence) <= self.pool.total - head_room
 
-    def _of_chunks(self, sequence: Sequence) -> int:
-        """Count the blocks that chunks of prompts take at most, its own and those of running sequences, beyond the
-        forecast's."""
+    def _prefill_blocks(self, sequence: Sequence) -> int:
+        """Return the maximum number of blocks for prompt chunks in tables with windows, beyond the forecast."""
         if not self.tables.have_windows:
             return 0
         unread = [(len(s.tokens), s.remaining) for s in self.running if s.remaining > 1]
@@ -550,24 +591,22 @@ class Scheduler:
         return sum(self.tables.sizes.of_chunk(tokens, min(left, most)) for tokens, left in unread)
 
     def _chunk_blocks(self, sequence: Sequence, budget: int) -> int:
-        """Count the blocks that its first chunk takes apart from those that it shares."""
+        """Return the number of blocks to allocate for the first chunk of a sequence."""
         return self.tables.missing(sequence, min(len(sequence.tokens), sequence.computed + budget))
 
     def _steps_left(self, sequence: Sequence) -> int:
-        """Count the steps after this one, if this one runs the rest of its prompt. The last token is sampled, never
-        run."""
-        return max(0, self._lengths.longest(sequence) - len(sequence.tokens) - 1)
+        """Return the expected number of steps after this one, if it completes the prompt. The last token never runs."""
+        return max(0, self._lengths.expected_length(sequence) - len(sequence.tokens) - 1)
 
-    def _reading(self, sequence: Sequence, budget: int) -> int:
-        """Count the further steps that its prompt takes if `budget` tokens of it run in this one."""
+    def _prefill_steps(self, sequence: Sequence, budget: int) -> int:
+        """Return the number of further steps for the prompt if `budget` of its tokens run in this step."""
         left = sequence.remaining - budget
         return -(-left // max(1, self.config.max_num_batched_tokens - len(self.running))) if left > 0 else 0
 
     def _start(self, sequence: Sequence, step: Step) -> None:
         self._unreserve(sequence)
         step.admitted.append(sequence)
-        # What it had computed before a preemption was run once, and saves nothing; nor does what another branch of its
-        # request has run
+        # Tokens that the sequence itself or another branch of its request has computed before are not savings
         saved = (
             max(0, sequence.computed - sequence.computed_before_preemption) if sequence.begins_request else 0
         )
@@ -575,4 +614,4 @@ class Scheduler:
         step.cached_tokens += saved
         self.running[sequence] = None
         sequence.status = SequenceStatus.RUNNING
-        self._most += self._bound(sequence)
+        self._max_blocks += self._blocks_bound(sequence)

@@ -1,4 +1,4 @@
-"""Branches of continuations and prompts keep what was found of the tokens that are scored in them."""
+"""Collects the log-probabilities of scored tokens: of continuations and of prompts."""
 
 from __future__ import annotations
 
@@ -26,48 +26,47 @@ _PROMPT_ONLY = SamplingParams(max_tokens=0, ignore_eos=True)
 
 @dataclass(slots=True, eq=False)
 class RequestScores:
-    """The log-probabilities of a request's continuations, as far as its branches have run."""
+    """The log-probabilities of a request's continuations, filled as its branches run."""
 
     request: Request
-    tokens: int  # of its context and the trie of its continuations
-    positions: int  # whose logits score tokens
-    unfinished: int  # branches
+    tokens: int  # tokens of the context and of the trie of continuations
+    positions: int  # positions whose logits score tokens
+    unfinished: int  # number of unfinished branches
     logprobs: NDArray[np.float32]
     greedy: NDArray[np.bool_]
-    cached_tokens: int = 0  # of its context, that its first branch found in the cache
-    error: RowError | None = None  # of any branch
+    cached_tokens: int = 0  # context tokens that the first branch found in the cache
+    error: RowError | None = None  # the first error of any branch
 
-    def take(
+    def store(
         self, slots: NDArray[np.int64], logprobs: NDArray[np.float32], greedy: NDArray[np.bool_]
     ) -> None:
-        """Take the log-probabilities of some tokens. What runs again after a preemption is taken again."""
+        """Store the log-probabilities of some tokens. Tokens that run again after a preemption are stored again."""
         self.logprobs[slots], self.greedy[slots] = logprobs, greedy
 
     @property
     def output(self) -> Scores | None:
-        """The scores of the request; None where a branch failed, or a logarithm is not a finite number."""
+        """The scores of the request, or None if a branch failed or a log-probability is not finite."""
         whole = self.error is None and bool(np.isfinite(self.logprobs).all())
         return Scores(self.logprobs, self.greedy, self.request.params.scored) if whole else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredBranch:
-    """The branch that a sequence runs, and the scores to which it adds."""
+    """The branch that a sequence runs, and the scores of its request."""
 
     branch: Branch
     scores: RequestScores
-    is_first: bool  # of its request
+    is_first: bool  # True for the first branch of the request
 
-    def take(self, start: int, end: int, found: TokenScores, begun: int) -> int:
-        """Take what was asked of the positions [start, end), which stands from `begun` on in `found`; how many these
-        are."""
+    def store(self, start: int, end: int, found: TokenScores, offset: int) -> int:
+        """Store the scores of positions [start, end), which begin at `offset` in `found`. Return their number."""
         slots = self.branch.slots[self.branch.asked(start, end)]
-        own = slice(begun, begun + len(slots))
-        self.scores.take(slots, found.logprobs[own], found.greedy[own])
+        own = slice(offset, offset + len(slots))
+        self.scores.store(slots, found.logprobs[own], found.greedy[own])
         return len(slots)
 
-    def ended(self, error: RowError | None, cached_tokens: int) -> bool:
-        """Say that the branch has ended. Return whether it was the last one of its request."""
+    def finish(self, error: RowError | None, cached_tokens: int) -> bool:
+        """Record the end of the branch. Return True if it was the last branch of its request."""
         scores = self.scores
         scores.error = scores.error or error
         scores.cached_tokens = cached_tokens if self.is_first else scores.cached_tokens
@@ -76,42 +75,47 @@ class ScoredBranch:
 
 
 class PromptScores:
-    """The log-probabilities of a prompt's tokens, as far as it has run: of all but the first."""
+    """The log-probabilities of a prompt's tokens except the first, filled as the prompt runs."""
 
-    __slots__ = ("_found", "_taken", "branch", "likeliest")
+    __slots__ = ("_found", "_scored", "branch", "likeliest")
 
     def __init__(self, prompt: TokenIds, likeliest: int) -> None:
-        """likeliest: of how many of the likeliest tokens at each place log-probabilities are wanted, too."""
+        """Create an empty store.
+
+        Args:
+            prompt: The token ids.
+            likeliest: The number of most likely tokens whose log-probabilities are stored per position.
+        """
         self.branch, self.likeliest = Branch.of_prompt(prompt), likeliest
-        self._found: TokenLogprobs | None = None  # made once something is known: many prompts may wait
-        self._taken = 0  # tokens of which they are known, from the first on that has one
+        self._found: TokenLogprobs | None = (
+            None  # allocated with the first scores, because many prompts may wait
+        )
+        self._scored = 0  # number of leading tokens with scores
 
     @property
-    def taken(self) -> int:
-        """Count the tokens that have been scored."""
-        return self._taken
+    def scored(self) -> int:
+        """The number of scored tokens."""
+        return self._scored
 
     @property
     def complete(self) -> bool:
-        """Whether those of all tokens are known."""
-        return self._taken == len(self.branch.targets)
+        """True if all tokens are scored."""
+        return self._scored == len(self.branch.targets)
 
-    def lacks(self, start: int, end: int) -> bool:
-        """Whether something is asked of the positions [start, end). Once all is known, a prompt that runs again after a
-        preemption is asked nothing."""
+    def needs(self, start: int, end: int) -> bool:
+        """Return True if positions [start, end) must be scored. A complete prompt that runs again need not be."""
         asked = self.branch.asked(start, end)
         return asked.stop > asked.start and not self.complete
 
-    def take(self, start: int, end: int, found: TokenScores, begun: int) -> int:
-        """Take what was asked of the positions [start, end), which stands from `begun` on in `found`; how many these
-        are."""
+    def store(self, start: int, end: int, found: TokenScores, offset: int) -> int:
+        """Store the scores of positions [start, end), which begin at `offset` in `found`. Return their number."""
         own = self.branch.asked(start, end)
         count: int = own.stop - own.start
-        theirs, kept = slice(begun, begun + count), self._arrays()
+        theirs, kept = slice(offset, offset + count), self._arrays()
         kept.chosen[own] = found.logprobs[theirs]
         kept.top[own] = found.top[theirs, : kept.top.shape[1]]
         kept.top_ids[own] = found.top_ids[theirs, : kept.top.shape[1]]
-        self._taken = max(self._taken, own.stop)
+        self._scored = max(self._scored, own.stop)
         return count
 
     def _arrays(self) -> TokenLogprobs:
@@ -123,15 +127,18 @@ class PromptScores:
 
     @property
     def output(self) -> PromptLogprobs | None:
-        """The log-probabilities of the whole prompt; None where logits were not finite numbers."""
-        assert self.complete, "a prompt that has run is known"
+        """The log-probabilities of the prompt, or None if logits were not finite."""
+        assert self.complete, "the prompt has not run completely"
         found = self._arrays()
         return None if np.isnan(found.chosen).any() else PromptLogprobs(self.branch.tokens, found)
 
 
 def scored_branches(request: Request) -> list[tuple[Request, ScoredBranch]]:
-    """Return the branches of a request, each with the request that an engine runs for it. Raises ValueError for lengths
-    that do not fit its prompt."""
+    """Return the branches of a scoring request, each with the request that an engine runs for it.
+
+    Raises:
+        ValueError: If the lengths of the continuations do not fit the prompt.
+    """
     parts = Continuations.of(request.prompt, request.params.scored)
     branches = parts.branches()
     context, slots = len(parts.context), sum(request.params.scored)

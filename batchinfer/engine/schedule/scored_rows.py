@@ -1,5 +1,4 @@
-"""The part of a plan for tokens that are scored: those of continuations, where nothing is asked for but their
-log-probabilities, and those of prompts, behind which others are sampled."""
+"""The part of a plan for scored tokens: of continuations, which only need scores, and of prompts."""
 
 from __future__ import annotations
 
@@ -10,36 +9,41 @@ import numpy as np
 
 from batchinfer.core.continuations import Branch
 from batchinfer.engine.schedule.scheduler import Chunk
-from batchinfer.engine.schedule.step_plan import AskedRows, Ints, SamplingPlan, ScoredTokens
+from batchinfer.engine.schedule.step_plan import Ints, OutputRows, SamplingPlan, ScoredTokens
 
 _NONE = np.empty(0, np.int32)
 
 
 def scored_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the chunks that are asked for logits."""
+    """Return the chunks that need logits."""
     return [chunk for chunk in chunks if chunk.end > _branch(chunk).first]
 
 
-def scored_rows(chunks: Sequence[Chunk]) -> AskedRows:
-    """Ask for the log-probabilities of what may follow the tokens of these chunks."""
+def scored_rows(chunks: Sequence[Chunk]) -> OutputRows:
+    """Return the output rows for the continuations in these chunks."""
     rows, targets = _asked(chunks, [_branch(chunk) for chunk in chunks])
     asked, places = np.unique(rows, return_inverse=True)
     scored = ScoredTokens(places.astype(np.int32), targets) if len(asked) else None
-    return AskedRows(asked.astype(np.int32), None, SamplingPlan(scored=scored, chooses=False))
+    return OutputRows(asked.astype(np.int32), None, SamplingPlan(scored=scored, chooses=False))
 
 
 def prompt_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the chunks whose tokens are scored because the log-probabilities of their prompts are asked for, and not
-    known yet."""
+    """Return the chunks with prompt tokens whose log-probabilities are requested and not known yet."""
     reading = ((chunk, chunk.sequence.prompt_scores) for chunk in chunks)
-    return [c for c, scores in reading if scores is not None and scores.lacks(c.start, c.end)]
+    return [c for c, scores in reading if scores is not None and scores.needs(c.start, c.end)]
 
 
-def with_prompts(
-    chunks: Sequence[Chunk], read: Sequence[Chunk], sampled: Ints | None, beside: AskedRows
-) -> AskedRows:
-    """Ask for the log-probabilities of prompts beside the tokens that `beside` asks for of the rows `sampled`; None: of
-    all. `read`: the chunks with tokens of these prompts."""
+def add_prompt_scores(
+    chunks: Sequence[Chunk], read: Sequence[Chunk], sampled: Ints | None, base: OutputRows
+) -> OutputRows:
+    """Return `base` with the log-probabilities of prompts added.
+
+    Args:
+        chunks: All chunks of the step.
+        read: The chunks with these prompts' tokens; see `prompt_chunks`.
+        sampled: The rows of `base` that get tokens. None: the last token of each chunk.
+        base: The output rows without log-probabilities of prompts.
+    """
     asking = {chunk.sequence: chunk.sequence.prompt_scores for chunk in read}
     branches = [None if (own := asking.get(c.sequence)) is None else own.branch for c in chunks]
     rows, targets = _asked(chunks, branches)
@@ -48,18 +52,18 @@ def with_prompts(
     most = max(own.likeliest for own in asking.values() if own is not None)
     scored = ScoredTokens(np.searchsorted(asked, rows).astype(np.int32), targets, most)
     places = np.searchsorted(asked, chosen).astype(np.int32)
-    sampling = replace(beside.sampling, scored=scored, chosen=places, chooses=len(places) > 0)
-    return AskedRows(asked, beside.counts, sampling)
+    sampling = replace(base.sampling, scored=scored, chosen=places, chooses=len(places) > 0)
+    return OutputRows(asked, base.counts, sampling)
 
 
 def _asked(chunks: Sequence[Chunk], branches: Sequence[Branch | None]) -> tuple[Ints, Ints]:
-    """Return behind which tokens of a step something is scored, and the tokens that are."""
-    rows, targets, begun = [_NONE], [_NONE], 0
+    """Return the scored tokens of a step, and for each the index of the step's token before it."""
+    rows, targets, offset = [_NONE], [_NONE], 0
     for (_, start, length), branch in zip(chunks, branches, strict=True):
         if branch is not None:
-            rows.append(branch.positions(start, start + length) + np.int32(begun - start))
+            rows.append(branch.positions(start, start + length) + np.int32(offset - start))
             targets.append(branch.targets[branch.asked(start, start + length)])
-        begun += length
+        offset += length
     return np.concatenate(rows), np.concatenate(targets)
 
 

@@ -1,8 +1,8 @@
-"""The plan of a step is plain data, from which a runner computes it. No sequence leaves the scheduler's side.
+"""The plan of a step: plain data that a runner executes.
 
-A plan says what is new since the plan before; the runner keeps the rest (`StepState`). So plans are small, and whoever
-gets all of them, in order, can do what the runner does: a rank, a simulation, a recorder. Plans pickle by hand: what
-`dataclasses` and numpy do of themselves takes several times as long.
+A plan is a difference to the previous plan; the runner keeps the rest (`StepState`). So plans are small, and anything
+that gets all plans in order can follow: a runner, a rank, a simulation. Plans have hand-written pickling, because the
+defaults of dataclasses and numpy take several times as long.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ Pickled = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class PlanWants(NamedTuple):
-    """The parts of plans that a runner reads besides the spans of their chunks."""
+    """The parts of a plan that a runner reads, in addition to the chunks."""
 
-    # Tokens, block tables, and how tokens are sampled; a runner that only counts reads none
-    inputs: bool = True
+    inputs: bool = True  # tokens, block tables and sampling parameters
     requests: bool = False
     shared_blocks: bool = False
-    repeats: bool = False  # whether it runs several steps that only decode for one plan
+    repeats: bool = False  # True if it can run several decode steps for one plan
 
 
-COMPUTES = PlanWants()  # what a runner wants that computes tokens
-COUNTS = PlanWants(inputs=False, requests=True, shared_blocks=True)
+COMPUTES = PlanWants()  # for a runner that computes tokens
+COUNTS = PlanWants(inputs=False, requests=True, shared_blocks=True)  # for a runner that simulates steps
 
 
 class TableChanges(NamedTuple):
-    """The entries that were written to the block tables of a cache group since the plan before."""
+    """The changed entries of a cache group's block tables since the previous plan."""
 
-    spans: Ints  # (m, 3): row, first entry, number of entries. One from entry 0 on begins its row anew
-    blocks: Ints  # the entries of all spans, one after the other
-    width: int  # the most blocks that a sequence of the step has
+    spans: Ints  # (m, 3): row, first entry, number of entries. A span from entry 0 on replaces the row
+    blocks: Ints  # the entries of all spans, concatenated
+    width: int  # maximum number of blocks of a sequence of the step
 
 
 class Awaited(NamedTuple):
-    """Tokens that only the device knows: those that the step before samples."""
+    """Input tokens that only the device knows, because the previous step samples them."""
 
-    places: Ints | None  # where they belong among the step's tokens; None: it has no others
-    sampled: Ints | None  # which of the sampled tokens they are; None: all, in order
+    places: Ints | None  # indices among the step's tokens; None: all tokens
+    sampled: Ints | None  # indices among the tokens that the previous step samples; None: all, in order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawnRows:
-    """How the tokens of n rows are drawn; see `batchinfer_kernels.sample.RowSampling`."""
+    """The parameters of random sampling for n rows; see `batchinfer_kernels.sample.RowSampling`."""
 
     positions: Ints  # (n,)
-    # (n,) float32, (n,) int32, (n,) float64, (n,) float64; keys: (n, 4) int32. None: as in the plan before that had any
+    # temperature (n,) float32, top_k (n,) int32, top_p and min_p (n,) float64, keys (n, 4) int32. None: unchanged since
+    # the last plan that had them
     fixed: tuple[NDArray[Any], ...] | None
 
     def part(self, first: int, end: int) -> DrawnRows:
@@ -80,24 +80,24 @@ def _drawn(positions: bytes, fixed: tuple[bytes, ...] | None) -> DrawnRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PenalisedRows:
-    """The rows whose logits are changed by their text or may not end yet; see `batchinfer_kernels.penalties`."""
+    """The rows with penalties or banned tokens; see `batchinfer_kernels.penalties`."""
 
-    rows: Ints  # (n,): which of the sampled rows they are
-    tokens: Ints  # what they hold so far, one after the other
-    lengths: Ints  # (n,): of these
+    rows: Ints  # (n,): indices among the sampled rows
+    tokens: Ints  # the token ids of all rows, concatenated
+    lengths: Ints  # (n,): the number of tokens per row
     prompt_lens: Ints  # (n,)
     strengths: NDArray[np.float32]  # (3, n): repetition, presence, frequency
-    banned: Ints  # (n, any); negative: none
-    awaited: Ints  # which of `tokens` the step before samples
-    sampled: Ints  # which of the tokens that it samples these are
+    banned: Ints  # (n, most): banned tokens, padded with -1
+    awaited: Ints  # indices of the `tokens` that the previous step samples
+    sampled: Ints  # their indices among the tokens that the previous step samples
 
     @property
     def starts(self) -> Longs:
-        """Return where in `tokens` each row begins, (n,)."""
+        """The index of each row's first token in `tokens`, (n,)."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
 
     def part(self, first: int, end: int) -> PenalisedRows | None:
-        """Return what of these are the sampled rows [first, end), which then begin at 0."""
+        """Return the entries of sampled rows [first, end), renumbered from 0, or None if there are none."""
         inside = np.flatnonzero((self.rows >= first) & (self.rows < end))
         if not len(inside):
             return None
@@ -140,15 +140,14 @@ def _penalised(*data: bytes) -> PenalisedRows:
 
 
 class ScoredTokens(NamedTuple):
-    """Tokens whose log-probabilities are asked for, given what stands before them."""
+    """Given tokens whose log-probabilities are computed."""
 
-    rows: Ints  # (n,): the sampled row behind whose token each of them would stand, ascending
+    rows: Ints  # (n,): the sampled row that each token follows, ascending
     tokens: Ints  # (n,)
-    # How many of the likeliest tokens at the place of each have their log-probabilities asked for, too
-    likeliest: int = 0
+    likeliest: int = 0  # number of most likely tokens whose log-probabilities are also computed per token
 
     def part(self, first: int, end: int) -> ScoredTokens | None:
-        """Return those of the rows [first, end), if there are any."""
+        """Return the entries of rows [first, end), renumbered from 0, or None if there are none."""
         low, high = np.searchsorted(self.rows, (first, end))
         return (
             None
@@ -158,16 +157,16 @@ class ScoredTokens(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """The log-probabilities of scored tokens on the host, in the order of their plan."""
+    """The log-probabilities of scored tokens on the host, in the order of `ScoredTokens`."""
 
-    logprobs: NDArray[np.float32]  # (n,); NaN where logits are not finite
-    greedy: NDArray[np.bool_]  # (n,): whether the token is the argmax
-    top: NDArray[np.float32]  # (n, likeliest): of the likeliest tokens, in descending order
-    top_ids: Longs  # (n, likeliest): which these are
+    logprobs: NDArray[np.float32]  # (n,); NaN if logits are not finite
+    greedy: NDArray[np.bool_]  # (n,): True if the token is the argmax
+    top: NDArray[np.float32]  # (n, likeliest): log-probabilities of the most likely tokens, descending
+    top_ids: Longs  # (n, likeliest): these tokens
 
     @classmethod
     def joined(cls, parts: Iterable[Iterable[NDArray[Any]]]) -> TokenScores:
-        """Join the scores of micro-batches, the fields of this class each, in their order."""
+        """Concatenate the scores of micro-batches, each given as the fields of this class."""
         each = [tuple(part) for part in parts]
         return cls(*map(np.concatenate, zip(*each, strict=True))) if each else NO_SCORES
 
@@ -179,53 +178,54 @@ NO_SCORES = TokenScores(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingPlan:
-    """The plan says what the sampled rows ask for and how tokens are chosen. Rows are named by their place here."""
+    """The outputs of the sampled rows, and how their tokens are chosen. Fields name rows by their index."""
 
-    argmax: bool = True  # nothing but a mask gives any row another token than the argmax of its logits
-    masked: list[int] = field(default_factory=list)  # rows that have a mask
-    masks: list[int] = field(default_factory=list)  # of each of these, the number of its mask
-    # Of each of these, whether its last token would have been the same without the mask
+    argmax: bool = True  # True if each token is the argmax of the logits, except for a mask
+    masked: list[int] = field(default_factory=list)  # rows with a mask
+    masks: list[int] = field(default_factory=list)  # number of the mask, per masked row
+    # True if the row's last token would have been the same without the mask, per masked row
     followed: list[bool] = field(default_factory=list)
-    asking: list[int] = field(default_factory=list)  # rows that ask for log-probabilities
-    # Of each of these, for how many of the likeliest tokens
-    likeliest: list[int] = field(default_factory=list)
-    # Of each of these, whether only the tokens count that its mask allows
+    asking: list[int] = field(default_factory=list)  # rows with log-probabilities as output
+    likeliest: list[int] = field(default_factory=list)  # number of top tokens, per row in `asking`
+    # True if probabilities are relative to the tokens that the mask allows, per row in `asking`
     among_allowed: list[bool] = field(default_factory=list)
     penalised: PenalisedRows | None = None
-    drawn: DrawnRows | None = None  # None: no row's token is drawn
-    states: list[int] = field(default_factory=list)  # rows whose hidden states are asked for
-    # Of each of these, ascending, which of the chunks that ask for states it is of
+    drawn: DrawnRows | None = None  # None: all rows are greedy
+    states: list[int] = field(default_factory=list)  # rows with hidden states as output
+    # Index of the row's chunk among the chunks with hidden states, ascending, per row in `states`
     state_chunks: list[int] = field(default_factory=list)
-    summed: bool = False  # whether the states of a chunk are added up
-    chooses: bool = True  # whether rows get tokens at all
-    classified: bool = False  # whether the classification head makes logits of the states, or of their means
-    scored: ScoredTokens | None = None  # None: no row is asked how likely tokens are behind it
+    summed: bool = False  # True if the states of a chunk are summed
+    chooses: bool = True  # False if no row gets a token
+    classified: bool = False  # True if the classification head is applied to the states or their means
+    scored: ScoredTokens | None = None
     biased: BiasedTokens | None = None
-    allowed: AllowedTokens | None = None  # None: no row is kept from any token
-    # Which of the rows get tokens, ascending: all else but `scored` and `states` names rows by their place among these.
-    # None: all
+    allowed: AllowedTokens | None = None
+    # The rows that get tokens, ascending; None: all. All fields except `scored` and `states` index these rows
     chosen: Ints | None = None
 
     def choosing(self, rows: int) -> int:
-        """Count those of so many sampled rows that get tokens, where any do."""
+        """Return the number of rows that get tokens among `rows` sampled rows, if `chooses`."""
         return rows if self.chosen is None else len(self.chosen)
 
     @property
     def edited(self) -> bool:
-        """Whether logits are changed before tokens are chosen."""
+        """True if logits are changed before tokens are chosen."""
         changed = (self.penalised, self.biased, self.allowed)
         return bool(self.masked) or any(part is not None for part in changed)
 
     def later(self, ahead: Ints) -> SamplingPlan:
-        """Return the plan of a later step of the same rows, each of which is so many tokens further on, (n,). What rows
-        ask for does not depend on their text."""
+        """Return the plan of a later step of the same rows.
+
+        Args:
+            ahead: (n,), how many tokens later each row is.
+        """
         drawn = self.drawn
         return (
             self if drawn is None else replace(self, drawn=replace(drawn, positions=drawn.positions + ahead))
         )
 
     def part(self, first: int, end: int) -> SamplingPlan:
-        """Return the plan of the rows [first, end)."""
+        """Return the plan of rows [first, end), renumbered from 0."""
         scored = None if self.scored is None else self.scored.part(first, end)
         states = [at for at, row in enumerate(self.states) if first <= row < end]
         stated = [self.states[at] - first for at in states]
@@ -257,7 +257,7 @@ class SamplingPlan:
         )
 
     def __reduce__(self) -> Pickled:
-        """An equal plan for all whose tokens are argmaxes, as nearly always, takes a byte."""
+        """Pickle the most frequent plan, `ARGMAX`, in a byte."""
         if self is ARGMAX:
             return _argmax, ()
         lists = (self.masked, self.masks, self.followed, self.asking, self.likeliest, self.among_allowed)
@@ -291,8 +291,8 @@ def _sampling(
     return SamplingPlan(*fields)
 
 
-class AskedRows(NamedTuple):
-    """The part of a plan that asks for tokens, hidden states or log-probabilities; see StepPlan."""
+class OutputRows(NamedTuple):
+    """The part of a plan about outputs: tokens, hidden states and log-probabilities. See StepPlan for its fields."""
 
     sampled: Ints | None
     counts: list[int] | None
@@ -301,50 +301,51 @@ class AskedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step: chunks of S sequences, T tokens, one chunk after the other."""
+    """A step: the chunks of S sequences with T tokens in all, concatenated."""
 
-    starts: Ints  # (S,): the position of each chunk's first token
-    lengths: Ints | None  # (S,): tokens of each chunk; None: 1 of each
-    # (S,): where each sequence's block table lies; None: the same sequences run as in the plan before, in this order
+    starts: Ints  # (S,): position of each chunk's first token
+    lengths: Ints | None  # (S,): number of tokens per chunk; None: 1 each
+    # (S,): row of each sequence's block table; None: the same sequences in the same order as in the previous plan
     rows: Ints | None
-    # (S,): where their positions begin in the rotary tables; None, where `rows` are given: 0
+    # (S,): first row of the rotary tables; None: all 0 if `rows` is given, else unchanged
     rope_offsets: Ints | None
-    # (S,): from which position on their tokens have the type 1, 0 for none; None, where `rows` are given: all 0
+    # (S,): first position with token type 1, 0 for none; None: all 0 if `rows` is given, else unchanged
     second_segments: Ints | None
-    # (S,): the fingerprints of their adapters, "" for none; None, where `rows` are given: no sequence has one
+    # (S,): fingerprints of the adapters, "" for none; None: all "" if `rows` is given, else unchanged
     adapters: tuple[str, ...] | None
     tokens: Ints  # (T,)
-    tables: tuple[TableChanges, ...]  # of each cache group
-    # (n, 6): chunk, cache group, source, target, first slot, end; in each layer, before attention
+    tables: tuple[TableChanges, ...]  # per cache group
+    # (n, 6): chunk, cache group, source, target, first slot, end. Run in each layer before attention
     copies: Ints | None
-    sampled: Ints | None  # which of the T tokens are followed by a sampled one, ascending; None: all
-    # How many of the sampled ones belong to each chunk that has any; None: one to each
-    sampled_counts: list[int] | None
+    # Indices of the tokens after which the step samples or has other outputs, ascending; None: all
+    sampled: Ints | None
+    sampled_counts: list[int] | None  # number of sampled rows per chunk that has any; None: one each
     awaited: Awaited | None
     sampling: SamplingPlan
-    # Where `PlanWants` asks: of each chunk, the key of its request and how many tokens its answer has
+    # The request key and the number of answer tokens per chunk, if `PlanWants.requests`
     requests: list[tuple[bytes, int]] | None = None
-    # (T,): of each node of a tree of drafts the bits of its ancestors and its own, see TreeMask; of other tokens 0. The
-    # nodes end their chunk. None: there is no tree
+    # (T,): ancestor bits of draft tree nodes, see TreeMask; 0 for other tokens. The nodes are at the end of their
+    # chunk. None: there is no tree
     tree_bits: Ints | None = None
-    shared_blocks: int = 0  # where it asks: how often a table names a block that another one named before
-    # (S,), where it asks: how many tokens each sequence decodes, one in each of as many steps, of which this is the
-    # first. Block tables have room for all of them. None: one each
+    # How often a block table names a block that another table named before, if `PlanWants.shared_blocks`
+    shared_blocks: int = 0
+    # (S,): number of decode steps per sequence, if `PlanWants.repeats`; this step is the first. Block tables have
+    # entries for all of them. None: one each
     repeats: Ints | None = None
 
     @property
     def steps(self) -> int:
-        """Return how many steps are run for the plan."""
+        """The number of steps that run for the plan."""
         return 1 if self.repeats is None else int(self.repeats.max())
 
     @property
     def chunk_lengths(self) -> Ints:
-        """Return the tokens of each chunk, (S,)."""
+        """The number of tokens per chunk, (S,)."""
         return np.ones(len(self.starts), np.int32) if self.lengths is None else self.lengths
 
     @property
     def sampled_rows(self) -> int:
-        """Count the rows that are sampled."""
+        """The number of sampled rows."""
         return len(self.tokens) if self.sampled is None else len(self.sampled)
 
     def __reduce__(self) -> Pickled:
@@ -398,7 +399,7 @@ def _ints(data: bytes | None) -> Ints | None:
 
 
 class RankStep(NamedTuple):
-    """A step of one of the engines that take turns on the ranks."""
+    """A step of one of the engines that alternate on the ranks."""
 
     turn: int
     plan: StepPlan

@@ -1,4 +1,4 @@
-"""Counts what a step runs and reads, from its chunks. Ints only."""
+"""Computes the work and memory traffic of a step from its chunks. Free of torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,17 @@ def step_shape(
     causal: bool = True,
     adapters: Sequence[str] = (),
 ) -> StepShape:
-    """The least work and memory traffic of chunks, each of tokens [start, start + length) of whatever it names first.
+    """Return the minimum work and memory traffic of a step.
 
-    They sample `sampled` tokens and take over `copied` ones. `shared`: how often a table that keeps all tokens names a
-    block that another chunk's table named before; such a block is read once for all. Not `causal`: they are whole
-    prompts, whose tokens see later ones, too. `adapters`: of each chunk, "" for none; or none of them has one.
+    Args:
+        chunks: Tuples of (sequence, start, length).
+        sampled: The number of sampled positions.
+        shared: How often a table without a window names a block that an earlier chunk's table named; such a block is
+            read once.
+        layout: The layout of the KV cache.
+        copied: The number of copied tokens.
+        causal: False for encoders, whose tokens also see later tokens.
+        adapters: The adapter of each chunk, "" for none. Empty: no chunk has one.
     """
     _, starts, lengths = zip(*chunks, strict=True) if chunks else ((), (), ())
     pairs = kv_tokens = 0
@@ -41,8 +47,7 @@ def step_shape(
 def decode_shape(
     starts: NDArray[np.int64], shared: int, layout: CacheLayout, adapters: Sequence[str] = ()
 ) -> StepShape:
-    """Return what `step_shape` does for a step of a single token of each sequence, at these positions, all of which are
-    sampled."""
+    """Return the `step_shape` of a decode step: one sampled token per sequence, at the positions `starts`, (n,)."""
     pairs, kv_tokens, rows = 0, 0, len(starts)
     for window, layers in Counter(layout.windows).items():
         seen = int((starts + 1 if window is None else np.minimum(starts + 1, window)).sum())
@@ -53,12 +58,12 @@ def decode_shape(
 
 
 def _attended(starts: Sequence[int], lengths: Sequence[int], window: int | None) -> tuple[int, int]:
-    """Count the (query, key) pairs, and the cached tokens read by each chunk alone, of one layer."""
+    """Return the number of (query, key) pairs and the number of cached tokens that one layer reads, without sharing."""
     if window is not None:
         each = list(zip(starts, lengths, strict=True))
         pairs = sum(min(at + 1, window) for start, n in each for at in range(start, start + n))
         return pairs, sum(min(start + n, window + n - 1) for start, n in each)
     tokens = sum(starts) + sum(lengths)
-    if lengths.count(1) == len(lengths):  # a query each: its keys are its pairs
+    if lengths.count(1) == len(lengths):  # one query per chunk: as many pairs as keys
         return tokens, tokens
     return sum([n * (2 * start + n + 1) // 2 for start, n in zip(starts, lengths, strict=True)]), tokens

@@ -1,4 +1,4 @@
-"""The tokens that rows make likelier or less likely: parts of a sampling plan that do not change while rows run."""
+"""Changes of logits that do not depend on a row's text: biases, allowed tokens and bad words."""
 
 from __future__ import annotations
 
@@ -14,57 +14,56 @@ Pickled = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class BadTokens:
-    """Tokens that an answer may not have one behind the other: the last of them is barred where the others were just
-    said."""
+    """Token sequences that an answer must not contain: the last token is banned after the others."""
 
     def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
-        self.always: list[int] = []  # those that are barred by themselves
-        self._behind: dict[int, list[tuple[list[int], int]]] = {}  # by the last token before the barred one
+        self.always: list[int] = []  # sequences of a single token
+        self._by_last_token: dict[int, list[tuple[list[int], int]]] = {}  # by the token before the banned one
         for *before, last in sequences:
             if before:
-                self._behind.setdefault(before[-1], []).append((before, last))
+                self._by_last_token.setdefault(before[-1], []).append((before, last))
             else:
                 self.always.append(last)
 
     @property
     def looks_back(self) -> bool:
-        """Whether what is barred depends on the tokens before."""
-        return bool(self._behind)
+        """True if banned tokens depend on the tokens before."""
+        return bool(self._by_last_token)
 
-    def behind(self, tokens: Ints, start: int, end: int) -> list[int]:
-        """Return the tokens that may not follow the answer that is tokens[start:end]."""
-        known = self._behind.get(int(tokens[end - 1]), ()) if end > start else ()
-        said = (
+    def banned_after(self, tokens: Ints, start: int, end: int) -> list[int]:
+        """Return the tokens that may not follow the answer tokens[start:end]."""
+        candidates = self._by_last_token.get(int(tokens[end - 1]), ()) if end > start else ()
+        banned = (
             last
-            for before, last in known
+            for before, last in candidates
             if end - len(before) >= start and tokens[end - len(before) : end].tolist() == before
         )
-        return [*self.always, *said]
+        return [*self.always, *banned]
 
 
 @lru_cache(maxsize=64)
 def bad_tokens(sequences: tuple[tuple[int, ...], ...]) -> BadTokens:
-    """Return those of some parameters. They are remembered: rows mostly have the same."""
+    """Return the bad tokens of sampling parameters, from a cache: rows of a job usually share them."""
     return BadTokens(sequences)
 
 
 class BiasedTokens(NamedTuple):
-    """Say what is added to the logits of which tokens, for all rows that ask for it."""
+    """Biases that are added to the logits of tokens, of all rows that have any."""
 
     rows: Ints  # (n,): the sampled row of each token, ascending
-    tokens: Ints  # (n,): those of a row differ
+    tokens: Ints  # (n,): distinct within a row
     biases: NDArray[np.float32]  # (n,)
 
     @classmethod
     def of(cls, asked: list[tuple[int, tuple[tuple[int, float], ...]]]) -> BiasedTokens:
-        """Make it of rows, ascending, and the tokens of each with their biases."""
+        """Return the arrays for pairs of (row, biased tokens), with ascending rows."""
         rows = np.repeat([row for row, _ in asked], [len(own) for _, own in asked])
         pairs = [pair for _, own in asked for pair in own]
         tokens, biases = (np.array(column) for column in zip(*pairs, strict=True))
         return cls(rows.astype(np.int32), tokens.astype(np.int32), biases.astype(np.float32))
 
     def part(self, first: int, end: int) -> BiasedTokens | None:
-        """Return those of the rows [first, end), which then begin at 0."""
+        """Return the entries of rows [first, end), renumbered from 0, or None if there are none."""
         inside = slice(*np.searchsorted(self.rows, (first, end)).tolist())
         rows = self.rows[inside] - np.int32(first)
         return BiasedTokens(rows, self.tokens[inside], self.biases[inside]) if len(rows) else None
@@ -74,19 +73,19 @@ class BiasedTokens(NamedTuple):
 
 
 class AllowedTokens(NamedTuple):
-    """The tokens that rows may get at all, of all rows that name some."""
+    """The only tokens that rows may get, of all rows with `allowed_token_ids`."""
 
     rows: Ints  # (n,): the sampled row of each token, ascending
-    tokens: Ints  # (n,): those of a row differ
+    tokens: Ints  # (n,): distinct within a row
 
     @classmethod
     def of(cls, asked: list[tuple[int, tuple[int, ...]]]) -> AllowedTokens:
-        """Make it of rows, ascending, and the tokens of each."""
+        """Return the arrays for pairs of (row, allowed tokens), with ascending rows."""
         rows = np.repeat([row for row, _ in asked], [len(own) for _, own in asked])
         return cls(rows.astype(np.int32), np.array([token for _, own in asked for token in own], np.int32))
 
     def part(self, first: int, end: int) -> AllowedTokens | None:
-        """Return those of the rows [first, end), which then begin at 0."""
+        """Return the entries of rows [first, end), renumbered from 0, or None if there are none."""
         inside = slice(*np.searchsorted(self.rows, (first, end)).tolist())
         rows = self.rows[inside] - np.int32(first)
         return AllowedTokens(rows, self.tokens[inside]) if len(rows) else None

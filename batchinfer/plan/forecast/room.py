@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from batchinfer.core.errors import OutOfMemory
 from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
-from batchinfer.engine.drafts.model_beside import spare_blocks
+from batchinfer.engine.drafts.draft_model import spare_blocks
 from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.schedule.budget import captured_tokens, scheduler_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchinfer.core.samples import LaunchMode
-from batchinfer.engine.loop.repeated_steps import RepeatedSteps
+from batchinfer.engine.loop.multi_step import MultiStepDecoding
 from batchinfer.plan.forecast.engine import ForecastEngine
 from batchinfer.plan.simulation.simulator import SimulatedEngine
 from batchinfer.plan.simulation.stages import StageWork
@@ -53,9 +53,9 @@ def _at_once(machine: SimulatedEngine, rows: int, cached: float, output: float) 
     costs = machine.scheduler.admission_costs
     if costs is None or not machine.repeats:
         return 1
-    chooser = RepeatedSteps(costs)
-    chooser.note(round(output), 1)
-    return chooser.most(rows, round(cached))
+    chooser = MultiStepDecoding(costs)
+    chooser.record_tokens(round(output), 1)
+    return chooser.choose_steps(rows, round(cached))
 
 
 def _prompt_s(machine: SimulatedEngine, mean: MeanRow) -> float:

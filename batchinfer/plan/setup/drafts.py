@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_SEQS, DraftModelConfig
-from batchinfer.engine.drafts.model_beside import spare_blocks
-from batchinfer.engine.drafts.worth import expected_right
+from batchinfer.engine.drafts.draft_model import spare_blocks
+from batchinfer.engine.drafts.draft_value import expected_accepted
 from batchinfer.engine.kv.memory import CPU_FRACTION
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
@@ -152,7 +152,7 @@ def _least(own: PlacedModel, rows: int, right: float, extra_s: Callable[[int], f
     `extra_s` returns the seconds to make a number of draft tokens.
     """
     each = (
-        (_seconds(own, rows, n) + extra_s(n)) / (1 + (expected_right(right, n) if n else 0))
+        (_seconds(own, rows, n) + extra_s(n)) / (1 + (expected_accepted(right, n) if n else 0))
         for n in range(_MOST_DRAFTS + 1)
     )
     return min(each) / rows

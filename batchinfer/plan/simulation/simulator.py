@@ -12,9 +12,9 @@ from batchinfer.core.samples import LAUNCH_MODES, StepSample
 from batchinfer.engine.config import max_queued_requests
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.kv.kv_cache import BlockPool
+from batchinfer.engine.loop.alternating_engines import AlternatingEngines
 from batchinfer.engine.loop.engine import Engine, EngineLimits, StepOutput
-from batchinfer.engine.loop.repeated_steps import RepeatedSteps
-from batchinfer.engine.loop.turns import EngineTurns
+from batchinfer.engine.loop.multi_step import MultiStepDecoding
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.step_plan import COUNTS
 from batchinfer.plan.simulation.clock import Captures, Clock, Launching
@@ -191,7 +191,7 @@ def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
 
 def counting_engine(
     machine: SimulatedEngine, outputs: Mapping[bytes, int], adapters: Mapping[bytes, str], clock: Clock
-) -> Engine | EngineTurns:
+) -> Engine | AlternatingEngines:
     """Return an engine that counts instead of computing. `adapters` has the adapter by work key, if any."""
     windows, turns = machine.layout.sizes.windows, machine.turns
     size = machine.layout.block_size
@@ -225,9 +225,9 @@ def counting_engine(
         )
         for scheduler in schedulers
     ]
-    return engines[0] if turns == 1 else EngineTurns(engines)
+    return engines[0] if turns == 1 else AlternatingEngines(engines)
 
 
-def _repeated(machine: SimulatedEngine) -> RepeatedSteps | None:
+def _repeated(machine: SimulatedEngine) -> MultiStepDecoding | None:
     costs = machine.scheduler.admission_costs
-    return RepeatedSteps(costs) if machine.repeats and costs is not None else None
+    return MultiStepDecoding(costs) if machine.repeats and costs is not None else None

@@ -20,7 +20,7 @@ from batchinfer.bench.session import best_peaks, run_bench
 from batchinfer.bench.vocabulary import made_up_tokenizer
 from batchinfer.bench.workloads import WORKLOADS, make_workload
 from batchinfer.core.errors import UsageError
-from batchinfer.engine.drafts import patience
+from batchinfer.engine.drafts import backoff
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.schedule.budget import step_tokens
 from batchinfer.job import load_job
@@ -341,8 +341,8 @@ def test_rows_under_schemas_sample_as_many_tokens():
 
 def test_a_workload_with_drafts_has_the_same_answers(monkeypatch):
     """With a clock by which looking for drafts takes nothing, and steps that take what their bounds say."""
-    monkeypatch.setattr(DraftedStepTimes, "measured", lambda *_: None)
-    monkeypatch.setattr(patience, "SHARE", 1e9)
+    monkeypatch.setattr(DraftedStepTimes, "record_time", lambda *_: None)
+    monkeypatch.setattr(backoff, "SHARE", 1e9)
     report = bench("decode", rows=2, max_tokens=64, repeat=1, drafts=True)
     found, series = report.json["results"][0]["with_drafts"], report.results[0].series
     assert [run.answers for run in series.drafted] == [run.answers for run in series.ours]

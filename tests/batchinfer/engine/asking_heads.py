@@ -12,8 +12,8 @@ import torch
 from hypothesis import event
 
 from batchinfer.core.request import Request, common_prefixes
-from batchinfer.engine.drafts.medusa import HeadsBeside
-from batchinfer.engine.drafts.model_beside import BesideRunner, ModelBeside
+from batchinfer.engine.drafts.draft_model import DraftModelRunner, DraftModelSource
+from batchinfer.engine.drafts.medusa import MedusaSource
 from batchinfer.engine.load.layer_heads import load_layer
 from batchinfer.engine.load.loaded_model import AnyProposer, HeadedModel
 from batchinfer.engine.runner.model_runner import ModelRunner
@@ -47,7 +47,7 @@ class HeadReference(Protocol):
         """Return what follows the tokens of a row, of those that are `allowed`."""
 
 
-def with_head(model: Checkpoint, stored: StoredLayer, limits: Limits) -> tuple[ModelRunner, BesideRunner]:
+def with_head(model: Checkpoint, stored: StoredLayer, limits: Limits) -> tuple[ModelRunner, DraftModelRunner]:
     """A runner of the model, and what proposes by the head, whose K and V were never written."""
     runner = make_runner(model, cpu_ops(model), limits)
     config = SchedulerConfig(limits.seqs, limits.budget)
@@ -99,7 +99,9 @@ class Asking(Drafts):
     def __init__(self, beside: AnyProposer, answers: dict[bytes, list[int]], seed: int) -> None:
         super().__init__(lambda _: [])
         self.model: Any = (
-            ModelBeside(beside, PEAKS) if isinstance(beside, BesideRunner) else HeadsBeside(beside, PEAKS)
+            DraftModelSource(beside, PEAKS)
+            if isinstance(beside, DraftModelRunner)
+            else MedusaSource(beside, PEAKS)
         )
         self.answers, self.random, self.left = answers, random.Random(seed), 0
         self.branches = beside.branches
@@ -108,7 +110,7 @@ class Asking(Drafts):
     def propose(
         self, rows: Seq[Sequence], ahead: int, others: int
     ) -> Iterable[tuple[Sequence, Seq[int] | DraftTree]]:
-        taken = [row for row in rows if self.model.takes(row)]
+        taken = [row for row in rows if self.model.can_draft(row)]
         self.left += sum(row.output_length > 0 for row in rows) - len([r for r in taken if r.output_length])
         asked = [row for row in taken if self.random.random() < 0.7]
         asked = asked[: self.model.most_rows]
@@ -119,7 +121,7 @@ class Asking(Drafts):
         found = self.model.propose(asked, count)
         for tree in found:
             if tree.kinds:
-                check(tree, leaves=isinstance(self.model, ModelBeside))
+                check(tree, leaves=isinstance(self.model, DraftModelSource))
         self.found += [
             (row, list(row.tokens), chain_of(tree)) for row, tree in zip(asked, found, strict=True)
         ]
@@ -139,8 +141,8 @@ class Asking(Drafts):
             tokens += [token, wrong]
         return DraftTree(tokens, parents)
 
-    def ended(self, sequence: Sequence) -> None:
-        self.model.ended(sequence)
+    def finish(self, sequence: Sequence) -> None:
+        self.model.finish(sequence)
 
 
 FEW = (1, 2, 3, 4, 5, 7)  # of so few tokens a proposal is often right
@@ -186,7 +188,7 @@ def compare(
     drafter = Asking(beside, answers, work.seed)
     got = run(model, work, runner, drafter)
     assert got.answers == wanted.answers
-    assert not drafter.model._readings, "a row that has ended is remembered"
+    assert not drafter.model._states, "a row that has ended is remembered"
     rows = {row for row, _, _ in drafter.found}
     plain = [
         one for one in drafter.found if one[0].plain_greedy or one[0].request.params.allowed_token_ids == FEW

@@ -33,7 +33,7 @@ ROOTS = ContentRoots(100_000)
 class Hopeful(OutputLengths):
     """Believes that every row ends with its next token, so that a scarce cache overflows."""
 
-    def longest(self, sequence: Sequence) -> int:
+    def expected_length(self, sequence: Sequence) -> int:
         return len(sequence) + 1
 
 
@@ -143,8 +143,10 @@ class Driver:
         self.check_sharing(step.chunks[self.random.randrange(2) :: 2])
         if step.chunks:
             self.check_rows(step)
-            self.scheduler.launched(step)
-        assert not self.scheduler.pool.held, "a block is held for a copy that was made, or is not to be made"
+            self.scheduler.record_launch(step)
+        assert not self.scheduler.pool.pinned, (
+            "a block is held for a copy that was made, or is not to be made"
+        )
         for chunk in step.chunks:
             self.post_process(chunk.sequence, chunk.end, chunk.samples)
         self.scheduler.check_integrity()

@@ -24,7 +24,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import CacheGroup, CacheLayout, cache_layout
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits
-from batchinfer.engine.loop.repeated_steps import RepeatedSteps
+from batchinfer.engine.loop.multi_step import MultiStepDecoding
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
@@ -337,18 +337,18 @@ def make_engine(
     return Engine(runner, scheduler, EngineLimits(ContentRoots(MAX_LEN, long_rope_beyond), eos), **more)
 
 
-class AlwaysRepeated(RepeatedSteps):
+class AlwaysRepeated(MultiStepDecoding):
     """Launches as many steps at once as it may, and lets rows wait for drafts whenever they want to."""
 
     @property
-    def may_wait(self) -> bool:
+    def can_hold_rows(self) -> bool:
         return True
 
-    def most(self, rows: int, cached: int) -> int:
+    def choose_steps(self, rows: int, cached: int) -> int:
         return self._most
 
 
-def at_once(steps: int) -> RepeatedSteps | None:
+def at_once(steps: int) -> MultiStepDecoding | None:
     """Make an engine launch up to so many steps at once wherever it may."""
     return AlwaysRepeated(AdmissionCosts(0.0, 0.0, 0.0), steps) if steps > 1 else None
 

@@ -32,24 +32,24 @@ class Drafts:
     ) -> Iterable[tuple[Sequence, Seq[int] | DraftTree]]:
         return [(row, self._guess(row)) for row in rows]
 
-    def waits(self, sequence: Sequence) -> bool:
+    def should_hold_row(self, sequence: Sequence) -> bool:
         return self._waits
 
-    def holds(self, waiting: Seq[Sequence], ready: Seq[Sequence], plain: int) -> bool:
+    def should_hold_step(self, waiting: Seq[Sequence], ready: Seq[Sequence], plain: int) -> bool:
         assert waiting
         assert not any(row.placeholders for row in (*waiting, *ready))
         return self._random.random() < self._holds
 
-    def verified(self, taken: AcceptedTokens) -> None:
-        self.took.append((len(taken.drafts), taken.right))
+    def record_verified(self, outcome: AcceptedTokens) -> None:
+        self.took.append((len(outcome.drafts), outcome.accepted))
 
-    def ended(self, sequence: Sequence) -> None:
+    def finish(self, sequence: Sequence) -> None:
         pass
 
     def learn(self, answer: Any) -> None:
         pass
 
-    def stepped(self, sample: StepSample) -> StepSample:
+    def record_step(self, sample: StepSample) -> StepSample:
         return sample
 
 

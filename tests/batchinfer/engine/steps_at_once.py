@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from batchinfer.engine.loop.repeated_steps import RepeatedSteps
+from batchinfer.engine.loop.multi_step import MultiStepDecoding
 from batchinfer.engine.schedule.budget import HOST_REPEAT_ROW_S, HOST_REPEAT_S, admission_costs
 from batchinfer.machine.datasheet import datasheet
 from batchinfer_kernels.cost import ModelCost, Peaks
@@ -28,10 +28,10 @@ ROWS, CONTEXT = (8, 64, 256, 1024), 512
 def line(cost: ModelCost, peaks: Peaks, rows: int, length: int) -> str:
     """Return the cells of a model: times of the device and the host for a step, how many are launched at once, and how
     many times as many tokens a second that gives."""
-    chooser = RepeatedSteps(admission_costs(cost, peaks))
-    chooser.note(1000 * length, 1000)
+    chooser = MultiStepDecoding(admission_costs(cost, peaks))
+    chooser.record_tokens(1000 * length, 1000)
     cached = rows * CONTEXT
-    steps = chooser.most(rows, cached)
+    steps = chooser.choose_steps(rows, cached)
     device_ms, host_ms = 1e3 * chooser.device_s(rows, cached), 1e3 * chooser.host_s(1, rows)
     gain = chooser.tokens_per_s(steps, rows, cached) / chooser.tokens_per_s(1, rows, cached)
     return f"{device_ms:.2f}, {host_ms:.2f} | {steps} | {gain:.2f} ×"

@@ -34,10 +34,10 @@ def steps_until_filled(
     """A sequence ends in every so many steps; how many have passed when the first place is filled."""
     admission = BatchedAdmission(costs)
     admission.stop(places)
-    admission.read, admission.steps = read, at_once
+    admission.prefill_tokens, admission.steps = read, at_once
     for step in range(1, 10 * places * every):
         admission.ended += step % every == 0
-        if not admission.waits(places - admission.ended, 1000, 0, 8192, lambda n: n * prompt):
+        if not admission.should_wait(places - admission.ended, 1000, 0, 8192, lambda n: n * prompt):
             return step
     raise AssertionError("places stay empty")
 
@@ -77,10 +77,10 @@ def test_a_fifth_of_the_places_and_all_that_waits_are_never_held_back(places, en
     admission = BatchedAdmission(replace(COSTS, launch_s=1e9))
     admission.stop(places)
     admission.ended = min(ended, places)
-    held = admission.waits(places - admission.ended, waiting, 0, 1 << 30, lambda n: n * prompt)
+    held = admission.should_wait(places - admission.ended, waiting, 0, 1 << 30, lambda n: n * prompt)
     full = admission.ended >= min(places // IDLE, waiting) or admission.ended == places
     assert held == (not full)
-    assert not BatchedAdmission(None).waits(places, waiting, 0, 10, lambda n: n), (
+    assert not BatchedAdmission(None).should_wait(places, waiting, 0, 10, lambda n: n), (
         "a CPU fills each place at once"
     )
 
@@ -246,17 +246,17 @@ def test_a_row_that_was_preempted_comes_back_only_with_room_to_end():
 def test_estimates_follow_what_has_ended_and_what_still_runs():
     lengths, fresh = OutputLengths(), sequence([1], 3200)
     fresh.arrival = 1  # its quantile is the golden ratio's 0.62
-    lengths.survey([])
-    assert lengths.longest(fresh) == fresh.max_length, "nothing is known, so all may be needed"
+    lengths.update([])
+    assert lengths.expected_length(fresh) == fresh.max_length, "nothing is known, so all may be needed"
     for _ in range(30):
         ended = sequence([1], 3200)
         ended.tokens.extend([0] * 100)
         lengths.record(ended)
-    lengths.survey([])
-    assert lengths.longest(fresh) <= 1 + 3 * 3200 // BINS
+    lengths.update([])
+    assert lengths.expected_length(fresh) <= 1 + 3 * 3200 // BINS
     survivors = [sequence([1], 3200) for _ in range(300)]
     for survivor in survivors:
         survivor.tokens.extend([0] * 1600)
-    lengths.survey(survivors)
-    assert lengths.longest(fresh) == fresh.max_length, "most rows outlive what ended early"
-    assert all(lengths.longest(s) > len(s) for s in survivors)
+    lengths.update(survivors)
+    assert lengths.expected_length(fresh) == fresh.max_length, "most rows outlive what ended early"
+    assert all(lengths.expected_length(s) > len(s) for s in survivors)

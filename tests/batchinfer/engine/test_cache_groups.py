@@ -86,7 +86,7 @@ def test_sizes_are_those_of_what_is_seen(window, chunk, start, size) -> None:
     sizes = TableSizes(size, (window,))
     seen = range(max(0, start - window + 1), start + chunk)
     blocks = {at // size for at in seen}
-    assert sizes.left(window, start) == min(blocks)
+    assert sizes.unseen(window, start) == min(blocks)
     assert len(blocks) <= sizes.span(window, chunk)
     assert len(blocks) <= sizes.alone(start + chunk, chunk)
     assert len(blocks) <= sizes.among_others(start + chunk) + chunk // size

@@ -123,7 +123,7 @@ def test_steps_of_single_tokens_are_replayed_and_captured_once():
 
 
 def test_graphs_of_many_rows_share_the_memory_of_their_results(monkeypatch):
-    monkeypatch.setattr(decode_graphs, "SETTLED_ROWS", 4)
+    monkeypatch.setattr(decode_graphs, "SHARED_RESULT_ROWS", 4)
     capture = Counting()
     assert ran(capture).answers == ran().answers
     many = [places for rows, places in capture.places.items() if rows >= 4]

@@ -16,13 +16,19 @@ from torch import Tensor
 from batchinfer.core.request import Request
 from batchinfer.engine.drafts.acceptance import NodeAcceptance
 from batchinfer.engine.drafts.drafter import CostedDrafter
-from batchinfer.engine.drafts.medusa import HeadsBeside, HeadsRunner, best_shape
+from batchinfer.engine.drafts.medusa import MedusaRunner, MedusaSource, best_shape
 from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.source import MOST_DRAFTS
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.runner.kept_states import KeptStates
-from batchinfer.engine.schedule.draft_tree import DraftTree, node_bits, node_path, parents_of, pruned
+from batchinfer.engine.schedule.draft_tree import (
+    DraftTree,
+    ancestor_bits,
+    node_path,
+    parents_from_bits,
+    prune,
+)
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.hashing_model import EOS
 from tests.batchinfer.engine.random_work import EASY, Work, works
@@ -78,9 +84,9 @@ def test_candidates_are_counted_where_those_before_them_were_right() -> None:
     taken = AcceptedTokens(row, 10, array("i", [5, 6, 8]), [-1, -1, 1])  # 7 and 9 were not run
     for token in (6, 8, 4):
         taken.add(token)
-    assert (taken.path, taken.right, taken.rejected) == ([1, 2], 2, 1)
+    assert (taken.path, taken.accepted, taken.rejected) == ([1, 2], 2, 1)
     counted = NodeAcceptance()
-    counted.verified(tree, taken)
+    counted.record_verified(tree, taken)
     rates = {kind: counted.rate(kind, 0.5) for kind in "abcdef"}
     assert rates == {"a": 0.4, "b": 0.6, "c": 0.5, "d": 0.6, "e": 0.5, "f": 0.5}
     counted.fade(1.0)
@@ -90,11 +96,11 @@ def test_candidates_are_counted_where_those_before_them_were_right() -> None:
 def test_the_first_of_several_drafts_is_a_tree_too() -> None:
     tree = DraftTree([5, 6, 7, 8], [-1, -1, 0, 1])
     assert tree.first(3) == DraftTree([5, 6, 7], [-1, -1, 0])
-    assert pruned(tree, lambda at, _: at != 0) == DraftTree([6, 8], [])
-    assert pruned(tree, lambda at, _: at != 1) == DraftTree([5, 7], [])
-    assert pruned(tree, lambda at, _: at != 2) == DraftTree([5, 6, 8], [-1, -1, 1])
+    assert prune(tree, lambda at, _: at != 0) == DraftTree([6, 8], [])
+    assert prune(tree, lambda at, _: at != 1) == DraftTree([5, 7], [])
+    assert prune(tree, lambda at, _: at != 2) == DraftTree([5, 6, 8], [-1, -1, 1])
     assert [node_path(tree.parents, node) for node in range(4)] == [[0], [1], [0, 2], [1, 3]]
-    assert parents_of(node_bits(tree.parents)) == tree.parents
+    assert parents_from_bits(ancestor_bits(tree.parents)) == tree.parents
 
 
 CPU = Peaks(1e12, 47.5e9)  # two cores
@@ -136,14 +142,14 @@ def test_a_tree_is_right_where_the_second_candidate_is(place: int, branches: boo
     runner = Way().runner(EASY)
     runner = replace(runner, kept=kept, wants=runner.wants._replace(requests=True))
     heads: Any = Guessing(wanted, rows, place)
-    model = HeadsBeside(HeadsRunner(heads, heads, kept, 10, 4, branches), PEAKS, clock=lambda: 0.0)
+    model = MedusaSource(MedusaRunner(heads, heads, kept, 10, 4, branches), PEAKS, clock=lambda: 0.0)
     ticks = iter(range(1 << 30))
     drafter = CostedDrafter(
         [], DraftedStepTimes(LLAMA_135M, CPU), 200, clock=lambda: next(ticks) * 1e-9, model=ModelChoice(model)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DraftedStepTimes, "measured", lambda *_: None)
-        patch.setattr(HeadsBeside, "measured", lambda *_: None)
+        patch.setattr(DraftedStepTimes, "record_time", lambda *_: None)
+        patch.setattr(MedusaSource, "record_time", lambda *_: None)
         engine = make_engine(runner, EASY, frozenset([EOS]), drafter=drafter)
         got = drain(engine, rows)
     assert got.answers == wanted.answers
@@ -158,11 +164,11 @@ def test_a_tree_is_right_where_the_second_candidate_is(place: int, branches: boo
 def test_with_many_rows_a_tree_has_few_nodes_or_none() -> None:
     """Where steps are bound by arithmetic each node has to pay for itself."""
     heads: Any = Guessing(Ran(), [], 0)
-    runner = HeadsRunner(heads, heads, KeptStates(), 10, 4, True)
-    choice = ModelChoice(HeadsBeside(runner, PEAKS, clock=lambda: 0.0))
+    runner = MedusaRunner(heads, heads, KeptStates(), 10, 4, True)
+    choice = ModelChoice(MedusaSource(runner, PEAKS, clock=lambda: 0.0))
     rows: Any = [None] * 8
     counts = [
-        choice.worth(rows, 0.5, 8, lambda each, cost_s=cost_s: 1 + each * cost_s, 24, 8.0)
+        choice.choose_length(rows, 0.5, 8, lambda each, cost_s=cost_s: 1 + each * cost_s, 24, 8.0)
         for cost_s in (0.0, 0.02, 0.1, 0.3, 1.0)
     ]
     assert counts == sorted(counts, reverse=True)
@@ -172,10 +178,10 @@ def test_with_many_rows_a_tree_has_few_nodes_or_none() -> None:
 def test_a_slow_proposal_is_forgotten() -> None:
     """Else heads that were slow once, as the first proposal is, would never be asked again."""
     heads: Any = Guessing(Ran(), [], 0)
-    model = HeadsBeside(HeadsRunner(heads, heads, KeptStates(), 10, 4, True), PEAKS, clock=lambda: 0.0)
+    model = MedusaSource(MedusaRunner(heads, heads, KeptStates(), 10, 4, True), PEAKS, clock=lambda: 0.0)
     rows: Any = [None]
     least = model.seconds(rows, 1)
-    model.measured(1, 1, 100 * least)
+    model.record_time(1, 1, 100 * least)
     slow = model.seconds(rows, 1)
     for _ in range(1000):
         model.fade(0.0)

@@ -14,14 +14,19 @@ from hypothesis import strategies as st
 
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.drafts.acceptance import Acceptance
+from batchinfer.engine.drafts.backoff import SHARE, Backoff
+from batchinfer.engine.drafts.draft_value import (
+    Decoding,
+    choose_draft_counts,
+    host_seconds,
+    is_waiting_faster,
+)
 from batchinfer.engine.drafts.drafter import CostedDrafter
-from batchinfer.engine.drafts.given_answer import MOST_GIVEN, goes_on
+from batchinfer.engine.drafts.given_answer import MOST_GIVEN, continue_draft
 from batchinfer.engine.drafts.other_answers import OtherAnswers
 from batchinfer.engine.drafts.own_text import OwnText
-from batchinfer.engine.drafts.patience import SHARE, Patience
 from batchinfer.engine.drafts.source import Proposal
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
-from batchinfer.engine.drafts.worth import Decoding, drafts_worth, host_seconds, waiting_pays
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.schedule.step_plan import StepPlan
 from batchinfer.engine.tensors.graph_sizes import GraphSteps
@@ -142,7 +147,7 @@ def test_a_given_answer_goes_on_behind_what_the_row_has_of_it(
     """The answer begins as the draft, then has other tokens in the place of some, and then is as the draft again."""
     cut = min(cut, len(draft))
     answer = [*draft[:cut], *other, *draft[cut + 2 : cut + 2 + more]]
-    found = goes_on(np.array(draft, np.int32), array("i", answer))
+    found = continue_draft(np.array(draft, np.int32), array("i", answer))
     if answer == draft[: len(answer)]:
         rest = draft[len(answer) : len(answer) + MOST_GIVEN]
         if len(answer) >= 8 or not answer:
@@ -162,7 +167,7 @@ def test_a_given_answer_goes_on_behind_what_the_row_has_of_it(
 def test_a_given_answer_goes_on_behind_words_that_were_put_in_and_left_out() -> None:
     draft = np.arange(100, 160, dtype=np.int32)
     for answer in ([*range(100, 120), 1, 2, 3, *range(120, 123)], [*range(100, 120), *range(126, 129)]):
-        found = goes_on(draft, array("i", answer))
+        found = continue_draft(draft, array("i", answer))
         assert found is not None
         assert found.tokens == [*range(answer[-1] + 1, 160)]
 
@@ -211,7 +216,7 @@ def test_as_many_drafts_are_verified_as_pay_best(
 
     rates = np.array([rate for rate, _ in proposals])
     lengths = np.array([n for _, n in proposals], np.int64)
-    found = drafts_worth(rates, lengths, seconds, certain, most=100).tolist()
+    found = choose_draft_counts(rates, lengths, seconds, certain, most=100).tolist()
     assert all(count <= most for count, (_, most) in zip(found, proposals, strict=True))
     combinations: list[list[int]] = [[]]
     for _, most in proposals:
@@ -230,12 +235,12 @@ def test_a_source_that_is_wrong_is_not_believed_for_a_while() -> None:
     acceptance, proposal = Acceptance(), Proposal([1, 2, 3], 8)
     before = acceptance.rate("prompt", proposal)
     for _ in range(20):
-        acceptance.verified("prompt", proposal, 3, 0)
+        acceptance.record_verified("prompt", proposal, 3, 0)
     assert acceptance.rate("prompt", proposal) < 0.15 < 0.5 < before
     assert acceptance.rate("answers", proposal) == before
     assert acceptance.rate("prompt", proposal._replace(matched=1)) > 0.15
     for _ in range(60):
-        acceptance.verified("prompt", proposal, 3, 3)
+        acceptance.record_verified("prompt", proposal, 3, 3)
     assert acceptance.rate("prompt", proposal) > 0.8
     acceptance.fade(1.0)
     assert acceptance.rate("prompt", proposal) == before
@@ -245,11 +250,11 @@ def test_a_text_that_is_copied_is_recognised_by_few_words() -> None:
     acceptance, proposal = Acceptance(), Proposal([1, 2, 3], 2)
     before = {matched: acceptance.rate("prompt", proposal._replace(matched=matched)) for matched in (1, 2, 9)}
     for _ in range(20):
-        acceptance.verified("prompt", proposal, 3, 3)
+        acceptance.record_verified("prompt", proposal, 3, 3)
     assert acceptance.rate("prompt", proposal._replace(matched=9)) > 0.9 > before[9]
     assert acceptance.rate("prompt", proposal._replace(matched=1)) == before[1], "which says less"
     for _ in range(100):
-        acceptance.verified("prompt", proposal, 3, 0)
+        acceptance.record_verified("prompt", proposal, 3, 0)
     assert acceptance.rate("prompt", proposal._replace(matched=9)) == before[9], "as unlikely as nobody knows"
 
 
@@ -293,9 +298,9 @@ def told(work: Work, way: Way, peaks: Peaks, held: bool = True) -> Ran:
     ticks = iter(range(1 << 30))
     drafter = costed(lambda: next(ticks) * 1e-12, peaks, ahead=way.kind is DeviceRunner)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DraftedStepTimes, "measured", lambda *_: None)
+        patch.setattr(DraftedStepTimes, "record_time", lambda *_: None)
         if not held:
-            patch.setattr(drafter, "holds", lambda *_: False)
+            patch.setattr(drafter, "should_hold_step", lambda *_: False)
         return way.run(work, EASY, drafter)
 
 
@@ -328,7 +333,7 @@ def test_a_step_waits_where_more_tokens_a_second_come_of_it(
     """Half of the rows with drafts wait for the tokens of the step in flight; reading the weights takes `seconds`, and
     each row so long."""
     behind, now = (Decoding(n, 3 * n, 3.0 * n) for n in (rows - rows // 2, rows // 2))
-    assert waiting_pays(lambda n, _: seconds + n * each, behind, now, plain) == pays
+    assert is_waiting_faster(lambda n, _: seconds + n * each, behind, now, plain) == pays
 
 
 def test_no_more_is_drafted_than_there_is_memory_for_or_a_graph_takes() -> None:
@@ -367,7 +372,7 @@ def test_looking_for_drafts_takes_a_bounded_share_of_the_time() -> None:
         patch.setattr(type(source), "propose", counted)
         for _ in range(100):
             list(drafter.propose(rows, 0, 0))  # type: ignore[arg-type]
-            drafter.stepped(replace(sample, duration_s=1.0))
+            drafter.record_step(replace(sample, duration_s=1.0))
     assert asked[0] == 8
     assert sum(asked[1:]) <= 100 * SHARE * 8 + 8, "each look at a row takes an eighth of a second"
 
@@ -389,7 +394,7 @@ def test_times_of_steps_between_two_that_were_measured_lie_between_theirs(
     for tokens, ratio in measured.items():
         took = replace(sample, decode_tokens=tokens, sampled_tokens=tokens, drafted_tokens=tokens - 1)
         for _ in range(60):
-            times.measured(replace(took, roofline_s=1.0, duration_s=ratio * bounds[tokens]))
+            times.record_time(replace(took, roofline_s=1.0, duration_s=ratio * bounds[tokens]))
     found = {tokens: times.seconds(1, 0, tokens - 1) / bounds[tokens] for tokens in expected}
     assert found == pytest.approx(expected, rel=0.05)
 
@@ -399,17 +404,17 @@ def test_a_step_with_drafts_that_had_to_wait_is_not_the_last_one() -> None:
     times, sample = DraftedStepTimes(SHAPE, PEAKS), run(Way(), looping(4, 3)).steps[-1]
     plain = replace(sample, roofline_s=1.0, duration_s=times.seconds(4, 0, 0))
     for _ in range(30):
-        times.measured(plain)
+        times.record_time(plain)
     fast = times.seconds(4, 0, 4)
     drafted = replace(plain, decode_tokens=8, sampled_tokens=8, drafted_tokens=4, duration_s=10 * fast)
-    times.measured(drafted)
+    times.record_time(drafted)
     slow = times.seconds(4, 0, 4)
     assert slow > 1.3 * fast
     for _ in range(20):
-        times.measured(plain)
+        times.record_time(plain)
     assert times.seconds(4, 0, 4) > fast + 0.7 * (slow - fast), "and not forgotten at once"
     for _ in range(300):
-        times.measured(plain)
+        times.record_time(plain)
     assert times.seconds(4, 0, 4) == pytest.approx(fast, rel=0.05)
 
 
@@ -437,14 +442,14 @@ def test_one_slow_step_does_not_make_drafts_save_more(slow: int) -> None:
 
 
 def test_a_row_is_left_alone_the_longer_the_more_often_it_failed() -> None:
-    patience, pauses = Patience(), list[int]()
+    patience, pauses = Backoff(), list[int]()
     for _ in range(10):
-        patience.failed(100, 4)
+        patience.record_failure(100, 4)
         pauses.append(max(0, patience.resumes - 100))
-        assert patience.over(100) == (not pauses[-1])
+        assert patience.is_over(100) == (not pauses[-1])
     assert pauses == [0, 0, 0, 0, 2, 4, 8, 16, 32, 32]
-    patience.succeeded()
-    assert patience.over(0)
+    patience.reset()
+    assert patience.is_over(0)
 
 
 @pytest.mark.parametrize(("ahead", "looks"), [(0, 5), (1, 1)])
@@ -468,13 +473,13 @@ def test_where_steps_are_launched_together_those_with_drafts_have_to_gain_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The host, for which the device waits, then takes less for each step without drafts, and no less for others."""
-    monkeypatch.setattr(DraftedStepTimes, "measured", lambda *_: None)
+    monkeypatch.setattr(DraftedStepTimes, "record_time", lambda *_: None)
     times = DraftedStepTimes(SHAPE, Peaks(1e15, 1e13))
     drafter, rows, taken = CostedDrafter([OwnText()], times, 64, True, lambda: 0.0), 4, list[float]()
     sample = run(Way(), looping(rows, 3)).steps[-1]
     for launched in (1, 4):
         for _ in range(200):
-            drafter.stepped(replace(sample, launched_steps=launched))
+            drafter.record_step(replace(sample, launched_steps=launched))
         taken += [drafter._costs.seconds(rows, 0, drafts) for drafts in (0, 3)]
         assert drafter._costs.seconds(rows, 50, 0) == pytest.approx(host_seconds(rows))
     assert taken[0] == taken[1] == taken[3] == pytest.approx(host_seconds(rows))

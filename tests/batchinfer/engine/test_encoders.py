@@ -219,11 +219,11 @@ def test_what_an_encoder_does_not_do_is_refused() -> None:
     errors = [ran.completions[key_of(row)].error for row in range(2)]
     assert errors[0] is not None
     assert errors[1] is None
-    assert "21 tokens, which run in one step, and steps of 20" in errors[0].message
-    with pytest.raises(ValueError, match="an encoder makes vectors, and nothing else"):
+    assert "21 tokens must run in one step, and a step has 20" in errors[0].message
+    with pytest.raises(ValueError, match="an encoder only computes vectors"):
         engine.add(greedy([[5] * 3], 2))
     decoder = engine_of(runner_of("bert"), whole_prompts=False)
-    with pytest.raises(ValueError, match="reads prompts that run as a whole"):
+    with pytest.raises(ValueError, match="needs prompts that run in a single step"):
         decoder.add([Request(key_of(0), np.array([5], np.int32), SamplingParams.logits("cls"))])
-    with pytest.raises(ValueError, match="prompts that run as a whole share nothing"):
+    with pytest.raises(ValueError, match="whole_prompts and prefix_caching exclude each other"):
         SchedulerConfig(8, 20, prefix_caching=True, whole_prompts=True)

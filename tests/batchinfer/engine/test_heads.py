@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchinfer.core.errors import JobFileError, SecurityRefusal
-from batchinfer.engine.drafts.medusa import HeadsBeside, HeadsRunner, MedusaHeads
+from batchinfer.engine.drafts.medusa import MedusaHeads, MedusaRunner, MedusaSource
 from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import SamplingPlan
@@ -112,12 +112,12 @@ class Telling:
 class Asked(Drafts):
     """Asks heads about all rows that they take, and proposes something else."""
 
-    def __init__(self, heads: HeadsBeside, told: Telling, guess: Any) -> None:
+    def __init__(self, heads: MedusaSource, told: Telling, guess: Any) -> None:
         super().__init__(guess)
         self.heads, self.told, self.asked, self.left = heads, told, 0, 0
 
     def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
-        asked = [row for row in rows if self.heads.takes(row)]
+        asked = [row for row in rows if self.heads.can_draft(row)]
         self.left += sum(row.output_length > 0 for row in rows) - len(asked)
         if asked:
             assert [one.tokens for one in self.heads.propose(asked, 2)] == [[0, 0]] * len(asked)
@@ -125,8 +125,8 @@ class Asked(Drafts):
             self.asked += len(asked)
         return super().propose(rows, ahead, others)
 
-    def ended(self, sequence: Sequence) -> None:
-        self.heads.ended(sequence)
+    def finish(self, sequence: Sequence) -> None:
+        self.heads.finish(sequence)
 
 
 @settings(max_examples=examples(12, 250), deadline=None, print_blob=True)
@@ -141,7 +141,9 @@ def test_heads_get_the_state_behind_which_a_rows_last_token_was_sampled(work: Wo
     runner, masks = following(runner, WordConstraints(EOS, True))
     heads: Any = told
     drafter = Asked(
-        HeadsBeside(HeadsRunner(heads, heads, kept, 10, 4), PEAKS), told, remembered(wanted, right, work.seed)
+        MedusaSource(MedusaRunner(heads, heads, kept, 10, 4), PEAKS),
+        told,
+        remembered(wanted, right, work.seed),
     )
     engine = make_engine(
         runner, work.limits, frozenset([EOS]), stop_streams=watcher, masks=masks, drafter=drafter

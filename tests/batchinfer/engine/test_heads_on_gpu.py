@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
 
 from batchinfer.core.request import Request
-from batchinfer.engine.drafts.model_beside import BesideRunner
+from batchinfer.engine.drafts.draft_model import DraftModelRunner
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.kept_states import KeptStates
@@ -98,7 +98,7 @@ def work(rows: int = 6) -> list[Request]:
 
 def forget(loaded: LoadedModel) -> None:
     """Have nothing of a warm-up in a head's cache, nor in its states."""
-    if isinstance(loaded.proposer, BesideRunner):
+    if isinstance(loaded.proposer, DraftModelRunner):
         own: Any = loaded.proposer.runner
         for layer in own.caches:
             for values in (layer.k, layer.v):

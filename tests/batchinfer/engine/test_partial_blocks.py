@@ -157,11 +157,11 @@ def test_what_a_row_that_does_not_fit_would_copy_is_not_held() -> None:
     scheduler = driver_for([first, other, last], blocks=6, budget=64).scheduler
     step = scheduler.schedule()
     assert [chunk.sequence for chunk in step.chunks] == [first, other]
-    scheduler.launched(step)
+    scheduler.record_launch(step)
     scheduler.finish(first)
     scheduler.stop(other)
     assert not scheduler.schedule().chunks
-    assert not scheduler.pool.held
+    assert not scheduler.pool.pinned
     scheduler.release(other)
     step = scheduler.schedule()
     assert [chunk.sequence for chunk in step.chunks] == [last]

@@ -58,7 +58,9 @@ def test_a_row_may_fill_the_table_and_ends_with_it(promising: Path) -> None:
 
 
 def test_a_prompt_that_leaves_no_position_is_refused(promising: Path) -> None:
-    with pytest.raises(ValueError, match="a prompt of 5 tokens, and positions for 5"):
+    with pytest.raises(
+        ValueError, match="a prompt of 5 tokens leaves no room for an answer: there are 5 positions"
+    ):
         answer(promising, 5, 12)
 
 

@@ -21,7 +21,7 @@ from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
 from batchinfer.engine.graphs.repeated_replays import RepeatedReplays
 from batchinfer.engine.load import loaded_model
-from batchinfer.engine.loop.repeated_steps import RepeatedSteps
+from batchinfer.engine.loop.multi_step import MultiStepDecoding
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.sampled import Sampled
 from batchinfer.engine.runner.sampler import Sampler
@@ -83,7 +83,7 @@ class Sometimes(Drafts):
         told, rng = remembered(wanted, 0.7, 1), random.Random(2)
         super().__init__(lambda row: told(row) if rng.random() < 0.5 else [])
 
-    def waits(self, sequence: Sequence) -> bool:
+    def should_hold_row(self, sequence: Sequence) -> bool:
         return (len(sequence) * 5 + sequence.prompt_length) % 7 == 0
 
 
@@ -147,7 +147,7 @@ def test_rows_without_drafts_run_on_and_those_with_some_do_not() -> None:
 
 def test_rows_that_look_for_drafts_do_so_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is ever found, few launches are of one step for it, however many rows look."""
-    monkeypatch.setattr(AlwaysRepeated, "may_wait", RepeatedSteps.may_wait)
+    monkeypatch.setattr(AlwaysRepeated, "can_hold_rows", MultiStepDecoding.can_hold_rows)
     limits, rng = replace(EASY, seqs=24, budget=200, blocks=24 * 40), random.Random(1)
     rows = [request(i, [i % 7, 3, i % 5], rng.randrange(60, 160), ignore_eos=True) for i in range(32)]
     work, ticks = Work(limits, rows, [0] * 32, (None,), 0, 0), iter(range(1 << 40))
@@ -298,9 +298,9 @@ def test_no_row_runs_on_beside_one_whose_next_token_depends_on_the_last(asks: di
 
 def choose(device_s: float, rows: int = 64, length: float = 1000, most: int = 4) -> int:
     """Return the choice for a device that takes so long for a step, and answers of this length."""
-    chooser = RepeatedSteps(AdmissionCosts(0.0, 1e-3, 3.5e-6, weights_s=device_s), most)
-    chooser.note(int(100 * length), 100)
-    return chooser.most(rows, 0)
+    chooser = MultiStepDecoding(AdmissionCosts(0.0, 1e-3, 3.5e-6, weights_s=device_s), most)
+    chooser.record_tokens(int(100 * length), 100)
+    return chooser.choose_steps(rows, 0)
 
 
 def test_steps_are_launched_at_once_where_the_host_is_slower() -> None:
@@ -314,12 +314,12 @@ def test_steps_are_launched_at_once_where_the_host_is_slower() -> None:
 
 
 def test_lengths_of_answers_are_learnt_from_steps_and_ends() -> None:
-    chooser = RepeatedSteps(AdmissionCosts(0.0, 1e-3, 3.5e-6, weights_s=0.3e-3))
-    assert chooser.most(64, 0) == 1, "nothing is known yet"
-    chooser.note(150, 0)
-    assert chooser.most(64, 0) == 4
-    chooser.note(0, 75)
-    assert chooser.most(64, 0) == 1
+    chooser = MultiStepDecoding(AdmissionCosts(0.0, 1e-3, 3.5e-6, weights_s=0.3e-3))
+    assert chooser.choose_steps(64, 0) == 1, "nothing is known yet"
+    chooser.record_tokens(150, 0)
+    assert chooser.choose_steps(64, 0) == 4
+    chooser.record_tokens(0, 75)
+    assert chooser.choose_steps(64, 0) == 1
 
 
 def test_what_is_expected_is_what_the_documentation_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -362,7 +362,9 @@ def test_on_a_gpu_logits_are_those_of_single_steps_to_the_bit(
 
     monkeypatch.setattr(Sampler, "sample", noted)
     for steps in (1, 3):
-        monkeypatch.setattr(loaded_model, "RepeatedSteps", lambda costs, n=steps: AlwaysRepeated(costs, n))
+        monkeypatch.setattr(
+            loaded_model, "MultiStepDecoding", lambda costs, n=steps: AlwaysRepeated(costs, n)
+        )
         logits.append([])
         found.append(drain(loaded.engine(), rows))
     single, several = logits

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.engine.runner.sampled import DeviceTokens
-from batchinfer.engine.schedule.sampling_writer import awaited_from, places_of
+from batchinfer.engine.schedule.sampling_writer import awaited_from, indices_of
 from batchinfer.engine.tensors.staging import Download, Upload, upload
 from tests.batchinfer.engine.driver import sequence
 
@@ -81,4 +81,4 @@ def test_each_is_found_where_it_was(data):
     now = [*stay, *new]
     if data.draw(st.booleans()):
         now = data.draw(st.permutations(now))
-    assert places_of(now, before) == [before.index(s) if s in before else -1 for s in now]
+    assert indices_of(now, before) == [before.index(s) if s in before else -1 for s in now]

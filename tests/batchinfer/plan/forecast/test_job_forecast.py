@@ -16,7 +16,7 @@ import pytest
 from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.engine.drafts.model_beside import spare_blocks
+from batchinfer.engine.drafts.draft_model import spare_blocks
 from batchinfer.engine.schedule.budget import HOST_STEP_S, further_host_s
 from batchinfer.machine.hardware import Hardware
 from batchinfer.pipeline.options import RunOptions

@@ -58,10 +58,10 @@ class Counted(BatchedAdmission):
         super().__init__(costs)
         self._size = places
 
-    def waits(
-        self, running: int, waiting: int, cached: int, budget: int, brought: Callable[[int], int]
+    def should_wait(
+        self, running: int, waiting: int, cached: int, budget: int, prompt_tokens: Callable[[int], int]
     ) -> bool:
-        return running > 0 and self.ended < min(self._size, waiting) and brought(self.ended) < budget
+        return running > 0 and self.ended < min(self._size, waiting) and prompt_tokens(self.ended) < budget
 
 
 def machine(

@@ -14,13 +14,18 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.content_root import ContentRoots
+from batchinfer.engine.drafts.draft_model import (
+    MOST_PROPOSED,
+    DraftModelRunner,
+    DraftModelSource,
+    spare_blocks,
+)
+from batchinfer.engine.drafts.draft_value import choose_proposal_length, expected_accepted
 from batchinfer.engine.drafts.drafter import CostedDrafter
-from batchinfer.engine.drafts.model_beside import MOST_PROPOSED, BesideRunner, ModelBeside, spare_blocks
 from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.own_text import OwnText
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
-from batchinfer.engine.drafts.worth import expected_right, worth_asking
-from batchinfer.engine.loop.drafting import takes
+from batchinfer.engine.loop.drafting import accept_token
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.sequence import Sequence
@@ -54,14 +59,16 @@ class Beside(Drafts):
     """
 
     def __init__(
-        self, model: ModelBeside, random: random.Random, most: int = 5, always: bool = False
+        self, model: DraftModelSource, random: random.Random, most: int = 5, always: bool = False
     ) -> None:
         super().__init__(lambda _: [], holds=0.3)
         self.model, self.random, self.most, self.always = model, random, most, always
         self.taken: list[AcceptedTokens] = []
 
     def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
-        asked = [row for row in rows if self.model.takes(row) and (self.always or self.random.random() < 0.8)]
+        asked = [
+            row for row in rows if self.model.can_draft(row) and (self.always or self.random.random() < 0.8)
+        ]
         asked = asked[: self.model.most_rows]
         if not asked:
             return []
@@ -71,28 +78,28 @@ class Beside(Drafts):
         for row, tokens in zip(asked, found, strict=True):
             if row.constraint is not None and row.mask is not None:
                 state = row.constraint.fork()
-                assert all(takes(state, token) for token in tokens), "the constraint does not allow it"
+                assert all(accept_token(state, token) for token in tokens), "the constraint does not allow it"
         return zip(asked, found, strict=True)
 
-    def waits(self, sequence: Sequence) -> bool:
+    def should_hold_row(self, sequence: Sequence) -> bool:
         return self.random.random() < 0.8
 
-    def verified(self, taken: AcceptedTokens) -> None:
-        self.taken.append(taken)
+    def record_verified(self, outcome: AcceptedTokens) -> None:
+        self.taken.append(outcome)
 
-    def ended(self, sequence: Sequence) -> None:
-        self.model.ended(sequence)
+    def finish(self, sequence: Sequence) -> None:
+        self.model.finish(sequence)
 
     @property
     def drafted(self) -> int:
         return sum(len(taken.drafts) for taken in self.taken)
 
 
-def beside(limits: Limits, windows: tuple[int | None, ...] = (None,), **more: Any) -> BesideRunner:
+def beside(limits: Limits, windows: tuple[int | None, ...] = (None,), **more: Any) -> DraftModelRunner:
     """The hashing model again, with a cache in the blocks of layers that see all tokens."""
     spare = spare_blocks(limits.block_size, limits.seqs)
     runner = hashing_runner(ModelRunner, limits.blocks + spare, limits.block_size, more.pop("nan_every", 0))
-    found = BesideRunner(
+    found = DraftModelRunner(
         runner=runner,
         roots=ContentRoots(MAX_LEN),
         vocab=VOCAB,
@@ -116,7 +123,7 @@ def run(work: Work, way: Way, limits: Limits, seed: int = 0) -> tuple[Ran, Besid
         made = beside(limits, work.windows, masks=masks, nan_every=work.nan_every)
         own: Any = made.runner
         made = replace(made, runner=replace(own, sampler=runner.sampler))
-        drafter = Beside(ModelBeside(made, PEAKS), random.Random(seed), MOST_PROPOSED)
+        drafter = Beside(DraftModelSource(made, PEAKS), random.Random(seed), MOST_PROPOSED)
     engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher, masks=masks, drafter=drafter)
     ran = drain(engine, work.rows, arrivals=work.arrivals)
     assert not masks._held, "a mask of a proposal is held"
@@ -135,9 +142,9 @@ def test_a_model_that_is_the_jobs_is_always_right(work: Work, way: Way) -> None:
     assert got.logprobs == wanted.logprobs
     if drafter is None:
         return
-    wrong = [one for one in drafter.taken if one.right < len(one.drafts) and one.end is None]
+    wrong = [one for one in drafter.taken if one.accepted < len(one.drafts) and one.end is None]
     assert work.windows != (None,) or not wrong
-    assert not drafter.model._readings, "a row that has ended is remembered"
+    assert not drafter.model._states, "a row that has ended is remembered"
     event(f"verified: {drafter.drafted > 0}, preempted: {got.total('preemptions') > 0}")
 
 
@@ -153,18 +160,18 @@ def test_proposals_of_every_length_fit_their_blocks(size: int, lengths: list[int
     prompts = [[(at * 5 + row) % 7 for at in range(n)] for row, n in enumerate(lengths)]
     rows = greedy(prompts, 24, ignore_eos=True)
     made = beside(limits)
-    drafter = Beside(ModelBeside(made, PEAKS), random.Random(most), most, always=True)
+    drafter = Beside(DraftModelSource(made, PEAKS), random.Random(most), most, always=True)
     engine = make_engine(Way().runner(limits), limits, frozenset([EOS]), drafter=drafter)
     ran = drain(engine, rows)
     assert ran.answers == Way().run(Work(limits, rows, [], (None,), 0, 0), limits).answers
-    assert all(one.right == len(one.drafts) or one.end is not None for one in drafter.taken)
+    assert all(one.accepted == len(one.drafts) or one.end is not None for one in drafter.taken)
 
 
 def fed(rows: Seq[Any], limits: Limits = EASY, **more: Any) -> tuple[Ran, Any, list[int]]:
     """Run rows with the model; the tokens of each of its steps."""
     made, tokens = beside(limits, **more), list[int]()
     counting: Any = Watched(made.runner, lambda plan: tokens.append(len(plan.tokens)))
-    drafter = Beside(ModelBeside(replace(made, runner=counting), PEAKS), random.Random(0), 4)
+    drafter = Beside(DraftModelSource(replace(made, runner=counting), PEAKS), random.Random(0), 4)
     engine = make_engine(Way().runner(limits), limits, frozenset([EOS]), drafter=drafter)
     return drain(engine, rows), drafter, tokens
 
@@ -195,7 +202,7 @@ def test_a_block_that_others_wrote_is_read_again() -> None:
     ]
     _, drafter, _ = fed(rows, replace(EASY, seqs=1, caching=False, blocks=6))
     assert drafter.drafted > 60
-    assert all(one.right == len(one.drafts) or one.end is not None for one in drafter.taken)
+    assert all(one.accepted == len(one.drafts) or one.end is not None for one in drafter.taken)
 
 
 def test_it_is_not_asked_about_rows_for_which_it_lacks_positions_or_tokens() -> None:
@@ -243,9 +250,9 @@ def test_a_model_is_asked_for_as_many_tokens_as_pay_best(
         return 1.0 + each * (verify_s * rows + propose_s)
 
     certain, least = rows + others, (rows + others) / 1.0
-    found = worth_asking(partial(expected_right, rate), rows, certain, seconds, most, least)
+    found = choose_proposal_length(partial(expected_accepted, rate), rows, certain, seconds, most, least)
     values = {
-        each: (certain + rows * expected_right(rate, each)) / seconds(each) for each in range(1, most + 1)
+        each: (certain + rows * expected_accepted(rate, each)) / seconds(each) for each in range(1, most + 1)
     }
     best = max(values.values(), default=0.0)
     assert 0 <= found <= most
@@ -292,7 +299,7 @@ def test_a_model_is_asked_where_its_time_pays(
     def whole() -> float:
         return clock.now + small.now
 
-    model = ModelBeside(replace(made, runner=timed), peaks, small)
+    model = DraftModelSource(replace(made, runner=timed), peaks, small)
     drafter = CostedDrafter(
         [OwnText()], DraftedStepTimes(SHAPE, peaks), 64, clock=whole, model=ModelChoice(model, whole)
     )

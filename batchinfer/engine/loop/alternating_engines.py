@@ -1,4 +1,4 @@
-"""Engines that share a model whose stages work at the same time: as many steps are in flight as there are stages."""
+"""Engines that take turns on a model with pipeline stages: each stage computes a step of another engine."""
 
 from __future__ import annotations
 
@@ -10,45 +10,53 @@ from batchinfer.core.request import Request, TokenIds
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.loop.engine import Engine, StepOutput
 
-# What is given to the engines at once is cut into so many pieces for each, to fit their loads
-_PIECES = 4
+_PIECES = 4  # pieces per engine into which added requests are split, to balance the load
 
 
-class EngineTurns:
-    """Several engines as one. Each has a part of the rows and of the cache; their steps run one behind the other, in
-    turn: while a stage computes one engine's step, the others compute those of other engines."""
+class AlternatingEngines:
+    """Several engines with the interface of one. Their steps alternate.
+
+    Each engine has a part of the rows and of the cache. While one stage computes a step of one engine, the other stages
+    compute steps of other engines.
+    """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
-        self._begun: deque[Engine] = deque()  # those with a step in flight, the oldest first
+        self._begun: deque[Engine] = deque()  # engines with a step in flight, oldest first
         self._steps = 0
-        self._ended = 0.0  # when the last retired step ended
+        self._ended = 0.0  # end time of the last retired step
 
     @property
     def unfinished(self) -> int:
-        """Count the requests that are not finished."""
+        """The number of unfinished requests."""
         return sum(engine.unfinished for engine in self._engines)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests: neighbours, which share prefixes, in the same engine, that with the least to do. Raises
-        ValueError as an engine does."""
+        """Queue requests, each piece in the engine with the fewest unfinished ones; neighbours share prefixes.
+
+        Raises:
+            ValueError: If an engine rejects a request.
+        """
         for piece in _pieces(requests, max(1, len(requests) // (_PIECES * len(self._engines)))):
             min(self._engines, key=lambda engine: engine.unfinished).add(piece)
 
     def learn(self, answers: Iterable[TokenIds]) -> None:
-        """Take answers that other engines of the job gave."""
-        known = list(answers)
+        """Pass answers of other engines of the job to the draft sources."""
+        all_answers = list(answers)
         for engine in self._engines:
-            engine.learn(known)
+            engine.learn(all_answers)
 
     def forget_waiting(self) -> None:
-        """Drop the requests that have not been admitted; running ones go on."""
+        """Drop the requests that are not admitted yet. Running requests continue."""
         for engine in self._engines:
             engine.forget_waiting()
 
     def step(self) -> StepOutput:
-        """Finish the oldest step, and begin the next one of its engine. Returns an empty output when there is nothing
-        to do."""
+        """Finish the oldest step in flight and begin the next step of its engine.
+
+        Returns:
+            The output of the finished step. It is empty if there is nothing to do.
+        """
         for engine in self._engines:
             self._begin(engine)
         if not self._begun:
@@ -56,7 +64,7 @@ class EngineTurns:
         engine = self._begun.popleft()
         output = engine.step()
         self._begin(engine)
-        output.samples = [*map(self._in_line, output.samples)]
+        output.samples = [*map(self._merged_sample, output.samples)]
         return output
 
     def _begin(self, engine: Engine) -> None:
@@ -64,7 +72,7 @@ class EngineTurns:
             self._begun.append(engine)
 
     def _early(self) -> StepOutput:
-        """Return what ended before any step."""
+        """Return the output of requests that ended before any step."""
         found = StepOutput()
         for engine in self._engines:
             output = engine.step()
@@ -72,9 +80,8 @@ class EngineTurns:
             found.requests += output.requests
         return found
 
-    def _in_line(self, sample: StepSample) -> StepSample:
-        """Return the sample as of one engine: numbered with the others', and begun when the last one ended. Rows and
-        blocks are those of all."""
+    def _merged_sample(self, sample: StepSample) -> StepSample:
+        """Return the sample with a common step number, without overlap, and with the load of all engines."""
         ended = sample.started_s + sample.duration_s
         began = min(ended, max(sample.started_s, self._ended))
         self._ended, number = ended, self._steps
@@ -94,7 +101,7 @@ class EngineTurns:
 
 
 def _pieces(requests: Sequence[Request], rows: int) -> Iterator[list[Request]]:
-    """Cut requests into pieces of `rows` and less than twice as many, each where the least is shared."""
+    """Split requests into pieces of `rows` to 2 * `rows` - 1, each split at the shortest shared prefix."""
     first = 0
     while first < len(requests):
         ends = range(first + rows, min(first + 2 * rows, len(requests)))

@@ -1,6 +1,6 @@
-"""Several steps of rows that only decode, launched at once by a GPU's host (multi-step decoding).
+"""Multi-step decoding: the host of a GPU launches several decode steps before it reads their tokens.
 
-No torch: seconds and counts.
+This module is free of torch.
 """
 
 from __future__ import annotations
@@ -13,47 +13,52 @@ from batchinfer.engine.schedule.batched_admission import AdmissionCosts
 from batchinfer.engine.schedule.budget import further_host_s
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds, step_total
 
-MOST_STEPS = 4
-# Launches behind one of several steps in which no row waits for its tokens so as to have drafts. A row that waits has
-# all others run one step at a time for two launches, so that those that want to should do so together
-APART_FROM_DRAFTS = 8
-# Several steps have to give so many times as many tokens a second by estimates
-LEAST_GAIN = 1.05
+MOST_STEPS = 4  # maximum steps per launch
+# Launches after a multi-step launch in which no row may skip a step to have drafts. Such a row forces two single-step
+# launches for all rows, so rows should do this at the same time
+LAUNCHES_BETWEEN_DRAFTS = 8
+LEAST_GAIN = 1.05  # minimum estimated gain in tokens per second for which several steps are launched
 
 
-class RepeatedSteps:
-    """Chooses the number of steps by what the device and the host take for them, as a step gives each row a token.
+class MultiStepDecoding:
+    """Chooses the number of decode steps per launch from the estimated times of device and host.
 
-    While the host takes longer for a step than the device, the device waits; and most of what the host does it does
-    once for all steps that it launches together. But a row that ends in the middle runs on to the last of them, and
-    through all that were launched behind them by the time that the host knows; its place stays empty for as long.
+    If the host needs more time per step than the device, the device waits. Most of the host's work is done once per
+    launch. But a row that ends in the middle of a launch runs on to its last step, and through the launch after it.
     """
 
     def __init__(self, costs: AdmissionCosts, most: int = MOST_STEPS) -> None:
         self._costs, self._most = costs, most
-        self._tokens = self._ended = 0  # that rows have got in steps, and rows that have ended
-        self._apart = 0  # launches to come in which no row may wait
+        self._tokens = self._ended = 0  # generated tokens and ended rows so far
+        self._launches_without_drafts = 0  # remaining launches in which no row may be held
 
-    def note(self, tokens: int, ended: int) -> None:
-        """Take into account how many tokens steps have given, and how many rows have ended with them."""
+    def record_tokens(self, tokens: int, ended: int) -> None:
+        """Record generated tokens and ended rows, which give the mean output length."""
         self._tokens += tokens
         self._ended += ended
 
     @property
-    def may_wait(self) -> bool:
-        """Whether rows may wait for the tokens of the next launch so as to have drafts."""
-        return self._apart == 0
+    def can_hold_rows(self) -> bool:
+        """True if rows may skip a step after the next launch to have drafts."""
+        return self._launches_without_drafts == 0
 
-    def launched(self, steps: int) -> None:
-        """Count a launch."""
-        if self._apart:
-            self._apart -= 1
+    def record_launch(self, steps: int) -> None:
+        """Record a launch of a number of steps."""
+        if self._launches_without_drafts:
+            self._launches_without_drafts -= 1
         elif steps > 1:
-            self._apart = APART_FROM_DRAFTS
+            self._launches_without_drafts = LAUNCHES_BETWEEN_DRAFTS
 
-    def most(self, rows: int, cached: int) -> int:
-        """Return the number of steps for so many rows, which read K and V of `cached` tokens in each. 1 where nobody
-        knows what the device takes."""
+    def choose_steps(self, rows: int, cached: int) -> int:
+        """Return the number of steps to launch.
+
+        Args:
+            rows: The decoding rows.
+            cached: The tokens in the KV cache that each step reads.
+
+        Returns:
+            1 if the time of the device is unknown.
+        """
         if not self._costs.weights_s:
             return 1
         speeds = [self.tokens_per_s(steps, rows, cached) for steps in range(1, self._most + 1)]
@@ -61,34 +66,40 @@ class RepeatedSteps:
         return 1 + best if speeds[best] > LEAST_GAIN * speeds[0] else 1
 
     def tokens_per_s(self, steps: int, rows: int, cached: int) -> float:
-        """Estimate the tokens a second that are of use, of each row."""
+        """Return the estimated number of useful tokens per second and row; see `choose_steps`."""
         return (
             steps * self._useful(steps) / max(steps * self.device_s(rows, cached), self.host_s(steps, rows))
         )
 
     def device_s(self, rows: int, cached: int) -> float:
-        """Estimate the seconds that a step takes the device."""
+        """Return the estimated device time of a step in seconds; see `choose_steps`."""
         costs = self._costs
         return max(costs.weights_s, rows * costs.token_s) + cached * costs.kv_token_s
 
     def host_s(self, steps: int, rows: int) -> float:
-        """Estimate the seconds that the host takes for so many steps that are launched at once."""
+        """Return the estimated host time of a launch of several steps in seconds."""
         return self._costs.host_step_s + rows * self._costs.host_row_s + further_host_s(steps - 1, rows)
 
     def _useful(self, steps: int) -> float:
-        """Estimate the part of tokens that belongs to answers: a row ends in the middle of a launch, when another one
-        is under way already. Answers that end evenly are as long as there are tokens for each end."""
+        """Return the estimated share of tokens that belong to answers.
+
+        On average, a row ends in the middle of a launch, when the next launch is already in flight.
+        """
         length = self._tokens / max(1, self._ended)
         return max(0.0, 1 - 1.5 * (steps - 1) / length) if length else float(steps == 1)
 
 
-def divided_samples(
+def split_sample(
     sample: StepSample, shapes: Sequence[StepShape], computed: int, cost: ModelCost, peaks: Peaks | None
 ) -> list[StepSample]:
-    """Return a sample of each of the steps, which only decode, of the `sample` of all, which has the time of all.
+    """Split the sample of a multi-step launch into one sample per step.
 
-    shapes: of what is useful in each; computed: query positions in all, those included that are computed for nothing.
-    Whatever the host did for all of them counts as the first one's.
+    Args:
+        sample: The sample of the launch. Its duration is divided equally. Host work counts for the first step.
+        shapes: The shapes of the useful work, one per step.
+        computed: All computed query positions, including positions after the end of an answer.
+        cost: The costs of the model.
+        peaks: The peak FLOP/s and bandwidth of the device, if known.
     """
     count, found = len(shapes), list[StepSample]()
     each_s, rows = sample.duration_s / count, computed // count
@@ -118,7 +129,7 @@ def divided_samples(
 
 
 def _without_host(sample: StepSample) -> StepSample:
-    """Return a sample without what counts once for all steps that were launched at once."""
+    """Return a sample without the fields that count once per launch."""
     capture_s = None if sample.capture_s is None else 0.0
     graph_bytes = None if sample.graph_bytes is None else 0
     return replace(

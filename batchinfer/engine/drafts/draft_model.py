@@ -1,0 +1,407 @@
+"""A draft model, which shares the block numbers of the target model's KV cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from math import log2
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from batchinfer.core.content_root import ContentRoots
+from batchinfer.core.request import TokenLogprobs
+from batchinfer.core.samples import DraftName
+from batchinfer.engine.drafts.acceptance import NodeAcceptance
+from batchinfer.engine.drafts.draft_value import expected_accepted
+from batchinfer.engine.drafts.proposal_times import ProposalTimes
+from batchinfer.engine.loop.drafting import accept_token
+from batchinfer.engine.loop.in_flight import AcceptedTokens
+from batchinfer.engine.runner.runner import Runner
+from batchinfer.engine.schedule.constraints import ConstraintMasks
+from batchinfer.engine.schedule.draft_tree import DraftTree, compact_parents
+from batchinfer.engine.schedule.plan_writer import PlanWriter
+from batchinfer.engine.schedule.scheduler import Chunk, Step
+from batchinfer.engine.schedule.sequence import CollectedLogprobs, Sequence, SequenceStatus
+from batchinfer_kernels.cost import Peaks
+
+MOST_PROPOSED = 16  # maximum proposed tokens per row and query
+MOST_ROWS = 256  # maximum rows per query
+LEAVES = 3  # alternatives to each token of the chain in a draft tree
+_BELIEVED = 0.75  # prior acceptance rate of a token of the chain
+
+
+def spare_blocks(block_size: int, max_num_seqs: int) -> int:
+    """Return the number of extra cache blocks for proposed tokens, which exceed the blocks of their rows."""
+    return min(MOST_ROWS, max_num_seqs) * -(-MOST_PROPOSED // block_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftModelRunner:
+    """A loaded draft model and the facts about the target model that it needs."""
+
+    runner: Runner  # its cache has `blocks` and then `spare_blocks`
+    roots: ContentRoots  # of the draft model's own requests, with its own position limit
+    vocab: int
+    blocks: int
+    max_num_seqs: int
+    most_tokens: int  # maximum tokens per step
+    table: int  # index of the target model's cache group whose block tables it uses
+    whole_vocab: int  # vocabulary size of the target model
+    eos_token_ids: frozenset[int]  # of the target model
+    masks: ConstraintMasks | None  # None if there are none, or if they are for another vocabulary
+    # True for draft heads. At each position a head reads the next token and the hidden state of the target model. For
+    # its own proposals it uses its own states instead, so accepted positions are computed again
+    head: bool = False
+    branches: bool = False  # True if proposals may be trees
+
+
+class _Prediction(NamedTuple):
+    """A token of the draft model, its probability, and the most likely alternatives with theirs."""
+
+    token: int
+    chance: float = 0.0  # 0 without branches
+    others: Seq[tuple[int, float]] = ()  # empty without branches
+
+
+@dataclass(slots=True, eq=False)
+class _RowState:
+    """The draft model's state of a row."""
+
+    row: Sequence
+    own: Sequence  # the row as the draft model runs it, with proposed tokens; for heads, without the first token
+    preemptions: int  # of the row when the state was created
+    confirmed: int = 0  # tokens of `own` that were not proposed
+    kept_positions: int = 0  # positions in blocks that the row is sure to keep
+    mask: int | None = None  # mask of the row's constraint while the model proposes
+
+
+class DraftModelSource:
+    """A draft source that runs a small model or draft heads.
+
+    The model prefills a row only when it is queried. It uses the row's block numbers of the target model, so prefix
+    sharing and preemption apply to both caches. Tokens beyond the row's blocks use spare blocks and are recomputed if
+    they are accepted. Sampling parameters, random draws and constraints of the row apply.
+
+    With `branches`, it proposes a tree: a chain of its tokens, with the next likely tokens as leaves. With heads, the
+    last position of a shared block may have been computed with the next token of another row, which makes proposals
+    slightly worse.
+    """
+
+    def __init__(
+        self, config: DraftModelRunner, peaks: Peaks, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._config, self._clock = config, clock
+        self._size = config.runner.layout.block_size
+        self._times = ProposalTimes(config.runner.cost, peaks)
+        self._writer = PlanWriter(config.eos_token_ids, config.runner.wants)
+        self._offset = int(config.head)  # heads read the next token at each position
+        self._states: dict[Sequence, _RowState] = {}
+        self._contents: dict[
+            int, bytes
+        ] = {}  # content hashes of full prompt blocks that are computed, by block
+        self._acceptance = NodeAcceptance()
+
+    @property
+    def name(self) -> DraftName:
+        """The name of the source in reports."""
+        return "heads" if self._config.head else "model"
+
+    @property
+    def most_rows(self) -> int:
+        """The maximum number of rows per query."""
+        return min(MOST_ROWS, self._config.max_num_seqs)
+
+    @property
+    def most_proposed(self) -> int:
+        """The maximum number of proposed tokens per row."""
+        return MOST_PROPOSED
+
+    def can_draft(self, row: Sequence) -> bool:
+        """Return True if the row's length and all its tokens fit the draft model's positions and vocabulary."""
+        config, length = self._config, len(row)
+        if min(length + MOST_PROPOSED, row.max_length) > config.roots.max_model_len or length <= self._offset:
+            return False
+        return config.vocab >= config.whole_vocab or (
+            max(row.tokens) < config.vocab and _largest_named_token(row) < config.vocab
+        )
+
+    def seconds(self, rows: Seq[Sequence], count: int) -> float:
+        """Return the estimated time to propose `count` tokens for each row, in seconds.
+
+        Prefill of a row is spread over all tokens that the row may still get. Only the share of this query is counted.
+        """
+        more = sum(self._unread(row) * min(1.0, (count + 1) / (row.max_length - len(row))) for row in rows)
+        each, context = len(rows), sum(map(len, rows)) / len(rows)
+        first = self._times.seconds(each + more, each, context)
+        return first + (count - 1) * self._times.seconds(each, each, context)
+
+    def expected(self, rate: float, count: int) -> float:
+        """Return the expected number of accepted tokens of a chain of `count` tokens.
+
+        Args:
+            rate: The measured acceptance rate. With branches, the model's own measurement replaces it.
+            count: The length of the chain. Leaves of a tree are not counted.
+        """
+        return expected_accepted(
+            self._acceptance.rate("chain", _BELIEVED) if self._config.branches else rate, count
+        )
+
+    def record_verified(self, tree: DraftTree, outcome: AcceptedTokens) -> None:
+        """Count accepted and rejected nodes, per kind of node and per rank."""
+        self._acceptance.record_verified(tree, outcome)
+        chain = ["other" if rank else "chain" for _, rank, _ in cast(Seq[_Kind], tree.kinds)]
+        self._acceptance.record_verified(tree._replace(kinds=chain), outcome)
+
+    def fade(self, share: float) -> None:
+        """Scale all counts by 1 - `share` to give newer results more weight."""
+        self._acceptance.fade(share)
+
+    def propose(self, rows: Seq[Sequence], count: int) -> list[DraftTree]:
+        """Return a tree of up to `count` tokens for each row.
+
+        Args:
+            rows: At most `most_rows` rows for which `can_draft` is True.
+            count: The maximum number of tokens per row.
+        """
+        states = [self._update(row, number) for number, row in enumerate(rows)]
+        found: dict[Sequence, list[_Prediction]] = {one.own: [] for one in states}
+        try:
+            predictions, active = self._prefill(states), states
+            for at in range(count):
+                for one in active:
+                    found[one.own].append(predictions[one.own])
+                active = [one for one in active if self._append(one, predictions[one.own].token)]
+                if not active or at + 1 == count:
+                    break
+                predictions = self._run([Chunk(one.own, one.own.computed, 1) for one in active])
+        finally:
+            for one in states:
+                self._forget_mask(one)
+        for one in states:
+            self._note(one, one.confirmed - 1, one.own.computed)
+        return [self._proposed(one, found[one.own]) for one in states]
+
+    def _proposed(self, one: _RowState, given: Seq[_Prediction]) -> DraftTree:
+        """Return the chain that was run for a row; with branches, the most likely nodes of the chain and its leaves."""
+        chain = one.own.tokens[one.confirmed :]
+        if not self._config.branches:
+            return DraftTree(chain.tolist())
+        drawn, nodes, before, last = not one.row.request.params.greedy, list[_Node](), 1.0, -1
+        for step in given:
+            candidates = self._candidates(step, drawn)
+            nodes += [
+                _Node(before * rate, last, token, kind)
+                for token, rate, kind in candidates
+                if kind[1] or last + 1 < len(chain)
+            ]
+            last, before = last + 1, before * candidates[0][1]
+        return _tree(nodes, len(given))
+
+    def finish(self, row: Sequence) -> None:
+        """Forget a row that has ended."""
+        self._states.pop(row, None)
+
+    def _unread(self, row: Sequence) -> int:
+        """Return the number of tokens before the last one that must be prefilled."""
+        one = self._states.get(row)
+        valid = (
+            self._reusable(row)
+            if one is None or one.preemptions != row.preemptions
+            else self._valid(one, row)
+        )
+        return max(0, len(row) - self._offset - 1 - valid)
+
+    def _update(self, row: Sequence, place: int) -> _RowState:
+        """Return the updated state of a row, with its blocks recorded as computed: `_prefill` computes them in order.
+
+        Args:
+            row: The row.
+            place: Its index in the query, which determines its spare blocks.
+        """
+        one = self._states.get(row)
+        if one is None or one.preemptions != row.preemptions:
+            one = self._states[row] = _RowState(row, self._copied(row), row.preemptions)
+            valid = self._reusable(row)
+        else:
+            valid = self._valid(one, row)
+        table, spare = row.tables[self._config.table], -(-MOST_PROPOSED // self._size)
+        first = self._config.blocks + place * spare
+        own = one.own
+        own.tokens, own.tables = row.tokens[self._offset :], [[*table, *range(first, first + spare)]]
+        own.computed = min(valid, len(own) - 1)
+        # Later blocks may be freed: the target model has not computed them yet
+        one.confirmed, one.kept_positions = len(own), -(-(len(row) - 1) // self._size) * self._size
+        self._take_mask(one, row)
+        self._note(one, own.computed, one.confirmed)
+        return one
+
+    def _copied(self, row: Sequence) -> Sequence:
+        roots, params, branches = self._config.roots, row.request.params, self._config.branches
+        asks = replace(params, logprobs=LEAVES + 1, confidence=False) if branches else params
+        return replace(
+            row,
+            request=replace(row.request, params=asks),
+            plain_greedy=row.plain_greedy and not branches,
+            prompt_length=row.prompt_length - self._offset,
+            max_length=row.max_length - self._offset,
+            tokens=row.tokens[self._offset :],
+            logprobs=CollectedLogprobs() if branches else None,
+            prompt_scores=None,
+            constraint=None,
+            mask=None,
+            rope_offset=roots.rope_offset(row.prompt_length, params),
+            status=SequenceStatus.RUNNING,
+            freed=[0],
+            draft_masks=[],
+        )
+
+    def _take_mask(self, one: _RowState, row: Sequence) -> None:
+        own, masks = one.own, self._config.masks
+        own.constraint = own.mask = None
+        if masks is not None and row.constraint is not None and row.mask is not None:
+            own.constraint = row.constraint.fork()
+            own.mask = one.mask = masks.put(own.constraint)
+
+    def _candidates(self, step: _Prediction, drawn: bool) -> list[tuple[int, float, _Kind]]:
+        """Return the candidates of a position: token, acceptance rate given its ancestors, and kind.
+
+        The prior of an alternative is its share of the probability that the chain's token leaves, by the model.
+        """
+        kind = drawn, 0, _level(step.chance)
+        found, left = [(step.token, self._acceptance.rate(kind, _BELIEVED), kind)], max(1e-6, 1 - step.chance)
+        for rank, (token, chance) in enumerate(step.others, 1):
+            kind, believed = (drawn, rank, _level(chance)), (1 - found[0][1]) * min(1.0, chance / left)
+            found.append((token, self._acceptance.rate(kind, believed), kind))
+        return found
+
+    def _forget_mask(self, one: _RowState) -> None:
+        if one.mask is not None and self._config.masks is not None:
+            self._config.masks.drop(one.mask)
+            one.mask = one.own.mask = None
+
+    def _valid(self, one: _RowState, row: Sequence) -> int:
+        """Return the number of leading positions whose cached values are still right, accepted proposals included.
+
+        Heads computed their proposals from their own states, so none of these counts.
+        """
+        own, same = one.own, one.confirmed
+        most = min(one.kept_positions, own.computed, len(row))
+        if self._offset:
+            return min(same, most)
+        while same < most and own.tokens[same] == row.tokens[same]:
+            same += 1
+        return min(same, most)
+
+    def _reusable(self, row: Sequence) -> int:
+        """Return the number of leading prompt positions in full blocks that are computed already, for any row."""
+        table, size = row.tables[self._config.table], self._size
+        full = row.prompt_blocks(len(row), size)
+        missing = (at for at in range(full) if self._contents.get(table[at]) != row.block_hash(at, size))
+        return next(missing, full) * size
+
+    def _note(self, one: _RowState, start: int, end: int) -> None:
+        """Record the contents of the blocks whose positions from `start` to `end` are written.
+
+        The last proposed token is never written: nothing is proposed after it, and it may have no block.
+        """
+        row, size = one.row, self._size
+        table, full = one.own.tables[0], row.prompt_blocks(one.confirmed, size)
+        for at in range(start // size, -(-end // size)):
+            if at < full:
+                self._contents[table[at]] = row.block_hash(at, size)
+            else:
+                self._contents.pop(table[at], None)
+
+    def _prefill(self, states: Seq[_RowState]) -> dict[Sequence, _Prediction]:
+        """Compute the missing tokens of the rows, in their order, and return the next token of each."""
+        predictions: dict[Sequence, _Prediction] = {}
+        chunks, room = list[Chunk](), self._config.most_tokens
+        for one in states:
+            own = one.own
+            start, end = own.computed, len(own.tokens)
+            while start < end:
+                length = min(room, end - start)
+                chunks.append(Chunk(own, start, length))
+                start, room = start + length, room - length
+                if not room:
+                    predictions |= self._run(chunks)
+                    chunks, room = [], self._config.most_tokens
+        return predictions | self._run(chunks) if chunks else predictions
+
+    def _run(self, chunks: list[Chunk]) -> dict[Sequence, _Prediction]:
+        """Run a step and return the next token of each row whose last token is in its chunk."""
+        began, sampling = self._clock(), [c.sequence for c in chunks if c.samples]
+        plan = self._writer.of(Step(chunks=chunks), sampling)
+        launched = self._config.runner.launch(plan)
+        tokens, logprobs = launched.tokens(), launched.logprobs()
+        for sequence, start, length in chunks:
+            sequence.computed = start + length
+        context = sum(c.end for c in chunks) / len(chunks)
+        self._times.record_time(sum(c.length for c in chunks), len(chunks), context, self._clock() - began)
+        return {
+            sequence: _prediction(own[0], logprobs.get(place))
+            for place, (sequence, own) in enumerate(zip(sampling, tokens, strict=True))
+        }
+
+    def _append(self, one: _RowState, token: int) -> bool:
+        """Append a token to the proposal if it is allowed. Return True if a further token may follow."""
+        own, constraint = one.own, one.own.constraint
+        if not 0 <= token < self._config.whole_vocab or token in own.stop_token_ids:
+            return False
+        if constraint is not None and not accept_token(constraint, token):
+            return False
+        own.tokens.append(token)
+        forced = constraint is not None and constraint.jump_forward()
+        return not forced and len(own.tokens) < min(own.max_length, self._config.roots.max_model_len)
+
+
+_Kind = tuple[
+    bool, int, int
+]  # True if the row is sampled; rank of the token; level of its probability, see _level
+
+
+class _Node(NamedTuple):
+    """A candidate for a draft tree."""
+
+    chance: float  # probability that it and its ancestors are accepted
+    parent: int  # index of its parent in the chain; -1: the row's last token
+    token: int
+    kind: _Kind
+
+    @property
+    def rank(self) -> int:
+        """The rank of the token among its siblings; 0 for the chain's token."""
+        return self.kind[1]
+
+
+def _tree(nodes: Seq[_Node], most: int) -> DraftTree:
+    """Return the tree of the `most` most likely nodes. Parents come first, as they are at least as likely."""
+    chosen = sorted(nodes, key=lambda node: (-node.chance, node.parent, node.rank))[:most]
+    places = {-1: -1} | {node.parent + 1: place for place, node in enumerate(chosen) if not node.rank}
+    tokens, chances, kinds = ([getattr(n, name) for n in chosen] for name in ("token", "chance", "kind"))
+    return DraftTree(tokens, compact_parents([places[node.parent] for node in chosen]), chances, kinds)
+
+
+def _prediction(token: int, logprobs: TokenLogprobs | None) -> _Prediction:
+    """Return a token with its most likely alternatives, if its log-probability is finite."""
+    if logprobs is None or not np.isfinite(logprobs.chosen[0]):
+        return _Prediction(token)
+    each = zip(logprobs.top_ids[0].tolist(), np.exp(logprobs.top[0]).tolist(), strict=True)
+    others = [(other, chance) for other, chance in each if other != token and chance > 0]
+    return _Prediction(token, float(np.exp(logprobs.chosen[0])), others[:LEAVES])
+
+
+def _level(chance: float) -> int:
+    """Return the level of a probability for counting: -2 * log2(chance), rounded, at most 16."""
+    return min(16, round(-2 * log2(max(chance, 1e-9))))
+
+
+def _largest_named_token(row: Sequence) -> int:
+    """Return the largest token id that a row's parameters name."""
+    params = row.request.params
+    named = [token for token, _ in params.logit_bias]
+    named += [*params.allowed_token_ids, *(token for words in params.bad_tokens for token in words)]
+    return max((*named, *row.stop_token_ids), default=0)
