@@ -35,7 +35,10 @@ class Strata:
     rows: int
 
     def runs(self, first: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield the sampled rows of `count` rows as half-open ranges, counted from row `first` of the input."""
+        """Yield the sampled ranges of `count` rows that begin at row `first` of the input.
+
+        Ranges are half-open and counted from `first`.
+        """
         begin = (self.stride - self.rows) // 2
         for stratum in range(first // self.stride, (first + count - 1) // self.stride + 1):
             start = stratum * self.stride + begin - first
@@ -96,7 +99,7 @@ class Reader:
         """True if the format has no types: numbers and lists are stored as text (CSV)."""
         return any(by_name(file.format).values_are_text for file in self.files)
 
-    def again(
+    def reopen(
         self,
         files: Sequence[InputFile],
         sample: SampleSize | None,
@@ -133,7 +136,7 @@ class Reader:
         return None if first is None else first[1]
 
     @property
-    def samples(self) -> bool:
+    def is_sampled(self) -> bool:
         """True if a sample is taken. Chunks are then parsed here, since the rows before a sample must be counted."""
         return self.sample is not None or self.strata is not None
 
@@ -143,7 +146,7 @@ class Reader:
         Args:
             columns: The columns to read, or None for all. It saves decoding the others in typed formats.
         """
-        if self.samples:
+        if self.is_sampled:
             yield from self.batches(columns)
             return
         before, self.complete = 0, True

@@ -18,8 +18,8 @@ from batchinfer.core.request import ConstraintFailed
 from batchinfer.core.samples import ConstraintWork
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.input.constraints.after_reasoning import FreeMasks, ReasonedConstraint
+from batchinfer.input.constraints.grammar_cache import GrammarCache
 from batchinfer.input.constraints.grammar_constraint import GrammarConstraint, row_error
-from batchinfer.input.constraints.kept_grammars import KeptGrammars
 from batchinfer.machine.cpus import usable_cpus
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class GrammarConstraints:
         self.work = ConstraintWork()
         self._definition, self._eos, self._vocab, self._threads = definition, eos, vocab, threads
         self._free = FreeMasks(vocab, eos)
-        self._kept = KeptGrammars()
+        self._kept = GrammarCache()
 
     @cached_property
     def _tokenizer(self) -> GrammarTokenizer:

@@ -39,7 +39,6 @@ from batchinfer.input.prompts.chat_template import (
     variables,
 )
 from batchinfer.input.prompts.fits import Fits
-from batchinfer.input.prompts.own_specials import OwnSpecials
 from batchinfer.input.prompts.parameters.named_adapters import NamedAdapters
 from batchinfer.input.prompts.parameters.vector_requests import VectorRequests, parse_embedding_request
 from batchinfer.input.prompts.sampling_fields import (
@@ -50,6 +49,7 @@ from batchinfer.input.prompts.sampling_fields import (
     parse_samples,
 )
 from batchinfer.input.prompts.simple_template import SimpleTemplate
+from batchinfer.input.prompts.template_specials import TemplateSpecials
 from batchinfer.input.rows import RowProblem, Values, kind_of
 from batchinfer.input.tokenizer.masks import mask_texts, masks_for, texts_of
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
@@ -78,6 +78,7 @@ class PromptPlan:
         by_url: The default sampling parameters of OpenAI requests per endpoint.
         one_schema: True if requests must not have another JSON schema than the job, whose schema sets the columns.
         now: The time that chat templates may write into prompts.
+    max_text_bytes: The maximum size of a prompt text in UTF-8.
         fits: True if a row without its own `max_tokens` gets the maximum that its constraint can need.
         chat: False if the text of `user` is the whole prompt.
         chat_template: Replaces the checkpoint's chat template.
@@ -193,7 +194,7 @@ class PromptBuilder:
         self._plan = plan
         self._fits = Fits(plan.reasoning)
         self._specials = tokenizer.special_pattern if tokenizer.specials else None
-        self._own = None if plan.chat else OwnSpecials(tokenizer.special_pattern)
+        self._own = None if plan.chat else TemplateSpecials(tokenizer.special_pattern)
         self._system = _RowTemplate("prompt.system", plan.system) if plan.system is not None else None
         self._user = _RowTemplate("prompt.user", plan.user, self._own) if plan.user is not None else None
         source = (plan.chat_template or tokenizer.chat_template) if plan.mode in _CHATS else None
@@ -416,7 +417,7 @@ def _check_length(text: str, limit: int) -> None:
 class _RowTemplate:
     """A template of the job, compiled once. A template without expressions is a constant."""
 
-    def __init__(self, where: str, source: str, own: OwnSpecials | None = None) -> None:
+    def __init__(self, where: str, source: str, own: TemplateSpecials | None = None) -> None:
         self._where = where
         environment = row_environment()
         tree = environment.parse(source)

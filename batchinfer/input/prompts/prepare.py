@@ -30,7 +30,7 @@ from batchinfer.input.prompts.prepared.rows import (
     PreparedRows,
     PreparedRungs,
 )
-from batchinfer.input.prompts.row_facts import FactsOfRows, RowFields
+from batchinfer.input.prompts.row_facts import FactsCollector, RowFields
 from batchinfer.input.rows import RowProblem, Values, row_error
 from batchinfer.input.tokenizer.pair_template import PairTemplate
 from batchinfer.input.tokenizer.reasoned_rows import ReasonedRows
@@ -151,7 +151,7 @@ class Preparer:
     def prepare(self, chunk: InputChunk, piece: RowPiece | None = None) -> PreparedRows:
         """Prepare the rows of a chunk, or only those in `piece`."""
         piece = piece or RowPiece(0, chunk.most_rows)
-        facts = FactsOfRows(self._fields)
+        facts = FactsCollector(self._fields)
         work = _FinishedPrompts(self._limits.context, self._reasoned, self._ladder)
         held = _Drafts()
         size = 0
@@ -186,7 +186,7 @@ class Preparer:
             draft = self._builder.build(self._fields.needed(row))
             if draft.unread:
                 work.unread.add(draft.unread)
-            if draft.params is not self._plain and self._constraints.are_due(draft.params):
+            if draft.params is not self._plain and self._constraints.must_check(draft.params):
                 self._report(checking(index))
                 self._constraints.check(draft.params)
             return draft._replace(params=self._named.add_tokens(draft.params)).each()
@@ -391,7 +391,7 @@ class CheckedConstraints:
         self._job = _constraint_of(job)
         self._problems = PerConstraint(ConstraintChecker(definition).problem)
 
-    def are_due(self, params: SamplingParams) -> bool:
+    def must_check(self, params: SamplingParams) -> bool:
         """Return True if the constraint of `params` must be checked."""
         return params.constraint is not None and _constraint_of(params) != self._job
 

@@ -61,7 +61,7 @@ class RenderPool(Generic[Tag]):
         Args:
             spec: The settings of the workers.
             workers: The maximum number of workers.
-            happened: Called at the end with the activities of each worker, in times of `time.perf_counter`.
+            happened: Called at the end with each activity of each worker; times are from `time.perf_counter`.
         """
         self._spec, self._most, self._happened = spec, workers, happened
         self._events = selectors.DefaultSelector()

@@ -92,7 +92,7 @@ class RowFacts:
         return RowFacts(self.ids.slice(0, rows), ends, carried)
 
 
-class FactsOfRows:
+class FactsCollector:
     """Collects the facts row by row."""
 
     def __init__(self, fields: RowFields) -> None:
@@ -152,7 +152,7 @@ class FactsOfRows:
 
 def no_facts(fields: RowFields, rows: int) -> RowFacts:
     """Return the facts of rows that could not be read."""
-    collected = FactsOfRows(fields)
+    collected = FactsCollector(fields)
     for _ in range(rows):
         collected.note(RowError("", "input", ""))
     return collected.finish()

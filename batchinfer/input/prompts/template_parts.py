@@ -39,7 +39,7 @@ class TemplatePart:
         return self.first_line + self.source.count("\n")
 
     @property
-    def waits(self) -> bool:
+    def is_label(self) -> bool:
         """True if the part is a label for the text after it, such as `Answer:` at the end of a template."""
         return not self.columns and _BEGINS_SOMETHING.search(self.source) is not None
 

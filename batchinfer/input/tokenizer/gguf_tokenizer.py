@@ -33,7 +33,7 @@ _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, slots=True)
-class Cutting:
+class SplitRules:
     """How texts are split before bytes are merged.
 
     Args:
@@ -65,20 +65,20 @@ _MARKS = r"[!-/:-~\x{ff01}-\x{ff0f}\x{ff1a}-\x{ff5e}\x{2018}-\x{201f}\x{3000}-\x
 _DEEPSEEK = (_LINE_ENDS, rf"\s?{_CASED}+", rf"\s?{_MARKS}+", r"\s+$", _CJK)
 _DEEPSEEK_CODER = (_LINE_ENDS, r"\s?\p{L}+", r"\s?\p{P}+", _CJK)
 # By tokenizer.ggml.pre; the patterns come from the tokenizer.json of the models
-CUTTINGS: Mapping[str, Cutting] = {
+SPLIT_RULES: Mapping[str, SplitRules] = {
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
-        Cutting((_LLAMA3,), whole=True, begins=True),
+        SplitRules((_LLAMA3,), whole=True, begins=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Cutting((_LLAMA3,))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Cutting((_QWEN2,), composed=True)),
-    "stablelm2": Cutting((_QWEN2,)),
-    "tekken": Cutting((_TEKKEN,), whole=True, begins=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), Cutting((_GPT4O,))),
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "exaone4"), Cutting()),
-    "deepseek-llm": Cutting(_DEEPSEEK, digits=True),
-    "deepseek-coder": Cutting(_DEEPSEEK_CODER, digits=True),
-    **dict.fromkeys(("smollm", "command-r", "starcoder", "refact"), Cutting(digits=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), SplitRules((_LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), SplitRules((_QWEN2,), composed=True)),
+    "stablelm2": SplitRules((_QWEN2,)),
+    "tekken": SplitRules((_TEKKEN,), whole=True, begins=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), SplitRules((_GPT4O,))),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "exaone4"), SplitRules()),
+    "deepseek-llm": SplitRules(_DEEPSEEK, digits=True),
+    "deepseek-coder": SplitRules(_DEEPSEEK_CODER, digits=True),
+    **dict.fromkeys(("smollm", "command-r", "starcoder", "refact"), SplitRules(digits=True)),
 }
 
 
@@ -104,8 +104,8 @@ def _definition(model: GgufModel, vocabulary: Vocabulary) -> str:
     if vocabulary.kind == PIECES:
         rust, begins = _pieces(model, vocabulary), True
     elif vocabulary.kind == BYTES:
-        cutting = _cutting(model, vocabulary)
-        rust, begins = _bytes(vocabulary, cutting), cutting.begins
+        rules = _rules(model, vocabulary)
+        rust, begins = _bytes(vocabulary, rules), rules.begins
     else:
         raise _wrong(model, "model", vocabulary.kind, (PIECES, BYTES))
     _add_tokens(rust, vocabulary, swallowing=vocabulary.kind == PIECES and _architecture(model) == "phi3")
@@ -124,10 +124,10 @@ def _wrong(model: GgufModel, key: str, found: object, wanted: Iterable[str]) -> 
     return wrong_gguf(model.path, text, hint=_HINT)
 
 
-def _cutting(model: GgufModel, vocabulary: Vocabulary) -> Cutting:
-    found = CUTTINGS.get(vocabulary.pre or "")
+def _rules(model: GgufModel, vocabulary: Vocabulary) -> SplitRules:
+    found = SPLIT_RULES.get(vocabulary.pre or "")
     if found is None:
-        raise _wrong(model, "pre", vocabulary.pre, CUTTINGS)
+        raise _wrong(model, "pre", vocabulary.pre, SPLIT_RULES)
     return found
 
 
@@ -136,17 +136,17 @@ def _numbered(vocabulary: Vocabulary) -> dict[str, int]:
     return {token: number for number, token in reversed([*enumerate(vocabulary.tokens)])}
 
 
-def _bytes(vocabulary: Vocabulary, cutting: Cutting) -> RustTokenizer:
+def _bytes(vocabulary: Vocabulary, rules: SplitRules) -> RustTokenizer:
     merges = [(first, second) for first, _, second in (one.partition(" ") for one in vocabulary.merges)]
-    rust = RustTokenizer(models.BPE(_numbered(vocabulary), merges, ignore_merges=cutting.whole))
-    if cutting.composed:
+    rust = RustTokenizer(models.BPE(_numbered(vocabulary), merges, ignore_merges=rules.whole))
+    if rules.composed:
         rust.normalizer = normalizers.NFC()
     cuts: list[Any] = [
-        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in cutting.patterns
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rules.patterns
     ]
-    if cutting.digits:
+    if rules.digits:
         cuts.append(pre_tokenizers.Digits(individual_digits=True))
-    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cutting.patterns))
+    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rules.patterns))
     rust.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     rust.decoder = decoders.ByteLevel()
     return rust

@@ -104,8 +104,8 @@ def _typed(types: Sequence[int], middle: int) -> int | None:
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
     """Return the numbers of tokens to keep of two texts to fit both into `room`.
 
-    The longer text is cut to the length of the shorter one, then both to a half of the room. This is the strategy
-    longest_first of `tokenizers`.
+    The longer text is cut first. If the shorter text has more than half of the room, each text gets a half. This is the
+    strategy longest_first of `tokenizers`.
     """
     if first + second <= room:
         return first, second

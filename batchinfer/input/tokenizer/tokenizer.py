@@ -91,7 +91,7 @@ class Tokenizer:
 
     @property
     def gives_types(self) -> bool:
-        """True if the model takes token types as input: unless the checkpoint lists its inputs without them."""
+        """True if the model takes token types. It does unless the checkpoint lists its inputs without them."""
         return not isinstance(self._inputs, list) or "token_type_ids" in self._inputs
 
     @property

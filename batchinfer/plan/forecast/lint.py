@@ -81,7 +81,7 @@ class Linter:
         parts = None if source is None else template_parts(source)
         if source is None or not parts:
             return
-        parts, end = (parts[:-1], parts[-1:]) if parts[-1].waits else (parts, [])
+        parts, end = (parts[:-1], parts[-1:]) if parts[-1].is_label else (parts, [])
         texts = [part for part in parts if not part.columns]
         fields = [part for part in parts if part.columns]
         ways = {"text_behind_fields": [*texts, *fields], "field_order": [*texts, *self._sorted(fields)]}

@@ -277,7 +277,7 @@ class Ingestion:
     def _opened(self, files: Sequence[InputFile]) -> Reader:
         options, known = self._options, self._options.checked
         how = options.sample, options.strata, options.chunk
-        return (known and known.again(files, *how)) or open_input(self._job, files, *how)
+        return (known and known.reopen(files, *how)) or open_input(self._job, files, *how)
 
     def _start_over(self) -> None:
         with storage(self._layout.folder, "prepare"):

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.core.gguf.header import TYPES, read_header
-from batchinfer.input.tokenizer.gguf_tokenizer import BYTES, CUTTINGS, PIECES
+from batchinfer.input.tokenizer.gguf_tokenizer import BYTES, PIECES, SPLIT_RULES
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.gguf.architectures import ARCHITECTURES
@@ -283,7 +283,7 @@ def test_the_documentation_lists_what_is_read() -> None:
     named = {first: re.findall(r"`([\w-]+)`", row) for first, row in rows.items()}
     assert named["`general.architecture`"] == [*ARCHITECTURES]
     assert set(named["Types of tensors, in any mixture"]) == {each.name for each in TYPES.values()}
-    tokenizers = {PIECES, BYTES, *CUTTINGS}
+    tokenizers = {PIECES, BYTES, *SPLIT_RULES}
     assert (
         set(re.findall(r"`([\w-]+)`", rows["Tokenizers"].replace("`tokenizer.ggml.pre`", ""))) == tokenizers
     )

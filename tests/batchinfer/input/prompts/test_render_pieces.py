@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from batchinfer.core.request import RowError
 from batchinfer.input.prompts.prepared.rows import FurtherPrompts, Prepared, PreparedRows, PreparedRungs
 from batchinfer.input.prompts.render_pieces import RowPieces, join_rows
-from batchinfer.input.prompts.row_facts import FactsOfRows, RowFields
+from batchinfer.input.prompts.row_facts import FactsCollector, RowFields
 
 SHORT = RowError("template_memory", "resource", "", retryable=False)
 BAD = RowError("template_error", "bad_input", "", retryable=False)
@@ -48,7 +48,7 @@ def prepared(rows: list[str]) -> PreparedRows:
         own = b"".join(b"%32d" % at for at in range(2)) * (len(whose) // 2)
         prompts.further = FurtherPrompts(whose, counts, own, tokens)
     prompts.rungs = [PreparedRungs(params_of, lengths + 1, keys)]
-    facts = FactsOfRows(FIELDS)
+    facts = FactsCollector(FIELDS)
     for row in rows:
         facts.note({"id": row})
     return PreparedRows(prompts, facts.finish())

@@ -14,14 +14,14 @@ from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
 from batchinfer.core.request import RowError
 from batchinfer.input.prompts.prepared.rows import FurtherPrompts, Prepared, PreparedRows, PreparedRungs
 from batchinfer.input.prompts.render_reply import BadReply, pack_failure, pack_reply, unpack_reply
-from batchinfer.input.prompts.row_facts import FactsOfRows, RowFields
+from batchinfer.input.prompts.row_facts import FactsCollector, RowFields
 
 FIELDS = RowFields(("text",), "id", ("label",), as_json=True, endpoints=True, watched=frozenset({"id", "no"}))
 VOCAB = 100
 
 
 def some_rows() -> PreparedRows:
-    facts = FactsOfRows(FIELDS)
+    facts = FactsCollector(FIELDS)
     facts.note({"id": "ä", "label": [1], "url": "/v1"})
     facts.note(RowError("bad_json", "input", "line 2"))
     facts.note({"id": None, "label": None, "text": ""})

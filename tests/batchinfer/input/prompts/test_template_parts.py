@@ -49,7 +49,7 @@ def test_what_cannot_be_moved_is_left_alone(source: str) -> None:
 
 def test_columns_lines_and_what_waits() -> None:
     parts = template_parts("Be kind.\n\n{{ a }} of {{ b }}\nAnswer:")
-    assert [(part.columns, part.first_line, part.last_line, part.waits) for part in parts] == [
+    assert [(part.columns, part.first_line, part.last_line, part.is_label) for part in parts] == [
         ((), 1, 1, False),
         (("a", "b"), 3, 3, False),
         ((), 4, 4, True),

@@ -10,7 +10,7 @@ from batchinfer.core.sampling import SamplingParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-KEPT_BYTES = 512 << 20  # size of the cache in bytes; running sequences keep further grammars
+CACHE_BYTES = 512 << 20  # size of the cache in bytes; running sequences keep further grammars
 # Memory with a vocabulary of 49,152 tokens, in MB: compiled + growth by masks over 2,000 steps
 #   six properties                  0.1 + 1.7     an object of any kind            0.1 + 2.4
 #   400 enums of 20, text 0.09 MB   3.4 + 0.1     1,500 enums of 40, text 0.65 MB  18.8 + 0.5
@@ -21,10 +21,10 @@ _BYTES_A_CHAR = 40
 _BYTES_A_CHAR_OF_LARK = 150
 
 
-class KeptGrammars:
+class GrammarCache:
     """A least-recently-used cache of compiled constraints. Sizes are estimated, since llguidance reports none."""
 
-    def __init__(self, most: int = KEPT_BYTES) -> None:
+    def __init__(self, most: int = CACHE_BYTES) -> None:
         self._most = most
         self._kept: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()
         self.bytes = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.input.constraints.kept_grammars import GRAMMAR_BYTES, KeptGrammars, estimated_bytes
+from batchinfer.input.constraints.grammar_cache import GRAMMAR_BYTES, GrammarCache, estimated_bytes
 
 
 def small(number: int) -> SamplingParams:
@@ -18,7 +18,7 @@ def made(number: int) -> Any:
 
 
 def test_those_that_were_used_last_are_kept_up_to_a_number_of_bytes() -> None:
-    kept = KeptGrammars(most=4 * GRAMMAR_BYTES)
+    kept = GrammarCache(most=4 * GRAMMAR_BYTES)
     for number in range(3):
         kept.add(small(number), made(number))
     assert kept.find(small(0)) == 0
@@ -29,7 +29,7 @@ def test_those_that_were_used_last_are_kept_up_to_a_number_of_bytes() -> None:
 
 
 def test_one_that_takes_more_takes_the_place_of_all_others() -> None:
-    kept = KeptGrammars(most=4 * GRAMMAR_BYTES)
+    kept = GrammarCache(most=4 * GRAMMAR_BYTES)
     large = SamplingParams(grammar="x" * (1 << 18))
     for number in range(3):
         kept.add(small(number), made(number))

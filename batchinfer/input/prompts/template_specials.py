@@ -18,7 +18,7 @@ class Resolved(NamedTuple):
     masks: dict[str, str] | None
 
 
-class OwnSpecials:
+class TemplateSpecials:
     """Marks the special tokens in a template, and finds them in the rendered text.
 
     The marks contain a random secret, so no row can contain a mark.
