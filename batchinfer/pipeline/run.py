@@ -113,7 +113,7 @@ def _publish(
             store.parts(),
             spill,
             attempts=attempts,
-            taken=index.taken,
+            reused=index.reused,
             without=without,
         )
         refuse_to_publish(run, index, join)

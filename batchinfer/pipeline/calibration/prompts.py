@@ -13,14 +13,14 @@ from batchinfer.plan.forecast.sampled_rows import strata_of
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.setup.weights import LONGEST, MOST_TOKENS, ROWS_READ
 from batchinfer.store.index.index import Index
-from batchinfer.store.index.ingest import ingest, job_files, over_files
+from batchinfer.store.index.ingest import ingest, job_files, with_files
 
 
 def calibration_prompts(job: Job, setup: Setup) -> tuple[TokenIds, ...]:
     """Return different prompts of a job, at the most MOST_TOKENS in all, or a single one. The same input gives the same
     prompts. Raises what reading the input raises."""
     with temporary_folder("calibration") as scratch:
-        job = over_files(job, job_files(job, Path(scratch)))
+        job = with_files(job, job_files(job, Path(scratch)))
         strata = strata_of(job, ROWS_READ)
         options = setup.ingest_options(strata=None if strata is None else strata[0])
         index = ingest(job, setup.tokenizer, options, Path(scratch) / "index")

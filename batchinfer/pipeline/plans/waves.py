@@ -115,7 +115,7 @@ class Waves:
             ingestion.folder / f"plan-{self.count}",
             self._run.setup.roots,
             attempts=ingestion.job.attempts,
-            taken=ingestion.taken,
+            reused=ingestion.reused,
             in_flight=known.in_flight,
             begun=known.begun,
             more=self._index is None,

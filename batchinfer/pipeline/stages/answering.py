@@ -32,7 +32,7 @@ from batchinfer.plan.setup.setting import Setting
 from batchinfer.report.tables.meter import Meter
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.index.index import Index
-from batchinfer.store.index.row_names import named_if_found
+from batchinfer.store.index.row_names import try_name_rows
 from batchinfer.store.results.error_summary import summarise_errors
 
 
@@ -154,7 +154,7 @@ def _close(run: OpenRun, pool: ReplicaPool) -> None:
 def _engines(run: OpenRun, needs: Needs) -> ReplicaPool:
     def named(keys: Sequence[bytes]) -> str:
         spill, attempts = run.state.staging / "names", run.job.attempts
-        return named_if_found(needs.index_parts(), keys, spill, attempts)
+        return try_name_rows(needs.index_parts(), keys, spill, attempts)
 
     specs = worker_specs(run.job, needs.setting, run.options.engine)
     whole = run.setup.setting

@@ -79,7 +79,7 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
             index.folder / folder,
             run.setup.roots,
             attempts=index.attempts,
-            taken=index.taken,
+            reused=index.reused,
             beside=index.content_free_parts,
             shares=run.setup.setting.parts.shares_prefixes,
             retry_errors=run.options.retry_errors,
@@ -100,7 +100,7 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
 
 def _new_rows(index: Index) -> int:
     """Return how many rows have keys and were not taken over."""
-    return index.rows - index.error_rows - (index.taken.rows - index.taken.errors)
+    return index.rows - index.error_rows - (index.reused.rows - index.reused.errors)
 
 
 def tell(run: OpenRun, plan: Plan, forecast: RunForecast) -> None:

@@ -30,7 +30,7 @@ from batchinfer.store.results.openai import asked, write_openai
 from batchinfer.store.results.published import intact
 from batchinfer.store.results.published_inputs import identities, remember_inputs
 from batchinfer.store.results.publisher import publish
-from batchinfer.store.results.reuse.whole_rows import settle_whole
+from batchinfer.store.results.reuse.finished_segments import record_finished
 
 KeepKeys = Callable[[Join], None]
 
@@ -89,7 +89,7 @@ def publish_result(
 def _settle(run: OpenRun, index: Index, join: Join) -> None:
     """Keep what the next run takes over whole. The results are published: a disk that fails now fails no run."""
     try:
-        settle_whole(run.state.kept, index, join, run.state.ops)
+        record_finished(run.state.kept, index, join, run.state.ops)
     except StorageError as error:
         run.notice(f"the results are published, but the next run takes over no file as a whole: {error}")
 

@@ -21,7 +21,7 @@ from batchinfer.store.kept.files import remove_strays
 from batchinfer.store.results.openai import LINE_BYTES
 from batchinfer.store.results.partial import PARTIAL
 from batchinfer.store.results.reuse.answered import AnsweredRows
-from batchinfer.store.results.reuse.whole_rows import WholeRows
+from batchinfer.store.results.reuse.finished_segments import FinishedSegments
 
 _LITTLE_BYTES = 1 << 20  # of an input, which are read in less time than the keys of a large store
 
@@ -99,7 +99,7 @@ def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
         if state.parts_in_use() == [state.path]:
             remove_strays(state.kept, state.ops)
     answered = AnsweredRows(store.parts(), run.options.retry_errors, state.staging / "answered")
-    whole = WholeRows(state.kept, store.parts(), run.options.retry_errors, run.notice)
+    whole = FinishedSegments(state.kept, store.parts(), run.options.retry_errors, run.notice)
     return Keeping(state.kept, answered, run.notice, run.options.verify, whole)
 
 

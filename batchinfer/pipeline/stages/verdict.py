@@ -44,7 +44,7 @@ def refuse_stored_errors(run: OpenRun, index: Index, parts: Sequence[Path]) -> i
     if budget.publish or not stores_errors(parts, spill):
         return index.error_rows
     attempts = index.attempts
-    join = joined(index.index_parts, parts, spill, attempts=attempts, taken=index.taken)
+    join = joined(index.index_parts, parts, spill, attempts=attempts, reused=index.reused)
     lasting = ~join.again if run.options.retry_errors else slice(None)
     failed = index.error_rows + len(join.failed[lasting])
     if budget.exceeded(failed):

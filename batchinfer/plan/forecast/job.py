@@ -33,7 +33,7 @@ from batchinfer.plan.setup.input_check import check_enough_rows, check_input
 from batchinfer.plan.setup.job_setup import Setup, check_setup, work_context
 from batchinfer.store.answers.completion_store import read_records
 from batchinfer.store.index.index import Index
-from batchinfer.store.index.ingest import IngestProgress, ingest, job_files, over_files
+from batchinfer.store.index.ingest import IngestProgress, ingest, job_files, with_files
 from batchinfer.store.results.error_summary import summarise_errors
 
 PREFIXES_SHOWN = 8
@@ -177,7 +177,7 @@ def _planned(
 ) -> _Planned:
     strata = None
     if sample is not None:
-        job = over_files(job, job_files(job, scratch))
+        job = with_files(job, job_files(job, scratch))
         strata = strata_of(job, sample)
     began = time.perf_counter()
     # Without a store there are no answers to find, so weights need not be hashed for work keys

@@ -24,7 +24,7 @@ from batchinfer.plan.order.requests import read_requests
 from batchinfer.plan.order.sharing import field_order
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.store.index.index import Index
-from batchinfer.store.index.ingest import ingest, over_files
+from batchinfer.store.index.ingest import ingest, with_files
 
 MOST_ROWS = 20_000  # rows that are examined, which takes seconds per variant of the prompt
 SIMULATE_S = 1.0  # for each variant
@@ -186,7 +186,7 @@ def _with_template(job: Job, template: str | None, index: Index) -> Job:
     prompt = job.prompt
     if prompt is not None and template is not None:
         prompt = prompt.model_copy(update={"user": template})
-    bare = over_files(job, index.inputs)
+    bare = with_files(job, index.inputs)
     output = bare.output.model_copy(update={"columns": ()})
     given = bare.input.model_copy(update={"expected": None})
     return bare.model_copy(update={"prompt": prompt, "output": output, "input": given})

@@ -30,7 +30,7 @@ from batchinfer.plan.order.run_order import depth_first, efforts, kept_together
 from batchinfer.plan.order.sharing import NO_SHARING, Sharing, SortedRows, sharing
 from batchinfer.plan.order.sorted_prompts import sorted_prompts
 from batchinfer.plan.order.work_roots import work_roots
-from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows
+from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
 from batchinfer.store.results.attempts import load_chosen
 
 _ROWS_PER_GROUP = 65_536
@@ -47,7 +47,7 @@ def plan_job(
     roots: ContentRoots,
     *,
     attempts: int = 1,
-    taken: TakenRows = NOTHING_TAKEN,
+    reused: ReusedRows = NO_REUSED_ROWS,
     beside: Sequence[Path] = (),
     in_flight: Sequence[bytes] = (),
     begun: Sequence[bytes] = (),
@@ -63,7 +63,7 @@ def plan_job(
     longest rows start early and rows with a common prefix stay together. Of a row's `attempts`, only the first one
     without a valid answer counts.
 
-    The first rows (`taken`) have reused answers. Prompts in `beside` run but are no rows of the job. Keys that the run
+    The first rows (`reused`) have reused answers. Prompts in `beside` run but are no rows of the job. Keys that the run
     has handed out before (`begun`), or that engines are computing (`in_flight`), are not planned. Rows that share a
     prefix with those in flight come first, while it is cached.
 
@@ -77,8 +77,8 @@ def plan_job(
     with connection(out_dir / "spill", memory_limit, threads) as database:
         if completion_parts and attempts > 1:
             load_chosen(database, completion_parts, attempts)
-        new = index_parts[len(taken.parts) :]
-        _load_wanted(database, new, attempts if completion_parts else 1, attempts, taken)
+        new = index_parts[len(reused.parts) :]
+        _load_wanted(database, new, attempts if completion_parts else 1, attempts, reused)
         if beside:
             _load_beside(database, beside)
         _load_work(database, completion_parts, retry_errors, in_flight, begun)
@@ -93,11 +93,13 @@ def plan_job(
             shared_prefix_tokens=shared.saved,
             again_tokens=shared.again,
             recurring=shared.recurring,
-            **_counts(database, taken),
+            **_counts(database, reused),
         )
 
 
-def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: int, taken: TakenRows) -> None:
+def _load_wanted(
+    database: Any, index: Sequence[Path], reached: int, attempts: int, reused: ReusedRows
+) -> None:
     """Create the table `wanted`: the distinct keys of the rows' current attempts, without keys of reused rows.
 
     A row may be at attempt `reached` at most. If that is above 1, the table `chosen` must be loaded.
@@ -110,8 +112,8 @@ def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: i
     if index:
         database.execute(f"INSERT INTO wanted {distinct_sql(index, reached, attempts)}")
         database.execute(f"INSERT INTO tally SELECT count(*), count(*) - count(key) FROM {parquet(index)}")
-    if taken.rows:
-        database.execute(f"DELETE FROM wanted WHERE key IN (SELECT key FROM {parquet(taken.parts)})")
+    if reused.rows:
+        database.execute(f"DELETE FROM wanted WHERE key IN (SELECT key FROM {parquet(reused.parts)})")
 
 
 def _load_beside(database: Any, beside: Sequence[Path]) -> None:
@@ -249,7 +251,7 @@ def _ordered_sql() -> str:
     )
 
 
-def _counts(database: Any, taken: TakenRows) -> dict[str, int]:
+def _counts(database: Any, reused: ReusedRows) -> dict[str, int]:
     """Return the counts of a plan. The table `wanted` has no keys of reused rows, so their counts are added."""
     names = [
         "rows",
@@ -274,10 +276,10 @@ def _counts(database: Any, taken: TakenRows) -> dict[str, int]:
     ).fetchall()
     found = {name: int(value) for name, value in zip(names, values[0], strict=True)}
     more = {
-        "rows": taken.rows,
-        "error_rows": taken.errors,
-        "distinct": taken.distinct,
-        "present": taken.distinct,
-        "duplicates": taken.rows - taken.errors - taken.distinct,
+        "rows": reused.rows,
+        "error_rows": reused.errors,
+        "distinct": reused.distinct,
+        "present": reused.distinct,
+        "duplicates": reused.rows - reused.errors - reused.distinct,
     }
     return {name: value + more.get(name, 0) for name, value in found.items()}

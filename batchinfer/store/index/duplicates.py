@@ -37,7 +37,7 @@ _OF_ATTEMPTS = re.compile(r"(key|params|expected_tokens)_\d+")  # after the firs
 
 
 class EqualRows:
-    """Settles the rows of an index, a stretch of its parts after another."""
+    """Settles the rows of an index, a segment of its parts after another."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class EqualRows:
         self._settled = 0  # parts
         self._kept: list[Path] = []  # of rows that were given another key: their first one
 
-    def begins_behind(self, parts: int) -> None:
+    def skip_parts(self, parts: int) -> None:
         """Take the rows of so many parts, the first ones, as settled: none of them is another sample of an equal
         row."""
         self._settled, self._kept = parts, []
@@ -71,7 +71,7 @@ class EqualRows:
     def settle(self, parts: Sequence[Path], tokens: TokenStore) -> int:
         """Settle the rows of those of these parts, in row order, that were not here the last time. Return how many
         became error rows. Raises StorageError, OutOfMemory."""
-        new = _Stretch(parts, self._settled, self._folder / "spill", self._ops, self._threads)
+        new = _NewRows(parts, self._settled, self._folder / "spill", self._ops, self._threads)
         errors = _refuse_repeated_ids(new, self._input_row) if self._unique_ids else 0
         kept = self._folder / f"equal-{len(self._kept)}.parquet"
         self._kept += _number_equal_samples(new, tokens, self._context, self._attempts, self._kept, kept)
@@ -79,7 +79,7 @@ class EqualRows:
         return errors
 
 
-class _Stretch:
+class _NewRows:
     """The parts of an index, of which those behind the first `settled` ones are to be settled."""
 
     def __init__(self, parts: Sequence[Path], settled: int, spill: Path, ops: FileOps, threads: int) -> None:
@@ -89,7 +89,7 @@ class _Stretch:
         self.first_row, self.new_parts = sum(rows[:settled]), parts[settled:]
 
     def patch(self, query: str, change: Change) -> int:
-        """Change the rows that a query finds, which are of this stretch; how many there were."""
+        """Change the rows that a query finds, which are of this segment; how many there were."""
         count = 0
         with connection(self._spill, threads=self._threads) as database:
             found = database.sql(f"{query} AND row_id >= {self.first_row} ORDER BY row_id")
@@ -119,7 +119,7 @@ class _Stretch:
             yield number, *np.concatenate(held, axis=1)
 
 
-def _refuse_repeated_ids(new: _Stretch, input_row: str) -> int:
+def _refuse_repeated_ids(new: _NewRows, input_row: str) -> int:
     """Turn every row whose custom_id an earlier row of the input has into an error row; how many became one."""
     if not new.new_parts:
         return 0
@@ -137,7 +137,7 @@ def _refuse_repeated_ids(new: _Stretch, input_row: str) -> int:
 
 
 def _number_equal_samples(
-    new: _Stretch,
+    new: _NewRows,
     tokens: TokenStore,
     context: bytes,
     attempts: int,

@@ -27,7 +27,7 @@ from batchinfer.core.tool_calls import CallStyle
 from batchinfer.filesystem.durable import FileOps, write_json
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.prompts.arguments.unread import unread_text
-from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows
+from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
 from batchinfer.store.index.token_store import TokenStore
 
 INDEX_FORMAT = 3
@@ -153,17 +153,17 @@ class BestOf(NamedTuple):
         return 1 if self.lists else self.published
 
 
-class Stretches(NamedTuple):
-    """The stretches of a kept index that have the rows of an index, behind those that were taken over: what they follow
+class PendingSegments(NamedTuple):
+    """The segments of a kept index that have the rows of an index, behind those that were taken over: what they follow
     from, and the folder and the rows of each. They can be taken over whole, too, once the rows are published."""
 
     identity: str
     rows: tuple[tuple[str, int], ...]
 
 
-def _stretches(value: Sequence[Any]) -> Stretches:
+def _pending(value: Sequence[Any]) -> PendingSegments:
     identity, *rows = value
-    return Stretches(str(identity), tuple((str(folder), int(count)) for folder, count in rows))
+    return PendingSegments(str(identity), tuple((str(folder), int(count)) for folder, count in rows))
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,8 @@ class Index:
     own_dimensions: bool = False  # whether rows say themselves how many numbers their vectors have
     engine_class: bool = False  # whether the result has a column for the class of machine of each answer
     # Its first rows, which have their answers; only of an index that was made a moment ago
-    taken: TakenRows = field(default=NOTHING_TAKEN, compare=False)
-    stretches: Stretches | None = field(default=None, compare=False)
+    reused: ReusedRows = field(default=NO_REUSED_ROWS, compare=False)
+    segments: PendingSegments | None = field(default=None, compare=False)
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -257,7 +257,7 @@ class Index:
             prompt_logprobs=bool(value.get("prompt_logprobs", False)),
             own_dimensions=bool(value.get("own_dimensions", False)),
             engine_class=bool(value.get("engine_class", False)),
-            stretches=_made(_stretches, value.get("stretches")),
+            segments=_made(_pending, value.get("stretches")),
         )
 
     @classmethod
@@ -294,8 +294,8 @@ class Index:
             value["unread_calls"] = True
         if self.known_rows:
             value["known_rows"] = self.known_rows
-        elif self.stretches is not None:  # only an index without known rows is used by a run that comes later
-            value["stretches"] = [self.stretches.identity, *self.stretches.rows]
+        elif self.segments is not None:  # only an index without known rows is used by a run that comes later
+            value["stretches"] = [self.segments.identity, *self.segments.rows]
         if self.embedding is not None:
             value["embedding"] = self.embedding.to_json()
         if self.scoring is not None:

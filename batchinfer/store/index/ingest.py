@@ -38,11 +38,11 @@ from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.store.index.content_free_row import check_rendered, content_free_row
 from batchinfer.store.index.duplicates import EqualRows
-from batchinfer.store.index.index import AnswerSchema, BestOf, Index, Layout, Stretches, index_schema
+from batchinfer.store.index.index import AnswerSchema, BestOf, Index, Layout, PendingSegments, index_schema
 from batchinfer.store.index.ingest_options import IngestOptions
 from batchinfer.store.index.keeping import Keeping, KeptIndex, RowsToKeep, kept_index
 from batchinfer.store.index.passthrough import JsonSpool, TypedColumns
-from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows
+from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
 from batchinfer.store.index.writer import IndexWriter, RowPlace, RowsSoFar
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def job_files(job: Job, scratch: Path) -> list[InputFile]:
     ]  # when the query ran says nothing about its rows
 
 
-def over_files(job: Job, files: Sequence[InputFile]) -> Job:
+def with_files(job: Job, files: Sequence[InputFile]) -> Job:
     """The job over these files of its own, `job_files` or a copy of them: then its query does not run again."""
     if job.input.sql is None:
         return job
@@ -190,7 +190,7 @@ class Ingestion:
         self._reader: Reader | None = None
         self._writer: IndexWriter | None = None  # once there is a row
         self._kept: KeptIndex | None = None  # once rows are read
-        self._taken = NOTHING_TAKEN  # the first rows
+        self._reused = NO_REUSED_ROWS  # the first rows
         self._refused = 0  # rows that became error rows because of the rows before them
         self._equal = EqualRows(
             self._spill,
@@ -218,12 +218,12 @@ class Ingestion:
         whole = self._job.classify.content_free is None
         # The types of carried columns may follow from all rows: those of rows that were taken over may not fit
         typed = self._reader is not None and self._reader.schema() is not None
-        return whole and (typed or not self._taken.carried)
+        return whole and (typed or not self._reused.carried)
 
     @property
-    def taken(self) -> TakenRows:
+    def reused(self) -> ReusedRows:
         """Return the first rows, which were taken over whole."""
-        return self._taken
+        return self._reused
 
     def steps(self) -> Generator[IngestProgress, None, None]:
         """Read the input, a chunk a step. Close it to give up. Raises as `ingest` does."""
@@ -233,7 +233,7 @@ class Ingestion:
             yield from self._read(files, take=False)
 
     def _read(self, files: Sequence[InputFile], *, take: bool) -> Generator[IngestProgress, None, bool]:
-        """Read the input. `take`: stretches may be taken over whole. Return False if the columns that their rows carry
+        """Read the input. `take`: segments may be taken over whole. Return False if the columns that their rows carry
         have other types now: then the input must be read again without."""
         self._make_folders()
         reader = self._reader = self._opened(files)
@@ -242,7 +242,7 @@ class Ingestion:
         spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
         with self._kept_index(spec, reader, schema, take=take) as kept:
             self._kept = kept
-            self._taken = NOTHING_TAKEN if kept is None else kept.taken
+            self._reused = NO_REUSED_ROWS if kept is None else kept.reused
             carried = self._carried(schema)
             try:
                 yield from self._write(reader, spec, columns, carried, kept)
@@ -316,9 +316,9 @@ class Ingestion:
         if not names:
             return None
         if schema is None:
-            return JsonSpool(names, self._spool, self._ops, self._taken)
+            return JsonSpool(names, self._spool, self._ops, self._reused)
         typed = pa.schema([(name, schema.field(name).type) for name in names])
-        return TypedColumns(typed, self._layout.passthrough, self._ops, self._taken)
+        return TypedColumns(typed, self._layout.passthrough, self._ops, self._reused)
 
     def _write(
         self,
@@ -329,11 +329,11 @@ class Ingestion:
         kept: KeptIndex | None,
     ) -> Generator[IngestProgress, None, None]:
         """Write what workers make of the rows."""
-        job, taken = self._job, self._taken
-        how = self._options.max_model_len, self._index_columns(spec), self._ops, job.attempts, taken
+        job, reused = self._job, self._reused
+        how = self._options.max_model_len, self._index_columns(spec), self._ops, job.attempts, reused
         writer = self._writer = IndexWriter(self._layout, *how)
-        self._equal.begins_behind(len(taken.parts))
-        for facts in taken.facts:
+        self._equal.skip_parts(len(reused.parts))
+        for facts in reused.facts:
             columns.add(facts.names, facts.found, facts.read)
         workers = self._options.workers or usable_cpus()
         wanted = _Wanted(_chunks(reader, columns.read, kept, carried), job.input.limit)
@@ -356,7 +356,7 @@ class Ingestion:
             row = content_free_row(job, columns.prompt)
             for _, rows in pool.map([] if row is None else [(row, row, 1)]):
                 check_rendered(job, rows)
-                writer.beside(self._layout.content_free, rows)
+                writer.write_separately(self._layout.content_free, rows)
                 at = reader.bytes_total
                 yield IngestProgress(writer.rows, at, at, rows.prompts.keys_of_new_work())
             writer.commit()
@@ -520,19 +520,19 @@ class Ingestion:
             prompt_logprobs=writer.prompt_logprobs or sampling.asks_prompt_logprobs,
             own_dimensions=writer.own_dimensions,
             engine_class=job.mixes_classes,
-            taken=self._taken,
-            stretches=self._stretches,
+            reused=self._reused,
+            segments=self._pending_segments,
         )
         index.write_marker(self._ops)
         return index
 
     @property
-    def _stretches(self) -> Stretches | None:
+    def _pending_segments(self) -> PendingSegments | None:
         """Return what the next run can take over whole, once the rows are published."""
         kept = self._kept
         if kept is None or not self._may_take or self._equal.numbered:
             return None
-        return Stretches(kept.asked.whole_identity, kept.stretches)
+        return PendingSegments(kept.asked.finished_identity, kept.segments)
 
     def _best(self) -> BestOf | None:
         job, lists = self._job, not self._job.output.explode

@@ -1,6 +1,6 @@
 """Ingest keeps what it prepared for the next run, and reuses what the last run kept.
 
-Two kinds of things are found again besides stretches that are taken over whole: a file that did not change, by what
+Two kinds of things are found again besides segments that are taken over whole: a file that did not change, by what
 identifies it, and a chunk of a changed file, by the digest of its bytes and its place. Tokens are not kept: a chunk is
 prepared again if the store lacks the answer of one of its rows.
 """
@@ -30,28 +30,28 @@ from batchinfer.input.prompts.render_pool import ReadyChunk
 from batchinfer.input.prompts.render_reply import BadReply, pack_reply, unpack_reply
 from batchinfer.input.prompts.render_worker import RenderSpec
 from batchinfer.input.reader import Reader
-from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows, taken_over
+from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows, reuse_segments
 from batchinfer.store.kept.chunks import KeptChunk, KeptWriter, chunk_digest, kept_chunks
-from batchinfer.store.kept.facts import StretchFacts
+from batchinfer.store.kept.facts import SegmentFacts
 from batchinfer.store.kept.files import (
     CHUNKS,
     FACTS,
     REPLIES,
     KeptFile,
     KeptMarker,
-    KeptStretch,
-    opened,
-    put_in_place,
+    KeptSegment,
+    open_segment,
     read_marker,
-    whole_file,
+    read_open_file,
+    replace_marker,
 )
-from batchinfer.store.kept.stretches import StretchCuts, unchanged_stretches, worth_taking
-from batchinfer.store.kept.whole import WholeStretch
+from batchinfer.store.kept.finished import FinishedSegment
+from batchinfer.store.kept.segments import SegmentCuts, count_reused, count_unchanged
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
-def _none_whole(_: str, __: Sequence[str]) -> Sequence[WholeStretch]:
+def _no_finished(_: str, __: Sequence[str]) -> Sequence[FinishedSegment]:
     return ()
 
 
@@ -64,20 +64,20 @@ class Keeping:
         answered: Returns True if the store has the answers of all these rows.
         notice: Gets the reason if what was kept is not used.
         fresh: Read all input files, and trust no digest that was computed before.
-        whole: Returns, for rows of these settings, which of these stretches can be taken over whole: the first ones.
+        whole: Returns, for rows of these settings, which of these segments can be taken over whole: the first ones.
     """
 
     kept: Path
     answered: Callable[[Prepared], bool]
     notice: Callable[[str], None]
     fresh: bool = False
-    whole: Callable[[str, Sequence[str]], Sequence[WholeStretch]] = _none_whole
+    finished: Callable[[str, Sequence[str]], Sequence[FinishedSegment]] = _no_finished
 
 
 @dataclass(frozen=True, slots=True)
 class RowsToKeep:
     """The rows that are kept: what decides what becomes of a row (`spec`, `material`), what more decides what the index
-    says of it (`shape`), and their files. `taking`: the folders of an index that may take over stretches as its first
+    says of it (`shape`), and their files. `taking`: the folders of an index that may take over segments as its first
     parts; None: it takes none."""
 
     spec: RenderSpec
@@ -104,8 +104,8 @@ class RowsToKeep:
         return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()
 
     @property
-    def whole_identity(self) -> str:
-        """Return what whole stretches follow from."""
+    def finished_identity(self) -> str:
+        """Return what whole segments follow from."""
         return hashlib.sha256(f"{self.identity} {self.shape}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -114,54 +114,54 @@ def kept_index(keeping: Keeping, asked: RowsToKeep, ops: FileOps) -> Iterator[Ke
     """Open what the last run kept, if it is of the same settings, and begin to write what is kept of this run. If it
     cannot be read, a notice says so. Raises StorageError."""
     with ExitStack() as stack:
-        last, taken, stretches = None, NOTHING_TAKEN, tuple[KeptStretch, ...]()
+        last, reused, segments = None, NO_REUSED_ROWS, tuple[KeptSegment, ...]()
         try:
             marker = read_marker(keeping.kept)
             if marker is not None and marker.identity == asked.identity:
-                opening = (opened(keeping.kept, one, fresh=keeping.fresh) for one in marker.stretches)
+                opening = (open_segment(keeping.kept, one, fresh=keeping.fresh) for one in marker.segments)
                 files = [stack.enter_context(one) for one in opening]
                 first = _taken(keeping, asked, marker, files, ops)
-                number = len(first.stretches)
-                last = _Last(keeping, asked.spec, [*zip(marker.stretches, files, strict=True)][number:])
-                taken, stretches = first, marker.stretches[:number]
+                number = len(first.segments)
+                last = _Last(keeping, asked.spec, [*zip(marker.segments, files, strict=True)][number:])
+                reused, segments = first, marker.segments[:number]
         except (ValueError, KeyError, TypeError, OSError) as error:
             keeping.notice(f"what the last run kept of its rows cannot be used, all are read again: {error}")
-        index = KeptIndex(keeping.kept, asked, last, taken, stretches, ops)
+        index = KeptIndex(keeping.kept, asked, last, reused, segments, ops)
         stack.callback(index.close)
         yield index
 
 
 def _taken(
     keeping: Keeping, asked: RowsToKeep, marker: KeptMarker, files: Sequence[Mapping[str, int]], ops: FileOps
-) -> TakenRows:
-    """Take over the stretches, from the first one on, whose files did not change and whose rows are answered."""
+) -> ReusedRows:
+    """Take over the segments, from the first one on, whose files did not change and whose rows are answered."""
     if keeping.fresh or asked.taking is None:
-        return NOTHING_TAKEN
-    facts = [StretchFacts.from_json(whole_file(one[FACTS])) for one in files]
-    known = keeping.whole(asked.whole_identity, marker.folders)
-    known = known[: unchanged_stretches(marker.stretches, facts, asked.files)]
-    sizes = [sum(file.file.size for file in one.files) for one in marker.stretches[: len(known)]]
+        return NO_REUSED_ROWS
+    facts = [SegmentFacts.from_json(read_open_file(one[FACTS])) for one in files]
+    known = keeping.finished(asked.finished_identity, marker.folders)
+    known = known[: count_unchanged(marker.segments, facts, asked.files)]
+    sizes = [sum(file.file.size for file in one.files) for one in marker.segments[: len(known)]]
     rest = sum(file.size for file in asked.files) - sum(sizes)
-    chosen = [*zip(known, facts, strict=False)][: worth_taking(sizes, rest)]
-    return taken_over(keeping.kept, chosen, *asked.taking, ops, keeping.notice)
+    chosen = [*zip(known, facts, strict=False)][: count_reused(sizes, rest)]
+    return reuse_segments(keeping.kept, chosen, *asked.taking, ops, keeping.notice)
 
 
 class _Last:
-    """The chunks that the last run kept, apart from those of stretches that are taken over, and their files."""
+    """The chunks that the last run kept, apart from those of segments that are taken over, and their files."""
 
     def __init__(
         self,
         keeping: Keeping,
         spec: RenderSpec,
-        stretches: Sequence[tuple[KeptStretch, Mapping[str, int]]],
+        segments: Sequence[tuple[KeptSegment, Mapping[str, int]]],
     ) -> None:
         self._answered, self._spec = keeping.answered, spec
         self._by_digest: dict[str, KeptChunk] = {}
         self._of: dict[str, tuple[KeptFile, Sequence[KeptChunk]]] = {}
-        for stretch, own in stretches:
-            chunks = kept_chunks(whole_file(own[CHUNKS]), own[REPLIES])
+        for segment, own in segments:
+            chunks = kept_chunks(read_open_file(own[CHUNKS]), own[REPLIES])
             self._by_digest |= {one.digest: one for one in chunks if one.digest}
-            for one in () if keeping.fresh else stretch.files:
+            for one in () if keeping.fresh else segment.files:
                 self._of[one.file.path] = one, chunks[one.first_chunk : one.first_chunk + one.chunks]
 
     def rows(self, chunk: KeptChunk) -> PreparedRows:
@@ -193,16 +193,16 @@ class _Last:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A stretch that was written, and which of the files that were read are its."""
+    """A segment that was written, and which of the files that were read are its."""
 
-    stretch: KeptStretch
-    facts: StretchFacts
+    segment: KeptSegment
+    facts: SegmentFacts
     files: range
     first_chunk: int
 
 
 class KeptIndex:
-    """Joins what the last run kept to what this run keeps, one stretch after another. `taken` is what was taken over
+    """Joins what the last run kept to what this run keeps, one segment after another. `reused` is what was taken over
     whole."""
 
     def __init__(
@@ -210,25 +210,25 @@ class KeptIndex:
         kept: Path,
         asked: RowsToKeep,
         last: _Last | None,
-        taken: TakenRows,
-        stretches: tuple[KeptStretch, ...],
+        reused: ReusedRows,
+        segments: tuple[KeptSegment, ...],
         ops: FileOps,
     ) -> None:
-        """stretches: those that were taken over."""
-        self.asked, self.taken = asked, taken
+        """segments: those that were taken over."""
+        self.asked, self.reused = asked, reused
         self._kept, self._last, self._ops = kept, last, ops
-        self._stretches_taken = stretches
+        self._reused_segments = segments
         self._began = time.time()
         # Of chunks that were given out: their digests, and their rows if they were kept
         self._given: deque[tuple[str, KeptChunk | None]] = deque()
         self._files: list[tuple[InputFile, int]] = []  # and their first chunks
         self._count = self._appended = 0  # chunks
-        self._cuts = StretchCuts(sum(file.size for file in asked.files))
-        self._writer: KeptWriter | None = None  # of the stretch that is being written, once it has a row
-        self._facts = StretchFacts()
-        self._first_chunk = self._first_file = 0  # of that stretch
+        self._cuts = SegmentCuts(sum(file.size for file in asked.files))
+        self._writer: KeptWriter | None = None  # of the segment that is being written, once it has a row
+        self._facts = SegmentFacts()
+        self._first_chunk = self._first_file = 0  # of that segment
         self._written: list[_Written] = []
-        # The chunks and files with which other stretches begin
+        # The chunks and files with which other segments begin
         self._begins: deque[tuple[int, int]] = deque()
 
     def close(self) -> None:
@@ -240,10 +240,10 @@ class KeptIndex:
         """Yield the chunks of all files but those that were taken over. `typed`: columns are carried that only the file
         has, with their types."""
         reader.complete, reader_sha256 = True, reader.sha256
-        taken = [one for stretch in self._stretches_taken for one in stretch.files]
-        reader_sha256.update({one.file.path: one.sha256 for one in taken})
-        before = sum(one.file.size for one in taken)
-        for file in reader.files[len(taken) :]:
+        reused = [one for segment in self._reused_segments for one in segment.files]
+        reader_sha256.update({one.file.path: one.sha256 for one in reused})
+        before = sum(one.file.size for one in reused)
+        for file in reader.files[len(reused) :]:
             if self._cuts.before(file.size):
                 self._begins.append((self._count, len(self._files)))
             self._files.append((file, self._count))
@@ -284,24 +284,24 @@ class KeptIndex:
         self._count += 1
 
     def turns(self) -> bool:
-        """Whether the next rows are the first of another stretch; the one before is finished. Raises StorageError."""
+        """Whether the next rows are the first of another segment; the one before is finished. Raises StorageError."""
         if not self._begins or self._begins[0][0] > self._appended:
             return False
         chunk, file = self._begins.popleft()
-        self._finish_stretch(file)
+        self._finish_segment(file)
         self._first_chunk = chunk
         return True
 
-    def _finish_stretch(self, end: int) -> None:
-        """Finish the stretch that is being written, whose files are those before the number `end`."""
+    def _finish_segment(self, end: int) -> None:
+        """Finish the segment that is being written, whose files are those before the number `end`."""
         files = range(self._first_file, end)
         self._first_file = end
         if self._writer is not None:
             self._facts.files = len(files)
             digests = self._writer.finish(self._facts)
-            stretch = KeptStretch(self._writer.folder, digests, ())
-            self._written.append(_Written(stretch, self._facts, files, self._first_chunk))
-        self._writer, self._facts = None, StretchFacts()
+            segment = KeptSegment(self._writer.folder, digests, ())
+            self._written.append(_Written(segment, self._facts, files, self._first_chunk))
+        self._writer, self._facts = None, SegmentFacts()
 
     def append(self, rows: PreparedRows) -> None:
         """Keep the rows of the next chunk that was given out. Raises StorageError."""
@@ -319,7 +319,7 @@ class KeptIndex:
         self._writer.append(digest, len(rows), reply)
 
     def _note_facts(self, rows: PreparedRows, params: Sequence[SamplingParams]) -> None:
-        """Add what is known of these rows together to what is known of the stretch."""
+        """Add what is known of these rows together to what is known of the segment."""
         facts, prompts = self._facts, rows.prompts
         facts.rows += len(rows)
         facts.read += rows.facts.read_rows
@@ -333,7 +333,7 @@ class KeptIndex:
 
     def finish(self, reader: Reader) -> None:
         """Put what was kept of this run in the place of what the last one kept. Raises StorageError."""
-        self._finish_stretch(len(self._files))
+        self._finish_segment(len(self._files))
         firsts = [*(first for _, first in self._files), self._count]
         for number, one in enumerate(self._written):
             files = [
@@ -343,19 +343,19 @@ class KeptIndex:
                 for at in one.files
                 if (file := self._files[at][0]).path in reader.sha256 and self._shows_changes(file)
             ]
-            self._written[number] = replace(one, stretch=replace(one.stretch, files=tuple(files)))
-        stretches = (*self._stretches_taken, *(one.stretch for one in self._written))
-        put_in_place(self._kept, KeptMarker(self.asked.identity, stretches), self._ops)
+            self._written[number] = replace(one, segment=replace(one.segment, files=tuple(files)))
+        segments = (*self._reused_segments, *(one.segment for one in self._written))
+        replace_marker(self._kept, KeptMarker(self.asked.identity, segments), self._ops)
 
     @property
-    def stretches(self) -> tuple[tuple[str, int], ...]:
-        """Return the stretches that were written and can be taken over whole the next time, as far as they follow those
+    def segments(self) -> tuple[tuple[str, int], ...]:
+        """Return the segments that were written and can be taken over whole the next time, as far as they follow those
         that were taken over now; and how many rows each has."""
         found = []
         for one in self._written:
-            if not one.facts.plain or len(one.stretch.files) < one.facts.files:
+            if not one.facts.plain or len(one.segment.files) < one.facts.files:
                 break
-            found.append((one.stretch.folder, one.facts.rows))
+            found.append((one.segment.folder, one.facts.rows))
         return tuple(found)
 
     def _shows_changes(self, file: InputFile) -> bool:

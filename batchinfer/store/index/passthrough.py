@@ -29,7 +29,7 @@ from batchinfer.input.chunk import InputChunk
 from batchinfer.input.prompts.row_facts import RowFacts
 from batchinfer.input.typed_rows import blank_rows
 from batchinfer.store.index.even_batches import EvenBatches
-from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows
+from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
 
 Times = NDArray[np.int64]
 _TYPES = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
@@ -61,14 +61,14 @@ class JsonSpool:
     """Passthrough columns of JSONL rows, kept as JSON text until their types are known."""
 
     def __init__(
-        self, columns: Sequence[str], folder: Path, ops: FileOps, taken: TakenRows = NOTHING_TAKEN
+        self, columns: Sequence[str], folder: Path, ops: FileOps, reused: ReusedRows = NO_REUSED_ROWS
     ) -> None:
-        """taken: the first rows, whose columns are there already."""
-        self._taken = taken
+        """reused: the first rows, whose columns are there already."""
+        self._reused = reused
         self._columns = tuple(columns)
         self._ops = ops
         self._kinds = Kinds(columns)
-        for facts in taken.facts:
+        for facts in reused.facts:
             for name, kinds in zip(columns, facts.kinds, strict=True):
                 self._kinds.add(name, kinds)
         fields = [("row_id", pa.int64()), *((name, pa.string()) for name in columns)]
@@ -91,7 +91,7 @@ class JsonSpool:
     @property
     def fits(self) -> bool:
         """Whether the columns of the rows that were taken over have the types of all rows."""
-        there = self._taken.carried
+        there = self._reused.carried
         return not there or pq.read_schema(there[0]).remove_metadata().equals(self._full)
 
     @property
@@ -104,7 +104,7 @@ class JsonSpool:
         with self._writer:
             spooled = self._even.commit()
         full = self._full
-        with PartWriter(target, full, self._ops, before=self._taken.carried) as writer:
+        with PartWriter(target, full, self._ops, before=self._reused.carried) as writer:
             for part in spooled:
                 for batch in parquet_batches([part], 1024):
                     writer.append(_typed(batch, full))
@@ -150,12 +150,12 @@ class TypedColumns:
     """Passthrough columns that have types already: written as they are, those of CSV as the texts that were read."""
 
     def __init__(
-        self, schema: pa.Schema, target: Path, ops: FileOps, taken: TakenRows = NOTHING_TAKEN
+        self, schema: pa.Schema, target: Path, ops: FileOps, reused: ReusedRows = NO_REUSED_ROWS
     ) -> None:
-        """taken: the first rows, whose columns are in `target` already."""
+        """reused: the first rows, whose columns are in `target` already."""
         self._schema = schema
         self._full = pa.schema([("row_id", pa.int64()), *schema])
-        self._writer = PartWriter(target, self._full, ops, before=taken.carried)
+        self._writer = PartWriter(target, self._full, ops, before=reused.carried)
         self._even = EvenBatches(self._writer, self._full)
 
     def append(self, first_id: int, chunk: InputChunk, facts: RowFacts, times: Times) -> None:

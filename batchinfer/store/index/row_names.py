@@ -35,7 +35,7 @@ def name_rows(
     return ", ".join(names) + rest
 
 
-def named_if_found(index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, attempts: int = 1) -> str:
+def try_name_rows(index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, attempts: int = 1) -> str:
     """As `name_rows`; where that fails, why it did: what ended the engine must be told all the same."""
     try:
         return name_rows(index_parts, keys, spill, attempts)

@@ -33,7 +33,7 @@ from batchinfer.store.index.index import (
     attempt_columns,
     unlike_columns,
 )
-from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows
+from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
 from batchinfer.store.index.token_store import TokenStore, TokenWriter
 
 _TEXT_BYTES = 1 << 20  # of parameters, in the rows that are made at a time
@@ -69,28 +69,28 @@ class IndexWriter:
         schema: pa.Schema,
         ops: FileOps,
         attempts: int = 1,
-        taken: TakenRows = NOTHING_TAKEN,
+        reused: ReusedRows = NO_REUSED_ROWS,
     ) -> None:
-        """schema: of the index, see `index_schema`. taken: its first rows, which are there already."""
+        """schema: of the index, see `index_schema`. reused: its first rows, which are there already."""
         self._layout, self._max_model_len, self._schema, self._ops = layout, max_model_len, schema, ops
         self._attempts = attempts
         unlike = unlike_columns(attempts)
-        self._parts = PartWriter(layout.index, self._schema, ops, unlike=unlike, before=taken.parts)
+        self._parts = PartWriter(layout.index, self._schema, ops, unlike=unlike, before=reused.parts)
         self._even = EvenBatches(self._parts, self._schema)
         self._tokens = TokenWriter(layout.tokens, ops)
-        self.rows = self.input_rows = taken.rows
+        self.rows = self.input_rows = reused.rows
         self.most_samples = 1  # of a row of the input
-        self.error_rows = taken.errors
+        self.error_rows = reused.errors
         self.unread = UnreadArguments()
         # Whether a row has any
-        self.has_tools = any(facts.tools for facts in taken.facts) and LABELS.name not in schema.names
+        self.has_tools = any(facts.tools for facts in reused.facts) and LABELS.name not in schema.names
         # Of all prompts, also of those whose tokens are not there,
-        self.total_tokens = sum(facts.tokens for facts in taken.facts)
-        self.known_rows = taken.rows - taken.errors  # which so many rows have
-        asked = [facts.logprobs for facts in taken.facts if facts.logprobs is not None]
+        self.total_tokens = sum(facts.tokens for facts in reused.facts)
+        self.known_rows = reused.rows - reused.errors  # which so many rows have
+        asked = [facts.logprobs for facts in reused.facts if facts.logprobs is not None]
         self.logprobs = max(asked) if asked else None  # the most that a row asks for; None: no row asks
         # Whether a row asks for those of its prompt
-        self.prompt_logprobs = any(facts.prompt_logprobs for facts in taken.facts)
+        self.prompt_logprobs = any(facts.prompt_logprobs for facts in reused.facts)
         self.has_vectors = self.own_dimensions = (
             False  # whether a row asks for a vector, and says how long it is
         )
@@ -111,7 +111,7 @@ class IndexWriter:
         self._note_params(params)
         self.own_dimensions |= done.dimensions is not None
         self.has_tools |= bool(done.own_texts.texts) and LABELS.name not in self._schema.names
-        for first, stop in _stretches(ends, self._at_once(done)):
+        for first, stop in _row_ranges(ends, self._at_once(done)):
             size, own = stop - first, times[first:stop]
             columns = _work_columns(done, params, starts, slice(first, stop), self._max_model_len)
             columns |= _rung_columns(done, slice(first, stop), self._max_model_len)
@@ -155,7 +155,7 @@ class IndexWriter:
             self.logprobs = max(*asked, self.logprobs or 0)
         self.prompt_logprobs |= any(p.prompt_logprobs is not None for p in params)
 
-    def beside(self, folder: Path, rows: PreparedRows) -> None:
+    def write_separately(self, folder: Path, rows: PreparedRows) -> None:
         """Write rows that are not the input's to a folder of their own. Raises StorageError."""
         parts = PartWriter(folder, self._schema, self._ops)
         even = EvenBatches(parts, self._schema)
@@ -210,7 +210,7 @@ class _Further(NamedTuple):
         )
 
     def columns(self, columns: Mapping[str, pa.Array], rows: slice, times: Int64s) -> dict[str, pa.Array]:
-        """Return the columns in which prompts differ, of a stretch of rows, each of which stands there so often."""
+        """Return the columns in which prompts differ, of a segment of rows, each of which stands there so often."""
         first, end = np.searchsorted(self.prompts.rows, [rows.start, rows.stop]).tolist()
         if first == end:
             return {}
@@ -258,8 +258,8 @@ def _work_columns(
     }
 
 
-def _stretches(ends: Int64s, at_once: int) -> Iterator[tuple[int, int]]:
-    """Yield stretches of rows, each from a row to another, that become at most so many rows of the index, or are one
+def _row_ranges(ends: Int64s, at_once: int) -> Iterator[tuple[int, int]]:
+    """Yield segments of rows, each from a row to another, that become at most so many rows of the index, or are one
     row. `ends`: of the rows that each becomes."""
     first = 0
     while first < len(ends):

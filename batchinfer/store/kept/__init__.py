@@ -1,1 +1,1 @@
-"""A job's last run keeps prepared rows, so that the next one reuses stretches, files and chunks that did not change."""
+"""A job's last run keeps prepared rows, so that the next one reuses segments, files and chunks that did not change."""

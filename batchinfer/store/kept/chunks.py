@@ -1,4 +1,4 @@
-"""The chunks of a stretch: for each its digest, its rows, and the reply of the worker that prepared it, without tokens.
+"""The chunks of a segment: for each its digest, its rows, and the reply of the worker that prepared it, without tokens.
 
 chunks.jsonl  a line for each chunk
 replies.bin   the replies (render_reply.py), end to end
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from batchinfer.filesystem.durable import Digest, DurableFile, FileOps
 from batchinfer.input.chunk import InputChunk
-from batchinfer.store.kept.facts import StretchFacts
+from batchinfer.store.kept.facts import SegmentFacts
 from batchinfer.store.kept.files import CHUNKS, FACTS, NAMES, REPLIES, new_folder
 
 
@@ -43,7 +43,7 @@ def chunk_digest(chunk: InputChunk) -> str:
 
 
 def kept_chunks(lines: bytes, replies: int) -> list[KeptChunk]:
-    """Return the chunks of a stretch. Raises ValueError for lines that are not as they were written."""
+    """Return the chunks of a segment. Raises ValueError for lines that are not as they were written."""
     found = []
     for line in lines.splitlines():
         digest, rows, at, size = json.loads(line)
@@ -52,7 +52,7 @@ def kept_chunks(lines: bytes, replies: int) -> list[KeptChunk]:
 
 
 class KeptWriter:
-    """Writes the files of a stretch. Call `finish` at the end, or nothing is kept, and `close` in any case."""
+    """Writes the files of a segment. Call `finish` at the end, or nothing is kept, and `close` in any case."""
 
     def __init__(self, kept: Path, ops: FileOps) -> None:
         self._folder = new_folder(kept, ops)
@@ -67,11 +67,11 @@ class KeptWriter:
 
     @property
     def folder(self) -> str:
-        """Return the name of the stretch's folder."""
+        """Return the name of the segment's folder."""
         return self._folder.name
 
-    def finish(self, facts: StretchFacts) -> dict[str, Digest]:
-        """Complete the files, and return their digests. The files count once a marker names the stretch. Raises
+    def finish(self, facts: SegmentFacts) -> dict[str, Digest]:
+        """Complete the files, and return their digests. The files count once a marker names the segment. Raises
         StorageError."""
         self._files[FACTS].write(facts.to_json())
         return {name: file.commit() for name, file in self._files.items()}

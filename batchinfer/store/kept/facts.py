@@ -1,4 +1,4 @@
-"""An index knows some things of all rows of a stretch together, beside what it knows of each."""
+"""An index knows some things of all rows of a segment together, beside what it knows of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_NAMES = 200  # of columns that are remembered
 
 
 @dataclass(slots=True)
-class StretchFacts:
+class SegmentFacts:
     """The facts of some rows. `files` are the input files that the rows are of, all of each; `tokens` those of all
     prompts; `read` rows could be read.
 

@@ -1,11 +1,11 @@
 """The folder of a kept index: its files, which are written durably, and the marker that names them with their digests.
 
     .batchinfer-res/kept/kept.json       the marker, written last
-    .batchinfer-res/kept/<random>/       the files of a stretch of the rows: see chunks.py and facts.py
+    .batchinfer-res/kept/<random>/       the files of a segment of the rows: see chunks.py and facts.py
     .batchinfer-res/kept/whole.json      what of these is taken over whole: see whole.py
 
 There is one for each job, that of its last run. Whoever reads it has opened all its files before: another run of the
-job may put its own in place meanwhile. A stretch is the rows of some input files, one after the other. Its files never
+job may put its own in place meanwhile. A segment is the rows of some input files, one after the other. Its files never
 change, so that the next kept index may have it, too; those of whole.py are added to them later.
 """
 
@@ -27,13 +27,13 @@ from batchinfer.filesystem.durable import Digest, FileOps, storage, write_json
 from batchinfer.input.input_file import InputFile
 
 KEPT_FORMAT = 6
-MARKER, WHOLE = "kept.json", "whole.json"
+MARKER, FINISHED = "kept.json", "whole.json"
 NAMES = REPLIES, CHUNKS, FACTS = "replies.bin", "chunks.jsonl", "facts.json"
 
 
 @dataclass(frozen=True, slots=True)
 class KeptFile:
-    """An input file as it was read, all of it: its content, and which of the stretch's chunks are its."""
+    """An input file as it was read, all of it: its content, and which of the segment's chunks are its."""
 
     file: InputFile
     sha256: str
@@ -42,8 +42,8 @@ class KeptFile:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptStretch:
-    """A stretch of the rows: where its files are, their digests, and which input files its rows are of."""
+class KeptSegment:
+    """A segment of the rows: where its files are, their digests, and which input files its rows are of."""
 
     folder: str
     digests: Mapping[str, Digest]
@@ -55,8 +55,8 @@ class KeptStretch:
         return {"folder": self.folder, "digests": digests, "files": files}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> KeptStretch:
-        """Raises KeyError, TypeError, AttributeError for what is no stretch."""
+    def from_json(cls, value: Mapping[str, Any]) -> KeptSegment:
+        """Raises KeyError, TypeError, AttributeError for what is no segment."""
         files = tuple(KeptFile(**one | {"file": InputFile(**one["file"])}) for one in value["files"])
         digests = {name: Digest(**one) for name, one in value["digests"].items()}
         return cls(str(value["folder"]), digests, files)
@@ -64,22 +64,22 @@ class KeptStretch:
 
 @dataclass(frozen=True, slots=True)
 class KeptMarker:
-    """The contents of the marker. `identity` says of which settings the rows are. The rows of the stretches follow one
+    """The contents of the marker. `identity` says of which settings the rows are. The rows of the segments follow one
     another."""
 
     identity: str
-    stretches: tuple[KeptStretch, ...]
+    segments: tuple[KeptSegment, ...]
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Return the names of the stretches' folders."""
-        return tuple(one.folder for one in self.stretches)
+        """Return the names of the segments' folders."""
+        return tuple(one.folder for one in self.segments)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "format": KEPT_FORMAT,
             "identity": self.identity,
-            "stretches": [one.to_json() for one in self.stretches],
+            "stretches": [one.to_json() for one in self.segments],
         }
 
 
@@ -90,8 +90,8 @@ def read_marker(kept: Path) -> KeptMarker | None:
         value = json.loads((kept / MARKER).read_bytes())
         if value["format"] != KEPT_FORMAT:
             return None
-        stretches = tuple(KeptStretch.from_json(one) for one in value["stretches"])
-        return KeptMarker(str(value["identity"]), stretches)
+        segments = tuple(KeptSegment.from_json(one) for one in value["stretches"])
+        return KeptMarker(str(value["identity"]), segments)
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -99,17 +99,17 @@ def read_marker(kept: Path) -> KeptMarker | None:
 
 
 @contextmanager
-def opened(kept: Path, stretch: KeptStretch, *, fresh: bool = False) -> Iterator[dict[str, int]]:
-    """Open the files of a stretch, and check that each is as it was written; within the block they can be read, by
+def open_segment(kept: Path, segment: KeptSegment, *, fresh: bool = False) -> Iterator[dict[str, int]]:
+    """Open the files of a segment, and check that each is as it was written; within the block they can be read, by
     name. Raises ValueError for one that is not, OSError, StorageError. `fresh`: no digest that was computed before
     counts."""
-    folder, held = kept / stretch.folder, dict[str, int]()
+    folder, held = kept / segment.folder, dict[str, int]()
     try:
         for name in NAMES:
             held[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
         with file_digests(folder, fresh=fresh) as found:
             for name in NAMES:
-                if found.of(folder / name) != stretch.digests[name].sha256:
+                if found.of(folder / name) != segment.digests[name].sha256:
                     raise ValueError(f"{folder / name}: its sha256 is not the recorded one")
                 if not os.path.samestat(os.fstat(held[name]), os.stat(folder / name)):
                     raise ValueError(f"{folder / name}: it was replaced at this moment")
@@ -119,13 +119,13 @@ def opened(kept: Path, stretch: KeptStretch, *, fresh: bool = False) -> Iterator
             os.close(file)
 
 
-def whole_file(file: int) -> bytes:
+def read_open_file(file: int) -> bytes:
     """Return the bytes of an open file."""
     return os.pread(file, os.fstat(file).st_size, 0)
 
 
 def new_folder(kept: Path, ops: FileOps) -> Path:
-    """Make a folder for the files of a new stretch. Raises StorageError."""
+    """Make a folder for the files of a new segment. Raises StorageError."""
     folder = kept / uuid.uuid4().hex
     with storage(folder, "create"):
         ops.mkdir(kept, 0o700)
@@ -133,13 +133,13 @@ def new_folder(kept: Path, ops: FileOps) -> Path:
     return folder
 
 
-def put_in_place(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
-    """Make these stretches the job's kept index, and remove those of the one before that are not among them. Runs of
-    the job that end at the same time do so one after another: where another one has removed a stretch, its index
+def replace_marker(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
+    """Make these segments the job's kept index, and remove those of the one before that are not among them. Runs of
+    the job that end at the same time do so one after another: where another one has removed a segment, its index
     stays. Raises StorageError."""
     with storage(kept, "create"):
-        ops.mkdir(kept, 0o700)  # an input without rows has no stretch
-    with standing_alone(kept):
+        ops.mkdir(kept, 0o700)  # an input without rows has no segment
+    with lock_marker(kept):
         try:
             before = read_marker(kept)
         except (ValueError, OSError):  # damaged: its files are found as those of killed runs are
@@ -156,7 +156,7 @@ def put_in_place(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
 
 
 @contextmanager
-def standing_alone(kept: Path) -> Iterator[None]:
+def lock_marker(kept: Path) -> Iterator[None]:
     """Hold back others that replace the marker: each reads the one before, and all write it by one temporary name."""
     with storage(kept, "lock"):
         fd = os.open(kept, os.O_RDONLY | os.O_CLOEXEC)
@@ -179,7 +179,7 @@ def remove_strays(kept: Path, ops: FileOps) -> None:
         marker = read_marker(kept)
     except (ValueError, OSError):
         marker = None
-    named = (MARKER, WHOLE, *marker.folders) if marker is not None else (MARKER,)
+    named = (MARKER, FINISHED, *marker.folders) if marker is not None else (MARKER,)
     for entry in sorted(kept.iterdir()):
         if entry.name not in named:
             _remove(entry, ops)

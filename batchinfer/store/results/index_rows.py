@@ -20,9 +20,9 @@ from batchinfer.store.index.index import (
     SAMPLE,
     TOOLS,
     BestOf,
-    Stretches,
+    PendingSegments,
 )
-from batchinfer.store.index.taken import TakenRows
+from batchinfer.store.index.reused_rows import ReusedRows
 from batchinfer.store.outputs.frame import HEAD, TAIL
 from batchinfer.store.outputs.kind import AskedOutputs
 
@@ -76,16 +76,16 @@ class IndexView(AskedOutputs, Protocol):
         """Rows of the index, bad ones included."""
 
     @property
-    def taken(self) -> TakenRows:
+    def reused(self) -> ReusedRows:
         """Its first rows, which were taken over whole."""
 
     @property
-    def stretches(self) -> Stretches | None:
-        """The stretches of the others, if they can be taken over the next time."""
+    def segments(self) -> PendingSegments | None:
+        """The segments of the others, if they can be taken over the next time."""
 
 
 class IndexRows:
-    """The rows of an index, any stretch of them; several threads may read them."""
+    """The rows of an index, any segment of them; several threads may read them."""
 
     def __init__(self, index: IndexView) -> None:
         self._rows = ParquetRows(index.index_parts)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from batchinfer.core.errors import BatchInferError
 from batchinfer.filesystem.duck import Watched, connection, naming_errors, parquet
-from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows
+from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
 from batchinfer.store.results.attempts import (
     PART_SHIFT,
     POSITION,
@@ -25,7 +25,7 @@ from batchinfer.store.results.attempts import (
     load_chosen,
     placed,
 )
-from batchinfer.store.results.reuse.taken_places import taken_places
+from batchinfer.store.results.reuse.reused_positions import read_reused_positions
 
 ROW_IN_PART = (1 << PART_SHIFT) - 1
 
@@ -64,7 +64,7 @@ class Join:
     failed: Numbers = field(default_factory=lambda: np.empty(0, np.int64))
     again: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     # Whether all rows that were taken over have the completions that they had
-    as_taken: bool = True
+    reused_unchanged: bool = True
 
     @property
     def missing(self) -> int:
@@ -111,14 +111,14 @@ def joined(
     spill: Path,
     *,
     attempts: int = 1,
-    taken: TakenRows = NOTHING_TAKEN,
+    reused: ReusedRows = NO_REUSED_ROWS,
     without: Sequence[Path] = (),
     memory_limit: str | None = None,
     threads: int = 2,
     watched: Watched = nullcontext,
 ) -> Join:
     """Join the rows of an index with the completions of their keys, `attempts` of which a row may have. A row has no
-    completion while one of its attempts is still to be made. `taken`: the first rows, whose answers are known; only
+    completion while one of its attempts is still to be made. `reused`: the first rows, whose answers are known; only
     those that are errors are looked up. `without`: parts that have no completion of any other row.
 
     Beside what it returns it takes `memory_limit`; what is larger goes to the folder `spill`. Raises StorageError,
@@ -127,33 +127,33 @@ def joined(
     parts = tuple(sorted(completion_parts))
     if not index_parts:
         return Join(parts, np.empty(0, np.int64), np.empty(0, np.int64), ErrorCounts(0, 0, 0, 0))
-    known = taken_places(taken, parts)
-    new = [*index_parts[len(taken.parts) :]]
+    known = read_reused_positions(reused, parts)
+    new = [*index_parts[len(reused.parts) :]]
     with connection(spill, memory_limit, threads, watched) as database:
         rows, errors, retryable = _numbers(database, new)
         database.register("failed", pa.table({"row_id": known.failed, "key": known.keys}))
-        some = taken.rows > 0
+        some = reused.rows > 0
         found_in = _searched(new, some)
         old = 0 if len(known.failed) else _leading(parts, without)
-        counted = _counted(database, found_in, parts, taken.rows + rows, attempts, spill, some, old)
+        counted = _counted(database, found_in, parts, reused.rows + rows, attempts, spill, some, old)
     there = len(known.places)
-    counted.places[:there] = known.laid_under(counted.places[:there])
+    counted.places[:there] = known.overlay(counted.places[:there])
     found = np.flatnonzero(counted.places >= 0)
     places, ranks = counted.places[found], counted.ranks[found]
     bad = np.flatnonzero(ranks)
     failed, again = found[bad], ranks[bad] == 2
     counts = ErrorCounts(
-        taken.rows + rows,
-        taken.errors + errors,
+        reused.rows + rows,
+        reused.errors + errors,
         len(failed),
-        taken.retryable + retryable + int(np.count_nonzero(again)),
+        reused.retryable + retryable + int(np.count_nonzero(again)),
     )
     del ranks
-    as_taken = known.is_still(counted.places[: taken.rows])
+    reused_unchanged = known.is_unchanged(counted.places[: reused.rows])
     places &= POSITION
     order = np.argsort(places)
     where = places[order], found[order]
-    return Join(parts, *where, counts, counted.numbers, counted.others, failed, again, as_taken)
+    return Join(parts, *where, counts, counted.numbers, counted.others, failed, again, reused_unchanged)
 
 
 def _searched(new: Sequence[Path], some: bool) -> str:

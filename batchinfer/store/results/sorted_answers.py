@@ -79,7 +79,7 @@ class SortedAnswers:
         self._held: list[pa.RecordBatch] = []
         self._held_bytes = 0
         try:
-            for batch, rows in self._taken(join):
+            for batch, rows in self._reused(join):
                 self._hold(batch, rows)
             self._close_run()
         except BaseException:

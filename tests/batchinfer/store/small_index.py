@@ -20,7 +20,7 @@ from batchinfer.filesystem.state import StateFolder
 from batchinfer.input.prompts.keys import token_bytes
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.index.index import AnswerSchema, BestOf, index_schema
-from batchinfer.store.index.taken import NOTHING_TAKEN, TakenRows
+from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
 from batchinfer.store.index.token_store import TokenStore
 from batchinfer.store.results.join import joined
 from batchinfer.store.results.manifest import Manifest, PublishSpec
@@ -78,8 +78,8 @@ class SmallIndex:
     embedding: None = None
     own_dimensions: bool = False
     engine_class: bool = False
-    taken: TakenRows = NOTHING_TAKEN
-    stretches: None = None
+    reused: ReusedRows = NO_REUSED_ROWS
+    segments: None = None
 
     @property
     def tokens(self) -> TokenStore:

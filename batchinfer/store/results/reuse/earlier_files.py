@@ -1,7 +1,7 @@
 """The files of the result that the job published last, as far as they are files of the next one, too.
 
     .batchinfer-res/result_files.json    which result it was; of each of its files the fingerprint, size, sha256 and
-                                         rows; and which stretches of the kept index these rows are
+                                         rows; and which segments of the kept index these rows are
 
 A file whose fingerprint is known is copied instead of made: its rows are neither joined nor written as Parquet again.
 Whoever looks at results may have changed or removed it, so what is copied counts by its bytes, whose sha256 is taken on
@@ -66,7 +66,7 @@ def remember_files(state: StateFolder, prints: Fingerprints, files: Sequence[Sta
     listed = [[one, *astuple(file)[1:]] for one, file in zip(prints.files, files, strict=True)]
     results = os.path.relpath(state.results, state.job.parent)
     value = {"format": FORMAT, "results": results, "files": listed}
-    value |= {"maker": prints.maker, "stretches": [*prints.stretches]}
+    value |= {"maker": prints.maker, "stretches": [*prints.segments]}
     with state.exclusively():  # runs for other dates use the same temporary name
         write_json(state.result_files, value, state.ops)
 
@@ -80,13 +80,13 @@ def _read(state: StateFolder) -> tuple[Path | None, dict[str, Known], Fingerprin
             "results": str(results),
             "files": list(files),
             "maker": str(maker),
-            "stretches": list(stretches),
+            "stretches": list(segments),
         } if version == FORMAT:
             for entry in files:
                 match entry:
                     case [str(fingerprint), int(rows), int(size), str(sha256), int(errors), int(retryable)]:
                         found[fingerprint] = (size, sha256, rows, errors, retryable)
-            prints = Fingerprints(tuple(found), maker, tuple(map(tuple, stretches)))
+            prints = Fingerprints(tuple(found), maker, tuple(map(tuple, segments)))
             whole = len(found) == len(files)
             return state.job.parent / results, found, prints if whole else NO_FINGERPRINTS
     return None, found, NO_FINGERPRINTS

@@ -35,11 +35,11 @@ _NONE = -1  # the row has no stored answer
 @dataclass(frozen=True, slots=True)
 class Fingerprints:
     """The fingerprints (hex) of the files of a result, in their order; a digest of what `maker` makes files of rows,
-    and the stretches that the first rows are of, each with its rows."""
+    and the segments that the first rows are of, each with its rows."""
 
     files: tuple[str, ...]
     maker: str
-    stretches: tuple[tuple[str, int], ...] = ()
+    segments: tuple[tuple[str, int], ...] = ()
 
 
 NO_FINGERPRINTS = Fingerprints((), "")
@@ -48,18 +48,18 @@ NO_FINGERPRINTS = Fingerprints((), "")
 def fingerprints(
     index: IndexView, join: Join, spec: PublishSpec, threads: int, last: Fingerprints = NO_FINGERPRINTS
 ) -> Fingerprints:
-    """Return those of a result. `last`: those of the result before, of which files are the same whose rows were taken
+    """Return those of a result. `last`: those of the result before, of which files are the same whose rows were reused
     over. Beside what `join` has, each row takes 8 bytes. Raises InputCorrupt for an index that is damaged."""
     made = _Fingerprints(index, join, spec)
     per_file = indexed_rows(index.best, spec.rows_per_file)
-    taken = tuple((one.stretch.folder, one.stretch.rows) for one in index.taken.stretches)
-    same = last.maker == made.maker and join.as_taken and last.stretches[: len(taken)] == taken
-    known = last.files[: index.taken.rows // per_file] if same else ()
+    reused = tuple((one.segment.folder, one.segment.rows) for one in index.reused.segments)
+    same = last.maker == made.maker and join.reused_unchanged and last.segments[: len(reused)] == reused
+    known = last.files[: index.reused.rows // per_file] if same else ()
     spans = spans_of(index.rows, per_file, threads, range(len(known)))
     with ThreadPoolExecutor(threads, "fingerprint") as pool:
         files = [*known, *(one for found in pool.map(made.of_span, spans) for one in found)]
-    new = () if index.stretches is None else index.stretches.rows
-    return Fingerprints(tuple(files), made.maker, (*taken, *new))
+    new = () if index.segments is None else index.segments.rows
+    return Fingerprints(tuple(files), made.maker, (*reused, *new))
 
 
 class _Fingerprints:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from batchinfer.filesystem.durable import FileOps
 from batchinfer.store.kept.chunks import KeptWriter
-from batchinfer.store.kept.facts import StretchFacts
-from batchinfer.store.kept.files import MARKER, KeptMarker, KeptStretch, put_in_place, read_marker
+from batchinfer.store.kept.facts import SegmentFacts
+from batchinfer.store.kept.files import MARKER, KeptMarker, KeptSegment, read_marker, replace_marker
 
 
 def test_runs_that_end_at_the_same_time_leave_one(tmp_path: Path) -> None:
@@ -17,8 +17,8 @@ def test_runs_that_end_at_the_same_time_leave_one(tmp_path: Path) -> None:
 
     def commit(identity: str) -> None:
         writer = KeptWriter(kept, FileOps())
-        stretch = KeptStretch(writer.folder, writer.finish(StretchFacts()), ())
-        put_in_place(kept, KeptMarker(identity, (stretch,)), FileOps())
+        segment = KeptSegment(writer.folder, writer.finish(SegmentFacts()), ())
+        replace_marker(kept, KeptMarker(identity, (segment,)), FileOps())
 
     names = [f"run {number}" for number in range(64)]
     with ThreadPoolExecutor(8) as pool:

@@ -19,19 +19,19 @@ from numpy.typing import NDArray
 
 from batchinfer.filesystem.durable import Digest, FileOps, storage
 from batchinfer.store.index.index import Index
-from batchinfer.store.index.taken import CARRIED, INDEX
-from batchinfer.store.kept.whole import (
+from batchinfer.store.index.reused_rows import CARRIED, INDEX
+from batchinfer.store.kept.finished import (
     FAILED,
     FAILED_TYPE,
-    PLACE_TYPE,
-    PLACES,
-    WholeMarker,
-    WholeStretch,
-    linked_file,
-    put_whole,
-    read_whole,
-    still_there,
-    written_numbers,
+    POSITION_TYPE,
+    POSITIONS,
+    FinishedMarker,
+    FinishedSegment,
+    is_still_valid,
+    link_file,
+    read_finished,
+    write_finished,
+    write_numbers,
 )
 from batchinfer.store.results.attempts import PART_SHIFT, Numbers
 from batchinfer.store.results.join import ROW_IN_PART, Join
@@ -40,8 +40,8 @@ _NONE = -1  # instead of a place
 
 
 @dataclass(frozen=True, slots=True)
-class WholeRows:
-    """Tells which stretches of a kept index can be taken over whole, by the parts of a store. `retry_errors`: a row
+class FinishedSegments:
+    """Tells which segments of a kept index can be taken over whole, by the parts of a store. `retry_errors`: a row
     whose error is marked retryable runs again."""
 
     kept: Path
@@ -49,45 +49,45 @@ class WholeRows:
     retry_errors: bool
     notice: Callable[[str], None]
 
-    def __call__(self, identity: str, folders: Sequence[str]) -> list[WholeStretch]:
-        """Return those of these stretches, from the first one on, whose rows are of these settings and have all their
+    def __call__(self, identity: str, folders: Sequence[str]) -> list[FinishedSegment]:
+        """Return those of these segments, from the first one on, whose rows are of these settings and have all their
         answers."""
         try:
-            marker = read_whole(self.kept)
+            marker = read_finished(self.kept)
         except (ValueError, OSError) as error:
             self.notice(f"files that did not change are not taken over whole: {error}")
             return []
         if marker is None or marker.identity != identity:
             return []
-        names, found = {part.name for part in self.parts}, list[WholeStretch]()
+        names, found = {part.name for part in self.parts}, list[FinishedSegment]()
         for one in marker.leading(folders):
-            if not still_there(one, marker.seen, names) or (self.retry_errors and one.failed[1]):
+            if not is_still_valid(one, marker.seen, names) or (self.retry_errors and one.failed[1]):
                 break
             found.append(one)
         return found
 
 
-def settle_whole(kept: Path, index: Index, join: Join, ops: FileOps) -> None:
+def record_finished(kept: Path, index: Index, join: Join, ops: FileOps) -> None:
     """Lay beside a kept index what became of its rows, which were published: then the next run can take them over
     whole. Raises StorageError, InputCorrupt."""
-    if index.stretches is None or not join.as_taken:
+    if index.segments is None or not join.reused_unchanged:
         return
-    found = [one.stretch for one in index.taken.stretches]
-    settling = _Settling(kept, index, join, ops)
-    for folder, rows in index.stretches.rows:
+    found = [one.segment for one in index.reused.segments]
+    settling = _Recorder(kept, index, join, ops)
+    for folder, rows in index.segments.rows:
         found.append(settling.next(folder, rows, found[-1].folder if found else ""))
     seen = tuple(part.name for part in join.parts)
-    put_whole(kept, WholeMarker(index.stretches.identity, tuple(found), seen), ops)
+    write_finished(kept, FinishedMarker(index.segments.identity, tuple(found), seen), ops)
 
 
-class _Settling:
-    """Settles the stretches of an index, one after the other."""
+class _Recorder:
+    """Settles the segments of an index, one after the other."""
 
     def __init__(self, kept: Path, index: Index, join: Join, ops: FileOps) -> None:
         self._kept, self._join, self._ops = kept, join, ops
-        self._start = index.taken.rows
-        self._parts = iter(index.index_parts[len(index.taken.parts) :])
-        self._carried = iter(index.passthrough_parts[len(index.taken.carried) :])
+        self._start = index.reused.rows
+        self._parts = iter(index.index_parts[len(index.reused.parts) :])
+        self._carried = iter(index.passthrough_parts[len(index.reused.carried) :])
         self._is_carried = bool(index.passthrough_parts)
         self._places: Numbers = np.full(index.rows, _NONE, np.int64)
         self._places[join.rows] = join.positions
@@ -96,34 +96,34 @@ class _Settling:
             np.minimum.reduceat(join.rows, _begins(join.positions)) if len(join.rows) else join.rows
         )
 
-    def next(self, folder: str, rows: int, before: str) -> WholeStretch:
-        """Settle the next rows, which are those of the stretch of this folder, behind the stretch `before`."""
+    def next(self, folder: str, rows: int, before: str) -> FinishedSegment:
+        """Settle the next rows, which are those of the segment of this folder, behind the segment `before`."""
         start, end, files = self._start, self._start + rows, dict[str, Digest]()
         self._start = end
         errors = np.zeros(2, np.int64)
         keys: list[bytes] = []
         for number, part in enumerate(_of_rows(self._parts, rows)):
             name = f"{INDEX}-{number:05d}.parquet"
-            files[name] = linked_file(part, self._kept / folder / name, self._ops)
+            files[name] = link_file(part, self._kept / folder / name, self._ops)
             table = _keys(part)
             bad = table.filter(pc.is_null(table["key"]))
             errors += [len(bad), pc.sum(bad["retryable"]).as_py() or 0]
             keys += self._failed_keys(table)
         for number, part in enumerate(_of_rows(self._carried, rows) if self._is_carried else ()):
             name = f"{CARRIED}-{number:05d}.parquet"
-            files[name] = linked_file(part, self._kept / folder / name, self._ops)
+            files[name] = link_file(part, self._kept / folder / name, self._ops)
         store, places = self._used(start, end)
         failed, again = self._failed(start, end)
         listed = np.zeros(len(failed), FAILED_TYPE)
         listed["row"], listed["key"] = failed, np.frombuffer(b"".join(keys), "V32")
-        for name, numbers in ((PLACES, places.astype(PLACE_TYPE)), (FAILED, listed)):
-            files[name] = written_numbers(self._kept / folder / name, numbers, self._ops)
+        for name, numbers in ((POSITIONS, places.astype(POSITION_TYPE)), (FAILED, listed)):
+            files[name] = write_numbers(self._kept / folder / name, numbers, self._ops)
         counts = (int(errors[0]), int(errors[1])), (len(failed), int(np.count_nonzero(again)))
         distinct = int(np.count_nonzero(self._firsts < end))
-        return WholeStretch(folder, before, rows, distinct, *counts, store, files)
+        return FinishedSegment(folder, before, rows, distinct, *counts, store, files)
 
     def _failed(self, start: int, end: int) -> tuple[Numbers, NDArray[np.bool_]]:
-        """Return the rows of a stretch whose answers are errors, and which of them are retryable."""
+        """Return the rows of a segment whose answers are errors, and which of them are retryable."""
         some = slice(*np.searchsorted(self._join.failed, [start, end]).tolist())
         return self._join.failed[some], self._join.again[some]
 
@@ -151,12 +151,12 @@ def _begins(positions: Numbers) -> Numbers:
 
 
 def _of_rows(parts: Iterator[Path], rows: int) -> Iterator[Path]:
-    """Yield the next parts, which have so many rows together: stretches end where parts do."""
+    """Yield the next parts, which have so many rows together: segments end where parts do."""
     while rows > 0:
         part = next(parts)
         rows -= pq.read_metadata(part).num_rows
         yield part
-    assert rows == 0, "a part has rows of two stretches"
+    assert rows == 0, "a part has rows of two segments"
 
 
 def _keys(part: Path) -> pa.Table:

@@ -1,12 +1,12 @@
-"""Stretches of a kept index that are taken over whole: with them lies what became of their rows once published.
+"""PendingSegments of a kept index that are taken over whole: with them lies what became of their rows once published.
 
     .batchinfer-res/kept/whole.json               the marker, written last
-    .batchinfer-res/kept/<stretch>/index-*        the parts of the index that have its rows, and no others
-    .batchinfer-res/kept/<stretch>/carried-*      those with the columns that they carry
-    .batchinfer-res/kept/<stretch>/places.bin     where in the store each row's answer stands
-    .batchinfer-res/kept/<stretch>/failed.bin     the rows whose answer is an error, and their keys
+    .batchinfer-res/kept/<segment>/index-*        the parts of the index that have its rows, and no others
+    .batchinfer-res/kept/<segment>/carried-*      those with the columns that they carry
+    .batchinfer-res/kept/<segment>/places.bin     where in the store each row's answer stands
+    .batchinfer-res/kept/<segment>/failed.bin     the rows whose answer is an error, and their keys
 
-What becomes of a row depends on the rows before it, so a stretch counts behind the same stretches only. It counts as
+What becomes of a row depends on the rows before it, so a segment counts behind the same segments only. It counts as
 long as the store has all parts that its answers stand in: a part has its name once and for all, and never changes.
 """
 
@@ -24,18 +24,18 @@ from numpy.typing import NDArray
 
 from batchinfer.core.errors import StorageError
 from batchinfer.filesystem.durable import Digest, DurableFile, FileOps, sha256_of, storage, write_json
-from batchinfer.store.kept.files import WHOLE, read_marker, standing_alone
+from batchinfer.store.kept.files import FINISHED, lock_marker, read_marker
 
 FORMAT = 1
-PLACES, FAILED = "places.bin", "failed.bin"
-PLACE_TYPE = np.dtype("<i8")
+POSITIONS, FAILED = "places.bin", "failed.bin"
+POSITION_TYPE = np.dtype("<i8")
 FAILED_TYPE = np.dtype([("row", "<i8"), ("key", "V32")])
 _COPIED = 1 << 20  # bytes at once
 
 
 @dataclass(frozen=True, slots=True)
-class WholeStretch:
-    """A stretch is whole once it is known what became of its rows. `before`: the stretch that they stand behind, ""
+class FinishedSegment:
+    """A segment is whole once it is known what became of its rows. `before`: the segment that they stand behind, ""
     for the first one.
 
     `files` are those of its folder, with their digests, in the order of the rows. The numbers of parts in its places
@@ -56,7 +56,7 @@ class WholeStretch:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> WholeStretch:
+    def from_json(cls, value: Mapping[str, Any]) -> FinishedSegment:
         """Raises KeyError, TypeError, ValueError for what is none."""
         errors, retryable = value["errors"]
         failed, again = value["failed"]
@@ -70,30 +70,30 @@ class WholeStretch:
 
 
 @dataclass(frozen=True, slots=True)
-class WholeMarker:
+class FinishedMarker:
     """The contents of the marker. `identity` says of which settings the rows are; `seen` are the parts that the store
     had."""
 
     identity: str
-    stretches: tuple[WholeStretch, ...]
+    segments: tuple[FinishedSegment, ...]
     seen: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        value = asdict(self) | {"format": FORMAT, "stretches": [one.to_json() for one in self.stretches]}
+        segments = [one.to_json() for one in self.segments]
+        value = {"format": FORMAT, "identity": self.identity, "stretches": segments, "seen": self.seen}
         return value | {"sha256": _digest(value)}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> WholeMarker:
+    def from_json(cls, value: dict[str, Any]) -> FinishedMarker:
         """Raises KeyError, TypeError, ValueError for what is none."""
         if value.pop("sha256") != _digest(value):
             raise ValueError("it is not as it was written")
-        value.pop("format")
-        stretches = tuple(WholeStretch.from_json(one) for one in value["stretches"])
-        return cls(**{**value, "stretches": stretches, "seen": tuple(value["seen"])})
+        segments = tuple(FinishedSegment.from_json(one) for one in value["stretches"])
+        return cls(value["identity"], segments, tuple(value["seen"]))
 
-    def leading(self, folders: Sequence[str]) -> list[WholeStretch]:
-        """Return what is known of the first of these stretches, up to one of which nothing is."""
-        known, found, before = {one.folder: one for one in self.stretches}, list[WholeStretch](), ""
+    def leading(self, folders: Sequence[str]) -> list[FinishedSegment]:
+        """Return what is known of the first of these segments, up to one of which nothing is."""
+        known, found, before = {one.folder: one for one in self.segments}, list[FinishedSegment](), ""
         for folder in folders:
             one = known.get(folder)
             if one is None or one.before != before:
@@ -107,65 +107,65 @@ def _digest(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def read_whole(kept: Path) -> WholeMarker | None:
+def read_finished(kept: Path) -> FinishedMarker | None:
     """Return the marker; None: there is none, or of another version. Raises ValueError for a damaged one, OSError."""
     try:
-        value = json.loads((kept / WHOLE).read_bytes())
-        return WholeMarker.from_json(value) if value["format"] == FORMAT else None
+        value = json.loads((kept / FINISHED).read_bytes())
+        return FinishedMarker.from_json(value) if value["format"] == FORMAT else None
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not as it was written ({error!r})") from error
 
 
-def still_there(stretch: WholeStretch, seen: Collection[str], parts: Collection[str]) -> bool:
-    """Whether a store with these parts has all answers of a stretch, and none came before them since the store had the
+def is_still_valid(segment: FinishedSegment, seen: Collection[str], parts: Collection[str]) -> bool:
+    """Whether a store with these parts has all answers of a segment, and none came before them since the store had the
     parts that were `seen`. Parts are ordered by their names."""
-    there, last = set(parts), max(stretch.store, default="")
-    return there.issuperset(stretch.store) and all(name > last for name in there.difference(seen))
+    there, last = set(parts), max(segment.store, default="")
+    return there.issuperset(segment.store) and all(name > last for name in there.difference(seen))
 
 
-def put_whole(kept: Path, marker: WholeMarker, ops: FileOps) -> bool:
-    """Write the marker, where the kept index still begins with these stretches: another run may have replaced it.
+def write_finished(kept: Path, marker: FinishedMarker, ops: FileOps) -> bool:
+    """Write the marker, where the kept index still begins with these segments: another run may have replaced it.
     Raises StorageError."""
-    with standing_alone(kept):
+    with lock_marker(kept):
         try:
             there = read_marker(kept)
         except (ValueError, OSError):
             there = None
-        folders = tuple(one.folder for one in marker.stretches)
+        folders = tuple(one.folder for one in marker.segments)
         if there is None or there.folders[: len(folders)] != folders:
             return False
-        write_json(kept / WHOLE, marker.to_json(), ops)
+        write_json(kept / FINISHED, marker.to_json(), ops)
         return True
 
 
-def taken_file(kept: Path, stretch: WholeStretch, name: str, target: Path, ops: FileOps) -> None:
-    """Give a file of a stretch a second name, where nobody removes it meanwhile; on file systems without such names,
+def reuse_file(kept: Path, segment: FinishedSegment, name: str, target: Path, ops: FileOps) -> None:
+    """Give a file of a segment a second name, where nobody removes it meanwhile; on file systems without such names,
     copy it. Raises StorageError where it is not as it was written, or gone."""
-    source = kept / stretch.folder / name
+    source = kept / segment.folder / name
     with storage(source, "take over"):
         try:
             ops.link(source, target)
         except OSError:
-            copied_file(source, target, ops)
-    if sha256_of(target) != stretch.files[name].sha256:
+            copy_file(source, target, ops)
+    if sha256_of(target) != segment.files[name].sha256:
         raise StorageError(f"{source}: its sha256 is not the recorded one")
 
 
-def linked_file(source: Path, target: Path, ops: FileOps) -> Digest:
+def link_file(source: Path, target: Path, ops: FileOps) -> Digest:
     """Give a file that never changes a second name; on file systems without such names, copy it durably. The name is
     durable once the folder's is that has it. Raises StorageError."""
     with storage(source, "keep"):
         try:
             ops.link(source, target)
         except OSError:
-            return copied_file(source, target, ops)
+            return copy_file(source, target, ops)
         size = target.stat().st_size
     return Digest(size, sha256_of(target))
 
 
-def copied_file(source: Path, target: Path, ops: FileOps) -> Digest:
+def copy_file(source: Path, target: Path, ops: FileOps) -> Digest:
     """Copy a file durably. Raises StorageError, OSError where it cannot be read."""
     file = DurableFile(target, ops)
     try:
@@ -177,7 +177,7 @@ def copied_file(source: Path, target: Path, ops: FileOps) -> Digest:
         file.close()
 
 
-def written_numbers(path: Path, numbers: NDArray[Any], ops: FileOps) -> Digest:
+def write_numbers(path: Path, numbers: NDArray[Any], ops: FileOps) -> Digest:
     """Write an array of numbers durably. Raises StorageError."""
     file = DurableFile(path, ops)
     try:
