@@ -14,7 +14,7 @@ from batchinfer.cli.terminal import paint, say_json, say_verbatim
 from batchinfer.core.wording import count, counted
 
 if TYPE_CHECKING:
-    from batchinfer.store.accuracy.compared import AccuracyDiff, RightRows
+    from batchinfer.store.accuracy.compare import AccuracyDiff, RightRows
     from batchinfer.store.results.diff import Difference, DifferingRows, ResultDiff
 
 DIFFERENT = 65  # exit code if results differ and --fail-if-different is given

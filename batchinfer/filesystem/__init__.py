@@ -1,3 +1,1 @@
-"""This room reads and writes files: locations of user data, durable writes, the state folder, digests, DuckDB with
-limits.
-"""
+"""Reads and writes files: locations of user data, durable writes, the state folder, digests, DuckDB with limits."""

@@ -1,4 +1,4 @@
-"""The log file with the tracebacks of engines that died."""
+"""The log file with tracebacks of engines that died."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from pathlib import Path
 from batchinfer.core.errors import StorageError
 from batchinfer.filesystem.durable import FileOps, storage, write_bytes
 
-MOST_BYTES = 1 << 20  # a traceback takes about 5 KB
+MOST_BYTES = 1 << 20  # maximum size of the file; a traceback takes about 5 KB
 
 
 class DeathLog:
-    """Appends the tracebacks of dead engines to a file. A file that has grown too large is started again."""
+    """Appends tracebacks of dead engines to a file. A file above MOST_BYTES is started again."""
 
     def __init__(self, path: Path, ops: FileOps) -> None:
         self._path, self._ops = path, ops
 
     def add(self, what: str, traceback: str) -> str:
-        """Append a traceback, and return a clause that names the log file for the user.
+        """Append a traceback, and return a clause for the user that names the log file.
 
         Args:
-            what: which engine died, and of what.
-            traceback: as Python formats it.
+            what: The engine that died, and the reason.
+            traceback: The traceback as formatted by Python.
         """
         entry = f"{datetime.now().astimezone().isoformat(' ', 'seconds')} {what}\n{traceback.rstrip()}\n\n"
         try:
             write_bytes(self._path, self._earlier() + entry.encode(errors="backslashreplace"), self._ops)
-        except StorageError as error:  # the rows matter more than the log
+        except StorageError as error:  # a failed log must not stop the run
             return f"its traceback could not be written: {error}"
         return f"its traceback is in {self._path}"
 

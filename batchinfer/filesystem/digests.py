@@ -1,13 +1,13 @@
-"""The sha256 of files that rarely change, computed once for each state of a file: of results and of stored answers.
+"""Caches the sha256 of files that rarely change, such as results and stored answers.
 
     ${XDG_CACHE_HOME:-~/.cache}/batchinfer/digests/<sha256 of the folder's path>.json
 
-A remembered digest counts only while device, inode, size, mtime and ctime of the file are those that it had when it was
-read. No program can set ctime, so whoever changes a file's bytes is noticed, also if the old mtime is put back. File
-systems keep times in ticks, and a file that was written a moment ago may be written again within the same tick: its
-digest is not remembered yet.
+A cached digest is valid while device, inode, size, mtime and ctime of the file are unchanged. Programs cannot set
+ctime, so every change of a file's bytes is detected, even if its mtime is restored. Because file systems store times
+with limited resolution, a recently written file may change again without a change of its times. Its digest is not
+cached yet.
 
-Only ever a shortcut: without the memory every file is read again.
+Without the cache, every file is read again.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchinfer.filesystem.durable import storage
-from batchinfer.filesystem.remembered import read_json
+from batchinfer.filesystem.json_files import read_json
 from batchinfer.machine.folders import make_folder
 
-SETTLED_S = 2.0  # the longest tick: FAT keeps times to two seconds
-KEEP_MEMORY_S = 90 * 86400.0  # of a folder that nobody has read since
+SETTLED_S = 2.0  # coarsest resolution of file times: two seconds on FAT
+KEEP_MEMORY_S = 90 * 86400.0  # caches of folders that were not read for this long are removed
 _CHUNK_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
 
 class FileState(NamedTuple):
-    """The properties of a file that change whenever its bytes do."""
+    """Properties of a file that change whenever its bytes change."""
 
     device: int
     inode: int
@@ -45,16 +45,17 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, found: os.stat_result) -> FileState:
+        """Return the properties in a stat result."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     @property
-    def settled(self) -> bool:
-        """Whether a change from now on would show."""
+    def is_settled(self) -> bool:
+        """Return True if a change from now on would change the times."""
         return time.time() - max(self.mtime_ns, self.ctime_ns) / 1e9 >= SETTLED_S
 
 
 class FileDigests:
-    """The digests of the files of one folder; `fresh` ones are computed whatever is remembered, and remembered then."""
+    """The digests of the files in a folder. With `fresh`, all digests are computed again and then cached."""
 
     def __init__(self, known: Mapping[str, tuple[FileState, str]], *, fresh: bool = False) -> None:
         self.known = dict(known)
@@ -62,20 +63,20 @@ class FileDigests:
         self._fresh = fresh
 
     def of(self, path: Path) -> str:
-        """The sha256 (hex) of a file's bytes. Raises StorageError."""
+        """Return the sha256 (hex) of a file. Raises StorageError."""
         with storage(path, "read"), path.open("rb") as file:
             before = FileState.of(os.fstat(file.fileno()))
             state, digest = self.known.get(path.name, (None, ""))
             if state == before and not self._fresh:
                 return digest
-            settled = before.settled
+            is_settled = before.is_settled
             digest = _sha256(file)
             after = FileState.of(os.fstat(file.fileno()))
-        self._learn(path.name, before if settled and before == after else None, digest)
+        self._learn(path.name, before if is_settled and before == after else None, digest)
         return digest
 
     def _learn(self, name: str, state: FileState | None, digest: str) -> None:
-        """A file without a state that can be told from a later one is not remembered."""
+        """Cache a digest, or remove it if `state` is None because a later change might not be detected."""
         before = self.known.pop(name, None)
         if state is not None:
             self.known[name] = (state, digest)
@@ -91,7 +92,10 @@ def _sha256(file: Any) -> str:
 
 @contextmanager
 def file_digests(folder: Path, *, fresh: bool = False) -> Iterator[FileDigests]:
-    """The digests of a folder's files; those that the block computes are remembered when it ends, however it does."""
+    """Open the digests of a folder's files.
+
+    Digests that the block computes are cached when it ends, even after an error.
+    """
     memory = _memory_of(folder)
     digests = FileDigests({} if memory is None else _read(memory), fresh=fresh)
     try:
@@ -102,7 +106,7 @@ def file_digests(folder: Path, *, fresh: bool = False) -> Iterator[FileDigests]:
 
 
 def _memory_of(folder: Path) -> Path | None:
-    """None where this user has no home."""
+    """Return the cache file of a folder, or None if this user has no home."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     name = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()
     return Path(base, "batchinfer", "digests", f"{name}.json") if os.path.isabs(base) else None
@@ -119,11 +123,11 @@ def _read(memory: Path) -> dict[str, tuple[FileState, str]]:
 
 
 def _remember(memory: Path, folder: Path, known: Mapping[str, tuple[FileState, str]]) -> None:
-    """Files that are gone are forgotten. A memory that cannot be written costs time only."""
+    """Write the cache without removed files. An error is ignored: it only costs time."""
     kept = {
         name: [*state, digest] for name, (state, digest) in known.items() if os.path.lexists(folder / name)
     }
-    temporary = memory.with_name(f"{uuid.uuid4().hex}.tmp")  # several readers may end at once
+    temporary = memory.with_name(f"{uuid.uuid4().hex}.tmp")  # several processes may write at the same time
     try:
         make_folder(memory.parent, 0o700)
         if not memory.exists():

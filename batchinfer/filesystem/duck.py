@@ -1,6 +1,4 @@
-"""DuckDB as a bounded tool: a memory limit, a place to spill, no extensions fetched, errors with our
-names.
-"""
+"""DuckDB with a memory limit, a folder for spilling, no downloads of extensions, and batchinfer's exceptions."""
 
 from __future__ import annotations
 
@@ -21,18 +19,19 @@ from batchinfer.filesystem.durable import storage
 from batchinfer.job.file import not_utf8
 from batchinfer.machine.memory import available_memory
 
-# Joins and sorts of our own spill what is larger: of 10 million rows too, which 1 GiB keeps below 2 GiB in all.
+# Maximum memory of joins and sorts. With it, 10 million rows stay below 2 GiB in total
 _MOST = 1 << 30
-_LEAST = 128 << 20  # DuckDB holds some blocks of each thread at least
-_OF_THREAD = 128 << 20  # as DuckDB's manual advises; two threads work with less
-_SHARE = 4
-_AGAIN_S = 0.1
+_LEAST = 128 << 20  # minimum memory: DuckDB needs some blocks per thread
+_OF_THREAD = 128 << 20  # memory per thread that DuckDB's manual recommends; two threads work with less
+_SHARE = 4  # a quarter of the available memory is used
+_AGAIN_S = 0.1  # seconds between interrupts after a signal
 
-Watched = Callable[[Any], AbstractContextManager[Any]]  # a block in which a signal ends what a database runs
+# Returns a context manager in which a signal interrupts the queries of a database
+Watched = Callable[[Any], AbstractContextManager[Any]]
 
 
 def working_memory() -> int:
-    """Bytes for a join or sort: a quarter of what is available, from 128 MiB to 1 GiB."""
+    """Return the bytes for a join or sort: a quarter of the available memory, from 128 MiB to 1 GiB."""
     return min(max(available_memory() // _SHARE, _LEAST), _MOST)
 
 
@@ -40,10 +39,17 @@ def working_memory() -> int:
 def connection(
     spill: Path, memory_limit: str | None = None, threads: int = 2, watched: Watched = nullcontext
 ) -> Iterator[Any]:
-    """An in-memory database that spills to the folder `spill`. Raises StorageError, OutOfMemory.
+    """Open an in-memory database that spills to the folder `spill`.
 
-    `memory_limit` as DuckDB writes it, e.g. 1GiB; None: what `working_memory` finds. Of `threads` no more are used than
-    have memory to work in. `watched` is that of a user's query which this work is a part of.
+    Args:
+        spill: The folder. DuckDB creates and removes it.
+        memory_limit: In DuckDB's format, e.g. 1GiB. None: `working_memory`.
+        threads: Maximum threads. Fewer are used if memory is low.
+        watched: Makes queries interruptible, see `interruptible`.
+
+    Raises:
+        StorageError: The folder cannot be written, or a file cannot be read.
+        OutOfMemory: The memory limit was exceeded.
     """
     memory = working_memory()
     settings = {
@@ -56,24 +62,23 @@ def connection(
     }
     _check_path(spill)
     with storage(spill.parent, "create"):
-        spill.parent.mkdir(parents=True, exist_ok=True)  # DuckDB makes and removes the last one itself
-    with naming_errors(spill), _opened(settings) as database, watched(database):
+        spill.parent.mkdir(parents=True, exist_ok=True)  # DuckDB creates and removes the last folder itself
+    with translate_errors(spill), _connect(settings) as database, watched(database):
         yield database
 
 
-def _opened(settings: dict[str, str]) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
+def _connect(settings: dict[str, str]) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
     return duckdb.connect(config={**settings})
 
 
 @contextmanager
 def interruptible(database: duckdb.DuckDBPyConnection) -> Iterator[Watched]:
-    """Within this block a signal ends the query that `database` runs, so that its Python handler is called.
+    """Let signals interrupt the queries of `database` within the block. Python's signal handlers then run soon.
 
-    The block gets what does the same for another database while a block of its own lasts. DuckDB itself looks for
-    signals between its tasks, and one task of a large join may take hours. For users' queries: not where signals are
-    deferred, because the query ends all the same.
+    It yields a function that does the same for another database. DuckDB only checks for signals between its tasks, and
+    a task of a large join may take hours. Do not use it where signals are deferred, because the query ends anyway.
     """
-    if threading.current_thread() is not threading.main_thread():  # signals are none of its business
+    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield nullcontext
         return
     running = _Running()
@@ -93,14 +98,15 @@ def interruptible(database: duckdb.DuckDBPyConnection) -> Iterator[Watched]:
 
 
 class _Running:
-    """The databases whose queries a signal ends."""
+    """The databases whose queries a signal interrupts."""
 
     def __init__(self) -> None:
         self._databases: list[duckdb.DuckDBPyConnection] = []
-        self._lock = threading.Lock()  # none is closed while it is interrupted
+        self._lock = threading.Lock()  # prevents closing a database while it is interrupted
 
     @contextmanager
     def watched(self, database: duckdb.DuckDBPyConnection) -> Iterator[None]:
+        """Interrupt the database at a signal within the block."""
         with self._lock:
             self._databases.append(database)
         try:
@@ -110,13 +116,17 @@ class _Running:
                 self._databases.remove(database)
 
     def interrupt(self) -> None:
+        """Interrupt all databases."""
         with self._lock:
             for database in self._databases:
                 database.interrupt()
 
 
 def _interrupt_when(heard: int, running: _Running) -> None:
-    """Again and again once a byte has come, because it may come just before a query; until the pipe is closed."""
+    """Interrupt the databases repeatedly after a signal, until the pipe is closed.
+
+    A single interrupt may come just before a query starts.
+    """
     signalled = False
     while True:
         if select.select([heard], [], [], _AGAIN_S if signalled else None)[0]:
@@ -127,11 +137,14 @@ def _interrupt_when(heard: int, running: _Running) -> None:
 
 
 @contextmanager
-def naming_errors(place: Path) -> Iterator[None]:
-    """Turn DuckDB's I/O and memory errors into StorageError and OutOfMemory."""
+def translate_errors(place: Path) -> Iterator[None]:
+    """Convert DuckDB's I/O and memory errors to StorageError and OutOfMemory."""
     try:
         yield
-    except (duckdb.IOException, duckdb.InvalidInputException) as error:  # the second: a damaged Parquet file
+    except (
+        duckdb.IOException,
+        duckdb.InvalidInputException,
+    ) as error:  # InvalidInput: a damaged Parquet file
         raise StorageError(f"{place}: {error}; `--verify` finds and drops damaged parts") from error
     except duckdb.OutOfMemoryException as error:
         raise OutOfMemory(
@@ -142,10 +155,11 @@ def naming_errors(place: Path) -> Iterator[None]:
 
 
 def parquet(paths: Sequence[Path], options: str = "") -> str:
-    """The SQL table function that reads these files, in this order.
+    """Return the SQL table function that reads these files in this order.
 
     Raises StorageError for a path that is not UTF-8.
-    Names are escaped: unescaped, `a[1]/x.parquet` reads `a1/x.parquet` where that exists.
+
+    Names are escaped: otherwise `a[1]/x.parquet` would also match `a1/x.parquet`.
     """
     for path in paths:
         _check_path(path)
@@ -160,5 +174,5 @@ def _check_path(path: Path) -> None:
 
 
 def literal(value: object) -> str:
-    """A SQL string literal."""
+    """Return a SQL string literal."""
     return "'" + str(value).replace("'", "''") + "'"

@@ -1,6 +1,6 @@
-"""Durable writes: a file appears whole under its name, or not at all, whatever instant the machine dies.
+"""Durable writes: a file appears under its name completely or not at all, even if the machine crashes.
 
-Every operation that changes the disk goes through `FileOps`, so that a test can make any one of them fail.
+Every operation that changes the disk is a method of `FileOps`, so tests can make each of them fail.
 """
 
 from __future__ import annotations
@@ -24,60 +24,72 @@ from batchinfer.core.wording import sizes
 from batchinfer.machine.folders import make_folder
 
 TEMPORARY = ".tmp"
-_WRITE_BYTES = 1 << 20  # a Parquet file is written in hundreds of small pieces, 4 a column chunk
+_WRITE_BYTES = 1 << 20  # buffer size; Parquet files are written in small pieces, 4 per column chunk
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 class ExchangeUnsupported(OSError):
-    """This platform or file system cannot swap two folders in one step."""
+    """The platform or file system cannot swap two folders atomically."""
 
 
 class FileOps:
-    """The operations that change the disk, one method each; a fault-injecting test overrides them."""
+    """The operations that change the disk, one method each. Tests override them to inject faults."""
 
     def open(self, path: Path) -> int:
-        """A new file for writing; what keeps prompts private is the mode of the state folder around it."""
+        """Create or truncate a file for writing.
+
+        Prompts are protected by the mode of the state folder, not of the file.
+        """
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def create(self, path: Path) -> int:
-        """As `open`, for a file that must not be there: in a folder that others use, nothing is written through."""
+        """Create a file that must not exist. In shared folders this prevents writing through someone else's link."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def write(self, fd: int, data: memoryview) -> int:
+        """Write bytes, and return the number of bytes written."""
         return os.write(fd, data)
 
     def fsync(self, fd: int) -> None:
+        """Write a file's data to disk."""
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
+        """Close a file."""
         os.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
+        """Rename a file or an entire folder."""
         os.rename(source, target)
 
     def link(self, source: Path, target: Path) -> None:
-        """A second name for a file. Raises FileExistsError where the name is taken."""
+        """Create a hard link. Raises FileExistsError if the name is taken."""
         os.link(source, target)
 
     def exchange(self, one: Path, other: Path) -> None:
-        """Swap two folders in one step. Raises ExchangeUnsupported where that cannot be done."""
+        """Swap two folders atomically. Raises ExchangeUnsupported if that is not possible."""
         _exchange(one, other)
 
     def unlink(self, path: Path) -> None:
+        """Remove a file if it exists."""
         path.unlink(missing_ok=True)
 
     def mkdir(self, path: Path, mode: int = 0o755) -> None:
+        """Create a folder and its parents if needed."""
         make_folder(path, mode)
 
     def remove_tree(self, path: Path) -> None:
+        """Remove a folder and its contents."""
         shutil.rmtree(path)
 
     def touch(self, path: Path) -> None:
+        """Set the times of a file to now."""
         os.utime(path)
 
     def fsync_folder(self, path: Path) -> None:
+        """Write a folder's entries to disk."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -103,22 +115,22 @@ def _exchange(one: Path, other: Path) -> None:
 
 @contextmanager
 def storage(path: Path, doing: str) -> Iterator[None]:
-    """Turn an OSError raised inside into a StorageError that names `path`, what was tried and the errno."""
+    """Convert an OSError within the block to a StorageError that names the path, the operation and the errno."""
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path}: cannot {doing}: {describe(error)}{way_out(error)}") from error
+        raise StorageError(f"{path}: cannot {doing}: {describe(error)}{next_step(error)}") from error
 
 
 def describe(error: OSError) -> str:
-    """The system's words and the errno's name, e.g. `No space left on device (ENOSPC)`."""
+    """Return the system's message and the name of the errno, e.g. `No space left on device (ENOSPC)`."""
     if error.errno is None:
         return str(error)
     return f"{os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
 
 
-def way_out(error: OSError) -> str:
-    """The next step for an error that has one, as the end of a sentence."""
+def next_step(error: OSError) -> str:
+    """Return what the user can do about an error, as the end of a sentence, or ""."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             "; make room on that disk, then run the same command again: it continues where this one stopped"
@@ -128,24 +140,29 @@ def way_out(error: OSError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """The digest of a written file: its size in bytes and its sha256 in hex."""
+    """The size in bytes and the sha256 (hex) of a written file."""
 
     bytes: int
     sha256: str
 
 
 class DurableFile:
-    """A binary file for sequential writing that takes its name only in `commit()`.
+    """A binary file for sequential writing that gets its name in `commit()`.
 
-    Python's file protocol as far as `pyarrow.parquet.ParquetWriter` needs it. Every method raises StorageError.
-    A failed fsync is final: Linux may report it once and drop the pages, so the file is given up, never
-    fsynced again; whoever holds the rows may write them anew under the same name.
-
-    `temporary` is what the file is called until then. The default suits folders that are ours alone; in any other it
-    could be somebody's file: give a name that nobody else uses, which is made anew.
+    It implements the part of Python's file protocol that `pyarrow.parquet.ParquetWriter` needs. Every method raises
+    StorageError. A failed fsync is final: Linux may report it once and drop the pages, so the file is discarded and
+    never synced again. The caller may write its contents again under the same name.
     """
 
     def __init__(self, path: Path, ops: FileOps, temporary: Path | None = None) -> None:
+        """Create the temporary file.
+
+        Args:
+            path: The final name.
+            ops: File operations.
+            temporary: The name before `commit`. The default is for folders that only batchinfer writes to. In other
+                folders it might be someone else's file, so pass a unique name; an existing file is replaced.
+        """
         self.path = path
         self.temporary = temporary or path.with_name(path.name + TEMPORARY)
         self.closed = False
@@ -158,12 +175,12 @@ class DurableFile:
             if temporary is None:
                 self._fd = ops.open(self.temporary)
             else:
-                ops.unlink(temporary)  # left by a run that was killed
+                ops.unlink(temporary)  # left by a killed run
                 self._fd = ops.create(temporary)
 
     def write(self, data: Any) -> int:
-        """Take all of a bytes-like object; it reaches the disk in large pieces."""
-        if self._abandoned:  # ParquetWriter's destructor writes a footer: it must reach nobody
+        """Add all bytes of a bytes-like object. They are written to disk in large pieces."""
+        if self._abandoned:  # ParquetWriter's destructor still writes a footer
             return len(data)
         self._buffer += data
         if len(self._buffer) >= _WRITE_BYTES:
@@ -171,41 +188,45 @@ class DurableFile:
         return len(data)
 
     def tell(self) -> int:
+        """Return the position in bytes."""
         return self._bytes + len(self._buffer)
 
     def flush(self) -> None:
-        """Nothing to do: only `commit` promises anything."""
+        """Do nothing: only `commit` makes data durable."""
 
     def writable(self) -> bool:
+        """Return True, for the file protocol."""
         return True
 
     def readable(self) -> bool:
+        """Return False, for the file protocol."""
         return False
 
     def seekable(self) -> bool:
+        """Return False, for the file protocol."""
         return False
 
     def close(self) -> None:
-        """Give the file up unless it was committed."""
+        """Discard the file unless it was committed."""
         if not self.closed:
             self.abandon()
 
     def flush_to_disk(self) -> Digest:
-        """Everything that was written so far is on the disk, under the temporary name."""
+        """Write everything to disk under the temporary name."""
         self.drain()
         with storage(self.temporary, "fsync"):
             self._ops.fsync(self._fd)
         return Digest(self._bytes, self._hash.hexdigest())
 
     def commit(self, announce: Callable[[Digest], None] | None = None) -> Digest:
-        """fsync, close, rename to the final name, fsync the folder. On failure the file is given up.
+        """Sync and close the file, rename it to its final name, and sync the folder. It is discarded after an error.
 
-        `announce` hears the digest just before the rename; what it raises gives the file up, too.
+        `announce` is called with the digest just before the rename. If it raises, the file is discarded as well.
         """
         return self._commit(announce, self._ops.rename)
 
     def commit_new(self) -> Digest:
-        """As `commit`, but never in the place of another file. Raises OutputConflict where there is one."""
+        """Commit the file, but never replace another one. Raises OutputConflict if the name is taken."""
         return self._commit(None, self._put_if_absent)
 
     def _commit(self, announce: Callable[[Digest], None] | None, put: Callable[[Path, Path], None]) -> Digest:
@@ -225,11 +246,14 @@ class DurableFile:
         return digest
 
     def _put_if_absent(self, source: Path, target: Path) -> None:
-        """A rename would replace what is there. Without hard links there is a moment between look and rename."""
+        """Give the file its name if no other file has it.
+
+        Without hard links, the check and the rename are not atomic.
+        """
         try:
             self._ops.link(source, target)
         except FileExistsError:
-            raise _taken(target) from None
+            raise _exists_error(target) from None
         except OSError:
             refuse_existing(target)
             self._ops.rename(source, target)
@@ -237,17 +261,17 @@ class DurableFile:
             self._ops.unlink(source)
 
     def abandon(self) -> None:
-        """Close and remove what was written; later writes go nowhere. Never raises for a failing disk."""
+        """Close and remove the file. Later writes are ignored. Errors of the disk are ignored."""
         self._abandoned = True
         self.closed = True
         for undo in (self._close_descriptor, self._remove):
             try:
                 undo()
-            except StorageError:  # the error that led here is the one to report; a leftover .tmp is swept
+            except StorageError:  # report the original error; a leftover .tmp file is removed later
                 continue
 
     def drain(self) -> None:
-        """Write the buffer, however many system calls it takes."""
+        """Write the buffer to the file."""
         data, self._buffer = bytes(self._buffer), bytearray()
         self._hash.update(data)
         self._bytes += len(data)
@@ -279,9 +303,11 @@ def write_bytes(path: Path, data: bytes, ops: FileOps) -> Digest:
 
 
 def write_new(path: Path, pieces: Iterable[bytes], ops: FileOps) -> Digest:
-    """Write a file that must not be there yet, durably, into a folder that others use, too.
+    """Write a file durably that must not exist, in a folder that others may use.
 
-    Raises OutputConflict where the name is taken, StorageError.
+    Raises:
+        OutputConflict: The name is taken.
+        StorageError: The file cannot be written.
     """
     refuse_existing(path)
     file = DurableFile(path, ops, path.with_name(f".batchinfer-{uuid.uuid4().hex[:16]}{TEMPORARY}"))
@@ -294,12 +320,12 @@ def write_new(path: Path, pieces: Iterable[bytes], ops: FileOps) -> Digest:
 
 
 def refuse_existing(path: Path) -> None:
-    """Raises OutputConflict when there is anything under this name, be it a link that leads nowhere."""
+    """Raise OutputConflict if the name is taken, even by a broken link."""
     if os.path.lexists(path):
-        raise _taken(path)
+        raise _exists_error(path)
 
 
-def _taken(path: Path) -> OutputConflict:
+def _exists_error(path: Path) -> OutputConflict:
     return OutputConflict(f"{path}: is there already; choose another name, or move it away")
 
 
@@ -309,14 +335,14 @@ def write_json(path: Path, value: object, ops: FileOps) -> Digest:
 
 
 def json_text(value: object) -> bytes:
-    """Canonical, readable JSON: sorted keys, final newline."""
+    """Return canonical, readable JSON: sorted keys and a final newline."""
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def replace_bytes(path: Path, content: bytes, ops: FileOps) -> None:
-    """Write a small file such that a reader sees the old file or the new one whole. Raises StorageError.
+    """Write a small file atomically: readers see the old contents or the new contents. Raises StorageError.
 
-    Nothing is synced: after a power failure the file may be the old one, or gone.
+    Nothing is synced: after a power failure the old file may be back, or the file may be missing.
     """
     temporary = path.with_name(path.name + TEMPORARY)
     data = memoryview(content)
@@ -330,21 +356,25 @@ def replace_bytes(path: Path, content: bytes, ops: FileOps) -> None:
         ops.rename(temporary, path)
 
 
-def check_free_space(folder: Path, needed_bytes: int, needing: str, way_out: str) -> None:
-    """Raises StorageError when the disk of `folder`, which need not be there yet, has less than `needed_bytes` free.
+def check_free_space(folder: Path, needed_bytes: int, needing: str, remedy: str) -> None:
+    """Check that a disk has enough free space. Raises StorageError.
 
-    The message begins with `needing`, e.g. `/d/res: the job needs about`, and ends with `way_out`.
+    Args:
+        folder: A folder on the disk, which need not exist.
+        needed_bytes: The bytes that must be free.
+        needing: The start of the message, e.g. `/d/res: the job needs about`.
+        remedy: The end of the message: what to do besides making room.
     """
     place = next(one for one in (folder, *folder.parents) if one.exists())
     with storage(place, "ask for free space"):
         free = shutil.disk_usage(place).free
     if free < needed_bytes:
         needs, has = sizes(needed_bytes, free)
-        raise StorageError(f"{needing} {needs} of disk, {has} are free; make room, or {way_out}")
+        raise StorageError(f"{needing} {needs} of disk, {has} are free; make room, or {remedy}")
 
 
 def sha256_of(path: Path, chunk_bytes: int = 1 << 20) -> str:
-    """The sha256 (hex) of a file's bytes. Raises StorageError."""
+    """Return the sha256 (hex) of a file. Raises StorageError."""
     digest = hashlib.sha256()
     with storage(path, "read"), path.open("rb") as file:
         while chunk := file.read(chunk_bytes):

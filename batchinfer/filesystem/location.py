@@ -1,6 +1,6 @@
-"""A location says where a file or a folder of user data is: today, a path on a local disk.
+"""Locations of user data. Currently a location is a path on a local disk.
 
-Readers and writers of user data work on locations. State and scratch files stay on local paths.
+Readers and writers of user data use locations. The state folder and scratch files are always local paths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batchinfer.core.text import nearest
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """The properties by which a change of a file shows. Times are Unix times in ns."""
+    """Properties of a file that show if it changed. Times are Unix times in ns."""
 
     size: int
     mtime_ns: int
@@ -29,10 +29,10 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Location:
-    """The location of a file or a folder, or a pattern of locations. `text` is the text of the job file or
-    the command line; messages show it.
+    """The location of a file or folder, or a pattern of locations.
 
-    Methods raise OSError; FileNotFoundError is one.
+    `text` is the text in the job file or on the command line, and is shown in messages. Methods raise OSError,
+    including FileNotFoundError.
     """
 
     text: str
@@ -60,26 +60,26 @@ class Location:
 
     @property
     def is_folder(self) -> bool:
-        """Whether there is a folder."""
+        """Return True if it is a folder."""
         return os.path.isdir(self.text)
 
     @property
     def exists(self) -> bool:
-        """Whether there is anything, also a link that leads nowhere."""
+        """Return True if there is anything at the location, even a broken link."""
         return os.path.lexists(self.text)
 
     @property
     def is_pattern(self) -> bool:
-        """Whether the text has wildcards."""
+        """Return True if the text has wildcards."""
         return glob.has_magic(self.text)
 
     @property
     def is_file(self) -> bool:
-        """Whether there is a regular file."""
+        """Return True if it is a regular file."""
         return os.path.isfile(self.text)
 
     def names(self) -> list[str]:
-        """Return the names of the files and folders right in the folder."""
+        """Return the names of the files and folders in the folder."""
         return os.listdir(self.text)
 
     def open(self) -> BinaryIO:
@@ -87,14 +87,14 @@ class Location:
         return open(self.text, "rb")
 
     def facts(self) -> FileFacts | None:
-        """Return the facts of the file; None for a pipe, a device or a folder."""
+        """Return the facts of the file, or None for a pipe, a device or a folder."""
         found = os.stat(self.text)
         if not stat.S_ISREG(found.st_mode):
             return None
         return FileFacts(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
     def files_below(self, wanted: Callable[[str], bool]) -> list[Location]:
-        """Return the files in the folder and its subfolders whose names are wanted, sorted, without hidden ones."""
+        """Return the files in the folder and its subfolders with wanted names, sorted. Hidden ones are left out."""
         return sorted(self._walk(wanted))
 
     def _walk(self, wanted: Callable[[str], bool]) -> Iterator[Location]:
@@ -108,13 +108,13 @@ class Location:
         return sorted(Location(path) for path in glob.glob(self.text, recursive=True) if os.path.isfile(path))
 
     def relative_to(self, base: Path) -> str:
-        """Return the location as seen from a folder; an absolute one if it is not below that folder."""
+        """Return the path relative to a folder, or the absolute path if it is not below that folder."""
         absolute = os.path.abspath(self.text)
         relative = os.path.relpath(absolute, base)
         return absolute if relative.startswith("..") else relative
 
     def nearest(self) -> Location | None:
-        """Return the file or folder that was probably meant by a location where nothing is, or by a pattern."""
+        """Return the file or folder that was probably meant, if nothing matches the location."""
         path, name = self._fixed if self.is_pattern else self.text, ""
         while not os.path.isdir(path):
             path, name = os.path.split(path)

@@ -1,4 +1,4 @@
-"""Rows of Parquet files, known by their positions over all files: a part of them is read without the rest."""
+"""Reads ranges of rows from Parquet files, numbered over all files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from batchinfer.core.errors import InputCorrupt
 
 
 class ParquetRows:
-    """The rows of files, one file after the other; several threads may read them. Raises InputCorrupt for a damaged
-    file."""
+    """The rows of several files in order. Several threads may read them. Raises InputCorrupt for a damaged file."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)
@@ -22,12 +21,12 @@ class ParquetRows:
 
     @property
     def rows(self) -> int:
-        """How many rows all files have."""
+        """Return the number of rows in all files."""
         return self._ends[-1] if self._ends else 0
 
     @property
     def schema(self) -> pa.Schema:
-        """The schema of the first file; without any file it has no columns."""
+        """Return the schema of the first file, or an empty schema without files."""
         try:
             return pq.read_schema(self._paths[0]) if self._paths else pa.schema([])
         except (pa.ArrowInvalid, OSError) as error:
@@ -54,7 +53,7 @@ def _count(path: Path) -> int:
 def _within(
     path: Path, start: int, stop: int, rows: int, columns: Sequence[str] | None
 ) -> Iterator[pa.RecordBatch]:
-    """Yield rows of one file; row groups without any of them are not read."""
+    """Yield rows of a file. Row groups without any of them are not read."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             at, groups = _groups(file.metadata, start, stop)
@@ -68,7 +67,7 @@ def _within(
 
 
 def _groups(found: pq.FileMetaData, start: int, stop: int) -> tuple[int, list[int]]:
-    """Return the row groups with any of these rows, after the number of the first row in them."""
+    """Return the number of the first row in the row groups that have any of these rows, and the row groups."""
     ends = np.cumsum([0, *(found.row_group(number).num_rows for number in range(found.num_row_groups))])
     groups = np.flatnonzero((ends[1:] > start) & (ends[:-1] < stop)).tolist()
     return int(ends[groups[0]]) if groups else 0, groups

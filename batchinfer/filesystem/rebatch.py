@@ -1,4 +1,4 @@
-"""Cut a stream of record batches into tables of equal length."""
+"""Splits a stream of record batches into tables of given lengths."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from batchinfer.core.errors import InputCorrupt
 
 
 def rebatch(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
-    """The same rows in tables of exactly `rows` (the last may be shorter), each one contiguous chunk."""
+    """Yield the same rows in tables of exactly `rows` rows, as one chunk each. The last one may be shorter."""
     return cut(batches, repeat(rows))
 
 
 def cut(batches: Iterable[pa.RecordBatch], sizes: Iterator[int]) -> Iterator[pa.Table]:
-    """The same rows in tables of the given sizes (the last may be shorter), each one contiguous chunk."""
+    """Yield the same rows in tables of the given sizes, as one chunk each. The last one may be shorter."""
     held: list[pa.RecordBatch] = []
     count, size = 0, next(sizes)
     for batch in batches:
@@ -42,15 +42,17 @@ def cut(batches: Iterable[pa.RecordBatch], sizes: Iterator[int]) -> Iterator[pa.
 def parquet_batches(
     paths: Sequence[Path], rows: int, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """The batches of Parquet files, one file after the other. Raises InputCorrupt for a damaged one."""
+    """Yield the batches of Parquet files in order. Raises InputCorrupt for a damaged file."""
     for path in paths:
         with _reading(path) as file:
             yield from file.iter_batches(batch_size=rows, columns=columns)
 
 
-def parquet_stretches(path: Path, rows: int, every: int) -> Iterator[pa.Table]:
-    """The middle one of every so many stretches of `rows` rows of a Parquet file, as if it had no others. Row groups
-    without such a stretch are not read. Raises InputCorrupt."""
+def sample_segments(path: Path, rows: int, every: int) -> Iterator[pa.Table]:
+    """Yield every `every`-th segment of `rows` rows of a Parquet file, starting at `every // 2`.
+
+    Row groups without such a segment are not read. Raises InputCorrupt.
+    """
     with _reading(path) as file:
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         ends, held, table = list(accumulate(sizes)), range(0), pa.table({})
@@ -71,8 +73,8 @@ def _reading(path: Path) -> Iterator[pq.ParquetFile]:
         raise InputCorrupt(f"{path}: {error}; remove its folder to have it written again") from error
 
 
-def repeated(values: pa.Array, times: NDArray[np.int64]) -> pa.Array:
-    """Return each value as many `times` (n,) as it has, one after the other."""
+def repeat_values(values: pa.Array, times: NDArray[np.int64]) -> pa.Array:
+    """Return the values with values[i] repeated times[i] times."""
     if (times == 1).all():
         return values
     return values.take(pa.array(np.repeat(np.arange(len(values)), times)))

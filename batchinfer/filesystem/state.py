@@ -1,35 +1,35 @@
-"""The state folder: what a job keeps between runs, in a hidden sibling of its results.
+"""The state folder: data that a job keeps between runs, in a hidden folder next to its results.
 
     /d/res                          the results
-    /d/.batchinfer-res/             mode 0700, since it holds prompts
+    /d/.batchinfer-res/             mode 0700, since it has prompts
         state.json                  {"format": 1}
-        state.lock                  held for the moment in which a run takes its lock or changes what all share
+        state.lock                  held briefly while a run takes its lock or changes shared files
         report.lock                 shared by all runs that write report tables
         completions/                finished work by key (or `cache.path`, shared between jobs)
         fingerprints.json           sha256 of weight files, and the results of scans of GPTQ's zero points
-        store.json                  the `cache.path` of the job's last run: the store is found without the job file
-        kept/                       what the last run knew of its rows, without their tokens
-        int4/<digest>/              the model's weights in int4, calibrated for the job, and what that lost; a folder
-                                    takes this name once it is whole
-        result_files.json           which result was published last, and what its files were made of
-        written.json                which files the job wrote elsewhere, with their digests
-        lock                        flock target; holds the pid of the run that has it
-        scratch/<index id>/         index, tokens, passthrough, plan: purged once the results are published
-        staging/next/               the results being written
-        generations/<generation>/   the results that were replaced, kept for an hour
+        store.json                  the `cache.path` of the job's last run, so the store is found without the job file
+        kept/                       the kept index: prepared rows of the last run, without their tokens
+        int4/<digest>/              the model's weights in int4, calibrated for the job, and the loss of accuracy; a
+                                    complete folder is renamed to this name
+        result_files.json           the result that was published last, with fingerprints of its files
+        written.json                the files that the job wrote elsewhere, with their digests
+        lock                        locked with flock; has the pid of the run that holds it
+        scratch/<index id>/         index, tokens, passthrough, plan: removed once the results are published
+        staging/next/               the results that are being written
+        generations/<generation>/   replaced results, kept for an hour
         engine_errors.log           the tracebacks of engines that died
-        progress.json               how far the run is, written every few seconds; how it ended, once it has
-        published.json              which input files the published result was made of
+        progress.json               the progress of the run, written every few seconds, and how it ended
+        published.json              the input files of the published result
         made_by.json                the command that published the result: its job file and options
 
-A sibling and not a child: DuckDB's `**` enters hidden folders.
+It is not inside the results folder, because DuckDB's `**` enters hidden folders.
 
-Where a job has several results (one for each ${date}, a trial's), they have one root, `/d/res`, and share all up to
-`written.json`. From `lock` on everything belongs to one result: a result that is not the root has its own in
+If a job has several results (one per ${date}, or a trial), they have a common root, `/d/res`, and share the entries up
+to `written.json`. The entries from `lock` on belong to one result. A result that is not the root has its own ones in
 
         results/<path of the result from /d>/
 
-which is removed once no run has used it for a day.
+which is called a part of the state. It is removed after no run has used it for a day.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from pathlib import Path
 
 from batchinfer.core.errors import Locked, OutputConflict, StorageError
 from batchinfer.filesystem.durable import FileOps, check_free_space, storage, write_json
+from batchinfer.filesystem.json_files import read_strings, write_strings
 from batchinfer.filesystem.location import Location
-from batchinfer.filesystem.remembered import read_strings, write_strings
 from batchinfer.job import Job
 
 _log = logging.getLogger(__name__)
 
 STATE_FORMAT = 1
 KEEP_GENERATIONS_S = 3600.0
-KEEP_IDLE_S = 86400.0  # a result's own part of the state, after its last run
-STATE_PREFIX = ".batchinfer-"  # of the folder's name; the root's follows
+KEEP_IDLE_S = 86400.0  # seconds after the last run until the part of a result is removed
+STATE_PREFIX = ".batchinfer-"  # the name of the state folder is this prefix and the name of the root
 _RESULTS = "results"
 _SHARED = "cache.path"
-_NAME_BYTES = 200  # file systems take names of 255
+_NAME_BYTES = 200  # maximum bytes of a part's name; file systems allow 255
 
 
 class StateFolder:
-    """The paths of a job's state as a run for one of its results sees them, its lock, and what is swept from it."""
+    """The state folder of a job, for one of its results: paths, locks and clean-up."""
 
     def __init__(
         self,
@@ -73,6 +73,14 @@ class StateFolder:
         cache: Path | None = None,
         ops: FileOps | None = None,
     ) -> None:
+        """Compute the paths. Nothing is created.
+
+        Args:
+            results: The result folder.
+            root: The common root of the job's results. None: `results`.
+            cache: The `cache.path` of the job. None: the store is in the state folder.
+            ops: File operations.
+        """
         self.results = results.absolute()
         self.root = root.absolute() if root else self.results
         self.job = self.root.parent / f"{STATE_PREFIX}{self.root.name}"
@@ -105,49 +113,50 @@ class StateFolder:
 
     @property
     def has_published(self) -> bool:
-        """Whether a run of this job has put this result in its place."""
+        """Return True if a run of this job has published this result."""
         return self.made_by.exists() or self.published.exists()
 
     def _name(self) -> str:
-        """A file name that says where the result is from the folder of the root."""
+        """Return a file name that encodes the path of the result relative to the folder of the root."""
         way = os.path.relpath(self.results, self.root.parent)
         name = way.replace("%", "%25").replace("/", "%2F")
         if len(os.fsencode(name)) <= _NAME_BYTES:
             return name
         return hashlib.sha256(os.fsencode(way)).hexdigest()
 
-    def other_disk(self) -> bool:
-        """Whether the results lie on another disk than the state, so that no rename can publish them."""
+    def is_on_other_disk(self) -> bool:
+        """Return True if results and state are on different disks. A rename then cannot publish results."""
         return _device(self.path) != _device(self.results.parent)
 
     @property
     def shares_store(self) -> bool:
-        """Whether the answers are stored at a `cache.path`."""
+        """Return True if answers are stored in a `cache.path`."""
         return self.completions != self._own_store
 
     def remember_store(self) -> None:
-        """Note where this run stores its answers. Raises StorageError."""
+        """Record where this run stores its answers. Raises StorageError."""
         used = {_SHARED: str(self.completions)} if self.shares_store else {}
         if read_strings(self._store_note) != used:
-            with self.exclusively():
+            with self.lock_shared():
                 write_strings(self._store_note, used, self.ops)
 
     def of_last_run(self) -> StateFolder:
-        """Return this state with the store of the job's last run, or with its own store if no run has noted another."""
+        """Return this state with the store that the job's last run recorded, or its own store if there is no record."""
         shared = read_strings(self._store_note).get(_SHARED)
         cache = None if shared is None else Path(shared)
         return StateFolder(self.results, root=self.root, cache=cache, ops=self.ops)
 
     @contextmanager
     def lock(self) -> Iterator[StateFolder]:
-        """Create the folder if need be and hold its lock. Raises Locked, StorageError (74) for a newer
-        format.
+        """Create the folder if needed, and hold its lock within the block. The lock is released if the process dies.
 
-        The lock is the kernel's: it ends with the process, however that ends.
+        Raises:
+            Locked: Another run holds it.
+            StorageError: A file cannot be written, or a newer version of batchinfer wrote the state (exit code 74).
         """
         self._create()
-        with self.exclusively():
-            if self.path != self.job:  # only now: another run removes what was idle
+        with self.lock_shared():
+            if self.path != self.job:  # created under this lock, since other runs remove idle parts
                 with storage(self.path, "create"):
                     self.ops.mkdir(self.path, 0o700)
             fd = self._open_lock()
@@ -157,8 +166,8 @@ class StateFolder:
             os.close(fd)
 
     @contextmanager
-    def exclusively(self) -> Iterator[None]:
-        """Hold back the job's other runs for the moment that it takes to change what they share."""
+    def lock_shared(self) -> Iterator[None]:
+        """Hold back other runs of the job within the block, to change shared files."""
         with storage(self._gate, "open"):
             fd = os.open(self._gate, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -170,21 +179,21 @@ class StateFolder:
 
     @contextmanager
     def _no_run_starts(self) -> Iterator[None]:
-        """Hold back runs that start, without writing: the state may be read-only, or another user's."""
+        """Prevent runs from starting within the block, without writing: the state may be read-only."""
         with storage(self._gate, "lock"), ExitStack() as stack:
-            if (fd := _opened_to_read(self._gate)) is not None:  # else no run has ever started
+            if (fd := _open_for_reading(self._gate)) is not None:  # without the file, no run has ever started
                 stack.callback(os.close, fd)
                 fcntl.flock(fd, fcntl.LOCK_SH)
             yield
 
     def purge_scratch(self, keep: str | None = None) -> None:
-        """Remove prompts, tokens, index and plan, but for the index with the identity `keep`."""
+        """Remove prompts, tokens, index and plan, except for the index with the identity `keep`."""
         for folder in _entries(self.scratch):
             if folder.name != keep:
                 self._remove(folder)
 
     def remove_old_generations(self, now: float | None = None, keep_s: float = KEEP_GENERATIONS_S) -> int:
-        """Remove replaced results older than `keep_s` seconds; how many there were. `now` is Unix time."""
+        """Remove replaced results older than `keep_s` seconds, and return their number. `now` is Unix time."""
         old = self.old_generations(now, keep_s)
         for folder in old:
             self._remove(folder)
@@ -205,17 +214,22 @@ class StateFolder:
         for folder in (self.path, self.completions, self.results):
             place = next(one for one in (folder, *folder.parents) if one.exists())
             if not place.is_dir():
-                raise StorageError(f"{place}: is a file; {folder} is to be a folder there")
+                raise StorageError(f"{place}: is a file, but {folder} must be a folder")
             if not os.access(place, os.W_OK | os.X_OK):
-                raise StorageError(f"{place}: cannot be written by this user; {folder} is to lie there")
+                raise StorageError(
+                    f"{place}: cannot be written by this user, but {folder} must be created there"
+                )
 
     def old_generations(self, now: float | None = None, keep_s: float = KEEP_GENERATIONS_S) -> list[Path]:
-        """Replaced results older than `keep_s` seconds."""
+        """Return replaced results older than `keep_s` seconds."""
         limit = (time.time() if now is None else now) - keep_s
         return [folder for folder in _entries(self.generations) if folder.stat().st_mtime < limit]
 
-    def idle(self, now: float | None = None, keep_s: float = KEEP_IDLE_S) -> list[Path]:
-        """The parts of this job's other results that no run has used for `keep_s` seconds. `now` is Unix time."""
+    def idle_parts(self, now: float | None = None, keep_s: float = KEEP_IDLE_S) -> list[Path]:
+        """Return the parts of the job's other results that no run has used for `keep_s` seconds.
+
+        `now` is Unix time.
+        """
         limit = (time.time() if now is None else now) - keep_s
         return [
             folder
@@ -224,17 +238,22 @@ class StateFolder:
         ]
 
     def parts_in_use(self) -> list[Path]:
-        """The parts, this one's included, that runs hold now. Call it within `exclusively`: then it stays true."""
+        """Return the parts that runs hold, including this one.
+
+        Call it within `lock_shared`, which keeps this from changing.
+        """
         return [part for part in (self.job, *_entries(self.job / _RESULTS)) if is_held(part / "lock")]
 
     def is_running(self, part: Path) -> bool:
-        """Return True if a run holds the lock of a part. A run that starts at this moment waits for the answer."""
+        """Return True if a run holds the lock of a part. A run that is starting has to wait."""
         with self._no_run_starts():
             return is_held(part / "lock")
 
     def recorded_parts(self) -> list[Path]:
-        """The part of this result, if runs have recorded their progress there; else all such parts of the job, the
-        one that was written last first."""
+        """Return the parts with recorded progress, the last written one first.
+
+        If this result's part has one, only this part is returned.
+        """
         if self.progress.exists():
             return [self.path]
         files = [part / self.progress.name for part in (self.job, *_entries(self.job / _RESULTS))]
@@ -242,11 +261,11 @@ class StateFolder:
         return [file.parent for file in sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)]
 
     def remove_idle(self, now: float | None = None) -> int:
-        """Remove what `idle` names, but for what a run holds at this moment; how many there were."""
-        if not self.idle(now):
+        """Remove the idle parts that no run holds, and return their number."""
+        if not self.idle_parts(now):
             return 0
-        with self.exclusively():  # two that remove the same would trip over each other
-            return sum(self._remove_unlocked(folder) for folder in self.idle(now))
+        with self.lock_shared():  # two runs must not remove the same folder
+            return sum(self._remove_unlocked(folder) for folder in self.idle_parts(now))
 
     def _remove_unlocked(self, folder: Path) -> bool:
         fd = _try_lock(folder / "lock")
@@ -259,7 +278,7 @@ class StateFolder:
         return True
 
     def check_space(self, needed_bytes: int) -> None:
-        """Raises StorageError when the disk of the state folder has less than `needed_bytes` free."""
+        """Check that the disk of the state folder has `needed_bytes` free. Raises StorageError."""
         needing = f"{self.path}: the job needs about"
         check_free_space(self.path, needed_bytes, needing, "point output.path at another disk")
 
@@ -267,10 +286,10 @@ class StateFolder:
         with storage(self.path, "create"):
             self.ops.mkdir(self.job.parent)
             self.ops.mkdir(self.job, 0o700)
-            self.job.chmod(0o700)  # a folder that was there already, or a loose umask
+            self.job.chmod(0o700)  # the folder may have existed with another mode
 
     def _open_lock(self) -> int:
-        """The descriptor that holds the lock, in a state of a format that we know."""
+        """Return the descriptor that holds the lock, after checking the format of the state."""
         with storage(self.lock_path, "open"):
             fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -302,10 +321,10 @@ class StateFolder:
             write_json(self._marker, {"format": STATE_FORMAT}, self.ops)
 
     def refuse_newer(self) -> None:
-        """Check that this version can read the state, and write nothing.
+        """Check that this version can read the state. Nothing is written.
 
-        A missing or damaged `state.json` is no reason to refuse: it holds nothing but the format, and all files with
-        answers state theirs as well.
+        A missing or damaged `state.json` is accepted: it only has the format, and all files with answers have theirs as
+        well.
 
         Raises:
             StorageError: A newer version of batchinfer wrote the folder, or `state.json` cannot be read.
@@ -327,36 +346,36 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def state_of(job: Job) -> StateFolder:
-    """The state of a job, for the result that it publishes. Raises JobFileError where that lies on another disk."""
+    """Return the state folder of a job's result. Raises JobFileError if the result is on another disk."""
     state = StateFolder(job.output.path, root=job.results_root, cache=job.cache.path)
-    if state.other_disk():
+    if state.is_on_other_disk():
         raise job.mistake(
             "output.path",
-            f"the results ({state.results}) would lie on another disk than the job's state, which lies in "
-            f"{state.job}; put a folder in between, on the disk of the results: "
+            f"the results ({state.results}) would be on another disk than the job's state ("
+            f"{state.job}); add a folder on the disk of the results to the path: "
             f"{job.results_root / job.results_root.name}/${{date}}",
         )
     return state
 
 
 def _device(path: Path) -> int:
-    """The disk of a path, or of the folder above it that is there."""
+    """Return the disk of a path or of its nearest existing parent."""
     there = next(place for place in (path, *path.parents) if place.exists())
     with storage(there, "look at"):
         return there.stat().st_dev
 
 
 def _last_used(folder: Path) -> float:
-    """When a run last took the lock there, in Unix time."""
+    """Return when a run last took the lock of a part, in Unix time."""
     lock = folder / "lock"
     try:
         return (lock if lock.exists() else folder).stat().st_mtime
-    except FileNotFoundError:  # another run removes it at this moment: nothing is left to do
+    except FileNotFoundError:  # another run is removing it
         return float("inf")
 
 
 def _try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock at `path`; None while a run holds it."""
+    """Return a descriptor that holds the lock, or None while a run holds it."""
     with storage(path, "open"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -370,7 +389,7 @@ def _try_lock(path: Path) -> int | None:
 def is_held(lock: Path) -> bool:
     """Return True if a run holds the lock. Writes nothing."""
     with storage(lock, "look at"):
-        fd = _opened_to_read(lock)
+        fd = _open_for_reading(lock)
         if fd is None:
             return False
         try:
@@ -382,8 +401,8 @@ def is_held(lock: Path) -> bool:
     return False
 
 
-def _opened_to_read(path: Path) -> int | None:
-    """Return a descriptor of the file; None if there is none."""
+def _open_for_reading(path: Path) -> int | None:
+    """Return a descriptor of the file, or None if there is none."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -391,7 +410,7 @@ def _opened_to_read(path: Path) -> int | None:
 
 
 def _format_of(marker: Path) -> int | None:
-    """Return the format that the file states; None if it is missing or damaged. Raises StorageError."""
+    """Return the format in the file, or None if it is missing or damaged. Raises StorageError."""
     if marker.is_dir():
         raise StorageError(
             f"{marker}: is a folder where a file belongs; remove it and run the same command again: batchinfer writes "

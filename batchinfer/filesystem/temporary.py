@@ -1,4 +1,4 @@
-"""Temporary folders that a killed process leaves behind only until the next command that needs one."""
+"""Creates temporary folders. If a process is killed, the next command that needs one removes its folder."""
 
 from __future__ import annotations
 
@@ -14,25 +14,32 @@ from pathlib import Path
 
 _PREFIX, _SUFFIX = "batchinfer-", ".tmp"
 _OURS = re.compile(r"batchinfer-[a-z-]+-[a-z0-9_]{8}\.tmp")
-# Between being made and being locked a folder is nobody's for an instant.
+# Minimum age in seconds of folders to remove: a new folder is not locked for a moment.
 _YOUNG_S = 60.0
 
 
 @contextmanager
 def temporary_folder(name: str) -> Iterator[str]:
-    """A folder in TMPDIR with this name and something random. It is removed afterwards; where this process is killed,
-    by the next one that needs a folder, of whatever name. Raises OSError."""
+    """Create a folder in TMPDIR with this name and a random suffix, and remove it when the block ends.
+
+    Raises OSError.
+
+    If this process is killed, the next process that needs a temporary folder removes it.
+    """
     _remove_left(Path(tempfile.gettempdir()))
     with ExitStack() as stack:
         made = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{name}-", suffix=_SUFFIX)
         held = os.open(made.name, os.O_RDONLY)
-        stack.callback(os.close, held)  # once it is removed
-        _lock(held)  # where the file system has no locks, nothing of its folders is ever removed by others
+        stack.callback(os.close, held)  # runs after the folder is removed
+        _lock(held)  # without locks in the file system, folders of killed processes are never removed
         yield stack.enter_context(made)
 
 
 def _lock(folder: int) -> bool:
-    """Whether nobody else holds it. The lock goes with the process."""
+    """Lock a folder until this process ends.
+
+    Return False if another process holds the lock or locks are unsupported.
+    """
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -41,7 +48,7 @@ def _lock(folder: int) -> bool:
 
 
 def _remove_left(parent: Path) -> None:
-    """Remove this user's folders whose processes are gone."""
+    """Remove folders of this user whose processes have ended."""
     for folder in parent.glob(f"{_PREFIX}*{_SUFFIX}"):
         if not _OURS.fullmatch(folder.name):
             continue
@@ -50,12 +57,10 @@ def _remove_left(parent: Path) -> None:
             if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _YOUNG_S:
                 continue
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # removed meanwhile, no folder, or not to be read: it is not ours to remove
+        except OSError:  # removed by another process, not a folder, or not readable
             continue
         try:
             if _lock(held):
-                shutil.rmtree(
-                    folder, ignore_errors=True
-                )  # what cannot be removed now is tried again by the next
+                shutil.rmtree(folder, ignore_errors=True)  # the next process tries again to remove the rest
         finally:
             os.close(held)

@@ -16,7 +16,7 @@ from batchinfer.filesystem.state import StateFolder, state_of
 from batchinfer.job import Job
 from batchinfer.store.answers.cleaning import CHEAP, Cleaned, Keep, clean_store
 from batchinfer.store.answers.completion_store import CompletionStore
-from batchinfer.store.answers.uses import User, stored_keep, uses_of, write_uses
+from batchinfer.store.answers.uses import User, record_use, stored_keep, write_uses
 from batchinfer.store.kept.files import last_kept
 from batchinfer.store.results.find_state import find_state
 from batchinfer.store.results.join import Join
@@ -70,18 +70,24 @@ def note_use(state: StateFolder, keep: int | None, join: Join, store: Completion
     Raises StorageError."""
     user = User(str(state.root), str(state.published), keep)
     now = time.time()  # not the run's start: a run may take longer than answers are kept
-    write_uses(store.path, uses_of(user, join.used(), store.rows_by_part(), now), state.ops)
+    write_uses(store.path, record_use(user, join.used(), store.rows_by_part(), now), state.ops)
 
 
 def clean_after_run(
-    state: StateFolder, keep: int | None, go_on: Callable[[], bool], notice: Callable[[str], None]
+    state: StateFolder, keep: int | None, should_continue: Callable[[], bool], notice: Callable[[str], None]
 ) -> None:
     """Drop what no result used lately, if that is worth the copying and nobody else uses the store.
 
     The results are published: a disk that fails now is told to `notice`, and fails no run.
     """
     try:
-        clean_store(state.completions, Keep(keep, str(state.root)), CHEAP, go_on=go_on, ops=state.ops)
+        clean_store(
+            state.completions,
+            Keep(keep, str(state.root)),
+            CHEAP,
+            should_continue=should_continue,
+            ops=state.ops,
+        )
     except Locked:
         return  # whoever uses it cleans it
     except StorageError as error:
@@ -110,7 +116,7 @@ def _clean(state: StateFolder, keep: int | None, dry_run: bool) -> Cleanup:
     # no result's part of the state is spared for being the one that was named
     whole = StateFolder(state.root)
     kept = _expired_kept(state, keep)
-    old = [*whole.old_generations(), *whole.idle(), *kept]
+    old = [*whole.old_generations(), *whole.idle_parts(), *kept]
     folder_bytes = sum(_bytes_in(old))
     if not dry_run:
         if kept:  # else there may be no state, and so no lock to take
@@ -125,7 +131,7 @@ def _clean(state: StateFolder, keep: int | None, dry_run: bool) -> Cleanup:
 
 def _remove_kept(state: StateFolder, kept: Iterable[Path]) -> None:
     """Remove these folders, unless a run is at work, which may be about to replace what is in them."""
-    with state.exclusively():
+    with state.lock_shared():
         for folder in () if state.parts_in_use() else kept:
             with storage(folder, "remove"):
                 state.ops.remove_tree(folder)

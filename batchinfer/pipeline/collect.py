@@ -56,7 +56,7 @@ class Collector:
     def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
         """Expect the answers of these requests, which go to the engine now."""
         self._meter.planned(requests)
-        self._receiver.planned(requests)
+        self._receiver.expect(requests)
         names = ("expected_tokens", "token_count", "users", "final_users")
         columns = [batch.numbers(name).tolist() for name in names]
         self._handed_out.add(batch.keys, columns[1], columns[0])
@@ -98,7 +98,7 @@ class Collector:
 
     def take(self, done: WorkDone) -> None:
         """Store the answers, count the rest."""
-        completions = self._receiver.received(done.completions)
+        completions = self._receiver.receive(done.completions)
         self._store.append(completions)
         for step in done.steps:
             self._meter.step(step, done.engine, done.replica)

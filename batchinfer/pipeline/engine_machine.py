@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 from batchinfer.core.errors import JobFileError, Mistake, Unavailable
 from batchinfer.core.wording import counted
-from batchinfer.filesystem.remembered import read_strings
+from batchinfer.filesystem.json_files import read_strings
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
 from batchinfer.machine.facts import MachineFacts, this_machine

@@ -8,7 +8,7 @@ from batchinfer.core.errors import UsageError
 from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
-from batchinfer.store.results.output_file import OutputFile, Protected
+from batchinfer.store.results.output_file import OutputFile, ProtectedFiles
 
 
 def openai_file(
@@ -28,7 +28,7 @@ def openai_file(
             "which the option needs; leave the option out"
         )
     file = OutputFile(
-        Location.at(path), "--to-openai", Protected.by(job, state, whole), state, replace=replace
+        Location.at(path), "--to-openai", ProtectedFiles.of_job(job, state, whole), state, replace=replace
     )
     file.check()
     return file

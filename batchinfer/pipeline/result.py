@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from batchinfer.core.errors import InputMissing
 from batchinfer.filesystem.duck import parquet
 from batchinfer.filesystem.location import Location
-from batchinfer.store.results.published import published
+from batchinfer.store.results.published import open_published
 
 if TYPE_CHECKING:
     import pandas
@@ -41,7 +41,7 @@ class RunResult:
     def files(self) -> list[Path]:
         """The Parquet files in the order of the input, each checked. Raises InputMissing where the result is gone,
         StorageError where it is damaged."""
-        found = published(Location.at(self.results))
+        found = open_published(Location.at(self.results))
         if found is None:
             raise InputMissing(f"{self.results}: the result is no longer there")
         return list(found.files)

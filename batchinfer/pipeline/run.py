@@ -36,7 +36,7 @@ from batchinfer.report.progress import Progress
 from batchinfer.report.tables.exit_status import ALREADY_PUBLISHED, PUBLISHED
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.index.index import Index
-from batchinfer.store.results.join import joined
+from batchinfer.store.results.join import join_answers
 from batchinfer.store.results.manifest import Manifest
 
 
@@ -108,7 +108,7 @@ def _publish(
     with run.report.timed("publish_s"):
         store.refresh()  # runs for other dates, and trials, add to it meanwhile
         spill, attempts = run.state.staging / "join", index.attempts
-        join = joined(
+        join = join_answers(
             index.index_parts,
             store.parts(),
             spill,

@@ -7,7 +7,7 @@ from pathlib import Path
 from batchinfer.core.errors import InputMissing
 from batchinfer.filesystem.location import Location
 from batchinfer.store.results.diff import DiffOptions, ResultDiff, diff_results
-from batchinfer.store.results.published import published
+from batchinfer.store.results.published import open_published
 from batchinfer.verbs.query import no_result
 
 
@@ -20,7 +20,7 @@ def compare_results(a: Path, b: Path, options: DiffOptions) -> ResultDiff:
 
 
 def _files(results: Path) -> tuple[Path, ...]:
-    found = published(Location.at(results))
+    found = open_published(Location.at(results))
     if found is None:
         raise InputMissing(no_result(results))
     return found.files

@@ -41,7 +41,7 @@ def quantize_job(job: Job, again: bool, listener: Listener) -> QuantizedModel:
     setup = _checked(job, state)
     with state.lock():
         if again and setup.setting.parts.weights is not None:
-            with state.exclusively(), storage(state.int4, "remove"):
+            with state.lock_shared(), storage(state.int4, "remove"):
                 state.ops.remove_tree(setup.setting.parts.weights)
             setup = check_setup(job, state, this_machine(job.engine.device), replace=True)
         found = calibrated_setup(job, setup, state, listener)

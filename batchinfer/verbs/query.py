@@ -16,8 +16,8 @@ import duckdb
 from batchinfer.core.errors import InputMissing, Interrupted, OutOfMemory, StorageError, UsageError
 from batchinfer.filesystem.duck import Watched, interruptible, literal, parquet
 from batchinfer.filesystem.durable import FileOps, refuse_existing, write_new
+from batchinfer.filesystem.json_files import read_strings
 from batchinfer.filesystem.location import Location
-from batchinfer.filesystem.remembered import read_strings
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.filesystem.temporary import temporary_folder
 from batchinfer.report.history import HISTORY, history_sql
@@ -26,7 +26,7 @@ from batchinfer.report.tables.folder import report_folder, tables
 from batchinfer.store.index.index import MARKER, Index
 from batchinfer.store.results.find_state import find_state
 from batchinfer.store.results.manifest import read_manifest
-from batchinfer.store.results.published import published
+from batchinfer.store.results.published import open_published
 from batchinfer.verbs.answer import check_format, format_for, shown
 from batchinfer.verbs.history import add_report_view
 
@@ -181,7 +181,7 @@ def add_views(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list
 
 
 def _results(connection: duckdb.DuckDBPyConnection, results: Path | None) -> list[str]:
-    found = None if results is None else published(Location.at(results))
+    found = None if results is None else open_published(Location.at(results))
     return [] if found is None else _add_results(connection, found.files)
 
 

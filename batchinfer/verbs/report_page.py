@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import InputMissing, OutputConflict, StorageError
-from batchinfer.filesystem.duck import naming_errors
+from batchinfer.filesystem.duck import translate_errors
 from batchinfer.filesystem.durable import FileOps, replace_bytes, storage
 from batchinfer.filesystem.location import Location
 from batchinfer.report.page.document import MARK, page
@@ -48,7 +48,7 @@ def write_page(folder: Path, output: Path | None = None, run_id: str | None = No
     place, report = _place(folder)
     path = report / PAGE if output is None else output
     _check_ours(path)
-    with open_database() as (database, _, _), naming_errors(report):
+    with open_database() as (database, _, _), translate_errors(report):
         names = add_views(database, place)
         row = find_run(database, run_id, "" if folder == report else place.ending)
         if row is None:

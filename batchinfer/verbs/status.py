@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from batchinfer.core.errors import InputMissing, Interrupted, StopTimeReached, StorageError
 from batchinfer.core.wording import about, count, percent, seconds, short, shown, size
 from batchinfer.filesystem.durable import FileOps, replace_bytes
-from batchinfer.filesystem.remembered import read_json
+from batchinfer.filesystem.json_files import read_json
 from batchinfer.filesystem.state import StateFolder, state_of
 from batchinfer.job import Job
 from batchinfer.pipeline.progress_file import PROGRESS_FORMAT, STARTING

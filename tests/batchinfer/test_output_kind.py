@@ -25,8 +25,8 @@ from batchinfer.store.answers.completion_store import read_records
 from batchinfer.store.answers.parts import COMPLETION_SCHEMA
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.columns.schema_columns import SchemaColumns
-from batchinfer.store.outputs.frame import Frame, framed
-from batchinfer.store.outputs.kind import AskedOutputs, TokenBytes
+from batchinfer.store.outputs.frame import Frame, frame_schema
+from batchinfer.store.outputs.kind import RequestedOutputs, TokenBytes
 from batchinfer.store.outputs.registry import KINDS
 from batchinfer.store.results.diff import DiffOptions, diff_results
 from batchinfer.store.results.verify import verify_result, verify_store
@@ -50,10 +50,10 @@ class Divide:
     def __init__(self) -> None:
         self._prompts: dict[bytes, int] = {}
 
-    def planned(self, requests: Iterable[Request]) -> None:
+    def expect(self, requests: Iterable[Request]) -> None:
         self._prompts |= {request.key: len(request.prompt) for request in requests}
 
-    def received(self, completions: Sequence[Completion]) -> list[Completion]:
+    def receive(self, completions: Sequence[Completion]) -> list[Completion]:
         return [self._received(completion) for completion in completions]
 
     def _received(self, completion: Completion) -> Completion:
@@ -77,17 +77,17 @@ class RatioKind:
         values = [one.value if isinstance(one, Ratio) else None for one in outputs]
         return {} if values == [None] * len(values) else {FIELD.name: pa.array(values, FIELD.type)}
 
-    def read(self, asked: AskedOutputs) -> pa.Schema:
+    def read(self, asked: RequestedOutputs) -> pa.Schema:
         return self.stored
 
-    def batch_rows(self, asked: AskedOutputs) -> int | None:
+    def batch_rows(self, asked: RequestedOutputs) -> int | None:
         return 7
 
-    def schema(self, asked: AskedOutputs) -> pa.Schema:
-        return framed(FIELD)
+    def schema(self, asked: RequestedOutputs) -> pa.Schema:
+        return frame_schema(FIELD)
 
     def table(
-        self, asked: AskedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
+        self, asked: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
         frame = Frame(rows, matched)
         return frame.around(ratio=frame.when_answered(matched.column("ratio")))

@@ -23,7 +23,7 @@ from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from batchinfer.store.answers.completion_store import read_records
-from batchinfer.store.results.planned_work import alike, announced
+from batchinfer.store.results.planned_work import announce_plans, find_similar_runs
 from tests import warm_commands
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, write_job
 from tests.batchinfer.wrong_jobs import Place, environment
@@ -93,7 +93,7 @@ def test_the_second_run_takes_the_answers_of_the_first_and_computes_the_rest(
     """It starts no engine for those that the first run has answered."""
     Run(job, NIGHT, FAKE).ended()
     keys, put_back = hidden(store, tmp_path / "aside")
-    with announced(store, [planned(tmp_path, keys)], FileOps()):
+    with announce_plans(store, [planned(tmp_path, keys)], FileOps()):
         second = Run(job, OTHER, NO_ENGINE if answered else FAKE)
         assert second.waits()
         if answered:
@@ -154,13 +154,13 @@ def test_only_runs_that_do_mostly_the_same_wait(
     """A trial of a few rows does not wait for the whole job."""
     keys = [number.to_bytes(32, "big") for number in range(mine + theirs)]
     (tmp_path / "mine").mkdir()
-    with announced(tmp_path, [planned(tmp_path, keys[mine - same : mine - same + theirs])], FileOps()):
+    with announce_plans(tmp_path, [planned(tmp_path, keys[mine - same : mine - same + theirs])], FileOps()):
         plan = planned(tmp_path / "mine", keys[:mine])
-        with announced(tmp_path, [plan], FileOps()) as mine_too:
+        with announce_plans(tmp_path, [plan], FileOps()) as mine_too:
             others = mine_too.others
             assert len(others) == 1
-            assert bool(alike(plan, others, tmp_path / "spill")) == waits
+            assert bool(find_similar_runs(plan, others, tmp_path / "spill")) == waits
             (tmp_path / "plan.parquet").unlink()
             if not waits:
                 return
-    assert alike(plan, others, tmp_path / "spill") == [], "it has gone, and its plan with it"
+    assert find_similar_runs(plan, others, tmp_path / "spill") == [], "it has gone, and its plan with it"

@@ -20,7 +20,7 @@ from batchinfer.input.constraints.constrained import GrammarConstraint, GrammarC
 from batchinfer.input.constraints.constraint_check import constraint_problem
 from batchinfer.input.constraints.grammar import BadConstraint, check_grammar
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
-from batchinfer.store.columns.answer_check import AnswerCheck, parsed_answer
+from batchinfer.store.columns.answer_check import AnswerCheck, parse_answer
 from batchinfer.store.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
 from tests.batchinfer.engine.small_engine import (
     Limits,
@@ -93,7 +93,7 @@ def check(name: str, schema: Mapping[str, Any], completions: list[Completion]) -
     validator = jsonschema.Draft202012Validator(
         schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
     )
-    checked = AnswerCheck(columns, tokenizer()).checked(completions)
+    checked = AnswerCheck(columns, tokenizer()).check_all(completions)
     whole = [completion for completion in checked if completion.error is None]
     codes = {completion.error.code for completion in checked if completion.error is not None}
     assert codes <= {"incomplete_output", "unfit_output"}, (name, codes)
@@ -101,7 +101,7 @@ def check(name: str, schema: Mapping[str, Any], completions: list[Completion]) -
     for said in texts:
         wrong = [error.message for error in validator.iter_errors(json.loads(said))]
         assert not wrong, (name, said, wrong)
-    values = [parsed_answer(said) for said in texts]
+    values = [parse_answer(said) for said in texts]
     arrays = columns.arrays(values)
     rows = pa.table(arrays, schema=columns.schema).to_pylist()
     for row, value in zip(rows, values, strict=True):
@@ -132,8 +132,8 @@ def same(kind: pa.DataType, held: Any, said: Any) -> bool:
     if pa.types.is_floating(kind):
         return bool(held == float(said))
     if pa.types.is_string(kind) and not isinstance(said, str):
-        return bool(parsed_answer(held) == said)
-    return bool(held == said) or (pa.types.is_string(kind) and parsed_answer(held) == said)
+        return bool(parse_answer(held) == said)
+    return bool(held == said) or (pa.types.is_string(kind) and parse_answer(held) == said)
 
 
 def in_utc(said: time) -> time:
@@ -168,7 +168,7 @@ def test_a_number_with_an_exponent_beyond_reading_is_an_error_row() -> None:
     said = '{"c": 1E76462001328355758549582901273959}'
     ids = np.array(tokenizer().rust.encode(said, add_special_tokens=False).ids, np.int32)
     columns = schema_columns({"properties": {"c": {"type": "number"}}})
-    (found,) = AnswerCheck(columns, tokenizer()).checked([Completion(bytes(32), Tokens(ids), "stop")])
+    (found,) = AnswerCheck(columns, tokenizer()).check_all([Completion(bytes(32), Tokens(ids), "stop")])
     assert found.error is not None
     assert found.error.code == "unfit_output"
 

@@ -163,7 +163,7 @@ def layers_told(progress: Progress) -> Callable[[int, int], None]:
 
 def _keep(state: StateFolder, folder: Path) -> None:
     """Give the weights that were made their name. Those of other models go, unless another run may use them."""
-    with state.exclusively(), storage(folder, "make"):
+    with state.lock_shared(), storage(folder, "make"):
         if state.parts_in_use() == [state.path]:
             for other in state.int4.iterdir():
                 if other.is_dir() and other.name != _MAKING:

@@ -15,7 +15,7 @@ from batchinfer.core.errors import OutOfMemory, StorageError
 from batchinfer.core.request import Request, TokenIds
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.plan.order.plan import Plan, PlanBatch
-from batchinfer.store.results.published import intact
+from batchinfer.store.results.published import open_if_intact
 from batchinfer.store.results.reuse.earlier_answers import LastResult
 from batchinfer.store.results.reuse.given_answers import GivenAnswers
 
@@ -45,7 +45,7 @@ def last_answers(run: OpenRun, to_come: int | None = None) -> list[TokenIds]:
 
 
 def _last_result(run: OpenRun) -> LastResult | None:
-    found = intact(run.state.destination)
+    found = open_if_intact(run.state.destination)
     return None if found is None else LastResult.of(found.files)
 
 

@@ -35,7 +35,7 @@ from batchinfer.plan.order.plan import Plan
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.index.index import Index
 from batchinfer.store.results.error_summary import summarise_errors
-from batchinfer.store.results.planned_work import announced
+from batchinfer.store.results.planned_work import announce_plans
 from batchinfer.store.results.reuse.shared_answers import saved_tokens
 
 
@@ -48,7 +48,7 @@ def answer_in_waves(run: OpenRun, unread: UnreadInput, store: CompletionStore) -
     before = set(store.parts())
     with (
         ReadingOn(unread.ingestion, unread.steps, unread.at) as reading,
-        announced(store.path, (), run.state.ops) as announcement,
+        announce_plans(store.path, (), run.state.ops) as announcement,
     ):
         answering = _Answering(run, store)
         waves = answering.waves = Waves(run, reading, announcement, answering.follows)

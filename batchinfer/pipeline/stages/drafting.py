@@ -147,12 +147,12 @@ class _Sink:
 
     def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
         """Expect the answers of these requests."""
-        self._receiver.planned(requests)
+        self._receiver.expect(requests)
         self._expected |= {request.key: request.params.max_tokens for request in requests}
 
     def take(self, done: WorkDone) -> None:
         """Store the answers, and show how far the model is."""
-        self._store.append(self._receiver.received(done.completions))
+        self._store.append(self._receiver.receive(done.completions))
         for step in done.steps:
             self._progress.step(step, done.engine)
         for one in done.completions:

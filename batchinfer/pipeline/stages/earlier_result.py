@@ -8,8 +8,8 @@ from batchinfer.pipeline.stages.identity import publish_spec
 from batchinfer.pipeline.stages.storing import open_store
 from batchinfer.plan.setup.input_check import check_enough_rows
 from batchinfer.store.results.manifest import Manifest, is_published
-from batchinfer.store.results.published import published_input_rows, published_or_told
-from batchinfer.store.results.published_inputs import published_inputs
+from batchinfer.store.results.published import count_published_input_rows, open_published_or_notify
+from batchinfer.store.results.published_inputs import read_published_inputs
 
 
 def earlier_result(run: OpenRun, context: bytes) -> Manifest | None:
@@ -18,14 +18,14 @@ def earlier_result(run: OpenRun, context: bytes) -> Manifest | None:
     A job with a query (input.sql) has none: its rows may be others each time. Raises TooFewRows where the job does not
     allow a result of so few rows any more.
     """
-    found = published_or_told(run.state.destination, run.notice, fresh=run.options.verify)
+    found = open_published_or_notify(run.state.destination, run.notice, fresh=run.options.verify)
     if found is None or run.job.input.sql or run.options.retry_errors or _has_lost_answers(run):
         return None
-    inputs = published_inputs(run.state.published, input_files(run.job))
+    inputs = read_published_inputs(run.state.published, input_files(run.job))
     current = inputs is not None and is_published(run.state.destination, publish_spec(run, context, inputs))
     if not current:
         return None
-    check_enough_rows(run.job, published_input_rows(run.state.destination) or 0)
+    check_enough_rows(run.job, count_published_input_rows(run.state.destination) or 0)
     return found.manifest
 
 

@@ -7,9 +7,9 @@ from batchinfer.pipeline.workers.interrupts import CONTINUES
 from batchinfer.pipeline.workers.places import worker_specs
 from batchinfer.plan.forecast.room import fits
 from batchinfer.store.answers.completion_store import CompletionStore
-from batchinfer.store.answers.lacking_keys import LackingKeys, key_batches
+from batchinfer.store.answers.missing_keys import MissingKeys, key_batches
 from batchinfer.store.index.index import Index
-from batchinfer.store.results.planned_work import is_another_at_work
+from batchinfer.store.results.planned_work import is_another_run_computing
 
 _MANY = 200  # parts of a store, of which the keys are read in 0.2 s
 
@@ -23,10 +23,10 @@ class EarlyLoading:
 
     def __init__(self, run: OpenRun, store: CompletionStore) -> None:
         self._run, self._store = run, store
-        self._lacking: LackingKeys | None = None  # once the first keys are read
+        self._lacking: MissingKeys | None = None  # once the first keys are read
         self._begins: bool | None = None  # whether rows may run before all are read; None: not known yet
         # A draft model has the memory first
-        self._waits = run.setup.drafts is None and not is_another_at_work(store.path)  # for keys
+        self._waits = run.setup.drafts is None and not is_another_run_computing(store.path)  # for keys
         if self._waits and run.setup.setting.placement.replicas == 1:
             self._open()
 
@@ -34,9 +34,9 @@ class EarlyLoading:
         """Take the keys of rows that were read, 32 bytes each; `last`: there are no more, or few. Raises what keeps a
         single engine from loading."""
         if self._waits and keys and not (last and self._is_large()):
-            lacking = self._watched()
-            lacking.look(keys)
-            if lacking.enough:
+            missing = self._watched()
+            missing.add(keys)
+            if missing.has_enough:
                 self._load()
         self._run.launch.look()
 
@@ -61,10 +61,10 @@ class EarlyLoading:
             self._begins = not self._run.options.retry_errors and fits(self._run.job, self._run.setup)
         return self._begins
 
-    def _watched(self) -> LackingKeys:
+    def _watched(self) -> MissingKeys:
         if self._lacking is None:
             engines, again = self._run.setup.setting.placement.replicas, self._run.options.retry_errors
-            self._lacking = LackingKeys(self._store.parts(), engines, again)
+            self._lacking = MissingKeys(self._store.parts(), engines, again)
         return self._lacking
 
     def _load(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from batchinfer.engine.config import NUMERICS_VERSION
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.store.index.ingest import INGEST_FORMAT
-from batchinfer.store.outputs.registry import USUAL
+from batchinfer.store.outputs.registry import DEFAULT_KIND
 from batchinfer.store.results.manifest import PublishSpec
 
 
@@ -34,6 +34,6 @@ def _columns(run: OpenRun) -> str:
     setup = run.setup
     kind, asked = setup.output, setup.asked
     read = asked.reasoning, asked.tool_calls, asked.embedding, asked.scoring, asked.pairs
-    version = "" if (kind.name, kind.version) == (USUAL, 0) else f" {kind.name} {kind.version}"
+    version = "" if (kind.name, kind.version) == (DEFAULT_KIND, 0) else f" {kind.name} {kind.version}"
     said = (json.dumps(one.to_json(), sort_keys=True) for one in read if one is not None)
     return " ".join([version, *said])

@@ -9,8 +9,8 @@ from typing import Any
 
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.report.tables.accuracy import FieldAccuracy, ProbableRows, write_accuracy
-from batchinfer.store.accuracy.figures import summed_up
-from batchinfer.store.accuracy.measured import Accuracy, Tally, measured
+from batchinfer.store.accuracy.figures import summarise
+from batchinfer.store.accuracy.measure import Accuracy, Tally, measure_accuracy
 from batchinfer.store.accuracy.reliability import BINS, Reliability
 from batchinfer.store.results.manifest import Manifest
 
@@ -29,7 +29,7 @@ def _answers(run: OpenRun, files: Sequence[Path]) -> dict[str, Any]:
     asked, figures = run.setup.asked, dict(run.setup.output.figures)
     if asked.scoring is not None and asked.scoring.own_labels:
         figures.pop("labels", None)  # texts of rows, any number of them: reports hold none
-    found = summed_up(files, figures, run.state.staging / "figures") if files else {}
+    found = summarise(files, figures, run.state.staging / "figures") if files else {}
     if run.job.task == "embed" and asked.embedding is not None and not run.job.requests:
         found["dimensions"] = asked.embedding.dimensions
     return found
@@ -37,11 +37,11 @@ def _answers(run: OpenRun, files: Sequence[Path]) -> dict[str, Any]:
 
 def _compare(run: OpenRun, files: Sequence[Path]) -> None:
     """Compare the answers with the expected ones."""
-    found = measured(files)
+    found = measure_accuracy(files)
     assert found is not None, "the published column is marked"
     if found.notice is not None:
         run.notice(found.notice)
-    whole = _figures(None, found.whole)
+    whole = _figures(None, found.overall)
     run.report.note(
         labelled_rows=whole.labelled_rows,
         labelled_errors=whole.labelled_errors,
@@ -62,7 +62,7 @@ def _compare(run: OpenRun, files: Sequence[Path]) -> None:
 
 
 def _by_field(found: Accuracy) -> list[FieldAccuracy]:
-    return [_figures(None, found.whole), *(_figures(name, one) for name, one in found.fields.items())]
+    return [_figures(None, found.overall), *(_figures(name, one) for name, one in found.fields.items())]
 
 
 def _by_probability(found: Reliability) -> list[ProbableRows]:

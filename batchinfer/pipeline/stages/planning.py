@@ -19,8 +19,8 @@ from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.index.index import Index
-from batchinfer.store.results.join import joined
-from batchinfer.store.results.planned_work import Announcement, alike, announced, wait_for
+from batchinfer.store.results.join import join_answers
+from batchinfer.store.results.planned_work import Announcement, announce_plans, find_similar_runs, wait_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def planned(run: OpenRun, index: Index, store: CompletionStore) -> Iterator[Plan
     What others computed already when this run began to plan, they finish first.
     """
     first = _plan(run, index, store, "plan")
-    with announced(store.path, [first.plan.path], run.state.ops) as announcement:
+    with announce_plans(store.path, [first.plan.path], run.state.ops) as announcement:
         yield _without_others(run, first, announcement, index, store)
 
 
@@ -52,7 +52,7 @@ def _without_others(
 ) -> PlannedRun:
     """Wait for the other runs' answers to the same requests, and plan what is left after them."""
     others = announcement.others if first.plan.to_run else []
-    known, same = store.parts(), alike(first.plan.path, others, run.state.staging / "others")
+    known, same = store.parts(), find_similar_runs(first.plan.path, others, run.state.staging / "others")
     if same:
         run.progress.phase("waiting")
         run.launch.end()  # its memory is the other run's
@@ -123,7 +123,7 @@ def _tell_of_retries(run: OpenRun, index: Index, store: CompletionStore) -> None
     if not run.options.retry_errors:
         return
     spill, attempts = run.state.staging / "join", index.attempts
-    if not joined(index.index_parts, store.parts(), spill, attempts=attempts).counts.retryable:
+    if not join_answers(index.index_parts, store.parts(), spill, attempts=attempts).counts.retryable:
         run.notice("--retry-errors: no row has an error that is marked retryable; none is run again")
 
 

@@ -24,10 +24,10 @@ from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.index.index import Index
 from batchinfer.store.outputs.best_samples import published_rows
 from batchinfer.store.outputs.content_free import calibrated_scoring
-from batchinfer.store.results.join import Join, completion_of
+from batchinfer.store.results.join import Join, find_completion
 from batchinfer.store.results.manifest import Manifest
-from batchinfer.store.results.openai import asked, write_openai
-from batchinfer.store.results.published import intact
+from batchinfer.store.results.openai import read_request_fields, write_openai
+from batchinfer.store.results.published import open_if_intact
 from batchinfer.store.results.published_inputs import identities, remember_inputs
 from batchinfer.store.results.publisher import publish
 from batchinfer.store.results.reuse.finished_segments import record_finished
@@ -61,7 +61,7 @@ def publish_result(
     Raises what `publish` raises."""
     run.progress.phase("publishing", published_rows(index.best, index.rows))
     index.inputs_unchanged()
-    older, inputs = intact(run.state.destination), identities(index)
+    older, inputs = open_if_intact(run.state.destination), identities(index)
     note_use(run.state, run.job.cache.keep, join, store)
     manifest = publish(
         index,
@@ -99,7 +99,7 @@ def with_calibration(index: Index, join: Join, spill: Path) -> tuple[Index, Join
     `spill`: see `joined`. Raises BatchInferError where the prompt without content has none."""
     if not index.content_free_parts or index.scoring is None:
         return index, join
-    found = completion_of(index.content_free_parts, join.parts, spill)
+    found = find_completion(index.content_free_parts, join.parts, spill)
     scoring = calibrated_scoring(index.scoring, found and found[:2])
     used = join.others if found is None else np.append(join.others, found[2])
     return replace(index, scoring=scoring), replace(join, others=used)
@@ -118,7 +118,7 @@ def write_openai_file(run: OpenRun, files: Sequence[InputFile]) -> None:
     """
     if run.openai is None:
         return
-    rows = asked(open_input(run.job, files), run.job.input.limit)
+    rows = read_request_fields(open_input(run.job, files), run.job.input.limit)
     created = int(run.now.timestamp()) if run.options.openai_timestamps else 0
     try:
         name, tokens = short_name(run.job.model.path), run.setup.tokenizer.single

@@ -6,7 +6,7 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 
-from batchinfer.filesystem.remembered import write_strings
+from batchinfer.filesystem.json_files import write_strings
 from batchinfer.input.reader import Reader
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.stages.early_loading import EarlyLoading
@@ -95,7 +95,7 @@ def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
     if run.options.limit is not None:
         return None
     state = run.state
-    with state.exclusively():
+    with state.lock_shared():
         if state.parts_in_use() == [state.path]:
             remove_strays(state.kept, state.ops)
     answered = AnsweredRows(store.parts(), run.options.retry_errors, state.staging / "answered")

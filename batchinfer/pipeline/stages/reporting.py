@@ -51,5 +51,5 @@ def _leave_word(run: OpenRun, record: ProgressFile) -> None:
     """Say how the run ended where other programs look for it. Raises OSError, StorageError."""
     row = run.report.row
     record.ended(row["exit_code"], row["exit_status"])
-    with run.state.exclusively():  # runs for other dates write it, too
+    with run.state.lock_shared():  # runs for other dates write it, too
         run.report.write_last(run.state.ops)

@@ -12,10 +12,10 @@ from batchinfer.report.tables.exit_status import over_budget
 from batchinfer.store.index.index import Index
 from batchinfer.store.results.error_budget import Budget, budget_text, show_errors
 from batchinfer.store.results.error_summary import ErrorSummary, summarise_all_errors, summarise_errors
-from batchinfer.store.results.join import ErrorCounts, Join, joined, stores_errors
+from batchinfer.store.results.join import ErrorCounts, Join, has_error_completions, join_answers
 from batchinfer.store.results.made_by import MadeBy, note_made_by
 from batchinfer.store.results.manifest import Manifest
-from batchinfer.store.results.published import published
+from batchinfer.store.results.published import open_published
 
 
 def error_budget(run: OpenRun, rows: int) -> Budget:
@@ -41,10 +41,10 @@ def refuse_stored_errors(run: OpenRun, index: Index, parts: Sequence[Path]) -> i
         ErrorBudgetExceeded: They are too many: the run could not publish its answers.
     """
     budget, spill = error_budget(run, index.rows), run.state.staging / "errors"
-    if budget.publish or not stores_errors(parts, spill):
+    if budget.publish or not has_error_completions(parts, spill):
         return index.error_rows
     attempts = index.attempts
-    join = joined(index.index_parts, parts, spill, attempts=attempts, reused=index.reused)
+    join = join_answers(index.index_parts, parts, spill, attempts=attempts, reused=index.reused)
     lasting = ~join.again if run.options.retry_errors else slice(None)
     failed = index.error_rows + len(join.failed[lasting])
     if budget.exceeded(failed):
@@ -77,7 +77,7 @@ def judged(run: OpenRun, manifest: Manifest, status: str) -> Outcome:
     `status` says whether this run published it.
     """
     note_made_by(run.state, MadeBy.of(run.job, run.options.limit))
-    found = published(run.state.destination) if manifest.errors else None
+    found = open_published(run.state.destination) if manifest.errors else None
     errors = summarise_errors(() if found is None else found.files)
     run.report.note(
         rows=manifest.rows, rows_ok=manifest.ok, rows_error=manifest.errors, error_codes=dict(errors.codes)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from batchinfer.filesystem.rebatch import parquet_batches, parquet_stretches, rebatch
+from batchinfer.filesystem.rebatch import parquet_batches, rebatch, sample_segments
 
 _ROWS_READ = 8192  # rows per read; reading 512 at a time takes twice as long
 
@@ -127,7 +127,7 @@ class Plan:
         If `every` is n, only the middle one of each n batches is yielded.
         """
         if every > 1:
-            tables = parquet_stretches(self.path, rows_per_batch, every)
+            tables = sample_segments(self.path, rows_per_batch, every)
         else:
             tables = rebatch(parquet_batches([self.path], _ROWS_READ), rows_per_batch)
         yield from map(PlanBatch, tables)

@@ -20,7 +20,7 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import StorageError
 from batchinfer.core.prefix_forest import ROOT, Ints, PrefixForest
 from batchinfer.core.wording import counted
-from batchinfer.filesystem.duck import connection, naming_errors, parquet
+from batchinfer.filesystem.duck import connection, parquet, translate_errors
 from batchinfer.filesystem.durable import storage
 from batchinfer.plan.order.attempts_due import distinct_sql
 from batchinfer.plan.order.plan import PLAN_SCHEMA, Plan
@@ -63,7 +63,7 @@ def plan_job(
     longest rows start early and rows with a common prefix stay together. Of a row's `attempts`, only the first one
     without a valid answer counts.
 
-    The first rows (`reused`) have reused answers. Prompts in `beside` run but are no rows of the job. Keys that the run
+    The first rows (`reused`) have answers. Prompts in `beside` run but are no rows of the job. Keys that the run
     has handed out before (`begun`), or that engines are computing (`in_flight`), are not planned. Rows that share a
     prefix with those in flight come first, while it is cached.
 
@@ -223,7 +223,7 @@ def write_plan(query: Any, path: Path, longest: int) -> None:
         StorageError: The file cannot be written.
     """
     done, rows = 0, min(_ROWS_PER_GROUP, max(1, _PARAMS_BYTES // max(1, longest)))
-    with naming_errors(path), storage(path, "write"):
+    with translate_errors(path), storage(path, "write"):
         writer = pq.ParquetWriter(
             path,
             PLAN_SCHEMA,

@@ -35,7 +35,7 @@ from batchinfer.store.index.ingest import ingest
 from batchinfer.store.results.error_budget import Budget, budget_text
 from batchinfer.store.results.error_summary import summarise_errors
 from batchinfer.store.results.join import ErrorCounts
-from batchinfer.store.results.published import published_input_rows
+from batchinfer.store.results.published import count_published_input_rows
 
 FIRST_ROWS = 512  # per file: one batch of each format
 SPACE_PER_INPUT_BYTE = 2  # lower bound: tokens and copied columns take about the size of the input each
@@ -143,7 +143,7 @@ def check_enough_rows(job: Job, rows: int) -> None:
     check_any_rows(job, rows)
     asked = job.input.min_rows
     if isinstance(asked, float):
-        published = published_input_rows(Location.at(job.output.path))
+        published = count_published_input_rows(Location.at(job.output.path))
         if published is None:
             return
         # Fractions avoid rounding: 100 * 0.29 is less than 29 in floats

@@ -12,7 +12,7 @@ from datetime import datetime
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.hub import ADAPTER_WEIGHTS
-from batchinfer.filesystem.remembered import read_strings, write_strings
+from batchinfer.filesystem.json_files import read_strings, write_strings
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.input.prompts.mode import check_chat_template, check_templates, given_template
 from batchinfer.input.reader import SampleSize, Strata
@@ -239,7 +239,7 @@ def work_context(setup: Setup, state: StateFolder, remember: bool = False) -> by
     for _, folder in setup.setting.parts.adapters:
         file_sha256(folder / ADAPTER_WEIGHTS, digests, lambda _: None)
     if remember and digests != before:
-        with state.exclusively():
+        with state.lock_shared():
             write_strings(state.fingerprints, digests, state.ops)
     checked = 0 if setup.columns is None else CHECK_VERSION
     kind, tokenizer = setup.output.name, setup.tokenizer.fingerprint

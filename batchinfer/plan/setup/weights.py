@@ -9,7 +9,7 @@ from pathlib import Path
 
 from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.ranks.shards import check_stored
-from batchinfer.filesystem.remembered import read_json, read_strings, write_strings
+from batchinfer.filesystem.json_files import read_json, read_strings, write_strings
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
 from batchinfer.models.adapters.sizes import AdapterSizes, adapter_sizes
@@ -180,7 +180,7 @@ def calibrated_folder(
     before = dict(digests)
     model = checkpoint.fingerprint(digests)
     if remember and digests != before:
-        with state.exclusively():
+        with state.lock_shared():
             write_strings(state.fingerprints, digests, state.ops)
     version = f"{CALIBRATION_VERSION}{' adapted' if adapted else ''}{_experts_version(checkpoint)}"
     digest = hashlib.sha256(f"{model} {version}".encode()).hexdigest()

@@ -1,1 +1,1 @@
-"""The answers of a result are held against the values that its input says are right."""
+"""Compares the answers of a result with the expected values in its input."""

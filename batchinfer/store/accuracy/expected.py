@@ -1,4 +1,4 @@
-"""The column of a result with the values that its answers should have: how it is marked, and how it is read."""
+"""The column of a result with expected values: how it is marked in the schema, and how it is read."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from batchinfer.filesystem.parquet_rows import ParquetRows
-from batchinfer.store.columns.answer_check import parsed_answer
+from batchinfer.store.columns.answer_check import parse_answer
 from batchinfer.store.outputs.registry import answer_column, probability_column
 
-ROWS = 4096  # read at a time
-_MARK = b"batchinfer.expected"  # in the metadata of the column; its value is the kind
+ROWS = 4096  # rows read at a time
+_MARK = b"batchinfer.expected"  # key in the metadata of the column; the value is the kind
 Kind = Literal["text", "json"]
 
 
 class Unreadable:
-    """Stands for an expected value that is no JSON, although it begins like an object or a list."""
+    """Replaces an expected value that begins like a JSON object or list, but is not valid JSON."""
 
 
 UNREADABLE = Unreadable()
 
 
-def marked(schema: pa.Schema, column: str, typed: bool) -> pa.Schema:
-    """Return the schema of a result in which `column` is marked as the one with expected values. `typed`: answers
-    follow a schema. Values that are objects or lists are JSON in any case."""
+def mark_expected(schema: pa.Schema, column: str, typed: bool) -> pa.Schema:
+    """Return the schema of a result with `column` marked as the expected values.
+
+    Args:
+        schema: The schema.
+        column: The column.
+        typed: Answers follow a schema, so both are compared as JSON. Nested columns always are.
+    """
     place = schema.get_field_index(column)
     field = schema.field(place)
     kind = b"json" if typed or pa.types.is_nested(field.type) else b"text"
@@ -36,17 +41,23 @@ def marked(schema: pa.Schema, column: str, typed: bool) -> pa.Schema:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedColumn:
-    """The column of a result with expected values, and that of its answers. `json`: both are compared as JSON values,
-    and those of objects by field; else as texts."""
+    """The column with expected values and the column with answers.
+
+    Args:
+        name: The column with expected values.
+        kind: "json": values are compared as JSON, and objects by field. "text": as texts.
+        answer: The column with answers.
+        probability: The column with the probability of the answer, if there is one.
+    """
 
     name: str
     kind: Kind
     answer: str
-    probability: str | None  # the column that says how probable the answer is
+    probability: str | None
 
     @classmethod
     def of(cls, files: Sequence[Path]) -> ExpectedColumn | None:
-        """Find the column in the files of a result; None: its job named none. Raises InputCorrupt."""
+        """Find the column in the files of a result, or return None if there is none. Raises InputCorrupt."""
         schema = ParquetRows(files[:1]).schema
         found = {field.name: field.metadata[_MARK] for field in schema if _MARK in (field.metadata or {})}
         answer = answer_column(schema.names)
@@ -56,7 +67,7 @@ class ExpectedColumn:
         return cls(name, "json" if kind == b"json" else "text", answer, probability_column(answer))
 
     def values(self, batch: pa.RecordBatch) -> list[Any]:
-        """Return the expected value of each row, None where it has none, UNREADABLE where it cannot be read."""
+        """Return the expected value of each row: None if it has none, UNREADABLE if it is invalid."""
         column = batch.column(self.name)
         column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
         values: list[Any] = column.to_pylist()
@@ -67,7 +78,7 @@ class ExpectedColumn:
 
 
 def _reader(kind: pa.DataType) -> Callable[[Any], Any]:
-    """Return what makes JSON values of those of a column."""
+    """Return a function that converts values of a column to JSON values."""
     if pa.types.is_struct(kind):
         return _without_nulls
     if pa.types.is_map(kind):
@@ -76,22 +87,21 @@ def _reader(kind: pa.DataType) -> Callable[[Any], Any]:
 
 
 def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a struct that are not null: whether null is expected there or nothing, it does not say."""
+    """Return the non-null fields of a struct. A null may mean that nothing is expected, so it is ignored."""
     return {name: one for name, one in value.items() if one is not None}
 
 
 def _json_value(value: Any) -> Any:
-    """Return what the JSON text of a value says. A text that is no JSON is a value itself: the label of an answer that
-    is a string."""
+    """Parse the JSON text of a value. A text that is not JSON, such as a label, is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
-        return parsed_answer(value)
+        return parse_answer(value)
     except (ValueError, RecursionError):
         return UNREADABLE if value.lstrip()[:1] in ("{", "[") else value
 
 
 def result_batches(files: Sequence[Path], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Yield columns of a result's rows, some at a time. Raises InputCorrupt for a damaged file."""
+    """Yield columns of a result in batches. Raises InputCorrupt for a damaged file."""
     rows = ParquetRows(files)
     yield from rows.batches(0, rows.rows, ROWS, columns)

@@ -1,4 +1,4 @@
-"""The figures of a published result sum up its answers."""
+"""Computes figures of a published result."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from batchinfer.filesystem.duck import connection, naming_errors, parquet
+from batchinfer.filesystem.duck import connection, parquet, translate_errors
 
 
-def summed_up(files: Sequence[Path], figures: Mapping[str, str], spill: Path) -> dict[str, Any]:
-    """Return figures of a result's rows with an answer, by name.
+def summarise(files: Sequence[Path], figures: Mapping[str, str], spill: Path) -> dict[str, Any]:
+    """Return figures over the rows of a result that have an answer, by name.
 
     Args:
         files: The files of the result.
-        figures: A DuckDB aggregate over the table `answered` for each name.
+        figures: For each name, a DuckDB aggregate over the table `answered`.
         spill: Folder for data that does not fit into memory.
 
     Raises:
         StorageError: A file cannot be read.
-        OutOfMemory: The figures need more memory than there is.
+        OutOfMemory: DuckDB exceeded its limit.
     """
     if not figures:
         return {}
-    with connection(spill) as database, naming_errors(files[0].parent):
+    with connection(spill) as database, translate_errors(files[0].parent):
         database.execute(f"CREATE VIEW answered AS FROM {parquet(files)} WHERE status = 'ok'")
         columns = ", ".join(f"{sql} AS {name}" for name, sql in figures.items())
         (row,) = database.execute(f"SELECT {columns} FROM answered").fetchall()

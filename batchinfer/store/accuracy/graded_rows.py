@@ -1,4 +1,4 @@
-"""The rows of a result, each with the grade of its answer: read in batches, whatever their number."""
+"""Reads the rows of a result with the grades of their answers, in batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.store.accuracy.labels import Field, fields_of
 
 @dataclass(frozen=True, slots=True)
 class GradedField:
-    """A field of a row: what is expected, what was answered, and how near that is."""
+    """A field of a row: the expected value, the answer and its grade."""
 
     name: Field
     expected: Any
@@ -24,21 +24,28 @@ class GradedField:
 
 @dataclass(frozen=True, slots=True)
 class GradedRow:
-    """A row with an expected value. `fields`: None where that cannot be read, or is no object as the answer is one."""
+    """A row with an expected value.
+
+    Args:
+        row_id: The id of the row.
+        failed: It is an error row.
+        fields: Its fields. None: the expected value is unreadable, or is not an object although the answer is.
+        probability: The probability of the answer, if the result has it.
+    """
 
     row_id: int
-    failed: bool  # it is an error row
+    failed: bool
     fields: tuple[GradedField, ...] | None
-    probability: float | None = None  # of the answer, where the result says it
+    probability: float | None = None
 
     @property
     def grade(self) -> Grade:
-        """The grade of the whole answer: that of its worst field."""
+        """Return the grade of the whole answer, which is the grade of its worst field."""
         return min((one.grade for one in self.fields or ()), default=Grade.WRONG)
 
 
 def graded_rows(files: Sequence[Path], column: ExpectedColumn) -> Iterator[GradedRow | None]:
-    """Yield the rows of a result in order; None for each that has no expected value. Raises InputCorrupt."""
+    """Yield the rows of a result in order, or None for a row without an expected value. Raises InputCorrupt."""
     more = [] if column.probability is None else [column.probability]
     for batch in result_batches(files, ["row_id", "status", column.answer, *more, column.name]):
         ids, statuses, texts = (
@@ -57,7 +64,13 @@ def graded_rows(files: Sequence[Path], column: ExpectedColumn) -> Iterator[Grade
 
 
 def _fields(column: ExpectedColumn, expected: Any, text: str | None) -> tuple[GradedField, ...] | None:
-    """Return what is expected of a row, graded; `text`: its answer."""
+    """Return the graded fields of a row.
+
+    Args:
+        column: The column with expected values.
+        expected: The expected value.
+        text: The answer. None: there is none.
+    """
     if column.kind == "text":
         grade = Grade.WRONG if text is None else text_grade(expected, text)
         return (GradedField(None, expected, text, grade),)

@@ -1,4 +1,4 @@
-"""How near an answer is to the value that is expected: exactly right, right but for its spelling, or wrong."""
+"""Grades answers: equal to the expected value, equal after normalisation, or wrong."""
 
 from __future__ import annotations
 
@@ -9,33 +9,36 @@ from decimal import Decimal
 from enum import IntEnum
 from typing import Any
 
-from batchinfer.store.accuracy.normalised import normalised
-from batchinfer.store.columns.answer_check import parsed_answer
+from batchinfer.store.accuracy.normalise import normalise
+from batchinfer.store.columns.answer_check import parse_answer
 
 Text = Callable[[str], str]
 _NUMBER = re.compile(r"[+-]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})(e[+-]?\d{1,4})?")
 
 
 class Grade(IntEnum):
-    """A grade of an answer; a better one is larger."""
+    """A grade of an answer. Better grades are larger."""
 
     WRONG = 0
-    NORMALISED = 1  # right once both are normalised
+    NORMALISED = 1  # equal after normalisation
     EXACT = 2
 
 
 def text_grade(expected: Any, answer: str) -> Grade:
-    """Grade an answer that is a text. A number is also right, once normalised, if the answer reads as that number."""
-    wanted = written(expected)
+    """Grade a text answer. After normalisation, an expected number also matches a text that parses as that number."""
+    wanted = to_text(expected)
     if wanted == answer:
         return Grade.EXACT
-    near = normalised(answer)
-    right = near == normalised(wanted) or (is_number(expected) and _reads_as(near, expected))
+    near = normalise(answer)
+    right = near == normalise(wanted) or (is_number(expected) and _reads_as(near, expected))
     return Grade.NORMALISED if right else Grade.WRONG
 
 
-def written(value: Any) -> str:
-    """Return a value as a text: numbers and truth values as JSON writes them, but whole numbers without a point."""
+def to_text(value: Any) -> str:
+    """Return a value as text.
+
+    Numbers and booleans are written as in JSON, and integral floats without a decimal point.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
@@ -46,22 +49,22 @@ def written(value: Any) -> str:
 
 
 def value_grade(expected: Any, answer: Any) -> Grade:
-    """Grade a JSON value, or a field of one. Only the texts in it are normalised."""
+    """Grade a JSON value or a field of an object. Only texts are normalised."""
     if _same(expected, answer, str):
         return Grade.EXACT
-    return Grade.NORMALISED if _same(expected, answer, normalised) else Grade.WRONG
+    return Grade.NORMALISED if _same(expected, answer, normalise) else Grade.WRONG
 
 
 def json_answer(text: str | None) -> Any:
-    """Return the value of an answer that is JSON; None where it is none."""
+    """Return the value of a JSON answer, or None if it is not valid JSON."""
     try:
-        return None if text is None else parsed_answer(text)
+        return None if text is None else parse_answer(text)
     except (ValueError, RecursionError):
         return None
 
 
 def _same(expected: Any, answer: Any, spelled: Text) -> bool:
-    """Whether both say the same. A field that is null and one that is missing are alike."""
+    """Return True if both values are equal after applying `spelled` to texts. Missing fields equal null."""
     if isinstance(expected, str):
         return isinstance(answer, str) and spelled(expected) == spelled(answer)
     if isinstance(expected, dict):
@@ -75,19 +78,20 @@ def _same(expected: Any, answer: Any, spelled: Text) -> bool:
         return _equal(expected, answer)
     if expected is None or isinstance(expected, bool) or isinstance(answer, bool):
         return expected is answer
-    return isinstance(answer, str) and spelled(written(expected)) == spelled(answer)
+    return isinstance(answer, str) and spelled(to_text(expected)) == spelled(answer)
 
 
 def _equal(expected: Any, answer: Any) -> bool:
-    """Whether two numbers are equal; a float stands for the shortest decimal that reads as it."""
-    return bool(_exactly(expected) == _exactly(answer))
+    """Return True if two numbers are equal. A float has the value of its shortest decimal representation."""
+    return bool(_as_decimal(expected) == _as_decimal(answer))
 
 
-def _exactly(number: Any) -> Any:
+def _as_decimal(number: Any) -> Any:
     return Decimal(repr(number)) if isinstance(number, float) else number
 
 
 def is_number(value: Any) -> bool:
+    """Return True for numbers, but not for booleans."""
     return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
 
 

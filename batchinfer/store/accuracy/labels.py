@@ -1,4 +1,4 @@
-"""The labels of a result: the different values that are expected, where they are few enough for a confusion table."""
+"""The labels of a result: its distinct expected values, if they are few enough for a confusion table."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from batchinfer.store.accuracy.expected import UNREADABLE
-from batchinfer.store.accuracy.grades import is_number, written
-from batchinfer.store.accuracy.normalised import normalised
+from batchinfer.store.accuracy.grades import is_number, to_text
+from batchinfer.store.accuracy.normalise import normalise
 
-MOST_LABELS = 50  # different ones, of one field
-MOST_FIELDS = 200  # whose figures are told apart
-LONGEST_LABEL = 200  # characters: what is longer is a text and no label
-ROWS_PER_LABEL = 2  # on average: where no value comes again there are no labels
-_REMEMBERED = 1000  # texts of a field that need not be normalised again
+MOST_LABELS = 50  # maximum labels per field
+MOST_FIELDS = 200  # maximum fields with figures of their own
+LONGEST_LABEL = 200  # maximum characters of a label
+ROWS_PER_LABEL = 2  # minimum average rows per label; unique values are not labels
+_REMEMBERED = 1000  # cached normalised texts per field
 
-Field = str | None  # a field of an object; None: the whole answer
+Field = str | None  # name of a field of an object; None: the whole answer
 
 
 class Labels:
-    """The labels of one field. Texts that are equal once they are normalised are one label."""
+    """The labels of a field. Texts that are equal after normalisation are the same label."""
 
     def __init__(self) -> None:
-        self._texts: dict[str, str] = {}  # as they were first written, by normalised text
-        self._keys: dict[str, str] = {}  # normalised texts, by text
+        self._texts: dict[str, str] = {}  # first spelling by normalised text
+        self._keys: dict[str, str] = {}  # normalised text by text
         self._rows = 0
         self.few = True
 
     def add(self, value: Any) -> None:
-        """Note the value that a row expects."""
+        """Add the expected value of a row."""
         self._rows += 1
         if not self.few:
             return
@@ -38,30 +38,30 @@ class Labels:
         self.few = text is not None and len(self._texts) <= MOST_LABELS
 
     @property
-    def there(self) -> bool:
-        """Whether there are labels, and few."""
+    def are_useful(self) -> bool:
+        """Return True if there are labels, and few enough."""
         return self.few and self._rows >= ROWS_PER_LABEL * len(self._texts) > 0
 
     def of(self, value: Any) -> str | None:
-        """Return the label that a value is; None: it is none of them."""
+        """Return the label of a value, or None if it is not a label."""
         text = _label_text(value)
         return None if text is None else self._texts.get(self._key(text))
 
     def _key(self, text: str) -> str:
         if (key := self._keys.get(text)) is None:
             self._keys = self._keys if len(self._keys) < _REMEMBERED else {}
-            key = self._keys[text] = normalised(text)
+            key = self._keys[text] = normalise(text)
         return key
 
 
 def _label_text(value: Any) -> str | None:
-    """Return a value as a label; None for what cannot be one."""
-    text = written(value) if isinstance(value, str | bool) or is_number(value) else None
+    """Return a value as a label, or None if it cannot be one."""
+    text = to_text(value) if isinstance(value, str | bool) or is_number(value) else None
     return text if text is not None and len(text) <= LONGEST_LABEL else None
 
 
 def fields_of(value: Any) -> Iterator[tuple[Field, Any]]:
-    """Yield the fields of an expected value; one that is no object is a whole answer."""
+    """Yield the names and values of an object's fields. A value that is not an object has the name None."""
     if isinstance(value, dict):
         yield from value.items()
     else:
@@ -69,8 +69,10 @@ def fields_of(value: Any) -> Iterator[tuple[Field, Any]]:
 
 
 def find_labels(batches: Iterable[list[Any]]) -> dict[Field, Labels]:
-    """Find the labels of each field, of MOST_FIELDS at most, in the expected values of all rows. Of values that are no
-    objects no more are looked at than it takes to see that they are not few."""
+    """Find the labels of each field in the expected values of all rows, for at most MOST_FIELDS fields.
+
+    If the values are not objects, reading stops once there are too many labels.
+    """
     found: dict[Field, Labels] = {}
     for values in batches:
         for value in values:
@@ -78,7 +80,7 @@ def find_labels(batches: Iterable[list[Any]]) -> dict[Field, Labels]:
                 _note(found, value)
         if found.keys() == {None} and not found[None].few:
             break
-    return {field: labels for field, labels in found.items() if labels.there}
+    return {field: labels for field, labels in found.items() if labels.are_useful}
 
 
 def _note(found: dict[Field, Labels], value: Any) -> None:

@@ -1,20 +1,20 @@
-"""McNemar's test: whether two ways to answer the same rows are right equally often."""
+"""McNemar's test: tests if two methods are right equally often on the same rows."""
 
 from __future__ import annotations
 
 from math import erfc, exp, lgamma, log, sqrt
 
-# Of the exact test. Beyond, its p value and that of the corrected chi-square differ by less than 0.001
+# Maximum rows for the exact test. Above, its p-value differs from the corrected chi-square by less than 0.001
 MOST_EXACT = 100_000
 SIGNIFICANT = 0.05
 
 
 def mcnemar(b: int, c: int) -> float:
-    """Return the two-sided p value of `b` rows that only the first has right and `c` that only the second has.
+    """Return the two-sided p-value for `b` rows that only the first method has right, and `c` only the second.
 
     If both are right equally often, b is binomial in b + c rows with probability 1/2 (the exact test, as in Dietterich
-    1998 and Agresti 2013, 11.1). Of more than MOST_EXACT rows it is taken by the chi-square with Edwards' correction
-    (1948). Raises ValueError for negative counts.
+    1998 and Agresti 2013, 11.1). Above MOST_EXACT rows it uses the chi-square test with Edwards' correction (1948).
+    Raises ValueError for negative counts.
     """
     if b < 0 or c < 0:
         raise ValueError(f"counts of rows are not negative: {b}, {c}")

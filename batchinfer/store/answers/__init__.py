@@ -1,1 +1,1 @@
-"""The completion store: answers by what decides them."""
+"""The completion store: answers by work key."""

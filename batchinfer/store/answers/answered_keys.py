@@ -1,4 +1,4 @@
-"""The work keys of a store that have an answer, as numbers that are quickly compared."""
+"""Reads the work keys that have an answer, as numbers that are fast to compare."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ from numpy.typing import NDArray
 
 from batchinfer.filesystem.durable import storage
 
-KEY_WORDS = 4  # of eight bytes
+KEY_WORDS = 4  # 64-bit words per key
 Words = NDArray[np.uint64]
 
 
 def answered_keys(part: Path, retry_errors: bool, words: int) -> Words:
-    """Return the first `words` words of each key of a part, (n, words). `retry_errors`: an error that is marked
-    retryable counts as no answer. Raises StorageError."""
+    """Return the first `words` 64-bit words of each key in a part, with shape (n, words).
+
+    Args:
+        part: The part.
+        retry_errors: Treat retryable errors as missing answers.
+        words: The number of words.
+
+    Raises:
+        StorageError: The part cannot be read.
+    """
     names = ["key", "error_code", "retryable"] if retry_errors else ["key"]
     with storage(part, "read"), pq.ParquetFile(part, page_checksum_verification=True) as file:
         table = file.read(names)
@@ -29,7 +37,7 @@ def answered_keys(part: Path, retry_errors: bool, words: int) -> Words:
 
 
 def key_words(keys: Any, words: int) -> Words:
-    """Return the first `words` words of each key of a chunked array of 32-byte values, (n, words)."""
+    """Return the first `words` 64-bit words of each 32-byte key in a chunked array, with shape (n, words)."""
     found = [
         np.frombuffer(chunk.buffers()[1], np.uint64).reshape(-1, KEY_WORDS)[
             chunk.offset : chunk.offset + len(chunk), :words

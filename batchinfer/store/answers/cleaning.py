@@ -1,13 +1,13 @@
-"""Cleaning a completion store: completions that no result has used lately are dropped, small parts become one.
+"""Cleans a completion store: removes completions that no result used recently, and merges small parts.
 
-Only for a process that holds the store alone. What stays of a part is copied into a new one; the durable steps are
+The process must hold the store exclusively. The kept rows of parts are copied into a new part in durable steps:
 
-    1. the uses of the old parts' rows are noted for the new part, too      (of a part that is not there: no meaning)
-    2. the new part is written                                              (without a record: does not exist)
-    3. its record, which names the parts that it replaces                   (from here on those do not exist)
+    1. the uses of the old rows are recorded for the new part, too          (ignored while the part does not exist)
+    2. the new part is written                                              (it does not exist without a record)
+    3. its record is written, which names the parts that it replaces        (they no longer exist from here on)
     4. the records of the old parts are removed, then the old parts
 
-so that a crash at any instant leaves every kept completion once. A part of which nothing stays loses its record first.
+After a crash at any point, every kept completion exists once. The record of a part without kept rows is removed first.
 """
 
 from __future__ import annotations
@@ -34,42 +34,58 @@ from batchinfer.store.answers.completion_store import (
     sweep,
     write_table,
 )
-from batchinfer.store.answers.parts import COMPLETION_SCHEMA, ENGINE_CLASS, damaged, padded, schema_of
+from batchinfer.store.answers.parts import (
+    COMPLETION_SCHEMA,
+    ENGINE_CLASS,
+    damaged_part,
+    pad_columns,
+    schema_of,
+)
 from batchinfer.store.answers.store_lock import StoreLock
 from batchinfer.store.answers.uses import Mask, User, Uses, read_uses, use_files, write_uses
 
-_PART_ROWS = 50_000  # the most rows of a new part
-_LARGE_GROUP_ROWS = 256  # where rows have columns of their kind, which may take a megabyte each
+_PART_ROWS = 50_000  # maximum rows of a new part
+_LARGE_GROUP_ROWS = 256  # rows per row group if rows have outputs such as vectors, up to a megabyte each
 _DAY_S = 86400
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The thresholds from which a part is worth rewriting."""
+    """Thresholds for rewriting parts.
 
-    dropped_share: float  # of a part's rows
-    small_rows: int  # a part with fewer rows may be joined with its neighbours,
-    joined: int  # small parts in a row that are worth joining
-    use_files: int  # that become one
+    Args:
+        dropped_share: Minimum share of removed rows for rewriting a part.
+        small_rows: A part with fewer rows may be merged with its neighbours.
+        merged: Minimum number of consecutive small parts to merge.
+        use_files: Maximum number of files of uses; more files are merged.
+    """
+
+    dropped_share: float
+    small_rows: int
+    merged: int
+    use_files: int
 
 
-# After a nightly run: a store holds at most a third more than is wanted, and copies a completion a few times at most.
-# Parts of 1,000 rows, as commit.rows makes them, are left as they are: joining a million rows of them took 25 s (two
-# loaded cores), and saved 0.4 s of every start.
-CHEAP = Policy(dropped_share=0.25, small_rows=1000, joined=32, use_files=16)
-THOROUGH = Policy(dropped_share=0.0, small_rows=10_000, joined=2, use_files=1)
+# After each run: a store has at most a third more rows than needed, and a completion is copied only a few times.
+# Parts of 1,000 rows, as commit.rows writes them, are not merged: for a million rows this took 25 s (two busy cores),
+# and saved 0.4 s at every start.
+CHEAP = Policy(dropped_share=0.25, small_rows=1000, merged=32, use_files=16)
+THOROUGH = Policy(dropped_share=0.0, small_rows=10_000, merged=2, use_files=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """How long completions that no result uses stay."""
+    """How long completions are kept that no result uses."""
 
-    days: int | None  # for what `job` used, and since it was committed; None: for ever
-    job: str | None = None  # the results root whose days these are; other jobs' are stored with their uses
+    days: int | None  # days after the last use by `job`, or after the commit; None: forever
+    job: str | None = None  # results root of the job; the days of other jobs are stored with their uses
     now: float = field(default_factory=time.time)  # Unix time
 
-    def from_(self, user: User | None) -> float:
-        """A use by `user` (None: that it was committed) counts if it is later than this, in Unix time."""
+    def cutoff(self, user: User | None) -> float:
+        """Return the Unix time after which a use by `user` protects a completion.
+
+        None as the user means its commit.
+        """
         days = self.days if user is None or user.job == self.job else user.keep
         return 0.0 if days is None else max(self.now - days * _DAY_S, 0.0)
 
@@ -87,24 +103,26 @@ class Cleaned:
 
 @dataclass(frozen=True)
 class _Source:
-    """A part and which of its rows stay."""
+    """A part with a mask of its kept rows."""
 
     path: Path
     record: CommitRecord
-    stay: Mask
+    kept: Mask
 
     @cached_property
     def rows(self) -> int:
-        return int(self.stay.sum())
+        """Return the number of kept rows."""
+        return int(self.kept.sum())
 
     @property
     def dropped_share(self) -> float:
+        """Return the share of removed rows."""
         return 1 - self.rows / self.record.rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Rewrite:
-    """Parts that become one; those of which nothing stays have no target."""
+    """Parts that are replaced by one part. `target` is None if no rows are kept."""
 
     sources: tuple[_Source, ...]
     target: Path | None = None
@@ -116,41 +134,52 @@ def clean_store(
     policy: Policy = THOROUGH,
     *,
     dry_run: bool = False,
-    go_on: Callable[[], bool] = lambda: True,
+    should_continue: Callable[[], bool] = lambda: True,
     ops: FileOps | None = None,
 ) -> Cleaned:
-    """Drop what `keep` does not protect and join small parts, as far as `policy` finds it worth the copying.
+    """Remove completions that `keep` does not protect, and merge small parts.
 
-    `go_on` is asked between two parts. Raises Locked while somebody uses the store (not with `dry_run`, which changes
-    nothing), StorageError.
+    Args:
+        store: The folder of the store.
+        keep: How long unused completions are kept.
+        policy: Thresholds for rewriting parts.
+        dry_run: Change nothing, and estimate the effect. Needs no lock.
+        should_continue: Called between parts. Cleaning stops if it returns False.
+        ops: File operations.
+
+    Raises:
+        Locked: Another process uses the store.
+        StorageError: A file cannot be read or written.
     """
     if not store.is_dir():
         return Cleaned(0, 0, 0, 0, 0)
     if dry_run:
         records, _ = read_records(store)
-        return _foreseen(records, _plan(records, read_uses(store).renewed(), keep, policy))
+        return _estimate(records, _plan(records, read_uses(store).renew(), keep, policy))
     lock = StoreLock(store, ops or FileOps())
     try:
-        if not lock.try_alone():
+        if not lock.try_exclusive():
             raise Locked(f"{store}: a run is using the stored answers; try again when it is done")
-        return _clean(store, keep, policy, go_on, ops or FileOps())
+        return _clean(store, keep, policy, should_continue, ops or FileOps())
     finally:
         lock.close()
 
 
-def _clean(store: Path, keep: Keep, policy: Policy, go_on: Callable[[], bool], ops: FileOps) -> Cleaned:
+def _clean(
+    store: Path, keep: Keep, policy: Policy, should_continue: Callable[[], bool], ops: FileOps
+) -> Cleaned:
     records, _ = read_records(store)
     sweep(store, records, ops)
     left = dict(records)
     if _may_gain(store, records, keep, policy):
-        uses = read_uses(store).renewed()
+        uses = read_uses(store).renew()
         todo = _plan(records, uses, keep, policy)
         if todo or len(use_files(store)) > policy.use_files:
-            _join_uses(store, uses, records, todo, keep, ops)
+            _merge_uses(store, uses, records, todo, keep, ops)
         for rewrite in todo:
-            if not go_on():
+            if not should_continue():
                 break
-            left |= _rewritten(rewrite, ops)
+            left |= _execute(rewrite, ops)
             for source in rewrite.sources:
                 del left[source.path]
     return _difference(records, left)
@@ -162,8 +191,8 @@ def _difference(before: Mapping[Path, CommitRecord], after: Mapping[Path, Commit
     return Cleaned(rows[1], rows[0] - rows[1], len(before), len(after), size[0] - size[1])
 
 
-def _foreseen(records: Mapping[Path, CommitRecord], todo: Sequence[_Rewrite]) -> Cleaned:
-    """Return the effect that cleaning would have; sizes of new parts are estimated from those of their sources."""
+def _estimate(records: Mapping[Path, CommitRecord], todo: Sequence[_Rewrite]) -> Cleaned:
+    """Return the effect of cleaning. Sizes of new parts are estimated from their sources."""
     left = dict(records)
     for rewrite in todo:
         size = sum(s.record.bytes * s.rows // max(s.record.rows, 1) for s in rewrite.sources)
@@ -175,40 +204,44 @@ def _foreseen(records: Mapping[Path, CommitRecord], todo: Sequence[_Rewrite]) ->
 
 
 def _may_gain(store: Path, records: Mapping[Path, CommitRecord], keep: Keep, policy: Policy) -> bool:
-    """A cheap look, without reading what was used: whether anything is old, or there are many small files."""
-    old = any(_since(part, record) <= keep.from_(None) for part, record in records.items())
+    """Return True if any part is old, or there are many small files. It reads no uses, so it is cheap."""
+    old = any(_since(part, record) <= keep.cutoff(None) for part, record in records.items())
     small = sum(record.rows < policy.small_rows for record in records.values())
-    return old or small >= policy.joined or len(use_files(store)) > policy.use_files
+    return old or small >= policy.merged or len(use_files(store)) > policy.use_files
 
 
 def _since(part: Path, record: CommitRecord) -> float:
-    """When the youngest row of a part was committed."""
+    """Return when the newest row of a part was committed, in Unix time."""
     with storage(part, "look at"):
         return part.stat().st_mtime if record.since is None else record.since
 
 
 def _plan(records: Mapping[Path, CommitRecord], uses: Uses, keep: Keep, policy: Policy) -> list[_Rewrite]:
-    """Choose the parts to rewrite. Only neighbours are joined, so that of two completions of a key the first stays
-    first."""
-    unknown = max(uses.unreadable.values(), default=0.0) > keep.from_(None)
+    """Choose the parts to rewrite.
+
+    Only neighbours are merged, so the order of completions with the same key does not change.
+    """
+    unknown = max(uses.unreadable.values(), default=0.0) > keep.cutoff(None)
     todo: list[_Rewrite] = []
     group: list[_Source] = []
     for part, record in sorted(records.items()):
-        young = unknown or _since(part, record) > keep.from_(None)
-        stay = np.ones(record.rows, np.bool_) if young else uses.lately(part.name, record.rows, keep.from_)
-        source = _Source(part, record, stay)
+        young = unknown or _since(part, record) > keep.cutoff(None)
+        kept = (
+            np.ones(record.rows, np.bool_) if young else uses.used_since(part.name, record.rows, keep.cutoff)
+        )
+        source = _Source(part, record, kept)
         if not source.rows:
             todo.append(_Rewrite((source,)))
             continue
         if group and not _fits(group, source):
-            todo += _worth(group, policy)
+            todo += _group_rewrites(group, policy)
             group = []
-        if source.rows < policy.small_rows or _is_worth(source, policy):
+        if source.rows < policy.small_rows or _should_rewrite(source, policy):
             group.append(source)
         else:
-            todo += _worth(group, policy)
+            todo += _group_rewrites(group, policy)
             group = []
-    return [*todo, *_worth(group, policy)]
+    return [*todo, *_group_rewrites(group, policy)]
 
 
 def _fits(group: Sequence[_Source], source: _Source) -> bool:
@@ -216,19 +249,19 @@ def _fits(group: Sequence[_Source], source: _Source) -> bool:
     return rows + source.rows <= _PART_ROWS and group[0].record.numerics == source.record.numerics
 
 
-def _is_worth(source: _Source, policy: Policy) -> bool:
+def _should_rewrite(source: _Source, policy: Policy) -> bool:
     return source.rows < source.record.rows and source.dropped_share >= policy.dropped_share
 
 
-def _worth(group: Sequence[_Source], policy: Policy) -> list[_Rewrite]:
-    if len(group) < policy.joined and not any(_is_worth(source, policy) for source in group):
+def _group_rewrites(group: Sequence[_Source], policy: Policy) -> list[_Rewrite]:
+    if len(group) < policy.merged and not any(_should_rewrite(source, policy) for source in group):
         return []
-    # takes the first one's place in the order of parts
+    # The new part gets the number of the first one, and so its position in the order of parts
     sequence = "-".join(group[0].path.stem.split("-")[:3])
     return [_Rewrite(tuple(group), group[0].path.with_name(f"{sequence}-{uuid.uuid4().hex[:8]}.parquet"))]
 
 
-def _join_uses(
+def _merge_uses(
     store: Path,
     uses: Uses,
     records: Mapping[Path, CommitRecord],
@@ -236,23 +269,23 @@ def _join_uses(
     keep: Keep,
     ops: FileOps,
 ) -> None:
-    """One file of uses for all, which speaks of the new parts, too."""
-    joined = uses.of_parts(part.name for part in records)
+    """Write all uses, with the uses of the new parts, to a single file, and remove the other files."""
+    merged = uses.of_parts(part.name for part in records)
     for rewrite in todo:
         if rewrite.target is not None:
-            joined = joined.moved(rewrite.target.name, [(s.path.name, s.stay) for s in rewrite.sources])
-    write_uses(store, joined, ops)
-    over = [path for path, written in uses.unreadable.items() if written <= keep.from_(None)]
+            merged = merged.with_part(rewrite.target.name, [(s.path.name, s.kept) for s in rewrite.sources])
+    write_uses(store, merged, ops)
+    over = [path for path, written in uses.unreadable.items() if written <= keep.cutoff(None)]
     for path in [*uses.files, *over]:
         with storage(path, "remove"):
             ops.unlink(path)
 
 
-def _rewritten(rewrite: _Rewrite, ops: FileOps) -> dict[Path, CommitRecord]:
-    """Carry one out; the new part with its record, if there is one."""
+def _execute(rewrite: _Rewrite, ops: FileOps) -> dict[Path, CommitRecord]:
+    """Carry out a rewrite, and return the new part with its record, if there is one."""
     new: dict[Path, CommitRecord] = {}
     if rewrite.target is not None:
-        new[rewrite.target] = _written(rewrite.target, rewrite.sources, ops)
+        new[rewrite.target] = _write_part(rewrite.target, rewrite.sources, ops)
     store = rewrite.sources[0].path.parent
     for ending in (".json", ".parquet"):
         for source in rewrite.sources:
@@ -264,15 +297,17 @@ def _rewritten(rewrite: _Rewrite, ops: FileOps) -> dict[Path, CommitRecord]:
     return new
 
 
-def _written(target: Path, sources: Sequence[_Source], ops: FileOps) -> CommitRecord:
-    with file_digests(target.parent) as digests:  # copied, a damaged part would pass for a whole one
+def _write_part(target: Path, sources: Sequence[_Source], ops: FileOps) -> CommitRecord:
+    with file_digests(
+        target.parent
+    ) as digests:  # copying would hide damage, since the copy gets a valid digest
         for source in sources:
             if digests.of(source.path) != source.record.sha256:
-                raise damaged(source.path, ValueError("its sha256 is not the recorded one"))
+                raise damaged_part(source.path, ValueError("its sha256 is not the recorded one"))
     schema = schema_of(source.path for source in sources)
     are_small = {*schema.names} <= {*COMPLETION_SCHEMA.names, ENGINE_CLASS.name}
     rows = GROUP_ROWS if are_small else _LARGE_GROUP_ROWS
-    batches = (padded(batch, schema) for source in sources for batch in _staying(source, rows))
+    batches = (pad_columns(batch, schema) for source in sources for batch in _kept_rows(source, rows))
     groups = (batch for table in rebatch(batches, rows) for batch in table.to_batches())
     digest = write_table(target, pa.RecordBatchReader.from_batches(schema, groups), ops)
     record = CommitRecord(
@@ -287,8 +322,8 @@ def _written(target: Path, sources: Sequence[_Source], ops: FileOps) -> CommitRe
     return record
 
 
-def _staying(source: _Source, rows: int) -> Iterator[pa.RecordBatch]:
-    """The rows of a part that stay, `rows` at a time. Raises StorageError for a damaged one."""
+def _kept_rows(source: _Source, rows: int) -> Iterator[pa.RecordBatch]:
+    """Yield the kept rows of a part, `rows` at a time. Raises StorageError for a damaged part."""
     row = 0
     try:
         with pq.ParquetFile(source.path, page_checksum_verification=True) as file:
@@ -297,7 +332,7 @@ def _staying(source: _Source, rows: int) -> Iterator[pa.RecordBatch]:
                     f"{source.path}: holds {file.metadata.num_rows} rows, its record says {source.record.rows}"
                 )
             for batch in file.iter_batches(batch_size=rows):
-                yield batch.filter(pa.array(source.stay[row : row + batch.num_rows]))
+                yield batch.filter(pa.array(source.kept[row : row + batch.num_rows]))
                 row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
-        raise damaged(source.path, error) from error
+        raise damaged_part(source.path, error) from error

@@ -1,14 +1,13 @@
 """The completion store: finished work by key, append-only, committed in parts.
 
-    part-<seq>-<random>.parquet     completions, zstd, page checksums; with the columns that a kind of answers adds
+    part-<seq>-<random>.parquet     completions with zstd and page checksums; columns depend on the kinds of answers
     part-<seq>-<random>.json        its record, written after it: {format, rows, bytes, sha256, numerics}
-    uses/                           which of them the results used (uses.py)
-    lock                            shared by every run that uses the store, exclusive while something is removed
-    order.lock                      held while a part gets its number and its record, one run after the other
+    uses/                           which completions the results used (uses.py)
+    lock                            shared by every run that uses the store, exclusive while files are removed
+    order.lock                      held by a run while it numbers a part and writes its record
 
-The record is the only truth: a part without one does not exist, nor does one that another record says it `replaces`
-(cleaning.py). A key may stand in several parts; `<seq>` counts up, so that "the first one" stays the same one
-whatever is added later.
+A part without a record does not exist, nor does a part that another record `replaces` (cleaning.py). A key may be in
+several parts. `<seq>` only increases, so the first completion of a key stays the same whatever is added later.
 """
 
 from __future__ import annotations
@@ -38,28 +37,29 @@ from batchinfer.store.answers.uses import unfinished
 from batchinfer.store.outputs.registry import KINDS
 
 RECORD_FORMAT = 1
-# A part for every thousand rows, where many thousands finish in a second, costs the run that writes it two flushes to
-# the disk each, and every later one the opening of a file.
+# Minimum rows of a part after PART_SECONDS, and before. Each part costs two flushes to disk when it is written, and the
+# opening of a file in every later run, so fast runs write larger parts.
 PART_ROWS, MOST_PART_ROWS, PART_SECONDS = 1000, 1 << 15, 1.0
-GROUP_ROWS = 8192  # of a part, which are read at once
-PENDING_BYTES = 64 << 20  # of large answers: more than these in memory are written as a part early
+GROUP_ROWS = 8192  # rows per row group
+PENDING_BYTES = 64 << 20  # maximum bytes of pending answers in memory; then a part is written early
 _NO_RECORDS: Mapping[Path, CommitRecord] = MappingProxyType({})
-# The whole name: other programs call their files part-00000.parquet, too, and theirs are not ours to remove.
+# Matches the whole name: other programs also write files such as part-00000.parquet, which must not be removed.
 _OURS = re.compile(r"part-\d{10}-[0-9a-f]{8}(-[0-9a-f]{8})?\.(parquet|json)(\.tmp)?")
 
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """The record that makes a part exist."""
+    """The record of a part. A part exists only with a record."""
 
     rows: int
     bytes: int
     sha256: str
     numerics: int
-    replaces: tuple[str, ...] = ()  # names of the parts whose rows this one took over; they no longer exist
-    since: float | None = None  # of such a part: when the youngest of its rows was committed, in Unix time
+    replaces: tuple[str, ...] = ()  # names of the parts that this part replaced; they no longer exist
+    since: float | None = None  # of a part that replaced others: Unix time of its newest row's commit
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as a JSON object."""
         took_over = {"replaces": list(self.replaces), "since": self.since} if self.replaces else {}
         return {
             "format": RECORD_FORMAT,
@@ -72,18 +72,16 @@ class CommitRecord:
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """A part that cannot be used, and why; its rows are computed again."""
+    """A part that cannot be used, with the reason. Its rows are computed again."""
 
     path: Path
     reason: str
 
 
 class CompletionStore:
-    """Open a store for appending; use as a context manager. Raises StorageError.
+    """A store that is open for appending. A context manager.
 
-    A part that has no record, another size than its record says or (with `digests`, and anew with `verify`) another
-    sha256 is removed and listed in `discarded`. `rows` and `seconds` say when `maybe_commit` commits; without `rows`,
-    some may wait for others that finish within a second. `numerics` goes into the records.
+    A part without a record, or with another size or sha256 than its record, is removed and listed in `discarded`.
     """
 
     def __init__(
@@ -98,12 +96,27 @@ class CompletionStore:
         ops: FileOps | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Open a store, and create its folder if needed.
+
+        Args:
+            path: The folder.
+            numerics: Version of the numerics, stored in the records.
+            rows: Pending rows at which `maybe_commit` commits. None: it depends on their number per second.
+            seconds: Maximum seconds that a row is pending.
+            verify: Compute and compare the sha256 of all parts.
+            digests: Compare the sha256 of all parts. Digests of unchanged files are cached.
+            ops: File operations.
+            clock: Returns the time in seconds.
+
+        Raises:
+            StorageError: The store cannot be read or locked.
+        """
         self.path = path
         self.discarded: tuple[Discarded, ...] = ()
         self._numerics, self._limit, self._seconds = numerics, rows, seconds
         self._ops, self._clock = ops or FileOps(), clock
         self._pending: list[Completion] = []
-        self._pending_bytes = 0  # that they hold
+        self._pending_bytes = 0
         self._oldest: float | None = None
         self._records: dict[Path, CommitRecord] = {}
         self._lock = StoreLock(path, self._ops)
@@ -128,19 +141,19 @@ class CompletionStore:
 
     @property
     def pending(self) -> int:
-        """Rows appended and not yet committed: what a crash would cost now."""
+        """Return the number of rows that were appended and not committed. A crash would lose them."""
         return len(self._pending)
 
     def parts(self) -> list[Path]:
-        """The committed parts, oldest first."""
+        """Return the committed parts, oldest first."""
         return sorted(self._records)
 
     def rows_by_part(self) -> dict[str, int]:
-        """How many rows each committed part has, by its name."""
+        """Return the number of rows of each committed part, by file name."""
         return {part.name: record.rows for part, record in self._records.items()}
 
     def append(self, completions: Iterable[Completion]) -> None:
-        """Take completions; they are safe once committed."""
+        """Add completions to the pending ones. They are durable after the next commit."""
         new = list(completions)
         self._pending += new
         self._pending_bytes += sum(0 if one.output is None else one.output.held_bytes for one in new)
@@ -148,27 +161,29 @@ class CompletionStore:
             self._oldest = self._clock()
 
     def maybe_commit(self) -> int:
-        """Commit when there are enough rows or bytes, or the oldest has waited long enough; rows committed."""
+        """Commit if there are enough rows or bytes, or the oldest row has waited long enough.
+
+        Return the committed rows.
+        """
         waited = 0.0 if self._oldest is None else self._clock() - self._oldest
-        full = len(self._pending) >= self._enough(waited) or self._pending_bytes >= PENDING_BYTES
+        full = len(self._pending) >= self._min_rows(waited) or self._pending_bytes >= PENDING_BYTES
         return self.commit() if full or (self._pending and waited >= self._seconds) else 0
 
-    def _enough(self, waited: float) -> int:
-        """Return how many rows are worth a part of their own, the oldest of which has waited for so many seconds."""
+    def _min_rows(self, waited: float) -> int:
+        """Return the minimum rows of a part whose oldest row has waited for `waited` seconds."""
         if self._limit is not None:
             return self._limit
         return PART_ROWS if waited >= PART_SECONDS else MOST_PART_ROWS
 
     def commit(self) -> int:
-        """Make everything that was appended durable, as one part; rows committed.
+        """Write everything that was appended as one durable part, and return its number of rows.
 
-        Raises StorageError, in which case the rows are still pending: a later commit writes them to a new
-        file.
+        If it raises StorageError, the rows are still pending, and a later commit writes them to a new file.
         """
         if not self._pending:
             return 0
         rows = len(self._pending)
-        with self._lock.ordered() as order:
+        with self._lock.lock_order() as order:
             last = order.last
             number = 1 + (self._last_number() if last is None else last)
             part = self.path / f"part-{number:010d}-{uuid.uuid4().hex[:8]}.parquet"
@@ -181,15 +196,18 @@ class CompletionStore:
         return rows
 
     def refresh(self) -> None:
-        """Know also what other runs have committed since: only then is the first completion of a key the same for
-        all, and stays so, because what is committed later gets a higher number.
+        """Add the parts that other runs committed.
 
-        Raises StorageError for a part that was damaged meanwhile."""
+        After this, the first completion of a key is final, because later commits get higher numbers.
+
+        Raises:
+            StorageError: A part was damaged since it was opened.
+        """
         known = {one.path for one in self.discarded}
-        with self._lock.ordered():
+        with self._lock.lock_order():
             records, discarded = read_records(self.path, known=self._records)
         self._records = {part: record for part, record in records.items() if part not in known}
-        discarded += tuple(_differing(self.path, self._records)) if self._digests else ()
+        discarded += tuple(_find_differing(self.path, self._records)) if self._digests else ()
         for one in discarded:
             if one.path not in known:
                 raise StorageError(
@@ -197,16 +215,19 @@ class CompletionStore:
                 )
 
     def close(self) -> None:
-        """Release the store. What was not committed is not kept."""
+        """Release the store. Uncommitted rows are lost."""
         self._lock.close()
 
     def _last_number(self) -> int:
-        """The number of the last part that is there, whoever committed it; -1 if there is none."""
+        """Return the highest number of any part in the folder, or -1 without parts."""
         return max((int(name.split("-")[1]) for name in _record_names(self.path)), default=-1)
 
     def _load(self, verify: bool) -> None:
-        """Only who is alone may sweep: another run's part without a record may be about to get one."""
-        if self._lock.try_alone():
+        """Read the records, and remove leftover files if no other process uses the store.
+
+        Another run's part without a record may be about to get one.
+        """
+        if self._lock.try_exclusive():
             self._records, self.discarded = read_records(self.path, verify=verify, digests=self._digests)
             sweep(self.path, self._records, self._ops)
         self._lock.share()
@@ -216,7 +237,10 @@ class CompletionStore:
 
 
 def sweep(path: Path, records: Iterable[Path], ops: FileOps) -> None:
-    """Remove all but these parts: leftovers of a crash, damaged and replaced ones. The caller holds the store alone."""
+    """Remove all parts except these: leftovers of a crash, damaged and replaced parts.
+
+    The caller holds the store exclusively.
+    """
     kept = {file for part in records for file in (part, part.with_suffix(".json"))}
     parts = [file for file in sorted(path.glob("part-*")) if _OURS.fullmatch(file.name)]
     for file in (*parts, *unfinished(path)):
@@ -237,12 +261,18 @@ def read_records(
     digests: bool = False,
     known: Mapping[Path, CommitRecord] = _NO_RECORDS,
 ) -> tuple[dict[Path, CommitRecord], tuple[Discarded, ...]]:
-    """The usable parts of a store with their records, and what is not usable. Changes nothing, needs no lock.
+    """Return the usable parts of a store with their records, and the unusable parts.
 
-    Sizes are always compared; with `digests` the sha256 is, too, once for each state of a part; with `verify`, anew.
-    Records that are `known` are not read again: none is ever changed.
+    It changes nothing and needs no lock.
 
-    Raises StorageError for a record of a newer format, or when the disk does.
+    Args:
+        path: The folder of the store.
+        verify: Compute and compare the sha256 of all parts. Sizes are always compared.
+        digests: Compare the sha256 of all parts. Digests of unchanged files are cached.
+        known: Records that were read before. A record never changes.
+
+    Raises:
+        StorageError: A record has a newer format, or the disk fails.
     """
     usable: dict[Path, CommitRecord] = {}
     discarded: list[Discarded] = []
@@ -254,7 +284,7 @@ def read_records(
             usable[part] = record
         else:
             discarded.append(Discarded(part, reason or "unreadable record"))
-    for lost in _differing(path, usable, fresh=verify) if verify or digests else ():
+    for lost in _find_differing(path, usable, fresh=verify) if verify or digests else ():
         del usable[lost.path]
         discarded.append(lost)
     replaced = {path / name for record in usable.values() for name in record.replaces}
@@ -288,8 +318,10 @@ def _read_record(path: Path) -> CommitRecord | None:
     return record
 
 
-def _differing(path: Path, records: Mapping[Path, CommitRecord], *, fresh: bool = False) -> list[Discarded]:
-    """The parts whose sha256 is not the recorded one."""
+def _find_differing(
+    path: Path, records: Mapping[Path, CommitRecord], *, fresh: bool = False
+) -> list[Discarded]:
+    """Return the parts whose sha256 differs from the record."""
     with file_digests(path, fresh=fresh) as found:
         return [
             Discarded(part, "its sha256 is not the recorded one")
@@ -317,7 +349,7 @@ def write_table(path: Path, rows: pa.Table | pa.RecordBatchReader, ops: FileOps)
         writer = pq.ParquetWriter(file, rows.schema, compression="zstd", write_page_checksum=True)
         for batch in batches:
             writer.write_batch(batch)
-        writer.close()  # on success only: closing writes the footer that makes a truncated file look whole
+        writer.close()  # only on success: the footer makes a truncated file look complete
     except BaseException:
         file.abandon()
         raise
@@ -325,7 +357,7 @@ def write_table(path: Path, rows: pa.Table | pa.RecordBatchReader, ops: FileOps)
 
 
 def completions_table(completions: Sequence[Completion]) -> pa.Table:
-    """Completions as a table of COMPLETION_SCHEMA, with the columns that their kinds add."""
+    """Return completions as a table of COMPLETION_SCHEMA, with the columns that their kinds of answers add."""
     outputs, errors = [c.output for c in completions], [c.error for c in completions]
     texts = [one if isinstance(one, Tokens) else None for one in outputs]
     columns = [
@@ -350,7 +382,7 @@ def completions_table(completions: Sequence[Completion]) -> pa.Table:
 
 
 def _token_lists(texts: Sequence[Tokens | None]) -> pa.ListArray:
-    """Return the token ids of each; none for an answer that is no text."""
+    """Return the token ids of each answer, or an empty list for an answer that is not a text."""
     tokens = [_NONE if one is None else np.asarray(one.token_ids, np.int32) for one in texts]
     ends = np.cumsum([0, *map(len, tokens)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate([_NONE, *tokens])))

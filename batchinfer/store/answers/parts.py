@@ -1,4 +1,4 @@
-"""The columns of a store's parts: those that all have, and those that a kind of answers adds to its own."""
+"""The columns of a store's parts: fixed columns, and columns that kinds of answers add."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ COMPLETION_SCHEMA = pa.schema(
         ("retryable", pa.bool_()),
     ]
 )
-# The class of machine that gave an answer: a column of parts with answers from a cluster
+# The machine class of an answer. Only parts with answers from a cluster have this column
 ENGINE_CLASS = pa.field("engine_class", pa.string())
 
 
 def schema_of(parts: Iterable[Path]) -> pa.Schema:
-    """Return the columns that any of these parts has, those of COMPLETION_SCHEMA first. Raises StorageError."""
+    """Return the columns that any of these parts has, with COMPLETION_SCHEMA first. Raises StorageError."""
     fields = {field.name: field for field in COMPLETION_SCHEMA}
     for part in parts:
         for field in _schema(part):
@@ -39,10 +39,10 @@ def _schema(part: Path) -> pa.Schema:
     try:
         return pq.read_schema(part).remove_metadata()
     except (pa.ArrowException, OSError) as error:
-        raise damaged(part, error) from error
+        raise damaged_part(part, error) from error
 
 
-def damaged(part: Path, error: Exception) -> StorageError:
+def damaged_part(part: Path, error: Exception) -> StorageError:
     """Return the error for a part that cannot be read."""
     what = " ".join(str(error).split())
     return StorageError(
@@ -50,8 +50,8 @@ def damaged(part: Path, error: Exception) -> StorageError:
     )
 
 
-def padded(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch with the columns of `schema` that it lacks, null."""
+def pad_columns(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Return the batch with the columns of `schema`. Missing columns are null."""
     there = set(batch.schema.names)
     columns = [
         batch.column(field.name) if field.name in there else pa.nulls(batch.num_rows, field.type)

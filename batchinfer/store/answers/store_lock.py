@@ -1,5 +1,8 @@
-"""The locks of a completion store: one shared by all who use it and held alone by who removes something from it, and
-one held for a moment by who adds something."""
+"""The locks of a completion store.
+
+Users of the store share one lock, which is exclusive while files are removed. Another lock is held while a part is
+added.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,17 @@ from pathlib import Path
 
 from batchinfer.filesystem.durable import FileOps, storage
 
-_LONGEST = 64  # bytes of what the lock of the order holds
+_LONGEST = 64  # maximum bytes of the content of the order lock
 
 
 class PartOrder:
-    """The number of the last part, kept in the lock of those who add parts: a store of ten million answers has twenty
-    thousand files. When they were listed for each commit, ten million rows took 13.4 times the CPU time of a million,
-    and 11.0 times without.
+    """The number of the last part, stored in the order lock. It saves each commit from listing the folder.
 
-    With it stands when the store's folder last changed. Where that is another moment now, somebody has added a part
-    without noting it, or died before, and the number is not known.
+    A store of ten million answers has twenty thousand files. When each commit listed them, ten million rows took 13.4
+    times the CPU time of one million rows, and 11.0 times without listing.
+
+    The modification time of the folder is stored as well. If it has changed, a part was added without a record here,
+    and the number is unknown.
     """
 
     def __init__(self, store: Path, fd: int) -> None:
@@ -28,7 +32,7 @@ class PartOrder:
 
     @property
     def last(self) -> int | None:
-        """Return the number of the last part; None: it is not known."""
+        """Return the number of the last part, or None if it is unknown."""
         with storage(self._store, "read the order of"):
             changed, noted = os.stat(self._store).st_mtime_ns, os.pread(self._fd, _LONGEST, 0).split()
         if len(noted) != 2 or noted[1] != b"%d" % changed or not noted[0].isdigit():
@@ -36,14 +40,14 @@ class PartOrder:
         return int(noted[0])
 
     def note(self, number: int) -> None:
-        """Note the number of a part that is committed."""
-        with suppress(OSError):  # it is committed all the same, and the next commit lists the parts
+        """Record the number of a committed part."""
+        with suppress(OSError):  # the part is committed anyway; the next commit lists the folder
             text = b"%d %d" % (number, os.stat(self._store).st_mtime_ns)
             os.pwrite(self._fd, text.ljust(_LONGEST), 0)
 
 
 class StoreLock:
-    """Opens the store's lock, which creates its folder. Nothing is held yet. Raises StorageError."""
+    """The lock of a store. Opening it creates the folder and locks nothing. Raises StorageError."""
 
     def __init__(self, store: Path, ops: FileOps) -> None:
         self._path, self._order = store / "lock", store / "order.lock"
@@ -52,8 +56,8 @@ class StoreLock:
         with storage(self._path, "open"):
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    def try_alone(self) -> bool:
-        """Hold the store alone, if nobody else uses it."""
+    def try_exclusive(self) -> bool:
+        """Lock the store exclusively. Return False if another process uses it."""
         with storage(self._path, "lock"):
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,17 +66,19 @@ class StoreLock:
         return True
 
     def share(self) -> None:
-        """Wait until nobody holds the store alone; from then on nothing is removed from it.
+        """Wait for a shared lock. While it is held, nothing is removed from the store.
 
-        Another process may have held it alone between `try_alone` and the return of this.
+        Another process may have held the exclusive lock between `try_exclusive` and the return of this method.
         """
         with storage(self._path, "lock"):
             fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     @contextmanager
-    def ordered(self) -> Iterator[PartOrder]:
-        """Wait until nobody else adds a part: within this block the parts that are there are all that have a number
-        up to theirs."""
+    def lock_order(self) -> Iterator[PartOrder]:
+        """Lock the order of parts.
+
+        Within the block no other process adds a part, so all smaller numbers are in the folder.
+        """
         with storage(self._order, "lock"):
             fd = os.open(self._order, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -83,6 +89,7 @@ class StoreLock:
             os.close(fd)
 
     def close(self) -> None:
+        """Release all locks."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

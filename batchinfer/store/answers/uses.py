@@ -1,9 +1,9 @@
-"""A log of the last use of each stored completion by a result, which decides how long it is kept.
+"""A log of the last use of each stored completion by a result, which determines how long it is kept.
 
     completions/uses/<random>.parquet
 
-A row says when one result last used each completion of one part of the store. Every publish adds a file; cleaning the
-store makes one of many. A completion that no result used counts as used when it was committed.
+A row has the last use of each completion of one part by one result. Every publish adds a file; cleaning merges all
+files into one. The commit of a completion counts as its first use.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from batchinfer.job import CacheSection
 
 _FOLDER = "uses"
 _PARTS_AT_ONCE = 256
-_TEMPORARY = re.compile(r"[0-9a-f]{32}\.parquet\.tmp")  # the whole name: others' files are not ours to remove
+_TEMPORARY = re.compile(
+    r"[0-9a-f]{32}\.parquet\.tmp"
+)  # matches the whole name, so other files are not removed
 _SCHEMA = pa.schema(
     [
         ("part", pa.string()),  # file name
-        ("job", pa.string()),  # the job's results root
+        ("job", pa.string()),  # results root of the job
         (
             "marker",
             pa.string(),
-        ),  # file whose time says when the result was last found published and unchanged
-        ("keep", pa.int64()),  # days for which this job wants unused completions kept; null: for ever
+        ),  # file whose modification time is the last time the result was found published and unchanged
+        ("keep", pa.int64()),  # days that this job keeps unused completions; null: forever
         ("used_at", pa.list_(pa.uint32())),  # Unix time by row number; 0: never
     ],
     metadata={"batchinfer.table": "uses", "batchinfer.format": "1"},
@@ -56,27 +58,29 @@ class User:
 
     @property
     def result(self) -> tuple[str, str]:
-        """Return the result, whatever was kept for it."""
+        """Return the identity of the result, without `keep`."""
         return self.job, self.marker
 
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """All that is known of the uses of a store."""
+    """All recorded uses of a store."""
 
     times: Mapping[str, Mapping[User, Times]]  # by part name
-    files: tuple[Path, ...] = ()  # where it stands
-    unreadable: Mapping[Path, float] = field(default_factory=dict)  # files, and when they were written
+    files: tuple[Path, ...] = ()  # files they were read from
+    unreadable: Mapping[Path, float] = field(
+        default_factory=dict
+    )  # unreadable files and when they were written
 
-    def lately(self, part: str, rows: int, oldest: Callable[[User], float]) -> Mask:
-        """Return the rows of a part that were used after `oldest(user)`, in Unix time."""
+    def used_since(self, part: str, rows: int, oldest: Callable[[User], float]) -> Mask:
+        """Return a mask of the rows of a part that were used after `oldest(user)`, in Unix time."""
         found = np.zeros(rows, np.bool_)
         for user, times in self.times.get(part, {}).items():
             found |= times > oldest(user)
         return found
 
-    def moved(self, target: str, sources: Sequence[tuple[str, Mask]]) -> Uses:
-        """With the uses of the part `target`, which is made of the rows of `sources`: (name, which rows)."""
+    def with_part(self, target: str, sources: Sequence[tuple[str, Mask]]) -> Uses:
+        """Return the uses with a new part `target`, whose rows are the masked rows of `sources`."""
         users = {user for name, _ in sources for user in self.times.get(name, {})}
         new = {
             user: np.concatenate(
@@ -90,14 +94,15 @@ class Uses:
         return replace(self, times={**self.times, target: new})
 
     def of_parts(self, names: Iterable[str]) -> Uses:
-        """Return the uses without those of parts that are gone."""
+        """Return the uses of these parts."""
         there = set(names)
         return replace(self, times={part: users for part, users in self.times.items() if part in there})
 
-    def renewed(self) -> Uses:
-        """A result that was found published again used the rows of its publish again, at its marker's time.
+    def renew(self) -> Uses:
+        """Return the uses with the publish of each result moved to the time of its marker.
 
-        Its publish is the newest one of all, whatever the job's `keep` was then: rows of older ones are not in it.
+        A result that was found published again uses the rows of its last publish again. Rows of earlier publishes are
+        not part of it.
         """
         newest: dict[tuple[str, str], int] = {}
         for users in self.times.values():
@@ -117,15 +122,22 @@ class Uses:
 
 
 def _time_of(marker: str) -> int:
-    """When a result was last found published; 0 where it no longer says so."""
+    """Return when a result was last found published, in Unix time, or 0 if its marker was removed."""
     path = Path(marker)
     return int(path.stat().st_mtime) if marker and path.is_file() else 0
 
 
-def uses_of(
+def record_use(
     user: User, used: Iterable[tuple[str, NDArray[np.int64]]], rows: Mapping[str, int], now: float
 ) -> Uses:
-    """One result's use, now, of the rows `used` (part name and row numbers) of parts that have `rows` rows."""
+    """Return the use of rows by one result at the time `now`.
+
+    Args:
+        user: The result.
+        used: Part names with the numbers of used rows.
+        rows: The number of rows of each part.
+        now: Unix time.
+    """
     times: dict[str, Mapping[User, Times]] = {}
     for part, numbers in used:
         mine = times.setdefault(part, {user: np.zeros(rows[part], np.uint32)})
@@ -134,7 +146,7 @@ def uses_of(
 
 
 def write_uses(store: Path, uses: Uses, ops: FileOps) -> None:
-    """Put `uses` into a new file, if there are any. Raises StorageError."""
+    """Write the uses to a new file, if there are any. Raises StorageError."""
     if not uses.times:
         return
     folder = store / _FOLDER
@@ -174,15 +186,15 @@ def unfinished(store: Path) -> list[Path]:
 
 
 def use_files(store: Path) -> list[Path]:
-    """The files that say what was used."""
+    """Return the files of uses."""
     with storage(store / _FOLDER, "list"):
         return sorted((store / _FOLDER).glob("*.parquet"))
 
 
 def read_uses(store: Path) -> Uses:
-    """All files together. Raises StorageError; a damaged file is told to the log and listed as unreadable.
+    """Return all uses. A damaged file is logged and listed as unreadable. Raises StorageError.
 
-    Results that say no longer when they were found published (their part of the state is gone) become one user.
+    Results whose marker was removed are treated as one user.
     """
     times: dict[str, dict[User, Times]] = {}
     files, unreadable = [], {}
@@ -206,7 +218,7 @@ def read_uses(store: Path) -> Uses:
 
 
 def stored_keep(store: Path, job: str) -> int | None:
-    """The `keep` of the job's latest result; the default where none has been noted."""
+    """Return the `keep` of the job's latest result, or the default if none was recorded."""
     newest: dict[int | None, int] = {}
     for users in read_uses(store).times.values():
         for user, times in users.items():
@@ -218,7 +230,7 @@ def stored_keep(store: Path, job: str) -> int | None:
 def _entries(path: Path) -> Iterator[tuple[str, User, Times]]:
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         if not file.schema_arrow.equals(_SCHEMA):
-            raise ValueError("its columns are not those that this version knows")
+            raise ValueError("its columns differ from the columns of this version")
         for batch in file.iter_batches(batch_size=_PARTS_AT_ONCE):
             names = batch.select(["part", "job", "marker", "keep"]).to_pylist()
             for name, times in zip(names, batch.column("used_at"), strict=True):

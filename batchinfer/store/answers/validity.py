@@ -1,4 +1,4 @@
-"""Whether an answer is valid. One that is not is what the next rung of a job's ladder (`on_invalid`) is for."""
+"""Decides if an answer is valid. An invalid one leads to the next rung of the job's ladder (`on_invalid`)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from batchinfer.store.outputs.tokens import TEXT_IS_KEPT
 
 _CUT = ("length", "repetition")
 _CODES, _REASONS = (", ".join(f"'{name}'" for name in names) for names in (TEXT_IS_KEPT, _CUT))
-# As SQL says it of a row of the store
+# The same condition as `is_invalid`, in SQL for rows of the store
 INVALID = (
     f"coalesce(error_code IN ({_CODES}) OR (error_code IS NULL AND finish_reason IN ({_REASONS})), false)"
 )
 
 
 def is_invalid(completion: Completion) -> bool:
-    """Whether an answer was cut, ran in circles, or does not fit its constraint. Other errors are not the answer's:
-    with other parameters they would be the same, or they may pass."""
+    """Return True if an answer was cut off, repeated itself, or does not match its constraint.
+
+    Other errors do not depend on the sampling parameters, or may not occur again.
+    """
     if completion.error is not None:
         return completion.error.code in TEXT_IS_KEPT
     return completion.finish_reason in _CUT

@@ -1,1 +1,1 @@
-"""Typed columns: what a schema makes of an answer's text."""
+"""Typed columns: converts answers to columns of a result with the help of a JSON Schema."""

@@ -1,4 +1,7 @@
-"""Checks of JSON answers as they arrive, so that errors count while the job runs: no name twice, a fit for columns."""
+"""Checks JSON answers as they arrive, so errors count during the run.
+
+Names of an object must be unique, and values must fit their columns.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,20 @@ from batchinfer.store.columns.column_kinds import Unfit
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.columns.schema_columns import SchemaColumns
 
-# Raised when other answers fit their columns: stored ones were checked by the rules before.
+# Increase it if other answers fit their columns: stored answers passed the earlier checks
 CHECK_VERSION = 1
 
 
-def parsed_answer(text: str, objects: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The JSON value of an answer, its numbers with all their digits; `objects` makes one of names and values.
+def parse_answer(text: str, objects: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return the JSON value of an answer. Numbers keep all their digits.
 
-    Raises ValueError, RecursionError.
+    Args:
+        text: The JSON text.
+        objects: Converts the names and values of an object, see `object_pairs_hook` of `json.loads`.
+
+    Raises:
+        ValueError: The text is not valid JSON.
+        RecursionError: It is nested too deeply.
     """
     return json.loads(text, parse_float=_decimal, parse_int=_integer, object_pairs_hook=objects)
 
@@ -40,9 +49,12 @@ def _integer(digits: str) -> int:
         raise Unfit(f"the answer holds a whole number of {len(digits)} digits") from None
 
 
-def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object that is read alike by everyone. Which of two equal names counts differs between readers, and a schema
-    cannot keep a grammar from writing an unnamed property twice."""
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object, or raise Unfit if a name occurs twice.
+
+    JSON readers differ in which value they use. A grammar cannot prevent repeated names if a schema allows further
+    properties.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -54,14 +66,17 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _answer(completion: Completion, marks: ReasoningTokens | None) -> Sequence[int]:
-    """Return the tokens behind the reasoning."""
+    """Return the tokens after the reasoning."""
     ids: list[int] = completion.tokens.token_ids.tolist()
     return ids if marks is None else ids[cut(ids, marks).answer or 0 :]
 
 
 def _check_calls(text: str) -> None:
-    """Check the arguments of calls, the JSON objects in an answer. Raises Unfit for a name that occurs twice."""
-    decoder = json.JSONDecoder(parse_float=str, parse_int=str, object_pairs_hook=_named_once)
+    """Check the arguments of tool calls, which are the JSON objects in an answer.
+
+    Raises Unfit for a repeated name.
+    """
+    decoder = json.JSONDecoder(parse_float=str, parse_int=str, object_pairs_hook=_unique_names)
     at = text.find("{")
     while at >= 0:
         try:
@@ -75,15 +90,17 @@ def _check_calls(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerCheck:
-    """Turns answers that are no JSON of the one meaning, or that their columns cannot hold, into errors.
+    """Turns invalid JSON answers, and answers that do not fit their columns, into errors.
 
-    `columns`: None where answers have none.
+    Args:
+        columns: The columns of answers, or None.
+        detokenizer: Converts tokens to text.
     """
 
     columns: SchemaColumns | None
     detokenizer: Detokenizer
 
-    def checked(
+    def check_all(
         self,
         completions: Sequence[Completion],
         marks: Mapping[bytes, ReasoningTokens] | None = None,
@@ -92,22 +109,22 @@ class AnswerCheck:
         """Return the completions. A completion that does not fit has an error.
 
         Args:
-            completions: Answers that are JSON, or that call tools.
-            marks: By key, the tokens around the reasoning that comes first.
+            completions: Answers that are JSON or that call tools.
+            marks: By key, the tokens around the reasoning that precedes the answer.
             calling: The keys of answers that call tools.
         """
         ids = [_answer(c, (marks or {}).get(c.key)) for c in completions]
         return [
-            self._checked(c, text, _check_calls if c.key in calling else self._check)
+            self._check_one(c, text, _check_calls if c.key in calling else self._check)
             for c, text in zip(completions, self.detokenizer.decode_batch(ids), strict=True)
         ]
 
     def _check(self, text: str) -> None:
-        answer = parsed_answer(text, _named_once)
+        answer = parse_answer(text, _unique_names)
         if self.columns is not None:
             self.columns.check(answer)
 
-    def _checked(self, completion: Completion, text: str, check: Callable[[str], None]) -> Completion:
+    def _check_one(self, completion: Completion, text: str, check: Callable[[str], None]) -> Completion:
         if completion.error is not None:
             return completion
         try:

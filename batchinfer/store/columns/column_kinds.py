@@ -1,7 +1,7 @@
-"""How values of JSON become values of Arrow: one kind for each type of column.
+"""Converts JSON values to Arrow values: one class or function per type of column.
 
-A value that its type cannot hold exactly is refused (`Unfit`), never changed: an integer beyond 64 bits, a number
-beyond a float's range, the 30th of February. JSON's null, and a property that is absent, are null.
+A value that the type cannot hold exactly is refused (`Unfit`) and never changed: an integer beyond 64 bits, a number
+beyond the range of a float, 30 February. JSON's null and absent properties are null.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ _FRACTION = re.compile(r"\.(\d+)")
 
 
 class Unfit(ValueError):
-    """A value that its column cannot hold; the message starts with the value's place and does not quote it."""
+    """A value that its column cannot hold. The message starts with the path of the value and does not quote it."""
 
 
 class Kind(ABC):
-    """A type of column, and how it takes values."""
+    """A type of column, and how it stores values."""
 
     type: pa.DataType
 
     @abstractmethod
     def check(self, value: Any, place: str) -> None:
-        """Raises Unfit for a parsed JSON value that the column cannot hold. `place` says where it stands."""
+        """Check that the column can hold a parsed JSON value. Raises Unfit, with `place`, the path of the value."""
 
     @abstractmethod
     def array(self, values: Sequence[Any]) -> pa.Array:
-        """Parsed JSON values that fit, None for null, as an array of `type`."""
+        """Return parsed JSON values that fit, None for null, as an array of `type`."""
 
 
 class Leaf(Kind):
-    """A type without parts: `convert` gives what pyarrow takes for `type`, or raises ValueError."""
+    """A type without parts. `convert` returns a value that pyarrow accepts for `type`, or raises ValueError."""
 
     def __init__(self, kind: pa.DataType, convert: Callable[[Any], Any]) -> None:
         self.type, self._convert = kind, convert
 
     def check(self, value: Any, place: str) -> None:
+        """Check a value, see `Kind`."""
         if value is None:
             return
         try:
@@ -58,6 +59,7 @@ class Leaf(Kind):
             raise Unfit(f"{place}: {error}") from None
 
     def array(self, values: Sequence[Any]) -> pa.Array:
+        """Convert values, see `Kind`."""
         converted = [None if value is None else self._convert(value) for value in values]
         if isinstance(self.type, pa.ExtensionType):
             return pa.ExtensionArray.from_storage(self.type, pa.array(converted, self.type.storage_type))
@@ -65,7 +67,7 @@ class Leaf(Kind):
 
 
 class Enumeration(Kind):
-    """One of some texts; every array has all of them as its dictionary, in the schema's order."""
+    """A fixed set of texts. Every array has all of them as its dictionary, in the order of the schema."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = pa.array(list(texts), pa.string())
@@ -73,21 +75,24 @@ class Enumeration(Kind):
         self.type = pa.dictionary(pa.int32(), pa.string())
 
     def check(self, value: Any, place: str) -> None:
+        """Check a value, see `Kind`."""
         if value is not None and not (isinstance(value, str) and value in self._places):
             raise Unfit(f"{place}: this is not one of the {len(self._places)} values that the schema lists")
 
     def array(self, values: Sequence[Any]) -> pa.Array:
+        """Convert values, see `Kind`."""
         indices = pa.array([None if v is None else self._places[v] for v in values], pa.int32())
         return pa.DictionaryArray.from_arrays(indices, self._texts)
 
 
 class ListOf(Kind):
-    """A list of items of one kind."""
+    """A list whose items have the same kind."""
 
     def __init__(self, item: Kind) -> None:
         self._item, self.type = item, pa.list_(item.type)
 
     def check(self, value: Any, place: str) -> None:
+        """Check a value, see `Kind`."""
         if value is None:
             return
         if not isinstance(value, list):
@@ -96,6 +101,7 @@ class ListOf(Kind):
             self._item.check(one, f"{place}[{number}]")
 
     def array(self, values: Sequence[Any]) -> pa.Array:
+        """Convert values, see `Kind`."""
         lengths = [0 if value is None else len(value) for value in values]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         items = self._item.array([one for value in values if value is not None for one in value])
@@ -104,13 +110,14 @@ class ListOf(Kind):
 
 
 class Struct(Kind):
-    """An object whose properties are known; what else a value has is left out."""
+    """An object with known properties. Other properties of a value are left out."""
 
     def __init__(self, fields: Mapping[str, Kind]) -> None:
         self.fields = dict(fields)
         self.type = pa.struct([(name, kind.type) for name, kind in self.fields.items()])
 
     def check(self, value: Any, place: str) -> None:
+        """Check a value, see `Kind`."""
         if value is None:
             return
         if not isinstance(value, dict):
@@ -119,11 +126,12 @@ class Struct(Kind):
             kind.check(value.get(name), f"{place}.{name}" if place else name)
 
     def array(self, values: Sequence[Any]) -> pa.Array:
+        """Convert values, see `Kind`."""
         nulls = pa.array([value is None for value in values], pa.bool_())
         return pa.StructArray.from_arrays(self.arrays(values), fields=list(self.type), mask=nulls)
 
     def arrays(self, values: Sequence[Any]) -> list[pa.Array]:
-        """One array a field, null where the value is."""
+        """Return an array per field, with null if the object is null."""
         return [
             kind.array([None if value is None else value.get(name) for value in values])
             for name, kind in self.fields.items()
@@ -131,71 +139,79 @@ class Struct(Kind):
 
 
 def text() -> Kind:
+    """Return the kind of texts."""
     return Leaf(pa.string(), _text)
 
 
 def json_text() -> Kind:
-    """The value as JSON, for what has no type in Arrow."""
+    """Return the kind of JSON texts, for values without a type in Arrow."""
     return Leaf(pa.string(), written)
 
 
 def integer() -> Kind:
+    """Return the kind of 64-bit integers."""
     return Leaf(pa.int64(), _integer)
 
 
 def number() -> Kind:
+    """Return the kind of 64-bit floats."""
     return Leaf(pa.float64(), _number)
 
 
 def boolean() -> Kind:
+    """Return the kind of booleans."""
     return Leaf(pa.bool_(), _boolean)
 
 
 def null() -> Kind:
+    """Return the kind of columns that are always null."""
     return Leaf(pa.null(), _null)
 
 
 def day() -> Kind:
+    """Return the kind of dates."""
     return Leaf(pa.date32(), _day)
 
 
 def time_of_day() -> Kind:
-    """Return the kind of times of day; a text with an offset is converted to UTC."""
+    """Return the kind of times of day. A text with an offset is converted to UTC."""
     return Leaf(pa.time64("us"), _time)
 
 
 def moment() -> Kind:
+    """Return the kind of timestamps in UTC."""
     return Leaf(pa.timestamp("us", "UTC"), _moment)
 
 
 def universally_unique() -> Kind:
-    return Leaf(pa.uuid(), lambda value: _parsed(uuid.UUID, _text(value), "a UUID").bytes)
+    """Return the kind of UUIDs."""
+    return Leaf(pa.uuid(), lambda value: _parse(uuid.UUID, _text(value), "a UUID").bytes)
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else _not("text")
+    return value if isinstance(value, str) else _refuse("text")
 
 
 def _boolean(value: Any) -> bool:
-    return value if isinstance(value, bool) else _not("true or false")
+    return value if isinstance(value, bool) else _refuse("true or false")
 
 
 def _null(value: Any) -> None:
     if value is not None:
-        _not("null")
+        _refuse("null")
 
 
 def _integer(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
-        _not("a whole number")
-    if not -(2**63) <= value < 2**63:  # first: an integer of 10^9 digits is short to write
+        _refuse("a whole number")
+    if not -(2**63) <= value < 2**63:  # checked first: 1e1000000000 would be converted to a huge integer
         raise ValueError("the whole number does not fit into 64 bits")
-    return int(value) if int(value) == value else _not("a whole number")
+    return int(value) if int(value) == value else _refuse("a whole number")
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
-        _not("a number")
+        _refuse("a number")
     found = float(value)
     if not math.isfinite(found):
         raise ValueError("the number is beyond the range of a 64-bit float")
@@ -209,11 +225,11 @@ def _number(value: Any) -> float:
 def _day(value: Any) -> date:
     said = _text(value)
     _check_day(said)
-    return _parsed(date.fromisoformat, said, "a date, as YYYY-MM-DD")
+    return _parse(date.fromisoformat, said, "a date, as YYYY-MM-DD")
 
 
 def _time(value: Any) -> time:
-    said = _parsed(time.fromisoformat, _microseconds(_text(value)), "a time of day, as HH:MM:SSZ")
+    said = _parse(time.fromisoformat, _microseconds(_text(value)), "a time of day, as HH:MM:SSZ")
     moved = datetime(2000, 1, 2, tzinfo=UTC) + timedelta(
         hours=said.hour, minutes=said.minute, seconds=said.second, microseconds=said.microsecond
     )
@@ -222,7 +238,7 @@ def _time(value: Any) -> time:
 
 def _moment(value: Any) -> datetime:
     _check_day(_text(value))
-    found = _parsed(
+    found = _parse(
         datetime.fromisoformat, _microseconds(_text(value)), "a date and time, as YYYY-MM-DDTHH:MM:SSZ"
     )
     try:
@@ -232,7 +248,7 @@ def _moment(value: Any) -> datetime:
 
 
 def _check_day(said: str) -> None:
-    """Raises ValueError for a day that the calendar does not have. Of an answer, messages hold its digits only."""
+    """Check that the calendar has this day. Raises ValueError, whose message has only the digits of the date."""
     day = _WRITTEN_DAY.match(said)
     if day is None:
         return
@@ -243,20 +259,20 @@ def _check_day(said: str) -> None:
         raise ValueError(f"there is no day {number} in month {month} of the year {year}") from None
 
 
-def _parsed(parse: Callable[[str], _T], said: str, what: str) -> _T:
+def _parse(parse: Callable[[str], _T], said: str, what: str) -> _T:
     try:
         return parse(said)
-    except ValueError:  # whose message quotes the text
+    except ValueError:  # its message quotes the text
         raise ValueError(f"this is not {what}") from None
 
 
 def _microseconds(said: str) -> str:
-    """The text, if no digit is lost when seconds are kept with six decimals."""
+    """Return the text if six decimals of the seconds are enough for it. Raises ValueError."""
     fraction = _FRACTION.search(said)
     if fraction and fraction[1][6:].strip("0"):
         raise ValueError("the time has more than six decimals")
     return said.upper()
 
 
-def _not(what: str) -> NoReturn:
+def _refuse(what: str) -> NoReturn:
     raise ValueError(f"this is not {what}")

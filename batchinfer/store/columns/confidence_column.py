@@ -1,4 +1,4 @@
-"""The result's column `confidence`: how probable the listed values of an answer are among those that were allowed."""
+"""The result's column `confidence`: the probability of an answer's listed values relative to all allowed ones."""
 
 from __future__ import annotations
 
@@ -14,48 +14,61 @@ from batchinfer.store.columns.logprob_column import Detokenizer
 
 CONFIDENCE = "confidence"
 _OF_FIELDS = pa.map_(pa.string(), pa.float64())
-_INCOMPLETE = "\ufffd"  # how a part of a character is decoded
+_INCOMPLETE = "\ufffd"  # decoded text of an incomplete character
 
 
 def confidence_field(choices: Sequence[str]) -> pa.Field:
-    """Return the column: a number where each answer is one of the choices, and else a map from fields to numbers."""
+    """Return the column: a number if answers are one of `choices`, else a map from fields to numbers."""
     return pa.field(CONFIDENCE, pa.float64() if choices else _OF_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """An answer: its text, and where in it each token begins and ends. What comes before it, such as reasoning, is at
-    places below 0."""
+    """An answer with the positions of its tokens.
+
+    Args:
+        text: The text.
+        begins: The position of each token's first character. Negative before the text, e.g. in reasoning.
+        ends: The position after each token.
+        logprobs: The log-probability of each token relative to the allowed ones.
+    """
 
     text: str
     begins: Sequence[int]
     ends: Sequence[int]
-    logprobs: Sequence[float]  # of each token, among the allowed ones
+    logprobs: Sequence[float]
 
     @classmethod
     def of(
         cls, text: str, ids: Sequence[int], logprobs: Sequence[float], detokenizer: Detokenizer
     ) -> AnswerTokens:
-        """Find the places of tokens; `ids` are all that were generated, and end with those of the text."""
-        whole, ends = _placed(ids, detokenizer)
+        """Locate the tokens in a text. `ids` are all generated tokens, and the tokens of the text come last."""
+        whole, ends = _locate_tokens(ids, detokenizer)
         before = max(whole.rfind(text), 0)
         ends = [end - before for end in ends]
         return cls(text, [-before, *ends[:-1]], ends, logprobs)
 
     def probability(self, start: int, end: int, listed: Sequence[str]) -> float:
-        """Return the probability of the value at [start, end): the product over its tokens, up to the one with which no
-        other of the `listed` values was possible any more."""
-        decided = start + _decided(self.text[start:end], listed)
+        """Return the probability of the value at [start, end), which is one of `listed`.
+
+        It is the product over the value's tokens, up to the token that rules out all other listed values.
+        """
+        decided = start + _deciding_length(self.text[start:end], listed)
         places = zip(self.begins, self.ends, self.logprobs, strict=True)
         own = [p for begin, stop, p in places if (stop > start or begin >= start) and begin < decided]
         return math.exp(math.fsum(own))
 
 
-def confidences(
+def confidence_array(
     answers: Iterator[AnswerTokens | None], choices: Sequence[str], schema: object | None
 ) -> pa.Array:
-    """Return the column; null where there is no answer. `choices`: what each answer is one of; none: answers are valid
-    under `schema`."""
+    """Return the column, with null for rows without an answer.
+
+    Args:
+        answers: The answers.
+        choices: The possible answers. Empty: answers match `schema`.
+        schema: The JSON Schema of answers.
+    """
     if choices:
         found = (None if one is None else one.probability(0, len(one.text), choices) for one in answers)
         return pa.array(list(found), pa.float64())
@@ -68,27 +81,29 @@ def _of_fields(answer: AnswerTokens, fields: ListedFields) -> list[tuple[str, fl
     return [(one.path, answer.probability(one.start, one.end, one.listed)) for one in values]
 
 
-def _decided(value: str, listed: Sequence[str]) -> int:
-    """Return how many characters of the value tell it from all others; one more than it has where another one begins
-    with it, because what follows decides."""
-    others = (_in_common(value, one) for one in listed if one != value)
+def _deciding_length(value: str, listed: Sequence[str]) -> int:
+    """Return the number of characters of a value that distinguish it from all other listed values.
+
+    It is one more than the value's length if another value begins with it, because the next character decides.
+    """
+    others = (_common_prefix(value, one) for one in listed if one != value)
     return max(others, default=-1) + 1
 
 
-def _in_common(one: str, other: str) -> int:
-    """Return how many characters at their beginning the two have in common."""
+def _common_prefix(one: str, other: str) -> int:
+    """Return the length of the common prefix."""
     differ = (at for at, (mine, yours) in enumerate(zip(one, other, strict=False)) if mine != yours)
     return next(differ, min(len(one), len(other)))
 
 
-def _placed(ids: Sequence[int], detokenizer: Detokenizer) -> tuple[str, list[int]]:
-    """Return the text of these tokens, and where in it each of them ends."""
+def _locate_tokens(ids: Sequence[int], detokenizer: Detokenizer) -> tuple[str, list[int]]:
+    """Return the text of these tokens, and the position after each token."""
     (whole,) = detokenizer.decode_batch([ids])
     texts = detokenizer.token_texts(ids)
-    for count in (len(ids), len(ids) - 1):  # without what ends the answer, which texts leave out
+    for count in (len(ids), len(ids) - 1):  # the text leaves out an EOS token at the end
         own = [*texts[:count], *[""] * (len(ids) - count)]
         if "".join(own) == whole:
             return whole, list(accumulate(map(len, own)))
-    # Tokens whose texts depend on others', such as parts of a character: the text of each beginning says where it ends
+    # The texts of some tokens depend on others, e.g. parts of a character. Decode each prefix to find where it ends
     beginnings = detokenizer.decode_batch([ids[: at + 1] for at in range(len(ids))])
     return whole, [len(one.rstrip(_INCOMPLETE)) for one in beginnings]

@@ -1,4 +1,4 @@
-"""The values of a JSON answer that its schema lists: of an enum or a boolean, each with its place in the text."""
+"""Finds the values of a JSON answer whose possible values its schema lists: enums and booleans."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from batchinfer.core.exact_json import written
 from batchinfer.input.constraints.schema_references import References
 
 _PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
-_JOINED = ("anyOf", "oneOf", "allOf")
-_SAYS_VALUES = frozenset(
+_COMBINING = ("anyOf", "oneOf", "allOf")
+_VALUE_KEYWORDS = frozenset(
     ("enum", "const", "type", "properties", "items", "prefixItems", "additionalProperties")
 )
 _LISTED = {"boolean": ("true", "false"), "null": ("null",)}
@@ -21,17 +21,17 @@ _LISTED = {"boolean": ("true", "false"), "null": ("null",)}
 
 @dataclass(frozen=True, slots=True)
 class FieldValue:
-    """A value in an answer's text, [start, end), and all texts that its schema lists for it."""
+    """A value at [start, end) of an answer's text, with all values that its schema lists."""
 
-    path: str  # as in `person.kind` and `tags[0]`; empty: the answer itself
+    path: str  # such as `person.kind` or `tags[0]`; empty for the answer itself
     start: int
     end: int
     listed: tuple[str, ...]
 
 
 @dataclass(slots=True)
-class _Open:
-    """An object or a list whose values are being read. `key`: the name or the number of the next one."""
+class _OpenValue:
+    """An object or list whose values are being read. `key` is the name or number of the next value."""
 
     path: str
     schemas: list[Any]
@@ -40,15 +40,15 @@ class _Open:
 
 @dataclass(slots=True)
 class ListedFields:
-    """The fields of a JSON Schema whose values it lists. Those with a single value, such as a const, are none."""
+    """The fields of a JSON Schema that list their values. Fields with a single possible value are left out."""
 
     schema: Any
-    # By path: what the schema says of the value there, and the values that it lists
+    # By path: the schemas of the value, and its listed values
     _known: dict[str, tuple[list[Any], tuple[str, ...]]] = field(default_factory=dict)
 
     def of(self, text: str) -> Iterator[FieldValue]:
-        """Yield the listed values of an answer, which is JSON that is valid under the schema."""
-        opened: list[_Open] = [_Open("", [self.schema], None)]
+        """Yield the listed values of an answer, which must be JSON that matches the schema."""
+        opened: list[_OpenValue] = [_OpenValue("", [self.schema], None)]
         for found in _PIECE.finditer(text):
             piece, inside = found[0], opened[-1]
             if piece in "}]":
@@ -60,12 +60,12 @@ class ListedFields:
             elif piece != ":":
                 path, (schemas, listed) = self._next(inside)
                 if piece in "{[":
-                    opened.append(_Open(path, schemas, 0 if piece == "[" else None))
+                    opened.append(_OpenValue(path, schemas, 0 if piece == "[" else None))
                 elif len(listed) > 1:
                     yield FieldValue(path, found.start(), found.end(), listed)
 
-    def _next(self, inside: _Open) -> tuple[str, tuple[list[Any], tuple[str, ...]]]:
-        """Return the path of the value that comes next, and what is known of it."""
+    def _next(self, inside: _OpenValue) -> tuple[str, tuple[list[Any], tuple[str, ...]]]:
+        """Return the path of the next value, its schemas and its listed values."""
         key, above = inside.key, inside.path
         named = f"{above}.{key}" if above else str(key)
         path = above if key is None else f"{above}[{key}]" if isinstance(key, int) else named
@@ -76,7 +76,7 @@ class ListedFields:
         return path, self._known[path]
 
     def _leaves(self, schemas: Sequence[Any]) -> list[Any]:
-        """Return the schemas that these refer to, or are made of."""
+        """Return the schemas without references and combinations that these schemas consist of."""
         references, pending, seen = References(self.schema), list(schemas), set[int]()
         leaves: list[Any] = []
         while pending:
@@ -84,16 +84,16 @@ class ListedFields:
             if not isinstance(one, dict) or id(one) in seen:
                 continue
             seen.add(id(one))
-            within = [part for name in _JOINED for part in one.get(name, ())]
+            within = [part for name in _COMBINING for part in one.get(name, ())]
             within += [references.resolve(one["$ref"])] if "$ref" in one else []
             pending += within
-            if not within or not _SAYS_VALUES.isdisjoint(one):
+            if not within or not _VALUE_KEYWORDS.isdisjoint(one):
                 leaves.append(one)
         return leaves
 
 
 def _part(schema: dict[str, Any], key: str | int) -> Any:
-    """Return the schema of the property or the item `key`; None: nothing is said of it."""
+    """Return the schema of the property or item `key`, or None if there is none."""
     if isinstance(key, str):
         named: dict[str, Any] = schema.get("properties", {})
         return named.get(key, schema.get("additionalProperties"))
@@ -102,7 +102,7 @@ def _part(schema: dict[str, Any], key: str | int) -> Any:
 
 
 def _listed(leaves: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Return the values that the schemas list, as JSON; none where one of them does not list its values."""
+    """Return the values that the schemas list, as JSON. Empty if any of them does not list its values."""
     found = [_values(one) for one in leaves]
     return tuple(sorted({text for one in found for text in one})) if all(found) else ()
 

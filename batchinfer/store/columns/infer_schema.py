@@ -1,4 +1,4 @@
-"""`batchinfer schema infer` makes a JSON Schema from the examples in a column of a table."""
+"""`batchinfer schema infer`: infers a JSON Schema from the examples in a column of a table."""
 
 from __future__ import annotations
 
@@ -20,14 +20,23 @@ from batchinfer.input.reader import Reader
 from batchinfer.input.rows import RowProblem, Values
 from batchinfer.store.columns.inferred_schema import InferredSchema, NoJson
 
-NAMED = 20  # columns that a message lists
-MOST_BAD = Fraction(1, 100)  # of the rows: what a job bears by default
+NAMED = 20  # maximum columns that a message lists
+MOST_BAD = Fraction(1, 100)  # maximum share of bad rows, the default of a job
 
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """The schema, and what it was made from. `complete`: there are no more rows. `bad`: rows that were passed over,
-    `first_bad` where the first of them stands and why. `notes`: what is of note about types of the schema."""
+    """An inferred schema.
+
+    Args:
+        schema: The schema.
+        rows: Number of rows read.
+        examples: Number of rows with an example.
+        complete: True if all rows were read.
+        bad: Number of skipped rows.
+        first_bad: The position of the first skipped row, and why it was skipped.
+        notes: Remarks about types in the schema.
+    """
 
     schema: dict[str, Any]
     rows: int
@@ -38,7 +47,7 @@ class Inferred:
     notes: tuple[str, ...]
 
     def text(self) -> str:
-        """Return the summary that users read."""
+        """Return a summary for users."""
         rows = f"all {self.rows:,} rows" if self.complete else f"the first {self.rows:,} rows"
         lines = [f"looked at {rows}; {self.examples:,} of them have an example"]
         if self.bad:
@@ -49,10 +58,18 @@ class Inferred:
 
 
 def infer_schema(path: str, column: str | None, rows: int) -> Inferred:
-    """Infer a schema from the first `rows` rows: from the values in `column`, which are JSON text or typed; without a
-    column, from whole rows.
+    """Infer a schema from the first `rows` rows.
 
-    Raises InputMissing, InputCorrupt, StorageError, and UsageError for a column that is not there.
+    Args:
+        path: The path or pattern of the input files.
+        column: A column with JSON text or typed values. None: whole rows are examples.
+        rows: Maximum number of rows.
+
+    Raises:
+        InputMissing: No file matches.
+        InputCorrupt: A file is damaged, or there are too few valid examples.
+        StorageError: A file cannot be read.
+        UsageError: There is no such column.
     """
     reader = Reader.open(list_inputs(path, Path.cwd()))
     declared = reader.schema()
@@ -79,7 +96,7 @@ def infer_schema(path: str, column: str | None, rows: int) -> Inferred:
 
 @dataclass(slots=True)
 class _Examples:
-    """Takes rows; knows what they held."""
+    """Collects examples and counts rows."""
 
     column: str | None
     found: InferredSchema
@@ -87,16 +104,16 @@ class _Examples:
     count: int = 0
     bad: int = 0
     first_bad: str = ""
-    there: bool = False  # the column, in one row at least
+    column_seen: bool = False  # a row has the column
     names: dict[str, None] = field(default_factory=dict)
 
     def add(self, place: str, row: Values | RowError) -> None:
-        """A row that cannot be read, or holds what is no JSON, is counted and passed over."""
+        """Add the example of a row. A row that cannot be read, or is not JSON, is counted and skipped."""
         self.rows += 1
         if isinstance(row, RowError):
-            self._pass_over(f"{place}: {row.message}")
+            self._skip(f"{place}: {row.message}")
             return
-        self.there = self.there or self.column in row
+        self.column_seen = self.column_seen or self.column in row
         if len(self.names) < NAMED:
             self.names.update(dict.fromkeys(row))
         where = place if self.column is None else f"{place}, column {self.column!r}"
@@ -107,16 +124,16 @@ class _Examples:
                 self.count += 1
         except RowProblem as problem:
             why = "is not JSON" if problem.error.code == "bad_json" else problem.error.message
-            self._pass_over(f"{where}: {why}")
+            self._skip(f"{where}: {why}")
         except NoJson as error:
-            self._pass_over(f"{where}: {error}")
+            self._skip(f"{where}: {error}")
 
-    def _pass_over(self, why: str) -> None:
+    def _skip(self, why: str) -> None:
         self.bad += 1
         self.first_bad = self.first_bad or why
 
     def check(self, path: str) -> None:
-        """Raises UsageError and InputCorrupt where there were no examples, and InputCorrupt for too many bad rows."""
+        """Check that there were examples. Raises UsageError, or InputCorrupt, also for too many bad rows."""
         if not self.rows:
             raise InputCorrupt(f"{path}: there are no rows")
         if self.bad > self.rows * MOST_BAD:
@@ -124,7 +141,7 @@ class _Examples:
                 f"{self.first_bad}\n{self.bad:,} of {self.rows:,} rows have no valid example, and at most "
                 f"{float(MOST_BAD):.0%} may lack one; correct these rows"
             )
-        if self.column is not None and not self.there:
+        if self.column is not None and not self.column_seen:
             raise _no_column(path, self.column, list(self.names))
         if not self.count:
             raise InputCorrupt(
@@ -134,19 +151,19 @@ class _Examples:
 
 
 def _rows(reader: Reader, column: str | None, most: int) -> Iterator[tuple[str, Values | RowError]]:
-    """Yield the rows with their places."""
+    """Yield the rows with their positions."""
     for batch in reader.batches(None if column is None else [column], limit=most):
         for number, row in enumerate(batch.rows, batch.first_row):
             yield f"{batch.file}: row {number}", row
 
 
 def _example(value: Any) -> Any:
-    """Text is JSON; other values are as they are. Raises RowProblem, NoJson."""
+    """Return the example in a value: text is parsed as JSON. Raises RowProblem, NoJson."""
     return parse_value(value) if isinstance(value, str) else as_json(value)
 
 
 def as_json(value: Any) -> Any:
-    """A value of Parquet as it would stand in JSON. Raises NoJson for what JSON has no place for."""
+    """Return a value of Parquet as a JSON value. Raises NoJson if there is no equivalent."""
     if isinstance(value, dict):
         return {name: as_json(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

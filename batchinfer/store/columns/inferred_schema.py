@@ -1,10 +1,10 @@
-"""A JSON Schema that examples are valid under, as narrow as they are alike.
+"""Infers a JSON Schema that all examples match and that is as narrow as possible.
 
-It grows with the kinds of values that were seen, not with their number: an object of very many names stays open, and
-distinct texts are forgotten once there are too many of them to be an enum.
+Memory grows with the kinds of values, not with the number of examples. An object with too many names stays open, and
+distinct texts are forgotten once there are too many of them for an enum.
 
-Not genson (1.4): it knows no enums and no formats, so that columns would lose their types, and it keeps every name of
-an object whose names are data (3,000 properties of 3,000 rows).
+The library genson (1.4) has no enums and formats, so columns would lose their types. It also keeps every name of an
+object whose names are data (3,000 properties for 3,000 rows).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from batchinfer.store.columns.column_kinds import (
 )
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-MAX_PARTS = 4096  # properties and items, of all objects together
-MAX_PROPERTIES = 512  # of one object: with more, its names are data
-MAX_DEPTH = 28  # of lists and objects: a schema may be nested 64 deep, and takes two for each
-ENUM_TEXTS, ENUM_CHARS = 24, 100
-ENUM_SEEN, ENUM_REPEATS = 20, 5  # texts in all, and on average of each
+MAX_PARTS = 4096  # maximum properties and items of all objects together
+MAX_PROPERTIES = 512  # maximum properties of an object; if there are more, its names are data
+MAX_DEPTH = 28  # maximum depth of lists and objects; a schema may be 64 deep, and uses two levels for each
+ENUM_TEXTS, ENUM_CHARS = 24, 100  # maximum texts of an enum, and characters per text
+ENUM_SEEN, ENUM_REPEATS = 20, 5  # minimum examples for an enum, in total and on average per text
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
 _DATE = r"\d{4}-\d{2}-\d{2}"
-# As JSON Schema defines them, which is narrower than what a column takes
+# The formats as JSON Schema defines them; columns accept more
 _FORMATS: Mapping[str, tuple[re.Pattern[str], Callable[[], Kind]]] = {
     "date": (re.compile(_DATE, re.ASCII), day),
     "time": (re.compile(_TIME, re.ASCII), time_of_day),
@@ -42,28 +42,28 @@ _FORMATS: Mapping[str, tuple[re.Pattern[str], Callable[[], Kind]]] = {
 
 
 class NoJson(ValueError):
-    """A value that JSON cannot hold; the message says what it is."""
+    """A value that has no equivalent in JSON. The message describes it."""
 
 
 class InferredSchema:
-    """Takes examples, parsed from JSON, one after the other."""
+    """Infers a schema from examples, which are parsed JSON values."""
 
     def __init__(self) -> None:
         self._parts = _Parts(MAX_PARTS)
         self._root = _Part()
 
     def add(self, example: Any) -> None:
-        """Raises NoJson, and has then taken nothing of it."""
+        """Add an example. If it raises NoJson, nothing was added."""
         _check(example)
         self._root.add(example, self._parts, MAX_DEPTH)
 
     @property
     def schema(self) -> dict[str, Any]:
-        """That every example is valid under."""
+        """Return the schema that all examples match."""
         return {"$schema": DIALECT, **self._root.schema()}
 
     def notes(self) -> Iterator[str]:
-        """Yield remarks for users about types of the schema, each with its place."""
+        """Yield remarks for users about types in the schema, each with its path."""
         pending: list[tuple[str, Any]] = [("", self.schema)]
         while pending:
             place, schema = pending.pop()
@@ -76,28 +76,30 @@ class InferredSchema:
 
 @dataclass(slots=True)
 class _Parts:
-    """How many more may be made."""
+    """The number of properties and items that may still be added."""
 
     left: int
 
     def take(self) -> bool:
+        """Return True if another one may be added."""
         self.left -= 1
         return self.left >= 0
 
 
 @dataclass(slots=True)
 class _LargeIntegers:
-    """Whether integers were seen that an integer column, or one of floats, does not hold."""
+    """Records if there are integers that a column of integers, or of floats, cannot hold."""
 
-    beyond: bool = False  # of 64 bits
-    inexact: bool = False  # of more digits than a float
+    beyond: bool = False  # an integer exceeds 64 bits
+    inexact: bool = False  # an integer has more digits than a float
 
     def add(self, value: int) -> None:
+        """Add an integer."""
         self.beyond = self.beyond or not -(2**63) <= value < 2**63
         self.inexact = self.inexact or not _is_float(value)
 
     def of_numbers(self, types: list[str]) -> dict[str, Any] | None:
-        """The schema of numbers, null among `types` or not, whose column holds all of them; None: an ordinary one."""
+        """Return a schema of numbers whose column holds all of them, or None if `types` are enough."""
         numbers = [name for name in types if name in ("integer", "number")]
         if {*types} - {*numbers, "null"} or not numbers or (numbers == ["integer"] and not self.beyond):
             return None
@@ -123,12 +125,13 @@ class _CommonTexts:
     """The properties that all texts so far have in common."""
 
     seen: int = 0
-    distinct: dict[str, None] | None = field(default_factory=dict)  # None: too many, or one is too long
+    distinct: dict[str, None] | None = field(default_factory=dict)  # None: too many, or a text is too long
     formats: dict[str, Kind] = field(
         default_factory=lambda: {name: made() for name, (_, made) in _FORMATS.items()}
     )
 
     def add(self, text: str) -> None:
+        """Add a text."""
         self.seen += 1
         for name in list(self.formats):
             if not _is_of(name, self.formats[name], text):
@@ -139,14 +142,14 @@ class _CommonTexts:
                 self.distinct = None
 
     def enum(self) -> list[str]:
-        """The texts, where few repeat over many examples."""
+        """Return the texts if there are few and they repeat often, else nothing."""
         few = self.distinct or {}
         often = self.seen >= max(ENUM_SEEN, ENUM_REPEATS * len(few))
         return sorted(few) if often and not self.formats else []
 
 
 class _Part:
-    """One place in the examples: all values that stood there."""
+    """All values at the same path of the examples."""
 
     def __init__(self) -> None:
         self._types: dict[str, None] = {}
@@ -154,10 +157,11 @@ class _Part:
         self._integers = _LargeIntegers()
         self._items: _Part | None = None
         self._objects = 0
-        self._names: dict[str, tuple[_Part, int]] = {}  # with the objects that have it
+        self._names: dict[str, tuple[_Part, int]] = {}  # with the number of objects that have the name
         self._any = self._open = False
 
     def add(self, value: Any, parts: _Parts, depth: int) -> None:
+        """Add a value."""
         kind = _type_of(value)
         self._types[kind] = None
         if kind in ("array", "object") and depth == 0:
@@ -196,6 +200,7 @@ class _Part:
             self._names[name] = part, seen + 1
 
     def schema(self) -> dict[str, Any]:
+        """Return the schema of the values."""
         if self._any:
             return {}
         types = _types(self._types)
@@ -231,14 +236,14 @@ def _is_of(name: str, kind: Kind, text: str) -> bool:
 
 
 def _check(value: Any) -> None:
-    """Raises NoJson, of what no schema is kept of."""
+    """Check values that no schema is kept for. Raises NoJson."""
     kind = _type_of(value)
     for one in value.values() if kind == "object" else value if kind == "array" else ():
         _check(one)
 
 
 def _types(seen: Mapping[str, None]) -> list[str]:
-    """Without integers where there are other numbers, and null last."""
+    """Return the types without integer if there are other numbers, and with null last."""
     kept = [name for name in seen if not (name == "integer" and "number" in seen)]
     return sorted(kept, key=lambda name: name == "null")
 

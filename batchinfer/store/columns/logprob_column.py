@@ -1,4 +1,4 @@
-"""The result's column of log-probabilities: for each token of an answer its own, and those of the likeliest tokens."""
+"""The result's column of log-probabilities, for each token of an answer and for the top tokens at its position."""
 
 from __future__ import annotations
 
@@ -14,36 +14,41 @@ COLUMN = "logprobs"
 _TOKEN = (("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32()))
 _LIKELY = pa.struct(_TOKEN)
 LOGPROBS_FIELD = pa.field(COLUMN, pa.list_(pa.struct([*_TOKEN, ("top", pa.list_(_LIKELY))])))
-_INCOMPLETE = "\ufffd"  # how a part of a character is decoded
+_INCOMPLETE = "\ufffd"  # decoded text of an incomplete character
 Places = NDArray[np.int64]
 
 
 class Detokenizer(Protocol):
-    """Token ids to text."""
+    """Converts token ids to text."""
 
     def decode_batch(self, rows: list[Sequence[int]]) -> list[str]:
-        """The text of each row of generated ids, special tokens left out."""
+        """Return the text of each row of token ids without special tokens."""
 
     def decode_shown(self, rows: list[Sequence[int]], shown: frozenset[int]) -> list[str]:
-        """The text of each row, special tokens left out but for those that are `shown`."""
+        """Return the text of each row of token ids without special tokens, except those in `shown`."""
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself, special ones included."""
+        """Return the text of each token on its own, including special ones."""
 
 
 def logprob_column(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:
-    """`matched` are completions with their columns of log-probabilities. Null where a row has no answer or did not ask.
+    """Return the column, with null for rows without an answer or a request for log-probabilities.
 
-    An answer that a stop string has cut keeps the tokens of the text that is left.
+    If a stop string ended an answer, only the tokens of the remaining text are kept.
+
+    Args:
+        matched: Completions with the columns of log-probabilities.
+        answered: A boolean per row: True if it has an answer.
+        detokenizer: Converts tokens to text.
     """
     ids, own, top, top_ids = (
-        whole_lists(matched.column(name))
+        combine_lists(matched.column(name))
         for name in ("token_ids", "logprobs", "top_logprobs", "top_token_ids")
     )
     asked = answered & own.is_valid().to_numpy(zero_copy_only=False)
     count = np.where(asked, list_lengths(ids), 0)
     kept = _within_text(matched, ids, count, detokenizer)
-    most = list_lengths(top) // np.maximum(count, 1)  # likeliest tokens at each place
+    most = list_lengths(top) // np.maximum(count, 1)  # top tokens per token
     places = ranges(list_starts(top), kept * most)
     likely = token_entries(list_values(top_ids)[places], list_values(top)[places], detokenizer)
     ends = pa.array(list_ends(np.repeat(most, kept)))
@@ -57,9 +62,9 @@ def logprob_column(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: 
 
 
 def logprob_entries(table: pa.Table, column: str = COLUMN) -> Places:
-    """How many log-probabilities each row of a result has; none where the result has no column for them."""
+    """Return the number of log-probabilities in each row of a result, or zeros if it has no column for them."""
     kind = table.schema.field(column).type if column in table.column_names else None
-    if kind == pa.list_(LOGPROBS_FIELD.type):  # of each of several answers
+    if kind == pa.list_(LOGPROBS_FIELD.type):  # lists of several answers
         lists = table.column(column).combine_chunks()
         inner = logprob_entries(pa.table({column: lists.flatten()}), column)
         before: Places = np.concatenate([[0], np.cumsum(inner)])
@@ -81,7 +86,7 @@ def _entries(rows: pa.ListArray) -> Places:
 
 
 def _within_text(matched: pa.Table, ids: pa.ListArray, count: Places, detokenizer: Detokenizer) -> Places:
-    """How many tokens each row keeps: all, but for those behind the place where a stop string has cut the text."""
+    """Return the number of tokens to keep in each row: the tokens before a stop string, or all."""
     limits = matched.column("text_length").to_pylist()
     kept, starts, values = count.copy(), list_starts(ids), list_values(ids)
     left = [row for row in np.flatnonzero(count).tolist() if limits[row] is not None]
@@ -104,19 +109,19 @@ def token_entries(ids: NDArray[Any], logprobs: NDArray[Any], detokenizer: Detoke
     return pa.StructArray.from_arrays(arrays, fields=list(_LIKELY))
 
 
-def whole_lists(column: pa.ChunkedArray) -> pa.ListArray:
+def combine_lists(column: pa.ChunkedArray) -> pa.ListArray:
     """Return a column as one array."""
     return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
 
 
 def list_lengths(lists: pa.ListArray) -> Places:
-    """Return how many values each list has."""
+    """Return the length of each list."""
     lengths: Places = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     return lengths
 
 
 def list_starts(lists: pa.ListArray) -> Places:
-    """Return where in `list_values` each list begins."""
+    """Return the start of each list in `list_values`."""
     starts: Places = lists.offsets.to_numpy()[:-1].astype(np.int64)
     return starts
 
@@ -133,6 +138,6 @@ def list_ends(lengths: Places) -> NDArray[np.int32]:
 
 
 def ranges(starts: Places, lengths: Places) -> Places:
-    """Return starts[0], starts[0] + 1, … for each row as many as its count, all rows in one array."""
+    """Return the concatenated ranges starts[i], starts[i] + 1, …, each with lengths[i] elements."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))

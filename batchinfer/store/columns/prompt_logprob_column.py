@@ -1,4 +1,4 @@
-"""The result's column of prompts' log-probabilities: for each token its own, and those of the likeliest ones there."""
+"""The result's column of prompts' log-probabilities, for each token and for the top tokens at its position."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from batchinfer.store.columns.logprob_column import (
     LOGPROBS_FIELD,
     Detokenizer,
+    combine_lists,
     list_ends,
     list_lengths,
     list_starts,
     list_values,
     ranges,
     token_entries,
-    whole_lists,
 )
 
 PROMPT_COLUMN = "prompt_logprobs"
@@ -25,11 +25,17 @@ PROMPT_LOGPROBS_FIELD = pa.field(PROMPT_COLUMN, LOGPROBS_FIELD.type)
 def prompt_logprob_column(
     matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer
 ) -> pa.Array:
-    """`matched` are completions with the columns of prompts. Null where a row has no answer or did not ask. The first
-    token of a prompt has none: nothing stands before it.
+    """Return the column, with null for rows without an answer or a request for log-probabilities.
+
+    The first token of a prompt has no log-probability.
+
+    Args:
+        matched: Completions with the columns of prompts.
+        answered: A boolean per row: True if it has an answer.
+        detokenizer: Converts tokens to text.
     """
     names = ("prompt_ids", "prompt_logprobs", "prompt_top_logprobs", "prompt_top_ids")
-    ids, own, top, top_ids = (whole_lists(matched.column(name)) for name in names)
+    ids, own, top, top_ids = (combine_lists(matched.column(name)) for name in names)
     asked = answered & ids.is_valid().to_numpy(zero_copy_only=False)
     count = np.where(asked, list_lengths(ids), 0)
     later = np.maximum(count - 1, 0)

@@ -1,7 +1,7 @@
-"""The columns that a JSON Schema gives, fixed before the first row: JSON Schema → types of Arrow.
+"""Derives typed columns from a JSON Schema, before the first row.
 
-What has no equivalent in Arrow stays JSON text, and a note says why. An object that does not say whether it may have
-further properties has none: answers are generated so.
+Parts without an equivalent in Arrow stay JSON text, with a note. An object that does not set additionalProperties has
+none, because answers are generated that way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from batchinfer.store.columns.column_kinds import (
     universally_unique,
 )
 
-MAX_COLUMNS = 4096  # with those inside others
+MAX_COLUMNS = 4096  # including nested ones
 MAX_DEPTH = 32
 _FORMATS: Mapping[str, Callable[[], Kind]] = {
     "date": day,
@@ -46,8 +46,8 @@ _PLAIN: Mapping[str, Callable[[], Kind]] = {
     "boolean": boolean,
     "null": null,
 }
-# Beside these, `$ref` and `anyOf` are the whole type; other keywords could change it
-_SILENT = frozenset(
+# Keywords that do not change a type, so they are allowed next to `$ref` and `anyOf`
+_NEUTRAL = frozenset(
     (
         "$schema",
         "$id",
@@ -64,12 +64,12 @@ _SILENT = frozenset(
 
 
 class NoColumns(ValueError):
-    """The schema, or the wish for one column or several, gives no columns; the message says what would."""
+    """The schema gives no columns. The message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Why a part of the schema stays JSON text. `place` is empty for the whole."""
+    """Why a part of the schema stays JSON text. `place` is its path, or empty for the whole."""
 
     place: str
     why: str
@@ -80,7 +80,13 @@ class Note:
 
 @dataclass(frozen=True)
 class SchemaColumns:
-    """`kind` is of the whole answer. `column` is its name where it is one column; None: each property is one."""
+    """The columns of answers.
+
+    Args:
+        kind: The kind of the whole answer.
+        column: The name of the single column. None: each property is a column.
+        notes: The parts that stay JSON text.
+    """
 
     kind: Kind
     column: str | None
@@ -88,17 +94,17 @@ class SchemaColumns:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """Names and types of the columns."""
+        """Return the names and types of the columns."""
         if self.column is not None:
             return pa.schema([(self.column, self.kind.type)])
         return pa.schema(list(self.kind.type))
 
     def check(self, answer: Any) -> None:
-        """Raises Unfit when the columns cannot hold a parsed answer."""
+        """Check that the columns can hold a parsed answer. Raises Unfit."""
         self.kind.check(answer, self.column or "")
 
     def arrays(self, answers: Sequence[Any]) -> list[pa.Array]:
-        """One array a column, of parsed answers that fit; None where a row has none."""
+        """Return an array per column for parsed answers that fit. None gives null."""
         if self.column is not None:
             return [self.kind.array(answers)]
         assert isinstance(self.kind, Struct)
@@ -106,9 +112,14 @@ class SchemaColumns:
 
 
 def schema_columns(schema: Any, column: str | None = None) -> SchemaColumns:
-    """The columns of answers that `schema` describes: one named `column`, or one a property.
+    """Return the columns of answers with this schema: a single column, or one per property.
 
-    Raises NoColumns where each property would be a column and there is none, or names clash.
+    Args:
+        schema: The parsed JSON Schema.
+        column: The name of the single column. None: one column per property.
+
+    Raises:
+        NoColumns: There are no properties, or their names clash.
     """
     reader = _SchemaReader(schema)
     if column is not None:
@@ -119,16 +130,16 @@ def schema_columns(schema: Any, column: str | None = None) -> SchemaColumns:
 
 
 class _SchemaReader:
-    """Reads one schema; notes what it cannot type."""
+    """Reads a schema and notes the parts without a type."""
 
     def __init__(self, root: Any) -> None:
         self._root, self._references = root, References(root)
         self.notes: list[Note] = []
-        self._open: list[int] = []  # the schemas that are being read, to see recursion
+        self._open: list[int] = []  # ids of the enclosing schemas, to detect recursion
         self._columns = 0
 
     def top(self) -> Struct:
-        """The columns of the top-level properties."""
+        """Return the columns of the top-level properties."""
         try:
             schema = self._resolved(self._root)
         except _Untyped as reason:
@@ -140,7 +151,7 @@ class _SchemaReader:
         if not isinstance(properties, dict) or not properties or kinds not in ([], ["object"]):
             raise NoColumns("the schema names no properties to make columns of; give output.column a name")
         _check_names(properties)
-        if (why := _further(schema)) is not None:
+        if (why := _why_open(schema)) is not None:
             self.notes.append(
                 Note(
                     "",
@@ -151,7 +162,7 @@ class _SchemaReader:
             return Struct({name: self.kind(one, name) for name, one in properties.items()})
 
     def kind(self, schema: Any, place: str) -> Kind:
-        """The kind of column for one schema."""
+        """Return the kind of column for a schema."""
         try:
             found = self._resolved(schema)
             self._columns += 1
@@ -164,12 +175,12 @@ class _SchemaReader:
             return json_text()
 
     def _resolved(self, schema: Any) -> Any:
-        """The schema that a chain of references ends at."""
+        """Return the schema at the end of a chain of references."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
-            if set(schema) - _SILENT - {"$ref"}:
-                raise _Untyped("other keywords stand beside its $ref")
+            if set(schema) - _NEUTRAL - {"$ref"}:
+                raise _Untyped("there are other keywords next to its $ref")
             try:
                 schema = self._references.resolve(schema["$ref"])
             except UnknownReference as error:
@@ -204,16 +215,16 @@ class _SchemaReader:
         return self._of_type(schema, place)
 
     def _of_one(self, schema: dict[str, Any], keyword: str, place: str) -> Kind:
-        """allOf of one schema is that schema."""
+        """Return the kind of allOf with a single schema, which equals that schema."""
         parts = schema.get("allOf")
-        if keyword == "allOf" and isinstance(parts, list) and len(parts) == 1 and _alone(schema, "allOf"):
+        if keyword == "allOf" and isinstance(parts, list) and len(parts) == 1 and _has_only(schema, "allOf"):
             return self.kind(parts[0], place)
         raise _Untyped(f"{keyword} combines schemas")
 
     def _alternatives(self, schema: dict[str, Any], keyword: str, place: str) -> Kind:
-        """One type, or null."""
-        if not _alone(schema, keyword):
-            raise _Untyped(f"other keywords stand beside its {keyword}")
+        """Return the kind of a single type that may be null."""
+        if not _has_only(schema, keyword):
+            raise _Untyped(f"there are other keywords next to its {keyword}")
         branches = [self._resolved(one) for one in schema[keyword]]
         kept = [one for one in branches if not (isinstance(one, dict) and _type_names(one) == ["null"])]
         if len(kept) == 1:
@@ -241,7 +252,7 @@ class _SchemaReader:
         properties = schema.get("properties")
         if not properties:
             raise _Untyped("its properties are not named")
-        if (why := _further(schema)) is not None:
+        if (why := _why_open(schema)) is not None:
             raise _Untyped(why)
         try:
             _check_names(properties)
@@ -258,7 +269,7 @@ class _SchemaReader:
 
 
 class _Untyped(Exception):
-    """Why a schema has no type of Arrow, as the end of "because …"."""
+    """The reason that a schema has no type in Arrow, as the end of "because …"."""
 
 
 def _type_names(schema: dict[str, Any]) -> list[str]:
@@ -266,12 +277,12 @@ def _type_names(schema: dict[str, Any]) -> list[str]:
     return [found] if isinstance(found, str) else list(found)
 
 
-def _alone(schema: dict[str, Any], keyword: str) -> bool:
-    return not set(schema) - _SILENT - {keyword, "type"}
+def _has_only(schema: dict[str, Any], keyword: str) -> bool:
+    return not set(schema) - _NEUTRAL - {keyword, "type"}
 
 
-def _further(schema: dict[str, Any]) -> str | None:
-    """Why an object may have properties that the schema does not name; None where it has none."""
+def _why_open(schema: dict[str, Any]) -> str | None:
+    """Return why an object may have properties that the schema does not name, or None if it may not."""
     if schema.get("additionalProperties", False) is not False:
         return "additionalProperties allows more properties than the schema names"
     return (
@@ -282,7 +293,7 @@ def _further(schema: dict[str, Any]) -> str | None:
 
 
 def _check_names(names: Mapping[str, Any]) -> None:
-    """Raises NoColumns for names that are none in SQL, where case does not count."""
+    """Check that names are valid in SQL, which ignores case. Raises NoColumns."""
     seen: dict[str, str] = {}
     for name in names:
         if not name:
@@ -292,7 +303,7 @@ def _check_names(names: Mapping[str, Any]) -> None:
 
 
 def _of_values(values: Sequence[Any]) -> Kind:
-    """The kind of what is one of `values`."""
+    """Return the kind of a column with these possible values."""
     kept = [one for one in values if one is not None]
     if not kept:
         return null()

@@ -1,1 +1,1 @@
-"""A job's index: which row is which piece of work. Ingest writes it, the planner and the results read it."""
+"""The index of a job: all rows with their work keys. Ingest writes it; the planner and the results read it."""

@@ -1,4 +1,4 @@
-"""A row without content: what a job's template makes of it is the prompt by which labels are calibrated."""
+"""The row without content. Its prompt calibrates the probabilities of labels."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ _KEY = "classify.calibrate"
 
 
 def content_free_row(job: Job, column: str | None) -> RowBatch | None:
-    """Return the row in which one text stands for all that its prompt shows; None: the job calibrates nothing.
+    """Return a row with a placeholder text in every column of the prompt, or None if the job calibrates nothing.
 
-    column: of the texts that are prompts as they are, where there is no template. Raises JobFileError for a template
-    that prints whole rows, of which nobody knows what they have.
+    Args:
+        job: The job.
+        column: The column with ready prompts, if the job has no template.
+
+    Raises:
+        JobFileError: The template prints whole rows, whose columns are unknown.
     """
     text, prompt = job.classify.content_free, job.prompt
     if text is None or prompt is None:
@@ -29,19 +33,21 @@ def content_free_row(job: Job, column: str | None) -> RowBatch | None:
         {column} if column is not None else template_columns(prompt.system) | template_columns(prompt.user)
     )
     if ROW_VARIABLE in names:
-        message = f"is given, and the template reads {ROW_VARIABLE}, of which nothing says what it has without content"
-        raise _mistake(job, message, "name the columns in the template, as in {{ body }}, or remove it")
+        message = (
+            f"cannot be used: the template reads {ROW_VARIABLE}, and its columns are unknown without content"
+        )
+        raise _mistake(job, message, "name the columns in the template, as in {{ body }}, or remove the key")
     row = dict.fromkeys(sorted(name for name in names if name is not None), text)
     return RowBatch(file="", bytes_read=0, most_rows=1, first_row=0, rows=[row])
 
 
 def check_rendered(job: Job, rows: PreparedRows) -> None:
-    """Raises JobFileError where the row without content became no prompt."""
+    """Check that the row without content became a prompt. Raises JobFileError."""
     error: RowError | None = rows.prompts.errors.get(0)
     if error is not None:
         text = job.classify.content_free
-        message = f"is given, and no prompt can be made with {text!r} for all values: {error.message}"
-        raise _mistake(job, message, "give another text for them, or remove it")
+        message = f"is set, but no prompt can be made with {text!r} for all values: {error.message}"
+        raise _mistake(job, message, "set another text, or remove the key")
 
 
 def _mistake(job: Job, message: str, hint: str) -> JobFileError:

@@ -1,7 +1,7 @@
-"""Repeated custom ids and equal sampled rows are found among all rows that were read so far.
+"""Finds repeated custom ids and equal sampled rows among all rows that were read so far.
 
-What becomes of a row depends on the rows before it alone, so that it does not matter how many were known when it was
-settled. Both are found by DuckDB within a memory limit; only parts that hold such rows are written again.
+The result for a row depends only on the rows before it. It does not matter how many rows were read when it was settled.
+DuckDB finds both within a memory limit. Only parts that contain such rows are rewritten.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from batchinfer.store.index.index import INPUT_ROW, attempt_columns
 from batchinfer.store.index.token_store import TokenStore
 
 Ids = NDArray[np.int64]
-# What a part becomes, whose rows at these places are to change. The third is what the query found of each
+# Returns a part with changed rows. Args: the part, the positions of the rows, the second column of the query
 Change = Callable[[pa.Table, Ids, Ids], pa.Table]
 
-_AT_ONCE = 100_000  # rows that are changed together
+_AT_ONCE = 100_000  # rows per batch
 _WORK_COLUMNS = ("key", "token_offset", "token_count", "params", "greedy", "expected_tokens")
-_OF_ATTEMPTS = re.compile(r"(key|params|expected_tokens)_\d+")  # after the first
+_OF_ATTEMPTS = re.compile(r"(key|params|expected_tokens)_\d+")  # columns of later attempts
 
 
 class EqualRows:
-    """Settles the rows of an index, a segment of its parts after another."""
+    """Refuses repeated custom ids and numbers equal sampled rows, one group of new parts at a time."""
 
     def __init__(
         self,
@@ -50,27 +50,43 @@ class EqualRows:
         threads: int = 2,
         samples: bool = False,
     ) -> None:
-        """folder: for what is kept meanwhile. unique_ids: a row whose custom id an earlier row has is an error row.
-        samples: several rows of the index may be a row of the input."""
+        """Prepare an index without rows.
+
+        Args:
+            folder: Folder for temporary files.
+            context: The digest that enters every work key.
+            ops: File operations.
+            unique_ids: Turn a row whose custom id an earlier row has into an error row.
+            attempts: Maximum attempts per row.
+            threads: Threads of DuckDB.
+            samples: An input row may have several rows in the index.
+        """
         self._input_row = INPUT_ROW.name if samples else "row_id"
         self._folder, self._context, self._ops = folder, context, ops
         self._unique_ids, self._attempts, self._threads = unique_ids, attempts, threads
         self._settled = 0  # parts
-        self._kept: list[Path] = []  # of rows that were given another key: their first one
+        self._kept: list[Path] = []  # files with the original keys of renumbered rows
 
     def skip_parts(self, parts: int) -> None:
-        """Take the rows of so many parts, the first ones, as settled: none of them is another sample of an equal
-        row."""
+        """Skip the first `parts` parts. None of their rows may equal a sampled row."""
         self._settled, self._kept = parts, []
 
     @property
     def numbered(self) -> bool:
-        """Whether equal rows were given keys of their own."""
+        """Return True if equal rows were given different keys."""
         return bool(self._kept)
 
     def settle(self, parts: Sequence[Path], tokens: TokenStore) -> int:
-        """Settle the rows of those of these parts, in row order, that were not here the last time. Return how many
-        became error rows. Raises StorageError, OutOfMemory."""
+        """Process the new parts, and return the number of rows that became error rows.
+
+        Args:
+            parts: All parts in row order, including parts from earlier calls.
+            tokens: The prompts.
+
+        Raises:
+            StorageError: A part cannot be read or written.
+            OutOfMemory: DuckDB exceeded its limit.
+        """
         new = _NewRows(parts, self._settled, self._folder / "spill", self._ops, self._threads)
         errors = _refuse_repeated_ids(new, self._input_row) if self._unique_ids else 0
         kept = self._folder / f"equal-{len(self._kept)}.parquet"
@@ -80,7 +96,7 @@ class EqualRows:
 
 
 class _NewRows:
-    """The parts of an index, of which those behind the first `settled` ones are to be settled."""
+    """The rows of an index after the first `settled` parts, which may be changed."""
 
     def __init__(self, parts: Sequence[Path], settled: int, spill: Path, ops: FileOps, threads: int) -> None:
         self.parts, self._spill, self._ops, self._threads = parts, spill, ops, threads
@@ -89,7 +105,7 @@ class _NewRows:
         self.first_row, self.new_parts = sum(rows[:settled]), parts[settled:]
 
     def patch(self, query: str, change: Change) -> int:
-        """Change the rows that a query finds, which are of this segment; how many there were."""
+        """Change the new rows that a query finds, and return their number."""
         count = 0
         with connection(self._spill, threads=self._threads) as database:
             found = database.sql(f"{query} AND row_id >= {self.first_row} ORDER BY row_id")
@@ -102,7 +118,10 @@ class _NewRows:
         return count
 
     def _by_part(self, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, Ids, Ids]]:
-        """Yield the number of each part, its rows and what was found of them. The rows come in their order."""
+        """Yield the number of each part, the ids of its rows and the second column of the query.
+
+        The rows must be in ascending order.
+        """
         number, held = 0, list[NDArray[np.int64]]()
         for batch in batches:
             found = np.stack([column.to_numpy() for column in batch.columns])
@@ -120,14 +139,14 @@ class _NewRows:
 
 
 def _refuse_repeated_ids(new: _NewRows, input_row: str) -> int:
-    """Turn every row whose custom_id an earlier row of the input has into an error row; how many became one."""
+    """Turn each row whose custom_id an earlier input row has into an error row, and return their number."""
     if not new.new_parts:
         return 0
     rows = (
         f"SELECT row_id, {input_row} AS own, custom_id, error_code FROM {parquet(new.parts)} "
         "WHERE custom_id IS NOT NULL"
     )
-    if new.first_row:  # mostly few rows are new: only their ids are looked for
+    if new.first_row:  # usually few rows are new, so only their ids are searched
         rows += f" AND custom_id IN (SELECT custom_id FROM {parquet(new.new_parts)})"
     query = (
         "SELECT row_id, first FROM (SELECT row_id, own, error_code, min(own) OVER (PARTITION BY custom_id) AS first "
@@ -144,9 +163,18 @@ def _number_equal_samples(
     earlier: Sequence[Path],
     kept: Path,
 ) -> list[Path]:
-    """Give the k-th of otherwise equal sampled rows, those of one row of the input among them, a key that says k. Its
-    keys of later attempts say so, too, where these are sampled. `earlier`: files like `kept`, which is written with the
-    first keys of these rows; it is returned if there are some.
+    """Give the k-th of several equal sampled rows a key that depends on k, in each attempt that samples.
+
+    Args:
+        new: The rows that may change. Samples of the same input row count as equal rows.
+        tokens: The prompts.
+        context: The digest that enters every work key.
+        attempts: Maximum attempts per row.
+        earlier: Files like `kept` from earlier calls.
+        kept: The file to write, with the original keys of the changed rows.
+
+    Returns:
+        The written file, or nothing if no row changed.
     """
     if not new.new_parts:
         return []
@@ -173,7 +201,7 @@ def _number_equal_samples(
 def _numbered(
     table: pa.Table, places: Ids, occurrences: Ids, tokens: TokenStore, context: bytes, attempts: int
 ) -> pa.Table:
-    """Return the rows with other keys at these places: those of an occurrence of their work."""
+    """Return the part with new keys for these rows, which depend on the occurrence number."""
     names = [name for attempt in range(1, attempts + 1) for name in attempt_columns(attempt)[:2]]
     rows = table.select(["token_offset", "token_count", *names]).take(pa.array(places))
     prompts = zip(*(rows.column(name).to_pylist() for name in ("token_offset", "token_count")), strict=True)
@@ -183,15 +211,17 @@ def _numbered(
         texts, keys = rows.column(params).to_pylist(), rows.column(key).to_pylist()
         same = {text for text in {*texts} if text is None or SamplingParams.from_json(text).greedy}
         for at, (text, prompt, times) in enumerate(zip(texts, ids, occurrences.tolist(), strict=True)):
-            if text not in same:  # greedy work is the same each time, and a row may lack an attempt
+            if text not in same:  # greedy answers are equal, and None means that the row has no such attempt
                 keys[at] = work_key(context, text, prompt, times)
         table = _replaced(table, places, {key: keys})
     return table
 
 
 def _repeated(rows: str, column: str) -> str:
-    """Return the rows that may have a value which another row has, too, as SQL reads them: mostly none. Hashes say so,
-    which take a part of the memory that the values take."""
+    """Return SQL for the rows whose value may occur more than once.
+
+    Values are compared by their hashes, which take less memory.
+    """
     hashes = f"SELECT hash({column}) AS hashed FROM ({rows}) GROUP BY hashed HAVING count(*) > 1"
     return f"({rows}) WHERE hash({column}) IN ({hashes})"
 
@@ -216,7 +246,7 @@ def _error(first: int) -> RowError:
 def _replaced(
     table: pa.Table, places: Ids, columns: dict[str, list[object]] | dict[str, list[bytes]]
 ) -> pa.Table:
-    """Return the table with other values at these places, which ascend."""
+    """Return the table with other values in these rows, which must be in ascending order."""
     changed = np.zeros(len(table), np.bool_)
     changed[places] = True
     for name, values in columns.items():

@@ -1,5 +1,4 @@
-"""Rows in batches of equal size, whatever the sizes in which they came: files that are made of them are the same to the
-byte."""
+"""Combines rows into batches of equal size, so the bytes of a file do not depend on how rows arrived."""
 
 from __future__ import annotations
 
@@ -12,13 +11,15 @@ import pyarrow as pa
 from batchinfer.filesystem.part_writer import PartWriter
 
 BATCH_ROWS = 512
-_NARROW = 64  # bytes of a value
-MOST_ROWS, _MOST_BYTES = 16 * BATCH_ROWS, 4 << 20  # that are put together, if they are more than BATCH_ROWS
+_NARROW = 64  # maximum bytes of a value of a narrow type
+MOST_ROWS, _MOST_BYTES = 16 * BATCH_ROWS, 4 << 20  # of a batch that combines several times BATCH_ROWS
 
 
 class EvenBatches:
-    """Hands rows on to a PartWriter: as many times BATCH_ROWS as have few bytes of text together, where all columns are
-    texts or have a few bytes in each row."""
+    """Passes rows to a PartWriter in batches whose sizes are multiples of BATCH_ROWS.
+
+    A batch has more than BATCH_ROWS rows only if all columns are narrow, and until its texts reach _MOST_BYTES.
+    """
 
     def __init__(self, writer: PartWriter, schema: pa.Schema) -> None:
         self._writer = writer
@@ -29,7 +30,7 @@ class EvenBatches:
         self._rows = self._bytes = 0
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Add rows to those that are held. Raises StorageError."""
+        """Add rows to the current batch. Raises StorageError."""
         while batch.num_rows:
             head = batch.slice(0, BATCH_ROWS - self._rows % BATCH_ROWS)
             batch = batch.slice(head.num_rows)
@@ -41,7 +42,7 @@ class EvenBatches:
                 self._hand_on()
 
     def commit(self) -> list[Path]:
-        """Hand on the rest, and finish the parts. Raises StorageError."""
+        """Write the remaining rows, and finish the parts. Raises StorageError."""
         self._hand_on()
         return self._writer.commit()
 
@@ -52,14 +53,14 @@ class EvenBatches:
 
 
 def _is_narrow(kind: pa.DataType) -> bool:
-    """Whether all that a column's rows may take are texts, which are counted, and a few bytes each."""
+    """Return True if a column has texts, whose bytes are counted, or values of a few bytes."""
     if pa.types.is_fixed_size_binary(kind):
         return bool(kind.byte_width <= _NARROW)
     return kind in (pa.string(), pa.binary(), pa.null()) or bool(pa.types.is_primitive(kind))
 
 
 def _text_bytes(texts: pa.Array) -> int:
-    """Return how long the texts are together: the same, however the rows are cut."""
+    """Return the total bytes of the texts. The total does not depend on how the array was sliced."""
     offsets = texts.buffers()[1]
     if offsets is None or not len(texts):
         return 0
@@ -68,11 +69,11 @@ def _text_bytes(texts: pa.Array) -> int:
 
 
 def _one_batch(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    """Return the rows in memory of their own, which has marks of nulls only where there are nulls."""
+    """Return one batch in new memory. Columns without nulls have no validity bitmap."""
     columns = []
     for at in range(batches[0].num_columns):
         parts = [batch.column(at) for batch in batches]
         for part in parts:
-            part.null_count  # noqa: B018 - counted here, it is known when the parts are joined
+            part.null_count  # noqa: B018 - counts nulls; concat_arrays then knows if there are any
         columns.append(pa.concat_arrays(parts))
     return pa.record_batch(columns, batches[0].schema)

@@ -1,9 +1,9 @@
-"""A job's index: which row is which piece of work. Written by ingest, complete once index.json is there.
+"""The index of a job: all rows with their work keys. It is complete once index.json exists.
 
-index/part-*.parquet        one row for every answer to an input row, in order
+index/part-*.parquet        one row per answer of each input row, in input order
 tokens/tokens.bin           the prompts
-passthrough/part-*.parquet  the output.columns, in the rows of the index
-content-free/part-*.parquet a prompt without content, as a row that no result has; where labels are calibrated
+passthrough/part-*.parquet  the columns of output.columns, for the same rows as the index
+content-free/part-*.parquet the prompt without content that calibrates labels; it is not part of the result
 index.json                  the marker, written last
 """
 
@@ -37,16 +37,16 @@ UNREAD_CALLS = (
 )
 MARKER = "index.json"
 Made = TypeVar("Made")
-ENDPOINT = pa.field("endpoint", pa.string())  # of OpenAI requests: an index of other input has no such column
-# How a prompt ends, of UNSAID, OPEN and CLOSED: an index of a checkpoint without reasoning has no such column
+ENDPOINT = pa.field("endpoint", pa.string())  # only in an index of OpenAI requests
+# Whether the prompt opens the reasoning: UNSAID, OPEN or CLOSED. Only with a checkpoint that marks its reasoning
 OPENING = pa.field("reasoning_opening", pa.int8())
-# The tools that a row has, as `known_tools` writes them: an index of a job without calls has no such column
+# The tools of a row, as JSON written by `known_tools`. Only in an index of a job whose rows may call tools
 TOOLS = pa.field("tools", pa.string())
-# The labels that a row has of its own, as a JSON list
+# The labels of a row that names its own, as a JSON list
 LABELS = pa.field("labels", pa.string())
-# How many numbers a request's vector has, null where it does not say: only an index of such requests has the column
+# The length of a request's vector, null for the model's length. Only if a request sets one
 DIMENSIONS = pa.field("dimensions", pa.int32())
-# Which row of the input a row is, and which of its answers: an index of rows with one answer each has no such columns
+# The number of the input row, and of the answer to it. Only if rows have several answers
 INPUT_ROW, SAMPLE = pa.field("input_row", pa.int64()), pa.field("sample_index", pa.int32())
 INDEX_SCHEMA = pa.schema(
     [
@@ -55,7 +55,7 @@ INDEX_SCHEMA = pa.schema(
         ("row_index", pa.int64()),
         ("custom_id", pa.string()),
         ("key", pa.binary(32)),
-        # null also of a row that the last index knew, and whose answer is stored: nobody needs its tokens
+        # null for error rows, and for rows with a stored answer that an earlier run prepared
         ("token_offset", pa.int64()),
         ("token_count", pa.int32()),
         ("params", pa.string()),  # `SamplingParams.to_json()`
@@ -70,15 +70,17 @@ INDEX_SCHEMA = pa.schema(
 
 
 def attempt_columns(attempt: int) -> tuple[str, str, str]:
-    """Return the columns of an index with the key, the parameters and the most tokens of the rows' answers in their
-    first attempt, or a later one; null where a row has no such attempt."""
+    """Return the columns of an index with the key, the parameters and the maximum tokens of an attempt.
+
+    The values are null for a row without such an attempt.
+    """
     if attempt == 1:
         return "key", "params", "expected_tokens"
     return f"key_{attempt}", f"params_{attempt}", f"expected_tokens_{attempt}"
 
 
-def unlike_columns(attempts: int) -> list[str]:
-    """Return the columns of an index in which hardly any two rows have the same."""
+def distinct_columns(attempts: int) -> list[str]:
+    """Return the columns of an index whose values hardly ever repeat."""
     keys = [attempt_columns(attempt)[0] for attempt in range(1, attempts + 1)]
     return ["row_id", "row_index", "custom_id", "token_offset", INPUT_ROW.name, *keys]
 
@@ -92,9 +94,17 @@ def index_schema(
     samples: bool = False,
     dimensions: bool = False,
 ) -> pa.Schema:
-    """Return the columns of an index of OpenAI requests, or other rows, each of which may run so many times.
-    `openings`: their answers may reason first; `tools`: they may call tools; `labels`: they have their own labels;
-    `samples`: they may have several answers; `dimensions`: they may say how long their vectors are."""
+    """Return the schema of an index.
+
+    Args:
+        endpoints: The rows are OpenAI requests.
+        attempts: The maximum number of attempts per row.
+        openings: Answers may reason first.
+        tools: Rows may have tools.
+        labels: Rows may name their own labels.
+        samples: Rows may have several answers.
+        dimensions: Rows may set the length of their vectors.
+    """
     further = [(ENDPOINT, endpoints), (OPENING, openings), (TOOLS, tools), (LABELS, labels)]
     further += [(INPUT_ROW, samples), (SAMPLE, samples), (DIMENSIONS, dimensions)]
     fields = [*INDEX_SCHEMA, *(field for field, there in further if there)]
@@ -112,50 +122,69 @@ class Layout:
 
     @property
     def index(self) -> Path:
+        """Return the folder of the index parts."""
         return self.folder / "index"
 
     @property
     def passthrough(self) -> Path:
+        """Return the folder of the passthrough parts."""
         return self.folder / "passthrough"
 
     @property
     def content_free(self) -> Path:
+        """Return the folder of the prompt without content."""
         return self.folder / "content-free"
 
     @property
     def tokens(self) -> Path:
+        """Return the file of the prompts."""
         return self.folder / "tokens" / "tokens.bin"
 
     @property
     def marker(self) -> Path:
+        """Return the file that marks the index as complete."""
         return self.folder / MARKER
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSchema:
-    """The JSON Schema that every answer of a job is valid under. `column`: the name of the one column that answers
-    become; None: each of the schema's properties becomes one."""
+    """The JSON Schema that every answer of a job must match.
+
+    Args:
+        text: The schema.
+        column: The name of the single column that holds the answer. None: each property of the schema is a column.
+    """
 
     text: str
     column: str | None = None
 
 
 class BestOf(NamedTuple):
-    """The best answers to a row: `published` ones of those that are `computed`, the same numbers for each row."""
+    """How many of the samples of each row are computed, and how many of them are published.
+
+    Args:
+        published: The number of published samples, the best ones.
+        computed: The number of computed samples.
+        lists: The published samples of a row are lists in one row of the result.
+    """
 
     published: int
     computed: int
-    lists: bool = False  # whether they are one row of the result
+    lists: bool = False
 
     @property
     def rows(self) -> int:
-        """Return how many rows of the result they are."""
+        """Return the number of result rows per input row."""
         return 1 if self.lists else self.published
 
 
 class PendingSegments(NamedTuple):
-    """The segments of a kept index that have the rows of an index, behind those that were taken over: what they follow
-    from, and the folder and the rows of each. They can be taken over whole, too, once the rows are published."""
+    """Segments of the kept index that this run wrote. The next run can reuse them whole once their rows are published.
+
+    Args:
+        identity: The hash of everything that determines the rows.
+        rows: The folder and the number of rows of each segment, in row order, after the reused segments.
+    """
 
     identity: str
     rows: tuple[tuple[str, int], ...]
@@ -176,43 +205,47 @@ class Index:
     error_rows: int
     total_tokens: int
     inputs: tuple[InputFile, ...]
-    sha256: dict[str, str]  # by path; a file that `limit` left unfinished has none
-    # The most log-probabilities a token that a row asks for; None: the result has no column for them
+    sha256: dict[str, str]  # by path, only of files that were read to their end
+    # Maximum number of log-probabilities per token that a row requests. None: the result has no column for them
     logprobs: int | None = None
-    # What answers look like; None: the result has no columns of their parts
+    # None: the result has no columns for parts of the answers
     answers: AnswerSchema | None = None
-    output: str = "tokens"  # the name of the kind of answers (store/outputs)
-    # Arguments that rows give and the chat template does not read, and how many rows each
+    output: str = "tokens"  # name of the kind of answers (store/outputs)
+    # Arguments of rows that the chat template does not read, with the number of rows that set them
     unread_arguments: dict[str, int] = field(default_factory=dict)
-    attempts: int = 1  # how many times a row may run: more than once with a ladder (on_invalid)
-    # How answers mark their reasoning; None: the result has no columns for it
+    attempts: int = 1  # maximum attempts per row, more than one with a ladder (on_invalid)
+    # None: the result has no columns for reasoning
     reasoning: Reasoning | None = None
-    # How answers write calls of tools; None: the result has no column for them
+    # None: the result has no column for tool calls
     tool_calls: CallStyle | None = None
     unread_calls: bool = (
         False  # whether there are rows with tools, and nothing says how their calls are written
     )
     known_rows: int = 0  # that have no tokens, as their answers were stored when the input was read
-    embedding: Embedding | None = None  # the vectors of its rows, of which some ask for one
-    scoring: Scoring | None = None  # what is scored behind its prompts, whose answers are scores
-    samples: bool = False  # whether several of its rows, one after the other, may be a row of the input
-    expected: str | None = None  # the passthrough column with the values that answers should have
-    pairs: PairScoring | None = None  # the score of its prompts and documents, whose answers are logits
+    embedding: Embedding | None = None  # None: no row requests a vector
+    scoring: Scoring | None = None  # None: answers are not scores of continuations
+    samples: bool = False  # consecutive rows may belong to the same input row
+    expected: str | None = None  # passthrough column with the expected answers
+    pairs: PairScoring | None = None  # None: answers are not scores of prompt and document
     best: BestOf | None = (
         None  # how many of the samples of a row are published, and how; None: all, a row each
     )
-    # The texts of which each answer is one, where the result has a column of confidence; (): that of `answers`' fields
+    # The possible answers, if the result has a column of confidence. (): the fields of `answers` list them
     confidence: tuple[str, ...] | None = None
-    prompt_logprobs: bool = False  # whether the result has a column for log-probabilities of prompts
-    own_dimensions: bool = False  # whether rows say themselves how many numbers their vectors have
-    engine_class: bool = False  # whether the result has a column for the class of machine of each answer
-    # Its first rows, which have their answers; only of an index that was made a moment ago
+    prompt_logprobs: bool = False  # the result has a column for log-probabilities of prompts
+    own_dimensions: bool = False  # rows may set the length of their vectors
+    engine_class: bool = False  # the result has a column for the machine class of each answer
+    # The first rows, reused from the last run. Not stored: empty for an index that was opened
     reused: ReusedRows = field(default=NO_REUSED_ROWS, compare=False)
     segments: PendingSegments | None = field(default=None, compare=False)
 
     @classmethod
     def open(cls, folder: Path) -> Index:
-        """Raises StorageError when the folder holds no complete index, or one of a newer format."""
+        """Open a complete index.
+
+        Raises:
+            StorageError: The folder has no complete index, or one with a newer format.
+        """
         marker = Layout(folder).marker
         try:
             value = json.loads(marker.read_text("utf-8"))
@@ -262,14 +295,14 @@ class Index:
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:
-        """The index in `folder` if it is complete and of this identity, else None."""
+        """Return the index in `folder` if it is complete and has this identity, else None."""
         if not Layout(folder).marker.exists():
             return None
         found = cls.open(folder)
         return found if found.identity == identity else None
 
     def write_marker(self, ops: FileOps) -> None:
-        """Make the index complete: everything else must be on disk by now. Raises StorageError."""
+        """Mark the index as complete. Everything else must be on disk. Raises StorageError."""
         value = {
             "format": INDEX_FORMAT,
             "identity": self.identity,
@@ -294,7 +327,7 @@ class Index:
             value["unread_calls"] = True
         if self.known_rows:
             value["known_rows"] = self.known_rows
-        elif self.segments is not None:  # only an index without known rows is used by a run that comes later
+        elif self.segments is not None:  # a later run rebuilds an index with known rows
             value["stretches"] = [self.segments.identity, *self.segments.rows]
         if self.embedding is not None:
             value["embedding"] = self.embedding.to_json()
@@ -320,19 +353,19 @@ class Index:
 
     @property
     def kept_logprobs(self) -> int | None:
-        """The most log-probabilities a token that an engine keeps for a row; None: it keeps none."""
+        """Return the maximum log-probabilities per token that the engine returns for a row, or None for none."""
         return self.logprobs if self.confidence is None else self.logprobs or 0
 
     @property
     def notices(self) -> list[str]:
-        """Lines that tell of its rows what error rows do not."""
+        """Return notices about the rows that are not errors."""
         ignored = unread_text(self.unread_arguments)
         found = [] if ignored is None else [ignored]
         return [*found, UNREAD_CALLS] if self.unread_calls else found
 
     @property
     def row_ids(self) -> str:
-        """The column with the ids that rows have in the result."""
+        """Return the column with the row ids of the result."""
         return INPUT_ROW.name if self.samples else "row_id"
 
     @property
@@ -345,26 +378,27 @@ class Index:
 
     @property
     def index_dir(self) -> Path:
+        """Return the folder of the index parts."""
         return Layout(self.folder).index
 
     @cached_property
     def index_parts(self) -> Sequence[Path]:
-        """Index parts in row order."""
+        """Return the index parts in row order."""
         return sorted(self.index_dir.glob("part-*.parquet"))
 
     @cached_property
     def content_free_parts(self) -> Sequence[Path]:
-        """The part with the prompt without content; empty where labels are not calibrated."""
+        """Return the part with the prompt without content, or an empty list if labels are not calibrated."""
         return sorted(Layout(self.folder).content_free.glob("part-*.parquet"))
 
     @cached_property
     def passthrough_parts(self) -> Sequence[Path]:
-        """Parts with row_id and the passthrough columns, in row order; empty when the job carries none."""
+        """Return the parts with row_id and the passthrough columns, in row order. Empty without such columns."""
         return sorted(Layout(self.folder).passthrough.glob("part-*.parquet"))
 
     @cached_property
     def passthrough_schema(self) -> pa.Schema:
-        """Types of the passthrough columns, without row_id."""
+        """Return the types of the passthrough columns, without row_id."""
         if not self.passthrough_parts:
             return pa.schema([])
         found = pq.read_schema(self.passthrough_parts[0]).remove_metadata()
@@ -376,11 +410,15 @@ class Index:
         return TokenStore(Layout(self.folder).tokens)
 
     def inputs_unchanged(self) -> None:
-        """Raises InputCorrupt when an input file changed since it was read, InputMissing when it is gone."""
+        """Check that no input file has changed.
+
+        Raises:
+            InputCorrupt: A file changed since it was read.
+            InputMissing: A file was removed.
+        """
         for file in self.inputs:
             file.check_unchanged(self.sha256.get(file.path))
 
 
 def _made(make: Callable[[Any], Made], value: Any) -> Made | None:
-    """Return what is made of a value, or None if there is none."""
     return None if value is None else make(value)

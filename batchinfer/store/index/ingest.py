@@ -1,10 +1,10 @@
-"""The ingest half of a job: input files in, a complete index out, in bounded memory.
+"""Ingest: reads the input files and writes a complete index, in bounded memory.
 
     reader ─▶ chunks ─▶ render workers (rows, templates, tokenizer) ─▶ token store, index ─▶ marker
 
-This process cuts files into chunks and writes what comes back. All that is done for each row is done in the workers.
+This process cuts files into chunks and writes the prepared rows. The work per row is done in the workers.
 
-A complete index of the same identity is used again; anything less is thrown away and made anew.
+A complete index with the same identity is reused. An incomplete one is removed and rebuilt.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from batchinfer.store.index.writer import IndexWriter, RowPlace, RowsSoFar
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
-INGEST_FORMAT = 9  # raise it when equal input would give another index
+INGEST_FORMAT = 9  # increase it when the same input gives a different index
 
 
 @dataclass(frozen=True, slots=True)
 class IngestProgress:
-    """How far ingest got; bytes are those of the input files as they lie on disk."""
+    """The progress of ingest. Bytes are counted in the input files, compressed if they are."""
 
     rows: int
     bytes_read: int
     bytes_total: int
-    keys: bytes = b""  # of the rows that came last, 32 bytes each; error rows and known ones have none
+    keys: bytes = b""  # of the last rows, 32 bytes each, without error rows and known rows
 
 
 def ingest(
@@ -71,12 +71,25 @@ def ingest(
     happened: Happened | None = None,
     keeping: Keeping | None = None,
 ) -> Index:
-    """The complete index of the job's input, in `scratch/<its id>/`. `tokenizer` is the model's; `happened` is told
-    what each worker did, by `time.perf_counter`. `keeping`: what the job's last run kept is reused, and what this one
-    prepares is kept for the next.
+    """Return the complete index of the job's input, in a subfolder of `scratch` named after its identity.
 
-    Raises InputMissing (66), InputCorrupt (65), JobFileError (78: columns that no row has, a failing query),
-    StorageError (74). A bad row raises nothing: it is an error row of the index.
+    A row that cannot be prepared raises nothing: it is an error row of the index.
+
+    Args:
+        job: The job.
+        tokenizer: The tokenizer of the model.
+        options: Options that are not in the job file.
+        scratch: The folder of indexes.
+        progress: Called after each chunk.
+        ops: File operations, replaced in tests.
+        happened: Receives the activities of the workers, timed with `time.perf_counter`.
+        keeping: The kept index of the job, which is reused and then replaced. None: nothing is kept.
+
+    Raises:
+        InputMissing: Exit code 66.
+        InputCorrupt: Exit code 65.
+        JobFileError: No row has a column that the job uses, or a query failed. Exit code 78.
+        StorageError: Exit code 74.
     """
     found = index_or_ingestion(job, tokenizer, options, scratch, ops, happened, keeping)
     if isinstance(found, Index):
@@ -97,21 +110,21 @@ def index_or_ingestion(
     happened: Happened | None = None,
     keeping: Keeping | None = None,
 ) -> Index | Ingestion:
-    """Return the complete index of the job's input, if `scratch` has it, else what makes it; see `ingest`."""
+    """Return the complete index in `scratch`, or an ingestion that builds it. See `ingest` for the arguments."""
     files = job_files(job, scratch)
     identity = _identity(job, options, tokenizer, files)
     folder = scratch / identity[:16]
     found = Index.find(folder, identity)
-    # answers of rows without tokens may be gone by now
+    # The answers of known rows, which have no tokens, may have been removed since
     if found is not None and not found.known_rows:
         return found
     return Ingestion(job, options, tokenizer, files, identity, folder, ops or FileOps(), happened, keeping)
 
 
 def job_files(job: Job, scratch: Path) -> list[InputFile]:
-    """The job's input files, or the one in `scratch` with the rows of its query.
+    """Return the job's input files, or the file in `scratch` with the result of its query.
 
-    A query runs anew at every start: an interrupted job must not publish yesterday's rows as today's.
+    A query runs again at every start: an interrupted job must not publish rows of an earlier day.
     """
     if job.input.sql is None:
         return input_files(job)
@@ -123,7 +136,7 @@ def job_files(job: Job, scratch: Path) -> list[InputFile]:
 
 
 def with_files(job: Job, files: Sequence[InputFile]) -> Job:
-    """The job over these files of its own, `job_files` or a copy of them: then its query does not run again."""
+    """Return the job with these files, from `job_files`, as its input. Its query does not run again."""
     if job.input.sql is None:
         return job
     source = job.input.model_copy(update={"sql": None, "path": files[0].path, "format": "parquet"})
@@ -131,14 +144,14 @@ def with_files(job: Job, files: Sequence[InputFile]) -> Job:
 
 
 def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Sequence[InputFile]) -> str:
-    """sha256 over all that shapes the index. The rows of a query count by their content."""
+    """Return a sha256 over everything that determines the index. The result of a query counts by its content."""
     inputs = [f.to_json() | ({"sha256": sha256_of(Path(f.path))} if job.input.sql else {}) for f in files]
     value = _settings(job, options, tokenizer) | {"inputs": inputs}
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[str, Any]:
-    """All that shapes the index but the input."""
+    """Return everything that determines the index except the input."""
     value: dict[str, Any] = {
         "format": [INGEST_FORMAT, CONSTRAINT_RULES],
         "job": json.loads(job.identity_json()),
@@ -163,9 +176,11 @@ def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[st
 
 
 class Ingestion:
-    """The making of an index: `steps` reads the input, then `finish` completes the index. Between two steps `cut` gives
-    the rows so far, which can be planned while the rest is read. No two of the three at once; any thread may go on with
-    what another has begun."""
+    """Builds an index: `steps` reads the input, then `finish` completes the index.
+
+    Between two steps, `cut` returns the rows so far, which can be planned while the rest is read. Only one of the three
+    methods may run at a time, but in any thread.
+    """
 
     def __init__(
         self,
@@ -191,7 +206,7 @@ class Ingestion:
         self._writer: IndexWriter | None = None  # once there is a row
         self._kept: KeptIndex | None = None  # once rows are read
         self._reused = NO_REUSED_ROWS  # the first rows
-        self._refused = 0  # rows that became error rows because of the rows before them
+        self._refused = 0  # rows that became error rows because an earlier row has the same custom_id
         self._equal = EqualRows(
             self._spill,
             options.context,
@@ -204,37 +219,45 @@ class Ingestion:
 
     @property
     def folder(self) -> Path:
+        """Return the folder of the index."""
         return self._layout.folder
 
     @property
     def job(self) -> Job:
+        """Return the job."""
         return self._job
 
     @property
     def is_final(self) -> bool:
-        """Whether the rows that were read are not read again, whatever comes after them: only then there may be a
-        `cut`."""
-        # The prompt without content comes last, and all labels are made of its answer
+        """Return True if later input cannot change how the rows so far were read. `cut` requires this."""
+        # The prompt without content is read last, and its answer calibrates all labels
         whole = self._job.classify.content_free is None
-        # The types of carried columns may follow from all rows: those of rows that were taken over may not fit
+        # Types inferred from all rows may differ from the types of reused rows, which are then read again
         typed = self._reader is not None and self._reader.schema() is not None
         return whole and (typed or not self._reused.carried)
 
     @property
     def reused(self) -> ReusedRows:
-        """Return the first rows, which were taken over whole."""
+        """Return the first rows, which were reused whole from the last run."""
         return self._reused
 
     def steps(self) -> Generator[IngestProgress, None, None]:
-        """Read the input, a chunk a step. Close it to give up. Raises as `ingest` does."""
+        """Read the input, one chunk per step. Close the generator to abort. Raises the same errors as `ingest`."""
         self._start_over()
         files = self._inputs()
         if not (yield from self._read(files, take=self._may_take)):
             yield from self._read(files, take=False)
 
     def _read(self, files: Sequence[InputFile], *, take: bool) -> Generator[IngestProgress, None, bool]:
-        """Read the input. `take`: segments may be taken over whole. Return False if the columns that their rows carry
-        have other types now: then the input must be read again without."""
+        """Read the input.
+
+        Args:
+            files: The input files.
+            take: Segments may be reused whole.
+
+        Returns:
+            False if the carried columns of reused rows have other types now. The input must then be read without reuse.
+        """
         self._make_folders()
         reader = self._reader = self._opened(files)
         schema = reader.schema()
@@ -265,12 +288,14 @@ class Ingestion:
         return self._writer
 
     def cut(self) -> RowsSoFar:
-        """Return the rows so far, which are still to be settled (`settle`). Raises StorageError."""
+        """Return the rows so far. They must still be passed to `settle`. Raises StorageError."""
         return self._rows.cut()
 
     def settle(self, rows: RowsSoFar) -> RowsSoFar:
-        """Settle the rows of a cut: an id of theirs may be repeated, and equal ones are numbered. In the order of the
-        cuts, and in any thread: the input may be read meanwhile. Raises StorageError, OutOfMemory."""
+        """Refuse repeated custom ids and number equal sampled rows in a cut.
+
+        Call it in the order of the cuts, in any thread, also while the input is read. Raises StorageError, OutOfMemory.
+        """
         self._refused += self._equal.settle(rows.parts, rows.tokens)
         return replace(rows, error_rows=rows.error_rows + self._refused)
 
@@ -286,7 +311,7 @@ class Ingestion:
             self._ops.mkdir(self._layout.folder)
 
     def _make_folders(self) -> None:
-        """Make empty folders for what is read."""
+        """Create empty folders for the parts of the index."""
         carried = [self._layout.passthrough, self._spool] if self._job.carried else []
         carried += [self._layout.content_free] if self._job.classify.content_free is not None else []
         with storage(self._layout.folder, "prepare"):
@@ -328,7 +353,7 @@ class Ingestion:
         carried: JsonSpool | TypedColumns | None,
         kept: KeptIndex | None,
     ) -> Generator[IngestProgress, None, None]:
-        """Write what workers make of the rows."""
+        """Write the rows that the workers prepare."""
         job, reused = self._job, self._reused
         how = self._options.max_model_len, self._index_columns(spec), self._ops, job.attempts, reused
         writer = self._writer = IndexWriter(self._layout, *how)
@@ -373,13 +398,12 @@ class Ingestion:
     def _kept_index(
         self, spec: RenderSpec, reader: Reader, schema: pa.Schema | None, *, take: bool
     ) -> AbstractContextManager[KeptIndex | None]:
-        """Open what the last run kept, if that is asked for. A job with a limit, a query or several answers a row keeps
-        nothing."""
+        """Open the kept index, if there is one. Jobs with a limit, a query or several samples per row keep nothing."""
         job = self._job
         if self._keeping is None or job.input.limit is not None or job.input.sql or job.samples > 1:
             return nullcontext()
         settings = _settings(job, self._options, self._tokenizer)
-        # which rows there are says nothing of what becomes of one
+        # These keys choose rows, but do not change how a row is prepared
         for name in ("path", "sql", "limit", "unique_ids"):
             settings["job"]["input"].pop(name, None)
         material = json.dumps(settings, sort_keys=True)
@@ -390,8 +414,10 @@ class Ingestion:
 
     @property
     def _may_take(self) -> bool:
-        """Whether leading rows may be taken over whole: those of which each has one answer, at its first attempt, and
-        which no other row calibrates."""
+        """Return True if the first rows may be reused whole.
+
+        Each row must have a single answer at its first attempt, and no content-free prompt may calibrate it.
+        """
         job = self._job
         return job.attempts == 1 and not job.has_samples and job.classify.content_free is None
 
@@ -456,11 +482,11 @@ class Ingestion:
         )
 
     def _params(self) -> SamplingParams:
-        """Return the parameters of a row that sets none itself."""
+        """Return the parameters of a row that sets none."""
         return self._adapted(self._params_of_task())
 
     def _adapted(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the adapter that the job has for all rows that name none."""
+        """Return the parameters with the job's adapter, which applies to rows that name none."""
         name = self._job.model.adapter
         return params if name is None else replace(params, adapter=self._options.adapters[name])
 
@@ -474,7 +500,7 @@ class Ingestion:
         return self._job.params()
 
     def _by_url(self) -> dict[str, SamplingParams]:
-        """Return the parameters of requests by their urls: of those that the job answers."""
+        """Return the default parameters of OpenAI requests by URL, for the URLs that the job answers."""
         embedding, found = self._options.embedding, dict[str, SamplingParams]()
         if self._job.task == "generate":
             given, length = self._job.given_params(), self._options.max_model_len
@@ -484,7 +510,7 @@ class Ingestion:
         return {url: self._adapted(params) for url, params in found.items()}
 
     def finish(self) -> Index:
-        """Complete the index of an input that was read to its end. Raises StorageError, OutOfMemory."""
+        """Complete the index after the last step. Raises StorageError, OutOfMemory."""
         writer, reader, output = self._rows, self._reader, self._job.output
         assert reader is not None, "no step was taken yet"
         errors = self.settle(writer.all_rows()).error_rows
@@ -528,7 +554,7 @@ class Ingestion:
 
     @property
     def _pending_segments(self) -> PendingSegments | None:
-        """Return what the next run can take over whole, once the rows are published."""
+        """Return the segments that the next run can reuse whole, once the rows are published."""
         kept = self._kept
         if kept is None or not self._may_take or self._equal.numbered:
             return None
@@ -545,7 +571,14 @@ def _chunks(
     kept: KeptIndex | None,
     carried: JsonSpool | TypedColumns | None,
 ) -> Iterator[InputChunk]:
-    """Return the chunks of the input, of which those that are known are not read. `names`: of the columns to decode."""
+    """Return the chunks of the input. Files and chunks in the kept index are not prepared again.
+
+    Args:
+        reader: Reads the input.
+        names: The columns to decode, or None for all.
+        kept: The kept index, if there is one.
+        carried: The writer of passthrough columns.
+    """
     if kept is None:
         return reader.chunks(names)
     typed = isinstance(carried, TypedColumns) and not reader.values_are_text
@@ -553,7 +586,7 @@ def _chunks(
 
 
 class _Wanted:
-    """The chunks of the rows that a job wants, and how many rows they had."""
+    """Limits the chunks of an input to the number of rows that the job wants, and counts the rows."""
 
     def __init__(self, chunks: Iterator[InputChunk], limit: int | None) -> None:
         self._chunks, self._limit = chunks, limit
@@ -561,10 +594,11 @@ class _Wanted:
         self.rows = 0
 
     def chunks(self) -> Iterator[tuple[InputChunk, InputChunk, int] | None]:
-        """Yield each chunk (which is its own tag), and how many of its rows are wanted.
+        """Yield each chunk twice (the second is its tag), with the number of wanted rows.
 
-        How many rows a chunk has is known once it was read. Where it may reach the limit, None comes before it: it is
-        asked for only when the rows of all before it are counted, so that no row beyond the limit is ever read.
+        The number of rows in a chunk is only known once a worker has read it. None is yielded before a chunk that may
+        reach the limit. The pool resumes the generator when all earlier rows are counted, so no row beyond the limit is
+        read.
         """
         reserved = 0
         for chunk in self._chunks:
@@ -581,7 +615,7 @@ class _Wanted:
                 return
 
     def place(self, chunk: InputChunk, rows: int) -> RowPlace:
-        """Count the rows of the next chunk; where they stand."""
+        """Count the rows of the next chunk, and return its position in the input."""
         if chunk.file != self._file:
             self._file, self._rows_of_file = chunk.file, 0
         first = self._rows_of_file if chunk.first_row is None else chunk.first_row

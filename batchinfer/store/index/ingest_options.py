@@ -1,4 +1,4 @@
-"""Options of reading an input that stand in no job file: they follow from the checkpoint, the machine and the day."""
+"""Options of ingest that are not in the job file: they depend on the checkpoint, the machine and the date."""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class IngestOptions:
-    """Options that the job file does not have. `context` is the digest that enters every key; `vocab_size` is the
-    model's.
+    """Options of ingest that are not in the job file.
 
-    `now` is what a chat template's `strftime_now` tells; `workers` None: as many as there are cores.
+    Args:
+        context: The digest that enters every work key.
+        max_model_len: Maximum tokens of a prompt and its answer.
+        vocab_size: The vocabulary size of the model.
+        now: The time that `strftime_now` returns in a chat template.
+        workers: Number of render workers. None: one per core.
+        row_timeout_s: Maximum seconds to render a row.
     """
 
     context: bytes
@@ -33,30 +38,32 @@ class IngestOptions:
     now: datetime
     workers: int | None = None
     row_timeout_s: float = 10.0
-    sample: SampleSize | None = None  # only the first rows of each file, to look at them
-    strata: Strata | None = None  # only a part of the rows, from everywhere
-    output: str = "tokens"  # the name of the kind of answers
-    reasoning: Reasoning | None = None  # how the checkpoint marks it
-    tool_calls: CallStyle | None = None  # how answers write calls of tools, if rows may have any
-    embedding: Embedding | None = None  # the vectors that rows ask for; None: for none
-    vectors: VectorRequests | None = None  # how OpenAI requests may ask for them
-    no_vectors: str = ""  # why requests may ask for none, where they may ask for texts
-    scoring: Scoring | None = None  # what is scored behind prompts; None: nothing is
-    pairs: PairScoring | None = None  # the score of prompts and documents; None: there are no documents
-    adapters: Mapping[str, str] = field(
-        default_factory=dict
-    )  # fingerprints, by the names that rows have for them
+    sample: SampleSize | None = None  # read only the first rows of each file
+    strata: Strata | None = None  # read only rows that are spread over all files
+    output: str = "tokens"  # name of the kind of answers (store/outputs)
+    reasoning: Reasoning | None = None  # None: the checkpoint does not mark reasoning
+    tool_calls: CallStyle | None = None  # format of tool calls in answers, if rows may have tools
+    embedding: Embedding | None = None  # None: no row may request a vector
+    vectors: VectorRequests | None = None  # rules for OpenAI requests for vectors
+    no_vectors: str = ""  # reason that OpenAI requests for vectors are refused
+    scoring: Scoring | None = None  # None: no continuations are scored
+    pairs: PairScoring | None = None  # None: no pairs of prompt and document are scored
+    adapters: Mapping[str, str] = field(default_factory=dict)  # fingerprints by the names that rows use
     chunk: ChunkSize = DEFAULT_SIZE
-    checked: Reader | None = None  # has read headers and footers of the same files
+    checked: Reader | None = None  # an open reader of the same files, which is reused
 
     @property
     def room(self) -> int:
-        """The tokens that have to fit behind a prompt: none where no answer is a text."""
+        """Return the minimum number of tokens that must fit after a prompt: 0 if answers are not texts."""
         return 1 if self.output == "tokens" else 0
 
     def calls(self, job: Job, has_tools: bool) -> tuple[CallStyle | None, bool]:
-        """Return how answers write calls, if the result has a column for them, and whether calls are not read.
-        `has_tools`: whether a row has any, which is not known of an OpenAI file before it was read."""
+        """Return the format of tool calls, or None without a column for them, and True if calls are not parsed.
+
+        Args:
+            job: The job.
+            has_tools: A row has tools. For OpenAI files this is known only after they were read.
+        """
         prompt, style = job.prompting, self.tool_calls
         if style is None:
             return None, has_tools and prompt.tool_calls == "auto"

@@ -1,8 +1,8 @@
-"""Ingest keeps what it prepared for the next run, and reuses what the last run kept.
+"""Keeps prepared rows for the next run, and reuses the rows that the last run kept.
 
-Two kinds of things are found again besides segments that are taken over whole: a file that did not change, by what
-identifies it, and a chunk of a changed file, by the digest of its bytes and its place. Tokens are not kept: a chunk is
-prepared again if the store lacks the answer of one of its rows.
+Besides segments that are reused whole, a run reuses unchanged files, identified by size, times and inode, and chunks of
+changed files, identified by a digest of their bytes and position. Tokens are not kept: a chunk is prepared again if the
+store has no answer for one of its rows.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ def _no_finished(_: str, __: Sequence[str]) -> Sequence[FinishedSegment]:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Where a job's kept index is, and how a run uses it.
+    """The kept index of a job, and how a run uses it.
 
     Args:
         kept: The folder.
         answered: Returns True if the store has the answers of all these rows.
-        notice: Gets the reason if what was kept is not used.
+        notice: Receives the reason if kept rows are not used.
         fresh: Read all input files, and trust no digest that was computed before.
-        whole: Returns, for rows of these settings, which of these segments can be taken over whole: the first ones.
+        finished: Returns the segments that can be reused whole. It gets a hash of the settings and the folders of the
+            segments, and returns the first ones of them.
     """
 
     kept: Path
@@ -76,9 +77,15 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class RowsToKeep:
-    """The rows that are kept: what decides what becomes of a row (`spec`, `material`), what more decides what the index
-    says of it (`shape`), and their files. `taking`: the folders of an index that may take over segments as its first
-    parts; None: it takes none."""
+    """The rows to keep, and everything that determines them.
+
+    Args:
+        spec: How rows are prepared.
+        material: Further settings that determine a prepared row.
+        shape: Settings that only determine the rows of the index.
+        files: The input files.
+        taking: The folders for index and passthrough parts of reused segments. None: no segment is reused.
+    """
 
     spec: RenderSpec
     material: str
@@ -88,7 +95,7 @@ class RowsToKeep:
 
     @property
     def identity(self) -> str:
-        """Return what prepared rows follow from."""
+        """Return a hash of everything that determines prepared rows."""
         fields = self.spec.fields
         watched = None if fields.watched is None else sorted(fields.watched)
         versions = [__version__, *map(version, ("tokenizers", "jinja2"))]
@@ -105,14 +112,16 @@ class RowsToKeep:
 
     @property
     def finished_identity(self) -> str:
-        """Return what whole segments follow from."""
+        """Return a hash of everything that determines finished segments."""
         return hashlib.sha256(f"{self.identity} {self.shape}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @contextmanager
 def kept_index(keeping: Keeping, asked: RowsToKeep, ops: FileOps) -> Iterator[KeptIndex]:
-    """Open what the last run kept, if it is of the same settings, and begin to write what is kept of this run. If it
-    cannot be read, a notice says so. Raises StorageError."""
+    """Open the kept index if its settings are the same, and start to write the one of this run.
+
+    If the kept index cannot be read, a notice is given and all rows are read. Raises StorageError.
+    """
     with ExitStack() as stack:
         last, reused, segments = None, NO_REUSED_ROWS, tuple[KeptSegment, ...]()
         try:
@@ -125,7 +134,9 @@ def kept_index(keeping: Keeping, asked: RowsToKeep, ops: FileOps) -> Iterator[Ke
                 last = _Last(keeping, asked.spec, [*zip(marker.segments, files, strict=True)][number:])
                 reused, segments = first, marker.segments[:number]
         except (ValueError, KeyError, TypeError, OSError) as error:
-            keeping.notice(f"what the last run kept of its rows cannot be used, all are read again: {error}")
+            keeping.notice(
+                f"the kept index of the last run cannot be used, so all rows are read again: {error}"
+            )
         index = KeptIndex(keeping.kept, asked, last, reused, segments, ops)
         stack.callback(index.close)
         yield index
@@ -134,7 +145,7 @@ def kept_index(keeping: Keeping, asked: RowsToKeep, ops: FileOps) -> Iterator[Ke
 def _taken(
     keeping: Keeping, asked: RowsToKeep, marker: KeptMarker, files: Sequence[Mapping[str, int]], ops: FileOps
 ) -> ReusedRows:
-    """Take over the segments, from the first one on, whose files did not change and whose rows are answered."""
+    """Reuse the first segments whose files are unchanged and whose rows have answers."""
     if keeping.fresh or asked.taking is None:
         return NO_REUSED_ROWS
     facts = [SegmentFacts.from_json(read_open_file(one[FACTS])) for one in files]
@@ -147,7 +158,7 @@ def _taken(
 
 
 class _Last:
-    """The chunks that the last run kept, apart from those of segments that are taken over, and their files."""
+    """The chunks and files of the kept index, without reused segments."""
 
     def __init__(
         self,
@@ -165,23 +176,23 @@ class _Last:
                 self._of[one.file.path] = one, chunks[one.first_chunk : one.first_chunk + one.chunks]
 
     def rows(self, chunk: KeptChunk) -> PreparedRows:
-        """Return the rows of a chunk. Raises StorageError."""
+        """Return the prepared rows of a chunk. Raises StorageError."""
         spec = self._spec
         limits = spec.limits.vocab_size, len(spec.plan.ladder)
         try:
             return unpack_reply(chunk.read(), spec.fields, *limits, known=True)
         except BadReply as error:
             raise StorageError(
-                f"what the last run kept has changed within seconds: {error}; run again"
+                f"the kept index changed while it was read: {error}; run the job again"
             ) from error
 
     def find(self, digest: str) -> KeptChunk | None:
-        """Return the chunk with this digest, if it can be used again."""
+        """Return the chunk with this digest, or None if there is none or one of its rows has no answer."""
         found = self._by_digest.get(digest)
         return found if found is not None and self._is_answered(found) else None
 
     def unchanged(self, file: InputFile) -> tuple[str, Sequence[KeptChunk]] | None:
-        """Return the sha256 and the chunks of a file that did not change; None if it must be read."""
+        """Return the sha256 and the chunks of an unchanged file, or None if it must be read."""
         known, chunks = self._of.get(file.path, (None, ()))
         if known is None or known.file != file or not file.inode:
             return None
@@ -193,7 +204,7 @@ class _Last:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A segment that was written, and which of the files that were read are its."""
+    """A segment that was written, and the range of its input files."""
 
     segment: KeptSegment
     facts: SegmentFacts
@@ -202,8 +213,7 @@ class _Written:
 
 
 class KeptIndex:
-    """Joins what the last run kept to what this run keeps, one segment after another. `reused` is what was taken over
-    whole."""
+    """Merges the kept index of the last run with the rows of this run, one segment at a time."""
 
     def __init__(
         self,
@@ -214,31 +224,45 @@ class KeptIndex:
         segments: tuple[KeptSegment, ...],
         ops: FileOps,
     ) -> None:
-        """segments: those that were taken over."""
+        """Start to write a kept index.
+
+        Args:
+            kept: The folder.
+            asked: The rows to keep.
+            last: The kept index of the last run. None: it cannot be used.
+            reused: The rows of reused segments.
+            segments: The reused segments.
+            ops: File operations.
+        """
         self.asked, self.reused = asked, reused
         self._kept, self._last, self._ops = kept, last, ops
         self._reused_segments = segments
         self._began = time.time()
-        # Of chunks that were given out: their digests, and their rows if they were kept
+        # The digests of chunks that were yielded but not appended, with the kept chunk if it is reused
         self._given: deque[tuple[str, KeptChunk | None]] = deque()
-        self._files: list[tuple[InputFile, int]] = []  # and their first chunks
+        self._files: list[tuple[InputFile, int]] = []  # each file with the number of its first chunk
         self._count = self._appended = 0  # chunks
         self._cuts = SegmentCuts(sum(file.size for file in asked.files))
-        self._writer: KeptWriter | None = None  # of the segment that is being written, once it has a row
+        self._writer: KeptWriter | None = None  # of the current segment, once it has a row
         self._facts = SegmentFacts()
-        self._first_chunk = self._first_file = 0  # of that segment
+        self._first_chunk = self._first_file = 0  # of the current segment
         self._written: list[_Written] = []
-        # The chunks and files with which other segments begin
+        # The number of the first chunk and of the first file of each following segment
         self._begins: deque[tuple[int, int]] = deque()
 
     def close(self) -> None:
-        """Give up what was not finished."""
+        """Discard unfinished files."""
         if self._writer is not None:
             self._writer.close()
 
     def chunks(self, reader: Reader, columns: Sequence[str] | None, typed: bool) -> Iterator[InputChunk]:
-        """Yield the chunks of all files but those that were taken over. `typed`: columns are carried that only the file
-        has, with their types."""
+        """Yield the chunks of all files, except files of reused segments.
+
+        Args:
+            reader: Reads the input.
+            columns: The columns to decode, or None for all.
+            typed: Passthrough columns take their types and values from the file, so it is read even if it is unchanged.
+        """
         reader.complete, reader_sha256 = True, reader.sha256
         reused = [one for segment in self._reused_segments for one in segment.files]
         reader_sha256.update({one.file.path: one.sha256 for one in reused})
@@ -274,7 +298,7 @@ class KeptIndex:
         return chunk
 
     def _ready(self, known: KeptChunk, file: str, bytes_read: int) -> ReadyChunk:
-        assert self._last is not None, "nothing was kept"
+        assert self._last is not None, "there is no kept index"
         rows = self._last.rows(known)
         self._give(known.digest, known)
         return ReadyChunk(file=file, bytes_read=bytes_read, most_rows=known.rows, prepared=rows)
@@ -284,7 +308,7 @@ class KeptIndex:
         self._count += 1
 
     def turns(self) -> bool:
-        """Whether the next rows are the first of another segment; the one before is finished. Raises StorageError."""
+        """Return True if the next row starts a new segment, after finishing the current one. Raises StorageError."""
         if not self._begins or self._begins[0][0] > self._appended:
             return False
         chunk, file = self._begins.popleft()
@@ -293,7 +317,7 @@ class KeptIndex:
         return True
 
     def _finish_segment(self, end: int) -> None:
-        """Finish the segment that is being written, whose files are those before the number `end`."""
+        """Finish the current segment, whose last file is the one before number `end`."""
         files = range(self._first_file, end)
         self._first_file = end
         if self._writer is not None:
@@ -304,7 +328,7 @@ class KeptIndex:
         self._writer, self._facts = None, SegmentFacts()
 
     def append(self, rows: PreparedRows) -> None:
-        """Keep the rows of the next chunk that was given out. Raises StorageError."""
+        """Keep the rows of the next chunk, in the order in which chunks were yielded. Raises StorageError."""
         if self._writer is None:
             self._writer = KeptWriter(self._kept, self._ops)
         digest, known = self._given.popleft()
@@ -312,14 +336,14 @@ class KeptIndex:
         params = [SamplingParams.from_json(text) for text in rows.prompts.params]
         self._note_facts(rows, params)
         if any(error.error_class == "resource" for error in rows.prompts.errors.values()):
-            digest, self._facts.plain = "", False  # another time the machine may allow it
+            digest, self._facts.plain = "", False  # the error depends on resources; the next run may succeed
         if known is None and not _can_be_replayed(rows.prompts, params):
             digest = ""
         reply = known.read() if known is not None else _without_tokens(rows) if digest else b""
         self._writer.append(digest, len(rows), reply)
 
     def _note_facts(self, rows: PreparedRows, params: Sequence[SamplingParams]) -> None:
-        """Add what is known of these rows together to what is known of the segment."""
+        """Add these rows to the totals of the segment."""
         facts, prompts = self._facts, rows.prompts
         facts.rows += len(rows)
         facts.read += rows.facts.read_rows
@@ -332,7 +356,7 @@ class KeptIndex:
         facts.plain &= not prompts.unread
 
     def finish(self, reader: Reader) -> None:
-        """Put what was kept of this run in the place of what the last one kept. Raises StorageError."""
+        """Replace the kept index of the last run with the new one. Raises StorageError."""
         self._finish_segment(len(self._files))
         firsts = [*(first for _, first in self._files), self._count]
         for number, one in enumerate(self._written):
@@ -349,8 +373,10 @@ class KeptIndex:
 
     @property
     def segments(self) -> tuple[tuple[str, int], ...]:
-        """Return the segments that were written and can be taken over whole the next time, as far as they follow those
-        that were taken over now; and how many rows each has."""
+        """Return the folder and number of rows of each written segment that the next run can reuse whole.
+
+        They must directly follow the reused segments.
+        """
         found = []
         for one in self._written:
             if not one.facts.plain or len(one.segment.files) < one.facts.files:
@@ -359,18 +385,20 @@ class KeptIndex:
         return tuple(found)
 
     def _shows_changes(self, file: InputFile) -> bool:
-        """Whether a change of the file since it was listed shows in its times, which have ticks."""
+        """Return True if a later change of the file would change its times, whose resolution is limited."""
         return self._began - max(file.mtime_ns, file.ctime_ns) / 1e9 >= SETTLED_S
 
 
 def _can_be_replayed(prompts: Prepared, params: Sequence[SamplingParams]) -> bool:
-    """Return True if no row ever needs its tokens once it is answered. Those of equal sampled rows are needed to tell
-    their answers apart, and those of rows with several answers, too."""
+    """Return True if no row needs its tokens once it has an answer.
+
+    Sampled rows need them to number equal rows, and rows with several answers need them, too.
+    """
     used = np.unique(prompts.params_of[prompts.counts > 0]).tolist()
     greedy = all(params[number].greedy for number in used)
     return greedy and prompts.samples is None and not len(prompts.further)
 
 
 def _without_tokens(rows: PreparedRows) -> bytes:
-    """Return what is kept of a chunk that was prepared."""
+    """Return the rows of a prepared chunk as they are kept, without tokens."""
     return pack_reply(replace(rows, prompts=replace(rows.prompts, tokens=_NO_TOKENS)))

@@ -1,13 +1,12 @@
-"""Input columns that are carried into the results with their types.
+"""Writes input columns that are carried into the results, with their types.
 
-Parquet and SQL declare types; a dictionary of texts stays one. JSON declares none: its values are first spooled
-as JSON text, and once every row has been seen each column gets the narrowest type that holds all of its values
-exactly:
+Parquet and SQL declare types; a dictionary of texts stays one. JSON declares none: values are first spooled as JSON
+text. After all rows, each column gets the narrowest type that holds all of its values exactly:
 
-    bool < int64 < float64 < string (also where every value is null)
+    bool < int64 < float64 < string (also if every value is null)
 
-Texts stay as they are. Lists, objects, whole numbers beyond 64 bits and columns of mixed types become strings
-of JSON text; in a mixed column the texts still stay as they are.
+Texts stay as they are. Lists, objects, integers beyond 64 bits and columns of mixed types become strings of JSON text.
+In a mixed column the texts stay as they are, too.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 
 from batchinfer.filesystem.durable import FileOps
 from batchinfer.filesystem.part_writer import PartWriter
-from batchinfer.filesystem.rebatch import parquet_batches, repeated
+from batchinfer.filesystem.rebatch import parquet_batches, repeat_values
 from batchinfer.input.chunk import InputChunk
 from batchinfer.input.prompts.row_facts import RowFacts
 from batchinfer.input.typed_rows import blank_rows
@@ -36,16 +35,17 @@ _TYPES = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
 
 
 class Kinds:
-    """Records the kinds of values of each column: at most six words a column, whatever the number of rows."""
+    """Records the kinds of JSON values in each column: at most six per column."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._seen: dict[str, set[str]] = {name: set() for name in columns}
 
     def add(self, name: str, kinds: set[str]) -> None:
+        """Add the kinds of some values of a column."""
         self._seen[name] |= kinds
 
     def type_of(self, name: str) -> pa.DataType:
-        """The column's type after all rows."""
+        """Return the column's type, given all kinds so far."""
         kinds = self._seen[name] - {"null"}
         if not kinds:
             return pa.string()
@@ -63,7 +63,7 @@ class JsonSpool:
     def __init__(
         self, columns: Sequence[str], folder: Path, ops: FileOps, reused: ReusedRows = NO_REUSED_ROWS
     ) -> None:
-        """reused: the first rows, whose columns are there already."""
+        """Create a spool. The columns of `reused`, the first rows, are written already."""
         self._reused = reused
         self._columns = tuple(columns)
         self._ops = ops
@@ -77,20 +77,20 @@ class JsonSpool:
         self._even = EvenBatches(self._writer, self._schema)
 
     def append(self, first_id: int, chunk: InputChunk, facts: RowFacts, times: Times) -> None:
-        """Keep the columns of a chunk; an error row has nulls. `times`: how many rows of the result each row is."""
+        """Write the columns of a chunk. Error rows have nulls. Row i becomes `times[i]` rows of the result."""
         for name, kinds in zip(self._columns, facts.kinds, strict=True):
             self._kinds.add(name, kinds)
         ids = _row_ids(first_id, int(times.sum()))
-        carried = (repeated(one, times) for one in facts.carried)
+        carried = (repeat_values(one, times) for one in facts.carried)
         self._even.append(pa.record_batch([ids, *carried], self._schema))
 
     def end_part(self) -> None:
-        """Let the next rows begin another part. Raises StorageError."""
+        """Start a new part with the next row. Raises StorageError."""
         self._even.commit()
 
     @property
     def fits(self) -> bool:
-        """Whether the columns of the rows that were taken over have the types of all rows."""
+        """Return True if the columns of the reused rows have the types that all rows require."""
         there = self._reused.carried
         return not there or pq.read_schema(there[0]).remove_metadata().equals(self._full)
 
@@ -100,7 +100,7 @@ class JsonSpool:
         return pa.schema([("row_id", pa.int64()), *typed])
 
     def finish(self, target: Path) -> None:
-        """Write the typed parts to `target`, one for each that was spooled. Raises StorageError."""
+        """Write the typed parts to `target`, one per spooled part. Raises StorageError."""
         with self._writer:
             spooled = self._even.commit()
         full = self._full
@@ -111,7 +111,7 @@ class JsonSpool:
                 writer.commit()
 
     def close(self) -> None:
-        """Give up what was not finished."""
+        """Discard unfinished files."""
         self._writer.__exit__()
 
 
@@ -123,12 +123,12 @@ def _typed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _converted(texts: pa.StringArray, kind: pa.DataType) -> pa.Array:
-    """JSON texts as values of this type, which holds all of them: numbers are read alike by JSON and by Arrow."""
+    """Convert JSON texts to a type that holds all of them. JSON and Arrow parse numbers in the same way."""
     return _plain_texts(texts) if pa.types.is_string(kind) else pc.cast(texts, kind)
 
 
 def _plain_texts(texts: pa.StringArray) -> pa.StringArray:
-    """The texts without their quotes; other values stay JSON."""
+    """Remove the quotes of texts. Other values stay JSON."""
     quoted = pc.starts_with(texts, '"')
     if pc.any(pc.and_(quoted, pc.match_substring(texts, "\\"))).as_py():
         return pa.array([_plain_text(text) for text in texts.to_pylist()], pa.string())
@@ -142,43 +142,42 @@ def _plain_text(text: str | None) -> str | None:
 
 
 def _as(kind: pa.DataType, values: pa.Array) -> pa.Array:
-    """The reader unpacks dictionaries; a column that had one gets one of what is in these rows."""
+    """Encode values as a dictionary if the column is one. The reader decodes dictionaries."""
     return values.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else values
 
 
 class TypedColumns:
-    """Passthrough columns that have types already: written as they are, those of CSV as the texts that were read."""
+    """Passthrough columns with declared types, written as they are. Columns of CSV are texts."""
 
     def __init__(
         self, schema: pa.Schema, target: Path, ops: FileOps, reused: ReusedRows = NO_REUSED_ROWS
     ) -> None:
-        """reused: the first rows, whose columns are in `target` already."""
+        """Create a writer. The columns of `reused`, the first rows, are in `target` already."""
         self._schema = schema
         self._full = pa.schema([("row_id", pa.int64()), *schema])
         self._writer = PartWriter(target, self._full, ops, before=reused.carried)
         self._even = EvenBatches(self._writer, self._full)
 
     def append(self, first_id: int, chunk: InputChunk, facts: RowFacts, times: Times) -> None:
-        """Write the columns of a chunk; rows that could not be read have nulls. `times`: how many rows of the result
-        each row is."""
+        """Write the columns of a chunk. Unreadable rows have nulls. Row i becomes `times[i]` rows of the result."""
         ids = _row_ids(first_id, int(times.sum()))
         if chunk.table is None:
-            carried = (repeated(one, times) for one in facts.carried)
+            carried = (repeat_values(one, times) for one in facts.carried)
             self._even.append(pa.record_batch([ids, *carried], self._full))
             return
         table = chunk.table.slice(0, len(facts.ids))
         table = blank_rows(table, set(facts.unread)) if facts.unread else table
         own = (_as(field.type, table.column(field.name)) for field in self._schema)
-        arrays = [ids, *(repeated(one, times) for one in own)]
+        arrays = [ids, *(repeat_values(one, times) for one in own)]
         self._writer.append(pa.record_batch(arrays, self._full))
 
     def end_part(self) -> None:
-        """Let the next rows begin another part. Raises StorageError."""
+        """Start a new part with the next row. Raises StorageError."""
         self._even.commit()
 
     @property
     def fits(self) -> bool:
-        """Whether the columns of the rows that were taken over have the types of all rows: the files say these."""
+        """Return True: the types are declared, so reused rows have the same types."""
         return True
 
     def finish(self, _: Path) -> None:
@@ -187,7 +186,7 @@ class TypedColumns:
             self._even.commit()
 
     def close(self) -> None:
-        """Give up what was not finished."""
+        """Discard unfinished files."""
         self._writer.__exit__()
 
 

@@ -1,4 +1,4 @@
-"""Leading rows of an index that are taken over whole from the last run: they are neither read nor written again."""
+"""The first rows of an index, reused whole from the last run: they are neither read nor written again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from batchinfer.filesystem.durable import FileOps, storage
 from batchinfer.store.kept.facts import SegmentFacts
 from batchinfer.store.kept.finished import FAILED, POSITIONS, FinishedSegment, reuse_file
 
-INDEX, CARRIED = "index", "carried"  # how the files of a segment are called
+INDEX, CARRIED = "index", "carried"  # prefixes of a segment's file names
 
 
 @dataclass(frozen=True, slots=True)
 class ReusedSegment:
-    """A segment is taken over with its parts of the index, those of what it carries, and the files with the places of
-    its answers and with the keys of those that are errors: all have names that are this run's."""
+    """A reused segment. Its files are linked or copied into the index of this run.
+
+    Args:
+        segment: The record of the segment.
+        facts: Totals over its rows.
+        parts: Its parts of the index.
+        carried: Its parts with passthrough columns.
+        places: The file with the positions of its answers in the store.
+        failed: The file with the rows whose answers are errors.
+    """
 
     segment: FinishedSegment
     facts: SegmentFacts
@@ -29,43 +37,43 @@ class ReusedSegment:
 
 @dataclass(frozen=True, slots=True)
 class ReusedRows:
-    """The first rows of an index: those of whole segments. All of them have their answers."""
+    """The rows of the reused segments: the first rows of an index. All of them have answers or are error rows."""
 
     segments: tuple[ReusedSegment, ...] = ()
 
     @property
     def rows(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return sum(one.segment.rows for one in self.segments)
 
     @property
     def errors(self) -> int:
-        """Return how many of them are error rows."""
+        """Return the number of error rows."""
         return sum(one.segment.errors[0] for one in self.segments)
 
     @property
     def retryable(self) -> int:
-        """Return how many of the error rows another run may cure."""
+        """Return the number of error rows that a retry may fix."""
         return sum(one.segment.errors[1] for one in self.segments)
 
     @property
     def distinct(self) -> int:
-        """Return how many different keys they have."""
+        """Return the number of different keys."""
         return self.segments[-1].segment.distinct if self.segments else 0
 
     @property
     def parts(self) -> list[Path]:
-        """Return the parts of the index that have them."""
+        """Return the parts of the index with these rows."""
         return [part for one in self.segments for part in one.parts]
 
     @property
     def carried(self) -> list[Path]:
-        """Return the parts with the columns that they carry."""
+        """Return the parts with the passthrough columns of these rows."""
         return [part for one in self.segments for part in one.carried]
 
     @property
     def facts(self) -> list[SegmentFacts]:
-        """Return what is known of them together."""
+        """Return the totals of each segment."""
         return [one.facts for one in self.segments]
 
 
@@ -80,8 +88,21 @@ def reuse_segments(
     ops: FileOps,
     notice: Callable[[str], None],
 ) -> ReusedRows:
-    """Take over these segments as the first parts of an index whose folders these are. Where a file of one is not as
-    it was, or another run has removed it, that is told, and the segments before it are all. Raises StorageError."""
+    """Reuse segments as the first parts of an index.
+
+    If a file of a segment is damaged, or another run has removed it, only the segments before it are reused.
+
+    Args:
+        kept: The folder of the kept index.
+        known: The segments, from the first one on.
+        index: The folder for index parts.
+        carried: The folder for passthrough parts.
+        ops: File operations.
+        notice: Receives the reason if a segment cannot be reused.
+
+    Raises:
+        StorageError: A file cannot be removed.
+    """
     found: list[ReusedSegment] = []
     for segment, facts in known:
         before = ReusedRows(tuple(found))
@@ -93,7 +114,7 @@ def reuse_segments(
             for name, path in names.items():
                 reuse_file(kept, segment, name, path, ops)
         except StorageError as error:
-            notice(f"rows that did not change are read again: {error}")
+            notice(f"unchanged rows cannot be reused and are read again: {error}")
             for path in names.values():
                 with storage(path, "remove"):
                     ops.unlink(path)
@@ -105,6 +126,6 @@ def reuse_segments(
 
 
 def _parts(segment: FinishedSegment, kind: str, folder: Path, before: int) -> dict[str, Path]:
-    """Return the names that the parts of a segment get in an index that has so many before them."""
+    """Map the names of a segment's parts to their paths in an index that already has `before` parts."""
     names = segment.parts(kind)
     return {name: folder / f"part-{number:05d}.parquet" for number, name in enumerate(names, before)}

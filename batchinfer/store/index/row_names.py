@@ -1,4 +1,4 @@
-"""Names the input rows of work keys such that a user can look them up."""
+"""Names the input rows of work keys for messages to the user."""
 
 from __future__ import annotations
 
@@ -9,19 +9,31 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.core.errors import OutOfMemory, StorageError
-from batchinfer.filesystem.duck import connection, naming_errors, parquet
+from batchinfer.filesystem.duck import connection, parquet, translate_errors
 from batchinfer.store.index.index import attempt_columns
 
-NAMED = 8  # rows named one by one; of the rest the number
+NAMED = 8  # rows that are named; further rows are only counted
 
 
 def name_rows(
     index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, attempts: int = 1, most: int = NAMED
 ) -> str:
-    """`in.jsonl row 3 (id p3), in.jsonl row 7 and 12 more rows`, in input order. Raises StorageError, OutOfMemory."""
+    """Return text such as `in.jsonl row 3 (id p3), in.jsonl row 7 and 12 more rows`, in input order.
+
+    Args:
+        index_parts: The parts of the index.
+        keys: Work keys.
+        spill: Folder for temporary files of DuckDB.
+        attempts: Maximum attempts per row.
+        most: Maximum number of rows to name.
+
+    Raises:
+        StorageError: The index cannot be read.
+        OutOfMemory: DuckDB exceeded its limit.
+    """
     if not index_parts or not keys:
         return "no rows"
-    with connection(spill, "256MiB", 1) as database, naming_errors(spill):
+    with connection(spill, "256MiB", 1) as database, translate_errors(spill):
         database.register("wanted", pa.table({"key": pa.array(keys, pa.binary())}))
         columns = (attempt_columns(number)[0] for number in range(1, attempts + 1))
         wanted = " OR ".join(f"{column} IN (SELECT key FROM wanted)" for column in columns)
@@ -36,11 +48,14 @@ def name_rows(
 
 
 def try_name_rows(index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, attempts: int = 1) -> str:
-    """As `name_rows`; where that fails, why it did: what ended the engine must be told all the same."""
+    """Return the text of `name_rows`, or the reason that the rows cannot be looked up.
+
+    It never raises: the message about a failed engine must be shown in any case.
+    """
     try:
         return name_rows(index_parts, keys, spill, attempts)
     except (OSError, StorageError, OutOfMemory) as error:
-        return f"{len(keys)} requests, whose rows cannot be looked up: {error}"
+        return f"{len(keys)} requests (their rows cannot be looked up: {error})"
 
 
 def _name(file: str, row_index: int, custom_id: Any) -> str:

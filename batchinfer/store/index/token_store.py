@@ -1,4 +1,4 @@
-"""All prompts of a job end to end in one flat file of little-endian int32."""
+"""Stores all prompts of a job in one flat file of little-endian int32."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ TOKEN_BYTES = 4
 
 
 class TokenStore:
-    """Reads prompts by offset and count. The file is read, not mapped: pages of a mapped file would count as memory of
-    this process, and a disk that fails would kill it."""
+    """Reads prompts by offset and count.
+
+    The file is not memory-mapped: mapped pages would count as memory of this process, and a failing disk would kill it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,7 +35,12 @@ class TokenStore:
         return self._tokens
 
     def read(self, offset: int, count: int) -> TokenIds:
-        """`count` token ids from `offset`, both in tokens. Raises IndexError beyond the store, StorageError."""
+        """Return `count` token ids from `offset`, both in tokens.
+
+        Raises:
+            IndexError: The range exceeds the store.
+            StorageError: The file cannot be read.
+        """
         if offset < 0 or count < 0 or offset + count > self._tokens:
             raise IndexError(f"tokens {offset}..{offset + count} of a store of {self._tokens}")
         tokens = np.empty(count, "<i4")
@@ -51,14 +58,14 @@ def _unreadable(path: Path, why: object) -> str:
 
 
 class TokenWriter:
-    """Appends prompts; the file takes its name in `commit()`."""
+    """Appends prompts to a temporary file. `commit()` gives it its final name."""
 
     def __init__(self, path: Path, ops: FileOps) -> None:
         self._file = DurableFile(path, ops)
         self.tokens = 0
 
     def append(self, tokens: TokenIds) -> int:
-        """Write one chunk's prompts end to end; the offset of the first token."""
+        """Write the prompts of a chunk without separators, and return the offset of the first token."""
         offset = self.tokens
         if len(tokens):
             self._file.write(np.ascontiguousarray(tokens, "<i4").data.cast("B"))
@@ -66,8 +73,7 @@ class TokenWriter:
         return offset
 
     def written(self) -> Path:
-        """Return the file in which all prompts so far can be read: its name is not its final one. Raises
-        StorageError."""
+        """Return the temporary file with all prompts so far. Raises StorageError."""
         self._file.drain()
         return self._file.temporary
 

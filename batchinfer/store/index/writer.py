@@ -1,4 +1,4 @@
-"""Prepared batches become index rows and tokens on disk."""
+"""Writes batches of prepared rows as index rows and tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.filesystem.durable import FileOps
 from batchinfer.filesystem.part_writer import PartWriter
-from batchinfer.filesystem.rebatch import repeated
+from batchinfer.filesystem.rebatch import repeat_values
 from batchinfer.input.prompts.arguments.unread import UnreadArguments
 from batchinfer.input.prompts.keys import KEY_BYTES
 from batchinfer.input.prompts.prepared.rows import FurtherPrompts, OwnTexts, Prepared, PreparedRows
@@ -31,18 +31,18 @@ from batchinfer.store.index.index import (
     TOOLS,
     Layout,
     attempt_columns,
-    unlike_columns,
+    distinct_columns,
 )
 from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
 from batchinfer.store.index.token_store import TokenStore, TokenWriter
 
-_TEXT_BYTES = 1 << 20  # of parameters, in the rows that are made at a time
+_TEXT_BYTES = 1 << 20  # of parameters or tools per batch of rows
 Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """The file that rows come from, and the number of the first one in it."""
+    """The file that rows come from, and the number of the first row in the file."""
 
     file: str
     first_row: int
@@ -50,17 +50,17 @@ class RowPlace:
 
 @dataclass(frozen=True, slots=True)
 class RowsSoFar:
-    """The rows that were read so far of an input, part of which is still to be read."""
+    """The index of the rows that were read so far."""
 
     parts: tuple[Path, ...]  # of the index, in row order
     rows: int
     error_rows: int
     logprobs: int | None
-    tokens: TokenStore  # of these rows' prompts
+    tokens: TokenStore  # the prompts of the rows
 
 
 class IndexWriter:
-    """Use as a context manager; `commit()` at the end. Rows get their ids in the order of `append`."""
+    """Writes an index. A context manager: call `commit()` at the end. Rows are numbered in the order of `append`."""
 
     def __init__(
         self,
@@ -71,32 +71,41 @@ class IndexWriter:
         attempts: int = 1,
         reused: ReusedRows = NO_REUSED_ROWS,
     ) -> None:
-        """schema: of the index, see `index_schema`. reused: its first rows, which are there already."""
+        """Create the files of an index.
+
+        Args:
+            layout: The paths.
+            max_model_len: Maximum tokens of a prompt and its answer.
+            schema: The schema of the index, see `index_schema`.
+            ops: File operations.
+            attempts: Maximum attempts per row.
+            reused: The first rows, which are already in the folder.
+        """
         self._layout, self._max_model_len, self._schema, self._ops = layout, max_model_len, schema, ops
         self._attempts = attempts
-        unlike = unlike_columns(attempts)
-        self._parts = PartWriter(layout.index, self._schema, ops, unlike=unlike, before=reused.parts)
+        distinct = distinct_columns(attempts)
+        self._parts = PartWriter(layout.index, self._schema, ops, distinct=distinct, before=reused.parts)
         self._even = EvenBatches(self._parts, self._schema)
         self._tokens = TokenWriter(layout.tokens, ops)
         self.rows = self.input_rows = reused.rows
-        self.most_samples = 1  # of a row of the input
+        self.most_samples = 1  # per input row
         self.error_rows = reused.errors
         self.unread = UnreadArguments()
-        # Whether a row has any
         self.has_tools = any(facts.tools for facts in reused.facts) and LABELS.name not in schema.names
-        # Of all prompts, also of those whose tokens are not there,
+        # Tokens of all prompts, including known rows, whose tokens are not in the token store
         self.total_tokens = sum(facts.tokens for facts in reused.facts)
-        self.known_rows = reused.rows - reused.errors  # which so many rows have
+        self.known_rows = reused.rows - reused.errors
         asked = [facts.logprobs for facts in reused.facts if facts.logprobs is not None]
-        self.logprobs = max(asked) if asked else None  # the most that a row asks for; None: no row asks
-        # Whether a row asks for those of its prompt
+        self.logprobs = (
+            max(asked) if asked else None
+        )  # maximum per token of any row; None: no row requests any
         self.prompt_logprobs = any(facts.prompt_logprobs for facts in reused.facts)
         self.has_vectors = self.own_dimensions = (
             False  # whether a row asks for a vector, and says how long it is
         )
 
     def append(self, place: RowPlace, rows: PreparedRows, times: Int64s) -> None:
-        """Write the rows of one chunk, each of which becomes so many rows of the index."""
+        """Write the rows of a chunk. Row i becomes `times[i]` rows of the index."""
         for batch in self._batches(place, rows, times):
             self._even.append(batch)
         self._count(rows.prompts, times)
@@ -123,15 +132,14 @@ class IndexWriter:
             columns["row_index"] = _numbers(place.first_row + first, size)
             columns[INPUT_ROW.name] = _numbers(self.input_rows + first, size)
             columns[DIMENSIONS.name] = _dimensions(done.dimensions, first, size)
-            columns = {name: repeated(one, own) for name, one in columns.items()}
+            columns = {name: repeat_values(one, own) for name, one in columns.items()}
             columns |= further.columns(columns, slice(first, stop), own)
             columns["row_id"] = _numbers(self.rows + int(ends[first] - times[first]), int(own.sum()))
             columns[SAMPLE.name] = _sample_numbers(own)
             yield pa.record_batch([columns[n] for n in self._schema.names], self._schema)
 
     def _at_once(self, done: Prepared) -> int:
-        """Return how many rows are made at a time: fewer where texts are long, which stand in every row, as that of a
-        schema does."""
+        """Return the number of input rows per batch: fewer if texts are long, since each row repeats its text."""
         longest = max((len(text) for text in (*done.params, *done.own_texts.texts)), default=0)
         most = min(MOST_ROWS, max(BATCH_ROWS, _TEXT_BYTES // max(1, longest)))
         return max(1, most // self._attempts)
@@ -148,7 +156,7 @@ class IndexWriter:
         self.unread.join(done.unread)
 
     def _note_params(self, params: Sequence[SamplingParams]) -> None:
-        """Note what the rows with these parameters ask for."""
+        """Record the outputs that rows with these parameters request."""
         self.has_vectors |= any(p.pooling is not None for p in params)
         asked = [p.logprobs for p in params if p.logprobs is not None]
         if asked:
@@ -156,7 +164,7 @@ class IndexWriter:
         self.prompt_logprobs |= any(p.prompt_logprobs is not None for p in params)
 
     def write_separately(self, folder: Path, rows: PreparedRows) -> None:
-        """Write rows that are not the input's to a folder of their own. Raises StorageError."""
+        """Write rows that are not part of the input to a folder of their own. Raises StorageError."""
         parts = PartWriter(folder, self._schema, self._ops)
         even = EvenBatches(parts, self._schema)
         for batch in self._batches(RowPlace("", 0), rows, np.ones(len(rows), np.int64)):
@@ -164,27 +172,27 @@ class IndexWriter:
         even.commit()
 
     def end_part(self) -> None:
-        """Let the next rows begin another part. Raises StorageError."""
+        """Start a new part with the next row. Raises StorageError."""
         self._even.commit()
 
     def cut(self) -> RowsSoFar:
-        """End the part that is being written, and return what there is so far; the next rows begin another one. Raises
-        StorageError."""
+        """End the current part, and return the rows so far. Raises StorageError."""
         parts = tuple(self._even.commit())
         return RowsSoFar(parts, self.rows, self.error_rows, self.logprobs, TokenStore(self._tokens.written()))
 
     def all_rows(self) -> RowsSoFar:
-        """Return what was written, once it is on the disk."""
+        """Return all rows. Call it after `commit`."""
         tokens = TokenStore(self._layout.tokens)
         return RowsSoFar(tuple(self._parts.parts), self.rows, self.error_rows, self.logprobs, tokens)
 
     def commit(self) -> None:
-        """Everything on disk. Raises StorageError."""
+        """Write everything to disk. Raises StorageError."""
         self._even.commit()
         self._tokens.commit()
 
     @property
     def parts(self) -> Sequence[Any]:
+        """Return the parts written so far."""
         return self._parts.parts
 
     def __enter__(self) -> IndexWriter:
@@ -196,26 +204,34 @@ class IndexWriter:
 
 
 class _Further(NamedTuple):
-    """The prompts of rows behind their first, and where in the token store each begins."""
+    """The prompts of rows after their first prompt, and their offsets in the token store."""
 
     prompts: FurtherPrompts
     starts: Int64s
 
     @classmethod
     def of(cls, prompts: FurtherPrompts, tokens: TokenWriter) -> _Further:
-        """Write their tokens."""
+        """Write the tokens of these prompts."""
         counts = prompts.counts.astype(np.int64)
         return cls(
             prompts, (tokens.append(prompts.tokens) if len(prompts) else 0) + np.cumsum(counts) - counts
         )
 
     def columns(self, columns: Mapping[str, pa.Array], rows: slice, times: Int64s) -> dict[str, pa.Array]:
-        """Return the columns in which prompts differ, of a segment of rows, each of which stands there so often."""
+        """Return the columns that differ between the prompts of a row, with the values of these prompts filled in.
+
+        Args:
+            columns: The columns of the index with the first prompt of each row, repeated.
+            rows: The range of input rows.
+            times: The number of index rows of each input row in the range.
+        """
         first, end = np.searchsorted(self.prompts.rows, [rows.start, rows.stop]).tolist()
         if first == end:
             return {}
         whose, begins = self.prompts.rows[first:end] - rows.start, np.cumsum(times) - times
-        own = np.arange(end - first) - np.searchsorted(whose, whose)  # which of its row's each is
+        own = np.arange(end - first) - np.searchsorted(
+            whose, whose
+        )  # its number among the prompts of its row
         places = begins[whose] + own + 1
         keys = np.frombuffer(self.prompts.keys, f"V{KEY_BYTES}")[first:end]
         values = {
@@ -259,8 +275,12 @@ def _work_columns(
 
 
 def _row_ranges(ends: Int64s, at_once: int) -> Iterator[tuple[int, int]]:
-    """Yield segments of rows, each from a row to another, that become at most so many rows of the index, or are one
-    row. `ends`: of the rows that each becomes."""
+    """Yield ranges of input rows that become at most `at_once` rows of the index, or are a single input row.
+
+    Args:
+        ends: The cumulative number of index rows after each input row.
+        at_once: Maximum index rows per range.
+    """
     first = 0
     while first < len(ends):
         done = int(ends[first - 1]) if first else 0
@@ -270,7 +290,7 @@ def _row_ranges(ends: Int64s, at_once: int) -> Iterator[tuple[int, int]]:
 
 
 def _sample_numbers(times: Int64s) -> pa.Array:
-    """Return the number of each answer among those to its row, from 0."""
+    """Return the number of each answer among the answers to its row, from 0."""
     firsts = np.repeat(np.cumsum(times) - times, times)
     return _int32s((np.arange(len(firsts)) - firsts).astype(np.int32), None)
 
@@ -332,7 +352,10 @@ def _int32s(values: NDArray[np.int32], valid: pa.Buffer | None) -> pa.Array:
 
 
 def _int64s(values: Int64s, valid: pa.Buffer | None = None) -> pa.Array:
-    """Return the column. `pa.array` would look for pandas each time, which takes longer than all else here."""
+    """Return a column of int64.
+
+    `pa.array` would check for pandas on each call, which takes longer than everything else here.
+    """
     return pa.Array.from_buffers(
         pa.int64(), len(values), [valid, pa.py_buffer(_contiguous(values, np.int64))]
     )

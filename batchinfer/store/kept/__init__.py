@@ -1,1 +1,1 @@
-"""A job's last run keeps prepared rows, so that the next one reuses segments, files and chunks that did not change."""
+"""The kept index: prepared rows of the last run. The next run reuses unchanged segments, files and chunks."""

@@ -1,7 +1,7 @@
-"""The chunks of a segment: for each its digest, its rows, and the reply of the worker that prepared it, without tokens.
+"""The chunks of a segment: the digest, the number of rows and the worker's reply of each, without tokens.
 
-chunks.jsonl  a line for each chunk
-replies.bin   the replies (render_reply.py), end to end
+chunks.jsonl  one line per chunk
+replies.bin   the concatenated replies (render_reply.py)
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from batchinfer.store.kept.files import CHUNKS, FACTS, NAMES, REPLIES, new_folde
 
 @dataclass(frozen=True, slots=True)
 class KeptChunk:
-    """A chunk of `rows` rows, whose reply has `size` bytes from `at` of the open file `replies`. Without a digest it
-    has no reply, and must be read again."""
+    """A chunk of the kept index. A chunk without a digest has no reply and must be prepared again.
+
+    Args:
+        digest: The digest of the chunk, from `chunk_digest`.
+        rows: Its number of rows.
+        at: The offset of its reply in bytes.
+        size: The size of its reply in bytes.
+        replies: File descriptor of replies.bin.
+    """
 
     digest: str
     rows: int
@@ -35,7 +42,7 @@ class KeptChunk:
 
 
 def chunk_digest(chunk: InputChunk) -> str:
-    """Return a digest of the bytes of a chunk, of its place in its file, and of how it is read."""
+    """Return a digest of a chunk's bytes, its position in the file and how it is read."""
     header, data = chunk.pack()
     found = sha256(repr(replace(header, bytes_read=0)).encode("utf-8", "surrogatepass"))
     found.update(data)
@@ -43,7 +50,7 @@ def chunk_digest(chunk: InputChunk) -> str:
 
 
 def kept_chunks(lines: bytes, replies: int) -> list[KeptChunk]:
-    """Return the chunks of a segment. Raises ValueError for lines that are not as they were written."""
+    """Return the chunks of a segment. Raises ValueError for damaged lines."""
     found = []
     for line in lines.splitlines():
         digest, rows, at, size = json.loads(line)
@@ -52,7 +59,7 @@ def kept_chunks(lines: bytes, replies: int) -> list[KeptChunk]:
 
 
 class KeptWriter:
-    """Writes the files of a segment. Call `finish` at the end, or nothing is kept, and `close` in any case."""
+    """Writes the files of a segment. Call `finish` to keep them, and `close` in any case."""
 
     def __init__(self, kept: Path, ops: FileOps) -> None:
         self._folder = new_folder(kept, ops)
@@ -71,12 +78,14 @@ class KeptWriter:
         return self._folder.name
 
     def finish(self, facts: SegmentFacts) -> dict[str, Digest]:
-        """Complete the files, and return their digests. The files count once a marker names the segment. Raises
-        StorageError."""
+        """Complete the files, and return their digests.
+
+        The files are only used once a marker names the segment. Raises StorageError.
+        """
         self._files[FACTS].write(facts.to_json())
         return {name: file.commit() for name, file in self._files.items()}
 
     def close(self) -> None:
-        """Give up what was not finished."""
+        """Discard unfinished files."""
         for file in self._files.values():
             file.close()

@@ -1,4 +1,4 @@
-"""An index knows some things of all rows of a segment together, beside what it knows of each."""
+"""Totals over all rows of a segment, which the index needs in addition to its rows."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-MOST_NAMES = 200  # of columns that are remembered
+MOST_NAMES = 200  # maximum number of column names
 
 
 @dataclass(slots=True)
 class SegmentFacts:
-    """The facts of some rows. `files` are the input files that the rows are of, all of each; `tokens` those of all
-    prompts; `read` rows could be read.
+    """Totals over the rows of a segment.
 
-    `names` are the first columns that rows had, `found` those of them that were looked for; `kinds` are those of the
-    values of each carried column. `plain`: nothing of these rows is to be told or made anew each night.
+    Args:
+        files: Number of input files. All rows of a file belong to the same segment.
+        rows: Number of rows.
+        read: Number of rows that could be read.
+        tokens: Number of tokens of all prompts.
+        names: The first column names of the rows, at most MOST_NAMES, in order.
+        found: The required columns that occurred in rows.
+        kinds: The kinds of values of each passthrough column.
+        logprobs: Maximum log-probabilities per token that a row requests. None: no row requests any.
+        prompt_logprobs: A row requests log-probabilities of its prompt.
+        tools: A row has tools.
+        plain: The rows need no notice and no other attempt in the next run.
     """
 
     files: int = 0
@@ -32,7 +41,7 @@ class SegmentFacts:
     plain: bool = True
 
     def note_columns(self, names: Sequence[str], found: set[str], kinds: Sequence[set[str]]) -> None:
-        """Add what the columns of some rows are."""
+        """Add the columns of some rows."""
         if len(self.names) < MOST_NAMES:
             self.names.update(dict.fromkeys(names))
         self.found |= found
@@ -41,12 +50,13 @@ class SegmentFacts:
             all_of_them |= some
 
     def to_json(self) -> bytes:
+        """Return the totals as JSON."""
         lists = {"names": [*self.names], "found": sorted(self.found), "kinds": [*map(sorted, self.kinds)]}
         return json.dumps(asdict(self) | lists).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Raises ValueError, KeyError, TypeError for what is none."""
+        """Return the totals in JSON bytes. Raises ValueError, KeyError, TypeError for damaged ones."""
         value: dict[str, Any] = json.loads(data)
         value["names"] = dict.fromkeys(value["names"])
         value["found"] = set(value["found"])

@@ -1,12 +1,12 @@
-"""The folder of a kept index: its files, which are written durably, and the marker that names them with their digests.
+"""The folder of a kept index, with the files of its segments and a marker with their digests.
 
     .batchinfer-res/kept/kept.json       the marker, written last
-    .batchinfer-res/kept/<random>/       the files of a segment of the rows: see chunks.py and facts.py
-    .batchinfer-res/kept/whole.json      what of these is taken over whole: see whole.py
+    .batchinfer-res/kept/<random>/       the files of a segment: see chunks.py and facts.py
+    .batchinfer-res/kept/whole.json      the segments that can be reused whole: see finished.py
 
-There is one for each job, that of its last run. Whoever reads it has opened all its files before: another run of the
-job may put its own in place meanwhile. A segment is the rows of some input files, one after the other. Its files never
-change, so that the next kept index may have it, too; those of whole.py are added to them later.
+Each job has one kept index, written by its last run. A reader opens all files first, since another run of the job may
+replace them at any time. A segment has the rows of consecutive input files. Its files never change, so the next kept
+index can contain the same segment. The files of finished.py are added later.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ NAMES = REPLIES, CHUNKS, FACTS = "replies.bin", "chunks.jsonl", "facts.json"
 
 @dataclass(frozen=True, slots=True)
 class KeptFile:
-    """An input file as it was read, all of it: its content, and which of the segment's chunks are its."""
+    """An input file that was read to its end.
+
+    Args:
+        file: The file when it was read.
+        sha256: The digest of its content.
+        first_chunk: The number of its first chunk in the segment.
+        chunks: The number of its chunks.
+    """
 
     file: InputFile
     sha256: str
@@ -43,20 +50,21 @@ class KeptFile:
 
 @dataclass(frozen=True, slots=True)
 class KeptSegment:
-    """A segment of the rows: where its files are, their digests, and which input files its rows are of."""
+    """A segment: the name of its folder, the digests of its files, and the input files of its rows."""
 
     folder: str
     digests: Mapping[str, Digest]
     files: tuple[KeptFile, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the segment as a JSON object."""
         files = [asdict(one) | {"file": one.file.to_json()} for one in self.files]
         digests = {name: asdict(digest) for name, digest in self.digests.items()}
         return {"folder": self.folder, "digests": digests, "files": files}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> KeptSegment:
-        """Raises KeyError, TypeError, AttributeError for what is no segment."""
+        """Return the segment in a JSON object. Raises KeyError, TypeError, AttributeError for a damaged one."""
         files = tuple(KeptFile(**one | {"file": InputFile(**one["file"])}) for one in value["files"])
         digests = {name: Digest(**one) for name, one in value["digests"].items()}
         return cls(str(value["folder"]), digests, files)
@@ -64,8 +72,7 @@ class KeptSegment:
 
 @dataclass(frozen=True, slots=True)
 class KeptMarker:
-    """The contents of the marker. `identity` says of which settings the rows are. The rows of the segments follow one
-    another."""
+    """The contents of the marker: a hash of everything that determines the rows, and the segments in row order."""
 
     identity: str
     segments: tuple[KeptSegment, ...]
@@ -76,6 +83,7 @@ class KeptMarker:
         return tuple(one.folder for one in self.segments)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the marker as a JSON object."""
         return {
             "format": KEPT_FORMAT,
             "identity": self.identity,
@@ -84,8 +92,12 @@ class KeptMarker:
 
 
 def read_marker(kept: Path) -> KeptMarker | None:
-    """Return the marker; None: nothing is kept, or by another version. Raises ValueError for a damaged marker,
-    OSError."""
+    """Return the marker, or None if nothing is kept or another version wrote it.
+
+    Raises:
+        ValueError: The marker is damaged.
+        OSError: It cannot be read.
+    """
     try:
         value = json.loads((kept / MARKER).read_bytes())
         if value["format"] != KEPT_FORMAT:
@@ -95,14 +107,23 @@ def read_marker(kept: Path) -> KeptMarker | None:
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it is not as it was written ({error!r})") from error
+        raise ValueError(f"it has changed since it was written ({error!r})") from error
 
 
 @contextmanager
 def open_segment(kept: Path, segment: KeptSegment, *, fresh: bool = False) -> Iterator[dict[str, int]]:
-    """Open the files of a segment, and check that each is as it was written; within the block they can be read, by
-    name. Raises ValueError for one that is not, OSError, StorageError. `fresh`: no digest that was computed before
-    counts."""
+    """Open the files of a segment and check their digests. Yields file descriptors by file name.
+
+    Args:
+        kept: The folder of the kept index.
+        segment: The segment.
+        fresh: Compute all digests again.
+
+    Raises:
+        ValueError: A file is damaged or was replaced.
+        OSError: A file cannot be opened.
+        StorageError: A digest cannot be computed.
+    """
     folder, held = kept / segment.folder, dict[str, int]()
     try:
         for name in NAMES:
@@ -110,9 +131,9 @@ def open_segment(kept: Path, segment: KeptSegment, *, fresh: bool = False) -> It
         with file_digests(folder, fresh=fresh) as found:
             for name in NAMES:
                 if found.of(folder / name) != segment.digests[name].sha256:
-                    raise ValueError(f"{folder / name}: its sha256 is not the recorded one")
+                    raise ValueError(f"{folder / name}: its sha256 differs from the recorded one")
                 if not os.path.samestat(os.fstat(held[name]), os.stat(folder / name)):
-                    raise ValueError(f"{folder / name}: it was replaced at this moment")
+                    raise ValueError(f"{folder / name}: it was replaced while it was opened")
         yield held
     finally:
         for file in held.values():
@@ -125,7 +146,7 @@ def read_open_file(file: int) -> bytes:
 
 
 def new_folder(kept: Path, ops: FileOps) -> Path:
-    """Make a folder for the files of a new segment. Raises StorageError."""
+    """Create a folder for a new segment. Raises StorageError."""
     folder = kept / uuid.uuid4().hex
     with storage(folder, "create"):
         ops.mkdir(kept, 0o700)
@@ -134,15 +155,17 @@ def new_folder(kept: Path, ops: FileOps) -> Path:
 
 
 def replace_marker(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
-    """Make these segments the job's kept index, and remove those of the one before that are not among them. Runs of
-    the job that end at the same time do so one after another: where another one has removed a segment, its index
-    stays. Raises StorageError."""
+    """Replace the job's kept index with these segments, and remove segments that are no longer used.
+
+    Runs of the job that end at the same time do this in turn. If another run has removed any of these segments, its
+    index stays, and the new segments are removed. Raises StorageError.
+    """
     with storage(kept, "create"):
         ops.mkdir(kept, 0o700)  # an input without rows has no segment
     with lock_marker(kept):
         try:
             before = read_marker(kept)
-        except (ValueError, OSError):  # damaged: its files are found as those of killed runs are
+        except (ValueError, OSError):  # damaged; remove_strays removes its files later
             before = None
         there = set() if before is None else {*before.folders}
         if all((kept / folder).is_dir() for folder in marker.folders):
@@ -157,7 +180,7 @@ def replace_marker(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
 
 @contextmanager
 def lock_marker(kept: Path) -> Iterator[None]:
-    """Hold back others that replace the marker: each reads the one before, and all write it by one temporary name."""
+    """Lock the marker. Writers read it first, and all use the same temporary name."""
     with storage(kept, "lock"):
         fd = os.open(kept, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -172,7 +195,7 @@ def lock_marker(kept: Path) -> Iterator[None]:
 
 
 def remove_strays(kept: Path, ops: FileOps) -> None:
-    """Remove the files of killed runs. Nobody else may be writing such files now. Raises StorageError."""
+    """Remove files of killed runs. No other process may be writing a kept index. Raises StorageError."""
     if not kept.is_dir():
         return
     try:
@@ -194,10 +217,10 @@ def _remove(entry: Path, ops: FileOps) -> None:
 
 
 def last_kept(kept: Path) -> float | None:
-    """Return when something was last kept, in Unix time; None: never."""
+    """Return when the kept index was last written, in Unix time, or None if there is none."""
     try:
         return (kept / MARKER).stat().st_mtime
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StorageError(f"{kept / MARKER}: cannot be looked at: {error}") from error
+        raise StorageError(f"{kept / MARKER}: cannot be read: {error}") from error

@@ -1,13 +1,13 @@
-"""PendingSegments of a kept index that are taken over whole: with them lies what became of their rows once published.
+"""Finished segments: segments of the kept index whose rows have been published, so they can be reused whole.
 
     .batchinfer-res/kept/whole.json               the marker, written last
-    .batchinfer-res/kept/<segment>/index-*        the parts of the index that have its rows, and no others
-    .batchinfer-res/kept/<segment>/carried-*      those with the columns that they carry
-    .batchinfer-res/kept/<segment>/places.bin     where in the store each row's answer stands
-    .batchinfer-res/kept/<segment>/failed.bin     the rows whose answer is an error, and their keys
+    .batchinfer-res/kept/<segment>/index-*        the parts of the index with exactly these rows
+    .batchinfer-res/kept/<segment>/carried-*      the passthrough parts with exactly these rows
+    .batchinfer-res/kept/<segment>/places.bin     the position of each row's answer in the store
+    .batchinfer-res/kept/<segment>/failed.bin     the rows whose answer is an error, with their keys
 
-What becomes of a row depends on the rows before it, so a segment counts behind the same segments only. It counts as
-long as the store has all parts that its answers stand in: a part has its name once and for all, and never changes.
+The results of a row depend on the rows before it, so a segment is only valid after the same segments. It is valid as
+long as the store has all parts with its answers: the name of a part is never used again, and a part never changes.
 """
 
 from __future__ import annotations
@@ -30,17 +30,23 @@ FORMAT = 1
 POSITIONS, FAILED = "places.bin", "failed.bin"
 POSITION_TYPE = np.dtype("<i8")
 FAILED_TYPE = np.dtype([("row", "<i8"), ("key", "V32")])
-_COPIED = 1 << 20  # bytes at once
+_COPIED = 1 << 20  # bytes per read or write
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedSegment:
-    """A segment is whole once it is known what became of its rows. `before`: the segment that they stand behind, ""
-    for the first one.
+    """The record of a finished segment.
 
-    `files` are those of its folder, with their digests, in the order of the rows. The numbers of parts in its places
-    are those of `store`, all of which it uses. `errors` are the rows that never became requests, `failed` those whose
-    answer is an error, both with how many of them are retryable. `distinct`: keys of the job's rows up to its last one.
+    Args:
+        folder: The name of its folder.
+        before: The folder of the segment before it, "" for the first segment.
+        rows: Number of rows.
+        distinct: Number of different keys among all rows up to the last row of the segment.
+        errors: Number of error rows that never became requests, and how many of them are retryable.
+        failed: Number of rows whose answer is an error, and how many of them are retryable.
+        store: The names of the parts of the store with its answers. Positions refer to parts by their number in this
+            list.
+        files: The digests of the files in its folder, in row order.
     """
 
     folder: str
@@ -53,11 +59,12 @@ class FinishedSegment:
     files: Mapping[str, Digest]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> FinishedSegment:
-        """Raises KeyError, TypeError, ValueError for what is none."""
+        """Return the record in a JSON object. Raises KeyError, TypeError, ValueError for a damaged one."""
         errors, retryable = value["errors"]
         failed, again = value["failed"]
         counts = {"errors": (int(errors), int(retryable)), "failed": (int(failed), int(again))}
@@ -65,34 +72,40 @@ class FinishedSegment:
         return cls(**{**value, **counts, "store": tuple(value["store"]), "files": files})
 
     def parts(self, kind: str) -> list[str]:
-        """Return the names of its parts of the index, or of what is carried, in the order of the rows."""
+        """Return the names of its index parts or passthrough parts (`kind` is INDEX or CARRIED), in row order."""
         return sorted(name for name in self.files if name.startswith(f"{kind}-"))
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedMarker:
-    """The contents of the marker. `identity` says of which settings the rows are; `seen` are the parts that the store
-    had."""
+    """The contents of the marker.
+
+    Args:
+        identity: A hash of everything that determines the rows.
+        segments: The finished segments, in row order.
+        seen: The names of all parts that the store had.
+    """
 
     identity: str
     segments: tuple[FinishedSegment, ...]
     seen: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
+        """Return the marker as a JSON object with a digest."""
         segments = [one.to_json() for one in self.segments]
         value = {"format": FORMAT, "identity": self.identity, "stretches": segments, "seen": self.seen}
         return value | {"sha256": _digest(value)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> FinishedMarker:
-        """Raises KeyError, TypeError, ValueError for what is none."""
+        """Return the marker in a JSON object. Raises KeyError, TypeError, ValueError for a damaged one."""
         if value.pop("sha256") != _digest(value):
-            raise ValueError("it is not as it was written")
+            raise ValueError("it has changed since it was written")
         segments = tuple(FinishedSegment.from_json(one) for one in value["stretches"])
         return cls(value["identity"], segments, tuple(value["seen"]))
 
     def leading(self, folders: Sequence[str]) -> list[FinishedSegment]:
-        """Return what is known of the first of these segments, up to one of which nothing is."""
+        """Return the records of these segments, up to the first segment without a record."""
         known, found, before = {one.folder: one for one in self.segments}, list[FinishedSegment](), ""
         for folder in folders:
             one = known.get(folder)
@@ -108,26 +121,40 @@ def _digest(value: Mapping[str, Any]) -> str:
 
 
 def read_finished(kept: Path) -> FinishedMarker | None:
-    """Return the marker; None: there is none, or of another version. Raises ValueError for a damaged one, OSError."""
+    """Return the marker, or None if there is none or another version wrote it.
+
+    Raises:
+        ValueError: The marker is damaged.
+        OSError: It cannot be read.
+    """
     try:
         value = json.loads((kept / FINISHED).read_bytes())
         return FinishedMarker.from_json(value) if value["format"] == FORMAT else None
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it is not as it was written ({error!r})") from error
+        raise ValueError(f"it has changed since it was written ({error!r})") from error
 
 
 def is_still_valid(segment: FinishedSegment, seen: Collection[str], parts: Collection[str]) -> bool:
-    """Whether a store with these parts has all answers of a segment, and none came before them since the store had the
-    parts that were `seen`. Parts are ordered by their names."""
+    """Return True if a store has the same answers for a segment as before.
+
+    Args:
+        segment: The segment.
+        seen: The names of the parts of the store when the segment was recorded.
+        parts: The names of the parts now. A new part must come after all parts of the segment in name order, since
+            answers of earlier parts take precedence.
+    """
     there, last = set(parts), max(segment.store, default="")
     return there.issuperset(segment.store) and all(name > last for name in there.difference(seen))
 
 
 def write_finished(kept: Path, marker: FinishedMarker, ops: FileOps) -> bool:
-    """Write the marker, where the kept index still begins with these segments: another run may have replaced it.
-    Raises StorageError."""
+    """Write the marker, unless another run has replaced the kept index. Return True if it was written.
+
+    Raises:
+        StorageError: The marker cannot be written.
+    """
     with lock_marker(kept):
         try:
             there = read_marker(kept)
@@ -141,8 +168,11 @@ def write_finished(kept: Path, marker: FinishedMarker, ops: FileOps) -> bool:
 
 
 def reuse_file(kept: Path, segment: FinishedSegment, name: str, target: Path, ops: FileOps) -> None:
-    """Give a file of a segment a second name, where nobody removes it meanwhile; on file systems without such names,
-    copy it. Raises StorageError where it is not as it was written, or gone."""
+    """Link a file of a segment to `target`, where other runs do not remove it, or copy it if links are unsupported.
+
+    Raises:
+        StorageError: The file is damaged or missing.
+    """
     source = kept / segment.folder / name
     with storage(source, "take over"):
         try:
@@ -150,12 +180,14 @@ def reuse_file(kept: Path, segment: FinishedSegment, name: str, target: Path, op
         except OSError:
             copy_file(source, target, ops)
     if sha256_of(target) != segment.files[name].sha256:
-        raise StorageError(f"{source}: its sha256 is not the recorded one")
+        raise StorageError(f"{source}: its sha256 differs from the recorded one")
 
 
 def link_file(source: Path, target: Path, ops: FileOps) -> Digest:
-    """Give a file that never changes a second name; on file systems without such names, copy it durably. The name is
-    durable once the folder's is that has it. Raises StorageError."""
+    """Link an immutable file to `target`, or copy it durably if links are unsupported.
+
+    The link is durable once the folder of `target` is synced. Raises StorageError.
+    """
     with storage(source, "keep"):
         try:
             ops.link(source, target)
@@ -166,7 +198,7 @@ def link_file(source: Path, target: Path, ops: FileOps) -> Digest:
 
 
 def copy_file(source: Path, target: Path, ops: FileOps) -> Digest:
-    """Copy a file durably. Raises StorageError, OSError where it cannot be read."""
+    """Copy a file durably. Raises StorageError, or OSError if it cannot be read."""
     file = DurableFile(target, ops)
     try:
         with source.open("rb") as data:
@@ -190,6 +222,6 @@ def write_numbers(path: Path, numbers: NDArray[Any], ops: FileOps) -> Digest:
 
 
 def read_numbers(path: Path, kind: Any) -> NDArray[Any]:
-    """Return an array of numbers that was written so. Raises StorageError."""
+    """Return an array from `write_numbers`. Raises StorageError."""
     with storage(path, "read"):
         return np.fromfile(path, kind)

@@ -1,6 +1,6 @@
-"""A kept index is made of segments: a run may take over some of them, and writes others.
+"""Cuts a kept index into segments, so a run can reuse some of them and write others.
 
-They are cut at the ends of input files, so that a changed file leaves those before it as they are.
+Cuts are between input files: a changed file does not affect the segments before it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from batchinfer.input.input_file import InputFile
 from batchinfer.store.kept.facts import SegmentFacts
 from batchinfer.store.kept.files import KeptSegment
 
-_OF_A_RUN = 16  # segments that a run writes at most
-_BYTES = 8 << 20  # of input that a segment has at least
-_MOST = 24  # that are kept: as many nights as add a small file are cheap, and one of them puts such files together
+_OF_A_RUN = 16  # maximum segments that a run writes
+_BYTES = 8 << 20  # minimum input bytes per segment
+# Maximum segments of a kept index. With one small new file per run, every 24th run merges small segments
+_MOST = 24
 
 
 class SegmentCuts:
-    """Says before which input files of a run another segment begins."""
+    """Decides which input files of a run start a new segment."""
 
     def __init__(self, size: int) -> None:
-        """size: of all files."""
+        """Prepare the cuts of input files with this total size in bytes."""
         self._least = max(_BYTES, size // _OF_A_RUN)
         self._held = 0
 
     def before(self, size: int) -> bool:
-        """Whether a segment begins with the next file, which has this size."""
+        """Return True if the next file, with this size in bytes, starts a new segment."""
         cuts = self._held >= self._least
         self._held = size if cuts else self._held + size
         return cuts
@@ -34,7 +35,7 @@ class SegmentCuts:
 def count_unchanged(
     segments: Sequence[KeptSegment], facts: Sequence[SegmentFacts], files: Sequence[InputFile]
 ) -> int:
-    """Return of how many segments, from the first one on, the files are the first of these, and none has changed."""
+    """Return the number of segments, from the first one on, whose input files are unchanged and still come first."""
     at = 0
     for number, (segment, known) in enumerate(zip(segments, facts, strict=True)):
         own = [one.file for one in segment.files]
@@ -46,8 +47,15 @@ def count_unchanged(
 
 
 def count_reused(sizes: Sequence[int], rest: int) -> int:
-    """Return how many of the segments with these sizes are taken over, where `rest` bytes are behind them. Where they
-    become too many, the last ones join the rows behind them, as far as these are not much more."""
+    """Return the number of segments to reuse, from the first one on.
+
+    If there would be too many segments, the last ones are read again together with the new files, unless they are much
+    larger.
+
+    Args:
+        sizes: The input bytes of the unchanged segments.
+        rest: The input bytes after them.
+    """
     taken = len(sizes)
     if taken < _MOST:
         return taken

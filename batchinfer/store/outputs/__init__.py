@@ -1,1 +1,1 @@
-"""The kinds of answers: one file each, and their registry."""
+"""The kinds of answers, one module each, and their registry."""

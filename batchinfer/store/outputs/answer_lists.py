@@ -1,4 +1,4 @@
-"""Several answers to a row become one row of a result, which has lists of what they are."""
+"""Combines several answers to a row into one row of a result, with lists as columns."""
 
 from __future__ import annotations
 
@@ -13,19 +13,26 @@ from batchinfer.store.columns.prompt_logprob_column import PROMPT_COLUMN
 from batchinfer.store.outputs.frame import HEAD, TAIL
 
 _STATUS = "status"
-_ERRORS = tuple(name for name, _ in TAIL)  # of the first answer that failed
-_OF_PROMPT = (PROMPT_COLUMN,)  # of the first answer that has them: all have the same prompt
-_OF_ROW = (*(name for name, _ in HEAD), "prompt_tokens", *_ERRORS, *_OF_PROMPT)  # no lists
+_ERRORS = tuple(name for name, _ in TAIL)  # taken from the first failed answer
+_OF_PROMPT = (PROMPT_COLUMN,)  # taken from the first answer that has it; all have the same prompt
+_OF_ROW = (*(name for name, _ in HEAD), "prompt_tokens", *_ERRORS, *_OF_PROMPT)  # columns without lists
 
 
-def listed_fields(fields: Sequence[pa.Field]) -> list[pa.Field]:
-    """Return the columns of rows with lists of answers, of those of rows with an answer each."""
+def list_fields(fields: Sequence[pa.Field]) -> list[pa.Field]:
+    """Return the columns of rows with lists, given the columns of rows with one answer each."""
     return [one if one.name in _OF_ROW else pa.field(one.name, pa.list_(one.type)) for one in fields]
 
 
-def in_lists(table: pa.Table, answers: int, carried: Collection[str]) -> pa.Table:
-    """Put `answers` rows of the table at a time, which are of one row of the input, into one, in their order. A row is
-    ok where any of its answers is; its error is that of the first that failed. carried: columns of the input."""
+def group_into_lists(table: pa.Table, answers: int, carried: Collection[str]) -> pa.Table:
+    """Combine each `answers` consecutive rows, which belong to one input row, into a row with lists.
+
+    A row is ok if any of its answers is. Otherwise it has the error of the first failed answer.
+
+    Args:
+        table: Rows with one answer each.
+        answers: Number of answers per input row.
+        carried: Columns of the input, which are not combined.
+    """
     firsts = np.arange(0, table.num_rows, answers, dtype=np.int64)
     failed = pc.equal(table.column(_STATUS), "error").to_numpy(zero_copy_only=False).reshape(-1, answers)
     columns: dict[str, pa.Array | pa.ChunkedArray] = {}
@@ -46,7 +53,7 @@ def in_lists(table: pa.Table, answers: int, carried: Collection[str]) -> pa.Tabl
 
 
 def _first(firsts: NDArray[np.int64], marks: NDArray[np.bool_]) -> pa.Array:
-    """Return for each row the place of its first answer that is marked; null where none is."""
+    """Return the index of the first marked answer of each row, or null without one."""
     return pa.array(firsts + marks.argmax(axis=1), mask=~marks.any(axis=1))
 
 

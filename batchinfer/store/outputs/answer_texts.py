@@ -1,4 +1,4 @@
-"""The texts of stored answers: what of them is read as the answer, as reasoning, and as calls of tools."""
+"""Splits the texts of stored answers into answer, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from batchinfer.core.reasoning import UNSAID, Reasoning
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.index.index import OPENING, TOOLS
-from batchinfer.store.outputs.call_column import Calling, call_column, told_calls
+from batchinfer.store.outputs.call_column import CallingAnswer, call_column, split_calls
 from batchinfer.store.outputs.frame import Frame
-from batchinfer.store.outputs.reasoning_columns import SplitAnswer, StoredAnswer, told_apart
+from batchinfer.store.outputs.reasoning_columns import SplitAnswer, StoredAnswer, split_reasoning
 
 _ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerTexts:
-    """The texts of answers, and the columns of their reasoning and their calls where the result has them."""
+    """The texts of answers, and the columns of reasoning and tool calls if the result has them."""
 
     generated: pa.Array
     reasoning: tuple[pa.Array, ...] = ()
@@ -32,15 +32,27 @@ class AnswerTexts:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
-    """Reads stored answers. `reasoning`, `style`: how they mark reasoning, and write calls; None: in no way."""
+    """Reads the texts of stored answers.
+
+    Args:
+        reasoning: How answers mark reasoning, or None.
+        style: How answers write tool calls, or None.
+        detokenizer: Converts tokens to text.
+    """
 
     reasoning: Reasoning | None
     style: CallStyle | None
     detokenizer: Detokenizer
 
     def texts(self, rows: pa.Table, matched: pa.Table, frame: Frame, told: NDArray[np.bool_]) -> AnswerTexts:
-        """Return the texts of all rows of `told`, null elsewhere. `rows`: of the index; `matched`: the completion of
-        each."""
+        """Return the texts of the rows marked in `told`, and null elsewhere.
+
+        Args:
+            rows: Rows of the index.
+            matched: The completion of each row.
+            frame: The common columns of these rows.
+            told: A boolean per row.
+        """
         if self.reasoning is None and self.style is None:
             return AnswerTexts(_texts(matched, told, self.detokenizer))
         places = pa.array(np.flatnonzero(told))
@@ -54,8 +66,8 @@ class AnswerReader:
         else:
             answered = frame.answered.to_numpy()[told]
             tools = [rows.column(name).take(places).to_pylist() for name in ("key", TOOLS.name)]
-            calling = [Calling(*one) for one in zip(answers, *tools, answered.tolist(), strict=True)]
-            split, found = told_calls(calling, self.style, self._split, self.detokenizer)
+            calling = [CallingAnswer(*one) for one in zip(answers, *tools, answered.tolist(), strict=True)]
+            split, found = split_calls(calling, self.style, self._split, self.detokenizer)
             calls = call_column(calling, found, self.style).take(where)
         return self._columns(split, where, frame, calls)
 
@@ -65,7 +77,7 @@ class AnswerReader:
         none = self.reasoning is None
         openings = [UNSAID] * len(places) if none else rows.column(OPENING.name).take(places).to_pylist()
         return [
-            # a stop string, which limits the text, ends an answer within tokens of the text
+            # If a stop string ended the answer (limit is set), the last token is part of the text
             StoredAnswer(ids or [], limit, opening, reason == "stop" and limit is None)
             for ids, limit, reason, opening in zip(*given, openings, strict=True)
         ]
@@ -73,10 +85,10 @@ class AnswerReader:
     def _split(
         self, answers: Sequence[StoredAnswer], detokenizer: Detokenizer | None = None
     ) -> list[SplitAnswer]:
-        """Tell answers from their reasoning. `detokenizer`: another one than the usual."""
+        """Split answers into reasoning and answer. `detokenizer` replaces the default one."""
         detokenizer = detokenizer or self.detokenizer
         if self.reasoning is not None:
-            return told_apart(answers, self.reasoning, detokenizer)
+            return split_reasoning(answers, self.reasoning, detokenizer)
         texts = detokenizer.decode_batch([one.ids for one in answers])
         return [SplitAnswer(text[: one.limit], None, 0) for text, one in zip(texts, answers, strict=True)]
 
@@ -93,8 +105,7 @@ class AnswerReader:
 
 
 def _texts(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:
-    """Return the text of every answered row, cut where a stop string ended it; null elsewhere. Equal answers are
-    decoded once."""
+    """Return the text of each answered row, up to its limit, and null elsewhere. Equal answers are decoded once."""
     places = np.flatnonzero(answered)
     chosen = matched.select(["token_ids", "text_length"]).take(pa.array(places)).combine_chunks()
     texts: list[str] = []
@@ -111,7 +122,7 @@ def _texts(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokeni
 
 
 def _distinct(column: pa.ListArray) -> tuple[list[Sequence[int]], NDArray[np.int32]]:
-    """Return the different lists of token ids, and the number of each row's list."""
+    """Return the distinct lists of token ids, and the number of each row's list among them."""
     ids = column.values
     ends = (column.offsets.to_numpy().astype(np.int64) + ids.offset) * _ID_BYTES
     as_bytes = pa.LargeBinaryArray.from_buffers(

@@ -1,4 +1,4 @@
-"""The best answers to a row, which are published where more were computed, are those whose tokens are the likeliest."""
+"""Chooses the samples with the most likely tokens, if not all samples are published."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ Marks = NDArray[np.bool_]
 
 
 def published_rows(best: BestOf | None, rows: int) -> int:
-    """Return how many rows of a result so many rows of its index become, which are whole rows of the input."""
+    """Return the number of result rows for this number of index rows. Both belong to complete input rows."""
     return rows if best is None else rows // best.computed * best.rows
 
 
 def indexed_rows(best: BestOf | None, rows: int) -> int:
-    """Return of how many rows of the index so many rows of the result are made: a multiple of what a row has."""
+    """Return the number of index rows for this number of result rows, which must belong to complete input rows."""
     return rows if best is None else rows // best.rows * best.computed
 
 
 def best_samples(best: BestOf, table: pa.Table, matched: pa.Table) -> Marks:
-    """Mark the rows that are published, of whole rows of the input: the answers with the highest mean log-probability
-    of their tokens, of equal ones the first, and errors only where there are too few answers.
+    """Return a boolean per row: True if it is published.
 
-    table: the rows of the result; matched: the completion of each.
+    The samples with the highest mean log-probability per token are chosen, and the first ones if they are equal. Errors
+    are only chosen if there are too few answers.
+
+    Args:
+        best: How many samples are computed and published.
+        table: The rows of the result, with all samples of each input row.
+        matched: The completion of each row.
     """
     likely = np.where(pc.equal(table.column("status"), "ok").to_numpy(), _means(matched), -np.inf)
     order = np.argsort(-likely.reshape(-1, best.computed), axis=1, kind="stable")
@@ -39,8 +44,11 @@ def best_samples(best: BestOf, table: pa.Table, matched: pa.Table) -> Marks:
 
 
 def _means(matched: pa.Table) -> NDArray[np.float64]:
-    """Return the mean log-probability of each answer's tokens; the least number where it has none, or one is no number.
-    Each is added up by itself: it does not depend on its neighbours."""
+    """Return the mean log-probability of each answer's tokens.
+
+    It is the smallest float for an answer without tokens, or with a value that is not a number. Each mean is computed
+    separately, so it does not depend on neighbouring rows.
+    """
     column = matched.column("logprobs").combine_chunks()
     lists = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
     ends, values = lists.offsets.to_numpy(), lists.values.to_numpy(zero_copy_only=False).astype(np.float64)

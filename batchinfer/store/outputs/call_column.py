@@ -1,4 +1,4 @@
-"""The calls of tools in answers, as a column of a result."""
+"""The column of tool calls in a result."""
 
 from __future__ import annotations
 
@@ -22,33 +22,50 @@ CALLS_FIELD = pa.field(
 # Mistral's templates print an id only if it has 9 letters and digits
 _ID_LENGTHS = {"mistral": 9}
 _PREFIX, _LENGTH = "call_", 24
-Splitting = Callable[[Sequence[StoredAnswer], Detokenizer | None], list[SplitAnswer]]
+SplitFunction = Callable[[Sequence[StoredAnswer], Detokenizer | None], list[SplitAnswer]]
 
 
-class Calling(NamedTuple):
-    """An answer that may call tools. `tools`: those of its row as `known_tools` writes them; None: it has none.
-    `whole`: whether it is an answer, and not what is left of one that failed."""
+class CallingAnswer(NamedTuple):
+    """An answer that may call tools.
+
+    Args:
+        answer: The stored answer.
+        key: Its work key.
+        tools: The tools of its row, as JSON written by `known_tools`. None: it has no tools.
+        answered: False if it is the text of a failed answer.
+    """
 
     answer: StoredAnswer
     key: bytes
     tools: str | None
-    whole: bool
+    answered: bool
 
     @property
     def known(self) -> KnownTools | None:
+        """Return the tools of the row."""
         return None if self.tools is None else KnownTools.of(self.tools)
 
 
-def told_calls(
-    answers: Sequence[Calling], style: CallStyle, split: Splitting, detokenizer: Detokenizer
+def split_calls(
+    answers: Sequence[CallingAnswer], style: CallStyle, split: SplitFunction, detokenizer: Detokenizer
 ) -> tuple[list[SplitAnswer], list[list[Call]]]:
-    """Return answers without the calls that they make, and these calls. `split`: tells answers from reasoning."""
-    may = [number for number, one in enumerate(answers) if one.whole and (one.tools or style.of_all)]
+    """Split calls from answers.
+
+    Args:
+        answers: The answers.
+        style: How calls are written.
+        split: Splits answers into reasoning and answer.
+        detokenizer: Converts tokens to text.
+
+    Returns:
+        The answers without calls, and the calls of each answer.
+    """
+    may = [number for number, one in enumerate(answers) if one.answered and (one.tools or style.of_all)]
     if style.name == HARMONY:
-        return _of_messages(answers, may, style, split, detokenizer)
+        return _split_messages(answers, may, style, split, detokenizer)
     told = split([one.answer for one in answers], None)
     calls: list[list[Call]] = [[] for _ in answers]
-    shown = _shown(answers, may, style, split, detokenizer)
+    shown = _texts_with_tokens(answers, may, style, split, detokenizer)
     for number in may:
         text = shown.get(number, told[number].text)
         found = None if text is None else FORMATS[style.name](text, answers[number].known)
@@ -58,15 +75,18 @@ def told_calls(
     return told, calls
 
 
-def _of_messages(
-    answers: Sequence[Calling],
+def _split_messages(
+    answers: Sequence[CallingAnswer],
     may: Sequence[int],
     style: CallStyle,
-    split: Splitting,
+    split: SplitFunction,
     detokenizer: Detokenizer,
 ) -> tuple[list[SplitAnswer], list[list[Call]]]:
-    """Tell calls that are messages of their own, before the others are told apart. A stop string counts the characters
-    of all messages, and may have cut the call: such an answer is left as it is."""
+    """Split calls that are separate messages from answers, before reasoning is split off.
+
+    An answer that a stop string ended is not changed: its limit counts the characters of all messages, and the call may
+    be cut off.
+    """
     stored = [one.answer for one in answers]
     calls: list[list[Call]] = [[] for _ in answers]
     may = [number for number in may if stored[number].limit is None]
@@ -80,41 +100,46 @@ def _of_messages(
     return told, calls
 
 
-def _shown(
-    answers: Sequence[Calling],
+def _texts_with_tokens(
+    answers: Sequence[CallingAnswer],
     may: Sequence[int],
     style: CallStyle,
-    split: Splitting,
+    split: SplitFunction,
     detokenizer: Detokenizer,
 ) -> dict[int, str | None]:
-    """Return the texts of answers with the special tokens that belong to calls, where there are any."""
+    """Return the texts of answers that have special tokens of calls, with these tokens, by number of the answer."""
     tokens = frozenset(token for token, _ in style.shown)
     numbers = [number for number in may if not tokens.isdisjoint(answers[number].answer.ids)]
     if not numbers:
         return {}
-    showing = _Showing(detokenizer, tokens)
+    showing = _ShowingDetokenizer(detokenizer, tokens)
     found = split(showing.limited([answers[number].answer for number in numbers]), showing)
     return {number: one.text for number, one in zip(numbers, found, strict=True)}
 
 
-class _Showing:
-    """A detokenizer that shows these special tokens."""
+class _ShowingDetokenizer:
+    """A detokenizer that keeps some special tokens in texts."""
 
     def __init__(self, detokenizer: Detokenizer, shown: frozenset[int]) -> None:
         self._usual, self._shown = detokenizer, shown
 
     def decode_batch(self, rows: list[Sequence[int]]) -> list[str]:
+        """Return the text of each row with these tokens."""
         return self._usual.decode_shown(rows, self._shown)
 
     def decode_shown(self, rows: list[Sequence[int]], shown: frozenset[int]) -> list[str]:
+        """Return the text of each row with these tokens and those in `shown`."""
         return self._usual.decode_shown(rows, self._shown | shown)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token."""
         return self._usual.token_texts(ids)
 
     def limited(self, answers: Sequence[StoredAnswer]) -> list[StoredAnswer]:
-        """Return answers whose limits count the characters of these tokens, too. A stop string ends an answer within
-        its last tokens, which are text."""
+        """Return the answers with limits that count the characters of these tokens, too.
+
+        A stop string ends an answer within its last tokens, which are ordinary text.
+        """
         cut = [number for number, one in enumerate(answers) if one.limit is not None]
         ids: list[Sequence[int]] = [answers[number].ids for number in cut]
         texts = zip(self._usual.decode_batch(ids), self.decode_batch(ids), strict=True)
@@ -126,19 +151,21 @@ class _Showing:
 
 
 def _without_tokens(found: FoundCalls, style: CallStyle) -> str | None:
-    """Return what is left of an answer without special tokens, as every other answer is."""
+    """Return the remaining text of an answer without special tokens, or None if it is empty."""
     text = found.text or ""
     for _, shown in style.shown:
         text = text.replace(shown, "")
     return text.strip() or None
 
 
-def call_column(answers: Sequence[Calling], calls: Sequence[Sequence[Call]], style: CallStyle) -> pa.Array:
-    """Return the column: null for what is no answer, and an empty list for an answer without calls."""
+def call_column(
+    answers: Sequence[CallingAnswer], calls: Sequence[Sequence[Call]], style: CallStyle
+) -> pa.Array:
+    """Return the column of calls: null for a failed answer, and an empty list for an answer without calls."""
     return pa.array(
         [
             [{"id": _id(one.key, at, style), **call._asdict()} for at, call in enumerate(made)]
-            if one.whole
+            if one.answered
             else None
             for one, made in zip(answers, calls, strict=True)
         ],
@@ -147,14 +174,14 @@ def call_column(answers: Sequence[Calling], calls: Sequence[Sequence[Call]], sty
 
 
 def _id(key: bytes, number: int, style: CallStyle) -> str:
-    """Return the id of a call: of the same work it is always the same."""
+    """Return the id of a call. Equal work gives equal ids."""
     digest = hashlib.sha256(key + f"call {number}".encode()).hexdigest()
     length = _ID_LENGTHS.get(style.name)
     return digest[:length] if length is not None else _PREFIX + digest[:_LENGTH]
 
 
 def openai_calls(calls: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return calls as OpenAI's API has them."""
+    """Return calls in the format of OpenAI's API."""
     return [
         {
             "id": one["id"],

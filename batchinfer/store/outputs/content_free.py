@@ -1,4 +1,4 @@
-"""The answer to a prompt without content, by which the labels of a job are calibrated."""
+"""Reads the answer to the prompt without content, which calibrates the labels of a job."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from batchinfer.store.outputs.scores import STORED
 
 
 def calibrated_scoring(scoring: Scoring, answer: tuple[Path, int] | None) -> Scoring:
-    """Return the scoring with the prior that the answer to the prompt without content gives.
+    """Return the scoring with the prior from the answer to the prompt without content.
 
-    answer: the part of the store in which it stands, and its row there. Raises BatchInferError where there is none, or
-    it is an error, and StorageError.
+    Args:
+        scoring: The scoring.
+        answer: The part of the store with the answer, and its row there. None: there is no answer.
+
+    Raises:
+        BatchInferError: There is no answer, or it is an error.
+        StorageError: The part cannot be read.
     """
     if answer is None:
         raise BatchInferError(
@@ -31,7 +36,7 @@ def calibrated_scoring(scoring: Scoring, answer: tuple[Path, int] | None) -> Sco
         wanted = {"error_code", "error_message", *STORED.names}
         table = file.read(
             sorted(wanted & {*file.schema_arrow.names})
-        )  # where all are errors there are no scores
+        )  # a part with errors only has no columns of scores
     found: dict[str, Any] = table.slice(row, 1).to_pylist()[0]
     logprobs, _, lengths = (found.get(name) for name in STORED.names)
     if found["error_code"] is not None or logprobs is None:

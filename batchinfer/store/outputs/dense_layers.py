@@ -1,4 +1,4 @@
-"""Linear layers that pooled vectors pass on their way to a result."""
+"""Linear layers that are applied to pooled vectors when a result is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Floats = NDArray[np.float32]
 
 
 def _sigmoid(x: Floats) -> Floats:
-    return np.asarray(0.5 * (np.tanh(0.5 * x) + 1), np.float32)  # which does not overflow
+    return np.asarray(0.5 * (np.tanh(0.5 * x) + 1), np.float32)  # this form does not overflow
 
 
 _ACTIVATIONS: Mapping[DenseActivation, Callable[[Floats], Floats]] = {
@@ -27,9 +27,13 @@ _ACTIVATIONS: Mapping[DenseActivation, Callable[[Floats], Floats]] = {
 }
 
 
-def passed(vectors: Floats, layers: tuple[Dense, ...]) -> Floats:
-    """(n, inputs of the first layer) → (n, outputs of the last). Raises InputMissing, InputCorrupt for a file that is
-    not what it was when the job was set up."""
+def apply_layers(vectors: Floats, layers: tuple[Dense, ...]) -> Floats:
+    """Apply the layers to vectors, (n, inputs of the first layer) → (n, outputs of the last layer).
+
+    Raises:
+        InputMissing: A file of weights cannot be read.
+        InputCorrupt: A file has changed since the job was set up.
+    """
     for layer in layers:
         weight, bias = _weights(layer)
         made = vectors @ weight.T
@@ -38,7 +42,7 @@ def passed(vectors: Floats, layers: tuple[Dense, ...]) -> Floats:
 
 
 def _weights(layer: Dense) -> tuple[Floats, Floats | None]:
-    """Read the weight and the bias, which are small beside a model: once for each batch of rows."""
+    """Read weight and bias. They are small compared to a model, so they are read for each batch of rows."""
     try:
         content = Path(layer.file).read_bytes()
     except OSError as error:
@@ -53,7 +57,7 @@ def _weights(layer: Dense) -> tuple[Floats, Floats | None]:
 
 
 def _floats(content: bytes, layer: Dense, start: int, count: int) -> Floats:
-    if layer.dtype == "BF16":  # the upper halves of float32
+    if layer.dtype == "BF16":  # the upper 16 bits of float32
         halves = np.frombuffer(content, "<u2", count, start)
         return (halves.astype(np.uint32) << 16).view(np.float32)
     kind = "<f4" if layer.dtype == "F32" else "<f2"

@@ -1,4 +1,4 @@
-"""The columns of a result that all kinds of answers have: which row it is, and how it failed."""
+"""The columns that results of all kinds of answers have: the position of the row, and its error."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ TAIL = (
     ("retryable", pa.bool_()),
 )
 
-# Made once: a Python value is looked up in pandas, wherever that may be, each time that it becomes a scalar.
+# Created once: converting a Python value to a scalar checks for pandas each time
 OK, ERROR = pa.scalar("ok"), pa.scalar("error")
 
 
-def framed(*own: pa.Field) -> pa.Schema:
-    """Return a result's schema with the columns of its kind in their place."""
+def frame_schema(*own: pa.Field) -> pa.Schema:
+    """Return a result's schema: the common columns with the columns of a kind in the middle."""
     return pa.schema([*HEAD, *own, *TAIL])
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Rows of the index, and the completion of each, or nulls."""
+    """Rows of the index with their completions, or nulls for rows without one."""
 
     rows: pa.Table
     matched: pa.Table
 
     @cached_property
     def failed(self) -> pa.ChunkedArray:
-        """Tell whether each row is an error row."""
+        """Return a boolean per row: True for an error row."""
         return pc.or_(
             pc.is_valid(self.rows.column("error_code")), pc.is_valid(self.matched.column("error_code"))
         )
 
     @cached_property
     def answered(self) -> pa.ChunkedArray:
-        """Tell whether each row has an answer."""
+        """Return a boolean per row: True if it has an answer."""
         return pc.and_(pc.is_valid(self.matched.column("row_id")), pc.invert(self.failed))
 
     def when_answered(self, values: pa.ChunkedArray) -> pa.ChunkedArray:
-        """Return the values, null where a row has no answer."""
+        """Return the values, and null for rows without an answer."""
         return pc.if_else(self.answered, values, pa.scalar(None, values.type))
 
     def around(self, **own: pa.Array) -> pa.Table:
-        """Return the table of all columns, in order."""
+        """Return a table of the common columns and these columns of the kind of answers, in order."""
         columns = {name: self.rows.column(name) for name in ("row_id", "file", "row_index", "custom_id")}
         columns["status"] = pc.if_else(self.failed, ERROR, OK)
         return pa.table({**columns, **own, **{name: self._either(name) for name, _ in TAIL}})
 
     def _either(self, name: str) -> pa.ChunkedArray:
-        """Return the error of the row, or that of its completion."""
+        """Return a column of the row's error or of its completion's error, or null without an error."""
         both = pc.coalesce(self.rows.column(name), self.matched.column(name))
         return pc.if_else(self.failed, both, pa.scalar(None, both.type))

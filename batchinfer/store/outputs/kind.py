@@ -1,4 +1,4 @@
-"""The protocol of a kind of answers: everything about it that is not the same for all kinds."""
+"""Protocols for kinds of answers: everything that differs between kinds."""
 
 from __future__ import annotations
 
@@ -19,142 +19,158 @@ from batchinfer.store.columns.schema_columns import SchemaColumns
 from batchinfer.store.index.index import AnswerSchema
 
 
-class AskedOutputs(Protocol):
-    """The parts of an index that say what its rows' answers hold."""
+class RequestedOutputs(Protocol):
+    """The parts of an index that determine what its answers contain."""
 
     @property
     def answers(self) -> AnswerSchema | None:
-        """Return the schema of answers; None if the result has no columns of their parts."""
+        """Return the schema of answers, or None if the result has no columns for parts of answers."""
 
     @property
     def logprobs(self) -> int | None:
-        """The most log-probabilities a token that a row asks for; None: the result has no column for them."""
+        """Return the maximum log-probabilities per token of any row, or None if the result has no column for them."""
 
     @property
     def prompt_logprobs(self) -> bool:
-        """Whether the result has a column for log-probabilities of prompts."""
+        """Return True if the result has a column for log-probabilities of prompts."""
 
     @property
     def confidence(self) -> tuple[str, ...] | None:
-        """The texts of which each answer is one; none: the values of its fields count, which its schema lists. None:
-        the result has no column of confidence."""
+        """Return the possible answers, or None if the result has no column of confidence.
+
+        If the tuple is empty, the fields of the schema in `answers` list the possible values.
+        """
 
     @property
     def reasoning(self) -> Reasoning | None:
-        """How answers mark their reasoning; None: the result has no columns for it."""
+        """Return how answers mark reasoning, or None if the result has no columns for it."""
 
     @property
     def tool_calls(self) -> CallStyle | None:
-        """How answers write calls of tools; None: the result has no column for them."""
+        """Return how answers write tool calls, or None if the result has no column for them."""
 
     @property
     def embedding(self) -> Embedding | None:
-        """The vectors that rows ask for; None: none does."""
+        """Return the vectors that rows request, or None if no row requests any."""
 
     @property
     def own_dimensions(self) -> bool:
-        """Whether rows say themselves how many numbers their vectors have."""
+        """Return True if rows may set the length of their vectors."""
 
     @property
     def scoring(self) -> Scoring | None:
-        """Return what is scored behind the rows' prompts; None: nothing is."""
+        """Return the scoring of continuations, or None if answers are not scores of continuations."""
 
     @property
     def pairs(self) -> PairScoring | None:
-        """Return the score of the rows' prompts and documents; None: they have no documents."""
+        """Return the scoring of prompts and documents, or None if there are no documents."""
 
 
 class TokenBytes(Protocol):
-    """The bytes of single tokens, and texts of several, as `batchinfer.input.tokenizer.token_texts` finds them."""
+    """Bytes and texts of tokens, implemented by `batchinfer.input.tokenizer.token_texts`."""
 
     @property
     def specials(self) -> frozenset[int]:
-        """Ids that texts leave out."""
+        """Return the ids of special tokens, which texts leave out."""
 
     def bytes_of(self, token: int) -> bytes:
-        """The UTF-8 bytes of a token, also where they are no whole characters."""
+        """Return the UTF-8 bytes of a token, which may be part of a character."""
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text of a prompt's tokens, special ones left out."""
+        """Return the text of a prompt without special tokens."""
 
 
 class Receiver(Protocol):
-    """Turns what engines give into what is stored, while a job runs."""
+    """Converts the answers of engines to stored completions during a run."""
 
-    def planned(self, requests: Iterable[Request]) -> None:
-        """Expect the answers of these requests."""
+    def expect(self, requests: Iterable[Request]) -> None:
+        """Register requests whose answers will arrive."""
 
-    def received(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Return what is stored of these completions, with an error where an answer is not as it should be."""
+    def receive(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Return the completions to store. An invalid answer becomes an error."""
 
 
 class OutputKind(Protocol):
-    """A kind of answers. Its output is a class with `held_bytes` (`Output`); completions without one are errors."""
+    """A kind of answers.
+
+    Its output is a class with `held_bytes` (`Output`); completions without an output are errors.
+    """
 
     @property
     def name(self) -> str:
-        """The name that work keys and identities have for it. It never changes."""
+        """Return the name in work keys and identities. It never changes."""
 
     @property
     def version(self) -> int:
-        """The version of its columns in a result: another one, and results are published anew."""
+        """Return the version of its columns in a result. If it changes, results are published again."""
 
     @property
     def output(self) -> type[Output]:
-        """The class of its outputs."""
+        """Return the class of its outputs."""
 
     @property
     def stored(self) -> pa.Schema:
-        """The columns that it adds to the parts of a store (see COMPLETION_SCHEMA); only parts that need them have
-        them."""
+        """Return its columns in the store, in addition to COMPLETION_SCHEMA. Parts have them only if needed."""
 
     @property
     def answer(self) -> str:
-        """The column of a result that people read as the answer."""
+        """Return the column of a result with the answer."""
 
     @property
     def probability(self) -> str | None:
-        """The column of a result that says how probable the answer is; None: there is none."""
+        """Return the column of a result with the probability of the answer, or None."""
 
     @property
     def figures(self) -> Mapping[str, str]:
-        """Return what sums up the answers of a result: DuckDB aggregates over its rows with an answer, the table
-        `answered`, by columns of the report's run table."""
+        """Return figures of a result: DuckDB aggregates by column of the report's run table.
+
+        They are computed over the table `answered`, the rows with an answer.
+        """
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
-        """Return what takes the answers of one run. `columns`: those of the job's schema."""
+        """Return the receiver of the answers of a run. `columns` are the columns of the job's schema."""
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return those columns of `stored` that any output needs, null where an output has nothing for one."""
+        """Return the columns of `stored` that any output needs, with null for outputs without a value."""
 
-    def read(self, asked: AskedOutputs) -> pa.Schema:
-        """Return the columns of `stored` that the result of such rows is made of."""
+    def read(self, requested: RequestedOutputs) -> pa.Schema:
+        """Return the columns of `stored` that are needed for a result."""
 
-    def batch_rows(self, asked: AskedOutputs) -> int | None:
-        """Return how many rows of a result are made at a time, where they are large; None: as many as usual."""
+    def batch_rows(self, requested: RequestedOutputs) -> int | None:
+        """Return the number of result rows per batch, or None for the default."""
 
-    def schema(self, asked: AskedOutputs) -> pa.Schema:
-        """Return the columns of a result, in order, without those that the job passes through."""
+    def schema(self, requested: RequestedOutputs) -> pa.Schema:
+        """Return the columns of a result in order, without passthrough columns."""
 
     def table(
-        self, asked: AskedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
+        self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return these columns, whose types may have to be cast to `schema`.
+        """Return these columns. Their types may have to be cast to `schema`.
 
-        `rows`: of the index; `matched`: the completion of each, in the columns of the store, or nulls.
+        Args:
+            requested: The outputs of the job.
+            rows: Rows of the index.
+            matched: The completion of each row in the columns of the store, or nulls.
+            detokenizer: Converts tokens to text.
         """
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return the size of each row of a result, by which row groups are cut: values besides a few; 0 mostly."""
+        """Return the size of each row of a result, as its number of list values. Row groups are limited by it."""
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return the columns of a result that its lines in an OpenAI file are made of, and how many rows of them are
-        read at a time (None: as many as usual). `names`: those that the result has. Raises ValueError for a kind that
-        no OpenAI batch file asks for."""
+        """Return the result columns that an OpenAI file needs, and the rows per batch, or None for the default.
+
+        `names` are the columns of the result. Raises ValueError if OpenAI batch files do not support this kind.
+        """
 
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return the body of a request's response, but for its id, time and model: at least `object`. `answers` are the
-        rows of the result that answer it, several with `n` only. `chat`: it asked for a chat completion; `encoding`:
-        that of vectors which it asked for."""
+        """Return the body of a response without id, time and model. It has at least `object`.
+
+        Args:
+            answers: The rows of the result for the request; several only with `n`.
+            chat: The request is a chat completion.
+            tokens: Bytes of tokens.
+            encoding: The requested encoding of vectors.
+        """

@@ -1,5 +1,4 @@
-"""Answers that are labels: what is stored are the scores of all labels, and which one wins is said where a result is
-made."""
+"""Answers that are labels. The scores of all labels are stored; the label is chosen when a result is written."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from batchinfer.core.request import Output
 from batchinfer.core.scoring import Scoring
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.index.index import LABELS
-from batchinfer.store.outputs.frame import Frame, framed
-from batchinfer.store.outputs.kind import AskedOutputs
+from batchinfer.store.outputs.frame import Frame, frame_schema
+from batchinfer.store.outputs.kind import RequestedOutputs
 from batchinfer.store.outputs.scores import STORED, ScoresKind, context_counts
 
 
@@ -31,12 +30,12 @@ class LabelsKind(ScoresKind):
     )
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return none: ScoresKind stores what is made of continuations, labels included."""
+        """Return nothing: ScoresKind stores the scores of continuations, including labels."""
         return {}
 
-    def schema(self, asked: AskedOutputs) -> pa.Schema:
-        """Return the columns of a result: the likeliest label, its probability, and those of all labels."""
-        return framed(
+    def schema(self, requested: RequestedOutputs) -> pa.Schema:
+        """Return the columns of a result: the most likely label and its probability, and all probabilities."""
+        return frame_schema(
             pa.field("label", pa.string()),
             pa.field("probability", pa.float64()),
             pa.field("probabilities", pa.map_(pa.string(), pa.float64())),
@@ -44,11 +43,12 @@ class LabelsKind(ScoresKind):
         )
 
     def table(
-        self, asked: AskedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
+        self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
+        """Return the labels and probabilities."""
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
-        each, found = answered_probabilities(asked, rows, matched, answered)
+        each, found = answered_probabilities(requested, rows, matched, answered)
         where = pa.array(np.cumsum(answered) - 1, mask=~answered)
         best = [int(one.argmax()) for one in found]
         label = pa.array([labels[at] for labels, at in zip(each, best, strict=True)], pa.string())
@@ -61,18 +61,22 @@ class LabelsKind(ScoresKind):
         )
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return zeros: a row has a few numbers."""
+        """Return zeros: a row has only a few values."""
         return np.zeros(table.num_rows, np.int64)
 
 
 def answered_probabilities(
-    asked: AskedOutputs, rows: pa.Table, matched: pa.Table, answered: NDArray[np.bool_]
+    requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, answered: NDArray[np.bool_]
 ) -> tuple[list[Sequence[str]], list[NDArray[np.float64]]]:
     """Return the labels of each answered row, and their probabilities.
 
-    rows, matched: as `OutputKind.table` has them. answered: whether each of these rows has an answer.
+    Args:
+        requested: The outputs of the job.
+        rows: Rows of the index, see `OutputKind.table`.
+        matched: The completion of each row.
+        answered: A boolean per row: True if it has an answer.
     """
-    scoring, places = _asked(asked), pa.array(np.flatnonzero(answered))
+    scoring, places = _scoring(requested), pa.array(np.flatnonzero(answered))
     logprobs, _, lengths = matched.select(STORED.names).take(places).columns
     each = _labels(rows.take(places), scoring)
     return each, label_probabilities(_values(logprobs), _values(lengths), list(map(len, each)), scoring)
@@ -81,12 +85,17 @@ def answered_probabilities(
 def label_probabilities(
     logprobs: NDArray[np.float32], lengths: NDArray[np.int32], counts: Sequence[int], scoring: Scoring
 ) -> list[NDArray[np.float64]]:
-    """Return the probability of each label of each row: the softmax over the log-probabilities of the row's labels,
-    which are the sums, or length-normalised the means, of their tokens'. Where there is a prior, each is divided by
-    its own first (contextual calibration, Zhao et al. 2021: https://arxiv.org/abs/2102.09690).
+    """Return the probability of each label of each row: a softmax over the log-probabilities of its labels.
 
-    logprobs: of the tokens of all labels of all rows. lengths: tokens of each of these labels. counts: labels of each
-    row.
+    The log-probability of a label is the sum over its tokens, or the mean with length normalisation. With a prior, each
+    probability is first divided by the label's prior (contextual calibration, Zhao et al. 2021:
+    https://arxiv.org/abs/2102.09690).
+
+    Args:
+        logprobs: Log-probabilities of the tokens of all labels of all rows.
+        lengths: Number of tokens of each of these labels.
+        counts: Number of labels of each row.
+        scoring: Length normalisation and prior.
     """
     if not len(counts):
         return []
@@ -102,7 +111,7 @@ def label_probabilities(
 def label_logprobs(
     logprobs: NDArray[np.float32], lengths: NDArray[np.int32], length_normalized: bool
 ) -> NDArray[np.float64]:
-    """Return the log-probability of each label: the sum of its tokens', or their mean. See `label_probabilities`."""
+    """Return the log-probability of each label: the sum over its tokens, or the mean. See `label_probabilities`."""
     sizes = lengths.astype(np.int64)
     sums: NDArray[np.float64] = np.add.reduceat(logprobs.astype(np.float64), np.cumsum(sizes) - sizes)
     return sums / sizes if length_normalized else sums
@@ -120,15 +129,15 @@ def _labels(rows: pa.Table, scoring: Scoring) -> list[Sequence[str]]:
     return [json.loads(text) for text in rows.column(LABELS.name).to_pylist()]
 
 
-def _asked(asked: AskedOutputs) -> Scoring:
-    assert asked.scoring is not None, "the index of a job whose answers are labels says which"
-    return asked.scoring
+def _scoring(requested: RequestedOutputs) -> Scoring:
+    assert requested.scoring is not None, "the index of a job whose answers are labels says which"
+    return requested.scoring
 
 
 def _maps(
     found: Sequence[NDArray[np.float64]], each: Sequence[Sequence[str]], answered: NDArray[np.bool_]
 ) -> pa.MapArray:
-    """Return what each answered row says of each label; null elsewhere."""
+    """Return a map from labels to probabilities for each answered row, and null elsewhere."""
     counts = np.zeros(len(answered), np.int64)
     counts[answered] = [*map(len, each)]
     ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shape of OpenAI's API: those of a chat and those of a text completion differ."""
+"""Log-probabilities in the formats of OpenAI's API, which differ for chat and text completions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import Any
 
 from batchinfer.store.outputs.kind import TokenBytes
 
-UNLIKELY = -9999.0  # what the API writes for a token without any probability; JSON has no infinity
-Token = dict[str, Any]  # as the result's column has it: token_id, token, logprob and, of a chosen one, top
+UNLIKELY = -9999.0  # the API's value for a probability of 0; JSON has no infinity
+Token = dict[
+    str, Any
+]  # a value of the result's column: token_id, token, logprob and, for a chosen token, top
 
 
 def chat_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, Any] | None:
-    """`choices[].logprobs` of a chat completion. Tokens that the text leaves out are left out here, too."""
+    """Return `choices[].logprobs` of a chat completion. Special tokens, which the text leaves out, are left out."""
     if tokens is None:
         return None
     content = [
@@ -31,8 +33,10 @@ def _of_chat(token: Token, texts: TokenBytes) -> dict[str, Any]:
 
 
 def text_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, Any] | None:
-    """`choices[].logprobs` of a text completion. The chosen token is always among the likeliest ones; nothing is known
-    of the first token of a prompt."""
+    """Return `choices[].logprobs` of a text completion.
+
+    The chosen token is always among the top ones. The first token of a prompt has no log-probability.
+    """
     if tokens is None:
         return None
     shown = [token for token in tokens if token["token_id"] not in texts.specials]
@@ -48,15 +52,18 @@ def text_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, An
 
 
 def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row whose text begins with its prompt, and whose log-probabilities therefore do."""
+    """Return a row whose log-probabilities start with the log-probabilities of its prompt."""
     if row.get("logprobs") is None or row.get("prompt_logprobs") is None:
         return row
     return row | {"logprobs": [*row["prompt_logprobs"], *row["logprobs"]], "prompt_logprobs": None}
 
 
 def prompt_logprobs(tokens: list[Token]) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` of a response as vLLM's server writes it: of each token of the prompt a mapping from ids to
-    what is known of them, of its own first; null for the first token. Only the likeliest have a rank."""
+    """Return `prompt_logprobs` of a response in the format of vLLM's server.
+
+    It has a mapping from token ids to log-probabilities per prompt token, starting with the token itself. The first
+    token has null. Only the top tokens have a rank.
+    """
     found: list[dict[str, Any] | None] = [None]
     for token in tokens[1:]:
         ranks = {likely["token_id"]: rank for rank, likely in enumerate(token["top"], 1)}
@@ -70,7 +77,7 @@ def _of_vllm(token: Token, rank: int | None) -> dict[str, Any]:
 
 
 def _likeliest(token: Token) -> dict[str, float]:
-    """Return the probabilities by text; of two tokens with the same text the likelier one counts."""
+    """Return the log-probabilities by text. If two tokens have the same text, the more likely one is used."""
     found: dict[str, float] = {}
     for likely in [*token["top"], token]:
         found.setdefault(likely["token"], _finite(likely["logprob"]))

@@ -1,4 +1,4 @@
-"""The reasoning of answers and what follows it, as columns of a result."""
+"""Splits answers into the reasoning and the text after it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from batchinfer.core.reasoning import WHOLE, Reasoning, ReasoningCut, ReasoningT
 from batchinfer.store.columns.logprob_column import Detokenizer
 
 REASONING_FIELDS = (pa.field("reasoning", pa.string()), pa.field("reasoning_tokens", pa.int32()))
-_INCOMPLETE = "\ufffd"  # how a part of a character is decoded
+_INCOMPLETE = "\ufffd"  # decoded text of an incomplete character
 
 
 class SplitAnswer(NamedTuple):
-    """An answer in two parts. `text` None: it ended within its reasoning; `reasoning` None: it has none, or nothing but
-    white space stands between its markers."""
+    """An answer in two parts.
+
+    Args:
+        text: The text after the reasoning. None: the answer ended within its reasoning.
+        reasoning: The reasoning. None: there is none, or only white space.
+        tokens: The number of reasoning tokens.
+    """
 
     text: str | None
     reasoning: str | None
@@ -25,12 +30,12 @@ class SplitAnswer(NamedTuple):
 
 
 class StoredAnswer(NamedTuple):
-    """An answer as the store has it.
+    """An answer in the store.
 
     Attributes:
         ids: Its token ids.
-        limit: The number of characters that are kept of its text, or None for all.
-        opening: How its prompt ended.
+        limit: The number of characters of its text to keep, or None for all.
+        opening: Whether its prompt opened the reasoning: UNSAID, OPEN or CLOSED.
         ended: True if the last token is the EOS or stop token that ended the answer.
     """
 
@@ -40,28 +45,30 @@ class StoredAnswer(NamedTuple):
     ended: bool = False
 
 
-def told_apart(
+def split_reasoning(
     answers: Sequence[StoredAnswer], reasoning: Reasoning, detokenizer: Detokenizer
 ) -> list[SplitAnswer]:
-    """Split answers into their reasoning and the text behind it."""
+    """Split answers into their reasoning and the text after it."""
     if reasoning.tokens is None:
-        return _by_text(answers, reasoning, detokenizer)
+        return _split_by_text(answers, reasoning, detokenizer)
     cuts, inside, behind = [_cut(answer, reasoning) for answer in answers], [], list[Sequence[int]]()
     for (ids, *_), (start, end, first, _) in zip(answers, cuts, strict=True):
         inside.append(_messages(ids[start:end], reasoning.tokens))
         behind.append(ids[len(ids) if first is None else first :])
     texts = iter(detokenizer.decode_batch([*chain.from_iterable(inside), *behind]))
     thoughts = ["\n".join(islice(texts, len(messages))) for messages in inside]
-    told = [_told(*one, reasoning) for one in zip(cuts, thoughts, texts, strict=True)]
+    told = [_split_at_cut(*one, reasoning) for one in zip(cuts, thoughts, texts, strict=True)]
     for number, answer in enumerate(answers):
         if answer.limit is not None:
-            told[number] = _limited(answer, cuts[number], reasoning, detokenizer)
+            told[number] = _split_cut_answer(answer, cuts[number], reasoning, detokenizer)
     return told
 
 
 def _messages(ids: list[int], marks: ReasoningTokens) -> list[list[int]]:
-    """Return the messages that the reasoning consists of where a model writes several: without the headers between
-    them, from the token that ends one to the token behind which the next one begins."""
+    """Return the messages of the reasoning, without the headers between them, if a model writes several.
+
+    A message ends at the first end token, and the next one begins after the last token of its header.
+    """
     found, at = [], 0
     while marks.answer and (end := find(ids, marks.end[:1], at)) >= 0:
         found.append(ids[at:end])
@@ -79,50 +86,54 @@ def _cut(answer: StoredAnswer, reasoning: Reasoning) -> ReasoningCut:
     return cut(answer.ids[:-1], marks) if found.answer is None and answer.ended else found
 
 
-def _told(found: ReasoningCut, inside: str, behind: str, reasoning: Reasoning) -> SplitAnswer:
+def _split_at_cut(found: ReasoningCut, inside: str, behind: str, reasoning: Reasoning) -> SplitAnswer:
     text = None if found.answer is None else _answer(behind, reasoning) if found.reasons else behind
     return SplitAnswer(text, (inside.strip() or None) if found.reasons else None, found.end - found.start)
 
 
 def _answer(text: str, reasoning: Reasoning) -> str:
-    """Return the text behind the reasoning, without what separates the two. A constrained answer always has just that
-    before it, so that none of its own white space is lost."""
+    """Return the text after the reasoning, without the gap that separates them.
+
+    A constrained answer always has exactly this gap before it, so its own white space is kept.
+    """
     gap = reasoning.gap
     return text[len(gap) :] if text.startswith(gap) else text.lstrip()
 
 
-def _limited(
+def _split_cut_answer(
     answer: StoredAnswer, found: ReasoningCut, reasoning: Reasoning, detokenizer: Detokenizer
 ) -> SplitAnswer:
-    """Split an answer that a stop string has cut: its limit counts the characters of all of its tokens."""
+    """Split an answer that a stop string ended. Its limit counts the characters of all tokens."""
     first = len(answer.ids) if found.answer is None else found.answer
     before = [answer.ids[: found.start], answer.ids[: found.end], answer.ids[:first], answer.ids]
     start, end, behind, whole = detokenizer.decode_batch([*before])
     text = whole[: answer.limit]
-    told = _told(found, text[len(start) : len(end)], text[len(behind) :], reasoning)
+    told = _split_at_cut(found, text[len(start) : len(end)], text[len(behind) :], reasoning)
     return told._replace(text=None) if found.reasons and len(text) < len(end) else told
 
 
-def _by_text(
+def _split_by_text(
     answers: Sequence[StoredAnswer], reasoning: Reasoning, detokenizer: Detokenizer
 ) -> list[SplitAnswer]:
-    """Split answers whose markers are written as other text is: tokens may hold a marker and what stands beside it."""
+    """Split answers whose markers are ordinary text: a token may contain a marker and adjacent text."""
     texts = detokenizer.decode_batch([answer.ids for answer in answers])
-    places = [_places(text[: answer.limit], reasoning) for text, answer in zip(texts, answers, strict=True)]
+    places = [
+        _reasoning_range(text[: answer.limit], reasoning) for text, answer in zip(texts, answers, strict=True)
+    ]
     inside = [number for number, place in enumerate(places) if place is not None]
     ids = [answers[number].ids for number in inside]
     starts, ends = (
-        _tokens_of(ids, [place[at] for place in places if place is not None], detokenizer) for at in (0, 1)
+        _count_tokens(ids, [place[at] for place in places if place is not None], detokenizer) for at in (0, 1)
     )
     tokens = {number: end - start for number, start, end in zip(inside, starts, ends, strict=True)}
     return [
-        _told_at(text[: answer.limit], place, tokens.get(number, 0), len(reasoning.end))
+        _split_at_chars(text[: answer.limit], place, tokens.get(number, 0), len(reasoning.end))
         for number, (text, answer, place) in enumerate(zip(texts, answers, places, strict=True))
     ]
 
 
-def _places(text: str, reasoning: Reasoning) -> tuple[int, int] | None:
-    """Return where the reasoning lies in a text; None: it has none."""
+def _reasoning_range(text: str, reasoning: Reasoning) -> tuple[int, int] | None:
+    """Return the start and end of the reasoning in a text, in characters, or None without reasoning."""
     start = len(text) - len(text.lstrip()) + len(reasoning.begin)
     if not text.startswith(reasoning.begin, start - len(reasoning.begin)):
         return None
@@ -130,7 +141,7 @@ def _places(text: str, reasoning: Reasoning) -> tuple[int, int] | None:
     return start, len(text) if end < 0 else end
 
 
-def _told_at(text: str, place: tuple[int, int] | None, tokens: int, mark: int) -> SplitAnswer:
+def _split_at_chars(text: str, place: tuple[int, int] | None, tokens: int, mark: int) -> SplitAnswer:
     if place is None:
         return SplitAnswer(text, None, 0)
     start, end = place
@@ -138,8 +149,11 @@ def _told_at(text: str, place: tuple[int, int] | None, tokens: int, mark: int) -
     return SplitAnswer(behind, text[start:end].strip() or None, tokens)
 
 
-def _tokens_of(rows: list[list[int]], chars: list[int], detokenizer: Detokenizer) -> list[int]:
-    """Return how many tokens of each row it takes for a text of so many characters, all rows halved at once."""
+def _count_tokens(rows: list[list[int]], chars: list[int], detokenizer: Detokenizer) -> list[int]:
+    """Return the minimum number of tokens of each row whose text has `chars` characters.
+
+    It uses binary search, for all rows at once.
+    """
     low, high = [0] * len(rows), [len(row) for row in rows]
     while any(a < b for a, b in zip(low, high, strict=True)):
         half = [(a + b) // 2 for a, b in zip(low, high, strict=True)]

@@ -24,23 +24,25 @@ _ALL: tuple[OutputKind, ...] = (
 )
 KINDS = {kind.name: kind for kind in _ALL}
 _OF_TASKS = {"embed": "vectors", "score": "scores", "classify": "labels", "rerank": "relevance"}
-USUAL = "tokens"  # the kind of parts, indexes and identities that name none
+DEFAULT_KIND = "tokens"  # kind of parts, indexes and identities that name none
 
 
 def kind_of(job: Job) -> OutputKind:
     """Return the kind of a job's answers."""
     if job.task == "rerank" and job.rerank.document is not None:
         return _PAIRS
-    return KINDS[_OF_TASKS.get(job.task, USUAL)]
+    return KINDS[_OF_TASKS.get(job.task, DEFAULT_KIND)]
 
 
 def answer_column(names: Iterable[str]) -> str | None:
-    """Return the column of a result with these columns, in order, that people read as the answer: those of its kind
-    stand before columns of the input, which may have the name of another kind's."""
+    """Return the answer column of a result, given its columns in order, or None.
+
+    The result's own columns come before columns of the input, which may have the name of another kind's column.
+    """
     answers = {kind.answer for kind in KINDS.values()}
     return next((name for name in names if name in answers), None)
 
 
 def probability_column(answer: str) -> str | None:
-    """Return the column that says how probable the answers in the column `answer` are; None: there is none."""
+    """Return the column with the probabilities of the answers in the column `answer`, or None."""
     return next((kind.probability for kind in KINDS.values() if kind.answer == answer), None)

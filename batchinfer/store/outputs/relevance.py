@@ -1,4 +1,4 @@
-"""Answers that say how relevant a document is: what is stored are the scores of the two labels, as of any labels."""
+"""Answers that are the relevance of a document. The scores of two labels are stored, as for other labels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.store.columns.logprob_column import Detokenizer
-from batchinfer.store.outputs.frame import Frame, framed
-from batchinfer.store.outputs.kind import AskedOutputs
+from batchinfer.store.outputs.frame import Frame, frame_schema
+from batchinfer.store.outputs.kind import RequestedOutputs
 from batchinfer.store.outputs.labels import LabelsKind, answered_probabilities
 from batchinfer.store.outputs.scores import SCORE_FIGURES, context_counts
 
@@ -19,16 +19,17 @@ class RelevanceKind(LabelsKind):
     probability = None
     figures = SCORE_FIGURES
 
-    def schema(self, asked: AskedOutputs) -> pa.Schema:
-        """Return the columns of a result: the probability of yes between yes and no."""
-        return framed(pa.field("score", pa.float64()), pa.field("prompt_tokens", pa.int32()))
+    def schema(self, requested: RequestedOutputs) -> pa.Schema:
+        """Return the columns of a result: the probability of yes, relative to yes and no."""
+        return frame_schema(pa.field("score", pa.float64()), pa.field("prompt_tokens", pa.int32()))
 
     def table(
-        self, asked: AskedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
+        self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
+        """Return the probabilities."""
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
-        _, found = answered_probabilities(asked, rows, matched, answered)
+        _, found = answered_probabilities(requested, rows, matched, answered)
         score = np.zeros(len(answered))
         score[answered] = [one[0] for one in found]
         return frame.around(

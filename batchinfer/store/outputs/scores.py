@@ -1,4 +1,7 @@
-"""Answers that are log-probabilities: those of each continuation are stored, and added up where a result is made."""
+"""Answers that are log-probabilities of continuations.
+
+They are stored per token, and summed when a result is written.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from numpy.typing import NDArray
 from batchinfer.core.request import Output, Scores
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.columns.schema_columns import SchemaColumns
-from batchinfer.store.outputs.frame import Frame, framed
-from batchinfer.store.outputs.kind import AskedOutputs, Receiver, TokenBytes
-from batchinfer.store.outputs.vectors import AsTheyAre, lists_of
+from batchinfer.store.outputs.frame import Frame, frame_schema
+from batchinfer.store.outputs.kind import Receiver, RequestedOutputs, TokenBytes
+from batchinfer.store.outputs.vectors import UncheckedAnswers, lists_of
 
 STORED = pa.schema(
     [
@@ -25,10 +28,10 @@ STORED = pa.schema(
         ("score_lengths", pa.list_(pa.int32())),
     ]
 )
-# Rows of a result that are made at a time: a continuation may have as many tokens as the model reads
+# Result rows per batch: a continuation may fill the model's context
 _SCORED_ROWS = 2048
-NOT_OPENAI = "a job that scores has no OpenAI batch file as its input, so none is made of its result"
-# What sums up the scores of documents
+NOT_OPENAI = "OpenAI batch files cannot contain scores; use --to-openai only with text and embedding jobs"
+# Figures of document scores for the report
 SCORE_FIGURES: Mapping[str, str] = MappingProxyType(
     {f"score_p{at}": f"quantile_cont(score, {at / 100})" for at in (10, 50, 90)}
 )
@@ -36,7 +39,7 @@ _PER_TOKEN = pa.field("token_logprobs", pa.list_(pa.float32()))
 
 
 class ScoresKind:
-    """The kind of answers that say how likely a text is. See OutputKind for the methods."""
+    """The kind of answers that are log-probabilities of a text. See OutputKind for the methods."""
 
     name, version, output, answer = "scores", 0, Scores, "logprob"
     probability: str | None = None
@@ -50,11 +53,11 @@ class ScoresKind:
     stored = STORED
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
-        """Return what takes scores as they are."""
-        return AsTheyAre()
+        """Return a receiver that does not check scores."""
+        return UncheckedAnswers()
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return the columns of log-probabilities, of which tokens were argmaxes, and of continuations' lengths."""
+        """Return the log-probability of each token, whether it was the argmax, and the length of each continuation."""
         found = [one if isinstance(one, Scores) else None for one in outputs]
         if all(one is None for one in found):
             return {}
@@ -65,16 +68,18 @@ class ScoresKind:
         ]
         return dict(zip(STORED.names, arrays, strict=True))
 
-    def read(self, asked: AskedOutputs) -> pa.Schema:
+    def read(self, requested: RequestedOutputs) -> pa.Schema:
+        """Return the columns of scores."""
         return STORED
 
-    def batch_rows(self, asked: AskedOutputs) -> int | None:
+    def batch_rows(self, requested: RequestedOutputs) -> int | None:
+        """Return the number of result rows per batch."""
         return _SCORED_ROWS
 
-    def schema(self, asked: AskedOutputs) -> pa.Schema:
-        """Return the columns of a result, with those of single tokens where the job asks for them."""
-        per_token = asked.scoring is not None and asked.scoring.per_token
-        return framed(
+    def schema(self, requested: RequestedOutputs) -> pa.Schema:
+        """Return the columns of a result, with log-probabilities per token if the job requests them."""
+        per_token = requested.scoring is not None and requested.scoring.per_token
+        return frame_schema(
             pa.field("logprob", pa.float64()),
             pa.field("is_greedy", pa.bool_()),
             pa.field("scored_tokens", pa.int32()),
@@ -83,11 +88,12 @@ class ScoresKind:
         )
 
     def table(
-        self, asked: AskedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
+        self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
+        """Return the summed log-probabilities."""
         frame = Frame(rows, matched)
         logprobs, greedy = (matched.column(name) for name in STORED.names[:2])
-        per_token = asked.scoring is not None and asked.scoring.per_token
+        per_token = requested.scoring is not None and requested.scoring.per_token
         columns = {
             "logprob": _of_each(logprobs, np.add, 0.0),
             "is_greedy": _of_each(greedy, np.logical_and, True),
@@ -98,7 +104,7 @@ class ScoresKind:
         return frame.around(**{name: frame.when_answered(one) for name, one in columns.items()})
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return how many tokens each row has the log-probability of."""
+        """Return the number of log-probabilities per token in each row."""
         if _PER_TOKEN.name not in table.schema.names:
             return np.zeros(table.num_rows, np.int64)
         found: NDArray[np.int64] = (
@@ -107,22 +113,24 @@ class ScoresKind:
         return found
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
+        """Raise ValueError: OpenAI batch files do not support this kind."""
         raise ValueError(NOT_OPENAI)
 
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
+        """Raise ValueError: OpenAI batch files do not support this kind."""
         raise ValueError(NOT_OPENAI)
 
 
 def context_counts(rows: pa.Table, matched: pa.Table) -> pa.ChunkedArray:
-    """Return how many tokens the prompt of each row has without its continuations; null for rows without scores."""
+    """Return the number of prompt tokens of each row without its continuations, or null for rows without scores."""
     scored = pc.list_value_length(matched.column("score_logprobs"))
     return pc.subtract(rows.column("token_count"), scored)
 
 
 def _of_each(column: pa.ChunkedArray, operation: np.ufunc, empty: float | bool) -> pa.ChunkedArray:
-    """Return what the operation makes of the values of each list, in float64 where they are numbers; null for null."""
+    """Reduce the values of each list with the operation, in float64 if they are numbers. Null stays null."""
     lists = column.combine_chunks()
     flat = lists.flatten().to_numpy(zero_copy_only=False)
     flat = flat.astype(np.float64) if isinstance(empty, float) else flat.astype(bool)

@@ -1,6 +1,6 @@
-"""Log-probabilities in the completion store, of answers and of prompts: columns that only the parts with some have.
+"""Log-probabilities of answers and prompts in the completion store. Only parts with some have these columns.
 
-A token takes 4 bytes before compression, and 8 more for each of the likeliest tokens at its place.
+A token takes 4 bytes before compression, and 8 more for each top token.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from batchinfer.core.request import PromptLogprobs, TokenLogprobs
 
 LOGPROB_SCHEMA = pa.schema(
     [
-        ("logprobs", pa.list_(pa.float32())),  # of each token of token_ids
-        ("top_logprobs", pa.list_(pa.float32())),  # of the likeliest tokens, as many for each: end to end
-        ("top_token_ids", pa.list_(pa.int32())),  # which tokens these are
+        ("logprobs", pa.list_(pa.float32())),  # per token of token_ids
+        ("top_logprobs", pa.list_(pa.float32())),  # of the top tokens, flattened: the same number per token
+        ("top_token_ids", pa.list_(pa.int32())),  # ids of the top tokens
     ]
 )
 
-# Prompts stand here with their tokens: the index may not have those of a row that was answered another night
+# With the tokens of prompts, since the index may not have them for rows that an earlier run answered
 PROMPT_SCHEMA = pa.schema(
     [
         ("prompt_ids", pa.list_(pa.int32())),
-        ("prompt_logprobs", pa.list_(pa.float32())),  # of each token of prompt_ids but the first
-        ("prompt_top_logprobs", pa.list_(pa.float32())),  # as of the answer's tokens
+        ("prompt_logprobs", pa.list_(pa.float32())),  # per token of prompt_ids except the first
+        ("prompt_top_logprobs", pa.list_(pa.float32())),  # in the format of top_logprobs
         ("prompt_top_ids", pa.list_(pa.int32())),
     ]
 )
 
 
 def prompt_columns(found: Sequence[PromptLogprobs | None]) -> list[pa.Array]:
-    """Return the columns of PROMPT_SCHEMA; null for a completion without log-probabilities of its prompt."""
+    """Return the columns of PROMPT_SCHEMA, with null for a completion without log-probabilities of its prompt."""
     ids = _lists([None if one is None else one.token_ids for one in found], np.int32)
     return [ids, *logprob_columns([None if one is None else one.logprobs for one in found])]
 
 
 def logprob_columns(found: Sequence[TokenLogprobs | None]) -> list[pa.Array]:
-    """The columns of LOGPROB_SCHEMA; null for a completion without log-probabilities."""
+    """Return the columns of LOGPROB_SCHEMA, with null for a completion without log-probabilities."""
     return [
         _lists([None if one is None else one.chosen for one in found], np.float32),
         _lists([None if one is None else one.top.reshape(-1) for one in found], np.float32),

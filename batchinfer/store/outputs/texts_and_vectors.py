@@ -1,4 +1,4 @@
-"""Answers of which each is a text, or a vector where its row asks for one: those of OpenAI requests."""
+"""Answers to OpenAI requests: texts, or vectors for rows that request them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.outputs.frame import Frame
-from batchinfer.store.outputs.kind import AskedOutputs, TokenBytes
+from batchinfer.store.outputs.kind import RequestedOutputs, TokenBytes
 from batchinfer.store.outputs.tokens import TokensKind
 from batchinfer.store.outputs.vectors import (
     EMBEDDING,
@@ -29,32 +29,38 @@ _VECTORS = VectorsKind()
 
 
 class TextsAndVectorsKind(TokensKind):
-    """The kind of answers that are texts, beside which there may be vectors. See OutputKind for the methods. It has the
-    name of those that are texts alone, as its answers that are texts are those."""
+    """The kind of answers that are texts or vectors. See OutputKind for the methods.
 
-    def read(self, asked: AskedOutputs) -> pa.Schema:
-        return pa.schema([*super().read(asked), *(() if asked.embedding is None else _VECTORS.stored)])
+    It shares its name with the kind of texts, because its text answers are the same.
+    """
 
-    def batch_rows(self, asked: AskedOutputs) -> int | None:
-        """Return the fewer rows of the two kinds."""
-        own = super().batch_rows(asked)
-        if asked.embedding is None:
+    def read(self, requested: RequestedOutputs) -> pa.Schema:
+        """Return the columns of texts, and of vectors if any row requests one."""
+        return pa.schema(
+            [*super().read(requested), *(() if requested.embedding is None else _VECTORS.stored)]
+        )
+
+    def batch_rows(self, requested: RequestedOutputs) -> int | None:
+        """Return the smaller number of rows of the two kinds."""
+        own = super().batch_rows(requested)
+        if requested.embedding is None:
             return own
-        return vector_rows(asked) if own is None else min(own, vector_rows(asked))
+        return vector_rows(requested) if own is None else min(own, vector_rows(requested))
 
-    def schema(self, asked: AskedOutputs) -> pa.Schema:
-        """Return the columns of texts, and behind them that of vectors, if any row asks for one."""
-        ours = super().schema(asked)
-        return ours if asked.embedding is None else ours.append(embedding_field(asked))
+    def schema(self, requested: RequestedOutputs) -> pa.Schema:
+        """Return the columns of texts, followed by the column of vectors if any row requests one."""
+        ours = super().schema(requested)
+        return ours if requested.embedding is None else ours.append(embedding_field(requested))
 
     def table(
-        self, asked: AskedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
+        self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        table = super().table(asked, rows, matched, detokenizer)
-        if asked.embedding is None:
+        """Return the texts and vectors."""
+        table = super().table(requested, rows, matched, detokenizer)
+        if requested.embedding is None:
             return table
-        vectors = embedding_column(asked, rows, matched, _have_vectors(Frame(rows, matched)).to_numpy())
-        return table.append_column(embedding_field(asked), vectors)
+        vectors = embedding_column(requested, rows, matched, _have_vectors(Frame(rows, matched)).to_numpy())
+        return table.append_column(embedding_field(requested), vectors)
 
     def _have_texts(self, frame: Frame) -> pa.ChunkedArray:
         found = super()._have_texts(frame)
@@ -63,11 +69,12 @@ class TextsAndVectorsKind(TokensKind):
         return pc.and_(found, pc.invert(_have_vectors(frame)))
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return how many log-probabilities each row has, and numbers of its vector."""
+        """Return the number of log-probabilities and vector elements of each row."""
         own = super().entries(table)
         return own + embedding_entries(table) if EMBEDDING in table.schema.names else own
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
+        """Return the columns of texts and vectors for OpenAI files, and the rows per batch."""
         ours, lines = super().openai_columns(names)
         if EMBEDDING not in names:
             return ours, lines
@@ -76,12 +83,12 @@ class TextsAndVectorsKind(TokensKind):
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return a list of embeddings for a request that has some, else a completion."""
+        """Return a list of embeddings if the answers have any, else a completion."""
         if answers[0].get(EMBEDDING) is None:
             return super().openai_body(answers, chat, tokens, encoding)
         return _VECTORS.openai_body(answers, chat, tokens, encoding)
 
 
 def _have_vectors(frame: Frame) -> pa.ChunkedArray:
-    """Return which rows have a vector."""
+    """Return a boolean per row: True if it has a vector."""
     return pc.and_(frame.answered, pc.is_valid(frame.matched.column(_STORED)))

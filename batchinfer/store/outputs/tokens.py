@@ -1,4 +1,4 @@
-"""Answers that are texts: token ids, and log-probabilities where rows ask for them."""
+"""Answers that are texts: token ids, and log-probabilities if rows request them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from batchinfer.core.reasoning import ReasoningTokens
 from batchinfer.core.request import Completion, Output, Request, Tokens
 from batchinfer.core.sampling import JSON_CONSTRAINTS
 from batchinfer.input.constraints.generated_schema import parsed_schema
-from batchinfer.store.columns.answer_check import AnswerCheck, parsed_answer
-from batchinfer.store.columns.confidence_column import AnswerTokens, confidence_field, confidences
+from batchinfer.store.columns.answer_check import AnswerCheck, parse_answer
+from batchinfer.store.columns.confidence_column import AnswerTokens, confidence_array, confidence_field
 from batchinfer.store.columns.logprob_column import (
     COLUMN,
     LOGPROBS_FIELD,
@@ -33,8 +33,8 @@ from batchinfer.store.columns.schema_columns import SchemaColumns, schema_column
 from batchinfer.store.index.index import SAMPLE, AnswerSchema
 from batchinfer.store.outputs.answer_texts import AnswerReader
 from batchinfer.store.outputs.call_column import CALLS_FIELD, openai_calls
-from batchinfer.store.outputs.frame import Frame, framed
-from batchinfer.store.outputs.kind import AskedOutputs, Receiver, TokenBytes
+from batchinfer.store.outputs.frame import Frame, frame_schema
+from batchinfer.store.outputs.kind import Receiver, RequestedOutputs, TokenBytes
 from batchinfer.store.outputs.openai_logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 from batchinfer.store.outputs.reasoning_columns import REASONING_FIELDS
 from batchinfer.store.outputs.stored_logprobs import (
@@ -44,16 +44,16 @@ from batchinfer.store.outputs.stored_logprobs import (
     prompt_columns,
 )
 
-RESULT_SCHEMA = framed(
+RESULT_SCHEMA = frame_schema(
     pa.field("generated_text", pa.string()),
     pa.field("finish_reason", pa.string()),
     pa.field("prompt_tokens", pa.int32()),
     pa.field("completion_tokens", pa.int32()),
 )
-# Rows of a result held at a time where they have log-probabilities: with 20 alternatives, 128 rows of 1,000 tokens take
-# 60 MB, and as JSON 16 rows of them 150 MB
+# Result rows, and lines of OpenAI files, per batch with log-probabilities: with 20 alternatives, 128 rows of 1,000
+# tokens take 60 MB, and 16 rows as JSON take 150 MB
 LOGPROB_ROWS, _LOGPROB_LINES = 128, 16
-# Errors of answers that were generated all the same: what there is of their text says more than the message
+# Errors of answers that were generated. Their text is kept, since it says more than the message
 TEXT_IS_KEPT = ("incomplete_output", "unfit_output", "constraint_failed")
 _CODES_WITH_TEXT = pa.array(TEXT_IS_KEPT)
 _OPENAI = ("generated_text", "finish_reason", "prompt_tokens", "completion_tokens")
@@ -69,11 +69,11 @@ class TokensKind:
     stored = pa.schema([*LOGPROB_SCHEMA, *PROMPT_SCHEMA])
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
-        """Return what checks answers that are JSON."""
+        """Return a receiver that checks JSON answers."""
         return JsonAnswers(AnswerCheck(columns, detokenizer))
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return the columns of log-probabilities; token ids stand in the columns that all parts have."""
+        """Return the columns of log-probabilities. Token ids are in COMPLETION_SCHEMA."""
         texts = [one if isinstance(one, Tokens) else None for one in outputs]
         found = [None if one is None else one.logprobs for one in texts]
         prompts = [None if one is None else one.prompt for one in texts]
@@ -84,31 +84,37 @@ class TokensKind:
             arrays |= zip(PROMPT_SCHEMA.names, prompt_columns(prompts), strict=True)
         return arrays
 
-    def read(self, asked: AskedOutputs) -> pa.Schema:
-        of_answers = LOGPROB_SCHEMA if _has_logprobs(asked) else ()
-        return pa.schema([*of_answers, *(PROMPT_SCHEMA if asked.prompt_logprobs else ())])
+    def read(self, requested: RequestedOutputs) -> pa.Schema:
+        """Return the columns of log-probabilities that the result needs."""
+        of_answers = LOGPROB_SCHEMA if _has_logprobs(requested) else ()
+        return pa.schema([*of_answers, *(PROMPT_SCHEMA if requested.prompt_logprobs else ())])
 
-    def batch_rows(self, asked: AskedOutputs) -> int | None:
-        return LOGPROB_ROWS if _has_logprobs(asked) or asked.prompt_logprobs else None
+    def batch_rows(self, requested: RequestedOutputs) -> int | None:
+        """Return the number of result rows per batch: fewer with log-probabilities."""
+        return LOGPROB_ROWS if _has_logprobs(requested) or requested.prompt_logprobs else None
 
-    def schema(self, asked: AskedOutputs) -> pa.Schema:
-        """Return RESULT_SCHEMA, then what there is of reasoning, calls, log-probabilities, confidence and columns of
-        answers' parts."""
-        ours = RESULT_SCHEMA if asked.reasoning is None else pa.schema([*RESULT_SCHEMA, *REASONING_FIELDS])
-        ours = ours if asked.tool_calls is None else ours.append(CALLS_FIELD)
-        ours = ours if asked.logprobs is None else ours.append(LOGPROBS_FIELD)
-        ours = ours.append(PROMPT_LOGPROBS_FIELD) if asked.prompt_logprobs else ours
-        ours = ours if asked.confidence is None else ours.append(confidence_field(asked.confidence))
-        columns = _answer_columns(asked.answers)
+    def schema(self, requested: RequestedOutputs) -> pa.Schema:
+        """Return the columns of a result.
+
+        They are RESULT_SCHEMA, then columns of reasoning, calls, log-probabilities, confidence and parts of answers.
+        """
+        ours = (
+            RESULT_SCHEMA if requested.reasoning is None else pa.schema([*RESULT_SCHEMA, *REASONING_FIELDS])
+        )
+        ours = ours if requested.tool_calls is None else ours.append(CALLS_FIELD)
+        ours = ours if requested.logprobs is None else ours.append(LOGPROBS_FIELD)
+        ours = ours.append(PROMPT_LOGPROBS_FIELD) if requested.prompt_logprobs else ours
+        ours = ours if requested.confidence is None else ours.append(confidence_field(requested.confidence))
+        columns = _answer_columns(requested.answers)
         return ours if columns is None else pa.schema([*ours, *columns.schema])
 
     def table(
-        self, asked: AskedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
+        self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return the texts of answers, and what follows from them."""
+        """Return the texts of answers, and the columns derived from them."""
         frame = Frame(rows, matched)
         told = self._have_texts(frame)
-        reader = AnswerReader(asked.reasoning, asked.tool_calls, detokenizer)
+        reader = AnswerReader(requested.reasoning, requested.tool_calls, detokenizer)
         texts = reader.texts(rows, matched, frame, told.to_numpy())
         table = frame.around(
             generated_text=texts.generated,
@@ -122,29 +128,30 @@ class TokensKind:
             table = table.append_column(field, array)
         if texts.calls is not None:
             table = table.append_column(CALLS_FIELD, texts.calls)
-        if asked.logprobs is not None:
+        if requested.logprobs is not None:
             found = logprob_column(matched, frame.answered.to_numpy(), detokenizer)
             table = table.append_column(LOGPROBS_FIELD, found)
-        if asked.prompt_logprobs:
+        if requested.prompt_logprobs:
             found = prompt_logprob_column(matched, frame.answered.to_numpy(), detokenizer)
             table = table.append_column(PROMPT_LOGPROBS_FIELD, found)
-        if asked.confidence is not None:
+        if requested.confidence is not None:
             answers = _with_tokens(table, matched, detokenizer)
-            schema = None if asked.answers is None else parsed_schema(asked.answers.text)
-            found = confidences(answers, asked.confidence, schema)
-            table = table.append_column(confidence_field(asked.confidence), found)
-        columns = _answer_columns(asked.answers)
+            schema = None if requested.answers is None else parsed_schema(requested.answers.text)
+            found = confidence_array(answers, requested.confidence, schema)
+            table = table.append_column(confidence_field(requested.confidence), found)
+        columns = _answer_columns(requested.answers)
         return table if columns is None else _with_answers(table, columns)
 
     def _have_texts(self, frame: Frame) -> pa.ChunkedArray:
-        """Return which rows have a text, be it of an error."""
+        """Return a boolean per row: True if it has a text, which may belong to an error."""
         return pc.or_(frame.answered, pc.is_in(frame.matched.column("error_code"), _CODES_WITH_TEXT))
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return how many log-probabilities each row has."""
+        """Return the number of log-probabilities in each row."""
         return logprob_entries(table) + logprob_entries(table, PROMPT_COLUMN)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
+        """Return the columns for OpenAI files, and the rows per batch if there are log-probabilities."""
         ours = [*_OPENAI, *(name for name in (*_REASONING, CALLS_FIELD.name) if name in names)]
         large = [name for name in (COLUMN, PROMPT_COLUMN) if name in names]
         return [*ours, *large], _LOGPROB_LINES if large else None
@@ -152,59 +159,61 @@ class TokensKind:
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return a chat completion, or a text completion, with a choice for each answer."""
+        """Return a chat or text completion with one choice per answer."""
         body = {
             "object": "chat.completion" if chat else "text_completion",
             "choices": [_choice(row, chat, tokens) for row in answers],
             "usage": _usage(answers),
             "system_fingerprint": None,
         }
-        asked = answers[0].get(PROMPT_COLUMN) if chat else None
-        return body if asked is None else {**body, PROMPT_COLUMN: prompt_logprobs(asked)}
+        requested = answers[0].get(PROMPT_COLUMN) if chat else None
+        return body if requested is None else {**body, PROMPT_COLUMN: prompt_logprobs(requested)}
 
 
 class JsonAnswers:
-    """Takes the answers of a run; those that are JSON are checked."""
+    """The receiver of a run that checks JSON answers."""
 
     def __init__(self, check: AnswerCheck) -> None:
         self._check = check
-        # Requests in flight whose answers are JSON or calls with JSON, and the reasoning that may come before it
+        # Keys of running requests with JSON answers or tool calls, with the reasoning marks that may precede them
         self._of_json: dict[bytes, ReasoningTokens | None] = {}
-        self._calling = set[bytes]()  # those of them whose answers are calls
+        self._calling = set[bytes]()  # keys of running requests with tool calls
 
-    def planned(self, requests: Iterable[Request]) -> None:
-        """Expect the answers of these requests."""
+    def expect(self, requests: Iterable[Request]) -> None:
+        """Register requests whose answers will arrive."""
         for one in requests:
             if one.params.constraint in (*JSON_CONSTRAINTS, "tool_call"):
                 self._of_json[one.key] = one.params.reasoning
             if one.params.constraint == "tool_call":
                 self._calling.add(one.key)
 
-    def received(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Return the completions; those that are JSON have been checked."""
+    def receive(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Return the completions, with errors for invalid JSON answers."""
         of_json = [one for one in completions if one.key in self._of_json]
         found = ((one.key, self._of_json.pop(one.key)) for one in of_json)
         marks = {key: reasoning for key, reasoning in found if reasoning is not None}
-        found_now = self._check.checked(of_json, marks, self._calling) if of_json else []
+        found_now = self._check.check_all(of_json, marks, self._calling) if of_json else []
         checked = {one.key: one for one in found_now}
         self._calling -= checked.keys()
         return [checked.get(one.key, one) for one in completions]
 
 
 def _where(told: pa.ChunkedArray, values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the values, null where a row has no text."""
+    """Return the values, and null for rows without a text."""
     return pc.if_else(told, values, pa.scalar(None, values.type))
 
 
-def _has_logprobs(asked: AskedOutputs) -> bool:
-    return asked.logprobs is not None or asked.confidence is not None
+def _has_logprobs(requested: RequestedOutputs) -> bool:
+    return requested.logprobs is not None or requested.confidence is not None
 
 
 def _with_tokens(
     table: pa.Table, matched: pa.Table, detokenizer: Detokenizer
 ) -> Iterator[AnswerTokens | None]:
-    """Yield each answer with the places and log-probabilities of its tokens; None for an error row, and for a text that
-    is not whole."""
+    """Yield each answer with the positions and log-probabilities of its tokens.
+
+    None is yielded for an error row, and for an incomplete text.
+    """
     columns = (table.column("finish_reason"), table.column("generated_text"))
     kept = (matched.column(name) for name in ("token_ids", "logprobs"))
     for reason, text, ids, logprobs in zip(*(one.to_pylist() for one in (*columns, *kept)), strict=True):
@@ -213,17 +222,16 @@ def _with_tokens(
 
 
 def _answer_columns(answers: AnswerSchema | None) -> SchemaColumns | None:
-    """Return the columns of answers with that schema. Raises NoColumns."""
+    """Return the columns of answers with this schema. Raises NoColumns."""
     return None if answers is None else schema_columns(parsed_schema(answers.text), answers.column)
 
 
 def _with_answers(table: pa.Table, columns: SchemaColumns) -> pa.Table:
-    """Return the table with the parts of its answers, null where a row has none."""
+    """Return the table with columns for the parts of its answers, with null for rows without an answer."""
     whole = pc.equal(table.column("status"), "ok").to_numpy(zero_copy_only=False)
     texts = table.column("generated_text").to_pylist()
     answers = [
-        parsed_answer(text) if ok and text is not None else None
-        for text, ok in zip(texts, whole, strict=True)
+        parse_answer(text) if ok and text is not None else None for text, ok in zip(texts, whole, strict=True)
     ]
     for field, array in zip(columns.schema, columns.arrays(answers), strict=True):
         table = table.append_column(field, array)
@@ -231,7 +239,7 @@ def _with_answers(table: pa.Table, columns: SchemaColumns) -> pa.Table:
 
 
 def _usage(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the tokens of all answers to a request, whose prompt counts once."""
+    """Return the token counts of all answers to a request. The prompt counts once."""
     prompt, output = answers[0]["prompt_tokens"], sum(row["completion_tokens"] for row in answers)
     usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
     if "reasoning_tokens" not in answers[0]:

@@ -1,4 +1,4 @@
-"""Answers that are vectors: what engines pool is stored, and normalised where a result is made of it."""
+"""Answers that are vectors. Pooled states are stored, and normalised when a result is written."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from batchinfer.core.request import Completion, Output, Request, Vector
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.columns.schema_columns import SchemaColumns
 from batchinfer.store.index.index import DIMENSIONS, SAMPLE
-from batchinfer.store.outputs.dense_layers import passed
-from batchinfer.store.outputs.frame import Frame, framed
-from batchinfer.store.outputs.kind import AskedOutputs, Receiver, TokenBytes
+from batchinfer.store.outputs.dense_layers import apply_layers
+from batchinfer.store.outputs.frame import Frame, frame_schema
+from batchinfer.store.outputs.kind import Receiver, RequestedOutputs, TokenBytes
 
-EMBEDDING = "embedding"  # the column of a result
+EMBEDDING = "embedding"  # column of a result
 STORED = pa.schema([("vector", pa.list_(pa.float32()))])
-VECTOR_LINES = 256  # of an OpenAI file that are written at a time
-_HELD_VALUES = 1 << 20  # numbers of the vectors of a result that are made at a time
+VECTOR_LINES = 256  # lines of an OpenAI file per batch
+_HELD_VALUES = 1 << 20  # vector elements per batch of result rows
 
 
 class VectorsKind:
@@ -37,31 +37,34 @@ class VectorsKind:
     stored = STORED
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
-        """Return what takes vectors as they are."""
-        return AsTheyAre()
+        """Return a receiver that does not check vectors."""
+        return UncheckedAnswers()
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
         """Return the column of vectors."""
         found = [one.values if isinstance(one, Vector) else None for one in outputs]
         return {} if all(one is None for one in found) else {STORED.names[0]: lists_of(found, np.float32)}
 
-    def read(self, asked: AskedOutputs) -> pa.Schema:
+    def read(self, requested: RequestedOutputs) -> pa.Schema:
+        """Return the column of vectors."""
         return STORED
 
-    def batch_rows(self, asked: AskedOutputs) -> int | None:
-        return vector_rows(asked)
+    def batch_rows(self, requested: RequestedOutputs) -> int | None:
+        """Return the number of result rows per batch."""
+        return vector_rows(requested)
 
-    def schema(self, asked: AskedOutputs) -> pa.Schema:
+    def schema(self, requested: RequestedOutputs) -> pa.Schema:
         """Return the columns of a result."""
-        return framed(embedding_field(asked), pa.field("prompt_tokens", pa.int32()))
+        return frame_schema(embedding_field(requested), pa.field("prompt_tokens", pa.int32()))
 
     def table(
-        self, asked: AskedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
+        self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
+        """Return the final vectors."""
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
         return frame.around(
-            embedding=embedding_column(asked, rows, matched, answered),
+            embedding=embedding_column(requested, rows, matched, answered),
             prompt_tokens=rows.column("token_count"),
         )
 
@@ -70,12 +73,13 @@ class VectorsKind:
         return embedding_entries(table)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
+        """Return the columns for OpenAI files, and the rows per batch."""
         return [EMBEDDING, "prompt_tokens"], VECTOR_LINES
 
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return a list of embeddings, one of each input."""
+        """Return a list of embeddings, one per input."""
         prompt = sum(row["prompt_tokens"] for row in answers)
         return {
             "object": "list",
@@ -91,49 +95,49 @@ class VectorsKind:
         }
 
 
-class AsTheyAre:
-    """Takes the answers of a run that need no check."""
+class UncheckedAnswers:
+    """A receiver that does not check answers."""
 
-    def planned(self, requests: Iterable[Request]) -> None:
-        """Expect nothing of them."""
+    def expect(self, requests: Iterable[Request]) -> None:
+        """Do nothing: answers need no check."""
 
-    def received(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Return the completions; an error has no output."""
+    def receive(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Return the completions. Errors have no output."""
         return [one if one.error is None else replace(one, output=None) for one in completions]
 
 
-def embedding_field(asked: AskedOutputs) -> pa.Field:
-    """Return the column of vectors, which all have the same length where no row has its own."""
-    size = -1 if asked.own_dimensions else _asked(asked).dimensions
+def embedding_field(requested: RequestedOutputs) -> pa.Field:
+    """Return the column of vectors. Its length is fixed unless rows set the length of their vectors."""
+    size = -1 if requested.own_dimensions else _embedding(requested).dimensions
     return pa.field(EMBEDDING, pa.list_(pa.float32(), size))
 
 
-def vector_rows(asked: AskedOutputs) -> int:
-    """Return how many rows with vectors are made at a time."""
-    return max(1, min(4096, _HELD_VALUES // _asked(asked).dimensions))
+def vector_rows(requested: RequestedOutputs) -> int:
+    """Return the number of result rows with vectors per batch."""
+    return max(1, min(4096, _HELD_VALUES // _embedding(requested).dimensions))
 
 
 def embedding_column(
-    asked: AskedOutputs, rows: pa.Table, matched: pa.Table, answered: NDArray[np.bool_]
+    requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, answered: NDArray[np.bool_]
 ) -> pa.Array:
-    """Return the vectors of rows, null for those that have none. answered: of which rows these are."""
-    made, places = _asked(asked), pa.array(np.flatnonzero(answered))
+    """Return the final vectors of the `answered` rows, and null elsewhere."""
+    made, places = _embedding(requested), pa.array(np.flatnonzero(answered))
     vectors = matched.column("vector").take(places).combine_chunks()
-    if not asked.own_dimensions:
-        return _embedded(vectors, answered, made)
+    if not requested.own_dimensions:
+        return _embedding_array(vectors, answered, made)
     said = rows.column(DIMENSIONS.name).take(places).fill_null(made.dimensions).to_numpy()
     found: list[NDArray[np.float32] | None] = [None] * len(answered)
-    whole, wanted = _passed(vectors, made), np.flatnonzero(answered)
+    whole, wanted = _apply_dense(vectors, made), np.flatnonzero(answered)
     for size in np.unique(said).tolist():
         own = np.flatnonzero(said == size)
-        short = _finished(whole[own][:, :size], made)
+        short = _normalize_if_set(whole[own][:, :size], made)
         for place, vector in zip(wanted[own].tolist(), short, strict=True):
             found[place] = vector
     return lists_of(found, np.float32)
 
 
 def embedding_entries(table: pa.Table) -> NDArray[np.int64]:
-    """Return the length of each vector of a result."""
+    """Return the length of each vector in a result."""
     size = table.schema.field(EMBEDDING).type
     if pa.types.is_fixed_size_list(size):
         return np.full(table.num_rows, size.list_size, np.int64)
@@ -145,42 +149,42 @@ def _encoded(vector: Sequence[float], encoding: str | None) -> str | Sequence[fl
     return b64encode(np.array(vector, "<f4").tobytes()).decode() if encoding == "base64" else vector
 
 
-def _asked(asked: AskedOutputs) -> Embedding:
-    assert asked.embedding is not None, "the index of a job whose answers are vectors says which"
-    return asked.embedding
+def _embedding(requested: RequestedOutputs) -> Embedding:
+    assert requested.embedding is not None, "the index of a job whose answers are vectors says which"
+    return requested.embedding
 
 
 def lists_of(found: Sequence[NDArray[Any] | None], kind: type[np.generic]) -> pa.ListArray:
-    """Return a list of the values of each array, null for None."""
+    """Return an array with a list per array of values, and null for None."""
     values = np.concatenate([np.empty(0, kind), *(one for one in found if one is not None)]).astype(kind)
     ends = np.cumsum([0, *(0 if one is None else len(one) for one in found)]).astype(np.int32)
     missing = pa.array([one is None for one in found], pa.bool_())
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(values), mask=missing)
 
 
-def _embedded(vectors: pa.ListArray, answered: NDArray[np.bool_], made: Embedding) -> pa.Array:
-    """Return the vectors of the answered rows, behind the dense layers, shortened and normalised; null elsewhere."""
+def _embedding_array(vectors: pa.ListArray, answered: NDArray[np.bool_], made: Embedding) -> pa.Array:
+    """Return fixed-length vectors of the answered rows after dense layers, truncation and normalisation, else null."""
     finished = np.zeros((len(answered), made.dimensions), np.float32)
-    finished[answered] = _finished(_passed(vectors, made)[:, : made.dimensions], made)
+    finished[answered] = _normalize_if_set(_apply_dense(vectors, made)[:, : made.dimensions], made)
     missing = pa.array(~answered)
     return pa.FixedSizeListArray.from_arrays(pa.array(finished.reshape(-1)), made.dimensions, mask=missing)
 
 
-def _passed(vectors: pa.ListArray, made: Embedding) -> NDArray[np.float32]:
-    """Return vectors behind the dense layers, whole."""
+def _apply_dense(vectors: pa.ListArray, made: Embedding) -> NDArray[np.float32]:
+    """Return vectors after the dense layers, before truncation."""
     count = len(vectors)
     inputs = made.dense[0].inputs if made.dense else made.dimensions
     values = vectors.flatten().to_numpy().reshape(count, -1) if count else np.empty((0, inputs))
-    return passed(values.astype(np.float32, copy=False), made.dense)
+    return apply_layers(values.astype(np.float32, copy=False), made.dense)
 
 
-def _finished(vectors: NDArray[np.float32], made: Embedding) -> NDArray[np.float32]:
-    """Return vectors that were shortened, normalised where they are to be."""
+def _normalize_if_set(vectors: NDArray[np.float32], made: Embedding) -> NDArray[np.float32]:
+    """Return truncated vectors, normalised if the model requires it."""
     return normalized(vectors).astype(np.float32) if made.normalize else vectors
 
 
 def normalized(vectors: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-    """Return vectors of length 1 in the same directions; one of zeros stays."""
+    """Return vectors scaled to length 1. Zero vectors stay."""
     wide = vectors.astype(np.float64)
     lengths = np.sqrt((wide * wide).sum(axis=1, keepdims=True))
     found: NDArray[np.float64] = np.divide(wide, lengths, out=np.zeros_like(wide), where=lengths > 0)

@@ -1,1 +1,1 @@
-"""Stored completions, and what is published from them: join, result files, cleaning, verification."""
+"""Results: the join of index and completions, result files, publishing and verification."""

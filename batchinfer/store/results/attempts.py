@@ -1,7 +1,7 @@
-"""The attempts of rows: which completion counts, of those that a row has of its own keys.
+"""Chooses the completion of each row among its attempts.
 
-A row of a job with a ladder (`on_invalid`) has one of its first attempt, and, as long as all before are invalid, one of
-each of the next. The first valid one counts; else the last that is an answer; else the last.
+A row of a job with a ladder (`on_invalid`) has a key per attempt. Attempt n + 1 is only made if all earlier attempts
+are invalid. The first valid completion is chosen, else the last one that is an answer, else the last one.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from batchinfer.filesystem.duck import parquet
 from batchinfer.store.answers.validity import INVALID
 from batchinfer.store.index.index import attempt_columns
 
-PART_SHIFT = 36  # of a position: the part's number, from the oldest, above the row's number in it
-# Of a place, which is a position with its rank above it, and above that whether its completion is invalid
+PART_SHIFT = 36  # a position is (part number, from the oldest) << 36 | (row number in the part)
+# A place is a position with a rank above it (see _RANK), and a bit above that: the completion is invalid
 _RANK_SHIFT, _INVALID_SHIFT = 60, 62
 POSITION, WITH_RANK = (1 << _RANK_SHIFT) - 1, (1 << _INVALID_SHIFT) - 1
-# answers before errors, lasting errors before retryable ones, and then the part that was committed first
+# Smaller ranks are preferred: answers, then permanent errors, then retryable errors. Then the older part is preferred
 _RANK = "CASE WHEN error_code IS NULL THEN 0 WHEN retryable IS NOT TRUE THEN 1 ELSE 2 END::BIGINT"
 _BATCH = 1 << 16
-_NONE, _MISSING = -1, -2  # instead of a place: there is no such attempt; it is still to be made
+_NONE, _MISSING = -1, -2  # used as places: the row has no such attempt; the attempt has no completion yet
 IS_INVALID = f"place >> {_INVALID_SHIFT} <> 0"  # a row of the table `chosen`, in SQL
 Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class CountedAttempts:
-    """The completions that count, by row. Each row takes 8 bytes, and a ninth with a ladder.
+class ChosenCompletions:
+    """The chosen completion of each row. It takes 8 bytes per row, or 9 with a ladder.
 
-    `places`: negative where a row has none, or an attempt is still to be made. `numbers`: which attempt it is of; None:
-    there is no ladder. `others`: positions of further completions of these rows, which do not count.
+    Args:
+        places: The place of each row's completion. Negative if there is none, or an attempt is still to be made.
+        numbers: The attempt of each row's completion. None: the job has no ladder.
+        others: The positions of completions of these rows that were not chosen.
     """
 
     places: Numbers
@@ -44,7 +46,10 @@ class CountedAttempts:
 
     @property
     def ranks(self) -> Numbers:
-        """How each row failed: 0 not at all, 1 for good, 2 retryably. Of rows with a completion."""
+        """Return the rank of each row: 0 for an answer, 1 for a permanent error, 2 for a retryable error.
+
+        The values are only valid for rows with a completion.
+        """
         return ranks_of(self.places)
 
 
@@ -53,12 +58,19 @@ def ranks_of(places: Numbers) -> Numbers:
     return (places >> _RANK_SHIFT) & 3
 
 
-def counted_attempts(database: Any, index: str, rows: int, attempts: int = 1) -> CountedAttempts:
-    """Find the completion of each row of an index, as SQL reads it. Its table `chosen` is loaded (`load_chosen`)."""
+def choose_completions(database: Any, index: str, rows: int, attempts: int = 1) -> ChosenCompletions:
+    """Choose the completion of each row of an index.
+
+    Args:
+        database: A DuckDB connection with the table `chosen`, see `load_chosen`.
+        index: The rows, as a table expression in SQL.
+        rows: Number of rows.
+        attempts: Maximum attempts per row.
+    """
     places = np.full(rows, _NONE, np.int64)
     _fill(places, database, f"SELECT row_id, place FROM {index} i JOIN chosen c ON i.key = c.key")
     if attempts == 1:
-        return CountedAttempts(places, None, np.empty(0, np.int64))
+        return ChosenCompletions(places, None, np.empty(0, np.int64))
     numbers, invalid, others = np.ones(rows, np.uint8), _invalid(places), list[Numbers]()
     for attempt in range(2, attempts + 1):
         here = np.full(rows, _NONE, np.int64)
@@ -71,7 +83,7 @@ def counted_attempts(database: Any, index: str, rows: int, attempts: int = 1) ->
         places[counts], numbers[counts] = here[counts], attempt
         places[invalid & (here == _MISSING)] = _MISSING
         invalid &= (here == _NONE) | _invalid(here)
-    return CountedAttempts(places, numbers, np.unique(np.concatenate(others)))
+    return ChosenCompletions(places, numbers, np.unique(np.concatenate(others)))
 
 
 def _invalid(places: Numbers) -> NDArray[np.bool_]:
@@ -79,7 +91,7 @@ def _invalid(places: Numbers) -> NDArray[np.bool_]:
 
 
 def _fill(places: Numbers, database: Any, query: str) -> None:
-    """Write what a query found of rows to their numbers."""
+    """Assign the places that a query returns to their rows."""
     for batch in database.sql(query).to_arrow_reader(_BATCH):
         places[batch.column(0).to_numpy()] = batch.column(1).to_numpy()
 
@@ -87,21 +99,32 @@ def _fill(places: Numbers, database: Any, query: str) -> None:
 def load_chosen(
     database: Any, parts: Sequence[Path], attempts: int = 1, keys: str | None = None, first: int = 0
 ) -> None:
-    """Create the table `chosen`: each key with the place of the one completion that counts, wherever else it stands.
-    With more attempts than one, that says whether it is invalid. `keys`: only those of these rows, as SQL reads
-    them. `first`: the number of the first part."""
+    """Create the table `chosen` with the columns key and place: the preferred completion of each key.
+
+    Args:
+        database: A DuckDB connection.
+        parts: Parts of the store.
+        attempts: Maximum attempts per row. If there may be several, the place records if the completion is invalid.
+        keys: A table expression with the keys to load. None: all.
+        first: The number of the first part.
+    """
     place, columns = "min(place)", "key"
     if attempts > 1:
         place += f" + (arg_min(invalid, place)::BIGINT << {_INVALID_SHIFT})"
         columns += f", {INVALID} AS invalid"
     wanted = "" if keys is None else f" WHERE key IN (SELECT key FROM {keys})"
-    source = f"({placed(parts, columns, first)}){wanted}"
+    source = f"({with_places(parts, columns, first)}){wanted}"
     database.execute(f"CREATE TEMP TABLE chosen AS SELECT key, {place} AS place FROM {source} GROUP BY key")
 
 
-def placed(parts: Sequence[Path], columns: str, first: int = 0) -> str:
-    """Completions with their `place`: rank, part and row in one number, smaller is better. It does not say whether they
-    are invalid. `first`: the number of the first part."""
+def with_places(parts: Sequence[Path], columns: str, first: int = 0) -> str:
+    """Return SQL for completions with their `place`, without the bit for invalid ones.
+
+    Args:
+        parts: Parts of the store.
+        columns: Further columns, as SQL.
+        first: The number of the first part.
+    """
     source = parquet(sorted(parts), ", file_row_number = true")
     position = f"((file_index::BIGINT + {first}) << {PART_SHIFT}) + file_row_number"
     return f"SELECT {columns}, (({_RANK}) << {_RANK_SHIFT}) + {position} AS place FROM {source}"

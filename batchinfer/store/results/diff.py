@@ -1,4 +1,4 @@
-"""Compares two results of the same rows. Both are read once and joined on disk, however large they are."""
+"""Compares two results of the same rows. Each is read once, and they are joined on disk, so they may be large."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from batchinfer.core.errors import UsageError
 from batchinfer.core.sampling import MAX_SAMPLES
 from batchinfer.filesystem.duck import connection, interruptible, literal, parquet
 from batchinfer.filesystem.temporary import temporary_folder
-from batchinfer.store.accuracy.compared import AccuracyDiff, LabelledResult, compare_accuracy
+from batchinfer.store.accuracy.compare import AccuracyDiff, LabelledResult, compare_accuracy
 from batchinfer.store.outputs.call_column import CALLS_FIELD
 from batchinfer.store.outputs.registry import answer_column
 from batchinfer.store.outputs.tokens import RESULT_SCHEMA
 
 Kind = Literal["only in A", "only in B", "answer", "error came", "error went", "error changed", "column"]
 ROW_ID, CUSTOM_ID, SAMPLE = "row_id", "custom_id", "sample_index"
-# Of our own columns these three describe an answer like its typed columns; the others say where a row is from, or are
-# compared as answers and errors.
+# These fixed columns describe an answer and are compared like typed columns. The others locate the row, or are compared
+# as answers and errors.
 _COMPARED = ("finish_reason", "prompt_tokens", "completion_tokens")
 _OURS = frozenset(RESULT_SCHEMA.names) - set(_COMPARED)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One row that differs. `a` and `b` are its values as text, only where they were asked for."""
+    """A row that differs. `a` and `b` are its values as text, or None if they were not requested."""
 
-    id: str  # what the rows were matched by
+    id: str  # value of the column that rows are matched by
     row_id_a: int | None
     row_id_b: int | None
     a: str | None = None
@@ -37,7 +37,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DifferingRows:
-    """Rows that differ in the same way. `name` is the column's, the error's code, or `code → other code`."""
+    """Rows that differ in the same way. `name` is the column, the error code, or `code → other code`."""
 
     kind: Kind
     rows: int
@@ -56,11 +56,12 @@ class ResultDiff:
     groups: tuple[DifferingRows, ...]
     columns_only_a: tuple[str, ...]
     columns_only_b: tuple[str, ...]
-    note: str | None = None  # why the rows were not matched by custom_id
-    accuracy: AccuracyDiff | None = None  # None: not both have expected answers (input.expected)
+    note: str | None = None  # reason that rows were not matched by custom_id
+    accuracy: AccuracyDiff | None = None  # None: a result has no expected answers (input.expected)
 
     @property
     def different(self) -> bool:
+        """Return True if the results differ."""
         return bool(self.groups or self.columns_only_a or self.columns_only_b)
 
 
@@ -69,8 +70,8 @@ class DiffOptions:
     """How two results are compared."""
 
     by: str | None = None  # column that rows are matched by
-    examples: int = 5  # of each kind of difference
-    show: bool = False  # with texts and values
+    examples: int = 5  # per kind of difference
+    show: bool = False  # include texts and values
 
 
 def diff_results(a: Sequence[Path], b: Sequence[Path], options: DiffOptions) -> ResultDiff:
@@ -85,7 +86,10 @@ def diff_results(a: Sequence[Path], b: Sequence[Path], options: DiffOptions) -> 
 
 @dataclass(slots=True)
 class _Diff:
-    """A comparison in progress. `a` and `b` are views of the results, `differing` a table of the rows that differ."""
+    """A comparison in progress.
+
+    `a` and `b` are views of the results, and `differing` is a table of the rows that differ.
+    """
 
     database: Any
     files_a: Sequence[Path]
@@ -94,6 +98,7 @@ class _Diff:
     types: dict[str, dict[str, str]] = field(default_factory=dict)  # side → column → type
 
     def found(self) -> ResultDiff:
+        """Compare the results."""
         rows = {}
         for side, files in (("a", self.files_a), ("b", self.files_b)):
             self.database.execute(f"CREATE VIEW {side} AS FROM {parquet(files)}")
@@ -117,27 +122,29 @@ class _Diff:
 
     @property
     def answer(self) -> str:
-        """The column of both results that is the answer. Raises UsageError where there is none."""
+        """Return the answer column that both results have. Raises UsageError if there is none."""
         found = answer_column(name for name in self.types["a"] if name in self.types["b"])
         if found is None:
-            raise UsageError("these results have no answers of one kind: compare two that have")
+            raise UsageError(
+                "these results have different kinds of answers; compare results of the same task"
+            )
         return found
 
     def _number(self, sql: str) -> int:
         return int(self.database.execute(sql).fetchone()[0])
 
     def _refuse_unlike(self) -> None:
-        """Raises UsageError where the answers to a row are rows of one result, and lists in a row of the other."""
+        """Check that both results have their samples in the same form: as lists or as rows. Raises UsageError."""
         kinds = [self.types[side].get(SAMPLE, "").endswith("[]") for side in "ab"]
         if kinds[0] != kinds[1]:
             lists, other = "AB" if kinds[0] else "BA"
             raise UsageError(
-                f"{lists} has lists of answers to a row, and {other} a row for each answer: compare results of jobs "
-                "that say the same of output.explode"
+                f"{lists} has lists of answers per row, and {other} has one row per answer; compare results of jobs "
+                "with the same output.explode"
             )
 
     def _key(self, rows: dict[str, int]) -> tuple[str, str | None]:
-        """The column that rows are matched by, and why it is not custom_id."""
+        """Return the column that rows are matched by, and the reason if it is not custom_id."""
         if self.options.by is None:
             problems = [problem for side in rows if (problem := self._no_key(side, CUSTOM_ID, rows[side]))]
             return (ROW_ID, problems[0]) if problems else (CUSTOM_ID, None)
@@ -149,7 +156,7 @@ class _Diff:
         return self.options.by, None
 
     def _no_key(self, side: str, column: str, rows: int) -> str | None:
-        """Why a column does not say which row is which."""
+        """Return the reason that a column does not identify rows, or None if it does."""
         name = f"{column} of {side.upper()}"
         if column not in self.types[side]:
             return f"{side.upper()} has no column {column}"
@@ -163,7 +170,7 @@ class _Diff:
         )
 
     def _columns(self) -> list[str]:
-        """Return the columns that are compared: those of both results, in the order of A."""
+        """Return the columns to compare: those in both results, in the order of A."""
         left_out = {*_OURS, self.answer}
         return [name for name in self.types["a"] if name in self.types["b"] and name not in left_out]
 
@@ -171,24 +178,23 @@ class _Diff:
         return self.types["a"][column] == self.types["b"][column]
 
     def _value(self, column: str) -> str:
-        """A column such that equal values of both results are equal: calls of tools without their ids, which say of
-        what work they are."""
+        """Return SQL for a column, in a form that is equal for equal values. Ids of tool calls are left out."""
         if column == CALLS_FIELD.name and self._same_type(column) and self.types["a"][column].endswith("[]"):
             return f"[[one['name'], one['arguments']] FOR one IN {_named(column)}]"
         return _named(column) if self._same_type(column) else f"CAST({_named(column)} AS VARCHAR)"
 
     @property
     def _samples(self) -> bool:
-        """Whether both results have several answers to a row, each a row of its own."""
+        """Return True if both results have several answers per row, one row each."""
         return all(not self.types[side].get(SAMPLE, "[]").endswith("[]") for side in "ab")
 
     @property
     def _place(self) -> str:
-        """A number that is different in every row, as SQL has it."""
+        """Return SQL for a number that is unique per row."""
         return f"({ROW_ID} * {MAX_SAMPLES} + {SAMPLE})" if self._samples else ROW_ID
 
     def _key_value(self, column: str) -> str:
-        """Return what rows are matched by, as SQL has it: samples of a row by their numbers, too."""
+        """Return SQL for the value that rows are matched by. It includes the sample number if there are several."""
         if self._samples and column in (ROW_ID, CUSTOM_ID):
             return f"concat({_named(column)}, '#', {SAMPLE})"
         return self._value(column)
@@ -231,7 +237,7 @@ class _Diff:
                 yield DifferingRows("column", rows, column, self._examples(f"c{at}", _named(column)))
 
     def _examples(self, where: str, shown: str) -> tuple[Difference, ...]:
-        """The first of the rows that differ so; with what is `shown` of both sides, if that was asked for."""
+        """Return the first rows that match `where`, with the SQL value `shown` of both sides if requested."""
         first = (
             f"SELECT CAST(k AS VARCHAR) AS id, ra, rb FROM differing WHERE {where} "
             f"ORDER BY coalesce(ra, rb) LIMIT {self.options.examples}"

@@ -1,4 +1,4 @@
-"""How many error rows a job bears, and what is said when there are more."""
+"""The number of error rows that a job allows, and the message if there are more."""
 
 from __future__ import annotations
 
@@ -13,29 +13,37 @@ from batchinfer.store.results.join import ErrorCounts
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many error rows a job bears. Errors only grow in number: once exceeded, certain."""
+    """The number of error rows that a job allows.
+
+    Error rows are never removed, so an exceeded budget stays exceeded.
+    """
 
     rows: int
     max_error_rate: float
     publish: bool
-    already: int = 0  # error rows that are known before the engine starts
+    already: int = 0  # error rows before the engine starts
 
     @property
     def allowed(self) -> int:
-        """Counted with the rate as it is written: 100 × 0.29 is 28.99… in floats."""
+        """Return the maximum number of error rows, computed exactly: 100 × 0.29 is 28.99… in floats."""
         return int(self.rows * Fraction(str(self.max_error_rate)))
 
     def exceeded(self, errors: int) -> bool:
-        return errors > 0 and errors > self.allowed  # asked for each message of an engine: fractions are slow
+        """Return True if this number of error rows exceeds the budget."""
+        return errors > 0 and errors > self.allowed  # called per engine message; `allowed` is slow
 
     def starting_at(self, errors: int) -> Budget:
+        """Return the budget with this number of error rows before the engine starts."""
         return replace(self, already=errors)
 
 
 def budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary, command: str = "") -> str:
-    """Say that more rows are errors than the budget allows: how many, why, and what to do.
+    """Return the message that more rows are errors than the budget allows, with reasons and next steps.
 
     Args:
+        counts: The error rows.
+        budget: The budget.
+        errors: A summary of the errors.
         command: The command that shows these rows; empty if there is none.
     """
     allowed = f"on_error.max_error_rate allows {budget.allowed} ({budget.max_error_rate:.2%})"

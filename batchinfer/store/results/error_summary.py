@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from batchinfer.filesystem.rebatch import parquet_batches
 from batchinfer.store.index.index import SAMPLE
-from batchinfer.store.results.join import engine_errors
+from batchinfer.store.results.join import count_engine_errors
 
 _COLUMNS = ["row_id", "file", "row_index", "error_code", "error_message", "retryable"]
 _ROWS = 16_384
@@ -19,18 +19,19 @@ _ROWS = 16_384
 
 @dataclass(slots=True)
 class ErrorSummary:
-    """How many error rows by code, and where the first of each stands."""
+    """The number of error rows per code, and the first row with each code."""
 
     codes: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    retryable: int = 0  # of the rows of index parts, or of published ones
+    retryable: int = 0  # retryable error rows; completions are not counted
 
     @property
     def rows(self) -> int:
+        """Return the number of error rows."""
         return self.codes.total()
 
     def text(self, most: int = 5) -> str:
-        """The most frequent codes, one a line, each with its first row."""
+        """Return the most frequent codes, one per line, each with its first row."""
         return "\n".join(
             f"  {count} × {code}, first {self.examples[code]}" for code, count in self.codes.most_common(most)
         )
@@ -39,17 +40,21 @@ class ErrorSummary:
 def summarise_all_errors(
     index_parts: Sequence[Path], completion_parts: Sequence[Path], spill: Path, attempts: int = 1
 ) -> ErrorSummary:
-    """Over the rows that could not become requests and those whose completion, of `attempts` ones, is an error."""
+    """Summarise rows that could not become requests, and rows whose completion is an error."""
     found = summarise_errors(index_parts)
-    for code, rows, example in engine_errors(index_parts, completion_parts, spill, attempts=attempts):
+    for code, rows, example in count_engine_errors(index_parts, completion_parts, spill, attempts=attempts):
         found.codes[code] += rows
         found.examples.setdefault(code, example)
     return found
 
 
 def summarise_errors(parts: Sequence[Path], samples: bool = False) -> ErrorSummary:
-    """Over the error columns of index parts or of published files. `samples`: they have several answers to a row of the
-    input, and rows are counted, not answers."""
+    """Summarise the error columns of index parts or published files.
+
+    Args:
+        parts: The files.
+        samples: The files have several answers per input row. Input rows are counted, not answers.
+    """
     found = ErrorSummary()
     for batch in parquet_batches(parts, _ROWS, columns=[*_COLUMNS, *([SAMPLE.name] if samples else [])]):
         bad = batch.filter(pc.is_valid(batch.column("error_code")))

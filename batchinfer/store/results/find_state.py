@@ -1,4 +1,4 @@
-"""From a result folder to the state of its job, without the job file."""
+"""Finds the state folder of a result, without the job file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 def find_state(results: Path) -> StateFolder:
-    """The state that this result belongs to: one in which it has a part of its own, else the state of its job.
+    """Return the state folder of a result, with the store of the job's last run.
 
-    Its store is that of the job's last run.
+    A state folder with a subfolder for this result is preferred. Otherwise it is the state folder of the job.
     """
     results = results.absolute()
     places = [StateFolder(results, root=root) for root in _roots(results)]
@@ -29,13 +29,13 @@ def find_state(results: Path) -> StateFolder:
 
 
 def _roots(results: Path) -> Iterator[Path]:
-    """Where the root of this result may be, likeliest first."""
+    """Yield possible roots of this result, most likely first."""
     yield results
     if (root := root_of_trial(results)) is not None:
         yield root
     for date in dict.fromkeys(_DATE.findall(str(results))):
         yield results_root(str(results).replace(date, HOLE), results.parent, "")
-    if results.parent.is_dir():  # an output.path that is nothing but its date has the job's name for its root
+    if results.parent.is_dir():  # if output.path consists of a date only, the root is the job's name
         for state in sorted(results.parent.glob(f"{STATE_PREFIX}*/results")):
             root = results.with_name(state.parent.name.removeprefix(STATE_PREFIX))
             if StateFolder(results, root=root).path.is_dir():
@@ -45,9 +45,9 @@ def _roots(results: Path) -> Iterator[Path]:
 
 
 def _job_of(results: Path) -> str | None:
-    """The name of the job whose result this is, where its manifest can be read."""
+    """Return the name of the result's job from the manifest, or None if it cannot be read."""
     try:
         manifest = read_manifest(Location.at(results))
-    except DamagedResult:  # who reads the result says so; its state may be found by its name all the same
+    except DamagedResult:  # reported when the result is read; its state may still be found by name
         return None
     return None if manifest is None else manifest.job

@@ -1,4 +1,4 @@
-"""The rows of an index as results are made of them, beside the columns that are carried."""
+"""Reads the rows of an index for the results, with their passthrough columns."""
 
 from __future__ import annotations
 
@@ -24,68 +24,66 @@ from batchinfer.store.index.index import (
 )
 from batchinfer.store.index.reused_rows import ReusedRows
 from batchinfer.store.outputs.frame import HEAD, TAIL
-from batchinfer.store.outputs.kind import AskedOutputs
+from batchinfer.store.outputs.kind import RequestedOutputs
 
-# The columns of the index that results are made of
+# The columns of the index that results need
 _READ = [*(name for name, _ in HEAD if name != "status"), "key", "token_count", *(name for name, _ in TAIL)]
 
 
-class IndexView(AskedOutputs, Protocol):
+class IndexView(RequestedOutputs, Protocol):
     """The part of a job's index that publishing needs."""
 
     @property
     def index_parts(self) -> Sequence[Path]:
-        """Index parts in row order."""
+        """Return the index parts in row order."""
 
     @property
     def passthrough_parts(self) -> Sequence[Path]:
-        """Parts with `row_id` and the passthrough columns, in the rows of the index; empty if there are
-        none.
-        """
+        """Return the parts with `row_id` and the passthrough columns, for the rows of the index, or an empty list."""
 
     @property
     def passthrough_schema(self) -> pa.Schema:
-        """Types of the passthrough columns, without `row_id`."""
+        """Return the types of the passthrough columns, without `row_id`."""
 
     @property
     def expected(self) -> str | None:
-        """The passthrough column with the values that answers should have; None: there is none."""
+        """Return the passthrough column with the expected answers, or None."""
 
     @property
     def output(self) -> str:
-        """The name of the kind of answers."""
+        """Return the name of the kind of answers."""
 
     @property
     def attempts(self) -> int:
-        """How many times a row may run; the result has a column for it where that is more than once."""
+        """Return the maximum attempts per row. The result has a column for the attempt if there may be several."""
 
     @property
     def samples(self) -> bool:
-        """Whether several rows of the index, one after the other, may be a row of the input."""
+        """Return True if consecutive rows of the index may belong to the same input row."""
 
     @property
     def best(self) -> BestOf | None:
-        """How many of these are rows of the result, the best ones; None: all."""
+        """Return how many samples per row are published, or None for all."""
 
     @property
     def engine_class(self) -> bool:
-        """Whether the result has a column for the class of machine that gave each answer."""
+        """Return True if the result has a column for the machine class of each answer."""
 
     @property
     def rows(self) -> int:
-        """Rows of the index, bad ones included."""
+        """Return the number of rows of the index, error rows included."""
 
     @property
     def reused(self) -> ReusedRows:
-        """Its first rows, which were taken over whole."""
+        """Return the first rows, which were reused whole."""
 
     @property
     def segments(self) -> PendingSegments | None:
-        """The segments of the others, if they can be taken over the next time."""
+        """Return the segments of the other rows, if the next run can reuse them."""
 
 
 class IndexRows:
-    """The rows of an index, any segment of them; several threads may read them."""
+    """The rows of an index, read by row range. Several threads may read them."""
 
     def __init__(self, index: IndexView) -> None:
         self._rows = ParquetRows(index.index_parts)
@@ -98,8 +96,11 @@ class IndexRows:
         self._columns += [LABELS.name] if index.scoring is not None and index.scoring.own_labels else []
 
     def tables(self, start: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple[pa.Table, pa.Table]]:
-        """Yield the rows from `start` to `stop` and their passthrough values, side by side, in tables of these sizes,
-        over and over; the last may be shorter. Raises InputCorrupt for a damaged file."""
+        """Yield the rows from `start` to `stop` and their passthrough values, as pairs of tables.
+
+        The tables have these sizes, repeated from the first one on; the last table may be shorter. Without passthrough
+        columns, both tables of a pair are the same. Raises InputCorrupt for a damaged file.
+        """
         rows = cut(self._rows.batches(start, stop, max(sizes), self._columns), cycle(sizes))
         if not self._carries:
             yield from ((table, table) for table in rows)
@@ -107,5 +108,5 @@ class IndexRows:
         values = cut(self._values.batches(start, stop, max(sizes)), cycle(sizes))
         for row, value in zip(rows, values, strict=True):
             if not row.column("row_id").equals(value.column("row_id")):
-                raise BatchInferError("index and passthrough parts do not hold the same rows")
+                raise BatchInferError("index and passthrough parts have different rows")
             yield row, value

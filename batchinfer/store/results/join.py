@@ -1,4 +1,4 @@
-"""The join of a job's index with the completion store: where each row's completion stands, and what that says."""
+"""Joins a job's index with the completion store: the position of each row's completion, and error counts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.filesystem.duck import Watched, connection, naming_errors, parquet
+from batchinfer.filesystem.duck import Watched, connection, parquet, translate_errors
 from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
 from batchinfer.store.results.attempts import (
     PART_SHIFT,
     POSITION,
     WITH_RANK,
-    CountedAttempts,
+    ChosenCompletions,
     Numbers,
-    counted_attempts,
+    choose_completions,
     load_chosen,
-    placed,
+    with_places,
 )
 from batchinfer.store.results.reuse.reused_positions import read_reused_positions
 
@@ -32,52 +32,53 @@ ROW_IN_PART = (1 << PART_SHIFT) - 1
 
 @dataclass(frozen=True, slots=True)
 class ErrorCounts:
-    """Error rows among all rows of a job, so far."""
+    """The number of error rows of a job, so far."""
 
-    rows: int  # rows of the input
+    rows: int  # all rows of the index
     input_errors: int  # rows that could not become requests
     engine_errors: int  # rows whose completion is an error
-    retryable: int  # of both, those that another run may cure
+    retryable: int  # of both, errors that a retry may fix
 
     @property
     def errors(self) -> int:
+        """Return the number of error rows."""
         return self.input_errors + self.engine_errors
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The completions of a job's rows by their positions in the store. Each row takes 16 bytes.
+    """The positions of the completions of a job's rows. It takes 16 bytes per row.
 
-    `positions` ascend; `rows` are those of the index whose completions stand there, several of one position where rows
-    are equal. Rows without a completion are in neither.
+    `positions` are ascending. `rows` are the rows of the index with these completions; rows with equal keys have the
+    same position. Rows without a completion are in neither.
     """
 
-    parts: tuple[Path, ...]  # of the store, oldest first
+    parts: tuple[Path, ...]  # parts of the store, oldest first
     positions: Numbers
     rows: Numbers
     counts: ErrorCounts
-    # By row of the index: which attempt its completion is of; None: the job has no ladder
+    # The attempt of each index row's completion. None: the job has no ladder
     attempts: NDArray[np.uint8] | None = None
-    # Positions of completions of other attempts
+    # Positions of completions that were not chosen
     others: Numbers = field(default_factory=lambda: np.empty(0, np.int64))
-    # Rows whose completion is an error, ascending, and which of them are retryable
+    # Rows whose completion is an error, ascending, and a boolean per row: True if it is retryable
     failed: Numbers = field(default_factory=lambda: np.empty(0, np.int64))
     again: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
-    # Whether all rows that were taken over have the completions that they had
+    # All reused rows have the same completions as before
     reused_unchanged: bool = True
 
     @property
     def missing(self) -> int:
-        """Rows that became requests, and have no completion yet."""
+        """Return the number of requests without a completion."""
         return self.counts.rows - self.counts.input_errors - len(self.rows)
 
     def refuse_missing(self) -> None:
-        """Raises BatchInferError where rows have no completion."""
+        """Check that all requests have completions. Raises BatchInferError."""
         if self.missing:
             raise BatchInferError(f"{self.missing} rows have no completion yet: nothing published")
 
     def within(self, spans: Sequence[tuple[int, int]]) -> Join:
-        """Return what it says of the rows of these spans, each from a row to another."""
+        """Return the join of the rows in these spans, given as (start, stop)."""
         wanted = np.zeros(self.counts.rows, np.bool_)
         for start, stop in spans:
             wanted[start:stop] = True
@@ -87,25 +88,27 @@ class Join:
         return replace(self, positions=self.positions[chosen], rows=self.rows[chosen])
 
     def of_part(self, number: int) -> slice:
-        """Return the part's share of `positions` and `rows`."""
-        return _of_part(self.positions, number)
+        """Return the slice of `positions` and `rows` that belongs to a part."""
+        return _part_slice(self.positions, number)
 
     def used(self) -> Iterator[tuple[str, Numbers]]:
-        """Yield the parts that the rows are made of, each with the numbers of its rows that they use: invalid answers,
-        too, without which further attempts would not have been made."""
+        """Yield each part that the rows use, with the numbers of the used rows in the part.
+
+        Invalid answers count as used: without them, later attempts would not have been made.
+        """
         used = np.union1d(self.positions, self.others) if len(self.others) else self.positions
         for number, part in enumerate(self.parts):
-            found = used[_of_part(used, number)] & ROW_IN_PART
+            found = used[_part_slice(used, number)] & ROW_IN_PART
             if len(found):
                 yield part.name, found
 
 
-def _of_part(positions: Numbers, number: int) -> slice:
+def _part_slice(positions: Numbers, number: int) -> slice:
     ends = np.array([number, number + 1], np.int64) << PART_SHIFT
     return slice(*np.searchsorted(positions, ends).tolist())
 
 
-def joined(
+def join_answers(
     index_parts: Sequence[Path],
     completion_parts: Sequence[Path],
     spill: Path,
@@ -117,12 +120,22 @@ def joined(
     threads: int = 2,
     watched: Watched = nullcontext,
 ) -> Join:
-    """Join the rows of an index with the completions of their keys, `attempts` of which a row may have. A row has no
-    completion while one of its attempts is still to be made. `reused`: the first rows, whose answers are known; only
-    those that are errors are looked up. `without`: parts that have no completion of any other row.
+    """Join the rows of an index with the completions of their keys.
 
-    Beside what it returns it takes `memory_limit`; what is larger goes to the folder `spill`. Raises StorageError,
-    OutOfMemory. `watched`: see `duck.connection`.
+    Args:
+        index_parts: Parts of the index.
+        completion_parts: Parts of the store.
+        spill: Folder for data that exceeds `memory_limit`.
+        attempts: Maximum attempts per row. A row with an attempt still to be made has no completion.
+        reused: The first rows, with recorded positions. Only rows with errors are looked up.
+        without: Parts that have no completion for any other row.
+        memory_limit: Memory of DuckDB, in addition to the returned arrays.
+        threads: Threads of DuckDB.
+        watched: See `duck.connection`.
+
+    Raises:
+        StorageError: A part cannot be read.
+        OutOfMemory: DuckDB exceeded its limit.
     """
     parts = tuple(sorted(completion_parts))
     if not index_parts:
@@ -130,12 +143,12 @@ def joined(
     known = read_reused_positions(reused, parts)
     new = [*index_parts[len(reused.parts) :]]
     with connection(spill, memory_limit, threads, watched) as database:
-        rows, errors, retryable = _numbers(database, new)
+        rows, errors, retryable = _count_rows(database, new)
         database.register("failed", pa.table({"row_id": known.failed, "key": known.keys}))
         some = reused.rows > 0
-        found_in = _searched(new, some)
-        old = 0 if len(known.failed) else _leading(parts, without)
-        counted = _counted(database, found_in, parts, reused.rows + rows, attempts, spill, some, old)
+        found_in = _rows_to_look_up(new, some)
+        old = 0 if len(known.failed) else _count_leading(parts, without)
+        counted = _choose(database, found_in, parts, reused.rows + rows, attempts, spill, some, old)
     there = len(known.places)
     counted.places[:there] = known.overlay(counted.places[:there])
     found = np.flatnonzero(counted.places >= 0)
@@ -156,23 +169,26 @@ def joined(
     return Join(parts, *where, counts, counted.numbers, counted.others, failed, again, reused_unchanged)
 
 
-def _searched(new: Sequence[Path], some: bool) -> str:
-    """Return the rows whose completions are looked up, as a table of a query: those of the index parts `new`; and where
-    `some` rows were taken over, those of them whose answers are errors, which are registered as `failed`."""
+def _rows_to_look_up(new: Sequence[Path], some: bool) -> str:
+    """Return a table expression for the rows to look up.
+
+    They are the rows of the new index parts and, if `some` rows are reused, the registered table `failed` of reused
+    rows whose answers are errors.
+    """
     source = parquet(new)
     if not some:
         return source
     return f"(SELECT row_id, key FROM {source} UNION ALL SELECT * FROM failed)" if new else "failed"
 
 
-def _leading(parts: Sequence[Path], some: Sequence[Path]) -> int:
-    """Return how many of the parts, from the first one on, are among these."""
+def _count_leading(parts: Sequence[Path], some: Sequence[Path]) -> int:
+    """Return the number of parts, from the first one on, that are in `some`."""
     among = {*some}
     return next((number for number, part in enumerate(parts) if part not in among), len(parts))
 
 
-def _numbers(database: Any, index: Sequence[Path]) -> tuple[int, int, int]:
-    """Return how many rows an index has, how many of them are error rows, and how many of these are retryable."""
+def _count_rows(database: Any, index: Sequence[Path]) -> tuple[int, int, int]:
+    """Return the number of rows of an index, of error rows, and of retryable error rows."""
     if not index:
         return 0, 0, 0
     bad = "key IS NULL"
@@ -181,16 +197,24 @@ def _numbers(database: Any, index: Sequence[Path]) -> tuple[int, int, int]:
     return int(rows), int(errors), int(retryable)
 
 
-def completion_of(
+def find_completion(
     index_parts: Sequence[Path], completion_parts: Sequence[Path], spill: Path, watched: Watched = nullcontext
 ) -> tuple[Path, int, int] | None:
-    """Return where the completion stands that counts for the one row of an index: its part, the row there, and both as
-    a position of a `Join`; None: there is none. Raises and takes what `joined` does."""
+    """Return the completion of an index with a single row, or None if there is none.
+
+    Returns:
+        The part, the row number in the part, and both as a position (see `Join`).
+
+    Raises:
+        StorageError: A part cannot be read.
+        OutOfMemory: DuckDB exceeded its limit.
+    """
     parts = tuple(sorted(completion_parts))
     if not parts:
         return None
     with connection(spill, watched=watched) as database:
-        query = f"SELECT min(place) FROM ({placed(parts, 'key')}) WHERE key IN (SELECT key FROM {parquet(index_parts)})"
+        keys = f"SELECT key FROM {parquet(index_parts)}"
+        query = f"SELECT min(place) FROM ({with_places(parts, 'key')}) WHERE key IN ({keys})"
         ((place,),) = database.execute(query).fetchall()
     if place is None:
         return None
@@ -198,7 +222,7 @@ def completion_of(
     return parts[position >> PART_SHIFT], position & ROW_IN_PART, position
 
 
-def _counted(
+def _choose(
     database: Any,
     index: str,
     parts: Sequence[Path],
@@ -207,18 +231,28 @@ def _counted(
     spill: Path,
     few: bool = False,
     old: int = 0,
-) -> CountedAttempts:
-    """Find the completions of rows, as SQL reads them; `few`: most of the store's are of others, and all of the first
-    `old` parts."""
+) -> ChosenCompletions:
+    """Choose the completions of rows.
+
+    Args:
+        database: A DuckDB connection.
+        index: The rows, as a table expression.
+        parts: Parts of the store.
+        rows: Number of rows.
+        attempts: Maximum attempts per row.
+        spill: Folder for temporary files.
+        few: Most completions belong to other rows, so keys are filtered first.
+        old: Number of leading parts without completions of these rows.
+    """
     if not parts[old:]:
-        return CountedAttempts(np.full(rows, -1, np.int64), None, np.empty(0, np.int64))
+        return ChosenCompletions(np.full(rows, -1, np.int64), None, np.empty(0, np.int64))
     load_chosen(database, parts[old:], attempts, index if few else None, old)
-    with naming_errors(spill):
-        return counted_attempts(database, index, rows, attempts)
+    with translate_errors(spill):
+        return choose_completions(database, index, rows, attempts)
 
 
-def stores_errors(completion_parts: Sequence[Path], spill: Path) -> bool:
-    """Return True if any of these parts has an error completion. Most stores have no such part."""
+def has_error_completions(completion_parts: Sequence[Path], spill: Path) -> bool:
+    """Return True if a part has an error completion. Most stores have no such part."""
     if not completion_parts:
         return False
     with connection(spill) as database:
@@ -226,7 +260,7 @@ def stores_errors(completion_parts: Sequence[Path], spill: Path) -> bool:
         return bool(database.execute(found).fetchall())
 
 
-def engine_errors(
+def count_engine_errors(
     index_parts: Sequence[Path],
     completion_parts: Sequence[Path],
     spill: Path,
@@ -235,16 +269,16 @@ def engine_errors(
     memory_limit: str | None = None,
     threads: int = 2,
 ) -> list[tuple[str, int, str]]:
-    """Return the errors of completions: (code, number of rows, place and message of the first)."""
+    """Return the errors of completions: (code, number of rows, location and message of the first row)."""
     if not index_parts or not completion_parts:
         return []
     with connection(spill, memory_limit, threads) as database:
         ((rows,),) = database.execute(f"SELECT count(*) FROM {parquet(index_parts)}").fetchall()
-        counted = _counted(database, parquet(index_parts), completion_parts, rows, attempts, spill)
+        counted = _choose(database, parquet(index_parts), completion_parts, rows, attempts, spill)
         bad = np.flatnonzero((counted.places >= 0) & (counted.ranks > 0))
         places = counted.places[bad] & WITH_RANK
         database.register("bad", pa.table({"row_id": bad, "place": places}))
-        failed = f"({placed(completion_parts, 'error_code AS code, error_message AS message')})"
+        failed = f"({with_places(completion_parts, 'error_code AS code, error_message AS message')})"
         found = database.execute(
             "SELECT e.code, count(*), "
             "arg_min(i.file || ' row ' || i.row_index || ': ' || coalesce(e.message, ''), i.row_id) "

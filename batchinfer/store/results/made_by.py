@@ -1,4 +1,4 @@
-"""The command that published a result, kept in its state: it publishes the result again if that is damaged."""
+"""The command that published a result. It is stored in the state folder, and publishes a damaged result again."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import shlex
 from dataclasses import asdict, dataclass
 
 from batchinfer.filesystem.durable import write_json
-from batchinfer.filesystem.remembered import read_json
+from batchinfer.filesystem.json_files import read_json
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
 
 
 @dataclass(frozen=True, slots=True)
 class MadeBy:
-    """A `batchinfer run` of a job file: what was laid over it (`--set`), its day, and how many rows of a trial."""
+    """A `batchinfer run` of a job file.
+
+    Args:
+        job_file: The path of the job file.
+        overrides: The keys and values of `--set`.
+        date: The date of the run, if it was given.
+        limit: The number of rows of a trial.
+    """
 
     job_file: str
     overrides: tuple[tuple[str, str], ...]
@@ -22,12 +29,12 @@ class MadeBy:
 
     @classmethod
     def of(cls, job: Job, limit: int | None) -> MadeBy:
-        """`limit` is that of a trial."""
+        """Return the command for a job. `limit` is the number of rows of a trial."""
         return cls(str(job.source), job.overrides, job.date, limit)
 
     @property
     def command(self) -> str:
-        """Return the command as it is typed."""
+        """Return the command line."""
         sets = [word for key, value in self.overrides for word in ("--set", f"{key}={value}")]
         date = [] if self.date is None else ["--date", self.date]
         limit = [] if self.limit is None else ["--limit", str(self.limit)]
@@ -35,7 +42,7 @@ class MadeBy:
 
 
 def read_made_by(state: StateFolder) -> MadeBy | None:
-    """None where no run has noted it, or the note cannot be read."""
+    """Return the recorded command, or None if there is none or it cannot be read."""
     match read_json(state.made_by):
         case {"job_file": str(file), "overrides": list(pairs), "date": str() | None as date, "limit": limit}:
             known = isinstance(limit, int | None) and all(_is_pair(pair) for pair in pairs)
@@ -49,7 +56,7 @@ def _is_pair(value: object) -> bool:
 
 
 def note_made_by(state: StateFolder, made_by: MadeBy) -> None:
-    """The caller holds the result's lock. Raises StorageError."""
+    """Record the command. The caller holds the result's lock. Raises StorageError."""
     if read_made_by(state) != made_by:
         write_json(
             state.made_by, asdict(made_by) | {"overrides": [list(o) for o in made_by.overrides]}, state.ops

@@ -1,6 +1,6 @@
-"""The manifest of a published result: whose it is, what it holds, and the digest of every file.
+"""The manifest of a published result: its job, its contents and the digest of every file.
 
-It holds no times, hosts or attempts: equal rows give an equal manifest.
+It has no times, hosts or attempts, so equal rows give an equal manifest.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from batchinfer.filesystem.durable import json_text, storage
 from batchinfer.filesystem.location import Location
 
 MANIFEST_FORMAT = 1
-MANIFEST_NAME = "_manifest.json"  # pyarrow, pandas and Spark skip names that begin so
-# what a desktop leaves behind in any folder that is looked at
+MANIFEST_NAME = "_manifest.json"  # pyarrow, pandas and Spark skip names that begin with an underscore
+# Files that desktops create in any folder they show
 _LITTER = frozenset({".DS_Store", "Thumbs.db", "desktop.ini"})
 _DATA_NAME = re.compile(r"part-([0-9a-f]{16})-\d{5,}\.parquet")
 
 
 @dataclass(frozen=True, slots=True)
 class PublishSpec:
-    """The identity of a result. Two equal specs over equal completions publish equal bytes."""
+    """The identity of a result. Equal specs with equal completions publish equal bytes."""
 
     job: str  # the job's name
-    identity: str  # sha256 of everything in the job and the checkpoint that shapes rows
-    inputs: tuple[Mapping[str, Any], ...]  # per input file what identifies it, e.g. path, bytes, sha256
+    identity: str  # sha256 of everything in the job and the checkpoint that determines rows
+    inputs: tuple[Mapping[str, Any], ...]  # identity of each input file, e.g. path, bytes, sha256
     numerics: int
     rows_per_file: int = 100_000
 
@@ -53,20 +53,21 @@ class Manifest:
     identity: str
     inputs: tuple[Mapping[str, Any], ...]
     numerics: int
-    generation: str  # 16 hex digits, derived from all the rest; stands in every file name
+    generation: str  # 16 hex digits, derived from all other fields; part of every file name
     rows: int
     ok: int
     errors: int
-    retryable: int  # of the errors
-    endpoints: tuple[str, ...]  # of an OpenAI batch input: the different ones, sorted
+    retryable: int  # errors that a retry may fix
+    endpoints: tuple[str, ...]  # distinct endpoints of an OpenAI batch input, sorted
     files: tuple[ResultFile, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the manifest as a JSON object."""
         return {"format": MANIFEST_FORMAT, **asdict(self)}
 
 
 def generation_of(spec: PublishSpec, files: Sequence[ResultFile]) -> str:
-    """16 hex digits that are a function of the spec and the contents of the files, not of their names."""
+    """Return 16 hex digits that depend on the spec and the contents of the files, but not on their names."""
     contents = [[file.rows, file.bytes, file.sha256] for file in files]
     inputs = [dict(item) for item in spec.inputs]
     material = [MANIFEST_FORMAT, spec.job, spec.identity, inputs, spec.numerics, contents]
@@ -79,15 +80,16 @@ def file_name(generation: str, number: int) -> str:
 
 
 def read_manifest(folder: Location) -> Manifest | None:
-    """The manifest of a result folder, or None where nothing is published.
+    """Return the manifest of a result folder, or None if nothing is published.
 
-    Raises DamagedResult for a manifest that is not as it was written, or is gone while its files are there;
-    OutputConflict for one of a newer format.
+    Raises:
+        DamagedResult: The manifest has changed, or it is missing and result files exist.
+        OutputConflict: It has a newer format.
     """
     path = folder / MANIFEST_NAME
     if not path.is_file:
         if _generations(folder):
-            raise damaged(path, "it is missing, and files of a result are there")
+            raise damaged_result(path, "it is missing, and files of a result are there")
         return None
     with storage(path.local, "read"), path.open() as file:
         text = file.read()
@@ -95,14 +97,14 @@ def read_manifest(folder: Location) -> Manifest | None:
         raw = json.loads(text)
         version = int(raw.pop("format"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged(path, f"it is not a manifest of batchinfer ({error})") from error
+        raise damaged_result(path, f"it is not a manifest of batchinfer ({error})") from error
     try:
         manifest = _from_json(raw)
         problem = _problem(manifest)
         whole = problem is None and text == json_text(manifest.to_json() | {"format": version})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         manifest, problem, whole = None, str(error), False
-    if version > MANIFEST_FORMAT and not whole:  # else only this one digit is another
+    if version > MANIFEST_FORMAT and not whole:  # otherwise only the format number was changed
         raise OutputConflict(
             f"{path}: manifest format {version}, this version knows up to {MANIFEST_FORMAT}; "
             "use the batchinfer that wrote it, or another output.path"
@@ -114,7 +116,7 @@ def read_manifest(folder: Location) -> Manifest | None:
             else f"it is not a manifest of batchinfer ({problem})"
         )
         job = raw.get("job")
-        raise damaged(path, why, job if isinstance(job, str) else None)
+        raise damaged_result(path, why, job if isinstance(job, str) else None)
     return manifest
 
 
@@ -128,7 +130,7 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
 
 
 def _problem(manifest: Manifest) -> str | None:
-    """Return a contradiction within a manifest; None if there is none."""
+    """Return a contradiction within a manifest, or None."""
     spec = PublishSpec(manifest.job, manifest.identity, manifest.inputs, manifest.numerics)
     if manifest.generation != generation_of(spec, manifest.files):
         return "its generation does not match its contents"
@@ -143,8 +145,8 @@ def _problem(manifest: Manifest) -> str | None:
     return None if right else "its counts contradict each other"
 
 
-def damaged(path: Location, problem: str, job: str | None = None) -> DamagedResult:
-    """The error for a file of a result, with the next step."""
+def damaged_result(path: Location, problem: str, job: str | None = None) -> DamagedResult:
+    """Return the error for a damaged file of a result, with the next step."""
     return DamagedResult(
         f"{path}: {problem}; run its job again, which publishes the result again from the stored answers; "
         f"`batchinfer verify {path.local.parent} --repair` does that",
@@ -155,7 +157,7 @@ def damaged(path: Location, problem: str, job: str | None = None) -> DamagedResu
 
 
 @dataclass(frozen=True, slots=True)
-class Older:
+class OlderResult:
     """The result that a new one replaces."""
 
     generation: str
@@ -163,13 +165,20 @@ class Older:
 
 def check_destination(
     folder: Location, job: str, replace: bool = False, *, ours: bool = False
-) -> Older | None:
-    """Whether a job may publish into `folder`; the older result there, if any. What would fail only after all is
-    computed is refused here.
+) -> OlderResult | None:
+    """Check that a job may publish into `folder`, and return the older result there, if any.
 
-    `ours`: this job has published there, so that files of a result without a manifest that says whose they are may be
-    replaced. Raises OutputConflict for a file, a folder with anything in it that we did not write (`replace` or not),
-    and for the result of another job unless `replace`.
+    It refuses before the run everything that would make publishing fail at its end.
+
+    Args:
+        folder: The result folder.
+        job: The name of the job.
+        replace: The result of another job may be replaced.
+        ours: This job has published there before. Result files without a valid manifest may then be replaced.
+
+    Raises:
+        OutputConflict: The path is a file, the folder has files that batchinfer did not write, or it has the result of
+            another job and `replace` is False.
     """
     local = folder.local
     for parent in local.parents:
@@ -197,11 +206,11 @@ def check_destination(
         _refuse_strangers(folder, set())
         return None
     lost = any(_size(folder / file.name) != file.bytes for file in manifest.files)
-    others = _data_names(folder) if lost and ours else ()  # an older manifest may lie over a newer result
+    others = _data_names(folder) if lost and ours else ()  # a newer result may have an older manifest
     _refuse_strangers(folder, {MANIFEST_NAME, *(file.name for file in manifest.files), *others})
     if manifest.job != job and not replace:
         raise _of_another(folder, manifest.job, job)
-    return Older(manifest.generation)
+    return OlderResult(manifest.generation)
 
 
 def _of_another(folder: Location, theirs: str, job: str) -> OutputConflict:
@@ -211,9 +220,13 @@ def _of_another(folder: Location, theirs: str, job: str) -> OutputConflict:
     )
 
 
-def _damaged_older(folder: Location, job: str, replace: bool, ours: bool, error: DamagedResult) -> Older:
-    """A result whose manifest cannot be trusted: replaced only by the job that put it there, or where it names another
-    job and `replace` is asked for."""
+def _damaged_older(
+    folder: Location, job: str, replace: bool, ours: bool, error: DamagedResult
+) -> OlderResult:
+    """Return the older result if its manifest is damaged.
+
+    It may be replaced if this job published it, or if the manifest names another job and `replace` is True.
+    """
     generations = _generations(folder)
     _refuse_strangers(folder, {MANIFEST_NAME, *_data_names(folder)})
     others = error.job is not None and error.job != job and not ours
@@ -224,7 +237,7 @@ def _damaged_older(folder: Location, job: str, replace: bool, ours: bool, error:
             f"{error.place}: {error.problem}; nothing else says that this job published it, so it is not "
             "replaced: move the folder away, or choose another output.path"
         )
-    return Older(next(iter(generations), "damaged"))
+    return OlderResult(next(iter(generations), "damaged"))
 
 
 def _refuse_strangers(folder: Location, known: set[str]) -> None:
@@ -237,7 +250,7 @@ def _refuse_strangers(folder: Location, known: set[str]) -> None:
 
 
 def is_published(folder: Location, spec: PublishSpec) -> bool:
-    """Whether `folder` holds this very result, by manifest and file sizes; `published` looks at every digest."""
+    """Return True if `folder` has this result, by manifest and file sizes. `open_published` checks all digests."""
     try:
         manifest = read_manifest(folder)
     except DamagedResult:
@@ -255,7 +268,7 @@ def is_published(folder: Location, spec: PublishSpec) -> bool:
 
 
 def _starts(rows: int, rows_per_file: int) -> range:
-    """The first row of each file; one file even without rows."""
+    """Return the first row of each file. There is at least one file, even without rows."""
     return range(0, max(rows, 1), rows_per_file)
 
 
@@ -265,7 +278,7 @@ def _size(file: Location) -> int:
 
 
 def _generations(folder: Location) -> set[str]:
-    """Return the generations of the files in the folder that are named like files of results."""
+    """Return the generations of all files in the folder with names of result files."""
     return {name.split("-")[1] for name in _data_names(folder)}
 
 

@@ -1,8 +1,8 @@
 """`--to-openai FILE`: a published result as the output file of an OpenAI batch.
 
-One line per input row, in input order, with a choice for each of its answers. What a row asked of whom (`url`,
-`model`) stands in the input alone, which is read again together with the result. Ids are derived from the row, and
-`created` is 0 unless a time is given: equal results give equal bytes.
+It has one line per input row, in input order, with a choice per answer. `url` and `model` of a request are only in the
+input, which is read again together with the result. Ids are derived from the row, and `created` is 0 unless a time is
+given: equal results give equal bytes.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from batchinfer.store.index.index import SAMPLE
 from batchinfer.store.outputs.kind import OutputKind, TokenBytes
 from batchinfer.store.outputs.openai_logprobs import with_prompt
 from batchinfer.store.results.output_file import OutputFile
-from batchinfer.store.results.published import published
+from batchinfer.store.results.published import open_published
 
-LINE_BYTES = 400  # no answer's line is shorter: what must be free at least for the rows of a job
+LINE_BYTES = 400  # minimum bytes per line, for the check of free space
 _COLUMNS = ("row_id", "custom_id", "status", "error_code", "error_message")
 _BATCH_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The part of a row of the input that its line needs; None for what is missing or could not be read."""
+class RequestFields:
+    """The fields of an input row that its output line needs. None: missing or unreadable."""
 
     url: str | None
     model: str | None
-    encoding: str | None = None  # of a vector
-    echoed: str | Sequence[int] | None = None  # the prompt that stands before the text of its answer
+    encoding: str | None = None  # encoding_format of a vector
+    echoed: str | Sequence[int] | None = None  # prompt to repeat before the answer
 
 
-def asked(reader: Reader, limit: int | None = None) -> Iterator[Asked]:
-    """Yield what every row of the input asks for, in order. Raises InputCorrupt when a file has changed."""
+def read_request_fields(reader: Reader, limit: int | None = None) -> Iterator[RequestFields]:
+    """Yield the fields of every input row, in order. Raises InputCorrupt if a file has changed."""
     for batch in reader.batches(limit=limit):
-        yield from (_asked(row) for row in batch.rows)
+        yield from (_request_fields(row) for row in batch.rows)
 
 
-def _asked(row: Values | RowError) -> Asked:
+def _request_fields(row: Values | RowError) -> RequestFields:
     values: Values = {} if isinstance(row, RowError) else row
     body = values.get("body")
     named = body if isinstance(body, dict) else {}
     model, encoding = (_text(named.get(key)) for key in ("model", "encoding_format"))
-    # what is wrong with them was found when the row was read, and made it an error row
+    # Invalid values have made the row an error row
     echoed = named.get("prompt") if named.get(ECHO) is True else None
-    return Asked(_text(values.get("url")), model, encoding, echoed)
+    return RequestFields(_text(values.get("url")), model, encoding, echoed)
 
 
 def _text(value: object) -> str | None:
@@ -69,20 +69,31 @@ def _text(value: object) -> str | None:
 def write_openai(
     result: Location,
     out: OutputFile,
-    rows: Iterable[Asked],
+    rows: Iterable[RequestFields],
     tokens: TokenBytes,
     kind: OutputKind,
     *,
     model: str,
     created: int = 0,
 ) -> int:
-    """Write the batch output file `out` durably; the number of lines.
+    """Write the batch output file durably, and return the number of lines.
 
-    `rows` has an entry for each row of the input, in order; `tokens` tells the bytes of tokens, `kind` what answers
-    are. `model` is what an answer names whose request named none; `created` is Unix time. Raises UsageError when
-    nothing is published, InputCorrupt when the input has changed, OutputConflict, StorageError.
+    Args:
+        result: The result folder.
+        out: The file.
+        rows: The fields of each input row, in order.
+        tokens: Returns the bytes of tokens.
+        kind: The kind of answers.
+        model: The model of answers to requests that name none.
+        created: Unix time.
+
+    Raises:
+        UsageError: Nothing is published.
+        InputCorrupt: The input has changed.
+        OutputConflict: The file must not be replaced.
+        StorageError: The file cannot be written.
     """
-    found = published(result)
+    found = open_published(result)
     if found is None:
         raise UsageError(f"{result}: no published result there")
     origin = Origin(found.manifest.job, model, created, tokens, kind)
@@ -94,8 +105,8 @@ def write_openai(
     return lines
 
 
-def _lines(files: Sequence[Path], rows: Iterator[Asked], origin: Origin) -> Iterator[str]:
-    """Raises InputCorrupt when there are fewer `rows` than the result has."""
+def _lines(files: Sequence[Path], rows: Iterator[RequestFields], origin: Origin) -> Iterator[str]:
+    """Yield the lines. Raises InputCorrupt if there are fewer input rows than result rows."""
     names = [name for file in files[:1] for name in pq.read_schema(file).names]
     own, size = origin.kind.openai_columns(names)
     own = [*own, *(name for name in (SAMPLE.name,) if name in names)]
@@ -104,7 +115,7 @@ def _lines(files: Sequence[Path], rows: Iterator[Asked], origin: Origin) -> Iter
     for _, answers in groupby(found, itemgetter("row_id")):
         request = next(rows, None)
         if request is None:
-            raise InputCorrupt("the input has lost rows since it was read; run the job again")
+            raise InputCorrupt("the input has fewer rows than when it was read; run the job again")
         yield json.dumps(batch_line([*answers], request, origin), ensure_ascii=False) + "\n"
 
 
@@ -119,14 +130,16 @@ class Origin:
     kind: OutputKind
 
 
-def batch_line(rows: Sequence[dict[str, Any]], request: Asked, origin: Origin) -> dict[str, Any]:
-    """One line, of the rows that answer a request: `response` for answers, `error` for the first error row, null where
-    there is none."""
+def batch_line(rows: Sequence[dict[str, Any]], request: RequestFields, origin: Origin) -> dict[str, Any]:
+    """Return the line for a request.
+
+    `response` has the answers, or is null without any. `error` has the first error row, or is null.
+    """
     first = rows[0]
     seed = f"{origin.job}\0{first['row_id']}\0{first['custom_id']}"
     answers = [row for row in rows if row["status"] != "error"]
     response: dict[str, Any] | None = None
-    # A request for vectors has one of each of its inputs, or none
+    # A request for vectors must have a vector for each of its inputs
     if len(answers) == len(rows) or (answers and request.url != VECTOR_URL):
         body = _body(answers, request, origin, seed)
         response = {"status_code": 200, "request_id": _id("req_", seed), "body": body}
@@ -141,7 +154,9 @@ def _error(row: dict[str, Any], rows: int, what: str) -> dict[str, Any]:
     return {"code": row["error_code"], "message": f"{which}{row['error_message']}"}
 
 
-def _body(answers: Sequence[dict[str, Any]], request: Asked, origin: Origin, seed: str) -> dict[str, Any]:
+def _body(
+    answers: Sequence[dict[str, Any]], request: RequestFields, origin: Origin, seed: str
+) -> dict[str, Any]:
     chat = request.url == CHAT_URL
     if request.echoed is not None and not chat:
         said = _echo(request.echoed, origin.tokens)

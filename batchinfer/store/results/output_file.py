@@ -1,8 +1,8 @@
-"""A single file that the command line names for writing, held to the rules of `output.path`.
+"""A file that the command line names for writing. The rules of `output.path` apply.
 
-Refused before anything runs: a file that the job reads or lives in, a file that this job did not write, a place
-where nothing can be written. What the job has written is remembered by digest in its state, so that a file that
-somebody edited since counts as somebody else's.
+Before anything runs, it refuses files that the job reads, files in folders of the job, files that this job did not
+write, and paths that cannot be written. The digests of written files are recorded in the state folder, so a file that
+was edited since counts as written by someone else.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from batchinfer.filesystem.durable import (
     storage,
     write_json,
 )
+from batchinfer.filesystem.json_files import read_json
 from batchinfer.filesystem.location import Location
-from batchinfer.filesystem.remembered import read_json
 from batchinfer.filesystem.state import STATE_PREFIX, StateFolder
 from batchinfer.input.files import list_inputs, would_read
 from batchinfer.store.results.manifest import MANIFEST_NAME
@@ -36,23 +36,22 @@ if TYPE_CHECKING:
     from batchinfer.job import Job
 from batchinfer.job.file import not_utf8
 
-_PROBE_BYTES = 4096  # one block: a full disk refuses it
-_LOOKS = 3  # at a file that another run of the job replaces meanwhile
+_PROBE_BYTES = 4096  # one block, so writing fails on a full disk
+_MAX_CHECKS = 3  # attempts to check a file that other runs replace at the same time
 
 
 @dataclass(frozen=True, slots=True)
-class Protected:
-    """The files that a job needs, which no output file may replace. `inputs` are its paths and patterns."""
+class ProtectedFiles:
+    """The files of a job, which no output file may replace. `inputs` are its input paths and patterns."""
 
-    files: tuple[tuple[str, Path], ...]  # (what it is, where)
+    files: tuple[tuple[str, Path], ...]  # (description, path)
     folders: tuple[tuple[str, Path], ...]
     inputs: tuple[str, ...]
     input_files: tuple[Path, ...]
 
     @classmethod
-    def by(cls, job: Job, *states: StateFolder) -> Protected:
-        """Collect the files that this job needs, with the result and state folders of `states`. Raises what listing the
-        input raises."""
+    def of_job(cls, job: Job, *states: StateFolder) -> ProtectedFiles:
+        """Return the files of this job and its results and state folders. Raises the errors of listing the input."""
         value = job.input.path or ()
         patterns = (value,) if isinstance(value, str) else tuple(value)
         listed = list_inputs(patterns, job.source.parent, job.input.format)
@@ -67,23 +66,23 @@ class Protected:
         return cls(files, tuple(folders), patterns, tuple(Path(file.path) for file in listed))
 
     def refusal(self, path: Path) -> str | None:
-        """Why `path` (links resolved) cannot be written, as the end of a sentence; None where it can."""
+        """Return why `path` (with links resolved) cannot be written, as the end of a sentence, or None if it can."""
         for what, file in (*self.files, *(("an input of the job", file) for file in self.input_files)):
             if _same(path, file):
                 return f"is {what} ({file})"
         for what, folder in self.folders:
             real = Path(os.path.realpath(folder))
             if real.is_relative_to(path):
-                return f"is the place of {what} ({folder})"
+                return f"contains {what} ({folder})"
             if path.is_relative_to(real):
-                return f"lies in {what} ({folder})"
+                return f"is inside {what} ({folder})"
         if would_read(self.inputs, path):
             return "is where the job looks for input: the next run would read it"
         return _others_folder(path)
 
 
 def _same(path: Path, other: Path) -> bool:
-    """By name, and by inode where both exist: hard links too."""
+    """Return True if both paths name the same file, by name or by inode (hard links)."""
     if path == Path(os.path.realpath(other)):
         return True
     return path.exists() and other.exists() and path.samefile(other)
@@ -92,15 +91,15 @@ def _same(path: Path, other: Path) -> bool:
 def _others_folder(path: Path) -> str | None:
     for parent in path.parents:
         if parent.name.startswith(STATE_PREFIX):
-            return f"lies in a state folder of batchinfer ({parent})"
+            return f"is inside a state folder of batchinfer ({parent})"
         if (parent / MANIFEST_NAME).exists():
-            return f"lies in a result folder ({parent})"
+            return f"is inside a result folder ({parent})"
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """Equal for a file that nobody has touched."""
+class _FileState:
+    """The identity and times of a file. They are equal if the file was not changed."""
 
     device: int
     inode: int
@@ -110,36 +109,47 @@ class _Look:
 
 
 class OutputFile:
-    """One file for one result of a job. `check` changes nothing; `probe` and `writing` need the result's lock.
+    """A file for one result of a job. `check` changes nothing; `probe` and `writing` require the result's lock.
 
-    `option` is what the user typed before the path. Runs for other results of the job (other dates, trials) may write
-    at the same time, also to the same path: each has a temporary file of its own, and they take turns to put a
-    complete one in place and to note that in the ledger, which they share.
+    Runs for other results of the job (other dates, trials) may write at the same time, even to the same path. Each uses
+    its own temporary file. They take turns to rename it and to update the list of written files, which they share.
     """
 
     def __init__(
         self,
         location: Location,
         option: str,
-        protected: Protected,
+        protected: ProtectedFiles,
         state: StateFolder,
         *,
         replace: bool = False,
     ) -> None:
+        """Describe a file.
+
+        Args:
+            location: The path.
+            option: The command-line option before the path, for messages.
+            protected: Files that must not be replaced.
+            state: The state folder of the result.
+            replace: Files that this job did not write may be replaced.
+        """
         self.path = Path(os.path.realpath(location.local))
         self._option, self._protected, self._state, self._replace = option, protected, state, replace
         self._ops = state.ops
         self._temporary = self._temporary_of(state.path)
-        self._digested: tuple[_Look, Digest] | None = None
+        self._digested: tuple[_FileState, Digest] | None = None
 
     def _temporary_of(self, part: Path) -> Path:
-        """Nobody else's name: the same after a kill, another one for every job and each of its results (its `part`)."""
+        """Return the temporary file for a result (its `part` of the state folder). It stays the same after a kill."""
         ours = _mark(self._state.job, self.path)
         return self.path.parent / f".batchinfer-{ours}-{_mark(part)}{TEMPORARY}"
 
     def check(self) -> None:
-        """Raises OutputConflict for a file that must not be written or replaced, StorageError for one that
-        cannot be looked at.
+        """Check that the file may be written or replaced.
+
+        Raises:
+            OutputConflict: It may not.
+            StorageError: It cannot be read.
         """
         if (shown := not_utf8(self.path)) is not None:
             raise OutputConflict(
@@ -150,12 +160,12 @@ class OutputFile:
             raise self._conflict(f"{refusal}; choose another file")
         if not self.path.parent.is_dir():
             raise self._conflict(
-                f"its folder {self.path.parent} is not there; make it, or choose another file"
+                f"its folder {self.path.parent} does not exist; create it, or choose another file"
             )
         self._ours()
 
     def probe(self) -> None:
-        """Whether the folder takes a file now; what killed runs of the job left there is removed.
+        """Check that a file can be written in the folder, and remove temporary files of killed runs.
 
         Raises StorageError.
         """
@@ -168,13 +178,13 @@ class OutputFile:
             file.abandon()
 
     def check_space(self, needed_bytes: int) -> None:
-        """Raises StorageError when the disk has less than `needed_bytes` free."""
+        """Check that the disk has `needed_bytes` free. Raises StorageError."""
         needing = f"{self._option} {self.path}: the file needs at least"
         check_free_space(self.path.parent, needed_bytes, needing, "choose a file on another disk")
 
     def _sweep(self) -> None:
-        """The next night's run has a temporary file with another name: without this, a killed one's stays for ever."""
-        with self._state.exclusively():  # no run takes its lock meanwhile
+        """Remove temporary files of killed runs, also for other dates."""
+        with self._state.lock_shared():  # no other run can take its lock now
             held = {self._temporary_of(part) for part in self._state.parts_in_use()}
             with storage(self.path.parent, "clear"):
                 for left in self.path.parent.glob(
@@ -185,16 +195,18 @@ class OutputFile:
 
     @contextmanager
     def writing(self) -> Iterator[DurableFile]:
-        """The file to write to: it takes its name when the block ends, and is given up by any exception.
+        """Open the file for writing. It gets its name when the block ends, and is discarded after an exception.
 
-        Raises OutputConflict when something was put there since `check`, StorageError.
+        Raises:
+            OutputConflict: Another file was put there since `check`.
+            StorageError: The file cannot be written.
         """
         file = DurableFile(self.path, self._ops, self._temporary)
         try:
             yield file
-            file.flush_to_disk()  # what takes long is done before the job's other runs are held back
+            file.flush_to_disk()  # slow, so it is done before other runs have to wait
             self.check()
-            with self._state.exclusively():
+            with self._state.lock_shared():
                 self._write_entries([file.commit(self._remember)])
         finally:
             file.close()
@@ -203,8 +215,11 @@ class OutputFile:
         return OutputConflict(f"{self._option} {self.path}: {why}")
 
     def _ours(self) -> Digest | None:
-        """The digest of what is there, None where nothing is. Raises OutputConflict unless it may be replaced."""
-        for _ in range(_LOOKS):
+        """Return the digest of the existing file, or None if there is none.
+
+        Raises OutputConflict if it may not be replaced.
+        """
+        for _ in range(_MAX_CHECKS):
             there = self._look()
             if there is None:
                 return None
@@ -212,14 +227,14 @@ class OutputFile:
             sizes_match = there.bytes in {one.bytes for one in known}
             digest = self._digest(there) if self._replace or sizes_match else None
             if self._look() != there:
-                continue  # another run of the job put its own there: the ledger that was read may not name it
+                continue  # another run replaced the file, so the list that was read may be outdated
             if digest is None or not (self._replace or digest in known):
                 raise self._stranger()
             return digest
         raise self._stranger()
 
-    def _look(self) -> _Look | None:
-        """Return the properties that tell the present file from any other; None if there is none."""
+    def _look(self) -> _FileState | None:
+        """Return the state of the existing file, or None if there is none."""
         try:
             with storage(self.path, "look at"):
                 found = os.stat(self.path)
@@ -230,10 +245,10 @@ class OutputFile:
         if not stat.S_ISREG(found.st_mode):
             kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
             raise self._conflict(f"is {kind}; choose a file")
-        return _Look(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        return _FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
-    def _digest(self, there: _Look) -> Digest:
-        """Read once: not again while the job's other runs wait, unless something else is there by then."""
+    def _digest(self, there: _FileState) -> Digest:
+        """Return the digest of the file. It is cached, since other runs wait during the second check."""
         if self._digested is None or self._digested[0] != there:
             self._digested = (there, Digest(there.bytes, sha256_of(self.path)))
         return self._digested[1]
@@ -253,12 +268,12 @@ class OutputFile:
         }
 
     def _remember(self, written: Digest) -> None:
-        """Record the digest before the rename, in addition to the old one: after a crash either file is known."""
+        """Record the digest before the rename, in addition to the old one: after a crash, either file is known."""
         there = self._ours()
         self._write_entries([written] if there is None else [there, written])
 
     def _write_entries(self, ours: list[Digest]) -> None:
-        """Needs `exclusively`: the entries of the job's other runs are read anew and kept."""
+        """Replace the digests of this file. Requires `exclusively`; the entries of other runs are kept."""
         kept = {path: found for path, found in self._entries().items() if os.path.exists(path)}
         kept[str(self.path)] = ours
         listed = {path: [asdict(one) for one in found] for path, found in kept.items()}
@@ -266,7 +281,7 @@ class OutputFile:
 
 
 def _digest(raw: object) -> Digest:
-    """Read a digest from JSON; one that cannot be read matches no file."""
+    """Return the digest in a JSON value. An invalid value gives a digest that no file has."""
     if isinstance(raw, dict) and isinstance(raw.get("bytes"), int):
         return Digest(raw["bytes"], str(raw.get("sha256")))
     return Digest(-1, "")

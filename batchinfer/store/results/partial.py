@@ -1,7 +1,7 @@
-"""Partial results: the finished rows of a job that is still running, or was stopped.
+"""Partial results: the finished rows of a job that is running or was stopped.
 
-Needs no lock and changes nothing. What a running job adds meanwhile is not seen; when it publishes and
-purges its index in the middle of a read, that is a loud error.
+Reading them needs no lock and changes nothing. Rows that a running job adds later are not seen. If it publishes and
+removes its index during a read, the read fails with an error.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.index.index import Index
 from batchinfer.store.outputs.content_free import calibrated_scoring
 from batchinfer.store.results.index_rows import IndexView
-from batchinfer.store.results.join import completion_of, joined
+from batchinfer.store.results.join import find_completion, join_answers
 from batchinfer.store.results.result_rows import result_rows, result_schema
 
-PARTIAL = "partial.json"  # next to an index: the model and the store that its partial results are made of
+PARTIAL = "partial.json"  # in the folder of an index: the model and the store of its partial results
 
 
 def partial_reader(
@@ -36,16 +36,28 @@ def partial_reader(
     threads: int = 2,
     watched: Watched = nullcontext,
 ) -> pa.RecordBatchReader:
-    """The rows that are finished (error rows of the input included), in input order, in the result's schema.
+    """Return the finished rows (and error rows of the input) in input order, with the schema of the result.
 
-    A stream that DuckDB can query: `duckdb.from_arrow(reader)`. `completions` is the store's folder, `spill` a folder
-    for sorting outside of the state folder; `watched`: see `duck.connection`. Raises StorageError, OutOfMemory,
-    InputCorrupt.
+    DuckDB can query the reader: `duckdb.from_arrow(reader)`.
+
+    Args:
+        index: The index.
+        completions: The folder of the store.
+        detokenizer: Converts tokens to text.
+        spill: Folder for temporary files, outside of the state folder.
+        memory_limit: Memory of DuckDB.
+        threads: Threads of DuckDB.
+        watched: See `duck.connection`.
+
+    Raises:
+        StorageError: A file cannot be read.
+        OutOfMemory: DuckDB exceeded its limit.
+        InputCorrupt: The index is damaged.
     """
     records, _ = read_records(completions, digests=True) if completions.is_dir() else ({}, ())
 
     def batches() -> Iterator[pa.RecordBatch]:
-        join = joined(
+        join = join_answers(
             index.index_parts,
             sorted(records),
             spill / "join",
@@ -62,15 +74,21 @@ def partial_reader(
 
 
 def with_known_prior(index: Index, completions: Path, spill: Path, watched: Watched = nullcontext) -> Index:
-    """Return an index whose labels are calibrated, where the job asks for it; `spill` and `watched`: see `joined`.
-    Raises BatchInferError as long as the prompt without content has no answer, and StorageError."""
+    """Return the index with calibrated labels, if the job calibrates them.
+
+    See `join_answers` for `spill` and `watched`.
+
+    Raises:
+        BatchInferError: The prompt without content has no answer yet.
+        StorageError: A file cannot be read.
+    """
     if not index.content_free_parts or index.scoring is None:
         return index
     records = read_records(completions)[0] if completions.is_dir() else {}
-    found = completion_of(index.content_free_parts, sorted(records), spill / "join", watched)
+    found = find_completion(index.content_free_parts, sorted(records), spill / "join", watched)
     return replace(index, scoring=calibrated_scoring(index.scoring, found and found[:2]))
 
 
 def write_partial(reader: pa.RecordBatchReader, path: Path, ops: FileOps | None = None) -> Digest:
-    """Write a stream of finished rows to one Parquet file, durably. Raises StorageError."""
+    """Write finished rows to a single Parquet file, durably. Raises StorageError."""
     return write_table(path, reader, ops or FileOps())

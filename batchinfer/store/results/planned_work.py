@@ -1,9 +1,9 @@
-"""Runs that share a store announce what they are about to compute, so that one can wait for another's answers.
+"""Runs that share a store announce their plans: a run can then wait for the answers of another run.
 
-    completions/planned/lock             held for the moment in which a run announces its plan
-    completions/planned/<time>-<pid>.json   names a run's plans; the run holds its lock, which ends with the process
+    completions/planned/lock             held while a run announces its plan
+    completions/planned/<time>-<pid>.json   names a run's plans; the run holds its lock until its process ends
 
-A run sees what was announced before its own: nobody waits for somebody who waits for it.
+A run only sees plans that were announced before its own, so runs never wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ import pyarrow.parquet as pq
 from batchinfer.core.errors import StorageError
 from batchinfer.filesystem.duck import connection, parquet
 from batchinfer.filesystem.durable import FileOps, storage
-from batchinfer.filesystem.remembered import read_strings
+from batchinfer.filesystem.json_files import read_strings
 from batchinfer.filesystem.state import is_held
 
 _FOLDER = "planned"
-_WAIT_S = 0.2  # between looks at another run
+_WAIT_S = 0.2  # seconds between checks of another run
 
 
 @dataclass(frozen=True, slots=True)
 class OtherRun:
-    """A run that announced its plans, Parquet files with a column `key`."""
+    """A run that announced its plans, which are Parquet files with a column `key`."""
 
     announcement: Path
     plans: tuple[Path, ...]
 
     @property
-    def at_work(self) -> bool:
-        """True while the run's process holds its announcement. Raises StorageError."""
+    def is_running(self) -> bool:
+        """Return True while the process of the run holds the lock of its announcement. Raises StorageError."""
         return is_held(self.announcement)
 
 
 class Announcement:
-    """The announcement of a run's plans. `others`: the runs that had announced theirs before."""
+    """The announcement of a run's plans. `others` are the runs that announced their plans before."""
 
     def __init__(self, folder: Path, plans: Sequence[Path], ops: FileOps) -> None:
         self._folder, self._plans = folder, [*plans]
         with storage(folder, "announce a plan in"):
             ops.mkdir(folder, 0o700)
             with self._gate():
-                self.others = list(_at_work(folder, ops))
+                self.others = list(_running(folder, ops))
                 self.path = folder / f"{time.time_ns():020d}-{os.getpid()}.json"
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 fcntl.flock(self._fd, fcntl.LOCK_EX)
                 self._write()
 
     def add(self, plan: Path) -> None:
-        """Name one more plan, of rows that were read meanwhile. Raises StorageError."""
+        """Add a plan for rows that were read since. Raises StorageError."""
         self._plans.append(plan)
         with storage(self._folder, "announce a plan in"), self._gate():
             self._write()
 
     def close(self) -> None:
-        """Hold the announcement no longer."""
+        """Release the announcement."""
         os.close(self._fd)
 
     def _write(self) -> None:
@@ -82,11 +82,8 @@ class Announcement:
 
 
 @contextmanager
-def announced(store: Path, plans: Sequence[Path], ops: FileOps) -> Iterator[Announcement]:
-    """Other runs see these plans while the block lasts, and those that are added. Raises StorageError.
-
-    The files must not change meanwhile.
-    """
+def announce_plans(store: Path, plans: Sequence[Path], ops: FileOps) -> Iterator[Announcement]:
+    """Announce these plans to other runs while the block lasts. The files must not change. Raises StorageError."""
     announcement = Announcement(store / _FOLDER, plans, ops)
     try:
         yield announcement
@@ -96,25 +93,25 @@ def announced(store: Path, plans: Sequence[Path], ops: FileOps) -> Iterator[Anno
             ops.unlink(announcement.path)
 
 
-def is_another_at_work(store: Path) -> bool:
-    """Whether a run that shares the store has announced its plan, and works on it. Changes nothing."""
-    return any(OtherRun(path, ()).at_work for path in (store / _FOLDER).glob("*.json"))
+def is_another_run_computing(store: Path) -> bool:
+    """Return True if another run that shares the store has announced its plan and is running."""
+    return any(OtherRun(path, ()).is_running for path in (store / _FOLDER).glob("*.json"))
 
 
-def _at_work(folder: Path, ops: FileOps) -> Iterator[OtherRun]:
-    """Yield the runs that are at work; files left by killed runs are removed."""
+def _running(folder: Path, ops: FileOps) -> Iterator[OtherRun]:
+    """Yield the runs whose processes are running, and remove the files of killed runs."""
     for path in sorted(folder.glob("*.json")):
         other = OtherRun(path, tuple(Path(plan) for plan in read_strings(path).values()))
-        if other.at_work:
+        if other.is_running:
             yield other
         else:
             ops.unlink(path)
 
 
-def alike(plan: Path, others: Sequence[OtherRun], spill: Path) -> list[OtherRun]:
-    """The runs that compute mostly the same as this plan: at least half of it, and half of theirs.
+def find_similar_runs(plan: Path, others: Sequence[OtherRun], spill: Path) -> list[OtherRun]:
+    """Return the runs that share at least half of this plan's keys and at least half of their own.
 
-    Otherwise waiting may take longer than computing: a trial of 20 rows waits for no run of a million.
+    Waiting for other runs may take longer than computing: a trial of 20 rows must not wait for a run of a million rows.
     """
     found = []
     for other in others:
@@ -122,17 +119,17 @@ def alike(plan: Path, others: Sequence[OtherRun], spill: Path) -> list[OtherRun]
             same = _in_both(plan, other.plans, spill) if other.plans else 0
             least = max(_rows(plan), sum(map(_rows, other.plans))) / 2
         except (StorageError, OSError):
-            if other.at_work and all(plan.exists() for plan in other.plans):
+            if other.is_running and all(plan.exists() for plan in other.plans):
                 raise
-            continue  # it is done by now, and its plan removed
+            continue  # the run has ended and removed its plan
         if same and same >= least:
             found.append(other)
     return found
 
 
 def wait_for(others: Sequence[OtherRun], tick: Callable[[], None]) -> None:
-    """Return once none of them is at work any more, however it ended; `tick` is called meanwhile."""
-    while any(other.at_work for other in others):
+    """Wait until none of the runs is running. `tick` is called at each check."""
+    while any(other.is_running for other in others):
         time.sleep(_WAIT_S)
         tick()
 

@@ -1,4 +1,4 @@
-"""A published result as its readers open it: every file has the digest that the manifest says."""
+"""Opens a published result: every file has the digest in the manifest."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from batchinfer.core.errors import DamagedResult
 from batchinfer.filesystem.digests import FileDigests, file_digests
 from batchinfer.filesystem.durable import storage
 from batchinfer.filesystem.location import Location
-from batchinfer.store.results.manifest import Manifest, ResultFile, damaged, read_manifest
+from batchinfer.store.results.manifest import Manifest, ResultFile, damaged_result, read_manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A result that is as it was published. `files` are in the order of the input."""
+    """An undamaged published result. `files` are in input order."""
 
     manifest: Manifest
     files: tuple[Path, ...]
@@ -25,51 +25,62 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is not as it was written."""
+    """A file that is not as it was written."""
 
     file: Location
     message: str
 
 
-def published(folder: Location, *, fresh: bool = False) -> Published | None:
-    """The result in a folder, None where nothing is published. A digest is computed once for each state of its file;
-    `fresh`: all of them now.
+def open_published(folder: Location, *, fresh: bool = False) -> Published | None:
+    """Return the result in a folder, or None if nothing is published.
 
-    Raises DamagedResult for what is not as it was published, OutputConflict for a newer format, StorageError.
+    Args:
+        folder: The result folder.
+        fresh: Compute all digests again. Otherwise digests of unchanged files are cached.
+
+    Raises:
+        DamagedResult: A file is not as it was published.
+        OutputConflict: The manifest has a newer format.
+        StorageError: A file cannot be read.
     """
     manifest = read_manifest(folder)
     if manifest is None:
         return None
     for problem in file_problems(folder, manifest, fresh=fresh):
-        raise damaged(problem.file, problem.message)
+        raise damaged_result(problem.file, problem.message)
     return Published(manifest, tuple((folder / file.name).local for file in manifest.files))
 
 
-def published_or_told(
+def open_published_or_notify(
     folder: Location, notice: Callable[[str], None], *, fresh: bool = False
 ) -> Published | None:
-    """The result in a folder; of a damaged one, which its job publishes again, `notice` hears."""
+    """Return the result in a folder. If it is damaged, call `notice` and return None."""
     try:
-        return published(folder, fresh=fresh)
+        return open_published(folder, fresh=fresh)
     except DamagedResult as error:
         notice(f"{error.place}: {error.problem}; the result is published again")
         return None
 
 
-def intact(folder: Location) -> Published | None:
-    """The result in a folder; None also where it is damaged. Raises OutputConflict, StorageError."""
+def open_if_intact(folder: Location) -> Published | None:
+    """Return the result in a folder, or None if there is none or it is damaged. Raises OutputConflict, StorageError."""
     try:
-        return published(folder)
+        return open_published(folder)
     except DamagedResult:
         return None
 
 
-def published_input_rows(folder: Location) -> int | None:
+def count_published_input_rows(folder: Location) -> int | None:
     """Return the number of input rows of the result in a folder. A row with several answers counts once.
 
-    None: nothing is published there, or the result is damaged. Raises OutputConflict, StorageError.
+    Returns:
+        None if nothing is published there, or the result is damaged.
+
+    Raises:
+        OutputConflict: The manifest has a newer format.
+        StorageError: A file cannot be read.
     """
-    found = intact(folder)
+    found = open_if_intact(folder)
     if found is None or not found.manifest.rows:
         return None if found is None else 0
     with storage(found.files[-1], "read"):
@@ -78,7 +89,7 @@ def published_input_rows(folder: Location) -> int | None:
 
 
 def file_problems(folder: Location, manifest: Manifest, *, fresh: bool = False) -> Iterator[Problem]:
-    """The files of a result that are not as the manifest says, each with what is wrong."""
+    """Yield the files of a result that differ from the manifest, each with the problem."""
     with file_digests(folder.local, fresh=fresh) as digests:
         for file in manifest.files:
             problem = _file_problem((folder / file.name).local, file, digests)

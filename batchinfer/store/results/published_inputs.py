@@ -1,6 +1,6 @@
-"""Remembers the inputs of a published result: while none of them has changed, a rerun has nothing to do.
+"""Records the inputs of a published result. If they are unchanged, a rerun has nothing to do.
 
-Only ever a shortcut: a file that is missing or damaged costs time, never correctness.
+The record is only an optimisation: if it is missing or damaged, the inputs are read.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.filesystem.durable import FileOps, write_json
-from batchinfer.filesystem.remembered import read_json
+from batchinfer.filesystem.json_files import read_json
 from batchinfer.input.input_file import InputFile
 from batchinfer.store.index.index import Index
 
 
 def identities(index: Index) -> list[dict[str, Any]]:
-    """Return the identity of the inputs: their content, not times, so that a file written again with equal rows is the
-    same."""
+    """Return the identity of each input: its content without times.
+
+    Rewriting a file with equal rows does not change its identity.
+    """
     return [_identity(file, index.sha256.get(file.path)) for file in index.inputs]
 
 
@@ -28,11 +30,11 @@ def _identity(file: InputFile, digest: str | None) -> dict[str, Any]:
         "name": file.name,
         "bytes": file.size,
         **({"sha256": digest} if digest else state),
-    }  # a limit, no digest
+    }  # without a digest if a limit left the file unread
 
 
-def published_inputs(path: Path, files: Sequence[InputFile]) -> list[dict[str, Any]] | None:
-    """Return the identity of these files at the last publish, if size, times and inode of none have changed since."""
+def read_published_inputs(path: Path, files: Sequence[InputFile]) -> list[dict[str, Any]] | None:
+    """Return the identities of these files when last published, or None if size, times or inode of a file changed."""
     value = read_json(path)
     if not isinstance(value, list):
         return None
@@ -44,11 +46,11 @@ def published_inputs(path: Path, files: Sequence[InputFile]) -> list[dict[str, A
 def remember_inputs(
     path: Path, files: Sequence[InputFile], identities: Sequence[dict[str, Any]], ops: FileOps | None = None
 ) -> None:
-    """Raises StorageError."""
+    """Record the identities of these files. Raises StorageError."""
     pairs = zip(files, identities, strict=True)
     write_json(path, [{"file": file.to_json(), "identity": entry} for file, entry in pairs], ops or FileOps())
 
 
 def _same(value: object) -> str:
-    """Equal text for equal values."""
+    """Return equal text for equal values."""
     return json.dumps(value, sort_keys=True)

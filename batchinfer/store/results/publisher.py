@@ -1,8 +1,7 @@
-"""Publishing: the whole result staged aside, then put in place by one rename.
+"""Publishes a result: all files are staged first, then put in place by one rename.
 
-Readers see the older result, the new one, or a loud error: every file name carries the generation, so that
-no name means two things. The generation is derived from the contents, so equal rows give equal names and
-bytes.
+Readers see the older result, the new one, or an error. Every file name has the generation, so a name never refers to
+two contents. The generation is derived from the contents, so equal rows give equal names and bytes.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from batchinfer.store.results.join import Join
 from batchinfer.store.results.manifest import (
     MANIFEST_NAME,
     Manifest,
-    Older,
+    OlderResult,
     PublishSpec,
     ResultFile,
     check_destination,
     file_name,
     generation_of,
 )
-from batchinfer.store.results.published import intact
+from batchinfer.store.results.published import open_if_intact
 from batchinfer.store.results.result_files import ResultFiles, StagedFile, spans_of
 from batchinfer.store.results.result_rows import result_rows, result_schema
 from batchinfer.store.results.reuse.earlier_files import EarlierFiles, remember_files
-from batchinfer.store.results.reuse.fingerprints import fingerprints
+from batchinfer.store.results.reuse.fingerprints import compute_fingerprints
 
-MOST_THREADS = 4  # each holds some batches of rows
+MOST_THREADS = 4  # each thread holds batches of rows in memory
 
 
 def publish(
@@ -56,19 +55,30 @@ def publish(
     remember: bool = True,
     on_rows: Callable[[int], None] | None = None,
 ) -> Manifest:
-    """Publish the result of a job to `state.destination`; the caller holds the state's lock.
+    """Publish the result of a job to `state.destination`. The caller holds the lock of the state folder.
 
-    `join` has a completion for every key of the index. `replace` allows taking the place of another job's result.
-    `threads` write files at once; None: as many as there are cores. Files that the job's last result has, too, are
-    copied; `remember` makes this one the last. `on_rows` hears how many rows were staged. Raises OutputConflict (73),
-    StorageError (74), BatchInferError when rows are missing.
+    Args:
+        index: The index.
+        join: The answers. Every key of the index must have one.
+        spec: The identity of the result.
+        detokenizer: Converts tokens to text.
+        state: The state folder.
+        replace: The result of another job may be replaced.
+        threads: Threads that write files. None: one per core, at most MOST_THREADS.
+        remember: Record the files, so the next result can reuse them.
+        on_rows: Called with numbers of rows that were staged.
+
+    Raises:
+        OutputConflict: Exit code 73.
+        StorageError: Exit code 74.
+        BatchInferError: Rows are missing.
     """
     older = check_destination(state.destination, spec.job, replace, ours=state.has_published)
     join.refuse_missing()
     stage = _fresh(state)
     threads = threads or min(usable_cpus(), MOST_THREADS)
     earlier = EarlierFiles(state)
-    prints = fingerprints(index, join, spec, threads, earlier.fingerprints)
+    prints = compute_fingerprints(index, join, spec, threads, earlier.fingerprints)
     staging = _Staging(index, join, spec, stage, threads, on_rows or (lambda rows: None))
     files = staging.copied(prints.files, earlier)
     files += staging.made(detokenizer, {file.number for file in files}, state)
@@ -78,7 +88,7 @@ def publish(
     if written != wanted:
         raise BatchInferError(f"the join gave {written} rows for an input of {wanted}: nothing published")
     manifest = _finish(stage, files, spec, _endpoints(index), state.ops)
-    if older and older.generation == manifest.generation and intact(state.destination):
+    if older and older.generation == manifest.generation and open_if_intact(state.destination):
         _remove(stage, state.ops)
     else:
         _put_in_place(stage, older, state)
@@ -89,7 +99,7 @@ def publish(
 
 @dataclass(frozen=True, slots=True)
 class _Staging:
-    """The ways in which files of a result come to the folder in which they are staged."""
+    """Stages the files of a result: copies reused ones, and writes the others."""
 
     index: IndexView
     join: Join
@@ -98,10 +108,10 @@ class _Staging:
     threads: int
     on_rows: Callable[[int], None]
 
-    def copied(self, fingerprints: Sequence[str], earlier: EarlierFiles) -> list[StagedFile]:
-        """Copy the files that the result before has, too."""
+    def copied(self, compute_fingerprints: Sequence[str], earlier: EarlierFiles) -> list[StagedFile]:
+        """Copy the files that the last result has, too."""
         found = []
-        for number, fingerprint in enumerate(fingerprints):
+        for number, fingerprint in enumerate(compute_fingerprints):
             left = published_rows(self.index.best, self.index.rows) - number * self.spec.rows_per_file
             file = earlier.copied(number, fingerprint, min(left, self.spec.rows_per_file), self.stage)
             if file is not None:
@@ -124,7 +134,7 @@ class _Staging:
 
 
 def _fresh(state: StateFolder) -> Path:
-    """An empty staging folder; what an interrupted run left in it was never seen by anyone."""
+    """Return an empty staging folder, after removing the files of an interrupted run."""
     if state.staging.exists():
         _remove(state.staging, state.ops)
     stage = state.staging / "next"
@@ -137,7 +147,7 @@ def _fresh(state: StateFolder) -> Path:
 def _finish(
     stage: Path, staged: Sequence[StagedFile], spec: PublishSpec, endpoints: tuple[str, ...], ops: FileOps
 ) -> Manifest:
-    """Give the files their generation's names and write the manifest."""
+    """Rename the files to names with their generation, and write the manifest."""
     written = [file.published for file in staged]
     generation = generation_of(spec, written)
     files = tuple(
@@ -167,7 +177,7 @@ def _renamed(stage: Path, file: ResultFile, name: str, ops: FileOps) -> ResultFi
     return replace_fields(file, name=name)
 
 
-def _put_in_place(stage: Path, older: Older | None, state: StateFolder) -> None:
+def _put_in_place(stage: Path, older: OlderResult | None, state: StateFolder) -> None:
     with storage(state.results.parent, "create"):
         state.ops.mkdir(state.results.parent)
     if older is None:
@@ -189,11 +199,11 @@ def _put_if_absent(stage: Path, state: StateFolder) -> None:
             raise OutputConflict(f"{state.results}: something was put there while this job ran") from error
 
 
-def _replace(stage: Path, older: Older, state: StateFolder) -> None:
-    """Swap with the older result and keep that one for an hour, which starts now.
+def _replace(stage: Path, older: OlderResult, state: StateFolder) -> None:
+    """Swap the staged result with the older one, and keep the older one for an hour.
 
-    Where folders cannot be swapped (not on Linux, or a file system without it) the older one is moved away
-    first: for a moment there is no result, which a reader sees as a missing folder.
+    If the system cannot swap folders (macOS, some file systems), the older one is moved away first. For a moment there
+    is no result, and readers see a missing folder.
     """
     ops, kept = state.ops, state.generations / older.generation
     with storage(kept, "make room for"):
@@ -217,7 +227,7 @@ def _remove(folder: Path, ops: FileOps) -> None:
 
 
 def _endpoints(index: IndexView) -> tuple[str, ...]:
-    """The endpoints that an OpenAI batch input names; none for other inputs."""
+    """Return the distinct endpoints of an OpenAI batch input, or an empty tuple for other inputs."""
     found: set[str] = set()
     for path in index.index_parts:
         with pq.ParquetFile(path) as file:

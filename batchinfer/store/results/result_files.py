@@ -1,6 +1,6 @@
-"""The files of a result, which several threads write at once: each the files of some spans of rows.
+"""Writes the files of a result in several threads. Each thread writes the files of spans of rows.
 
-No byte of a file depends on the number of threads: row groups are cut by a file's own rows.
+The bytes of a file do not depend on the number of threads: row groups are cut by row number within the file.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from batchinfer.store.outputs.kind import OutputKind
 from batchinfer.store.results.manifest import ResultFile
 from batchinfer.store.results.result_rows import BATCH_ROWS
 
-# Of one row group, unless a single row has more: 20 MB in memory
+# Maximum values per row group, unless a single row has more: about 20 MB in memory
 GROUP_ENTRIES = 1 << 20
-SPAN_ROWS = 1 << 15  # at least, where files have fewer
+SPAN_ROWS = 1 << 15  # minimum rows per span, if files have fewer
 OnRows = Callable[[int], None]
 T = TypeVar("T")
 
@@ -34,8 +34,14 @@ T = TypeVar("T")
 def spans_of(
     rows: int, rows_per_file: int, threads: int, there: Collection[int] = ()
 ) -> list[tuple[int, int]]:
-    """Cut the rows of a result at the ends of files, but for those of the files that are `there`: one span for one
-    thread, for several as many as there can be."""
+    """Cut the rows of a result into spans at file boundaries.
+
+    Args:
+        rows: Number of rows.
+        rows_per_file: Rows per file.
+        threads: Number of threads. A single thread gets the longest possible spans, several threads get short spans.
+        there: The numbers of files that exist already. Their rows are left out.
+    """
     files = range(-(-max(1, rows) // rows_per_file))
     most = -(-SPAN_ROWS // rows_per_file) if threads > 1 else len(files)
     spans: list[range] = []
@@ -50,13 +56,13 @@ def spans_of(
 
 
 def staged_name(number: int) -> str:
-    """Return what the file with this number is called until it has its generation's name."""
+    """Return the name of a file before its generation is known."""
     return f"{number:05d}.parquet"
 
 
 @dataclass(frozen=True, slots=True)
 class StagedFile:
-    """A file that was written, and how many of its rows are errors, and retryable ones."""
+    """A written file, with its numbers of error rows and retryable error rows."""
 
     number: int
     rows: int
@@ -67,20 +73,20 @@ class StagedFile:
 
     @property
     def published(self) -> ResultFile:
-        """Return what the manifest says of it."""
+        """Return the entry in the manifest."""
         return ResultFile(staged_name(self.number), self.rows, self.bytes, self.sha256)
 
 
 @dataclass(frozen=True, slots=True)
 class ResultFiles:
-    """The files that a result's rows go to: `rows_per_file` rows each, the last may have fewer."""
+    """Writes the files of a result, with `rows_per_file` rows each. The last one may have fewer."""
 
     folder: Path
     schema: pa.Schema
     kind: OutputKind
     rows_per_file: int
     ops: FileOps
-    indexed_per_file: int  # rows of the index, of which these are made
+    indexed_per_file: int  # rows of the index per file
 
     def write(
         self,
@@ -89,22 +95,30 @@ class ResultFiles:
         threads: int,
         on_rows: OnRows,
     ) -> list[StagedFile]:
-        """Write the files of all spans; `tables` gives the rows of the span with that number. Where there are more
-        threads than spans, rows are made while others are written. `on_rows` is called in this thread. Raises what
-        fails first, and leaves no file that is written still."""
+        """Write the files of all spans, and remove unfinished files after an error.
+
+        Args:
+            spans: The spans, as (start, stop) in rows of the index.
+            tables: Returns the rows of the span with this number.
+            threads: Number of threads. If there are more than spans, rows are prepared in parallel with writing.
+            on_rows: Called in this thread with numbers of written rows.
+
+        Raises:
+            Exception: The first error of any thread.
+        """
 
         def span(number: int, heard: OnRows) -> list[StagedFile]:
-            made = _ahead(tables(number)) if threads > len(spans) else tables(number)
+            made = _prefetch(tables(number)) if threads > len(spans) else tables(number)
             return self._write_span(spans[number][0] // self.indexed_per_file, made, heard)
 
-        return [file for files in _at_once(span, len(spans), threads, on_rows) for file in files]
+        return [file for files in _run_in_threads(span, len(spans), threads, on_rows) for file in files]
 
     def _write_span(self, first: int, tables: Iterator[pa.Table], on_rows: OnRows) -> list[StagedFile]:
-        """Write the files from the `first` on: at least one, so that the schema is always there."""
+        """Write the files from number `first` on. There is at least one file, so every result has a schema."""
         written: list[StagedFile] = []
         writer = self._open(first)
         try:
-            for group in _row_groups(_told(tables, on_rows), self.rows_per_file, self.kind):
+            for group in _row_groups(_count_rows(tables, on_rows), self.rows_per_file, self.kind):
                 if writer.rows == self.rows_per_file:
                     written.append(writer.finish())
                     writer = self._open(first + len(written))
@@ -119,12 +133,15 @@ class ResultFiles:
         return _ResultWriter(self.folder, number, self.schema, self.ops)
 
 
-class _GivenUp(Exception):
-    """Raised in a thread whose work is of no use any more."""
+class _Aborted(Exception):
+    """Raised in a thread whose work is no longer needed."""
 
 
-def _at_once(work: Callable[[int, OnRows], T], count: int, threads: int, on_rows: OnRows) -> list[T]:
-    """Do the work with the numbers below `count`; what it says of rows is told to `on_rows` in this thread."""
+def _run_in_threads(work: Callable[[int, OnRows], T], count: int, threads: int, on_rows: OnRows) -> list[T]:
+    """Return the results of `work` for each number below `count`.
+
+    Its row counts are passed to `on_rows` in this thread.
+    """
     if min(threads, count) <= 1:
         return [work(number, on_rows) for number in range(count)]
     told: SimpleQueue[int | Future[T]] = SimpleQueue()
@@ -132,7 +149,7 @@ def _at_once(work: Callable[[int, OnRows], T], count: int, threads: int, on_rows
 
     def heard(rows: int) -> None:
         if stop.is_set():
-            raise _GivenUp
+            raise _Aborted
         told.put(rows)
 
     with ThreadPoolExecutor(min(threads, count), "result file") as pool:
@@ -149,7 +166,7 @@ def _at_once(work: Callable[[int, OnRows], T], count: int, threads: int, on_rows
 
 
 def _wait(told: SimpleQueue[int | Future[Any]], left: int, on_rows: OnRows) -> None:
-    """Return when all work is done. Raises what fails first."""
+    """Wait until `left` futures are done. Raises the first error."""
     while left:
         heard = told.get()
         if isinstance(heard, int):
@@ -159,8 +176,8 @@ def _wait(told: SimpleQueue[int | Future[Any]], left: int, on_rows: OnRows) -> N
             left -= 1
 
 
-def _ahead(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Yield the tables; the next one is made by a thread of its own meanwhile."""
+def _prefetch(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Yield the tables, while another thread computes the next one."""
     with ThreadPoolExecutor(1, "result file") as maker:
         future = maker.submit(next, tables, None)
         while (table := future.result()) is not None:
@@ -168,15 +185,17 @@ def _ahead(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
             yield table
 
 
-def _told(tables: Iterator[pa.Table], on_rows: OnRows) -> Iterator[pa.Table]:
+def _count_rows(tables: Iterator[pa.Table], on_rows: OnRows) -> Iterator[pa.Table]:
     for table in tables:
         on_rows(table.num_rows)
         yield table
 
 
 def _row_groups(tables: Iterator[pa.Table], rows_per_file: int, kind: OutputKind) -> Iterator[pa.Table]:
-    """Row groups cut by the rows alone, so that equal rows give equal bytes however they arrive: BATCH_ROWS each, or
-    fewer where they have GROUP_ENTRIES values besides."""
+    """Yield row groups of BATCH_ROWS rows, or fewer if they have more than GROUP_ENTRIES values.
+
+    They depend on the rows only, not on the sizes of the tables, so equal rows give equal bytes.
+    """
     held: list[pa.Table] = []
     rows = entries = in_file = 0
     for table in tables:
@@ -195,7 +214,7 @@ def _row_groups(tables: Iterator[pa.Table], rows_per_file: int, kind: OutputKind
 
 
 class _ResultWriter:
-    """One staged Parquet file; the footer is written only by `finish`, the file given up by any exception."""
+    """A staged Parquet file. `finish` writes the footer, and `abandon` removes the file."""
 
     def __init__(self, folder: Path, number: int, schema: pa.Schema, ops: FileOps) -> None:
         self.rows = 0
@@ -206,23 +225,26 @@ class _ResultWriter:
         )
 
     def write(self, group: pa.Table) -> None:
+        """Write a row group."""
         self._writer.write_table(_with_own_dictionaries(group), row_group_size=group.num_rows)
         self.rows += group.num_rows
         self._errors += pc.sum(pc.equal(group.column("status"), ERROR)).as_py() or 0
         self._retryable += pc.sum(group.column("retryable")).as_py() or 0
 
     def finish(self) -> StagedFile:
+        """Complete the file."""
         self._writer.close()
         digest = self._file.commit()
         counts = self._errors, self._retryable
         return StagedFile(self._number, self.rows, digest.bytes, digest.sha256, *counts)
 
     def abandon(self) -> None:
+        """Remove the unfinished file."""
         self._file.abandon()
 
 
 def _with_own_dictionaries(group: pa.Table) -> pa.Table:
-    """Dictionaries of just the values in these rows, in the order of their first: equal rows give equal bytes."""
+    """Reduce dictionaries to the values in these rows, by first occurrence, so equal rows give equal bytes."""
     for place, column in enumerate(group.schema):
         if pa.types.is_dictionary(column.type):
             group = group.set_column(place, column, _with_own_dictionary(group.column(place)))

@@ -1,4 +1,4 @@
-"""Result rows: one for every answer to an input row, in input order, in a schema that is fixed before the first."""
+"""Makes result rows: one per answer of an input row, in input order. The schema is known before the first row."""
 
 from __future__ import annotations
 
@@ -14,42 +14,44 @@ from numpy.typing import NDArray
 
 from batchinfer.core.errors import BatchInferError
 from batchinfer.filesystem.duck import working_memory
-from batchinfer.store.accuracy.expected import marked
+from batchinfer.store.accuracy.expected import mark_expected
 from batchinfer.store.answers.parts import COMPLETION_SCHEMA, ENGINE_CLASS
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.index.index import INPUT_ROW, SAMPLE
-from batchinfer.store.outputs.answer_lists import in_lists, listed_fields
+from batchinfer.store.outputs.answer_lists import group_into_lists, list_fields
 from batchinfer.store.outputs.best_samples import best_samples
 from batchinfer.store.outputs.registry import KINDS
 from batchinfer.store.results.index_rows import IndexRows, IndexView
 from batchinfer.store.results.join import Join
 from batchinfer.store.results.sorted_answers import SortedAnswers
 
-# Rows decoded, joined and held at a time, and the row group of a result file. 1,024, 4,096 and 16,384 published
-# 100,000 rows of 40 tokens equally fast within the noise (26 to 64 thousand rows a second on two busy cores), with
-# files of 5.5, 5.3 and 5.3 MB: small enough for long rows, large enough for the compression.
+# Rows that are decoded and joined together, and rows per row group. Publishing 100,000 rows of 40 tokens was equally
+# fast with 1,024, 4,096 and 16,384 rows (26 to 64 thousand rows per second on two busy cores), with files of 5.5, 5.3
+# and 5.3 MB. The value is small enough for long rows, and large enough for compression.
 BATCH_ROWS = 4096
 _ROW_ID = pa.field("row_id", pa.int64())
 ATTEMPT = pa.field("attempt", pa.int32())
 
 
 def result_schema(index: IndexView) -> pa.Schema:
-    """The schema of a result. Raises ValueError when a passthrough column has the name of one of ours."""
+    """Return the schema of a result. Raises ValueError if a passthrough column has the name of a fixed column."""
     ours = [*KINDS[index.output].schema(index), *([ATTEMPT] if index.attempts > 1 else [])]
     ours += [SAMPLE] if index.samples else []
     ours += [ENGINE_CLASS] if index.engine_class else []
     clash = sorted(set(index.passthrough_schema.names) & {field.name for field in ours})
     if clash:
         raise ValueError(f"output.columns: {', '.join(clash)}: the result has a column of this name already")
-    ours = listed_fields(ours) if index.best is not None and index.best.lists else ours
+    ours = list_fields(ours) if index.best is not None and index.best.lists else ours
     found = pa.schema([*ours, *index.passthrough_schema])  # without metadata: it may name tools and hosts
-    return found if index.expected is None else marked(found, index.expected, index.answers is not None)
+    return (
+        found if index.expected is None else mark_expected(found, index.expected, index.answers is not None)
+    )
 
 
 class ResultRows:
-    """The rows of a result by spans, each from a row to another. Several threads may make them, each other spans.
+    """The rows of a result, by spans of index rows. Several threads may use different spans.
 
-    A row whose key has no completion is left out with `partial`; without, there is none.
+    If `partial` is True, rows whose key has no completion are left out. Otherwise there must be none.
     """
 
     def __init__(
@@ -61,17 +63,17 @@ class ResultRows:
         partial: bool,
         attempts: NDArray[np.uint8] | None = None,
     ) -> None:
-        self._attempts = attempts  # by row
+        self._attempts = attempts  # per row of the index
         self._index, self._answers, self._spans = index, answers, spans
         self._detokenizer, self._partial = detokenizer, partial
         self._kind, self._schema = KINDS[index.output], result_schema(index)
         self._batch_rows = batch_rows(index)
         self._rows = IndexRows(index)
         counts = (len(range(*span, self._batch_rows)) for span in spans)
-        self._first = list(accumulate(counts, initial=0))  # batch of each span
+        self._first = list(accumulate(counts, initial=0))  # number of the first batch of each span
 
     def tables(self, span: int) -> Iterator[pa.Table]:
-        """Yield the rows of a span in tables of at most `batch_rows`, in `result_schema`."""
+        """Yield the rows of a span in tables of at most `batch_rows` rows with `result_schema`."""
         first = self._spans[span][0]
         for batch, (rows, values) in enumerate(self._read(*self._spans[span]), self._first[span]):
             _check_order(rows.column("row_id").to_numpy(), first)
@@ -90,17 +92,17 @@ class ResultRows:
             table = table.filter(pa.array(self._published(table, rows, matched)))
             best = self._index.best
             if best is not None and best.lists:
-                table = in_lists(table, best.published, self._index.passthrough_schema.names)
+                table = group_into_lists(table, best.published, self._index.passthrough_schema.names)
             yield table.cast(self._schema)
 
     def _published(self, table: pa.Table, rows: pa.Table, matched: pa.Table) -> NDArray[np.bool_]:
-        """Mark the rows of a table that belong to the result."""
+        """Return a boolean per row: True if it belongs to the result."""
         marks = np.ones(len(table), np.bool_)
         best = self._index.best
         if self._partial:
             finished = pc.or_(pc.is_null(rows.column("key")), pc.is_valid(matched.column("row_id")))
             marks = finished.to_numpy(zero_copy_only=False)
-        if best is not None:  # among all answers to a row
+        if best is not None:  # all answers to a row are in the same table
             marks = np.repeat(marks.reshape(-1, best.computed).all(axis=1), best.computed)
             marks &= best.published == best.computed or best_samples(best, table, matched)
         return marks
@@ -109,7 +111,7 @@ class ResultRows:
         return self._rows.tables(start, stop, [self._batch_rows])
 
     def _numbers(self, first: int, matched: pa.Table) -> pa.Array:
-        """Return the number of the attempt that each row's completion is of; null where it has none."""
+        """Return the attempt of each row's completion, or null for a row without one."""
         numbers = np.ones(matched.num_rows, np.int32)
         if self._attempts is not None:
             numbers[:] = self._attempts[first : first + len(numbers)]
@@ -127,8 +129,20 @@ def result_rows(
     *,
     partial: bool = False,
 ) -> Iterator[ResultRows]:
-    """Read the answers of the spans' rows; the rows can be made within the block. The folder `spill` has what is too
-    large for memory. Raises StorageError, and BatchInferError where completions are missing that are not `partial`."""
+    """Open the answers of the spans' rows. Yields the rows, which can be read within the block.
+
+    Args:
+        index: The index.
+        join: The positions of the answers.
+        detokenizer: Converts tokens to text.
+        spill: Folder for data that exceeds the memory.
+        spans: The spans of index rows, as (start, stop).
+        partial: Leave out rows without a completion.
+
+    Raises:
+        StorageError: A part cannot be read.
+        BatchInferError: Completions are missing and `partial` is False.
+    """
     if not partial:
         join.refuse_missing()
     size = batch_rows(index)
@@ -141,7 +155,7 @@ def result_rows(
 
 
 def batch_rows(index: IndexView) -> int:
-    """Return how many rows are made at a time: with all answers to a row, where some of them are chosen."""
+    """Return the number of index rows per batch. If samples are chosen, a batch has all answers to its rows."""
     rows = KINDS[index.output].batch_rows(index) or BATCH_ROWS
     if index.best is None:
         return rows
@@ -150,11 +164,11 @@ def batch_rows(index: IndexView) -> int:
 
 def _check_order(row_ids: NDArray[np.int64], first: int) -> None:
     if row_ids[0] != first or row_ids[-1] != first + len(row_ids) - 1:
-        raise BatchInferError("the parts of the index do not hold its rows in order")
+        raise BatchInferError("the rows in the parts of the index are not in order")
 
 
 def _matching(first: int, rows: int, answers: pa.Table) -> pa.Table:
-    """Return a table of that many rows from row `first` on: each row's completion, or nulls."""
+    """Return the completions of `rows` rows from row `first` on, with nulls for rows without one."""
     places = np.full(rows, -1, np.int64)
     places[answers.column("row_id").to_numpy() - first] = np.arange(answers.num_rows)
     return answers.take(pa.array(places, mask=places < 0)).combine_chunks()

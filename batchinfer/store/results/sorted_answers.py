@@ -1,8 +1,8 @@
-"""The completions of a job's rows, in the order of the rows.
+"""Sorts the completions of a job's rows by row.
 
-The parts of a store are in the order in which the work was done. Each is read once, from its beginning to its end. What
-the rows are made of is collected in runs, each sorted by row; runs for which there is no memory lie in the folder
-`spill`. A batch of rows then takes its share of each run.
+The parts of a store are in the order of computation. Each is read once from start to end. Needed completions are
+collected in runs, and each run is sorted by row. Runs that exceed the memory are written to the folder `spill`. A batch
+of rows then reads its share of each run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from batchinfer.filesystem.durable import storage
 from batchinfer.machine.cpus import usable_cpus
-from batchinfer.store.answers.parts import damaged, padded
+from batchinfer.store.answers.parts import damaged_part, pad_columns
 from batchinfer.store.results.attempts import PART_SHIFT
 from batchinfer.store.results.join import Join
 
@@ -32,28 +32,35 @@ ROW = "row_id"
 Numbers = NDArray[np.int64]
 
 
-_Taken = tuple[pa.RecordBatch, Numbers]
+_Answers = tuple[pa.RecordBatch, Numbers]
 _MOST_THREADS = 4
-_SMALL = 4  # times as many rows as are read at a time are taken by a thread of its own
+_SMALL = 4  # shares of up to 4 times `at_once` rows are read by a thread of their own
 
 
 class _Share(NamedTuple):
-    """The rows that are made of a part's answers, or of those of some of its row groups, and the positions of these
-    behind the first answer, which ascend."""
+    """The rows that use completions of a part, or of some of its row groups.
+
+    Args:
+        part: The part.
+        positions: The row numbers of the completions, from the start of the part or of its row groups, ascending.
+        rows: The rows of the index.
+        groups: The row groups. None: all.
+    """
 
     part: Path
     positions: Numbers
     rows: Numbers
-    groups: range | None = None  # None: all
+    groups: range | None = None
 
     @classmethod
     def of(cls, join: Join, number: int) -> _Share:
+        """Return the share of a part of the join."""
         own = join.of_part(number)
         return cls(join.parts[number], join.positions[own] - (number << PART_SHIFT), join.rows[own])
 
     def by_groups(self) -> Iterator[_Share]:
         """Yield the share of each row group. Raises StorageError."""
-        with _opened(self.part) as file:
+        with _open_part(self.part) as file:
             sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         ends = np.cumsum([0, *sizes])
         bounds = np.searchsorted(self.positions, ends)
@@ -63,23 +70,31 @@ class _Share(NamedTuple):
 
 
 class SortedAnswers:
-    """The answers of batches of rows, which several threads may ask for at once; use as a context manager.
-
-    `starts` are the first rows of the batches, ascending. `schema` has `row_id` and the columns of completions that are
-    wanted, null where a part lacks them. `at_once` is how many rows are read at a time, and `memory` how many bytes the
-    runs take before they are spilled; one more is sorted beside them. Raises StorageError.
-    """
+    """The answers of batches of rows. A context manager; several threads may read batches."""
 
     def __init__(
         self, join: Join, schema: pa.Schema, starts: Numbers, at_once: int, spill: Path, memory: int
     ) -> None:
+        """Read and sort all answers.
+
+        Args:
+            join: The positions of the answers.
+            schema: `row_id` and the columns of completions. A column that a part does not have is null.
+            starts: The first row of each batch, ascending.
+            at_once: Maximum rows to read at a time.
+            spill: Folder for runs that exceed the memory.
+            memory: Bytes of runs to keep in memory, in addition to the run that is sorted.
+
+        Raises:
+            StorageError: A part cannot be read, or a run cannot be written.
+        """
         self._schema, self._starts, self._at_once = schema, starts, at_once
         self._spill, self._memory = spill, memory
         self._runs: list[_Run] = []
         self._held: list[pa.RecordBatch] = []
         self._held_bytes = 0
         try:
-            for batch, rows in self._reused(join):
+            for batch, rows in self._read_answers(join):
                 self._hold(batch, rows)
             self._close_run()
         except BaseException:
@@ -93,23 +108,22 @@ class SortedAnswers:
         self.close()
 
     def close(self) -> None:
-        """Remove what was spilled."""
+        """Remove spilled runs."""
         runs, self._runs = self._runs, []
         for run in runs:
             run.close()
 
     def of(self, batch: int) -> pa.Table:
-        """Return the answers of a batch's rows, by ascending row; rows without one are left out."""
+        """Return the answers of a batch's rows, in row order. Rows without an answer are left out."""
         found = [table for run in self._runs if (table := run.of(batch)).num_rows]
         if len(found) == 1:
             return found[0]
         together = pa.concat_tables(found or [self._schema.empty_table()]).combine_chunks()
         return together.take(pa.array(np.argsort(together.column(ROW).to_numpy()))).combine_chunks()
 
-    def _taken(self, join: Join) -> Iterator[_Taken]:
-        """Yield the answers that the rows are made of, in the order of the parts. Some small parts or row groups are
-        read at once."""
-        ahead: deque[Future[list[_Taken]]] = deque()
+    def _read_answers(self, join: Join) -> Iterator[_Answers]:
+        """Yield the answers of the rows, in the order of the parts. Several small shares are read in parallel."""
+        ahead: deque[Future[list[_Answers]]] = deque()
         with ThreadPoolExecutor(threads := min(_MOST_THREADS, usable_cpus()), "answers") as pool:
             try:
                 for share in self._shares(join):
@@ -126,7 +140,7 @@ class SortedAnswers:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _shares(self, join: Join) -> Iterator[_Share]:
-        """Yield the shares of the parts, large ones by row groups."""
+        """Yield the shares of the parts. Large ones are split by row groups."""
         for number in range(len(join.parts)):
             share = _Share.of(join, number)
             if len(share.rows) <= self._at_once:
@@ -134,11 +148,11 @@ class SortedAnswers:
             else:
                 yield from share.by_groups()
 
-    def _of_part(self, share: _Share) -> Iterator[_Taken]:
-        """Yield a share's answers, each with the row that it is of."""
+    def _of_part(self, share: _Share) -> Iterator[_Answers]:
+        """Yield a share's answers, each batch with its rows."""
         for start, batch in _batches(share.part, share.groups, self._schema, self._at_once):
             low, high = np.searchsorted(share.positions, [start, start + batch.num_rows]).tolist()
-            for some in range(low, high, self._at_once):  # each of equal rows gets a copy of the answer
+            for some in range(low, high, self._at_once):  # rows with equal keys each get a copy
                 wanted = slice(some, min(high, some + self._at_once))
                 yield batch.take(pa.array(share.positions[wanted] - start)), share.rows[wanted]
 
@@ -150,7 +164,7 @@ class SortedAnswers:
             self._close_run()
 
     def _close_run(self) -> None:
-        """Sort what is held by row, and keep it where there is memory for it."""
+        """Sort the collected answers by row, and keep them in memory if they fit."""
         if not self._held:
             return
         table, size = pa.Table.from_batches(self._held).combine_chunks(), self._held_bytes
@@ -173,26 +187,32 @@ class _Run(Protocol):
         """Return the share of a batch."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release the memory or the file."""
 
 
 class _InMemory:
-    """Answers as they were read, and the order of their rows, so that who wants a share sorts it: several threads do so
-    at once. `ends` has the place in that order of each batch's first row, and the end."""
+    """Answers in their original order, with the order of their rows.
+
+    Each reader sorts its share, so sorting is parallel.
+
+    `ends` has the index of each batch's first row in that order, and the total at the end.
+    """
 
     def __init__(self, table: pa.Table, order: Numbers, ends: Numbers) -> None:
         self._table, self._order, self._ends = table, order, ends
 
     def of(self, batch: int) -> pa.Table:
+        """Return the share of a batch."""
         share = self._order[int(self._ends[batch]) : int(self._ends[batch + 1])]
         return self._table.take(pa.array(share)).combine_chunks()
 
     def close(self) -> None:
+        """Release the memory."""
         self._table = self._table.schema.empty_table()
 
 
 class _Spilled:
-    """A file with the share of each batch as a batch of its own."""
+    """A file with the share of each batch of rows as a record batch."""
 
     def __init__(self, table: pa.Table, ends: Numbers, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -210,10 +230,12 @@ class _Spilled:
             self._reader = pa.ipc.open_file(self._file)
 
     def of(self, batch: int) -> pa.Table:
+        """Return the share of a batch."""
         with self._lock, storage(self._path, "read"):
             return pa.Table.from_batches([self._reader.get_batch(batch)])
 
     def close(self) -> None:
+        """Remove the file."""
         self._file.close()
         self._path.unlink(missing_ok=True)
 
@@ -222,11 +244,13 @@ def _one_batch(table: pa.Table) -> pa.RecordBatch:
     return next(iter(table.to_batches()), pa.RecordBatch.from_pylist([], table.schema))
 
 
-def _at_once(
+def _small_batches(
     file: pq.ParquetFile, groups: Sequence[int], rows: int, names: list[str]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a file's row groups, at most so many at a time. A thousand files of a thousand rows take 0.6 s
-    where each is read as a whole, and 1.4 s in batches."""
+    """Yield the rows of a file's row groups, at most `rows` at a time.
+
+    Small files are read as a whole: a thousand files of a thousand rows take 0.6 s, and 1.4 s in batches.
+    """
     if sum(file.metadata.row_group(group).num_rows for group in groups) > rows:
         yield from file.iter_batches(rows, row_groups=groups, columns=names, use_threads=False)
         return
@@ -236,22 +260,31 @@ def _at_once(
 def _batches(
     part: Path, groups: range | None, schema: pa.Schema, at_once: int
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield the rows of a part's row groups with the number of the first, in all columns of `schema` but ROW; None: all
-    groups. Raises StorageError."""
+    """Yield batches of a part's row groups, each with the number of its first row.
+
+    Args:
+        part: The part.
+        groups: The row groups. None: all.
+        schema: The columns, including ROW, which is left out.
+        at_once: Maximum rows per batch.
+
+    Raises:
+        StorageError: The part cannot be read.
+    """
     start, wanted = 0, schema.remove(schema.get_field_index(ROW))
-    with _opened(part) as file:
+    with _open_part(part) as file:
         there = set(file.schema_arrow.names)
         names = [name for name in wanted.names if name in there]
-        for batch in _at_once(file, groups or range(file.num_row_groups), at_once, names):
-            yield start, padded(batch, wanted)
+        for batch in _small_batches(file, groups or range(file.num_row_groups), at_once, names):
+            yield start, pad_columns(batch, wanted)
             start += batch.num_rows
 
 
 @contextmanager
-def _opened(part: Path) -> Iterator[pq.ParquetFile]:
-    """Open a part of the store. Raises StorageError, also for what is found to be damaged within the block."""
+def _open_part(part: Path) -> Iterator[pq.ParquetFile]:
+    """Open a part of the store. Raises StorageError, also for damage that is found within the block."""
     try:
         with pq.ParquetFile(part, page_checksum_verification=True) as file:
             yield file
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-        raise damaged(part, error) from error
+        raise damaged_part(part, error) from error

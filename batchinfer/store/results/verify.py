@@ -1,4 +1,4 @@
-"""`batchinfer verify`: read everything that was written, page checksums and digests included."""
+"""`batchinfer verify`: reads everything that was written, and checks page checksums and digests."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from batchinfer.store.results.published import Problem, file_problems
 
 
 def verify_result(folder: Location) -> list[Problem]:
-    """Check a published result against its manifest; empty when all is well. What is remembered of its files' digests
-    is what was found now.
+    """Return the problems of a published result. All digests are computed again, and the cached ones are updated.
 
-    Raises OutputConflict for a manifest of a newer format, StorageError when the disk fails.
+    Raises:
+        OutputConflict: The manifest has a newer format.
+        StorageError: The disk fails.
     """
     try:
         manifest = read_manifest(folder)
@@ -38,7 +39,7 @@ def verify_result(folder: Location) -> list[Problem]:
 
 
 def verify_store(path: Path) -> list[Problem]:
-    """Check every committed part of a completion store, without its lock and without changing it."""
+    """Return the problems of a completion store's parts. It takes no lock and changes nothing."""
     records, discarded = read_records(path, verify=True)
     found = [Problem(Location(str(part.path)), part.reason) for part in discarded]
     return found + [
@@ -56,7 +57,7 @@ def _unlisted(folder: Location, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _check_pages(path: Path, rows: int) -> Iterator[Problem]:
-    """Decode every page with its checksum verified and count the rows."""
+    """Decode every page, verify its checksum, and compare the number of rows."""
     found, place = 0, Location(str(path))
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

@@ -182,7 +182,7 @@ def test_what_a_run_holds_is_not_idle(tmp_path: Path) -> None:
     held, other = dated(tmp_path, "2026-01-01"), dated(tmp_path, "2026-01-02")
     with held.lock():
         with other.lock():
-            assert [path.name for path in other.idle(time.time() + 90_000)] == [held.path.name]
+            assert [path.name for path in other.idle_parts(time.time() + 90_000)] == [held.path.name]
             assert other.remove_idle(time.time() + 90_000) == 0
         assert held.path.is_dir()
     assert other.remove_idle(time.time() + 90_000) == 1
@@ -218,5 +218,5 @@ def test_results_on_another_disk_than_the_state(tmp_path: Path) -> None:
         pytest.skip("no second disk")
     with TemporaryDirectory(dir=shm) as other:
         (tmp_path / "res").symlink_to(other)
-        assert dated(tmp_path, "2026-01-02").other_disk()
-        assert not dated(tmp_path, "2026-01-02", "res-{}").other_disk()
+        assert dated(tmp_path, "2026-01-02").is_on_other_disk()
+        assert not dated(tmp_path, "2026-01-02", "res-{}").is_on_other_disk()

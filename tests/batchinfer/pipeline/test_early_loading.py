@@ -28,7 +28,7 @@ from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import Configure, Load, WorkerSpec
 from batchinfer.pipeline.workers.standby import EngineStandby
 from batchinfer.report.progress import Phase, Progress
-from batchinfer.store.results.planned_work import announced
+from batchinfer.store.results.planned_work import announce_plans
 from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, write_job
 from tests.examples import examples
 from tests.memory_transport import FakeTransport, FakeWorker, MemoryTransport
@@ -201,7 +201,7 @@ def test_nothing_is_started_early_beside_a_run_that_may_compute_the_same(tmp_pat
     joined_anew(path)
     write_job(tmp_path, model, people(21))
     store = tmp_path / "out/.batchinfer-res/completions"
-    with announced(store, [tmp_path / "no plan"], FileOps()):
+    with announce_plans(store, [tmp_path / "no plan"], FileOps()):
         os.link(next(store.glob("part-*.parquet")), tmp_path / "no plan")
         seen.run(path)
     assert seen.order("21 rows", "planning", "open", "Load", "Configure")

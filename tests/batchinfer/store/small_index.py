@@ -22,7 +22,7 @@ from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.index.index import AnswerSchema, BestOf, index_schema
 from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
 from batchinfer.store.index.token_store import TokenStore
-from batchinfer.store.results.join import joined
+from batchinfer.store.results.join import join_answers
 from batchinfer.store.results.manifest import Manifest, PublishSpec
 from batchinfer.store.results.publisher import publish
 
@@ -193,7 +193,9 @@ def published(
         for completions in commits:
             store.append(completions)
             store.commit()
-        join = joined(index.index_parts, store.parts(), index.folder / "join", memory_limit=memory_limit)
+        join = join_answers(
+            index.index_parts, store.parts(), index.folder / "join", memory_limit=memory_limit
+        )
         return publish(index, join, spec, decode, state, **more)
 
 

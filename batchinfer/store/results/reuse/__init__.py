@@ -1,1 +1,1 @@
-"""Answers that need not be computed: which rows have them from earlier runs, and what rows with equal work save."""
+"""Reuse of earlier answers and result files, and the tokens saved by rows with equal work."""

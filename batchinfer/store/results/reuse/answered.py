@@ -1,7 +1,7 @@
-"""Tells whether the rows of a kept chunk need no tokens: their answers are stored, so that no plan has them.
+"""Finds out if all rows of a kept chunk have stored answers. Such rows need no tokens, since they are not planned.
 
-This says what the planner will find, and errs on one side only: a row that it takes for one without an answer is merely
-prepared again.
+The check predicts the planner's decision. It errs on one side only: an answered row that is not found is prepared
+again.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from batchinfer.input.prompts.prepared.rows import KEY_TYPE, Prepared
 from batchinfer.store.answers.answered_keys import KEY_WORDS, Words, answered_keys, key_words
 from batchinfer.store.results.attempts import IS_INVALID, load_chosen
 
-_BYTES = 32  # of a key
-_KEPT = 2  # words of a key that are compared: 128 bits
+_BYTES = 32  # bytes of a key
+_KEPT = 2  # 64-bit words of a key that are compared
 
 
 class KeySet:
-    """A set of keys, by their first 16 bytes: ten million take 160 MB."""
+    """A set of keys, compared by their first 16 bytes. Ten million keys take 160 MB."""
 
     def __init__(self, parts: Sequence[Words]) -> None:
         words = np.concatenate([np.empty((0, _KEPT), np.uint64), *parts])
@@ -31,13 +31,16 @@ class KeySet:
         self._firsts, self._seconds = words[order, 0], words[order, 1]
 
     def has(self, keys: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Return which of the keys are in it. Of two keys with equal first 8 bytes only one is found."""
+        """Return a boolean per key: True if it is in the set.
+
+        Of keys in the set that share their first 8 bytes, only the first is found.
+        """
         words = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, KEY_WORDS)
         if not len(self._firsts):
             return np.zeros(len(words), np.bool_)
         order = np.argsort(words[:, 0])
         places = np.empty(len(words), np.int64)
-        # three times as fast as in any order
+        # Searching in sorted order is three times as fast
         places[order] = np.searchsorted(self._firsts, words[order, 0])
         places = np.minimum(places, len(self._firsts) - 1)
         return np.asarray(
@@ -46,17 +49,22 @@ class KeySet:
 
 
 class AnsweredRows:
-    """Tells whether rows need no tokens, by the parts of a store."""
+    """Returns True for rows that all have stored answers."""
 
     def __init__(self, parts: Sequence[Path], retry_errors: bool, spill: Path) -> None:
-        """retry_errors: an error that is marked retryable counts as no answer."""
+        """Prepare lookups in these parts of a store.
+
+        Args:
+            parts: The parts.
+            retry_errors: Treat retryable errors as missing answers.
+            spill: Folder for temporary files of DuckDB.
+        """
         self._parts, self._retry, self._spill = parts, retry_errors, spill
-        self._present: KeySet | None = None  # once somebody asks
+        self._present: KeySet | None = None  # loaded by the first lookup
         self._invalid: KeySet | None = None
 
     def __call__(self, prompts: Prepared) -> bool:
-        """Return True if each row, apart from error rows, has the answer of the attempt that is due. Raises
-        StorageError."""
+        """Return True if every row has the answer of its due attempt. Error rows do not count. Raises StorageError."""
         if self._present is None:
             self._present = KeySet([answered_keys(part, self._retry, _KEPT) for part in self._parts])
         due = np.frombuffer(prompts.keys, KEY_TYPE)
@@ -65,7 +73,7 @@ class AnsweredRows:
         return bool(self._present.has(due[prompts.counts > 0]).all())
 
     def _climbed(self, due: NDArray[np.void], prompts: Prepared) -> NDArray[np.void]:
-        """Return the keys of the attempts that are due. `due`: those of the first ones."""
+        """Return the key of each row's due attempt. `due` has the keys of the first attempts, and is changed."""
         if self._invalid is None:
             self._invalid = self._invalid_ones(1 + len(prompts.rungs))
         for rung in prompts.rungs:

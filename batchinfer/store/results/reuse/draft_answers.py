@@ -1,6 +1,6 @@
-"""The answers of a draft model to the requests of a plan, as the completion store has them.
+"""Requests to a draft model for the requests of a plan, and its stored answers.
 
-Their files lie beside the plan and are in its order, by `seq`.
+The files are in the folder of the plan and sorted by `seq`, like the plan.
 """
 
 from __future__ import annotations
@@ -25,19 +25,29 @@ _ROWS_READ = 4096
 
 
 class DraftRequests:
-    """Makes of a request what the draft model is asked. `context` is that of its work keys; `longest`: the most tokens
-    of a sequence of its; `vocab`: its tokens are below that.
+    """Derives requests to the draft model from requests of a plan.
 
-    A greedy answer is the very one that a job with that model alone would give, and has its key. A sampled one draws
-    what the request itself will draw, so that the two agree where their models do.
+    A greedy request has the same key as in a job that runs the draft model as its model. A sampled request uses the
+    random draws of the original request, so the two models agree as often as possible.
     """
 
     def __init__(self, context: bytes, longest: int, vocab: int) -> None:
+        """Set the limits of the draft model.
+
+        Args:
+            context: The digest that enters every work key of the draft model.
+            longest: Maximum tokens of a prompt and its answer.
+            vocab: The vocabulary size.
+        """
         self._context, self._longest, self._vocab = context, longest, vocab
 
     def of(self, request: Request) -> Request | None:
-        """Return the request to the draft model; None: it asks for no tokens, is too long for it, or has tokens that it
-        has not."""
+        """Return the request to the draft model.
+
+        Returns:
+            None if the request generates no tokens, is too long for the draft model, or uses tokens outside its
+            vocabulary.
+        """
         if not request.params.gives_tokens:
             return None
         room = self._longest - len(request.prompt)
@@ -55,13 +65,13 @@ class DraftRequests:
 
 @lru_cache(maxsize=256)
 def _plain(params: SamplingParams) -> SamplingParams:
-    """Return the parameters of an answer of which nothing but its tokens is wanted."""
+    """Return the parameters without outputs other than tokens."""
     return replace(params, logprobs=None, prompt_logprobs=None, confidence=False, adapter="")
 
 
 @lru_cache(maxsize=256)
 def _largest(params: SamplingParams) -> int:
-    """Return the largest token id that the parameters name."""
+    """Return the largest token id in the parameters, or 0."""
     return max((*(token for token, _ in params.logit_bias), *params.allowed_token_ids), default=0)
 
 
@@ -76,8 +86,17 @@ def write_draft_keys(
     draft: DraftRequests,
     ops: FileOps,
 ) -> Path:
-    """Write the keys of what a plan's requests ask the draft model, which come as batches of their places in the plan
-    and themselves. Raises StorageError."""
+    """Write the keys of the requests to the draft model, and return the file.
+
+    Args:
+        plan: The file of the plan.
+        requests: Batches of requests of the plan with their `seq`.
+        draft: Derives the requests.
+        ops: File operations.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
     path = plan.with_name("draft-keys.parquet")
     rows = pa.RecordBatchReader.from_batches(_KEYS, _key_batches(requests, draft))
     write_table(path, rows, ops)
@@ -96,8 +115,15 @@ def _key_batches(
 
 
 def write_lacking(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) -> tuple[Path, int]:
-    """Write which requests of the plan the draft model has to be asked, each question once; return the file, and how
-    many they are. Raises StorageError, OutOfMemory."""
+    """Write the `seq` of each distinct request to the draft model that has no stored answer.
+
+    Returns:
+        The file, and the number of requests.
+
+    Raises:
+        StorageError: A file cannot be read or written.
+        OutOfMemory: DuckDB exceeded its limit.
+    """
     path = keys.with_name("draft-lacking.parquet")
     stored = f"ANTI JOIN (SELECT key AS draft_key FROM {parquet(parts)}) USING (draft_key)" if parts else ""
     lacking = f"SELECT min(seq) AS seq FROM {parquet([keys])} {stored} GROUP BY draft_key ORDER BY seq"
@@ -108,7 +134,7 @@ def write_lacking(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) 
 
 
 def write_draft_answers(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) -> Path:
-    """Write the draft model's answers; return their file. Raises StorageError, OutOfMemory."""
+    """Write the stored answers of the draft model, and return the file. Raises StorageError, OutOfMemory."""
     path = keys.with_name("draft-answers.parquet")
     with connection(spill) as database:
         stored = f"SELECT key AS draft_key, token_ids FROM {parquet(parts)} WHERE error_code IS NULL"

@@ -1,6 +1,6 @@
-"""The answers that the rows of a plan had in the job's last result.
+"""The answers to a plan's rows in the last result of the job, which serve as drafts.
 
-A row is found by its id. The texts are written to earlier.parquet, next to the plan and in its order: seq, text.
+Rows are matched by id. The texts are written to earlier.parquet in the folder of the plan, in its order: seq, text.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from batchinfer.filesystem.durable import FileOps, storage
 from batchinfer.store.answers.completion_store import write_table
 
 _COLUMNS = ("custom_id", "generated_text")
-_SEVERAL = "sample_index"  # the column of a result that has several answers to a row
+_SEVERAL = "sample_index"  # exists in a result with several answers per row
 _ROWS_READ = 4096
-_CHARACTERS = 32  # of a text for each token that the new answer may have: none has more to gain
+_CHARACTERS = 32  # maximum characters of an earlier text per token of the new answer
 
 
 @dataclass(frozen=True, slots=True)
 class LastResult:
-    """The files of a result with one text for each row of the input."""
+    """The files of a result with one text per input row."""
 
     files: Sequence[Path]
 
     @classmethod
     def of(cls, files: Sequence[Path]) -> LastResult | None:
-        """Return the result in these files; None where its answers are others than one text a row."""
+        """Return the result in these files, or None if it does not have one text per row."""
         if not files:
             return None
         schema = pq.read_schema(files[0])
@@ -44,7 +44,7 @@ class LastResult:
         return cls(files)
 
     def last_texts(self, characters: int) -> list[str]:
-        """Return the last answers of the result, about so many characters of them. Raises StorageError."""
+        """Return texts from the end of the result, with at least this many characters in total. Raises StorageError."""
         texts: list[str] = []
         for path in reversed(self.files):
             with storage(path, "read"), pq.ParquetFile(path) as file:
@@ -60,8 +60,15 @@ class LastResult:
     def write_answers(
         self, plan: Path, index_parts: Sequence[Path], spill: Path, ops: FileOps
     ) -> Path | None:
-        """Write the answers for the requests of a plan, those that are greedy, and return the file; None if no row has
-        an id. Raises StorageError, OutOfMemory."""
+        """Write the earlier answers to greedy requests of a plan.
+
+        Returns:
+            The file, or None if no row has an id.
+
+        Raises:
+            StorageError: A file cannot be read or written.
+            OutOfMemory: DuckDB exceeded its limit.
+        """
         path = plan.with_name("earlier.parquet")
         with connection(spill) as database:
             database.execute(

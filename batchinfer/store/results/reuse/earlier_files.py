@@ -1,15 +1,14 @@
-"""The files of the result that the job published last, as far as they are files of the next one, too.
+"""Reuses files of the job's last published result in the next one.
 
-    .batchinfer-res/result_files.json    which result it was; of each of its files the fingerprint, size, sha256 and
-                                         rows; and which segments of the kept index these rows are
+    .batchinfer-res/result_files.json    the folder of the result; the fingerprint, size, sha256 and number of rows of
+                                         each file; the segments of the kept index with these rows
 
-A file whose fingerprint is known is copied instead of made: its rows are neither joined nor written as Parquet again.
-Whoever looks at results may have changed or removed it, so what is copied counts by its bytes, whose sha256 is taken on
-the way; where it is another one, or the file cannot be read, the file is made as if nothing were known. A copy and no
-hard link: a result that somebody edits in place must not change the one before or after it, and a million rows of short
-answers are 8 MB.
+A file with a known fingerprint is copied: its rows are neither joined nor written as Parquet again. Users may have
+changed or removed the file, so its sha256 is checked while it is copied. If the copy fails, the file is written from
+its rows. Files are not hard-linked: editing a result in place must not change another result, and a million rows with
+short answers take only 8 MB.
 
-Only ever a shortcut: fingerprints and digests say all, so that a note of another result, or an older one, is not wrong.
+The note is never wrong, at most useless: fingerprints and digests are compared with the actual files.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from pathlib import Path
 
 from batchinfer.core.errors import DamagedResult, OutputConflict, StorageError
 from batchinfer.filesystem.durable import Digest, DurableFile, FileOps, write_json
+from batchinfer.filesystem.json_files import read_json
 from batchinfer.filesystem.location import Location
-from batchinfer.filesystem.remembered import read_json
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.store.results.manifest import read_manifest
 from batchinfer.store.results.result_files import StagedFile, staged_name
@@ -35,20 +34,32 @@ _READ_BYTES = 1 << 20
 
 
 class EarlierFiles:
-    """The files of the job's last result, whose fingerprints are known."""
+    """The files of the job's last result with known fingerprints."""
 
     def __init__(self, state: StateFolder) -> None:
         self._ops = state.ops
         results, self._known, self.fingerprints = _read(state)
         self._published: dict[str, Path] = {}
-        with suppress(DamagedResult, OutputConflict, StorageError):  # then all files are made
+        with suppress(DamagedResult, OutputConflict, StorageError):  # then no file is reused
             manifest = None if results is None else read_manifest(Location.at(results))
             if results is not None and manifest is not None:
                 self._published = {file.sha256: results / file.name for file in manifest.files}
 
     def copied(self, number: int, fingerprint: str, rows: int, stage: Path) -> StagedFile | None:
-        """Copy the file with this fingerprint to the files that are staged, as the one with that number; None: there is
-        none that is as it was published. Raises StorageError where the copy cannot be written."""
+        """Copy the file with this fingerprint to the staging folder.
+
+        Args:
+            number: The number of the file in the new result.
+            fingerprint: Its fingerprint.
+            rows: Its number of rows.
+            stage: The staging folder.
+
+        Returns:
+            The copy, or None if no unchanged file has this fingerprint.
+
+        Raises:
+            StorageError: The copy cannot be written.
+        """
         known = self._known.get(fingerprint)
         source = None if known is None else self._published.get(known[1])
         if known is None or source is None or known[2] != rows:
@@ -58,21 +69,21 @@ class EarlierFiles:
         return StagedFile(number, rows, size, sha256, errors, retryable) if copy else None
 
 
-Known = tuple[int, str, int, int, int]  # bytes, sha256, rows, errors, retryable ones
+Known = tuple[int, str, int, int, int]  # bytes, sha256, rows, errors, retryable errors
 
 
 def remember_files(state: StateFolder, prints: Fingerprints, files: Sequence[StagedFile]) -> None:
-    """Remember the files of this result by their fingerprints: it is the job's last one now. Raises StorageError."""
+    """Record this result as the job's last one, with the fingerprints of its files. Raises StorageError."""
     listed = [[one, *astuple(file)[1:]] for one, file in zip(prints.files, files, strict=True)]
     results = os.path.relpath(state.results, state.job.parent)
     value = {"format": FORMAT, "results": results, "files": listed}
     value |= {"maker": prints.maker, "stretches": [*prints.segments]}
-    with state.exclusively():  # runs for other dates use the same temporary name
+    with state.lock_shared():  # runs for other dates use the same temporary file
         write_json(state.result_files, value, state.ops)
 
 
 def _read(state: StateFolder) -> tuple[Path | None, dict[str, Known], Fingerprints]:
-    """Return the folder of the last result, its files by fingerprint, and these."""
+    """Return the folder of the last result, its files by fingerprint, and their fingerprints."""
     found: dict[str, Known] = {}
     match read_json(state.result_files):
         case {
@@ -93,11 +104,11 @@ def _read(state: StateFolder) -> tuple[Path | None, dict[str, Known], Fingerprin
 
 
 class _AnotherFile(Exception):
-    """The bytes are not those that were published."""
+    """The copied bytes differ from the published ones."""
 
 
 def _copy(source: Path, target: Path, expected: Digest, ops: FileOps) -> bool:
-    """Copy a file durably; False where it has not these bytes any more, or cannot be read: then there is no copy."""
+    """Copy a file durably. Return False, without a copy, if its bytes have changed or it cannot be read."""
 
     def check(found: Digest) -> None:
         if found != expected:
@@ -118,7 +129,7 @@ def _copy(source: Path, target: Path, expected: Digest, ops: FileOps) -> bool:
 
 
 def _may_be(source: Path, expected: Digest) -> bool:
-    """Whether it is a file of that size: anything else is not opened."""
+    """Return True if the source is a regular file of the expected size. Other files are not opened."""
     try:
         found = source.stat()
     except OSError:
@@ -127,7 +138,7 @@ def _may_be(source: Path, expected: Digest) -> bool:
 
 
 def _pieces(source: Path, size: int) -> Iterator[bytes]:
-    """Yield a file's bytes, and no more than one over `size`: somebody may write to it meanwhile."""
+    """Yield a file's bytes, at most one more than `size`, since another process may append to it."""
     with source.open("rb") as file:
         left = size + 1
         while left > 0 and (piece := file.read(min(left, _READ_BYTES))):

@@ -1,8 +1,9 @@
-"""The fingerprint of each file of a result: of all that its bytes follow from, before any row of it is made.
+"""Computes the fingerprint of each result file from everything that determines its bytes, before its rows are joined.
 
-These are the rows of the index as results are made of them, the values of carried columns, which stored answer each row
-has (a part of a store has its name once and for all, and is never changed), and what makes files of rows. Equal
-fingerprints give equal bytes. The reverse is not promised: stored answers that moved to another part give another one.
+It covers the rows of the index, the values of passthrough columns, the position of each row's answer in the store, and
+the code and settings that write files. A part of the store never changes, and its name is never used again. Files with
+equal fingerprints have equal bytes. Equal files may have different fingerprints: an answer that moved to another part
+of the store changes the fingerprint.
 """
 
 from __future__ import annotations
@@ -28,14 +29,19 @@ from batchinfer.store.results.manifest import PublishSpec
 from batchinfer.store.results.result_files import spans_of
 from batchinfer.store.results.result_rows import BATCH_ROWS, result_schema
 
-WRITER_FORMAT = 1  # raise it when equal rows would give other bytes
+WRITER_FORMAT = 1  # increase it when equal rows are written as different bytes
 _NONE = -1  # the row has no stored answer
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprints:
-    """The fingerprints (hex) of the files of a result, in their order; a digest of what `maker` makes files of rows,
-    and the segments that the first rows are of, each with its rows."""
+    """The fingerprints of a result.
+
+    Args:
+        files: The fingerprint (hex) of each file, in order.
+        maker: A digest of the code and settings that write files.
+        segments: The kept segments of the first rows, each with its folder and number of rows.
+    """
 
     files: tuple[str, ...]
     maker: str
@@ -45,11 +51,21 @@ class Fingerprints:
 NO_FINGERPRINTS = Fingerprints((), "")
 
 
-def fingerprints(
+def compute_fingerprints(
     index: IndexView, join: Join, spec: PublishSpec, threads: int, last: Fingerprints = NO_FINGERPRINTS
 ) -> Fingerprints:
-    """Return those of a result. `last`: those of the result before, of which files are the same whose rows were reused
-    over. Beside what `join` has, each row takes 8 bytes. Raises InputCorrupt for an index that is damaged."""
+    """Return the fingerprints of a result. In addition to `join`, each row takes 8 bytes of memory.
+
+    Args:
+        index: The index.
+        join: The answers of its rows.
+        spec: The settings of the result.
+        threads: Number of threads.
+        last: The fingerprints of the last result. Those of files with only reused rows are taken from it.
+
+    Raises:
+        InputCorrupt: The index is damaged.
+    """
     made = _Fingerprints(index, join, spec)
     per_file = indexed_rows(index.best, spec.rows_per_file)
     reused = tuple((one.segment.folder, one.segment.rows) for one in index.reused.segments)
@@ -63,7 +79,7 @@ def fingerprints(
 
 
 class _Fingerprints:
-    """Makes those of some files at a time, in any thread."""
+    """Computes the fingerprints of spans of files, in any thread."""
 
     def __init__(self, index: IndexView, join: Join, spec: PublishSpec) -> None:
         self._rows, self._join = IndexRows(index), join
@@ -76,14 +92,14 @@ class _Fingerprints:
         self._sizes = [BATCH_ROWS] * full + [rest] * (rest > 0)
 
     def of_span(self, span: tuple[int, int]) -> list[str]:
-        """Return those of the files of a span."""
+        """Return the fingerprints of the files in a span of rows."""
         start, stop = span
         firsts = range(start, max(stop, start + 1), self._per_file)
         tables = self._rows.tables(start, stop, self._sizes)
         return [self._of_file(first, min(first + self._per_file, stop), tables) for first in firsts]
 
     def _of_file(self, first: int, stop: int, tables: Iterator[tuple[pa.Table, pa.Table]]) -> str:
-        """Return that of a file, whose rows come next."""
+        """Return the fingerprint of a file, whose tables come next."""
         digest = hashlib.sha256(self._head)
         digest.update(f"{first} {stop}\n".encode())
         self._add_answers(digest, first, stop)
@@ -111,7 +127,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _maker(index: IndexView, spec: PublishSpec) -> bytes:
-    """Return what makes files of rows. `spec.identity` stands for all of the job and the checkpoint."""
+    """Return everything that determines files except rows and answers. `spec.identity` covers job and checkpoint."""
     kind, programs = KINDS[index.output], [version(name) for name in ("pyarrow", "tokenizers")]
     rows = [index.attempts, index.samples, index.logprobs, spec.rows_per_file]
     rows += [] if index.best is None else [*index.best[: 3 if index.best.lists else 2]]
@@ -123,7 +139,7 @@ def _maker(index: IndexView, spec: PublishSpec) -> bytes:
 
 
 def _bytes_of(table: pa.Table) -> pa.Buffer:
-    """Return bytes that say all of a table. Of a dictionary only the values of these rows count: it may have others."""
+    """Return the table as bytes. Dictionaries are decoded, since they may have values that no row uses."""
     types = [(field.name, _plain(field.type)) for field in table.schema]
     table = table.cast(pa.schema(types))
     sink = pa.BufferOutputStream()

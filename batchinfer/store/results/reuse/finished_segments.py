@@ -1,8 +1,8 @@
-"""Rows that are taken over whole: which can be, and what of this run's can be the next time.
+"""Selects segments that can be reused whole, and records the segments of this run for the next one.
 
-A kept index says what rows are (`store/kept`). Once they are published, the parts of the index that have them and the
-places of their answers are laid beside that. The parts are the very files of the index, by a second name. They say
-where tokens were that are not there any more: nobody looks for those of rows that were taken over.
+The kept index (`store/kept`) has the prepared rows. After they are published, links to the parts of the index and the
+positions of the answers are added to it. The parts still have token offsets, which are invalid for reused rows and
+never read.
 """
 
 from __future__ import annotations
@@ -36,13 +36,19 @@ from batchinfer.store.kept.finished import (
 from batchinfer.store.results.attempts import PART_SHIFT, Numbers
 from batchinfer.store.results.join import ROW_IN_PART, Join
 
-_NONE = -1  # instead of a place
+_NONE = -1  # the row has no answer
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedSegments:
-    """Tells which segments of a kept index can be taken over whole, by the parts of a store. `retry_errors`: a row
-    whose error is marked retryable runs again."""
+    """Selects the segments of a kept index that can be reused whole.
+
+    Args:
+        kept: The folder of the kept index.
+        parts: The parts of the store.
+        retry_errors: Rows with retryable errors must run again.
+        notice: Receives the reason if the marker cannot be read.
+    """
 
     kept: Path
     parts: Sequence[Path]
@@ -50,12 +56,16 @@ class FinishedSegments:
     notice: Callable[[str], None]
 
     def __call__(self, identity: str, folders: Sequence[str]) -> list[FinishedSegment]:
-        """Return those of these segments, from the first one on, whose rows are of these settings and have all their
-        answers."""
+        """Return the first of these segments whose rows have these settings and all their answers.
+
+        Args:
+            identity: The hash of the settings.
+            folders: The folders of the segments, in row order.
+        """
         try:
             marker = read_finished(self.kept)
         except (ValueError, OSError) as error:
-            self.notice(f"files that did not change are not taken over whole: {error}")
+            self.notice(f"unchanged files cannot be reused and are read again: {error}")
             return []
         if marker is None or marker.identity != identity:
             return []
@@ -68,8 +78,12 @@ class FinishedSegments:
 
 
 def record_finished(kept: Path, index: Index, join: Join, ops: FileOps) -> None:
-    """Lay beside a kept index what became of its rows, which were published: then the next run can take them over
-    whole. Raises StorageError, InputCorrupt."""
+    """Record the segments of a published index as finished, so the next run can reuse them whole.
+
+    Raises:
+        StorageError: A file cannot be written.
+        InputCorrupt: A part is damaged.
+    """
     if index.segments is None or not join.reused_unchanged:
         return
     found = [one.segment for one in index.reused.segments]
@@ -81,7 +95,7 @@ def record_finished(kept: Path, index: Index, join: Join, ops: FileOps) -> None:
 
 
 class _Recorder:
-    """Settles the segments of an index, one after the other."""
+    """Records the segments of an index, in row order."""
 
     def __init__(self, kept: Path, index: Index, join: Join, ops: FileOps) -> None:
         self._kept, self._join, self._ops = kept, join, ops
@@ -91,13 +105,19 @@ class _Recorder:
         self._is_carried = bool(index.passthrough_parts)
         self._places: Numbers = np.full(index.rows, _NONE, np.int64)
         self._places[join.rows] = join.positions
-        # of each key: there is one position for each
+        # The first row of each key; rows with equal keys have the same position
         self._firsts = (
             np.minimum.reduceat(join.rows, _begins(join.positions)) if len(join.rows) else join.rows
         )
 
     def next(self, folder: str, rows: int, before: str) -> FinishedSegment:
-        """Settle the next rows, which are those of the segment of this folder, behind the segment `before`."""
+        """Record the segment with the next rows.
+
+        Args:
+            folder: The folder of the segment.
+            rows: Its number of rows.
+            before: The folder of the segment before it, or "".
+        """
         start, end, files = self._start, self._start + rows, dict[str, Digest]()
         self._start = end
         errors = np.zeros(2, np.int64)
@@ -123,12 +143,12 @@ class _Recorder:
         return FinishedSegment(folder, before, rows, distinct, *counts, store, files)
 
     def _failed(self, start: int, end: int) -> tuple[Numbers, NDArray[np.bool_]]:
-        """Return the rows of a segment whose answers are errors, and which of them are retryable."""
+        """Return the rows in a range whose answers are errors, and a boolean per row: True if it is retryable."""
         some = slice(*np.searchsorted(self._join.failed, [start, end]).tolist())
         return self._join.failed[some], self._join.again[some]
 
     def _failed_keys(self, table: pa.Table) -> list[bytes]:
-        """Return the keys of the rows of a part of the index whose answers are errors."""
+        """Return the keys of the rows in an index part whose answers are errors."""
         if not len(table):
             return []
         first = table["row_id"][0].as_py()
@@ -136,7 +156,7 @@ class _Recorder:
         return [key.as_py() for key in table["key"].take(pa.array(failed - first))]
 
     def _used(self, start: int, end: int) -> tuple[tuple[str, ...], Numbers]:
-        """Return the parts of the store that rows use, and the rows' places, whose parts have the numbers of these."""
+        """Return the parts of the store that rows use, and the rows' positions with indices into these parts."""
         places = self._places[start:end]
         there = places >= 0
         numbers, which = np.unique(places[there] >> PART_SHIFT, return_inverse=True)
@@ -146,12 +166,12 @@ class _Recorder:
 
 
 def _begins(positions: Numbers) -> Numbers:
-    """Return where other positions begin, of some that ascend."""
+    """Return the indices at which ascending positions change."""
     return np.flatnonzero(np.diff(positions, prepend=_NONE))
 
 
 def _of_rows(parts: Iterator[Path], rows: int) -> Iterator[Path]:
-    """Yield the next parts, which have so many rows together: segments end where parts do."""
+    """Yield the next parts, which have exactly `rows` rows together. Segments end at the end of a part."""
     while rows > 0:
         part = next(parts)
         rows -= pq.read_metadata(part).num_rows
@@ -160,6 +180,6 @@ def _of_rows(parts: Iterator[Path], rows: int) -> Iterator[Path]:
 
 
 def _keys(part: Path) -> pa.Table:
-    """Return the keys of the rows of a part of an index, and what is needed to tell which of them can become none."""
+    """Return the keys of the rows in an index part, with the columns that identify error rows."""
     with storage(part, "read"), pq.ParquetFile(part, page_checksum_verification=True) as file:
         return file.read(["row_id", "key", "retryable"])

@@ -1,4 +1,4 @@
-"""Reads the answers that may be drafts of a plan's requests."""
+"""Reads earlier answers, which serve as drafts for a plan's requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROWS_READ = 4096
 
 
 class GivenAnswers:
-    """Reads answers along with a plan: a file with the column seq, ascending, and those of the answers."""
+    """Reads answers in the order of a plan, from a file with an ascending column seq and the columns of the answers."""
 
     def __init__(self, path: Path) -> None:
         self._batches: Iterator[pa.RecordBatch] = parquet_batches([path], _ROWS_READ)
@@ -24,8 +24,14 @@ class GivenAnswers:
         self._answers: list[Mapping[str, Any]] = []
 
     def of(self, seqs: NDArray[np.int64]) -> list[Mapping[str, Any] | None]:
-        """Return the columns of the answers to these requests of the plan, None where there is no answer. The requests
-        are ascending, and behind those of the call before. Raises InputCorrupt."""
+        """Return the columns of the answers to these requests, or None for a request without an answer.
+
+        Args:
+            seqs: The ascending `seq` of the requests, which continue the sequence of the previous call.
+
+        Raises:
+            InputCorrupt: The file is damaged.
+        """
         if not len(seqs):
             return []
         while not len(self._seqs) or self._seqs[-1] < seqs[-1]:

@@ -1,4 +1,4 @@
-"""Answers of rows that were taken over whole are found in the store by their places."""
+"""The positions of the answers of reused rows in the store."""
 
 from __future__ import annotations
 
@@ -19,25 +19,32 @@ _ROW = (1 << PART_SHIFT) - 1
 
 @dataclass(frozen=True, slots=True)
 class ReusedPositions:
-    """The places of rows, negative where a row has no answer. `failed` are the rows whose answers are errors, with
-    their `keys`: another run may have answered them since."""
+    """The positions of the answers of reused rows.
+
+    Args:
+        places: The position of each row's answer, negative without an answer.
+        failed: The rows whose answers are errors. Another run may have answered them since.
+        keys: The work keys of the failed rows.
+    """
 
     places: Numbers
     failed: Numbers
     keys: pa.Array
 
     def overlay(self, found: Numbers) -> Numbers:
-        """Return all places, those that were found anew instead of those that were known."""
+        """Return all positions: the new one if it was found, else the recorded one."""
         return np.where(found >= 0, found, self.places)
 
     def is_unchanged(self, places: Numbers) -> bool:
-        """Whether the rows whose answers were errors have the same ones at these places."""
+        """Return True if rows whose answers were errors still have the same answers."""
         return bool((places[self.failed] & POSITION == self.places[self.failed]).all())
 
 
 def read_reused_positions(reused: ReusedRows, parts: Sequence[Path]) -> ReusedPositions:
-    """Return the places of rows in a store that has these parts, oldest first: all that their answers stand in are
-    among them. Raises StorageError."""
+    """Return the positions of reused rows in a store with these parts, oldest first. Raises StorageError.
+
+    The store must have all parts with answers of the rows.
+    """
     numbers = {part.name: number for number, part in enumerate(parts)}
     places = [
         _in_store(read_numbers(one.places, POSITION_TYPE), one.segment.store, numbers)
@@ -52,7 +59,7 @@ def read_reused_positions(reused: ReusedRows, parts: Sequence[Path]) -> ReusedPo
 
 
 def _in_store(places: Numbers, names: Sequence[str], numbers: Mapping[str, int]) -> Numbers:
-    """Return places, in which parts have the numbers of these names, with other numbers of parts."""
+    """Return positions with the part numbers of the store instead of indices into `names`."""
     own = np.array([*(numbers[name] for name in names), 0], np.int64)
     moved = (own[places >> PART_SHIFT] << PART_SHIFT) + (places & _ROW)
     return np.where(places >= 0, moved, places)

@@ -1,4 +1,4 @@
-"""Counts the tokens that a run did not have to compute, because rows shared the answer of an equal row."""
+"""Counts the tokens that a run saved because rows share the answer of an equal row."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from batchinfer.filesystem.duck import connection, parquet
 
 
 def saved_tokens(index_parts: Sequence[Path], parts: Sequence[Path], spill: Path) -> tuple[int, int]:
-    """Return the tokens of prompts and of answers that were not run, because rows of the index share the answers in
-    these parts of the store. Raises StorageError, OutOfMemory."""
+    """Return the numbers of prompt tokens and output tokens saved by rows that share an answer in these store parts.
+
+    Raises:
+        StorageError: A file cannot be read.
+        OutOfMemory: DuckDB exceeded its limit.
+    """
     if not parts or not index_parts:
         return 0, 0
     shared = (

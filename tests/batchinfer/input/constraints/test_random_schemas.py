@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from batchinfer.store.columns.answer_check import parsed_answer
+from batchinfer.store.columns.answer_check import parse_answer
 from batchinfer.store.columns.schema_columns import schema_columns
 from tests.batchinfer.input.constraints.random_schemas import Counts, SchemaMaker, compiled, drawn, try_schema
 from tests.examples import examples
@@ -28,4 +28,4 @@ def test_what_a_grammar_writes_its_column_holds(form: str) -> None:
     texts = [text for _ in range(100) if (text := drawn(grammar, rng)) is not None]
     assert len(texts) > 90
     for text in texts:
-        columns.check(parsed_answer(text))
+        columns.check(parse_answer(text))

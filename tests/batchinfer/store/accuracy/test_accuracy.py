@@ -19,14 +19,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.store.accuracy.expected import marked
+from batchinfer.store.accuracy.expected import mark_expected
 from batchinfer.store.accuracy.grades import Grade, text_grade, value_grade
 from batchinfer.store.accuracy.labels import MOST_LABELS
 from batchinfer.store.accuracy.mcnemar import MOST_EXACT, mcnemar
-from batchinfer.store.accuracy.measured import Accuracy, Confused, Tally, measured
-from batchinfer.store.accuracy.normalised import normalised
+from batchinfer.store.accuracy.measure import Accuracy, Confused, Tally, measure_accuracy
+from batchinfer.store.accuracy.normalise import normalise
 from batchinfer.store.accuracy.reliability import BINS, Reliability
-from batchinfer.store.columns.answer_check import parsed_answer
+from batchinfer.store.columns.answer_check import parse_answer
 from tests.examples import examples
 
 
@@ -41,14 +41,14 @@ from tests.examples import examples
     ("ﬁne", "FINE"),
 ])  # fmt: skip
 def test_spelling_does_not_count(one: str, other: str) -> None:
-    assert normalised(one) == normalised(other)
+    assert normalise(one) == normalise(other)
 
 
 @pytest.mark.parametrize(
     "texts", [("C", "C++", "C#"), ("5", "-5", "5%", ".5"), ("A", "The", ""), ("?", "!"), ("10", "1.0", "1,0")]
 )
 def test_what_says_something_else_stays_different(texts: tuple[str, ...]) -> None:
-    assert len({normalised(text) for text in texts}) == len(texts)
+    assert len({normalise(text) for text in texts}) == len(texts)
 
 
 @given(
@@ -56,9 +56,9 @@ def test_what_says_something_else_stays_different(texts: tuple[str, ...]) -> Non
 )
 @settings(max_examples=examples(300, 20_000), deadline=None)
 def test_a_normalised_text_is_normalised(text: str) -> None:
-    assert normalised(normalised(text)) == normalised(text)
-    if normalised(text):
-        assert normalised(f' "{text}" . ') == normalised(text)
+    assert normalise(normalise(text)) == normalise(text)
+    if normalise(text):
+        assert normalise(f' "{text}" . ') == normalise(text)
 
 
 @pytest.mark.parametrize(("expected", "answer", "grade"), [
@@ -90,7 +90,7 @@ JSON = st.recursive(
 @given(JSON, JSON)
 @settings(max_examples=examples(200, 20_000), deadline=None)
 def test_a_json_value_is_what_it_says(one: Any, other: Any) -> None:
-    assert value_grade(one, parsed_answer(json.dumps(one))) is Grade.EXACT
+    assert value_grade(one, parse_answer(json.dumps(one))) is Grade.EXACT
     assert value_grade({"a": one, "b": None}, {"a": one}) is Grade.EXACT
     if _bare(one) != _bare(other):
         assert value_grade(one, other) is not Grade.EXACT
@@ -114,7 +114,7 @@ def result(folder: str, rows: list[dict[str, Any]], kind: pa.DataType, typed: bo
         ("generated_text", pa.string()),
         ("label", kind),
     ]
-    table = pa.Table.from_pylist(rows, marked(pa.schema(fields), "label", typed))
+    table = pa.Table.from_pylist(rows, mark_expected(pa.schema(fields), "label", typed))
     half, files = len(rows) // 2, [Path(folder, "a.parquet"), Path(folder, "b.parquet")]
     for file, part in zip(files, (table.slice(0, half), table.slice(half)), strict=True):
         pq.write_table(part, file)
@@ -136,7 +136,7 @@ def accuracy_of(
     """Measure rows of an expected value and an answer each."""
     with TemporaryDirectory() as folder:
         made = [row(at, *one) for at, one in enumerate(rows)]
-        found = measured(result(folder, made, kind or pa.string(), typed))
+        found = measure_accuracy(result(folder, made, kind or pa.string(), typed))
     assert found is not None
     return found
 
@@ -159,19 +159,19 @@ def test_texts_are_counted(drawn: list[tuple[str | None, str | None]], kind: pa.
     found = accuracy_of(drawn, kind, typed=False)
     labelled = [(label, answer) for label, answer in drawn if label is not None]
     exact = sum(label == answer for label, answer in labelled)
-    near = sum(answer is not None and normalised(label) == normalised(answer) for label, answer in labelled)
-    assert found.whole == Tally(len(labelled), sum(one is None for _, one in labelled), exact, near)
+    near = sum(answer is not None and normalise(label) == normalise(answer) for label, answer in labelled)
+    assert found.overall == Tally(len(labelled), sum(one is None for _, one in labelled), exact, near)
     assert (found.unlabelled, found.fields) == (len(drawn) - len(labelled), {})
     first: dict[str, str] = {}
     for label, _ in labelled:
-        first.setdefault(normalised(label), label)
+        first.setdefault(normalise(label), label)
     pairs = Counter(
-        (first[normalised(label)], "error", None)
+        (first[normalise(label)], "error", None)
         if answer is None
         else (
-            first[normalised(label)],
-            "label" if normalised(answer) in first else "other",
-            first.get(normalised(answer)),
+            first[normalise(label)],
+            "label" if normalise(answer) in first else "other",
+            first.get(normalise(answer)),
         )
         for label, answer in labelled
     )
@@ -195,7 +195,7 @@ def test_objects_are_counted_by_field() -> None:
             ("{}", '{"a": "x"}'),
         ]
     )
-    assert found.whole == Tally(5, 1, 2, 3)
+    assert found.overall == Tally(5, 1, 2, 3)
     assert found.fields == {"a": Tally(5, 1, 2, 3), "n": Tally(3, 1, 2, 2)}
     assert (found.unlabelled, found.unreadable, found.first_unreadable) == (2, 2, 6)
     assert found.notice is not None
@@ -208,13 +208,13 @@ def test_fields_of_a_struct_that_are_null_are_not_measured() -> None:
     found = accuracy_of(
         [(day, '{"a": "x", "d": "2026-03-14", "l": [1, 2]}'), (dict.fromkeys("adl"), "{}")], kind
     )
-    assert (found.whole, found.unlabelled) == (Tally(1, 0, 1, 1), 1)
+    assert (found.overall, found.unlabelled) == (Tally(1, 0, 1, 1), 1)
     assert found.fields.keys() == {"d", "l"}
 
 
 def test_labels_of_whole_answers_that_are_json() -> None:
     found = accuracy_of([("open", '"open"'), ("open", '"paid"'), ("[1]", "[1]"), ("[1", "[1]")])
-    assert (found.whole, found.unreadable, found.confusion) == (Tally(3, 0, 2, 2), 1, ())
+    assert (found.overall, found.unreadable, found.confusion) == (Tally(3, 0, 2, 2), 1, ())
 
 
 def test_confused_labels_are_few_and_most_frequent_first() -> None:
@@ -224,12 +224,12 @@ def test_confused_labels_are_few_and_most_frequent_first() -> None:
     assert few.confusion[0] == Confused(None, "l7", "label", "l0", 2)
     many = accuracy_of([*rows, *2 * [("more", "l0")]], typed=False)
     assert many.confusion == ()
-    assert many.whole.rows == 2 * MOST_LABELS + 2
+    assert many.overall.rows == 2 * MOST_LABELS + 2
 
 
 def test_a_result_without_the_column_has_no_accuracy(tmp_path: Path) -> None:
     pq.write_table(pa.table({"row_id": [1]}), tmp_path / "a.parquet")
-    assert measured([tmp_path / "a.parquet"]) is None
+    assert measure_accuracy([tmp_path / "a.parquet"]) is None
 
 
 @given(st.integers(0, 60), st.integers(0, 60))

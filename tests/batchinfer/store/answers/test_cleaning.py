@@ -16,8 +16,8 @@ from batchinfer.filesystem.durable import FileOps
 from batchinfer.store.answers import cleaning
 from batchinfer.store.answers.cleaning import CHEAP, THOROUGH, Cleaned, Keep, clean_store
 from batchinfer.store.answers.completion_store import CompletionStore
-from batchinfer.store.answers.uses import User, read_uses, use_files, uses_of, write_uses
-from batchinfer.store.results.join import joined
+from batchinfer.store.answers.uses import User, read_uses, record_use, use_files, write_uses
+from batchinfer.store.results.join import join_answers
 from batchinfer.store.results.verify import verify_store
 from tests.batchinfer.store.small_index import answer, failure, keys_in, mixed_rows, write_index
 
@@ -43,7 +43,7 @@ def filled(store: Path, *sizes: int, age: float = 100) -> list[Path]:
 
 def use(store: Path, part: Path, rows: Sequence[int], age: float, user: User = ME) -> None:
     count = pq.read_metadata(part).num_rows
-    noted = uses_of(user, [(part.name, np.array(rows))], {part.name: count}, NOW - age * DAY)
+    noted = record_use(user, [(part.name, np.array(rows))], {part.name: count}, NOW - age * DAY)
     write_uses(store, noted, FileOps())
 
 
@@ -227,7 +227,9 @@ def test_it_can_be_told_to_stop_between_two_parts(tmp_path: Path, monkeypatch: p
     for part in filled(tmp_path, 20, 20, 20):
         use(tmp_path, part, range(10), 1)
     asked: list[int] = []
-    done = clean_store(tmp_path, Keep(30, ME.job, NOW), go_on=lambda: len(asked) < 1 and not asked.append(1))
+    done = clean_store(
+        tmp_path, Keep(30, ME.job, NOW), should_continue=lambda: len(asked) < 1 and not asked.append(1)
+    )
     assert (done.rows_kept, done.parts_after) == (50, 3)
     assert len(keys_of(tmp_path)) == 50
     assert clean(tmp_path).rows_kept == 30
@@ -242,7 +244,7 @@ def test_the_rows_of_a_job_are_the_answers_that_its_result_is_made_of(tmp_path: 
         store.append([answer(keys[0]), answer(keys[1], 1), *(answer(key) for key in keys[2:])])
         store.commit()
         found: dict[str, set[int]] = {}
-        for part, numbers in joined(index.index_parts, store.parts(), tmp_path / "spill").used():
+        for part, numbers in join_answers(index.index_parts, store.parts(), tmp_path / "spill").used():
             found.setdefault(part, set()).update(numbers.tolist())
         first, second = (part.name for part in store.parts())
     assert found == {first: {2}, second: {0, *range(2, len(keys))}}

@@ -197,7 +197,7 @@ def test_two_never_number_a_part_at_the_same_time(tmp_path: Path) -> None:
     with CompletionStore(tmp_path) as one, CompletionStore(tmp_path) as other:
         other.append([answer(KEYS[0])])
         committed = threading.Thread(target=other.commit)
-        with one._lock.ordered():
+        with one._lock.lock_order():
             committed.start()
             committed.join(0.3)
             assert committed.is_alive()

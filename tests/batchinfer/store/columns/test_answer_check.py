@@ -44,7 +44,7 @@ def answered(text: str, error: RowError | None = None) -> Completion:
     ids=lambda text: text[:30],
 )
 def test_what_cannot_be_held_is_an_error(text: str, words: str) -> None:
-    (found,) = AnswerCheck(NUMBER, Utf8()).checked([answered(text)])
+    (found,) = AnswerCheck(NUMBER, Utf8()).check_all([answered(text)])
     assert found.error is not None
     assert (found.error.code, found.finish_reason) == ("unfit_output", "error")
     assert words in found.error.message
@@ -53,7 +53,7 @@ def test_what_cannot_be_held_is_an_error(text: str, words: str) -> None:
 def test_others_stay_as_they_are() -> None:
     failed = RowError("incomplete_output", "policy", "cut")
     given = [answered('{"n": 1.5, "rest": 1e999}'), answered('{"n"', failed), answered("{}")]
-    assert AnswerCheck(NUMBER, Utf8()).checked(given) == given
+    assert AnswerCheck(NUMBER, Utf8()).check_all(given) == given
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_others_stay_as_they_are() -> None:
 @pytest.mark.parametrize("columns", [NUMBER, None])
 def test_a_name_that_stands_twice_in_an_object_is_an_error(text: str, columns: SchemaColumns | None) -> None:
     """Readers of JSON differ in which of them counts."""
-    (found,) = AnswerCheck(columns, Utf8()).checked([answered(text)])
+    (found,) = AnswerCheck(columns, Utf8()).check_all([answered(text)])
     assert found.error is not None
     assert "each name may occur once" in found.error.message
     apart = answered('[{"a": 1}, {"a": {"a": 1e9999}}]')
-    assert AnswerCheck(None, Utf8()).checked([apart]) == [apart]
+    assert AnswerCheck(None, Utf8()).check_all([apart]) == [apart]
 
 
 @pytest.mark.parametrize(("text", "fits"), [
@@ -77,7 +77,7 @@ def test_a_name_that_stands_twice_in_an_object_is_an_error(text: str, columns: S
 ])  # fmt: skip
 def test_arguments_of_calls_name_each_property_once(text: str, fits: bool) -> None:
     given = answered(text)
-    (found,) = AnswerCheck(NUMBER, Utf8()).checked([given], calling={given.key})
+    (found,) = AnswerCheck(NUMBER, Utf8()).check_all([given], calling={given.key})
     assert (found == given) == fits
     if found.error is not None:
         assert (found.error.code, "name of an earlier one" in found.error.message) == ("unfit_output", True)
@@ -87,7 +87,7 @@ def test_answers_under_a_grammar_of_calls_are_checked() -> None:
     given = answered('f{"a": 1, "a": 1}')
     receiver = TokensKind().receiver(None, Utf8())
     request = Request(given.key, np.zeros(1, np.int32), SamplingParams(tool_call="{}"))
-    receiver.planned([request])
-    (found,) = receiver.received([given])
+    receiver.expect([request])
+    (found,) = receiver.receive([given])
     assert found.error is not None
-    assert receiver.received([given]) == [given]  # it is in flight no more
+    assert receiver.receive([given]) == [given]  # it is in flight no more

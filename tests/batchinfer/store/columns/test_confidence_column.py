@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.store.columns.confidence_column import AnswerTokens, confidences
+from batchinfer.store.columns.confidence_column import AnswerTokens, confidence_array
 from batchinfer.store.columns.field_values import ListedFields
 
 END = 256
@@ -46,7 +46,7 @@ def confidence(ids: list[int], text: str, choices: list[str], counted: Sequence[
     """Each counted token has the logarithm -1 - its place, and the others one that would show."""
     logprobs = [-1.0 - at if at in counted else -100.0 for at in range(len(ids))]
     answer = AnswerTokens.of(text, ids, logprobs, Bytes())
-    found = confidences(iter([answer, None]), choices, None).to_pylist()
+    found = confidence_array(iter([answer, None]), choices, None).to_pylist()
     assert found == [pytest.approx(math.exp(sum(-1.0 - at for at in counted))), None]
 
 
@@ -104,6 +104,6 @@ def test_what_lists_no_values_has_no_confidence() -> None:
         "properties": {"a": {"const": 1}, "b": {"type": "integer"}, "c": {"anyOf": [{"enum": [1, 2]}, {}]}}
     }
     assert not list(ListedFields(schema).of('{"a": 1, "b": 2, "c": 1}'))
-    arrays = confidences(iter([None]), (), schema)
+    arrays = confidence_array(iter([None]), (), schema)
     assert arrays.type == pa.map_(pa.string(), pa.float64())
     assert arrays.to_pylist() == [None]

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from batchinfer.filesystem.durable import FileOps
 from batchinfer.store.answers.cleaning import Keep, clean_store
 from batchinfer.store.answers.completion_store import CompletionStore, read_records
-from batchinfer.store.answers.uses import User, uses_of, write_uses
+from batchinfer.store.answers.uses import User, record_use, write_uses
 from tests.batchinfer.store.results.crash_job import kill_each
 from tests.batchinfer.store.small_index import answer
 
@@ -55,9 +55,9 @@ def prepare(folder: Path) -> None:
         for part, (age, _) in zip(store.parts(), PARTS, strict=True):
             os.utime(part, (NOW - age * DAY, NOW - age * DAY))
         every = np.arange(6)
-        write_uses(folder, uses_of(ME, [(name, every) for name in names], rows, NOW - 40 * DAY), FileOps())
+        write_uses(folder, record_use(ME, [(name, every) for name in names], rows, NOW - 40 * DAY), FileOps())
         used = [(name, np.array(mine)) for name, (_, mine) in zip(names, PARTS, strict=True) if mine]
-        write_uses(folder, uses_of(ME, used, rows, NOW - DAY), FileOps())
+        write_uses(folder, record_use(ME, used, rows, NOW - DAY), FileOps())
 
 
 def clean(folder: Path, ops: FileOps) -> None:

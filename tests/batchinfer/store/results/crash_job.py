@@ -23,7 +23,7 @@ from batchinfer.filesystem.state import StateFolder
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.results import result_files
-from batchinfer.store.results.join import joined
+from batchinfer.store.results.join import join_answers
 from batchinfer.store.results.manifest import Manifest, PublishSpec
 from batchinfer.store.results.publisher import publish
 from tests.batchinfer.filesystem.failing_ops import FailingOps
@@ -57,7 +57,7 @@ def run_job(folder: Path, index: SmallIndex, ops: FileOps, threads: int = 1) -> 
             store.append(answer(key) for key in batch.keys)
             store.maybe_commit()
         store.commit()
-        join = joined(index.index_parts, store.parts(), state.staging / "join")
+        join = join_answers(index.index_parts, store.parts(), state.staging / "join")
         with patch.object(result_files, "SPAN_ROWS", PER_FILE):
             return publish(index, join, SPEC, decode, state, threads=threads)
 

@@ -17,7 +17,7 @@ from batchinfer.plan.order.planner import plan_job
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.index.index import attempt_columns
 from batchinfer.store.results.error_summary import summarise_all_errors
-from batchinfer.store.results.join import Join, joined
+from batchinfer.store.results.join import Join, join_answers
 from tests.batchinfer.store.small_index import (
     PARAMS,
     SmallIndex,
@@ -149,7 +149,7 @@ def test_the_store_says_which_attempt_counts_and_which_is_next(given: list[Row],
             store.append(completion(work, outcome) for work, outcome in stored.items())
             store.commit()
             places = {work: place for place, work in enumerate(stored)}
-            join = joined(index.index_parts, store.parts(), folder / "join", attempts=ATTEMPTS)
+            join = join_answers(index.index_parts, store.parts(), folder / "join", attempts=ATTEMPTS)
             check_join(join, given, stored, places)
             roots, where = ContentRoots(1 << 20), folder / "plan"
             plan = plan_job(index.index_parts, index.tokens, store.parts(), where, roots, attempts=ATTEMPTS)

@@ -17,7 +17,7 @@ from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.results import publisher, result_files, result_rows
-from batchinfer.store.results.join import joined
+from batchinfer.store.results.join import join_answers
 from batchinfer.store.results.manifest import PublishSpec, read_manifest
 from batchinfer.store.results.publisher import publish
 from batchinfer.store.results.result_files import StagedFile
@@ -61,7 +61,7 @@ def publish_night(
         store.append(failure(key) for one, key in keys.items() if one in night.errors)
         store.append(answer(key) for one, key in keys.items() if one not in night.errors)
         store.commit()
-        join = joined(index.index_parts, store.parts(), folder / "join")
+        join = join_answers(index.index_parts, store.parts(), folder / "join")
         publish(index, join, night.spec, decode, state, threads=night.threads, remember=not night.trial)
     return {path.name: path.read_bytes() for path in sorted(results.iterdir())}
 

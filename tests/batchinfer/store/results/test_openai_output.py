@@ -13,9 +13,9 @@ from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.input.files import list_inputs
 from batchinfer.input.reader import Reader
-from batchinfer.store.outputs.registry import KINDS, USUAL
-from batchinfer.store.results.openai import LINE_BYTES, Asked, asked, write_openai
-from batchinfer.store.results.output_file import OutputFile, Protected
+from batchinfer.store.outputs.registry import DEFAULT_KIND, KINDS
+from batchinfer.store.results.openai import LINE_BYTES, RequestFields, read_request_fields, write_openai
+from batchinfer.store.results.output_file import OutputFile, ProtectedFiles
 from tests.batchinfer.store.small_index import (
     answer,
     bad_row,
@@ -26,9 +26,9 @@ from tests.batchinfer.store.small_index import (
     write_index,
 )
 
-CHAT = Asked("/v1/chat/completions", "gpt-4o-mini")
-COMPLETIONS = Asked("/v1/completions", None)
-UNREADABLE = Asked(None, None)
+CHAT = RequestFields("/v1/chat/completions", "gpt-4o-mini")
+COMPLETIONS = RequestFields("/v1/completions", None)
+UNREADABLE = RequestFields(None, None)
 
 
 def result_of(folder: Path, rows: list[dict[str, Any]]) -> Location:
@@ -36,11 +36,11 @@ def result_of(folder: Path, rows: list[dict[str, Any]]) -> Location:
     return Location.at(folder / "res")
 
 
-def write(result: Location, path: Path, *requests: Asked, created: int = 0) -> int:
+def write(result: Location, path: Path, *requests: RequestFields, created: int = 0) -> int:
     """Write the lines of a result whose rows were asked for by these requests."""
     state = StateFolder(path.parent / "res")
-    out = OutputFile(Location.at(path), "--to-openai", Protected((), (), (), ()), state)
-    return write_openai(result, out, requests, decode, KINDS[USUAL], model="tiny", created=created)
+    out = OutputFile(Location.at(path), "--to-openai", ProtectedFiles((), (), (), ()), state)
+    return write_openai(result, out, requests, decode, KINDS[DEFAULT_KIND], model="tiny", created=created)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -103,9 +103,9 @@ def test_what_was_asked_is_read_from_the_input(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{no json\n")
     reader = Reader.open(list_inputs(str(path), tmp_path, "openai"))
-    wanted = [Asked("/v1/chat/completions", "m"), UNREADABLE, UNREADABLE]
-    assert list(asked(reader)) == wanted
-    assert list(asked(reader, limit=1)) == wanted[:1]
+    wanted = [RequestFields("/v1/chat/completions", "m"), UNREADABLE, UNREADABLE]
+    assert list(read_request_fields(reader)) == wanted
+    assert list(read_request_fields(reader, limit=1)) == wanted[:1]
 
 
 def test_a_file_that_cannot_be_completed_does_not_appear(tmp_path: Path) -> None:

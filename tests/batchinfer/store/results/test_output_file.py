@@ -15,7 +15,7 @@ from batchinfer.filesystem.durable import DurableFile, FileOps, write_new
 from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.input.files import list_inputs, would_read
-from batchinfer.store.results.output_file import OutputFile, Protected
+from batchinfer.store.results.output_file import OutputFile, ProtectedFiles
 
 
 class Killed(BaseException):
@@ -43,8 +43,8 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def protected(place: Path) -> Protected:
-    return Protected(
+def protected(place: Path) -> ProtectedFiles:
+    return ProtectedFiles(
         (("the job file", place / "job.yaml"),),
         (("the model's folder", place / "model"), ("the result folder", place / "out/res")),
         (str(place / "data/*.jsonl"), str(place / "data/deep/**/*.json")),

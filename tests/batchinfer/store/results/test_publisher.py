@@ -24,7 +24,7 @@ from batchinfer.filesystem.location import Location
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.outputs.tokens import RESULT_SCHEMA
-from batchinfer.store.results.join import ErrorCounts, joined
+from batchinfer.store.results.join import ErrorCounts, join_answers
 from batchinfer.store.results.manifest import PublishSpec, is_published, read_manifest
 from batchinfer.store.results.publisher import publish
 from batchinfer.store.results.result_rows import result_schema
@@ -182,7 +182,9 @@ def test_a_damaged_part_is_an_error_that_names_the_cure(tmp_path: Path) -> None:
         part = store.parts()[0]
         part.write_bytes(b"PAR1" + b"\0" * (part.stat().st_size - 4))
         with pytest.raises(StorageError, match="--verify"):
-            publish(index, joined(index.index_parts, store.parts(), tmp_path / "join"), SPEC, decode, state)
+            publish(
+                index, join_answers(index.index_parts, store.parts(), tmp_path / "join"), SPEC, decode, state
+            )
     assert not (tmp_path / "res").exists()
 
 
@@ -291,7 +293,7 @@ def test_errors_are_counted_per_row(tmp_path: Path) -> None:
     with CompletionStore(tmp_path / "c") as store:
         store.append([failure(keys[0])])
         store.commit()
-        counts = joined(index.index_parts, store.parts(), tmp_path / "spill").counts
+        counts = join_answers(index.index_parts, store.parts(), tmp_path / "spill").counts
     assert counts == ErrorCounts(rows=5, input_errors=2, engine_errors=2, retryable=3)
     assert counts.errors == 4
 

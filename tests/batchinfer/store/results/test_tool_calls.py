@@ -20,7 +20,7 @@ from batchinfer.input.tool_calls.call_styles import find_call_style
 from batchinfer.input.tool_calls.formats import FORMATS, HARMONY
 from batchinfer.input.tool_calls.known_tools import KnownTools, known_tools
 from batchinfer.store.outputs.answer_texts import AnswerReader
-from batchinfer.store.outputs.call_column import Calling, call_column, told_calls
+from batchinfer.store.outputs.call_column import CallingAnswer, call_column, split_calls
 from batchinfer.store.outputs.reasoning_columns import SplitAnswer, StoredAnswer
 from tests.checkpoints import kept_folder, make_tokenizer
 from tests.examples import examples
@@ -56,8 +56,8 @@ def told(
     tokenizer, style = family(name)
     ids = list(tokenizer.rust.encode(text, add_special_tokens=False).ids)
     reader = AnswerReader(find_reasoning("auto", tokenizer), style, tokenizer)
-    one = Calling(StoredAnswer(ids, limit, UNSAID), b"key", tools, True)
-    split, calls = told_calls([one], style, reader._split, tokenizer)
+    one = CallingAnswer(StoredAnswer(ids, limit, UNSAID), b"key", tools, True)
+    split, calls = split_calls([one], style, reader._split, tokenizer)
     return split[0], calls[0]
 
 
@@ -345,7 +345,9 @@ def test_rows_without_tools_call_none_and_ids_repeat() -> None:
     text = '<tool_call>{"name": "f"}</tool_call>'
     assert told("qwen3", text, tools=None) == (SplitAnswer(text, None, 0), [])
     answer = StoredAnswer([], None, UNSAID)
-    rows = [Calling(answer, key, KNOWN, whole) for key, whole in ((b"a", True), (b"b", True), (b"a", False))]
+    rows = [
+        CallingAnswer(answer, key, KNOWN, whole) for key, whole in ((b"a", True), (b"b", True), (b"a", False))
+    ]
     made = [[Call("f", "{}"), Call("f", "{}")], [Call("f", "{}")], []]
     for style, length in (("hermes", 29), ("mistral", 9)):
         column = call_column(rows, made, CallStyle(style)).to_pylist()

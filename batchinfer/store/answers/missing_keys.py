@@ -1,4 +1,4 @@
-"""The work keys that a store lacks are noticed as soon as a row of theirs is read, long before a plan is made."""
+"""Finds work keys without a stored answer while rows are read, long before there is a plan."""
 
 from __future__ import annotations
 
@@ -14,46 +14,54 @@ from batchinfer.filesystem.durable import storage
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.store.answers.answered_keys import KEY_WORDS, answered_keys
 
-# A key counts by its first eight bytes. Among ten million stored keys one in two million million is taken for another:
-# then it is found later, by the plan.
+# The first eight bytes of keys. With ten million stored keys, one missing key in two million million looks stored. The
+# plan finds it later.
 Starts = NDArray[np.uint64]
-_BYTES = 32  # of a key
+_BYTES = 32  # bytes per key
 _MOST_THREADS = 4
 _NONE = np.empty(0, np.uint64)
 
 
-class LackingKeys:
-    """Counts distinct keys for which a store has no answer, up to as many as somebody wants to know."""
+class MissingKeys:
+    """Counts distinct keys without a stored answer, up to a maximum."""
 
     def __init__(self, parts: Sequence[Path], most: int, retry_errors: bool = False) -> None:
-        """parts: the store's. retry_errors: an error that is marked retryable counts as no answer. Raises
-        StorageError."""
+        """Read the keys of the store.
+
+        Args:
+            parts: The parts of the store.
+            most: Stop counting at this number.
+            retry_errors: Treat retryable errors as missing answers.
+
+        Raises:
+            StorageError: A part cannot be read.
+        """
         self._most, self._found = most, set[int]()
         self._stored = _stored(parts, retry_errors)
 
     @property
-    def enough(self) -> bool:
-        """Whether as many were found."""
+    def has_enough(self) -> bool:
+        """Return True if the maximum was reached."""
         return len(self._found) >= self._most
 
-    def look(self, keys: bytes) -> None:
-        """Take keys, 32 bytes each."""
+    def add(self, keys: bytes) -> None:
+        """Look up keys of 32 bytes each, and count the missing ones."""
         starts = np.unique(np.frombuffer(keys, np.uint64)[::KEY_WORDS])
-        # np.isin is 30,000 times slower beside 10 million keys
+        # np.isin is 30,000 times slower with 10 million stored keys
         places = np.searchsorted(self._stored, starts)
         beside = self._stored[np.minimum(places, len(self._stored) - 1)] if len(self._stored) else ~starts
         self._found.update(starts[beside != starts][: self._most].tolist())
 
 
 def _stored(parts: Sequence[Path], retry_errors: bool) -> Starts:
-    """Return the sorted beginnings of all keys that have an answer: 10 million take 80 MB, and 0.3 s to sort."""
+    """Return the sorted first words of all keys with an answer. 10 million keys take 80 MB, and 0.3 s to sort."""
     with ThreadPoolExecutor(min(_MOST_THREADS, usable_cpus()), "stored keys") as pool:
         found = pool.map(lambda part: answered_keys(part, retry_errors, 1)[:, 0], parts)
         return np.sort(np.concatenate([_NONE, *found]))
 
 
 def key_batches(parts: Sequence[Path]) -> Iterator[bytes]:
-    """Yield the keys of an index's parts, 32 bytes each. Raises StorageError."""
+    """Yield the keys in index parts, 32 bytes each. Raises StorageError."""
     for part in parts:
         with storage(part, "read"), pq.ParquetFile(part, page_checksum_verification=True) as file:
             for batch in file.iter_batches(columns=["key"]):

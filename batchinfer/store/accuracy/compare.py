@@ -1,4 +1,4 @@
-"""Two results of the same rows by their expected answers: which of both is right, and whether that may be chance."""
+"""Compares the accuracy of two results of the same rows, with a significance test."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from batchinfer.store.accuracy.graded_rows import GradedRow, graded_rows
 from batchinfer.store.accuracy.grades import Grade
 from batchinfer.store.accuracy.mcnemar import mcnemar
 
-_ROWS = 1 << 16  # of a result that are graded at a time
+_ROWS = 1 << 16  # rows graded at a time
 _GRADED = pa.schema([("row_id", pa.int64()), ("grade", pa.int8())])
 
 
 @dataclass(frozen=True, slots=True)
 class RightRows:
-    """Rows that are right in one of two results or in both, and the p value of McNemar's test."""
+    """Numbers of rows that are right in both results or in one only, and the p-value of McNemar's test."""
 
     both: int
     only_a: int
@@ -30,13 +30,20 @@ class RightRows:
 
     @classmethod
     def of(cls, both: int, only_a: int, only_b: int) -> RightRows:
+        """Return the counts with their p-value."""
         return cls(both, only_a, only_b, mcnemar(only_a, only_b))
 
 
 @dataclass(frozen=True, slots=True)
 class AccuracyDiff:
-    """The accuracy of two results in the same rows: those for which both expect one answer. `other_labels`: rows for
-    which they expect different ones."""
+    """The accuracy of two results on the rows for which both expect the same answer.
+
+    Args:
+        rows: The number of these rows.
+        other_labels: The number of rows for which they expect different answers.
+        exact: Rows with exactly the expected answer.
+        normalised: Rows with the expected answer after normalisation.
+    """
 
     rows: int
     other_labels: int
@@ -46,7 +53,7 @@ class AccuracyDiff:
 
 @dataclass(frozen=True, slots=True)
 class LabelledResult:
-    """A result as a view of a database, by its files and the SQL of what its rows are matched by."""
+    """A result with expected values: its view in a database, its files, and SQL for the key that matches rows."""
 
     view: str
     files: Sequence[Path]
@@ -54,8 +61,10 @@ class LabelledResult:
 
 
 def compare_accuracy(database: Any, a: LabelledResult, b: LabelledResult) -> AccuracyDiff | None:
-    """Compare two results; None where one has no expected answers. Of each row only its key, a hash and a grade are
-    kept, which the database spills. Raises InputCorrupt."""
+    """Compare two results, or return None if one has no expected answers. Raises InputCorrupt.
+
+    Only a key, a hash and a grade are kept per row, and the database can spill them.
+    """
     columns = [ExpectedColumn.of(one.files) for one in (a, b)]
     sides = []
     for result, column in zip((a, b), columns, strict=True):
@@ -81,13 +90,13 @@ def compare_accuracy(database: Any, a: LabelledResult, b: LabelledResult) -> Acc
 
 
 def _conditions(least: int) -> tuple[str, str, str]:
-    """Return when both answers have at least that grade, only that of A, and only that of B."""
+    """Return SQL conditions for: both answers have at least this grade, only A has, only B has."""
     a, b = f"a >= {least:d}", f"b >= {least:d}"
     return f"{a} AND {b}", f"{a} AND NOT {b}", f"{b} AND NOT {a}"
 
 
 def _grade(database: Any, result: LabelledResult, column: ExpectedColumn) -> None:
-    """Write the grades of a result's rows into a table."""
+    """Write the grades of a result's rows to a table."""
     database.execute(f"CREATE TEMP TABLE graded_{result.view} (row_id BIGINT, grade TINYINT)")
     rows = _measured_rows(result.files, column)
     while some := list(islice(rows, _ROWS)):

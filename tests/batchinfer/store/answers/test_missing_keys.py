@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.store.answers.completion_store import CompletionStore
-from batchinfer.store.answers.lacking_keys import LackingKeys, key_batches
+from batchinfer.store.answers.missing_keys import MissingKeys, key_batches
 from tests.batchinfer.store.small_index import answer, failure
 
 # Some differ in their first byte, some only behind the eighth
@@ -41,13 +41,13 @@ def test_as_many_distinct_keys_as_are_wanted(
     kept: tuple[list[bytes], list[bytes], list[bytes]], read: list[list[bytes]], most: int, retry: bool
 ) -> None:
     with TemporaryDirectory() as folder:
-        lacking = LackingKeys(stored(Path(folder), *kept), most, retry)
+        missing = MissingKeys(stored(Path(folder), *kept), most, retry)
     present = starts(kept[0]) | starts(kept[1]) | (set() if retry else starts(kept[2]))
     seen: set[bytes] = set()
     for keys in read:
-        lacking.look(b"".join(keys))
+        missing.add(b"".join(keys))
         seen |= starts(keys) - present
-        assert lacking.enough == (len(seen) >= most)
+        assert missing.has_enough == (len(seen) >= most)
 
 
 def test_the_keys_of_an_index_without_its_error_rows(tmp_path: Path) -> None:

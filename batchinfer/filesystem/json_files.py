@@ -1,6 +1,6 @@
-"""Small facts that save a rerun work, e.g. digests of weight files, in files of JSON.
+"""Small JSON files with facts that save time in a rerun, e.g. digests of weight files.
 
-Only ever a shortcut: a file that is missing or damaged costs time, never correctness.
+They are only an optimisation: if a file is missing or damaged, the facts are computed again.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _log = logging.getLogger(__name__)
 
 
 def read_strings(path: Path) -> dict[str, str]:
-    """Read what `write_strings` wrote, e.g. digests by file; empty if there is nothing usable."""
+    """Return the strings that `write_strings` wrote, e.g. digests by file, or an empty dict if the file is unusable."""
     value = read_json(path)
     return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
 
 
 def write_strings(path: Path, values: dict[str, str], ops: FileOps | None = None) -> None:
-    """Raises StorageError."""
+    """Write strings by name. Raises StorageError."""
     write_json(path, values, ops or FileOps())
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; None if there is nothing usable."""
+    """Return the contents of a JSON file, or None if it is missing or unusable."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The accuracy of a result: how many of its answers are the expected ones, in all, by field and by label."""
+"""Measures the accuracy of a result: how many answers equal the expected ones, overall, by field and by label."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Outcome = Literal["label", "other", "error"]
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of rows: those with an expected value, and of these the error rows and the right ones."""
+    """Counts of rows with an expected value, and of error rows and right answers among them."""
 
     rows: int = 0
     errors: int = 0
@@ -28,6 +28,7 @@ class Tally:
     normalised: int = 0
 
     def add(self, grade: Grade, failed: bool) -> None:
+        """Count a row."""
         self.rows += 1
         self.errors += failed
         self.exact += grade is Grade.EXACT
@@ -36,7 +37,15 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Confused:
-    """Rows of one label that were answered alike: with a label (`answer`), with something else, or not at all."""
+    """Rows with the same label and the same kind of answer.
+
+    Args:
+        field: The field.
+        expected: The label.
+        outcome: "label": the answer is a label. "other": it is something else. "error": the row failed.
+        answer: The label of the answer, if it is one.
+        rows: Number of rows.
+    """
 
     field: Field
     expected: str
@@ -47,20 +56,20 @@ class Confused:
 
 @dataclass(slots=True)
 class Accuracy:
-    """Says how many answers of a result are the expected ones. `fields`: of answers that are objects, by name."""
+    """The accuracy of a result. `fields` has the counts per field, for answers that are objects."""
 
     column: str
     unlabelled: int = 0  # rows without an expected value
-    unreadable: int = 0  # rows whose expected value is not of the answers' kind
-    first_unreadable: int | None = None  # its row_id
-    whole: Tally = field(default_factory=Tally)
+    unreadable: int = 0  # rows whose expected value is invalid, or not an object although the answer is
+    first_unreadable: int | None = None  # row_id of the first of them
+    overall: Tally = field(default_factory=Tally)
     fields: dict[str, Tally] = field(default_factory=dict)
     confusion: tuple[Confused, ...] = ()
-    calibration: Reliability | None = None  # None: the result does not say how probable answers are
+    calibration: Reliability | None = None  # None: the result has no probabilities
 
     @property
     def notice(self) -> str | None:
-        """A line about expected values that could not be used; None: there are none."""
+        """Return a notice about unusable expected values, or None if there are none."""
         if not self.unreadable:
             return None
         return (
@@ -76,7 +85,7 @@ class Accuracy:
             self.unreadable += 1
             self.first_unreadable = row.row_id if self.first_unreadable is None else self.first_unreadable
         else:
-            self.whole.add(row.grade, row.failed)
+            self.overall.add(row.grade, row.failed)
             if self.calibration is not None and row.probability is not None:
                 self.calibration.add(row.probability, row.grade is not Grade.WRONG)
             for one in row.fields:
@@ -88,13 +97,14 @@ class Accuracy:
 
 
 class _Confusion:
-    """Counts what was answered for each label."""
+    """Counts the answers for each label."""
 
     def __init__(self, labels: dict[Field, Labels]) -> None:
         self._labels = labels
         self._rows: Counter[tuple[Field, str, Outcome, str | None]] = Counter()
 
     def add(self, row: GradedRow) -> None:
+        """Count a row."""
         for one in row.fields or ():
             labels = self._labels.get(one.name)
             expected = None if labels is None else labels.of(one.expected)
@@ -102,7 +112,7 @@ class _Confusion:
                 self._rows[one.name, expected, *_outcome(labels, one, row.failed)] += 1
 
     def found(self) -> Iterator[Confused]:
-        """Yield what there is: by field, then the most frequent labels first."""
+        """Yield the counts by field, the most frequent labels first."""
         of_label: Counter[tuple[Field, str]] = Counter()
         for (name, expected, *_), rows in self._rows.items():
             of_label[name, expected] += rows
@@ -123,10 +133,10 @@ def _outcome(labels: Labels, one: GradedField, failed: bool) -> tuple[Outcome, s
     return ("other", None) if answer is None else ("label", answer)
 
 
-def measured(files: Sequence[Path]) -> Accuracy | None:
-    """Measure the result in these files; None where it has no column with expected values.
+def measure_accuracy(files: Sequence[Path]) -> Accuracy | None:
+    """Return the accuracy of the result in these files, or None if it has no expected values.
 
-    What is held in memory does not grow with the rows. Raises InputCorrupt for a damaged file.
+    Memory does not grow with the number of rows. Raises InputCorrupt for a damaged file.
     """
     column = ExpectedColumn.of(files)
     if column is None:
