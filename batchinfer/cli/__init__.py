@@ -71,7 +71,7 @@ def _guarded(arguments: list[str]) -> int:
     # For all commands. `run` adds its own handler, which knows what may be stopped when.
     interrupts = Interrupts("interrupted")
     try:
-        with interrupts.installed(), interrupts.retold():
+        with interrupts.installed(), interrupts.reraised():
             result = _command()(arguments, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except typer.Exit as leave:

@@ -1,1 +1,1 @@
-"""A job from its file to its published result."""
+"""Runs a job: from the job file to the published result."""

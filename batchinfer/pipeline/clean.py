@@ -1,5 +1,4 @@
-"""Cleaning removes what a job's state no longer needs: after a run, and by `batchinfer clean`, which says what it
-freed."""
+"""Removes unused answers and old folders of a job, after a run and for `batchinfer clean`."""
 
 from __future__ import annotations
 
@@ -26,20 +25,24 @@ _DAY_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Cleanup:
-    """A cleanup says what was removed, or with `dry_run` would be."""
+    """The answers and folders that a cleanup removed, or would remove with `dry_run`."""
 
     store: Path
     keep_days: int | None
     dry_run: bool
     answers: Cleaned
-    folders: int  # replaced results, and what is left of results whose last run is a day ago
+    folders: (
+        int  # number of replaced results, state folders without a run for a day, and expired copies of rows
+    )
     folder_bytes: int
 
     @property
     def bytes_freed(self) -> int:
+        """Return the bytes freed in the store and in folders."""
         return self.answers.bytes_freed + self.folder_bytes
 
     def to_json(self) -> dict[str, Any]:
+        """Return the output of `batchinfer clean --json`."""
         answers = asdict(self.answers) | {"bytes_freed": self.bytes_freed}
         return {
             "exit_code": 0,
@@ -51,7 +54,7 @@ class Cleanup:
         }
 
     def text(self) -> str:
-        """Two lines for people."""
+        """Return a summary of two lines for a terminal."""
         days = "forever" if self.keep_days is None else f"for {self.keep_days} days"
         would = "would be " if self.dry_run else ""
         about = "about " if self.dry_run else ""
@@ -65,20 +68,28 @@ class Cleanup:
 
 
 def note_use(state: StateFolder, keep: int | None, join: Join, store: CompletionStore) -> None:
-    """Note which stored answers a result is about to be made of: then none of them is taken for unused.
+    """Record which stored answers a result uses, before it is published, so later cleanups keep them.
 
-    Raises StorageError."""
+    Raises:
+        StorageError: The record cannot be written.
+    """
     user = User(str(state.root), str(state.published), keep)
-    now = time.time()  # not the run's start: a run may take longer than answers are kept
+    now = time.time()  # not the start of the run, because a run may last longer than `keep`
     write_uses(store.path, record_use(user, join.used(), store.rows_by_part(), now), state.ops)
 
 
 def clean_after_run(
     state: StateFolder, keep: int | None, should_continue: Callable[[], bool], notice: Callable[[str], None]
 ) -> None:
-    """Drop what no result used lately, if that is worth the copying and nobody else uses the store.
+    """Drop unused answers if copying the others is cheap and no other run uses the store.
 
-    The results are published: a disk that fails now is told to `notice`, and fails no run.
+    The results are already published, so a failing disk does not fail the run.
+
+    Args:
+        state: The state of the job.
+        keep: Days for which unused answers are kept, or None to keep them forever.
+        should_continue: Returns False to stop the cleanup early.
+        notice: Receives the text of a storage error.
     """
     try:
         clean_store(
@@ -89,20 +100,28 @@ def clean_after_run(
             ops=state.ops,
         )
     except Locked:
-        return  # whoever uses it cleans it
+        return  # the run that holds the store will clean it
     except StorageError as error:
         notice(f"the results are published, but stored answers that no result uses were not removed: {error}")
 
 
 def clean_job(job: Job, dry_run: bool) -> Cleanup:
-    """Clean what belongs to a job. Raises Locked while it runs, StorageError."""
+    """Clean the state of a job.
+
+    Raises:
+        Locked: The job is running.
+        StorageError: A file cannot be removed.
+    """
     return _clean(state_of(job), job.cache.keep, dry_run)
 
 
 def clean_result(results: Path, dry_run: bool) -> Cleanup:
-    """Clean what belongs to the job of this result, with the `keep` of its last run.
+    """Clean the state of the job that published a result, with the `cache.keep` of its last run.
 
-    Raises InputMissing where no job has left its state, Locked, StorageError.
+    Raises:
+        InputMissing: There is no state folder next to the result.
+        Locked: The job is running.
+        StorageError: A file cannot be removed.
     """
     state = find_state(results)
     if not state.job.is_dir():
@@ -113,24 +132,24 @@ def clean_result(results: Path, dry_run: bool) -> Cleanup:
 
 
 def _clean(state: StateFolder, keep: int | None, dry_run: bool) -> Cleanup:
-    # no result's part of the state is spared for being the one that was named
-    whole = StateFolder(state.root)
+    # of the root, because `idle` skips the part of the state that it is called on
+    root = StateFolder(state.root)
     kept = _expired_kept(state, keep)
-    old = [*whole.old_generations(), *whole.idle_parts(), *kept]
+    old = [*root.old_generations(), *root.idle_parts(), *kept]
     folder_bytes = sum(_bytes_in(old))
     if not dry_run:
-        if kept:  # else there may be no state, and so no lock to take
+        if kept:  # otherwise there may be no state folder to lock
             _remove_kept(state, kept)
-        if whole.old_generations():
-            with whole.lock():
-                whole.remove_old_generations()
-        whole.remove_idle()
+        if root.old_generations():
+            with root.lock():
+                root.remove_old_generations()
+        root.remove_idle()
     answers = clean_store(state.completions, Keep(keep, str(state.root)), dry_run=dry_run, ops=state.ops)
     return Cleanup(state.completions, keep, dry_run, answers, len(old), folder_bytes)
 
 
 def _remove_kept(state: StateFolder, kept: Iterable[Path]) -> None:
-    """Remove these folders, unless a run is at work, which may be about to replace what is in them."""
+    """Remove these folders unless a run is active, because it may be about to replace their files."""
     with state.lock_shared():
         for folder in () if state.parts_in_use() else kept:
             with storage(folder, "remove"):
@@ -138,7 +157,7 @@ def _remove_kept(state: StateFolder, kept: Iterable[Path]) -> None:
 
 
 def _expired_kept(state: StateFolder, keep: int | None) -> list[Path]:
-    """Return the folder of what the job's last run kept of its rows, if that is as old as unused answers may be."""
+    """Return the folder of rows kept for the next run, if its last use is more than `keep` days ago."""
     last = last_kept(state.kept)
     if last is None or keep is None or last > time.time() - keep * _DAY_S:
         return []

@@ -1,4 +1,4 @@
-"""The collector of a run's answers: it hands them to the store, the meter and the progress display."""
+"""Passes the answers of a run to the store, the meter and the progress display."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from batchinfer.store.results.error_budget import Budget
 
 
 class _Expected(NamedTuple):
-    """An entry keeps what is known of a request in flight."""
+    """A request in flight."""
 
-    tokens: int  # of its answer, at most
+    tokens: int  # upper bound of the answer's tokens
     prompt_tokens: int
-    users: int  # rows that its answer serves
-    final_users: int  # of these, those that it serves whether it is valid or not
+    users: int  # rows that receive the answer
+    final_users: int  # rows that receive the answer even if it is invalid
 
 
 class Collector:
@@ -42,29 +42,42 @@ class Collector:
         budget: Budget | None = None,
         revised: RevisedForecast | None = None,
     ) -> None:
-        """budget: None: how many rows there are is not known yet. So with `revised`, which looks at what is done of
-        them."""
+        """Connect the receivers of answers.
+
+        Args:
+            store: Stores the answers.
+            meter: Receives the samples of steps and requests.
+            progress: The progress display.
+            receiver: Converts answers to the form that is stored.
+            deadline: Watches the deadline of the job, or None if the job has none.
+            budget: The error budget, or None while the number of rows is unknown.
+            revised: Revises the forecast from the first answers, or None while the number of rows is unknown.
+        """
         self._deadline, self._revised = deadline, revised
         self._store, self._meter, self._progress, self._budget = store, meter, progress, budget
         self._in_flight: dict[bytes, _Expected] = {}
         self._handed_out = HandedOut(keys=[] if budget is None else None)
         self._receiver = receiver
-        self._errors = 0  # of requests that engines have answered
-        self.invalid = 0  # answers since the last plan
-        self.saved_tokens = self.saved_output_tokens = 0  # not run, not sampled: the rows were duplicates
+        self._errors = 0  # error rows among the answers of engines
+        self.invalid = 0  # invalid answers since the last plan
+        self.saved_tokens = self.saved_output_tokens = 0  # tokens that duplicates did not compute
 
     def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
-        """Expect the answers of these requests, which go to the engine now."""
+        """Register requests that are about to be submitted to an engine."""
         self._meter.planned(requests)
         self._receiver.expect(requests)
         names = ("expected_tokens", "token_count", "users", "final_users")
         columns = [batch.numbers(name).tolist() for name in names]
         self._handed_out.add(batch.keys, columns[1], columns[0])
-        for key, *known in zip(batch.keys, *columns, strict=True):
-            self._in_flight[key] = _Expected(*known)
+        for key, *values in zip(batch.keys, *columns, strict=True):
+            self._in_flight[key] = _Expected(*values)
 
     def snapshot(self, parts: Sequence[Path]) -> Snapshot:
-        """Return what is known now, where the store has these parts: what is planned now is planned without it."""
+        """Return the requests submitted so far, which the next plan leaves out, and reset the count of invalid answers.
+
+        Args:
+            parts: The parts of the store at this moment.
+        """
         self.invalid, given = 0, self._handed_out
         return Snapshot(
             parts,
@@ -77,27 +90,27 @@ class Collector:
 
     @property
     def rows_in_flight(self) -> int:
-        """Return how many rows wait for the answer of a request that engines have."""
-        return sum(known.users for known in self._in_flight.values())
+        """Return the number of rows whose requests are in flight."""
+        return sum(entry.users for entry in self._in_flight.values())
 
     def given_since(self, known: Snapshot) -> frozenset[bytes]:
-        """Return the keys that engines were given since then. While the input is read, a plan takes the place of
-        another that has more; later there is nothing else to give."""
+        """Return the keys of the requests that were submitted after a snapshot."""
         if self._handed_out.keys is None:
+            # a plan for further attempts is only made when the plan before it is exhausted
             assert self._handed_out.requests == known.requests, "requests of an older plan were given"
             return frozenset()
         return frozenset(self._handed_out.keys[known.requests :])
 
     def all_known(self, budget: Budget, revised: RevisedForecast) -> None:
-        """Take note that the input was read to its end, so that the number of rows is known."""
+        """Set the error budget and the revised forecast, once the whole input was read."""
         self._budget, self._revised = budget, revised
 
     def plans_no_rows(self) -> None:
-        """Forget which requests were given: what is planned from now on follows from answers."""
+        """Stop recording keys of submitted requests: all later plans are for further attempts."""
         self._handed_out.keys = None
 
     def take(self, done: WorkDone) -> None:
-        """Store the answers, count the rest."""
+        """Store the answers, and count samples and rows."""
         completions = self._receiver.receive(done.completions)
         self._store.append(completions)
         for step in done.steps:
@@ -113,12 +126,12 @@ class Collector:
         self._store.maybe_commit()
 
     def enough(self) -> bool:
-        """Whether going on is pointless: too many rows are errors, and the job publishes no such result."""
+        """Return True if the error budget is exceeded and the job does not publish such a result."""
         budget = self._budget
         return budget is not None and not budget.publish and budget.exceeded(budget.already + self._errors)
 
     def tick(self) -> None:
-        """Commit, show progress and look at the deadline, where these are due."""
+        """Commit answers, show progress, and check the deadline and the forecast, each if it is due."""
         self._store.maybe_commit()
         self._progress.tick()
         if self._deadline is not None:
@@ -127,19 +140,19 @@ class Collector:
             self._revised.look(self._progress)
 
     def _count(self, completion: Completion, tokens: int, cut: bool, engine: int) -> None:
-        known, invalid = self._in_flight.pop(completion.key), is_invalid(completion)
+        expected, invalid = self._in_flight.pop(completion.key), is_invalid(completion)
         self.invalid += invalid
-        served = known.final_users if invalid else known.users  # the others run again
+        served = expected.final_users if invalid else expected.users  # the other rows run again
         if completion.error is not None:
             self._errors += served
         else:
-            others = max(0, known.users - 1)  # the prompt of classify.calibrate serves no row
-            self.saved_tokens += others * known.prompt_tokens
+            others = max(0, expected.users - 1)  # the prompt of classify.calibrate belongs to no row
+            self.saved_tokens += others * expected.prompt_tokens
             self.saved_output_tokens += others * tokens
             if self._deadline is not None:
                 self._deadline.answered(served, tokens)
         self._progress.finished(
-            expected_tokens=known.tokens,
+            expected_tokens=expected.tokens,
             completion_tokens=tokens,
             rows=served,
             error=None if completion.error is None else completion.error.code,

@@ -1,4 +1,4 @@
-"""`batchinfer.run` for notebooks and schedulers. The command line runs jobs by the same function."""
+"""`batchinfer.run` for notebooks and schedulers, and the functions with which the command line runs jobs."""
 
 from __future__ import annotations
 
@@ -43,14 +43,28 @@ def run(
     stop_at: str | None = None,
     progress: TextIO | None = None,
 ) -> RunResult:
-    """Run a job, or continue it, as `batchinfer run` does; what the options mean stands in docs/cli.md.
+    """Run or continue a job, like the command `batchinfer run`.
 
-    `job` is a job file, the folder of a job.yaml, or a mapping with the sections of a job file, whose relative paths
-    start from the working directory.
+    Args:
+        job: A job file, a folder that contains job.yaml, or a mapping with the sections of a job file. Relative paths
+            in a mapping start from the working directory.
+        overrides: Keys of the job file and their values, for example {"engine.max_num_seqs": 64}.
+        date: `--date`, YYYY-MM-DD.
+        limit: `--limit`: run a trial of the first rows.
+        replace: `--replace`.
+        retry_errors: `--retry-errors`.
+        verify: `--verify`.
+        to_openai: `--to-openai`, a path.
+        openai_timestamps: `--openai-timestamps`.
+        price_per_hour: `--price-per-hour`, in any currency.
+        stop_at: `--stop-at`.
+        progress: A stream for progress and notices, for example sys.stderr. None prints nothing.
 
-    `overrides` are keys of the job file with their values, e.g. {"engine.max_num_seqs": 64}. Nothing is printed, unless
-    `progress` names a stream for it, e.g. sys.stderr. Raises the errors of `batchinfer.core.errors`, which have the
-    `exit_code` of the command; a run that published more error rows than the job allows returns with exit code 65.
+    Returns:
+        The published result. Its exit code is 65 if more rows are errors than the job allows.
+
+    Raises:
+        BatchInferError: The run failed. The subclasses in `batchinfer.core.errors` have the command's `exit_code`.
     """
     pairs = _pairs(overrides)
     options = run_options.RunOptions(
@@ -75,7 +89,7 @@ def run(
 def run_loaded(
     job: Job, options: run_options.RunOptions, progress: Progress, notice: Callable[[str], None]
 ) -> RunResult:
-    """Run a job that is loaded. Signals end it in an orderly way where this is the main thread."""
+    """Run a loaded job. In the main thread, signals stop the run at a safe point."""
     check_limits()
     with job.located(), _interrupts() as interrupts, _offline(), progress:
         outcome = pipeline.run_job(job, options, progress, interrupts, notice)
@@ -97,13 +111,13 @@ def run_loaded(
 
 
 def run_verified(job: Job, limit: int | None, progress: Progress, notice: Callable[[str], None]) -> RunResult:
-    """Run a job, or a trial of it, such that nothing damaged is used of what earlier runs left."""
+    """Run a job or a trial with `--verify`, which ignores damaged files of earlier runs."""
     return run_loaded(job, run_options.RunOptions(limit, verify=True), progress, notice)
 
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[Interrupts]:
-    """Only the main thread may handle signals; in any other they stay the program's business."""
+    """Handle signals if this is the main thread; Python allows signal handlers only there."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
@@ -114,7 +128,7 @@ def _interrupts() -> Iterator[Interrupts]:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """No library may download anything, here or in the processes that a run starts; afterwards it is as before."""
+    """Forbid downloads by Hugging Face libraries in this process and its child processes."""
     before = os.environ.get(_OFFLINE)
     os.environ[_OFFLINE] = "1"
     try:
@@ -127,7 +141,7 @@ def _offline() -> Iterator[None]:
 
 
 def _pairs(overrides: Mapping[str, SettingValue] | None) -> list[tuple[str, str]]:
-    """Return the overrides as `--set` has them: pairs of texts. Raises UsageError."""
+    """Convert overrides to the pairs of texts that `--set` takes, or raise UsageError."""
     if overrides is None:
         return []
     if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
@@ -138,7 +152,7 @@ def _pairs(overrides: Mapping[str, SettingValue] | None) -> list[tuple[str, str]
 
 
 def _yaml(key: str, value: SettingValue) -> str:
-    """A value as the YAML that `--set` takes: JSON is YAML, and a text in quotes stays a text."""
+    """Return a value as YAML for `--set`, written as JSON, or raise UsageError."""
     try:
         return json.dumps(os.fspath(value) if isinstance(value, os.PathLike) else value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
@@ -149,14 +163,13 @@ def _yaml(key: str, value: SettingValue) -> str:
 
 
 def _stop_time(text: str) -> StopTime:
-    """Return the time. Raises UsageError."""
     if not isinstance(text, str):
         raise wrong("stop_at (--stop-at)", text, TIME_FORMATS)
     return StopTime.of(text, datetime.now().astimezone())
 
 
 def _path(name: str, value: str | os.PathLike[str]) -> Path:
-    """Return the argument as a path. Raises UsageError where it is none."""
+    """Convert an argument to a path, or raise UsageError."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
         raise wrong(name, value, "a path, as a text or a pathlib.Path")
@@ -164,4 +177,4 @@ def _path(name: str, value: str | os.PathLike[str]) -> Path:
 
 
 def _silent(_: str) -> None:
-    """Drop a notice: nobody asked for progress."""
+    """Drop a notice."""

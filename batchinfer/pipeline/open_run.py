@@ -1,4 +1,4 @@
-"""The first stage: checks a job, takes the lock of its state, and opens what every later stage works with."""
+"""The first stage of a run: checks the job, takes its lock, and creates the objects that later stages share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchinfer.filesystem.state import StateFolder, state_of
 from batchinfer.job import Job
 from batchinfer.pipeline.engine_machine import engine_machine
 from batchinfer.pipeline.openai_file import openai_file
-from batchinfer.pipeline.operators_build import OperatorsBuild, operators_built
+from batchinfer.pipeline.operators_build import OperatorsBuild, build_in_background
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import RunReport
 from batchinfer.pipeline.stop_text import stop_line, stopped_early
@@ -26,34 +26,36 @@ from batchinfer.store.results.output_file import OutputFile
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """One run of one job, holding the job's lock."""
+    """A run that holds the lock of its job."""
 
     job: Job
-    whole: Job  # without the limit of a trial
+    whole: Job  # the job without the limit of a trial
     options: RunOptions
     setup: Setup
     state: StateFolder
     openai: OutputFile | None  # the file of --to-openai
     operators: OperatorsBuild
-    launch: Launch  # ends what it has started when it is left
+    launch: Launch  # workers that load before the plan is known
     report: RunReport
     progress: Progress
     interrupts: Interrupts
     notice: Callable[[str], None]
-    now: datetime  # one moment for the whole run, which may pass midnight
-    at_end: ExitStack  # what is to be waited for before the run lets go of its lock
+    now: datetime  # the same for all stages, because a run may pass midnight
+    at_end: ExitStack  # callbacks to call before the lock is released
 
 
 @contextmanager
-def opened(
+def open_run(
     job: Job, options: RunOptions, progress: Progress, interrupts: Interrupts, notice: Callable[[str], None]
 ) -> Iterator[OpenRun]:
-    """Check the job, and hold its lock within the block, in which the CPU's operators are compiled where they lack.
+    """Check the job, and hold its lock within the block. Missing CPU operators are compiled in the background.
 
-    Raises what `check_setup` and `openai_file` raise, and Locked where another run holds the lock.
+    Raises:
+        Locked: Another run holds the lock.
+        BatchInferError: See `check_setup` and `openai_file`.
     """
     watch, stop = Stopwatch(options.already_s), options.stop_at
-    whole, all_rows = state_of(job), job
+    whole_state, whole = state_of(job), job
     if options.limit is not None:
         job = job.first_rows(options.limit)
     state = state_of(job)
@@ -62,12 +64,14 @@ def opened(
     )
     setup = check_setup(job, state, machine.facts, options.replace, machine.reader)
     timestamps = options.openai_timestamps
-    openai = openai_file(job, options.to_openai, state, whole, timestamps=timestamps, replace=options.replace)
+    openai = openai_file(
+        job, options.to_openai, state, whole_state, timestamps=timestamps, replace=options.replace
+    )
     with (
         state.lock(),
         interrupts.stopping_at(None if stop is None else stop.at, stopped_early(job, options)),
         ExitStack() as at_end,
-        operators_built(
+        build_in_background(
             setup.setting.numerics, notice, options.engine == ENGINE and job.ray is None
         ) as operators,
     ):
@@ -80,7 +84,7 @@ def opened(
         launch = Launch(options.transport, options.standby)
         yield OpenRun(
             job,
-            all_rows,
+            whole,
             options,
             setup,
             state,

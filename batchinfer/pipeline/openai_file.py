@@ -1,4 +1,4 @@
-"""The file of `--to-openai`: whether a run may write it."""
+"""Checks that a run may write the file of `--to-openai`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,20 @@ from batchinfer.store.results.output_file import OutputFile, ProtectedFiles
 def openai_file(
     job: Job, path: Path | None, state: StateFolder, whole: StateFolder, *, timestamps: bool, replace: bool
 ) -> OutputFile | None:
-    """The file that `--to-openai` names, which may be written as far as can be seen now.
+    """Return the checked file of `--to-openai`, or None without that option.
 
-    A trial (`state`) and its job (`whole`) may write the same one. Raises UsageError, OutputConflict, StorageError.
+    Args:
+        job: The job.
+        path: The value of `--to-openai`.
+        state: The state of this run, which may be a trial.
+        whole: The state of the job without `--limit`. A trial and its job may write the same file.
+        timestamps: The value of `--openai-timestamps`.
+        replace: The value of `--replace`.
+
+    Raises:
+        UsageError: The options do not fit the job.
+        OutputConflict: The file belongs to something else.
+        StorageError: The file cannot be written.
     """
     if path is None:
         if timestamps:

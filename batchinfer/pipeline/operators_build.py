@@ -1,5 +1,4 @@
-"""The operators of a machine's first run, compiled while its input is read and planned; or at once, where nothing else
-can be done meanwhile."""
+"""Compiles the CPU operators on a machine's first run, usually while the input is read and planned."""
 
 from __future__ import annotations
 
@@ -16,34 +15,39 @@ COMPILING = f"{COMPILING_FIRST}, while the input is read and planned"
 
 
 class OperatorsBuild:
-    """The build holds what the run says and records of compiling."""
+    """Reports the progress and the duration of a background build."""
 
     def __init__(
         self, build: BackgroundBuild | None, notice: Callable[[str], None], line: str = COMPILING
     ) -> None:
-        """build: None where there is nothing to compile. line: what to say of it while it goes on."""
+        """Watch a build.
+
+        Args:
+            build: The build, or None if all operators are compiled already.
+            notice: Receives lines for the user.
+            line: The notice for a build in progress.
+        """
         self._build, self._notice, self._line = build, notice, line
-        self._told = self._told_done = build is None
+        self._announced = self._announced_end = build is None
         self._needed_at: float | None = None
 
     def needed(self) -> None:
-        """Note that from now on the engine waits for the operators."""
+        """Record that the engine needs the operators from now on."""
         self._needed_at = time.monotonic()
         self.look()
 
     def look(self) -> None:
-        """Say once that the build goes on, and once that it is done. A failure is told by the engine, which fails
-        likewise."""
-        if not self._told and self._build is not None and self._build.error is None:
-            self._told = True
+        """Notify the user once of the running build and once of its end. The engine reports a failed build."""
+        if not self._announced and self._build is not None and self._build.error is None:
+            self._announced = True
             self._notice(self._line)
-        if self._took is not None and not self._told_done:
-            self._told_done = True
+        if self._took is not None and not self._announced_end:
+            self._announced_end = True
             self._notice(f"compiled the CPU operators in {self._took:.1f} s")
 
     @property
     def facts(self) -> dict[str, float]:
-        """Seconds, by the names of the run table; nothing where nothing was compiled."""
+        """Return the build and wait times in seconds by run table column; empty if nothing was compiled."""
         if self._build is None or self._build.ended is None or self._needed_at is None:
             return {}
         waited = max(0.0, self._build.ended - self._needed_at)
@@ -57,11 +61,16 @@ class OperatorsBuild:
 
 
 @contextmanager
-def operators_built(
+def build_in_background(
     numerics: Numerics, notice: Callable[[str], None], ours: bool = True
 ) -> Iterator[OperatorsBuild]:
-    """Compile in the background where the device is a CPU whose operators are not there. A build that goes on when the
-    block is left is ended: nobody needs it. `ours`: whether the engine has operators, and runs on this machine."""
+    """Compile missing CPU operators in the background, and stop the build at the end of the block.
+
+    Args:
+        numerics: The numerics of the run; only the device "cpu" has operators to compile.
+        notice: Receives lines for the user.
+        ours: Whether the engine runs on this machine and uses our operators.
+    """
     build = _build_for(numerics.device, numerics.kv_cache == "int8") if ours else None
     try:
         yield OperatorsBuild(build, notice)
@@ -71,16 +80,23 @@ def operators_built(
 
 
 def build_operators(device: str, notice: Callable[[str], None], codes: bool = False) -> None:
-    """Compile what `device` lacks before anything else is done, and say so. The compiler's processes would look like
-    those of other users to what measures this machine. Without a compiler nothing is said: the operators' user does."""
+    """Compile missing operators and wait, before a measurement that compiler processes would disturb.
+
+    Without a compiler nothing happens: the caller's use of the operators reports that.
+
+    Args:
+        device: The device of the engine.
+        notice: Receives lines for the user.
+        codes: Whether operators for an int8 KV cache are needed.
+    """
     build = _build_for(device, codes)
     if build is None:
         return
-    told = OperatorsBuild(build, notice, COMPILING_FIRST)
+    report = OperatorsBuild(build, notice, COMPILING_FIRST)
     try:
-        told.look()
+        report.look()
         build.wait()
-        told.look()
+        report.look()
     finally:
         build.stop()
 
@@ -89,4 +105,4 @@ def _build_for(device: str, codes: bool) -> BackgroundBuild | None:
     try:
         return BackgroundBuild.needed(codes=codes) if device == "cpu" else None
     except NoCompiler:
-        return None  # the engine says what that means: it may do without, or not
+        return None  # the engine falls back to other operators, or reports the missing compiler

@@ -1,4 +1,4 @@
-"""A run's options, checked in one place for the command line and for `batchinfer.run`."""
+"""The options of a run, for the command line and for `batchinfer.run`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SWITCHES = ("replace", "retry_errors", "verify", "openai_timestamps")
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Run options are what the command line adds to a job. Raises UsageError for a value that is not allowed."""
+    """The options that the command line adds to a job. Raises UsageError for an invalid value."""
 
     limit: int | None = None
     replace: bool = False
@@ -26,14 +26,14 @@ class RunOptions:
     to_openai: Path | None = None
     openai_timestamps: bool = False
     engine: str = ENGINE  # "module:function" that loads the engine's weights in its process
-    price_per_hour: float | None = None  # what the machine costs, in any currency
-    stop_at: StopTime | None = None  # when the run stops, to be continued later
-    transport: Transport = PROCESSES  # how workers are started and spoken to
-    standby: EngineStandby | None = None  # a process for the engine that was started already
-    # Rows run before the input is read to its end, if that takes so many seconds more from when an engine could run
-    # them. About as long as it takes to plan the first rows; chosen, and not measured
+    price_per_hour: float | None = None  # of the machine, in any currency
+    stop_at: StopTime | None = None
+    transport: Transport = PROCESSES  # starts workers and exchanges messages with them
+    standby: EngineStandby | None = None  # a standby process for the engine
+    # Rows run in waves if the engine would otherwise wait for the input for at least this many seconds. About the time
+    # to plan the first rows; chosen, not measured.
     waves_from_s: float = 1.0
-    already_s: float = 0.0  # what the command took before: interpreter, imports, job file
+    already_s: float = 0.0  # seconds that the command took before: interpreter, imports, job file
 
     def __post_init__(self) -> None:
         limit, price = self.limit, self.price_per_hour
@@ -53,5 +53,11 @@ def _is_whole(value: object) -> bool:
 
 
 def wrong(name: str, value: object, right: str) -> UsageError:
-    """The error of an argument that cannot be."""
+    """Return the error for an invalid argument.
+
+    Args:
+        name: The argument, and the option of the command line.
+        value: The value that was passed.
+        right: The valid values.
+    """
     return UsageError(f"{name}: found {repr(value)[:80]}; it must be {right}")

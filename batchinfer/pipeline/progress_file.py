@@ -1,4 +1,4 @@
-"""A run's progress on disk, so that other processes see how far it is: `progress.json` in its part of the state."""
+"""Writes `progress.json` in the state folder, from which other processes read the progress of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchinfer.report.tables.exit_status import is_published
 
 if TYPE_CHECKING:
     from batchinfer.report.progress import (
-        ProgressState,  # 50 ms that `status` need not take: it only reads files
+        ProgressState,  # its import takes 50 ms, and `batchinfer status` only reads the file
     )
 
 PROGRESS_FORMAT = 1
@@ -26,35 +26,42 @@ _NO_PHASE = dict.fromkeys(("phase", "tokens", "tokens_total", "share", "per_s", 
 
 
 class ProgressFile:
-    """Called with each state of the progress, it writes the file. A disk that fails is told once, and fails no run."""
+    """Writes each state of the progress. A failing disk causes one notice, and does not fail the run."""
 
     def __init__(
         self, state: StateFolder, identity: Mapping[str, str], notice: Callable[[str], None]
     ) -> None:
-        """`identity` says which run it is; the caller holds its lock."""
+        """Prepare the file of a run that holds its lock.
+
+        Args:
+            state: The state folder of the run.
+            identity: The keys that identify the run.
+            notice: Receives the text of the first storage error.
+        """
         self._path, self._ops, self._notice = state.progress, state.ops, notice
-        self._known: dict[str, Any] = {"format": PROGRESS_FORMAT, "pid": os.getpid(), **identity}
-        self._told = False
+        self._content: dict[str, Any] = {"format": PROGRESS_FORMAT, "pid": os.getpid(), **identity}
+        self._notified = False
 
     def begin(self) -> None:
-        """The run has its lock."""
+        """Write the first state."""
         self._write(phase=STARTING)
 
     def __call__(self, state: ProgressState) -> None:
+        """Write a state of the progress."""
         self._write(**asdict(state))
 
     def ended(self, exit_code: int | None, exit_status: str | None) -> None:
-        """Write how the run ended. What was known last stays, unless the run is whole: then no phase is under way."""
+        """Write how the run ended. The last progress stays in the file unless the result was published."""
         whole = exit_status is not None and is_published(exit_status)
-        facts = {**_NO_PHASE, "rows": self._known.get("rows_total")} if whole else {}
+        facts = {**_NO_PHASE, "rows": self._content.get("rows_total")} if whole else {}
         self._write(exit_code=exit_code, exit_status=exit_status, **facts)
 
     def _write(self, **facts: Any) -> None:
         memory = resident_memory() or peak_memory()
-        self._known |= {"updated_at": datetime.now(UTC).isoformat(), "memory_bytes": memory, **facts}
+        self._content |= {"updated_at": datetime.now(UTC).isoformat(), "memory_bytes": memory, **facts}
         try:
-            replace_bytes(self._path, (json.dumps(self._known) + "\n").encode(), self._ops)
+            replace_bytes(self._path, (json.dumps(self._content) + "\n").encode(), self._ops)
         except StorageError as error:
-            if not self._told:
+            if not self._notified:
                 self._notice(f"`batchinfer status` will not show this run's progress: {error}")
-            self._told = True
+            self._notified = True

@@ -1,4 +1,4 @@
-"""`batchinfer verify --repair`: the job that published a result runs again."""
+"""`batchinfer verify --repair`: runs the job that published a damaged result again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from batchinfer.store.results.made_by import MadeBy, read_made_by
 
 
 def made_by(results: Path) -> MadeBy | None:
-    """The command that published a result; None where its state does not say."""
+    """Return the command that published a result, or None if its state does not record it."""
     return read_made_by(find_state(results))
 
 
 def next_step(results: Path) -> str:
-    """Return the advice that helps against the damage."""
+    """Return the advice for a damaged result."""
     made = made_by(results)
     again = "run its job again" if made is None else f"`{made.command} --verify`"
     how = "" if made is None else f"; `batchinfer verify {results} --repair` does the same"
@@ -30,9 +30,11 @@ def next_step(results: Path) -> str:
 
 
 def repair_result(results: Path, progress: Progress, notice: Callable[[str], None]) -> None:
-    """Run the job that published a result again, such that what is damaged of it and of its store is made anew.
+    """Run the job of a result again with `--verify`, which replaces damaged files.
 
-    Raises UsageError where its state does not say which job that was, and what a run raises.
+    Raises:
+        UsageError: The state does not record which job published the result.
+        BatchInferError: The run failed.
     """
     made = made_by(results)
     if made is None:

@@ -1,4 +1,4 @@
-"""Gathers what a run's report needs while the pipeline passes the rooms, and writes it however the run ends."""
+"""Collects the facts of a run from all stages, and writes its report tables, also after a failure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from batchinfer.report.tables.tables import RunRow, run_row, write_run
 from batchinfer.store.index.index import attempt_columns
 from batchinfer_kernels.cost import ModelCost
 
-COMMAND = "command"  # what the table of activities calls this process
+COMMAND = "command"  # the name of this process in the activities table
 _ACTIVITIES = {
     STARTUP: "starting",
     "ingest_s": "reading",
@@ -53,26 +53,32 @@ _ACTIVITIES = {
     "close_s": "closing",
     OTHER: "other",
 }
-# Requests of a run whose tables are completed while its results are published: of ten million, both together would take
-# more memory than the engine's run did
+# Runs with more requests complete their tables after publishing: for ten million requests, doing both in parallel would
+# take more memory than running the engine
 MOST_BESIDE = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An outcome says how a run ended. `row` is the run table's; `error` says why the exit code is not 0."""
+    """How a run ended."""
 
     exit_code: int
-    row: RunRow
-    error: str | None = None
-    report: Path | None = None  # the run table; a run that changed nothing leaves none
+    row: RunRow  # the row of the run table
+    error: str | None = None  # the reason for an exit code other than 0
+    report: Path | None = None  # the run table, or None if the run changed nothing
 
 
 class RunReport:
-    """The facts of one run. `done` or `failed` says how it ended; `close` writes the run table."""
+    """The facts of one run. Call `done` or `failed` at the end of the run, then `close` to write the tables."""
 
     def __init__(self, job: Job, setting: Setting, watch: Stopwatch) -> None:
-        """`watch` was started with the command."""
+        """Start a report.
+
+        Args:
+            job: The job.
+            setting: The setting of the run.
+            watch: The stopwatch that started with the command.
+        """
         self._job, self._setting, self._watch = job, setting, watch
         self.folder = report_folder(job.results_root)
         self._run_id = new_run_id()
@@ -80,27 +86,35 @@ class RunReport:
         self._facts: dict[str, Any] = setting.facts
         self._facts |= {} if setting.parts.beside is None else {"draft_model_runs": "beside"}
         self._meter: Meter | None = None
-        self._sums: Future[Measured] | None = None  # of the meter, where they are made beside other work
+        self._sums: Future[Measured] | None = None  # the meter's sums, if a thread computes them
         self._measured: Measured | None = None
         self._row: RunRow | None = None
-        self._message: str | None = None  # why the exit code is not 0
+        self._message: str | None = None  # the reason for an exit code other than 0
         self._expert_tokens: ExpertTokens = {}
         self._ranks: Sequence[EngineRank] = ()
         self._activities: list[Activity] = []
         self._kept = True
 
     def note(self, **facts: Any) -> None:
-        """Take these facts, by the names of the run table's columns, into the run's row."""
+        """Set columns of the run's row, by column name."""
         if unknown := facts.keys() - set(SCHEMAS[RUN].names):
             raise ValueError(f"the run table has no column {', '.join(sorted(unknown))}")
         self._facts |= facts
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
-        """The time inside belongs to that phase alone, also when an exception leaves it; phases may nest."""
+        """Count the time of a block for a phase. Time of a nested phase counts only for the nested phase."""
         return self._watch.timed(phase)
 
     def happened(self, process: str, activity: str, began: float, ended: float, *on: str | None) -> None:
-        """Note what a process did between two moments of `time.perf_counter`. `on`: its node and the class of that."""
+        """Add an entry to the activities table.
+
+        Args:
+            process: The name of the process.
+            activity: The activity.
+            began: The start, a time of `time.perf_counter`.
+            ended: The end, a time of `time.perf_counter`.
+            on: The node and its machine class, for a process on a cluster.
+        """
         self._activities.append(
             Activity(process, activity, self._watch.at(began), self._watch.at(ended), *on)
         )
@@ -108,18 +122,30 @@ class RunReport:
             self.note(machines=len(nodes))
 
     def keys_beside(self, index_parts: Sequence[Path], ids: str) -> RowsBeside:
-        """Begin to write which request answered which row, in another thread, where each row has but one. `ids`: the
-        column with the ids of rows in the result."""
+        """Start writing the table of rows in another thread, for a job with one attempt per row.
+
+        Args:
+            index_parts: The parts of the index.
+            ids: The column of the result with the ids of rows.
+        """
         return RowsBeside(self.folder, self._run_id, index_parts, ids)
 
     def keep_keys(self, index_parts: Sequence[Path], attempts: NDArray[np.uint8], ids: str) -> None:
-        """Write which request answered which row of the result that was just published. `attempts`: which of the row's
-        own, by row. `ids`: the column with the ids of rows in the result. Raises OSError."""
+        """Write the table of rows for the result that was just published.
+
+        Args:
+            index_parts: The parts of the index.
+            attempts: The number of the attempt that answered each row, from 1 on. Shape: [rows].
+            ids: The column of the result with the ids of rows.
+
+        Raises:
+            OSError: The table cannot be written.
+        """
         columns = [attempt_columns(number)[0] for number in range(1, int(attempts.max(initial=1)) + 1)]
         write_rows(self.folder, self._run_id, index_parts, columns, attempts - 1, ids)
 
     def planned(self, plan: Plan, seen: EngineForecast | None) -> None:
-        """Note what the plan has to run, and what the engine is forecast to take for it; None: there is no forecast."""
+        """Record the counts of the plan, and the forecast of the engine's time if there is one."""
         self.note(
             distinct_requests=plan.distinct,
             duplicate_rows=plan.duplicates,
@@ -142,14 +168,19 @@ class RunReport:
             )
 
     def open_meter(self, setting: Setting, cost: ModelCost) -> Meter:
-        """The meter that the engines' samples go to; `setting`: theirs; `cost`: of the model that they ran."""
+        """Return a new meter for samples of engines.
+
+        Args:
+            setting: The setting of the engines.
+            cost: The cost of the model.
+        """
         self._setting, placement = setting, setting.placement
         self.note(replicas=placement.replicas, ranks=placement.division.ranks)
         self._meter = Meter(self.folder, self._run_id, Machine(cost, setting.peaks, placement.replicas))
         return self._meter
 
     def began(self, infos: Sequence[EngineInfo]) -> None:
-        """Start the meters of the engines that are ready; there are none where a signal came before."""
+        """Start to measure the engines that are ready. None are ready if a signal came before."""
         if self._meter is None or not infos:
             return
         self._meter.begin_energy(EnergyMeter.of([info.gpu for info in infos if info.gpu]))
@@ -158,7 +189,7 @@ class RunReport:
 
     @property
     def metered(self) -> bool:
-        """Whether this run has computed anything."""
+        """Return True if this run started engines."""
         return self._meter is not None
 
     def ran(
@@ -169,7 +200,15 @@ class RunReport:
         expert_tokens: ExpertTokens = MappingProxyType({}),
         ranks: Sequence[EngineRank] = (),
     ) -> None:
-        """Note what the engines' processes turned out to be; `infos` is empty where none became ready."""
+        """Record facts of the engines after they have ended.
+
+        Args:
+            infos: The engines that became ready.
+            worker_peak_rss: The peak memory of all workers in bytes, or None if it is unknown.
+            other_cores: CPU cores that other processes used on average, or None if it is unknown.
+            expert_tokens: Tokens per expert, by layer.
+            ranks: Usage of each rank, for engines with several ranks.
+        """
         self._expert_tokens, self._ranks = expert_tokens, ranks
         self._note_experts(self._setting.parts.experts)
         if self._meter is not None:
@@ -183,7 +222,7 @@ class RunReport:
             self.note(**_captured(infos))
 
     def _note_experts(self, plan: ExpertPlan | None) -> None:
-        """Note which experts ranks had, and how even these were."""
+        """Record how experts were placed on ranks, and the measured imbalance."""
         if plan is None:
             return
         tokens = self._expert_tokens
@@ -195,27 +234,37 @@ class RunReport:
         )
 
     def _sum_up(self, meter: Meter) -> None:
-        """Have another thread complete the meter's tables while the results are published."""
+        """Complete the meter's tables in a thread, in parallel with publishing."""
         if meter.requests <= MOST_BESIDE:
             thread = ThreadPoolExecutor(1, "report")
             self._sums = thread.submit(meter.finish)
             thread.shutdown(wait=False)
 
     def done(self, status: str, exit_code: int = 0, message: str | None = None) -> RunRow:
-        """The run table's row, complete. `message` says why the exit code is not 0."""
+        """Complete the row of the run table and return it.
+
+        Args:
+            status: The `exit_status` of the run table.
+            exit_code: The exit code of the command.
+            message: The reason for an exit code other than 0.
+        """
         if self._row is None:
             self._row = self._finished_row(status, exit_code)
         self._message = message or self._message
         return self._row
 
     def failed(self, error: BaseException) -> None:
-        """The run ends with this error."""
+        """Complete the row of a run that ends with this error."""
         meant = known(error)
         self._message = str(meant)
         self.done(meant.status, meant.exit_code)
 
     def close(self) -> None:
-        """Write the run table, and those of experts and ranks if there are some. Raises OSError."""
+        """Write the tables of the run, of activities, and of experts and ranks if there are any.
+
+        Raises:
+            OSError: A table cannot be written.
+        """
         row = self.row
         if not self._kept:
             return
@@ -231,11 +280,16 @@ class RunReport:
 
     @property
     def row(self) -> RunRow:
-        """The run table's row, once `done` or `failed` has said how the run ended."""
+        """Return the row of the run table. Call `done` or `failed` first."""
         return self.done(BatchInferError.status, BatchInferError.exit_code)
 
     def write_last(self, ops: FileOps) -> None:
-        """Write `last_run.json` in place of the one before. Raises OSError, StorageError."""
+        """Write `last_run.json`, and replace the file of the run before.
+
+        Raises:
+            OSError: The folder cannot be made.
+            StorageError: The file cannot be written.
+        """
         path = None if self.path is None else str(self.path)
         text = json_line({**self.row, "message": self._message, "report": path})
         ops.mkdir(self.folder)
@@ -243,7 +297,7 @@ class RunReport:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Return what tells this run from others."""
+        """Return the columns that identify this run."""
         return {
             "run_id": self._run_id,
             "job": self._job.name,
@@ -252,16 +306,16 @@ class RunReport:
         }
 
     def discard(self) -> None:
-        """The run changed nothing: it leaves no table."""
+        """Write no tables, because the run changed nothing."""
         self._kept = False
 
     @property
     def path(self) -> Path | None:
-        """Where the run table is, or will be."""
+        """Return the path of the run table, or None if it is discarded."""
         return table_path(self.folder, RUN, self._run_id) if self._kept else None
 
     def _finished_row(self, status: str, exit_code: int) -> RunRow:
-        # a signal may end this before it is done: the meter is never finished twice
+        # removed first, because a signal may interrupt `finish`, which must not be called twice
         meter, self._meter = self._meter, None
         with self.timed("close_s"):
             if meter is not None:
@@ -283,15 +337,15 @@ class RunReport:
         return run_row(self._facts, self._setting.placement.hardware, self._measured, self._meaningless())
 
     def _meaningless(self) -> Sequence[str]:
-        """Return the columns that mean nothing for this job."""
+        """Return the columns that do not apply to this job."""
         without = OF_OUTPUT if self._job.task in WITHOUT_OUTPUT else ()
         runs_whole = self._job.engine.enable_prefix_caching and not self._setting.parts.shares_prefixes
         return [*without, *(OF_PREFIXES if runs_whole else ())]
 
 
 @contextmanager
-def told_by(notice: Callable[[str], None]) -> Iterator[None]:
-    """A report that cannot be written must not hide why the run failed: it becomes a line of its own."""
+def errors_as_notice(notice: Callable[[str], None]) -> Iterator[None]:
+    """Turn errors of the block into a notice, so they do not hide the error of the run."""
     try:
         yield
     except (OSError, BatchInferError, duckdb.Error, MemoryError, ArithmeticError, ValueError) as error:
@@ -299,12 +353,12 @@ def told_by(notice: Callable[[str], None]) -> Iterator[None]:
 
 
 def _captured(infos: Sequence[EngineInfo]) -> dict[str, float | None]:
-    """Return the seconds and bytes that capturing graphs took while the engines were loaded."""
+    """Return the columns with the time and memory of CUDA graph capture, for the slowest or fullest engine."""
     seconds = [info.capture_s for info in infos if info.capture_s is not None]
-    taken = [info.graph_bytes for info in infos if info.graph_bytes is not None]
+    graphs = [info.graph_bytes for info in infos if info.graph_bytes is not None]
     free = [info.free_bytes for info in infos if info.free_bytes is not None]
     return {
         "load_capture_s": max(seconds, default=None),
-        "load_graph_bytes": max(taken, default=None),
+        "load_graph_bytes": max(graphs, default=None),
         "load_free_bytes": min(free, default=None),
     }

@@ -1,4 +1,4 @@
-"""A run's result, for the program that started the run."""
+"""The result of a run, for the program that called `batchinfer.run`."""
 
 from __future__ import annotations
 
@@ -23,39 +23,51 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended that published its results. Counts are None where they are not known."""
+    """The result of a run that published. A count is None if it is unknown."""
 
     results: Path  # the folder of the result
     exit_code: int  # that of `batchinfer run`: 0, or 65 for more error rows than the job allows
     status: str  # `exit_status` of the run table
-    message: str | None  # why the exit code is not 0
-    report: Path | None  # the run table; None: everything was published already
+    message: str | None  # the reason for an exit code other than 0
+    report: Path | None  # the run table, or None if the result was already published
     rows: int | None
     rows_ok: int | None
     rows_error: int | None
     error_codes: Mapping[str, int]
     computed: int | None  # requests that this run computed
-    reused: int | None  # requests that were stored already
+    reused: int | None  # requests whose answers were already stored
     row: Mapping[str, Any] = field(repr=False)  # all columns of the run table
 
     def files(self) -> list[Path]:
-        """The Parquet files in the order of the input, each checked. Raises InputMissing where the result is gone,
-        StorageError where it is damaged."""
+        """Return the Parquet files of the result in the order of the input, after a check of each file.
+
+        Raises:
+            InputMissing: The result was removed.
+            StorageError: A file is damaged.
+        """
         found = open_published(Location.at(self.results))
         if found is None:
             raise InputMissing(f"{self.results}: the result is no longer there")
         return list(found.files)
 
     def to_arrow(self) -> pa.Table:
-        """The whole result in memory, in the order of the input."""
+        """Return the whole result as a table, in the order of the input."""
         return pa.concat_tables([pq.read_table(file, partitioning=None) for file in self.files()])
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The whole result in memory as pandas has it. Raises ImportError where pandas is not installed."""
+        """Return the whole result as a pandas data frame.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
         return self.to_arrow().to_pandas()
 
     def to_polars(self) -> polars.DataFrame:
-        """The whole result in memory as polars has it. Raises ImportError where polars is not installed."""
+        """Return the whole result as a polars data frame.
+
+        Raises:
+            ImportError: polars is not installed.
+        """
         import polars
 
         frame = polars.from_arrow(self.to_arrow())
@@ -63,5 +75,9 @@ class RunResult:
         return frame
 
     def to_duckdb(self, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyRelation:
-        """The result as a relation, which is read only as far as a query asks; of a new connection by default."""
+        """Return the result as a DuckDB relation, which is read lazily.
+
+        Args:
+            connection: The connection of the relation, or None for a new one.
+        """
         return (connection or duckdb.connect()).sql(f"FROM {parquet(self.files())}")

@@ -1,4 +1,4 @@
-"""The flow of a run: a job, from its file to its published result, in the order of the stages."""
+"""The stages of a run in order, from the checked job to the published result."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 from batchinfer.filesystem.durable import storage
 from batchinfer.input.job_input import input_files
 from batchinfer.job import Job
-from batchinfer.pipeline.open_run import OpenRun, opened
+from batchinfer.pipeline.open_run import OpenRun, open_run
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.stages.answering import answer
 from batchinfer.pipeline.stages.answering_in_waves import answer_in_waves
-from batchinfer.pipeline.stages.calibrating import calibrated
-from batchinfer.pipeline.stages.drafting import drafts_of
+from batchinfer.pipeline.stages.calibrating import calibrate_weights
+from batchinfer.pipeline.stages.drafting import prepare_drafts
 from batchinfer.pipeline.stages.earlier_result import earlier_result
-from batchinfer.pipeline.stages.planning import planned
+from batchinfer.pipeline.stages.planning import plan_run
 from batchinfer.pipeline.stages.publishing import (
     KeepKeys,
-    keys_noted,
     publish_result,
+    row_keys_table,
     tidy,
     with_calibration,
     write_openai_file,
 )
 from batchinfer.pipeline.stages.reading import check, read_input
-from batchinfer.pipeline.stages.reporting import reported
+from batchinfer.pipeline.stages.reporting import report_run
 from batchinfer.pipeline.stages.storing import open_store
-from batchinfer.pipeline.stages.verdict import judged, refuse_stored_errors, refuse_to_publish
+from batchinfer.pipeline.stages.verdict import judge_result, refuse_stored_errors, refuse_to_publish
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.plan.setup.job_setup import work_context
 from batchinfer.report.progress import Progress
@@ -43,15 +43,23 @@ from batchinfer.store.results.manifest import Manifest
 def run_job(
     job: Job, options: RunOptions, progress: Progress, interrupts: Interrupts, notice: Callable[[str], None]
 ) -> Outcome:
-    """Run a job, or what is left of it. `notice` gets a line for what a user should know meanwhile.
+    """Run a job, or continue an earlier run of it.
 
-    Raises the exception tree of errors.py; whatever was finished before is committed.
+    Args:
+        job: The job.
+        options: The options of the run.
+        progress: The progress display.
+        interrupts: Handles signals and the stop time.
+        notice: Receives lines for the user.
+
+    Raises:
+        BatchInferError: The run failed. Answers that were finished before are committed.
     """
-    with opened(job, options, progress, interrupts, notice) as run, reported(run), run.launch:
+    with open_run(job, options, progress, interrupts, notice) as run, report_run(run), run.launch:
         _prepare(run)
         for warning in run.setup.warnings:
             notice(warning)
-        run = calibrated(run)
+        run = calibrate_weights(run)
         context = work_context(run.setup, run.state, remember=True)
         earlier = earlier_result(run, context)
         if earlier is not None:
@@ -60,14 +68,14 @@ def run_job(
         with open_store(run) as store:
             found = read_input(run, context, store, checked)
             index = found if isinstance(found, Index) else answer_in_waves(run, found, store)
-            with keys_noted(run, index) as keep_keys:
+            with row_keys_table(run, index) as keep_keys:
                 without = _answer(run, index, store) if index is found else ()
                 manifest, changed = _publish(run, context, index, store, keep_keys, without)
         return _finish(run, index, manifest, changed)
 
 
 def _prepare(run: OpenRun) -> None:
-    """Clear up after earlier runs of the job, and see that the file of --to-openai can be written."""
+    """Remove files of earlier runs, and check that the file of --to-openai is writable."""
     run.state.remember_store()
     run.state.remove_old_generations()
     run.state.remove_idle()
@@ -79,16 +87,20 @@ def _nothing_to_do(run: OpenRun, manifest: Manifest) -> Outcome:
     run.interrupts.ignore_stop()
     write_openai_file(run, input_files(run.job))
     with storage(run.state.published, "touch"):
-        run.state.ops.touch(run.state.published)  # its completions were in use until now
-    return _unreported(run, judged(run, manifest, ALREADY_PUBLISHED))
+        run.state.ops.touch(run.state.published)  # the folder's time is when its answers were last used
+    return _unreported(run, judge_result(run, manifest, ALREADY_PUBLISHED))
 
 
 def _answer(run: OpenRun, index: Index, store: CompletionStore) -> Sequence[Path]:
-    """Compute what the store lacks. Return its parts that have no completion of a row whose answer was not known."""
-    with planned(run, index, store) as work:
+    """Compute the missing answers.
+
+    Returns:
+        Parts of the store without answers to new rows, see `PlannedRun.without`.
+    """
+    with plan_run(run, index, store) as work:
         if work.plan.to_run:
             failed = refuse_stored_errors(run, index, store.parts())
-            answer(run, work, index, store, drafts_of(run, work.plan, index, store), failed)
+            answer(run, work, index, store, prepare_drafts(run, work.plan, index, store), failed)
         else:
             with run.report.timed("close_s"):
                 run.launch.end()
@@ -103,10 +115,10 @@ def _publish(
     keep_keys: KeepKeys,
     without: Sequence[Path],
 ) -> tuple[Manifest, bool]:
-    """Publish the answers; return the manifest, and whether this run changed anything."""
-    run.interrupts.ignore_stop()  # publishing is not cut short
+    """Publish the answers. Return the manifest, and True if this run changed anything."""
+    run.interrupts.ignore_stop()  # the stop time does not interrupt publishing
     with run.report.timed("publish_s"):
-        store.refresh()  # runs for other dates, and trials, add to it meanwhile
+        store.refresh()  # trials and runs for other dates may have added answers
         spill, attempts = run.state.staging / "join", index.attempts
         join = join_answers(
             index.index_parts,
@@ -123,7 +135,7 @@ def _publish(
 
 def _finish(run: OpenRun, index: Index, manifest: Manifest, changed: bool) -> Outcome:
     with run.interrupts.deferred(), run.report.timed("close_s"):
-        tidy(run)  # it is published: neither its clearing up nor its report is cut short
+        tidy(run)  # deferred: a signal after publishing interrupts neither the cleanup nor the report
     if run.openai is not None:
         run.interrupts.raise_pending(
             "interrupted; the results are published, and the same command writes the --to-openai file"
@@ -131,11 +143,11 @@ def _finish(run: OpenRun, index: Index, manifest: Manifest, changed: bool) -> Ou
     with run.report.timed("publish_s"):
         write_openai_file(run, index.inputs)
     with run.interrupts.deferred(), run.report.timed("close_s"):
-        outcome = judged(run, manifest, PUBLISHED)
+        outcome = judge_result(run, manifest, PUBLISHED)
         return outcome if changed else _unreported(run, outcome)
 
 
 def _unreported(run: OpenRun, outcome: Outcome) -> Outcome:
-    """Return the outcome of a run that found everything published and unchanged: such a run leaves no report."""
+    """Return the outcome without a report, for a run that changed nothing."""
     run.report.discard()
     return replace(outcome, report=None)

@@ -1,4 +1,4 @@
-"""Messages of a run that stops at the time of `--stop-at`: the rows left, and the command that continues."""
+"""Messages of a run with `--stop-at`: the stop time, the rows left, and the command that continues."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from batchinfer.store.results.made_by import MadeBy
 
 
 def stop_line(stop: StopTime, now: datetime) -> str:
-    """Return what a run says at its start."""
+    """Return the notice at the start of a run with a stop time."""
     left_s = (stop.at - now).total_seconds()
     return f"the run stops at {stop.at.astimezone():%Y-%m-%d %H:%M}, in {about(left_s)} (--stop-at)"
 
 
 def stopped_early(job: Job, options: RunOptions) -> str:
-    """Return what a run says whose stop time came before its engines ran."""
+    """Return the message of a run whose stop time came before its engines ran."""
     if options.stop_at is None:
         return ""
     return (
@@ -52,17 +52,17 @@ def _switches(options: RunOptions) -> list[tuple[str, bool]]:
 
 
 def stop_reached(stop: StopTime) -> str:
-    """Return the first words of the message that is printed at the stop time."""
+    """Return the beginning of the message at the stop time."""
     return f"stopped at {stop.at.astimezone():%H:%M} (--stop-at)"
 
 
 def rows_left(progress: Progress, rows: int | None, forecast_s: float | None) -> str:
-    """Return how many rows are left, and how long they take.
+    """Describe how many rows are left, and how long they take.
 
     Args:
         progress: The progress of the run.
-        rows: rows without an answer before the engines ran, or None if the input was not read to its end.
-        forecast_s: the forecast of the engines' time for these rows, or None.
+        rows: The rows without an answer before the engines ran, or None if the input was not read to its end.
+        forecast_s: The forecast engine time for these rows in seconds, or None.
     """
     left = rows if progress.rows_left is None else progress.rows_left
     if left is None:

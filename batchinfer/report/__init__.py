@@ -1,1 +1,1 @@
-"""The report of a run: its cost, and how near it came to what the hardware can do. Plain numbers, no torch."""
+"""The report of a run: its work, time, cost and hardware efficiency. Does not import torch."""

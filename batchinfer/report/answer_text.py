@@ -1,4 +1,4 @@
-"""The summary's line about the answers of a run says which labels, scores or vectors they are."""
+"""The line of the run summary about labels, scores or vectors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from batchinfer.core.wording import count, counted, percent, short
 
-_MOST_LABELS = 6  # named in the summary; the page has them all
+_MOST_LABELS = 6  # labels in the summary; the page shows all
 Row = Mapping[str, Any]
 
 
@@ -27,7 +27,7 @@ def answers_line(row: Row) -> tuple[str, str]:
 
 
 def perplexity(mean_logprob: float) -> float | None:
-    """Return the perplexity; None if it is beyond the range of a float."""
+    """Return the perplexity, or None if it is too large for a float."""
     try:
         return math.exp(-mean_logprob)
     except OverflowError:
@@ -35,7 +35,7 @@ def perplexity(mean_logprob: float) -> float | None:
 
 
 def _labels(row: Row) -> str:
-    """Say how many rows got which label, the most frequent first."""
+    """Return the number of rows per label, the most frequent first."""
     labels: Mapping[str, int] = row["labels"] or {}
     rows = sum(labels.values())
     ranked = sorted(labels.items(), key=lambda item: (-item[1], item[0]))

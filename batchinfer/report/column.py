@@ -1,4 +1,4 @@
-"""A column of a report's table: its one declaration, and short ways to write it for the usual types."""
+"""The declaration of a column of a report table, with helpers for the usual types."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Formula = Callable[[Mapping[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: what it is, and how it is made. Without `sql` and `formula` it is given as it is."""
+    """A column of a report table. With neither `sql` nor `formula`, its value is set by the caller."""
 
     name: str
     type: pa.DataType
     unit: str  # empty for names, texts and timestamps
-    meaning: str
-    sql: str = ""  # a DuckDB expression over what the table is made of
-    formula: Formula | None = None  # its value from the columns of its row that stand before it
+    meaning: str  # the description in docs/report.md
+    sql: str = ""  # a DuckDB expression over the source of the table
+    formula: Formula | None = None  # computes the value from earlier columns of the row
 
 
 TEXT = pa.string()
@@ -32,40 +32,40 @@ COUNTS = pa.map_(pa.string(), pa.int64())
 
 
 def text(name: str, meaning: str, sql: str = "") -> Column:
-    """A name or a text."""
+    """Declare a column of names or texts."""
     return Column(name, TEXT, "", meaning, sql)
 
 
 def count(name: str, unit: str, meaning: str, sql: str = "") -> Column:
-    """A whole number."""
+    """Declare a column of whole numbers."""
     return Column(name, INT, unit, meaning, sql)
 
 
 def real(name: str, unit: str, meaning: str, sql: str = "", formula: Formula | None = None) -> Column:
-    """A number that need not be whole."""
+    """Declare a column of real numbers."""
     return Column(name, REAL, unit, meaning, sql, formula)
 
 
 def seconds(name: str, meaning: str, sql: str = "", formula: Formula | None = None) -> Column:
-    """A time in seconds."""
+    """Declare a column of times in seconds."""
     return real(name, "s", meaning, sql, formula)
 
 
 def ratio(name: str, meaning: str, sql: str = "", formula: Formula | None = None) -> Column:
-    """A share of 1."""
+    """Declare a column of shares from 0 to 1."""
     return real(name, "0…1", meaning, sql, formula)
 
 
 def total(column: str) -> str:
-    """Sum a column that is known in every row; 0 without rows."""
+    """Return the SQL of a column's sum, which is 0 without rows."""
     return f"coalesce(sum({column}), 0)"
 
 
 def whole(column: str) -> str:
-    """Sum a column; null as soon as one row does not know it."""
+    """Return the SQL of a column's sum, which is null if the column is null in any row."""
     return f"CASE WHEN count(*) = count({column}) THEN sum({column}) END"
 
 
 def spread(stem: str, meaning: str) -> list[Column]:
-    """The three percentile columns of one latency."""
+    """Declare the three percentile columns of a latency."""
     return [seconds(f"{stem}_p{p}_s", f"{meaning}, {p}th percentile") for p in (50, 90, 99)]

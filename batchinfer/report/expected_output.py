@@ -1,4 +1,4 @@
-"""How many output tokens a run comes to, guessed from the answers that have ended so far."""
+"""Estimates the output tokens of a run from the answers that have ended so far."""
 
 from __future__ import annotations
 
@@ -6,61 +6,79 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
-FEWEST = 16  # answers that ended by themselves: fewer say too little
-AGAIN = 1.05  # the guess is made again when this many times as many answers have ended
+FEWEST = 16  # complete answers that an estimate needs; an answer cut at its limit does not count
+AGAIN = 1.05  # the estimate is updated when the number of complete answers has grown by this factor
 
 
 @dataclass(slots=True)
 class _InWork:
-    """When the rows that one engine has in work began, in steps: an answer gets about a token a step."""
+    """The running rows of an engine, by the step in which they started. An answer gets about one token per step."""
 
     steps: int = 0
     began: list[int] = field(default_factory=list)  # ascending
 
     def step(self, running: int) -> None:
+        """Count a step with this number of running rows."""
         self.steps += 1
         self.began += [self.steps] * (running - len(self.began))
 
     def finished(self, tokens: int) -> None:
-        """Remove a row whose answer has that many tokens: one that began about that many steps ago."""
+        """Remove the row that started about `tokens` steps ago."""
         if self.began:
             del self.began[min(bisect_left(self.began, self.steps - tokens), len(self.began) - 1)]
 
 
 class ExpectedOutput:
-    """Counts a run's answers, and estimates what they come to.
+    """Counts the output tokens of a run, and estimates their total.
 
-    The first answers to end are the short ones. The guess therefore counts those that still run, too, as at least as
-    long as they are by now; see Survival.
+    Short answers end first. The estimate therefore also uses the running answers, which have at least their present
+    length; see Survival.
     """
 
     def __init__(self, most: int = 0) -> None:
-        """`most`: tokens of all answers, at most."""
-        self.ended = 0  # answers that ended by themselves
+        """Start counting the answers of a run.
+
+        Args:
+            most: An upper bound of the output tokens of the run.
+        """
+        self.ended = 0  # complete answers
         self._most, self._most_of_finished = most, 0
-        self._said = self._finished = 0  # tokens of all answers, and of those that have finished
-        self._lengths: Counter[int] = Counter()  # of the answers that ended by themselves
-        self._cut: Counter[int] = Counter()
-        self._bounds: Counter[int] = Counter()  # the most tokens of each answer that has finished
-        self._in_work: dict[int, _InWork] = {}  # of each engine
-        # What answers have of their most; how many had ended when that was guessed
+        self._generated = self._finished = 0  # tokens of all answers, and of finished ones
+        self._lengths: Counter[int] = Counter()  # of complete answers
+        self._cut: Counter[int] = Counter()  # lengths of answers cut at their limit
+        self._bounds: Counter[int] = Counter()  # limits of finished answers
+        self._in_work: dict[int, _InWork] = {}  # by engine
+        # The estimated ratio of answers to their limits, and the complete answers at that time
         self._share, self._seen = 1.0, 0
 
     def more(self, most: int) -> None:
-        """Expect further answers, of so many tokens at most."""
+        """Increase the upper bound of the output tokens by `most`."""
         self._most += most
 
     def expect(self, most: int) -> None:
-        """Expect answers of so many tokens in all, at most."""
+        """Set the upper bound of the output tokens."""
         self._most = most
 
     def step(self, tokens: int, running: int, engine: int) -> None:
-        """Count tokens that an engine gave to answers, while it had `running` rows in work."""
-        self._said += tokens
+        """Count a step of an engine.
+
+        Args:
+            tokens: The output tokens of the step.
+            running: The running rows of the engine.
+            engine: The number of the engine.
+        """
+        self._generated += tokens
         self._in_work.setdefault(engine, _InWork()).step(running)
 
     def finished(self, most: int, tokens: int, cut: bool, engine: int) -> None:
-        """An engine has finished an answer that may have had `most` tokens."""
+        """Count a finished answer.
+
+        Args:
+            most: The limit of its tokens.
+            tokens: Its tokens.
+            cut: Whether it ended at its limit.
+            engine: The number of the engine.
+        """
         if engine in self._in_work:
             self._in_work[engine].finished(tokens)
         (self._cut if cut else self._lengths)[tokens] += 1
@@ -71,20 +89,20 @@ class ExpectedOutput:
 
     @property
     def is_guess(self) -> bool:
-        """Whether enough answers have ended to guess from."""
+        """Return True if enough answers are complete for an estimate."""
         return self.ended >= FEWEST
 
     @property
     def total(self) -> int:
-        """Tokens of all answers; at most, as long as too few have ended."""
+        """Return the estimated output tokens of the run, or their upper bound if `is_guess` is False."""
         left = self._most - self._most_of_finished
         if self.is_guess and self.ended >= AGAIN * self._seen:
-            self._share, self._seen = self._guessed(), self.ended
+            self._share, self._seen = self._estimate(), self.ended
         return self._finished + round(left * self._share)
 
-    def _guessed(self) -> float:
+    def _estimate(self) -> float:
         from batchinfer.core.statistics.survival import (
-            survival_of,  # not before a run's first line: it needs NumPy
+            survival_of,  # imported late, because NumPy delays the first line of a run
         )
 
         survival = survival_of(self._lengths, self._cut + self._unfinished())
@@ -94,7 +112,7 @@ class ExpectedOutput:
         return sum(survival.mean(bound) * times for bound, times in self._bounds.items()) / max(1, most)
 
     def _unfinished(self) -> Counter[int]:
-        """The tokens that answers in work have by now, as far as steps tell; their sum is known."""
+        """Return the estimated present lengths of running answers, scaled to their known sum."""
         ages = [one.steps - began for one in self._in_work.values() for began in one.began]
-        times = max(0, self._said - self._finished) / max(1, sum(ages))
+        times = max(0, self._generated - self._finished) / max(1, sum(ages))
         return Counter(round(age * times) for age in ages)

@@ -1,4 +1,4 @@
-"""The history of a job: the speed of each run, and whether the newest is slower than usual. No input or output."""
+"""The history of a job: compares the speed of the newest run with earlier runs. Does no input or output."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from batchinfer.core.wording import UNKNOWN, count, percent, seconds, short
 from batchinfer.report.tables.exit_status import is_published
 
 HISTORY = "history"  # its name among the tables of `batchinfer query`
-# Loading the first batches and waiting for the last rows takes one or two seconds of a run: in a run of less than
-# 5 s that weighs more than the slowdowns that are looked for.
+# Shorter runs are not compared: filling the first batches and waiting for the last rows takes one or two seconds, which
+# would hide the slowdowns of interest.
 LEAST_S = 5.0
-LAST_RUNS = 10  # that a run is compared with
-FEWEST_RUNS = 3  # the median of three is not moved by one bad night
+LAST_RUNS = 10  # number of earlier runs in a comparison
+FEWEST_RUNS = 3  # the median of three runs is robust against one slow run
 WORK_FACTOR = 4.0  # a run with far more work keeps its batches full for longer
-# Prompt tokens cost far less than output tokens, so that tokens a second follow the share of each.
+# Prompt tokens cost far less than output tokens, so runs are only comparable with similar shares of both
 MIX_FACTOR = 1.25
 _TERA = 1e12
 
 
 @dataclass(frozen=True, slots=True)
 class PastRun:
-    """One run, as the table `history` has it. None: not known, or nothing was computed."""
+    """A row of the table `history`. None means unknown, or that the run computed nothing."""
 
     run_id: str
     job: str | None = None
@@ -47,11 +47,11 @@ class PastRun:
     computed_requests: int | None = None
     prompt_tokens_run: int | None = None
     output_tokens: int | None = None
-    tokens: int | None = None  # prompt tokens that were run, and output tokens
+    tokens: int | None = None  # computed prompt tokens and output tokens
     engine_wall_s: float | None = None
     total_tokens_per_s: float | None = None
     peak_flops_per_s: float | None = None
-    tokens_per_tflop: float | None = None  # tokens a second for each TFLOP/s of the peak
+    tokens_per_tflop: float | None = None  # tokens per second for each TFLOP/s of the peak
     roofline_efficiency: float | None = None
     wall_s: float | None = None
     engine_s: float | None = None
@@ -61,17 +61,19 @@ class PastRun:
     energy_j: float | None = None
     cost: float | None = None
     labelled_rows: int | None = None
-    accuracy: float | None = None  # exactly right; None: the job names no expected answers
+    accuracy: float | None = None  # of exact answers; None if the job has no expected answers
     normalised_accuracy: float | None = None
-    calibration_error: float | None = None  # of the labels' probabilities; None: answers have none
+    calibration_error: float | None = None  # of the probabilities of answers; None if they have none
     brier_score: float | None = None
 
     @property
     def output_share(self) -> float:
+        """Return the share of output tokens among all tokens."""
         return (self.output_tokens or 0) / self.tokens if self.tokens else 0.0
 
     @property
     def machine(self) -> tuple[str | None, int | None]:
+        """Return the hardware and its number of cores."""
         return self.hardware, self.cores
 
 
@@ -82,13 +84,13 @@ _DERIVED = {
 
 
 def history_sql(run: str) -> str:
-    """A query for the columns of `PastRun` over the run table of that name, oldest run first."""
+    """Return a query for the columns of `PastRun` over the run table `run`, oldest run first."""
     columns = (f"{_DERIVED.get(one.name, one.name)} AS {one.name}" for one in fields(PastRun))
     return f"SELECT {', '.join(columns)} FROM {run} ORDER BY run_id"
 
 
 def unfit(run: PastRun) -> str | None:
-    """Say why the speed of a run says nothing about the machine or the engine; None where it does."""
+    """Return the reason why the speed of a run is not meaningful, or None if it is."""
     if run.trial:
         return "a trial"
     if not run.tokens or run.total_tokens_per_s is None or run.engine_wall_s is None:
@@ -112,7 +114,7 @@ _SAME = {
 
 
 def incomparable(run: PastRun, newest: PastRun) -> str | None:
-    """Say why a run says nothing about the speed that `newest` should have; None where it does."""
+    """Return the reason why a run is not comparable with `newest`, or None if it is."""
     if (reason := unfit(run)) is not None:
         return reason
     for name, said in _SAME.items():
@@ -133,9 +135,9 @@ def _factor(one: float, other: float) -> float:
 
 
 def _speed(run: PastRun, newest: PastRun) -> float:
-    """Tokens a second, as the machine of `newest` would reach them with the same share of its peak.
+    """Return the tokens per second of a run, scaled by the peaks if `newest` ran on another machine.
 
-    On one machine the peak counts only once: measuring it again must not look like a change of speed.
+    On the same machine nothing is scaled, so a new measurement of the peak does not look like a change of speed.
     """
     speed = run.total_tokens_per_s or 0.0
     if run.machine == newest.machine or not (run.peak_flops_per_s and newest.peak_flops_per_s):
@@ -145,29 +147,35 @@ def _speed(run: PastRun, newest: PastRun) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The newest run that computed enough, against the median of the comparable ones before it."""
+    """The speed of the newest meaningful run, compared with the median of earlier comparable runs."""
 
-    run_id: str | None  # None: no run computed enough
-    before: int = 0  # comparable runs, at most LAST_RUNS
+    run_id: str | None  # None if no run is meaningful
+    before: int = 0  # number of comparable runs, at most LAST_RUNS
     tokens_per_s: float | None = None
-    median_tokens_per_s: float | None = None  # None: fewer than FEWEST_RUNS to compare with
-    spread: float | None = None  # of the runs before: (fastest − slowest) ÷ median
-    left_out: dict[str, int] = field(default_factory=dict)  # reason → runs
+    median_tokens_per_s: float | None = None  # None with fewer than FEWEST_RUNS comparable runs
+    spread: float | None = None  # of the comparable runs: (fastest − slowest) ÷ median
+    left_out: dict[str, int] = field(
+        default_factory=dict
+    )  # number of runs by the reason for leaving them out
 
     @property
     def change(self) -> float | None:
-        """−0.2: a fifth fewer tokens a second than the median."""
+        """Return the relative change of speed: −0.2 means a fifth fewer tokens per second than the median."""
         if self.tokens_per_s is None or not self.median_tokens_per_s:
             return None
         return self.tokens_per_s / self.median_tokens_per_s - 1
 
     def slower_than(self, share: float) -> bool:
-        """Whether it is slower than the median by more than that share."""
+        """Return True if the run is slower than the median by more than this share."""
         return self.change is not None and self.change < -share
 
 
 def compare(runs: Sequence[PastRun]) -> Comparison:
-    """`runs` oldest first."""
+    """Compare the newest meaningful run with earlier ones.
+
+    Args:
+        runs: The runs of a job, oldest first.
+    """
     reasons: Counter[str] = Counter()
     left = list(runs)
     while left and (reason := unfit(left[-1])) is not None:
@@ -184,17 +192,17 @@ def compare(runs: Sequence[PastRun]) -> Comparison:
         else:
             reasons[reason] += 1
     found = Comparison(newest.run_id, len(speeds), newest.total_tokens_per_s, left_out=dict(reasons))
-    return found if len(speeds) < FEWEST_RUNS else _judged(found, speeds)
+    return found if len(speeds) < FEWEST_RUNS else _with_median(found, speeds)
 
 
-def _judged(found: Comparison, speeds: Sequence[float]) -> Comparison:
+def _with_median(found: Comparison, speeds: Sequence[float]) -> Comparison:
     middle = median(speeds)
     spread = (max(speeds) - min(speeds)) / middle
     return Comparison(found.run_id, found.before, found.tokens_per_s, middle, spread, found.left_out)
 
 
 def trends(runs: Sequence[PastRun], limit: int) -> list[tuple[PastRun, float | None]]:
-    """The newest `limit` runs, oldest first, each with its change against the runs before it, where it has one."""
+    """Return the newest `limit` runs, oldest first, each with its change of speed or None."""
     found = []
     for at in range(max(0, len(runs) - limit), len(runs)):
         change = None if unfit(runs[at]) else compare(runs[: at + 1]).change
@@ -203,7 +211,7 @@ def trends(runs: Sequence[PastRun], limit: int) -> list[tuple[PastRun, float | N
 
 
 def verdict(found: Comparison) -> Iterator[str]:
-    """Say what a comparison shows, a line at a time."""
+    """Yield the lines that describe a comparison."""
     if found.run_id is None:
         yield (
             f"speeds are not compared: no finished run computed for {seconds(LEAST_S)} or longer; shorter runs "
@@ -240,23 +248,25 @@ _CALIBRATED = ("calibration error", "Brier score")
 
 
 def history_lines(found: Sequence[tuple[PastRun, float | None]]) -> list[str]:
-    """A line a run below a line of headings. Where a run was measured, how many answers were right comes last, and what
-    their probabilities are worth where they have some."""
+    """Return a heading and one line per run.
+
+    Columns with accuracy or calibration are added if any run has them.
+    """
     table = [_HEAD, *(_cells(run, change) for run, change in found)]
     if any(run.accuracy is not None for run, _ in found):
-        table = _beside(table, [_MEASURED, *(_measured(run) for run, _ in found)])
+        table = _with_columns(table, [_MEASURED, *(_measured(run) for run, _ in found)])
     if any(run.calibration_error is not None for run, _ in found):
-        table = _beside(table, [_CALIBRATED, *(_calibrated(run) for run, _ in found)])
+        table = _with_columns(table, [_CALIBRATED, *(_calibrated(run) for run, _ in found)])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(_placed(cells, widths)).rstrip() for cells in table]
+    return ["  ".join(_align(cells, widths)).rstrip() for cells in table]
 
 
-def _beside(table: Sequence[tuple[str, ...]], more: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _with_columns(table: Sequence[tuple[str, ...]], more: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [(*cells, *further) for cells, further in zip(table, more, strict=True)]
 
 
-def _placed(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    """Align texts to the left and figures to the right."""
+def _align(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    """Align the first two cells to the left and all others, which are figures, to the right."""
     for at, (cell, width) in enumerate(zip(cells, widths, strict=True)):
         yield cell.ljust(width) if at < 2 else cell.rjust(width)
 
@@ -281,7 +291,7 @@ def _cells(run: PastRun, change: float | None) -> tuple[str, ...]:
 
 
 def _measured(run: PastRun) -> tuple[str, ...]:
-    """Percentages have a decimal: from one night to the next they hardly change."""
+    """Return the cells of accuracy, with one decimal because it hardly changes between incremental runs."""
     shares = (run.accuracy, run.normalised_accuracy)
     return count(run.labelled_rows), *(UNKNOWN if one is None else f"{one:.1%}" for one in shares)
 

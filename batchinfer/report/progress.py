@@ -1,4 +1,4 @@
-"""Progress of a job: a bar on a terminal, periodic lines elsewhere, nothing when quiet."""
+"""The progress display of a job: a bar on a terminal, periodic lines elsewhere, nothing with `--quiet`."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ UNCOUNTED: tuple[Phase, ...] = ("listing", "planning", "waiting", "loading model
 FIRST_LINE_S = 5.0
 LINE_EVERY_S = 30.0
 BAR_EVERY_S = 0.1
-SPARE_COLUMNS = 3  # right of the bar: the terminal writes ^C there without breaking the line
+SPARE_COLUMNS = 3  # columns left free at the right, so an echoed ^C does not break the line
 _SO_FAR = " read so far"
 ERASE_LINE = "\r\x1b[2K"
-# The rate is that of the last seconds: a mixed job's first steps say little about its last
+# The rate is measured over a window, because the first steps of a job may differ from later ones
 RATE_WINDOW_S = 30.0
 RATE_SAMPLE_S = 1.0
-RECORD_EVERY_S = 2.0  # for who looks from outside; a record is a small file
+RECORD_EVERY_S = 2.0  # interval of writing progress.json
 
 
 class _Screen:
-    """A stream that may go away (a closed terminal, a pipe without a reader): from then on nothing is written."""
+    """Writes to a stream until the stream fails, for example because the terminal was closed."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
         encoding = getattr(stream, "encoding", None) or ""
         self.ascii = not encoding.lower().startswith("utf")
-        # a dumb terminal can neither return to the line's start nor erase it
+        # a dumb terminal cannot erase a line
         self.draws = stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
     def write(self, text: str) -> None:
@@ -65,35 +65,36 @@ class _Screen:
             return
         try:
             what(self._stream)
-        except OSError:  # the work goes on: its outcome stands in the run table
+        except OSError:  # the run continues without a display
             self._stream = None
 
 
 @dataclass(slots=True)
 class _Work:
-    """The work of one phase, total and done, in rows and (while running) in tokens."""
+    """The total and finished work of a phase, in rows, bytes, layers or tokens."""
 
     phase: Phase
     rows: int = 0
     total_rows: int | None = None
     bytes: int = 0  # of the input files, or of a download
     total_bytes: int | None = None
-    prompt_tokens: int | None = None  # None: not a phase of tokens
+    prompt_tokens: int | None = None  # None for a phase that does not count tokens
     ran_tokens: int = 0
     output: ExpectedOutput = field(default_factory=ExpectedOutput)
-    more: bool = False  # there may be more rows than are known
+    more: bool = False  # whether more rows may follow
     marks: deque[tuple[float, int]] = field(default_factory=deque)  # (time, done) within the rate's window
-    last_rate: float | None = None  # of a run that is stopping: fewer and fewer rows run at once
+    last_rate: float | None = None  # the rate before the run began to stop, when fewer and fewer rows run
 
     @property
     def done(self) -> int:
+        """Return the finished work of the phase."""
         if self.phase == "downloading":
             return self.bytes
         return self.rows if self.prompt_tokens is None else self.ran_tokens
 
     @property
     def total(self) -> int | None:
-        """Return the total work of the phase. The tokens of answers are estimated from those that have ended."""
+        """Return the total work of the phase, with an estimate of the output tokens, or None if unknown."""
         if self.phase == "downloading":
             return self.total_bytes
         if self.prompt_tokens is None:
@@ -102,7 +103,7 @@ class _Work:
 
     @property
     def share(self) -> float | None:
-        """How much of the phase is done, 0 … 1. Reading ends with the files or at the row limit."""
+        """Return the finished share of the phase from 0 to 1. Reading ends with the files or at the row limit."""
         if self.more:
             return None
         parts = ((self.done, self.total), (self.bytes, self.total_bytes))
@@ -111,18 +112,18 @@ class _Work:
 
     @property
     def in_layers(self) -> bool:
-        """Whether layers are counted, each of which may take longer than the window of the rate."""
+        """Return True if the phase counts layers. One layer may take longer than the window of the rate."""
         return self.phase == "calibrating"
 
     @property
     def unit(self) -> str:
+        """Return the unit of the work for the display."""
         if self.in_layers:
             return "layers"
         return "rows" if self.prompt_tokens is None else "tok"
 
     def mark(self, now: float) -> None:
-        """Remember how much was done by now, at most once a second, for the length of the window; layers as each of
-        them is done."""
+        """Record the finished work for the rate: every layer, or other units at most once per second."""
         before = self.marks[-1] if self.marks else None
         if before is not None and (
             self.done == before[1] if self.in_layers else now - before[0] < RATE_SAMPLE_S
@@ -133,7 +134,10 @@ class _Work:
             self.marks.popleft()
 
     def rate(self, now: float) -> float | None:
-        """Units a second over the window, of layers until the last one was done; None before anything was done."""
+        """Return the units per second over the window, or None before anything was done.
+
+        For layers the window ends at the last finished layer.
+        """
         if self.last_rate is not None:
             return self.last_rate
         if not self.marks:
@@ -143,7 +147,7 @@ class _Work:
         return (done - before) / (until - since) if until > since and done > before else None
 
     def left_s(self, now: float) -> float | None:
-        """Seconds to the end at the present rate; None when that is not known, or nothing is left."""
+        """Return the seconds to the end at the current rate, or None if unknown or if nothing is left."""
         rate, share = self.rate(now), self.share
         if rate is None or not share or share >= 1:
             return None
@@ -153,7 +157,7 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class ProgressState:
-    """How far a run is at one moment. None: not known, or nothing that the phase counts."""
+    """The progress of a run at one moment. A value is None if it is unknown or does not apply to the phase."""
 
     phase: Phase
     rows: int
@@ -161,16 +165,16 @@ class ProgressState:
     tokens: int | None
     tokens_total: int | None
     share: float | None  # of the phase, 0 … 1
-    per_s: float | None  # tokens a second while running, else rows
+    per_s: float | None  # tokens per second while running, else rows per second
     left_s: float | None  # to the end of the phase
-    errors: dict[str, int]  # rows by error code, as far as they are known
+    errors: dict[str, int]  # known error rows by error code
 
 
 Recorder = Callable[[ProgressState], None]
 
 
 class Progress:
-    """Writes to the stream that it is given, and to nothing else. Not for several threads at once."""
+    """Displays the progress of a run on a stream. Not thread-safe."""
 
     def __init__(
         self,
@@ -181,7 +185,15 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         today: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """A terminal gets a bar. Lines elsewhere begin with the time and the `job`, if it is named."""
+        """Display progress on a stream.
+
+        Args:
+            stream: The stream, or None. A terminal shows a bar.
+            job: The name of the job. On other streams, lines begin with the time and this name.
+            quiet: Show only notices.
+            clock: Returns the time in seconds.
+            today: Returns the date and time of lines.
+        """
         self._screen = _Screen(stream)
         self._job = job
         self._quiet = quiet
@@ -202,66 +214,79 @@ class Progress:
         self.close()
 
     def phase(self, name: Phase, total_rows: int | None = None) -> None:
-        """Begin a phase that is counted in rows, or not at all (planning, loading model)."""
+        """Begin a phase that counts rows or layers, or nothing, like planning."""
         self._begin(_Work(name, total_rows=total_rows))
 
     def running(self, *, rows: int, prompt_tokens: int, expected_tokens: int, more: bool = False) -> None:
-        """Begin the phase of tokens. `expected_tokens` is the upper bound of the output; `more`: there may be more rows
-        than these."""
+        """Begin the phase that counts tokens.
+
+        Args:
+            rows: The number of rows.
+            prompt_tokens: Their prompt tokens.
+            expected_tokens: An upper bound of their output tokens.
+            more: Whether more rows may follow.
+        """
         output = ExpectedOutput(expected_tokens)
         self._begin(_Work("running", total_rows=rows, prompt_tokens=prompt_tokens, output=output, more=more))
 
     def known(self, *, rows: int, done: int, prompt_tokens: int, expected_tokens: int, more: bool) -> None:
-        """Take note of how many rows there are by now, how many of them have their answers, and of all their tokens."""
+        """Update the known work of the phase that counts tokens.
+
+        Args:
+            rows: The number of rows known so far.
+            done: Rows that have answers.
+            prompt_tokens: The prompt tokens of all rows.
+            expected_tokens: An upper bound of the output tokens of all rows.
+            more: Whether more rows may follow.
+        """
         work = self._current()
         work.total_rows, work.rows, work.prompt_tokens, work.more = rows, done, prompt_tokens, more
         work.output.expect(expected_tokens)
 
     def more(self, *, prompt_tokens: int, expected_tokens: int) -> None:
-        """Rows that were counted already run again, with so many more tokens."""
+        """Add the tokens of further attempts at rows that are counted already."""
         work = self._current()
         work.prompt_tokens = (work.prompt_tokens or 0) + prompt_tokens
         work.output.more(expected_tokens)
 
     def downloading(self, received: int, total: int) -> None:
-        """Begin the phase of a download, some of whose bytes are there already."""
+        """Begin a download of `total` bytes, of which `received` bytes exist already."""
         self._begin(_Work("downloading", bytes=received, total_bytes=total))
 
     def received(self, received: int) -> None:
-        """Take note of how many bytes of the download are there in all."""
+        """Set the number of downloaded bytes."""
         self._current().bytes = received
         self.tick()
 
     def rows(self, number: int) -> None:
-        """Count more rows that were read or published, or layers that were calibrated."""
+        """Count newly read or published rows, or calibrated layers."""
         self._current().rows += number
         self.tick()
 
     def read(self, rows: int, bytes_read: int, bytes_total: int) -> None:
-        """Take note of how many rows, and bytes of the input files, were read in all."""
+        """Set the number of rows and bytes that were read so far, and the bytes of all input files."""
         work = self._current()
         work.rows, work.bytes, work.total_bytes = rows, bytes_read, bytes_total
         self.tick()
 
     def step(self, sample: StepSample, engine: int = 0) -> None:
-        """The `engine`-th engine of the run ran a step. Tokens that a prefix saved count as done, recomputed and padded
-        ones do not."""
-        work, said = self._current(), sample.output_tokens
-        work.ran_tokens += sample.prompt_tokens + sample.cached_tokens + said
-        work.output.step(said, sample.running, engine)
+        """Count a step of an engine. Cached tokens count as done; recomputed and padded tokens do not count."""
+        work, output = self._current(), sample.output_tokens
+        work.ran_tokens += sample.prompt_tokens + sample.cached_tokens + output
+        work.output.step(output, sample.running, engine)
         self.tick()
 
     def recorded_by(self, recorder: Recorder | None) -> None:
-        """From now on `recorder` gets the state at the start of each phase, and every RECORD_EVERY_S seconds."""
+        """Call `recorder` with the state at the start of each phase, and every RECORD_EVERY_S seconds."""
         self._recorder = recorder
 
     def record(self) -> None:
-        """Give the recorder the state at this moment, if a phase is under way."""
+        """Call the recorder with the current state, if a phase has begun."""
         if self._work is not None:
             self._record(self._work, self._clock())
 
     def failed(self, codes: Mapping[str, int]) -> None:
-        """Count more error rows, by their codes."""
+        """Count new error rows by error code."""
         self._errors.update(codes)
 
     def finished(
@@ -274,8 +299,16 @@ class Progress:
         cut: bool = False,
         engine: int = 0,
     ) -> None:
-        """A request is done that was expected to have up to `expected_tokens`, and serves `rows` rows. `cut`: it had no
-        room for a longer answer."""
+        """Count a finished request.
+
+        Args:
+            expected_tokens: The limit of its output tokens.
+            completion_tokens: Its output tokens.
+            rows: The rows that it answers.
+            error: Its error code, or None.
+            cut: Whether its answer ended at the limit.
+            engine: The number of its engine.
+        """
         work = self._current()
         if error is not None and rows:
             self._errors[error] += rows
@@ -284,7 +317,7 @@ class Progress:
         self.tick()
 
     def tick(self) -> None:
-        """Draw if it is time to; for callers that wait without anything to count."""
+        """Update the display if it is due. Callers that only wait call this, too."""
         now = self._clock()
         work = self._current()
         work.mark(now)
@@ -299,13 +332,13 @@ class Progress:
             self._line(line_of(work, now))
 
     def stopping(self) -> None:
-        """Keep the present rate for estimates: only the rows in progress are finished from now on."""
+        """Keep the current rate for estimates, because only running rows finish from now on."""
         if self._work is not None:
             self._work.last_rate = self._work.rate(self._clock())
 
     @property
     def rows_left(self) -> int | None:
-        """Return how many known rows have no final answer yet; None outside of the phase of tokens."""
+        """Return the number of known rows without a final answer, or None outside of the phase that counts tokens."""
         work = self._work
         if work is None or work.prompt_tokens is None or work.total_rows is None:
             return None
@@ -313,40 +346,40 @@ class Progress:
 
     @property
     def knows_all_rows(self) -> bool:
-        """Return False while there may be more rows than are known."""
+        """Return False while more rows may follow."""
         return self._work is None or not self._work.more
 
     def left_s(self) -> float | None:
-        """Seconds to the end of the phase at its present rate; None: not known."""
+        """Return the seconds to the end of the phase at the current rate, or None if unknown."""
         return None if self._work is None else self._work.left_s(self._clock())
 
     def left_of_known_s(self) -> float | None:
-        """Seconds until all that is known by now is done, at the present rate; None: the rate is not known."""
+        """Return the seconds until all known work is done at the current rate, or None if the rate is unknown."""
         work = self._work
         rate = None if work is None else work.rate(self._clock())
         return None if work is None or rate is None else max(0, (work.total or 0) - work.done) / rate
 
     @property
     def share(self) -> float | None:
-        """How much of the phase is done, 0 … 1; None: not known."""
+        """Return the finished share of the phase from 0 to 1, or None if unknown."""
         return None if self._work is None else self._work.share
 
     @property
     def output(self) -> ExpectedOutput | None:
-        """Return the expected lengths of the answers; None outside of a phase that counts tokens."""
+        """Return the estimate of output tokens, or None outside of the phase that counts tokens."""
         return None if self._work is None or self._work.prompt_tokens is None else self._work.output
 
     def note(self, text: str) -> None:
-        """Lines of their own, above the bar; also where progress itself is quiet."""
+        """Write lines above the bar, also if the display is quiet."""
         if not self._has_bar or self._work is None:
             self._line(text)
             return
-        self._screen.write(ERASE_LINE)  # with the ^C of a terminal that echoes it
+        self._screen.write(ERASE_LINE)  # also erases an echoed ^C
         self._line(text)
         self._draw(self._work, self._clock())
 
     def close(self) -> None:
-        """End the present phase; its bar leaves its last state on the screen, unless it counted nothing."""
+        """End the current phase. Its bar stays on the screen unless nothing was done."""
         if self._has_bar and self._work is not None:
             self._draw(self._work, self._clock())
             stays = self._work.done > 0 or self._work.phase in UNCOUNTED
@@ -390,18 +423,18 @@ class Progress:
 
     def _draw(self, work: _Work, now: float) -> None:
         columns = max(20, shutil.get_terminal_size().columns - SPARE_COLUMNS)
-        self._screen.write(f"{ERASE_LINE}{drawn(work, now, columns, self._screen.ascii)}")
+        self._screen.write(f"{ERASE_LINE}{bar_of(work, now, columns, self._screen.ascii)}")
         self._screen.flush()
 
 
-def drawn(work: _Work, now: float, columns: int, ascii_only: bool) -> str:
+def bar_of(work: _Work, now: float, columns: int, ascii_only: bool) -> str:
     """Return a phase as one line of a terminal, with a bar that fills the line."""
     if work.phase in UNCOUNTED:
         return f"{work.phase} …"[:columns]
     figures = " · ".join([_amount(work), *_details(work, now)])
     if work.share is None:
         return f"{work.phase} {figures}"[:columns]
-    # Its static method draws one line; an instance would start a thread and create a lock of processes
+    # only its static method is used: an instance would start a thread and create a lock between processes
     from tqdm.std import tqdm
 
     line = f"{work.phase} {_percent(work.share):>4}|{{bar}}| {figures}"
@@ -426,12 +459,12 @@ def _rows(work: _Work) -> str:
 
 
 def _percent(share: float) -> str:
-    """Rounded down: 100% is only what is done."""
+    """Return a percentage rounded down, so 100% means that all is done."""
     return f"{math.floor(share * 100 + 1e-9)}%"
 
 
 def line_of(work: _Work, now: float) -> str:
-    """`running 12% · 1.2M of 10M tokens · 8.1k tok/s · about 3 min left · 1,203 of 9,000 rows`"""
+    """Return `running 12% · 1.2M of 10M tokens · 8.1k tok/s · about 3 min left · 1,203 of 9,000 rows`."""
     if work.phase in UNCOUNTED:
         return work.phase
     share = work.share
@@ -444,14 +477,14 @@ def line_of(work: _Work, now: float) -> str:
 
 
 def _details(work: _Work, now: float) -> list[str]:
-    """Rate and time left, as far as they are known."""
+    """Return the rate and the time left, each if it is known."""
     rate, left = work.rate(now), work.left_s(now)
     parts = [] if rate is None else [_rate(work, rate)]
     return parts if left is None else [*parts, f"about {about(left)} left"]
 
 
 def _rate(work: _Work, rate: float) -> str:
-    """Say the rate, that of slow layers as the time of one."""
+    """Return the rate, for slow layers as the time per layer."""
     if work.phase == "downloading":
         return f"{size(rate)}/s"
     return f"{about(1 / rate)} a layer" if work.in_layers and rate < 1 else f"{short(rate)} {work.unit}/s"

@@ -1,4 +1,4 @@
-"""Measures the phases of a run: every moment belongs to one phase, so that the phases add up to the whole."""
+"""Measures the phases of a run. Each moment belongs to exactly one phase, so the phases add up to the whole time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 STARTUP, OTHER = "startup_s", "other_s"
-# Spans that are shorter are not told apart: while an engine loads, its phase is left and entered ten times a second
+# Shorter spans are merged into their neighbours: while an engine loads, its phase is left and entered 10 times a second
 SHORTEST_SPAN_S = 0.02
 
 
 class Span(NamedTuple):
-    """A stretch of time that belonged to one phase, in seconds since the command was started."""
+    """An interval of time in one phase, in seconds since the command was started."""
 
     phase: str
     from_s: float
@@ -24,9 +24,15 @@ class Span(NamedTuple):
 
 
 class Stopwatch:
-    """Begins in the phase STARTUP, with `already_s` seconds of it behind; what no phase claims afterwards is OTHER."""
+    """Measures the time of phases. It starts in the phase STARTUP; later time outside of all phases is OTHER."""
 
     def __init__(self, already_s: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Start the stopwatch.
+
+        Args:
+            already_s: Seconds that STARTUP has already taken.
+            clock: Returns the time in seconds.
+        """
         self._clock = clock
         self._since = clock()
         self._started = self._since - already_s
@@ -35,7 +41,7 @@ class Stopwatch:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """The time inside belongs to `phase` alone, also when an exception leaves it; phases may nest."""
+        """Count the time of the block for a phase. Time of a nested phase counts only for the nested phase."""
         before = self.switch(phase)
         try:
             yield
@@ -43,7 +49,7 @@ class Stopwatch:
             self.switch(OTHER if before == STARTUP else before)
 
     def switch(self, phase: str) -> str:
-        """The time from here on belongs to `phase`; the phase that it belonged to before."""
+        """Switch to a phase, and return the phase before."""
         now, before = self._clock(), self._phase
         self._spent[before] = self._spent.get(before, 0.0) + now - self._since
         self._note(Span(before, self.at(self._since), self.at(now)))
@@ -51,17 +57,17 @@ class Stopwatch:
         return before
 
     def read(self) -> dict[str, float]:
-        """Seconds of each phase so far."""
+        """Return the seconds of each phase so far."""
         self.switch(self._phase)
         return dict(self._spent)
 
     @property
     def spans(self) -> list[Span]:
-        """The phases in the order of time, as far as they have ended; short ones count to those around them."""
+        """Return the finished spans in order, without spans shorter than SHORTEST_SPAN_S."""
         return list(self._spans)
 
     def at(self, moment: float) -> float:
-        """Return how many seconds after the start of the command a moment of the clock was."""
+        """Convert a time of the clock to seconds since the start of the command."""
         return moment - self._started
 
     def _note(self, span: Span) -> None:
@@ -73,11 +79,9 @@ class Stopwatch:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, imports included; 0 where the system does not tell."""
+    """Return the seconds since this process was started, imports included, or 0 on systems other than Linux."""
     if not sys.platform.startswith("linux"):
         return 0.0
-    behind_the_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    started = int(behind_the_name[19]) / os.sysconf(
-        "SC_CLK_TCK"
-    )  # field 22 of proc(5), since the machine's boot
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # from field 3 of proc(5) on
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22, in seconds since boot
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)

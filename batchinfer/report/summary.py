@@ -1,4 +1,4 @@
-"""A run's row as text for the terminal. Pure: a row in, text out."""
+"""Formats a row of the run table as the summary at the end of a run. Does no input or output."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from batchinfer.machine.hardware import arithmetic_text
 from batchinfer.report.answer_text import answers_line
 from batchinfer.report.tables.exit_status import is_published
 
-_TOP_CODES = 3  # error codes named in the summary; the table has them all
+_TOP_CODES = 3  # error codes in the summary; the table has all
 _NAME_WIDTH = 9
-CROWDED_CORES = 0.25  # others' use of the CPU from which on the summary speaks of it
+CROWDED_CORES = 0.25  # cores used by other processes above which the summary mentions them
 NAME_END = 2 + _NAME_WIDTH  # where a line's text begins, after the first line
 PHASES = ("startup", "ingest", "plan", "load", "engine", "publish", "close", "other")
 
@@ -30,13 +30,13 @@ _LAUNCHED: dict[LaunchMode, str] = {
 def summary(
     row: Row, report: Path | None = None, *, labels: bool = False, examples: Sequence[str] = ()
 ) -> str:
-    """Return aligned lines without a final newline. An unknown value is a dash or left out.
+    """Return the summary as aligned lines. An unknown value is a dash or left out.
 
     Args:
-        row: of the run table.
-        report: the row's file; None for a run that changed nothing and leaves none.
-        labels: whether answers are labels, which the next command counts.
-        examples: a line for each of some answers.
+        row: A row of the run table.
+        report: The file of the run table, or None if the run changed nothing.
+        labels: Whether answers are labels; then the suggested next command counts them.
+        examples: A line for each example answer.
     """
     lines = [
         ("rows", _rows(row)),
@@ -89,7 +89,7 @@ def _rows(row: Row) -> str:
 
 
 def _right(row: Row) -> str:
-    """Say how many answers are the expected ones."""
+    """Return the accuracy compared with expected answers."""
     rows = row["labelled_rows"]
     if rows is None:
         return ""
@@ -131,13 +131,13 @@ def _tokens(row: Row) -> str:
         (row["prefix_saved_tokens"], "by shared prefixes"),
         (row["duplicate_saved_tokens"], "by duplicates"),
     ]
-    told = [f"{short(number)} {what}" for number, what in saved if number]
+    savings = [f"{short(number)} {what}" for number, what in saved if number]
     parts = [f"{short(row['prompt_tokens_run'])} prompt run"]
     if row["output_tokens"]:
         parts.append(f"{short(row['output_tokens'])} output")
-    if told:
-        told[0] = told[0].replace(" by ", " saved by ")
-    return ", ".join([*parts, *told])
+    if savings:
+        savings[0] = savings[0].replace(" by ", " saved by ")
+    return ", ".join([*parts, *savings])
 
 
 def _speed(row: Row) -> str:
@@ -177,7 +177,7 @@ def _arithmetic(row: Row) -> str:
 
 
 def _int4(row: Row) -> str:
-    """Say what calibrated weights change."""
+    """Return the loss of calibrated int4 weights."""
     if row["int4_kl"] is None:
         return ""
     same = f"same most likely token at {row['int4_same_token']:.2%} of {count(row['int4_tokens'])} held out"
@@ -209,22 +209,24 @@ def _lost(row: Row) -> str:
 
 
 def _launched(row: Row) -> str:
-    """Say how a GPU's steps were launched."""
+    """Return how the steps were launched on a GPU."""
     launched = launch_text(row)
     if launched is None:
         return ""
     times = row.get("host_launches")
     if times is not None and times < row["steps"]:
-        launched = f"{launched}, {short(row['steps'] / times)} at once in the mean"
+        launched = f"{launched}, {short(row['steps'] / times)} at once on average"
     captures = [("loading", row["load_capture_s"]), ("steps", row["capture_s"])]
     took = ", ".join(f"{seconds(spent)} in {what}" for what, spent in captures if spent)
     return f"{launched}; captures took {took}" if took else launched
 
 
 def launch_text(row: Row, prefix: str = "") -> str | None:
-    """Say which shares of the steps were launched in which way; None where it is not known.
+    """Return the share of steps for each launch mode as text, or None if unknown.
 
-    `prefix`: what the names of the columns begin with.
+    Args:
+        row: A row of the run table.
+        prefix: The prefix of the names of the columns.
     """
     steps = {mode: row.get(f"{prefix}{mode}_steps") for mode in LAUNCH_MODES}
     known = {mode: number for mode, number in steps.items() if number is not None}
@@ -236,7 +238,7 @@ def launch_text(row: Row, prefix: str = "") -> str | None:
 
 
 def _guided(row: Row) -> str:
-    """Say what constraints did."""
+    """Return the figures of constraints."""
     if not row["constrained_requests"]:
         return ""
     constrained, steered, forced = row["constrained_requests"], row["steered_requests"], row["forced_tokens"]
@@ -247,19 +249,19 @@ def _guided(row: Row) -> str:
 
 
 def _drafts(row: Row) -> str:
-    """Say what drafts came to."""
+    """Return the acceptance of draft tokens, and the time that they saved."""
     drafted, accepted = row.get("drafted_tokens"), row.get("accepted_tokens")
     if not drafted or accepted is None:
         return ""
     saved = row["drafts_saved_s"]
-    told = (
+    effect = (
         f", about {seconds(abs(saved))} {'saved' if saved > 0 else 'lost'}"
         if saved and abs(saved) >= 0.1
         else ""
     )
     beside = row.get("draft_model_runs") == "beside"
-    model = f"; the draft model took {seconds(row['proposing_s'])} beside" if beside else ""
-    return f"{percent(accepted / drafted)} of {short(drafted)} proposed tokens were right{told}{model}"
+    model = f"; the draft model took {seconds(row['proposing_s'])} alongside" if beside else ""
+    return f"{percent(accepted / drafted)} of {short(drafted)} proposed tokens were accepted{effect}{model}"
 
 
 def _time(row: Row) -> str:
@@ -268,7 +270,7 @@ def _time(row: Row) -> str:
 
 
 def _forecast(row: Row) -> str:
-    """Compare the forecast with what came of it."""
+    """Compare the forecast with the run."""
     if row["forecast_s"] is None or row["forecast_error"] is None:
         return ""
     tokens, ran = row["forecast_output_tokens"], row["output_tokens"]
@@ -278,7 +280,7 @@ def _forecast(row: Row) -> str:
 
 
 def off(error: float) -> str:
-    """Write how far a time is from its forecast: in percent, and from twice the forecast on as a multiple of it."""
+    """Return the error of a forecast in percent, or as a multiple of the forecast from 2 on."""
     return f"{error:+.1%}" if error < 1 else f"{1 + error:.3g} times the forecast"
 
 
@@ -308,7 +310,7 @@ def _memory(row: Row) -> str:
 
 
 def _cost(row: Row) -> str:
-    """Say what the machine's time cost, and how much energy it took."""
+    """Return the cost of the machine's time, and the energy."""
     parts = []
     if row["cost"] is not None:
         parts.append(f"{row['cost']:,.2f} at {row['price_per_hour']:g} an hour")
@@ -328,7 +330,7 @@ def _examples(lines: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _next(row: Row, labels: bool) -> str:
-    """Return what to do next: after a run that published, a command that shows answers."""
+    """Return the next step: a command that shows answers, or how to continue a failed run."""
     result = shlex.quote(row["output"])
     if not is_published(row["exit_status"]):
         return "finished answers are kept: once the cause is removed, the same command computes only the rest"

@@ -26,7 +26,7 @@ from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.plans import earlier_drafts
-from batchinfer.pipeline.plans.earlier_drafts import drafted
+from batchinfer.pipeline.plans.earlier_drafts import with_draft
 from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.stages import drafting
 from batchinfer.pipeline.workers.interrupts import Interrupts
@@ -157,7 +157,7 @@ class Seen:
 
     def __call__(self, request: Request, tokens: Sequence[int] | None, vocab: int) -> Request:
         self.given.append(tokens)
-        return drafted(request, tokens, vocab)
+        return with_draft(request, tokens, vocab)
 
 
 @pytest.mark.sample(1)
@@ -166,7 +166,7 @@ def test_rows_whose_job_changed_are_drafted_by_their_last_answers(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, waves: bool
 ) -> None:
     """They are found by their ids, and stand elsewhere now."""
-    monkeypatch.setattr(earlier_drafts, "drafted", seen := Seen())
+    monkeypatch.setattr(earlier_drafts, "with_draft", seen := Seen())
     options = replace(REAL, waves_from_s=0.0) if waves else REAL
     given = {
         "input": {"path": "in.jsonl", "id": "id"},
@@ -214,7 +214,7 @@ def test_engines_begin_with_the_last_answers_of_the_last_result(
 def test_rows_with_several_answers_have_no_earlier_ones(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(earlier_drafts, "drafted", seen := Seen())
+    monkeypatch.setattr(earlier_drafts, "with_draft", seen := Seen())
     sampling = {"max_tokens": 10, "n": 2, "temperature": 1.0}
     path = job(tmp_path / "job", model, ["earlier"], sampling=sampling)
     run(path, REAL, FLOAT32)
@@ -372,7 +372,7 @@ def test_rows_that_ask_a_draft_model_the_same_ask_once_and_never_again(
 def test_drafts_end_before_tokens_that_the_model_has_not() -> None:
     request = Request(bytes(32), np.zeros(1, np.int32), SamplingParams(max_tokens=4))
     for tokens, expected in (([1, 2, 300, 4], [1, 2]), ([300], None), ([1, 2, 3, 4, 5], [1, 2, 3, 4])):
-        draft = drafted(request, tokens, 300).draft
+        draft = with_draft(request, tokens, 300).draft
         assert (None if draft is None else draft.tolist()) == expected
 
 

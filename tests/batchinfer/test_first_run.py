@@ -11,7 +11,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from batchinfer.pipeline.operators_build import COMPILING, operators_built
+from batchinfer.pipeline.operators_build import COMPILING, build_in_background
 from batchinfer.plan.setup.numerics import Numerics
 from batchinfer_kernels.cpu.background_build import BackgroundBuild
 from batchinfer_kernels.cpu.build import build_library
@@ -91,7 +91,7 @@ def test_a_run_that_ends_early_ends_the_compiler(tmp_path, model):
 def test_without_a_compiler_the_engine_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", str(tmp_path / "none"))
     notices: list[str] = []
-    with operators_built(CPU, notices.append) as operators:
+    with build_in_background(CPU, notices.append) as operators:
         operators.needed()
         operators.look()
     assert not notices
@@ -100,7 +100,7 @@ def test_without_a_compiler_the_engine_says_so(monkeypatch, tmp_path):
 
 def test_nothing_is_compiled_for_a_gpu(nothing_compiled):
     notices: list[str] = []
-    with operators_built(replace(CPU, device="cuda"), notices.append) as operators:
+    with build_in_background(replace(CPU, device="cuda"), notices.append) as operators:
         operators.needed()
     assert not notices
     assert not nothing_compiled.exists()
@@ -108,7 +108,7 @@ def test_nothing_is_compiled_for_a_gpu(nothing_compiled):
 
 def test_what_was_compiled_before_the_engine_needed_it_took_none_of_its_time(nothing_compiled):
     notices: list[str] = []
-    with operators_built(CPU, notices.append) as operators:
+    with build_in_background(CPU, notices.append) as operators:
         operators.look()
         assert operators._build is not None
         operators._build._thread.join()

@@ -1,1 +1,1 @@
-"""The calibration of a job's weights for int4. Only a job that calibrates imports these modules."""
+"""Calibrates int4 weights. Only a job that calibrates imports these modules."""

@@ -1,4 +1,4 @@
-"""Makes a job's weights in int4, once: on prompts of the job, in its state, where later runs find them."""
+"""Calibrates int4 weights with prompts of the job, and stores them in its state folder for later runs."""
 
 from __future__ import annotations
 
@@ -34,35 +34,37 @@ from batchinfer.plan.setup.weights import (
 )
 from batchinfer.report.progress import Progress
 
-MOST_WEIGHTS = 0.8  # of a GPU's memory: the rest is for the cache, activations and graphs
+MOST_WEIGHTS = 0.8  # share of a GPU's memory; the rest is for the KV cache, activations and graphs
 WAY_OUT = "set model.calibration: off"
-_MAKING = "making"  # the folder of weights that are not whole yet
+_MAKING = "making"  # the folder of incomplete weights
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Whom a calibration tells how far it is, and what a user should know."""
+    """Receives the progress of a calibration, and notices for the user."""
 
     progress: Progress
     notice: Callable[[str], None]
 
 
 def calibrated_setup(
-    job: Job, setup: Setup, state: StateFolder, told: Listener, transport: Transport = PROCESSES
+    job: Job, setup: Setup, state: StateFolder, listener: Listener, transport: Transport = PROCESSES
 ) -> Setup:
-    """Return the job's setup with calibrated weights, which are made if the state has none. A job that has no row to
-    calibrate them on stays as it is.
+    """Return the setup with calibrated weights, after a calibration if the state folder has none.
 
-    Raises what reading the input raises, what loading a model raises, and StorageError.
+    The setup is unchanged if the job does not calibrate, or has no valid row.
+
+    Raises:
+        BatchInferError: The input cannot be read, the model cannot be loaded, or the weights cannot be written.
     """
     if not setup.setting.numerics.calibrates or setup.setting.parts.weights is not None:
         return setup
-    with _alone(state, told.notice):
+    with _calibration_lock(state, listener.notice):
         folder = calibrated_folder(setup.checkpoint, state, bool(job.model.adapters), remember=True)
         if not (folder / RECORD).exists():
-            if not write_calibrated(job, setup, state.int4 / _MAKING, told, transport=transport):
+            if not write_calibrated(job, setup, state.int4 / _MAKING, listener, transport=transport):
                 return setup
-            _keep(state, folder)
+            _keep_weights(state, folder)
     checkpoint, setting = with_calibration(job, setup.checkpoint, setup.setting, state)
     return replace(setup, checkpoint=checkpoint, setting=setting)
 
@@ -71,16 +73,27 @@ def write_calibrated(
     job: Job,
     setup: Setup,
     folder: Path,
-    told: Listener,
+    listener: Listener,
     group: int = INT4_GROUP,
     transport: Transport = PROCESSES,
 ) -> bool:
-    """Write the job's model, calibrated in groups of so many inputs, into a folder, of which nothing is kept; False: no
-    row can be run, and nothing is written. `transport` starts the process that calibrates.
+    """Calibrate the model of a job and write it to a folder, which is emptied first.
 
-    Raises what reading the input raises, what loading a model raises, and StorageError.
+    Args:
+        job: The job.
+        setup: Its setup.
+        folder: The folder of the calibrated weights.
+        listener: Receives progress and notices.
+        group: Inputs per group of quantised values.
+        transport: Starts the process that calibrates.
+
+    Returns:
+        False if the job has no valid row; then nothing is written.
+
+    Raises:
+        BatchInferError: The input cannot be read, the model cannot be loaded, or the weights cannot be written.
     """
-    told.progress.phase("reading", job.input.limit)
+    listener.progress.phase("reading", job.input.limit)
     prompts = calibration_prompts(job, setup)
     if not prompts:
         return False
@@ -92,33 +105,35 @@ def write_calibrated(
     check_free_space(
         folder, setup.checkpoint.weight_bytes, f"{folder}: calibrated weights need up to", WAY_OUT
     )
-    alone = setup.setting.with_placement(replicas=1).with_parts(weights=None)
-    load = alone.with_numerics(quantization="int4").load_config(job)
+    single = setup.setting.with_placement(replicas=1).with_parts(weights=None)
+    load = single.with_numerics(quantization="int4").load_config(job)
     longest = min(ANSWER_TOKENS, setup.setting.numerics.max_model_len)
-    answers = longest if _answers(job, setup, told.notice) else 0
+    answers = longest if _can_answer(job, setup, listener.notice) else 0
     expected = calibration_forecast(setup, CalibrationSample(len(prompts), tokens, answers), group).seconds
     takes = "" if expected is None else f", for about {about(expected)}"
-    told.notice(
+    listener.notice(
         f"calibrating int4 weights, once, on {counted(len(prompts), 'row')} with {tokens:,} tokens{takes}"
     )
     began = time.monotonic()
     found = calibrate_in_child(
         CalibrationOrder(load, prompts, answers, folder, group, bool(job.model.adapters)),
-        layers_told(told.progress),
-        told.progress.tick,
+        layer_progress(listener.progress),
+        listener.progress.tick,
         transport,
     )
     write_json(folder / RECORD, record_of(found.loss), FileOps())
     loss = "" if found.loss is None else f": {loss_text(found.loss)}"
-    told.notice(f"calibrated in {about(time.monotonic() - began)}{loss}")
+    listener.notice(f"calibrated in {about(time.monotonic() - began)}{loss}")
     if found.few:
-        told.notice(few_text(found))
+        listener.notice(few_text(found))
     return True
 
 
-def _answers(job: Job, setup: Setup, notice: Callable[[str], None]) -> bool:
-    """Whether the model answers the prompts: not where a job has no texts, and not where it takes several GPUs, on one
-    of which it is calibrated, layer by layer."""
+def _can_answer(job: Job, setup: Setup, notice: Callable[[str], None]) -> bool:
+    """Return True if the model should generate answers to the calibration prompts.
+
+    The job must generate text, and the int4 model must fit on the one GPU that calibrates it layer by layer.
+    """
     if job.task != "generate":
         return False
     setting, placement, checkpoint = setup.setting, setup.setting.placement, setup.checkpoint
@@ -126,15 +141,17 @@ def _answers(job: Job, setup: Setup, notice: Callable[[str], None]) -> bool:
     divided = setting.device == "cuda" and placement.division.ranks > 1
     if not divided or memory is None or not isinstance(checkpoint, Checkpoint):
         return True
-    taken = loaded_bytes(checkpoint.spec.quantized("int4"), checkpoint.parameters, setting.numerics.itemsize)
-    fits = taken <= memory * MOST_WEIGHTS
+    weights = loaded_bytes(
+        checkpoint.spec.quantized("int4"), checkpoint.parameters, setting.numerics.itemsize
+    )
+    fits = weights <= memory * MOST_WEIGHTS
     if not fits:
         notice("in int4 the model is too large for one GPU: it is calibrated on the prompts, without answers")
     return fits
 
 
 def loss_text(loss: Loss) -> str:
-    """Say what the weights lost, for people."""
+    """Describe the loss of the quantised weights for the user."""
     return (
         f"on rows held out, KL {loss.kl:.1e} nats a token, and the same most likely token at {loss.same:.2%} of "
         f"{loss.tokens:,}"
@@ -142,27 +159,27 @@ def loss_text(loss: Loss) -> str:
 
 
 def few_text(found: CalibrationOutcome) -> str:
-    """Say which experts had few tokens, for people."""
+    """Describe the number of experts with few calibration tokens for the user."""
     return (
         f"{found.few:,} of {counted(found.experts, 'expert')} had fewer than {MIN_EXPERT_TOKENS} tokens of these rows, "
         "and were calibrated on tokens of other experts, too"
     )
 
 
-def layers_told(progress: Progress) -> Callable[[int, int], None]:
-    """Return who is told how many layers are done, of how many: at none of them their phase begins."""
+def layer_progress(progress: Progress) -> Callable[[int, int], None]:
+    """Return a function that shows calibrated layers as progress: (layers done, all layers), first with 0 done."""
 
-    def told(done: int, count: int) -> None:
+    def show(done: int, count: int) -> None:
         if done:
             progress.rows(1)
         else:
             progress.phase("calibrating", count)
 
-    return told
+    return show
 
 
-def _keep(state: StateFolder, folder: Path) -> None:
-    """Give the weights that were made their name. Those of other models go, unless another run may use them."""
+def _keep_weights(state: StateFolder, folder: Path) -> None:
+    """Move new weights to their final folder, and remove other models' weights unless another run is active."""
     with state.lock_shared(), storage(folder, "make"):
         if state.parts_in_use() == [state.path]:
             for other in state.int4.iterdir():
@@ -173,8 +190,8 @@ def _keep(state: StateFolder, folder: Path) -> None:
 
 
 @contextmanager
-def _alone(state: StateFolder, notice: Callable[[str], None]) -> Iterator[None]:
-    """Wait until no other run of the job calibrates, and keep others from it within the block."""
+def _calibration_lock(state: StateFolder, notice: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock that lets one run of the job calibrate at a time."""
     lock = state.int4 / "lock"
     with storage(lock, "open"):
         state.ops.mkdir(state.int4, 0o700)

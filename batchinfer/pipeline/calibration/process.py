@@ -1,4 +1,4 @@
-"""A model is calibrated in a process of its own, which frees all its memory when it ends."""
+"""Calibrates a model in a child process, which frees all its memory when it ends."""
 
 from __future__ import annotations
 
@@ -19,39 +19,41 @@ CALIBRATOR = "batchinfer.pipeline.calibration.process:serve"
 _LEAVE_S = 10.0
 _LOOK_S = 0.25
 _REMEDY = "free some memory, or set model.calibration: off"
-_AGAIN = "the same command begins the calibration anew"
+_AGAIN = "the same command starts the calibration again"
 
 
 def serve(order: CalibrationOrder, connection: Connection[Any, Any]) -> None:
-    """Entry point of the process: sends how many layers are done of how many, and at the end a CalibrationOutcome, or
-    Failed."""
+    """Calibrate, as the entry point of the child process.
+
+    Sends pairs (layers done, all layers) and finally a CalibrationOutcome, or Failed after an error.
+    """
     try:
-        from batchinfer.engine.load.int4 import calibrate_int4  # torch
+        from batchinfer.engine.load.int4 import calibrate_int4  # imports torch
 
         connection.send(calibrate_int4(order, lambda done, count: connection.send((done, count))))
     except (BrokenPipeError, EOFError):
-        return  # nobody is left to tell
-    except BaseException as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
+        return  # the parent is gone
+    except BaseException as error:  # noqa: BLE001 - the parent reports every error
         connection.send(failure(error, "the calibration", _REMEDY))
         raise SystemExit(1) from None
 
 
 def calibrate_in_child(
     order: CalibrationOrder,
-    told: Callable[[int, int], None],
+    on_layer: Callable[[int, int], None],
     waiting: Callable[[], None],
     transport: Transport,
 ) -> CalibrationOutcome:
     """Write a calibrated checkpoint in another process.
 
     Args:
-        order: The checkpoint.
-        told: Gets the number of layers that are done, and of all layers.
-        waiting: Called now and then.
-        transport: Starts the process, on the machine on which engines run.
+        order: The model, the prompts and the folder of the checkpoint.
+        on_layer: Called with the number of calibrated layers and of all layers.
+        waiting: Called about every 0.25 s.
+        transport: Starts the process on the machine that runs engines.
 
     Raises:
-        BatchInferError: What loading a model raises.
+        BatchInferError: The model cannot be loaded or calibrated.
         OutOfMemory: The process was killed because memory ran out.
         Unavailable: The process ended in another way.
     """
@@ -66,8 +68,8 @@ def calibrate_in_child(
                     raise error_of(message, str(order.load.model))
                 if isinstance(message, CalibrationOutcome):
                     return message
-                if isinstance(message, tuple):  # a cluster says first where the process runs
-                    told(*message)
+                if isinstance(message, tuple):  # the first message on a cluster is not a tuple but Placed
+                    on_layer(*message)
         except EOFError:
             raise _crash(child) from None
 

@@ -1,4 +1,4 @@
-"""The prompts that a job's weights are calibrated on: from everywhere in its input, in an order that looks random."""
+"""Chooses calibration prompts from all parts of the input, in pseudo-random order."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from batchinfer.store.index.ingest import ingest, job_files, with_files
 
 
 def calibration_prompts(job: Job, setup: Setup) -> tuple[TokenIds, ...]:
-    """Return different prompts of a job, at the most MOST_TOKENS in all, or a single one. The same input gives the same
-    prompts. Raises what reading the input raises."""
+    """Return distinct prompts of a job, at least one if any row is valid, else at most MOST_TOKENS tokens in all.
+
+    The same input always gives the same prompts. Raises the errors of reading the input.
+    """
     with temporary_folder("calibration") as scratch:
         job = with_files(job, job_files(job, Path(scratch)))
         strata = strata_of(job, ROWS_READ)
         options = setup.ingest_options(strata=None if strata is None else strata[0])
         index = ingest(job, setup.tokenizer, options, Path(scratch) / "index")
-        return _drawn(index)
+        return _choose(index)
 
 
-def _drawn(index: Index) -> tuple[TokenIds, ...]:
+def _choose(index: Index) -> tuple[TokenIds, ...]:
     prompts = {ids.tobytes(): ids for ids in _prompts(index)}
     found: list[TokenIds] = []
     left = MOST_TOKENS
@@ -40,7 +42,7 @@ def _drawn(index: Index) -> tuple[TokenIds, ...]:
 
 
 def _prompts(index: Index) -> list[TokenIds]:
-    """Return the beginnings of all rows that are no errors."""
+    """Return the first LONGEST tokens of all valid rows."""
     found = []
     for batch in parquet_batches(index.index_parts, ROWS_READ):
         columns = (batch.column(name).to_pylist() for name in ("key", "token_offset", "token_count"))

@@ -1,1 +1,1 @@
-"""The plans of a run that come after its first one: of rows that are read meanwhile, and of rows that run again."""
+"""Plans that follow the first plan of a run: for rows that are still being read, and for further attempts."""

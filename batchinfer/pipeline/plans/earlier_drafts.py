@@ -1,4 +1,4 @@
-"""Gives the requests of plans the answers that their rows had in the job's last result, as drafts."""
+"""Adds draft tokens to requests: the answers to the same rows in the job's last result."""
 
 from __future__ import annotations
 
@@ -19,27 +19,33 @@ from batchinfer.store.results.published import open_if_intact
 from batchinfer.store.results.reuse.earlier_answers import LastResult
 from batchinfer.store.results.reuse.given_answers import GivenAnswers
 
-# Characters of the last answers that engines are told: at most about half of what they remember, and fewer where few
-# tokens are to come, which cannot gain what it takes to read, encode and tell so many
-_LEARNT, _LEARNT_AT_LEAST, _LEARNT_A_TOKEN = 1 << 19, 1 << 16, 16
+# Limits of the characters of last answers that engines receive. The maximum fills about half of an engine's memory of
+# answers. A run with few output tokens sends fewer: reading and encoding more would cost more than drafts can save.
+_MAX_CHARACTERS, _MIN_CHARACTERS, _CHARACTERS_PER_TOKEN = 1 << 19, 1 << 16, 16
 Batches = Iterator[tuple[PlanBatch, list[Request]]]
-Given = Callable[[Batches], Batches]
+AddDrafts = Callable[[Batches], Batches]  # adds draft tokens to the requests of batches
 
 
 def without_drafts(batches: Batches) -> Batches:
-    """Return the batches as they are."""
+    """Return the batches unchanged."""
     return batches
 
 
 def last_answers(run: OpenRun, to_come: int | None = None) -> list[TokenIds]:
-    """Return the last answers of the job's last result, for engines that take drafts from other answers; none where the
-    job does not take them from there. `to_come`: tokens of the answers that the run computes, at most; None: nobody
-    knows yet."""
+    """Return the newest answers of the job's last result, from which engines draft answers to other rows.
+
+    Args:
+        run: The run.
+        to_come: An upper bound of the output tokens of the run, or None if it is unknown.
+
+    Returns:
+        The tokens of each answer. Empty unless the job uses the draft sources "answers" and "earlier".
+    """
     if not {"answers", "earlier"} <= {*run.setup.setting.parts.draft_sources(run.job)}:
         return []
     result = _last_result(run)
-    worth = _LEARNT if to_come is None else max(_LEARNT_AT_LEAST, _LEARNT_A_TOKEN * to_come)
-    texts = [] if result is None else result.last_texts(min(_LEARNT, worth))
+    limit = _MAX_CHARACTERS if to_come is None else max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * to_come)
+    texts = [] if result is None else result.last_texts(min(_MAX_CHARACTERS, limit))
     found = run.setup.tokenizer.rust.encode_batch_fast(texts, add_special_tokens=False)
     return _all_below([one.ids for one in found], run.setup.checkpoint.spec.vocab)
 
@@ -51,55 +57,68 @@ def _last_result(run: OpenRun) -> LastResult | None:
 
 @dataclass(frozen=True, slots=True)
 class EarlierDrafts:
-    """The last result of a run's job, from which drafts are taken."""
+    """Takes drafts from the last result of a job."""
 
     run: OpenRun
     result: LastResult
 
     @classmethod
     def of(cls, run: OpenRun) -> EarlierDrafts | None:
-        """Return what drafts can be taken from; None where the job has no such result, or takes none from it."""
+        """Return the drafts of a run, or None if there is no earlier result or the job does not draft from it."""
         if "earlier" not in run.setup.setting.parts.draft_sources(run.job) or run.job.has_samples:
             return None
         result = _last_result(run)
         return None if result is None else cls(run, result)
 
-    def of_plan(self, plan: Plan, index_parts: Sequence[Path]) -> Given:
-        """Look for the answers to what a plan runs; return what gives them to its requests. If they cannot be looked
-        for, a notice says so: the job needs none."""
+    def of_plan(self, plan: Plan, index_parts: Sequence[Path]) -> AddDrafts:
+        """Find the earlier answers to the rows of a plan, and return the function that adds them to its requests.
+
+        A failed search only causes a notice, because a job runs without drafts, too.
+        """
         state = self.run.state
         try:
             answers = self.result.write_answers(plan.path, index_parts, state.staging / "earlier", state.ops)
         except (StorageError, OutOfMemory) as error:
             self.run.notice(f"drafts: earlier answers cannot be looked for: {error}")
             return without_drafts
-        return without_drafts if answers is None else partial(self._given, GivenAnswers(answers))
+        return without_drafts if answers is None else partial(self._add_drafts, GivenAnswers(answers))
 
-    def _given(self, answers: GivenAnswers, batches: Batches) -> Batches:
+    def _add_drafts(self, answers: GivenAnswers, batches: Batches) -> Batches:
         for batch, requests in batches:
-            yield batch, self._with(requests, answers.of(batch.numbers("seq")))
+            yield batch, self._with_answers(requests, answers.of(batch.numbers("seq")))
 
-    def _with(self, requests: list[Request], answers: list[Mapping[str, Any] | None]) -> list[Request]:
-        """Give requests these answers. A text is encoded: where the model had cut it into other tokens, the draft
-        differs there, and goes on behind."""
+    def _with_answers(
+        self, requests: list[Request], answers: list[Mapping[str, Any] | None]
+    ) -> list[Request]:
+        """Return the requests with their earlier answers as drafts.
+
+        The texts are encoded again. If the model had generated other tokens for a text, these tokens are rejected,
+        and the draft continues after them.
+        """
         texts = [answer["text"] for answer in answers if answer is not None]
         encoded = iter(self.run.setup.tokenizer.rust.encode_batch(texts, add_special_tokens=False))
-        given = []
+        found = []
         for request, answer in zip(requests, answers, strict=True):
             tokens = None if answer is None else next(encoded).ids
-            given.append(drafted(request, tokens, self.run.setup.checkpoint.spec.vocab))
-        return given
+            found.append(with_draft(request, tokens, self.run.setup.checkpoint.spec.vocab))
+        return found
 
 
-def drafted(request: Request, tokens: Sequence[int] | None, vocab: int) -> Request:
-    """Give a request a draft, if there is one, up to the first token that the model does not have."""
+def with_draft(request: Request, tokens: Sequence[int] | None, vocab: int) -> Request:
+    """Return the request with a draft, which is cut at the first token outside the vocabulary.
+
+    Args:
+        request: The request.
+        tokens: The draft tokens, or None to return the request unchanged.
+        vocab: The size of the model's vocabulary.
+    """
     draft = _below((tokens or ())[: request.params.max_tokens], vocab)
     return replace(request, draft=draft) if len(draft) else request
 
 
 def _all_below(answers: Sequence[Sequence[int]], vocab: int) -> list[TokenIds]:
-    """Return of each answer the tokens before the first one that is not below `vocab`; answers without any are left
-    out. All are looked at together: one by one fifty thousand would take a quarter of a second."""
+    """Cut each answer at its first token that is not below `vocab`, and drop empty answers."""
+    # one array for all answers: 50,000 single arrays would take a quarter of a second
     sizes = [*map(len, answers)]
     tokens = np.fromiter(chain.from_iterable(answers), np.int32, sum(sizes))
     ends = np.cumsum([0, *sizes]).tolist()

@@ -1,4 +1,4 @@
-"""Further attempts of rows whose answers were not valid: planned while engines run the last of what was planned."""
+"""Plans further attempts at rows with invalid answers, while engines finish the plan before."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.store.index.index import Index
 
-# A plan reads the whole index. So this many times as long passes before the next one, unless the engines have nothing
-# to do.
+# The least time between two plans, in units of the time of the last plan. A plan reads the whole index.
 PAUSE = 10
 
 
 class FurtherAttempts:
-    """Plans the rows that run again, whenever engines could run more than was planned. Which attempt of a row is next
-    follows from the index and the store alone, as it does for a later run."""
+    """Plans further attempts when engines could run more requests.
 
-    to_come = False  # they follow from answers
+    The next attempt of a row depends only on the index and the store, as in a later run.
+    """
+
+    to_come = False  # a plan depends on answers to come
 
     def __init__(self, run: OpenRun, index: Index, collector: Collector, pool: ReplicaPool) -> None:
         self._run, self._index, self._collector, self._pool = run, index, collector, pool
-        self._told = False
+        self._notified = False
         self._not_before = 0.0
 
     def is_due(self, exhausted: bool, idle: bool) -> bool:
-        """Whether there are rows that run again, as far as answers tell, and it is time to plan them."""
+        """Return True if there are invalid answers and it is time to plan further attempts."""
         if self._index.attempts == 1 or not self._collector.invalid or not exhausted:
             return False
         return idle or (time.monotonic() >= self._not_before and self._pool.has_room)
 
     def plan(self, known: Snapshot) -> Replanned | None:
-        """Plan the attempts that are due, if there are some. Raises as `plan_job` does."""
+        """Plan the attempts that are due. Return None if there are none."""
         began = time.monotonic()
         plan = plan_job(
             self._index.index_parts,
@@ -56,11 +57,11 @@ class FurtherAttempts:
         return Replanned(plan, self._index.tokens) if plan.to_run else None
 
     def follows(self, found: Replanned, known: Snapshot) -> None:
-        """Count the tokens that the attempts add, and tell of the first ones."""
+        """Add the attempts to the progress, and notify the user of the first ones."""
         plan = found.plan
         self._run.progress.more(prompt_tokens=plan.prompt_tokens, expected_tokens=plan.expected_tokens)
-        if not self._told:
-            self._told = True
+        if not self._notified:
+            self._notified = True
             what = counted(plan.to_run, "request")
             self._run.notice(
                 f"on_invalid: {what} of rows whose answers were not valid run again, and more may"
@@ -68,4 +69,4 @@ class FurtherAttempts:
 
     @property
     def _folder(self) -> Path:
-        return self._index.folder / "plan-of-further-attempts"  # the one before is read to its end
+        return self._index.folder / "plan-of-further-attempts"  # engines have read the last plan to its end

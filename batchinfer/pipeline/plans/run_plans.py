@@ -1,4 +1,4 @@
-"""Makes plans while engines run: each takes the place of what is left of the one before."""
+"""Makes plans while engines run. Each plan replaces the rest of the plan before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchinfer.core.request import Request
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.open_run import OpenRun
-from batchinfer.pipeline.plans.earlier_drafts import Given, without_drafts
+from batchinfer.pipeline.plans.earlier_drafts import AddDrafts, without_drafts
 from batchinfer.pipeline.plans.snapshot import Snapshot
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.order.plan import Plan, PlanBatch
@@ -22,34 +22,40 @@ from batchinfer.store.answers.completion_store import CompletionStore
 
 @dataclass(frozen=True, slots=True)
 class Replanned:
-    """A plan of what was not given to an engine yet."""
+    """A plan of the requests that no engine has received yet."""
 
     plan: Plan
     prompts: Prompts
-    given: Given = without_drafts  # gives its requests the answers that their rows had before
+    add_drafts: AddDrafts = without_drafts  # adds drafts to its requests
 
 
 class Source(Protocol):
-    """A reason why there is more to plan."""
+    """Decides when another plan is made, and makes it."""
 
     @property
     def to_come(self) -> bool:
-        """Whether there will be a plan, whatever becomes of what is in flight."""
+        """Return True if another plan will follow, whatever the answers in flight are."""
 
     def is_due(self, exhausted: bool, idle: bool) -> bool:
-        """Whether to plan now. `exhausted`: all of the present plan was given to engines; `idle`: nothing is in
-        flight."""
+        """Return True if a plan should be made now.
+
+        Args:
+            exhausted: Whether engines have received all requests of the current plan.
+            idle: Whether no request is in flight.
+        """
 
     def plan(self, known: Snapshot) -> Replanned | None:
-        """Make the plan, in another thread; None: there is none to be followed yet."""
+        """Make a plan, in another thread. Return None if engines should keep the current plan."""
 
     def follows(self, found: Replanned, known: Snapshot) -> None:
-        """Take note that engines follow this plan from now on."""
+        """Handle the switch of engines to this plan."""
 
 
 class RunPlans:
-    """The plans of a run after the first one (see `Plans` of the feeder). Leaving it as a context manager waits for the
-    one that is being made."""
+    """The plans of a run after the first one, see `Plans` in feed.py.
+
+    A context manager, which waits at its end for a plan that is being made.
+    """
 
     def __init__(
         self,
@@ -73,17 +79,26 @@ class RunPlans:
         self._thread.shutdown()
 
     def add(self, source: Source) -> None:
-        """Look at one more reason to plan from now on."""
+        """Add a source of plans."""
         self._sources.append(source)
 
     @property
     def to_come(self) -> bool:
-        """Whether a plan may come, whatever becomes of what is in flight."""
+        """Return True if another plan may follow, whatever the answers in flight are."""
         return self._making is not None or any(source.to_come for source in self._sources)
 
     def next(self, exhausted: bool, idle: bool) -> Iterator[tuple[PlanBatch, list[Request]]] | None:
-        """Return the requests of the plan that is to be followed from now on; None: still the present one. Begins to
-        make a plan where one is due. Raises what ended the making."""
+        """Start to make a plan if one is due, and return the requests of a new plan when it is ready.
+
+        Args:
+            exhausted: Whether engines have received all requests of the current plan.
+            idle: Whether no request is in flight.
+
+        Returns:
+            The batches of the new plan, or None to continue with the current plan.
+
+        Raises the error of planning.
+        """
         if self._making is not None:
             source, known, made = self._making
             if not made.done():
@@ -109,4 +124,4 @@ class RunPlans:
         self._pool.expect(plan.to_run - len(given))
         source.follows(found, known)
         roots = self._run.setup.roots
-        return found.given(read_requests(plan, found.prompts, REQUEST_BATCH, roots, without=given))
+        return found.add_drafts(read_requests(plan, found.prompts, REQUEST_BATCH, roots, without=given))

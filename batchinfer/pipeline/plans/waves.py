@@ -1,4 +1,4 @@
-"""Waves: rows that were read are planned and run while the rest of the input is read."""
+"""Plans rows in waves, while the rest of the input is read."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from batchinfer.core.wording import counted, percent
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.pipeline.open_run import OpenRun
-from batchinfer.pipeline.plans.earlier_drafts import EarlierDrafts, Given, without_drafts
-from batchinfer.pipeline.plans.reading_on import ReadingOn
+from batchinfer.pipeline.plans.background_reading import BackgroundReading
+from batchinfer.pipeline.plans.earlier_drafts import AddDrafts, EarlierDrafts, without_drafts
 from batchinfer.pipeline.plans.run_plans import Replanned
 from batchinfer.pipeline.plans.snapshot import Snapshot
 from batchinfer.plan.forecast.run import RunForecast, forecast_run
@@ -20,54 +20,65 @@ from batchinfer.store.index.index import Index
 from batchinfer.store.index.token_store import TokenStore
 from batchinfer.store.results.planned_work import Announcement
 
-# A wave is planned when what is known takes so many times as long as the last plan took to make, or so many seconds
+# A wave is planned when the engines have work left for LEAD times the time of the last plan, or for LEAD_S seconds.
 LEAD, LEAD_S = 4.0, 2.0  # chosen, not measured
-PAUSE = 5  # times as long as it took passes before the next one; chosen, too
-# Rows that share prefixes with others far away run once all rows are known, where running some before would cost such
-# a part of the job's prompt tokens: a wave computes the prefixes of its rows, and a later one computes them again.
+PAUSE = 5  # least time between two plans, in units of the time of the last plan; chosen, not measured
+# The largest share of a job's prompt tokens that waves may compute again. If rows that share a prefix are far apart in
+# the input, several waves compute that prefix, and engines wait for the whole input instead.
 MOST_AGAIN = 0.05
 
 
 class Waves:
-    """Plans the rows so far, again and again, until all are known. What engines were not given yet is planned together
-    with the rows that were read since; so the last plan is that of the whole rest of the job."""
+    """Repeatedly plans the rows read so far, until all rows are planned.
+
+    Each plan has the requests that no engine has received yet. The last plan therefore has the whole rest of the job.
+    """
 
     def __init__(
         self,
         run: OpenRun,
-        reading: ReadingOn,
+        reading: BackgroundReading,
         announcement: Announcement,
-        told: Callable[[Replanned, Snapshot, Index | None], None],
+        on_plan: Callable[[Replanned, Snapshot, Index | None], None],
     ) -> None:
-        """told: hears of each plan when engines follow it, with the whole index once it is complete."""
-        self._run, self._reading, self._announcement, self._told = run, reading, announcement, told
-        self._parts: Sequence[Path] = ()  # of the index, as far as it is planned
-        self._index: Index | None = None  # once all rows are planned
+        """Plan the rows of an input.
+
+        Args:
+            run: The run.
+            reading: Reads the input.
+            announcement: Announces plans to other runs that share the store.
+            on_plan: Called when engines switch to a plan, with the index if the plan has all rows, else with None.
+        """
+        self._run, self._reading, self._announcement, self._on_plan = run, reading, announcement, on_plan
+        self._parts: Sequence[Path] = ()  # planned parts of the index
+        self._index: Index | None = None  # set when all rows are planned
         self._followed = False
-        self._spread: str | None = None  # why engines wait for all rows
+        self._spread: str | None = None  # the reason why engines wait for all rows; "" after the notice
         self._not_before, self._took_s = 0.0, 0.0
-        self._again = 0  # tokens that they may have run again so far
-        self.count = 0  # plans that engines were given
-        self.forecast = RunForecast()  # of the last of them
+        self._again = 0  # upper bound of the prefix tokens that waves computed again
+        self.count = 0  # plans that engines received
+        self.forecast = RunForecast()  # of the last plan
 
     @property
     def to_come(self) -> bool:
-        """Whether there will be a plan: as long as none has all rows."""
+        """Return True until engines follow a plan with all rows."""
         return not (self._followed and self._index is not None)
 
     @property
     def index(self) -> Index | None:
-        """The index, once all rows are planned."""
+        """Return the index when all rows are planned, else None."""
         return self._index
 
     @property
     def parts(self) -> Sequence[Path]:
-        """The parts of the index whose rows are planned."""
+        """Return the planned parts of the index."""
         return self._parts
 
     def is_due(self, exhausted: bool, idle: bool) -> bool:
-        """Whether to plan the rows so far: all of them, or because engines will soon have run what was planned. Raises
-        what ended the reading."""
+        """Return True if all rows are read, or if engines will soon run out of requests.
+
+        Raises the error that ended reading.
+        """
         self._reading.check()
         waits = self._waits()
         if self._reading.ended or not self.to_come:
@@ -78,8 +89,10 @@ class Waves:
         return exhausted if left_s is None else left_s <= max(LEAD_S, LEAD * self._took_s)
 
     def plan(self, known: Snapshot) -> Replanned | None:
-        """Plan the rows so far; None: engines are to wait for more of them. Raises as `Ingestion.finish` and
-        `plan_job` do."""
+        """Plan the rows read so far. Return None if engines should wait for more rows.
+
+        Raises the errors of `Ingestion.finish` and `plan_job`.
+        """
         began = time.monotonic()
         rows = self._reading.rows_so_far()
         if rows is None:
@@ -91,20 +104,20 @@ class Waves:
         if self._index is not None:
             whole = not known.requests
             self.forecast = forecast_run(self._run.job, self._run.setup, plan, tokens, whole=whole)
-        self._parts, given = parts, self._given(plan, known)
+        self._parts, add_drafts = parts, self._find_drafts(plan)
         ended = time.monotonic()
         self._took_s, self._not_before = ended - began, ended + PAUSE * (ended - began)
         if self._index is None and (not plan.to_run or self._is_too_spread(plan, known)):
             return None
         self._announcement.add(plan.path)
-        return Replanned(plan, tokens, given)
+        return Replanned(plan, tokens, add_drafts)
 
     def follows(self, found: Replanned, known: Snapshot) -> None:
-        """Take note that engines follow this plan from now on."""
+        """Count the plan, and call `on_plan`."""
         self.count += 1
         self._again += found.plan.again_tokens
         self._followed = True
-        self._told(found, known, self._index)
+        self._on_plan(found, known, self._index)
 
     def _planned(self, parts: Sequence[Path], tokens: TokenStore, known: Snapshot) -> Plan:
         ingestion = self._reading.ingestion
@@ -123,20 +136,19 @@ class Waves:
             threads=usable_cpus(),
         )
 
-    def _given(self, plan: Plan, known: Snapshot) -> Given:
-        """Return what gives the requests of a plan their drafts."""
+    def _find_drafts(self, plan: Plan) -> AddDrafts:
         drafts = EarlierDrafts.of(self._run) if plan.to_run else None
         return without_drafts if drafts is None else drafts.of_plan(plan, self._parts)
 
     def _waits(self) -> bool:
-        """Whether engines wait for all rows; the first time a line says why."""
+        """Return True if engines wait for all rows. The first call notifies the user of the reason."""
         if self._spread:
             self._run.notice(self._spread)
             self._spread = ""
         return self._spread is not None
 
     def _is_too_spread(self, plan: Plan, known: Snapshot) -> bool:
-        """Whether so many prefixes are shared by rows far from each other that all others are to be planned at once."""
+        """Return True if this plan would compute too many prefix tokens again, and store the reason."""
         at = self._reading.at
         if not self._run.setup.setting.parts.shares_prefixes:
             return False
@@ -152,10 +164,15 @@ class Waves:
 
 
 def waves_again(plan: Plan, begun: int, again: int, times: float) -> float:
-    """Return the part of a job's prompt tokens that would run again if this plan were followed.
+    """Estimate the share of a job's prompt tokens that waves compute again if engines follow this plan.
 
-    The plan's are rows of an input that is so many `times` as long, of which `begun` requests ran before. The plans so
-    far had `again` tokens to run again. Of rows to come only the tokens are counted that these rows do not have.
+    Prefix tokens of rows still to be read are only counted if rows of this plan do not have the same prefix.
+
+    Args:
+        plan: The plan of the rows read so far.
+        begun: The number of requests submitted before.
+        again: Tokens computed again by earlier waves.
+        times: The size of the whole input divided by the size of the part that was read.
     """
     later = (times - 1) * plan.rows * (1 - plan.recurring)
     all_tokens = plan.tokens_once / max(1, plan.to_run) * (begun + plan.to_run + later)

@@ -1,1 +1,1 @@
-"""The stages of a run, each a module: what it needs are its arguments, what later stages need of it is its result."""
+"""The stages of a run, one per module. A stage takes its inputs as arguments and returns what later stages need."""

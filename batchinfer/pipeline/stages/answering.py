@@ -1,4 +1,4 @@
-"""The engines' stage: they are started and fed with the plan, and their answers are collected."""
+"""The answering stage: starts engines, feeds them the requests of the plan, and collects their answers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.filesystem.death_log import DeathLog
 from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.open_run import OpenRun
-from batchinfer.pipeline.plans.earlier_drafts import Given, last_answers
+from batchinfer.pipeline.plans.earlier_drafts import AddDrafts, last_answers
 from batchinfer.pipeline.plans.further_attempts import FurtherAttempts
 from batchinfer.pipeline.plans.run_plans import RunPlans
 from batchinfer.pipeline.stages.planning import PlannedRun
 from batchinfer.pipeline.stages.verdict import error_budget
 from batchinfer.pipeline.stop_text import continuing, rows_left, stop_reached
 from batchinfer.pipeline.workers.feed import Batches, run_plan
-from batchinfer.pipeline.workers.places import worker_specs
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
+from batchinfer.pipeline.workers.worker_specs import worker_specs
 from batchinfer.plan.forecast.run import longest_step_s
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import read_requests
@@ -38,27 +38,37 @@ from batchinfer.store.results.error_summary import summarise_errors
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The needs of a run say what its engines have to be ready for."""
+    """The requirements of a run for its engines."""
 
     setting: Setting
-    longest: int  # tokens of a sequence
-    logprobs: int | None  # the most that a row asks for
-    requests: int  # that are planned by now
-    index_parts: Callable[[], Sequence[Path]]  # of the rows that are planned by now
+    longest: int  # upper bound of a sequence's tokens
+    logprobs: int | None  # the largest number of log-probabilities that a row requests
+    requests: int  # planned when the engines start
+    index_parts: Callable[[], Sequence[Path]]  # returns the parts of the index with planned rows
 
 
 def answer(
-    run: OpenRun, planned: PlannedRun, index: Index, store: CompletionStore, given: Given, failed: int
+    run: OpenRun,
+    planned: PlannedRun,
+    index: Index,
+    store: CompletionStore,
+    add_drafts: AddDrafts,
+    failed: int,
 ) -> None:
-    """Run the plan, whose requests are given drafts. After a signal, what runs may finish, and all that is finished is
-    committed.
+    """Run all requests of the plan. After a signal, running requests may finish, and all answers are committed.
 
     Args:
-        failed: Rows that are errors already.
+        run: The run.
+        planned: The plan and its forecasts.
+        index: The complete index.
+        store: Receives the answers.
+        add_drafts: Adds drafts to requests.
+        failed: The number of rows that are errors already.
 
     Raises:
         Interrupted: A signal came.
-        BatchInferError: What ended the engines.
+        StopTimeReached: The stop time came.
+        BatchInferError: The engines failed.
     """
     plan = planned.plan
     setting = run.setup.setting.for_rows(plan.to_run)
@@ -78,7 +88,7 @@ def answer(
                 pool.learn(known)
                 _begin(run, plan, pool)
                 batches = read_requests(plan, index.tokens, REQUEST_BATCH, run.setup.roots)
-                feed(run, given(batches), pool, collector, plans)
+                feed(run, add_drafts(batches), pool, collector, plans)
             finally:
                 store.commit()
                 facts = planned.revised.facts | ({} if planned.deadline is None else planned.deadline.facts)
@@ -89,9 +99,16 @@ def answer(
 def raise_pending(
     run: OpenRun, store: CompletionStore, rows: int | None = None, forecast_s: float | None = None
 ) -> None:
-    """Raise Interrupted after a signal, and StopTimeReached after the stop time. See `rows_left` for the others."""
+    """Raise Interrupted after a signal, and StopTimeReached after the stop time.
+
+    Args:
+        run: The run.
+        store: The store of answers.
+        rows: See `rows_left`.
+        forecast_s: See `rows_left`.
+    """
     stop, count = run.options.stop_at, len(store)
-    if stop is not None and run.interrupts.stops:
+    if stop is not None and run.interrupts.is_stop_pending:
         left = rows_left(run.progress, rows, forecast_s)
         stored = f"{counted(count, 'answer')} {'is' if count == 1 else 'are'} stored"
         raise StopTimeReached(f"{stop_reached(stop)}: {left}; {stored}. {continuing(run.job, run.options)}")
@@ -101,14 +118,13 @@ def raise_pending(
 
 
 def open_meter(run: OpenRun, setting: Setting) -> Meter:
-    """Return the meter of the engines' samples."""
+    """Return a new meter for the samples of engines."""
     return run.report.open_meter(setting, setting.model_cost(run.setup.checkpoint))
 
 
 @contextmanager
 def engines(run: OpenRun, needs: Needs) -> Iterator[ReplicaPool]:
-    """Start the engines, and end them when the block is left. A signal is left to the block, which ends without
-    losing anything."""
+    """Start the engines, and end them after the block. Within the block a signal only becomes pending."""
     for line in (*run.setup.checkpoint.notices, *kv_memory_warnings(run.job, run.setup.models)):
         run.notice(line)
     run.progress.phase("loading model")
@@ -116,25 +132,24 @@ def engines(run: OpenRun, needs: Needs) -> Iterator[ReplicaPool]:
     with (
         run.interrupts.deferred(),
         run.report.timed("close_s"),
-        _ended(run, _engines(run, needs)) as pool,
+        _closing(run, _start_engines(run, needs)) as pool,
     ):
         yield pool
 
 
 def feed(run: OpenRun, batches: Batches, pool: ReplicaPool, collector: Collector, plans: RunPlans) -> None:
-    """Have the engines run these requests, and those of the plans that follow."""
+    """Run these requests and the requests of later plans on the engines."""
     with run.report.timed("engine_s"):
         run_plan(batches, pool, collector, run.interrupts, partial(tell_draining, run), plans)
     progress = run.progress
     answered = progress.knows_all_rows and progress.rows_left == 0 and not collector.rows_in_flight
     if answered or collector.enough():
-        run.interrupts.ignore_stop()  # publishing is all that is left
+        run.interrupts.ignore_stop()  # only publishing is left
 
 
 @contextmanager
-def _ended(run: OpenRun, pool: ReplicaPool) -> Iterator[ReplicaPool]:
-    """End the engines when the block is left. Those that have left by themselves end while the run goes on, which waits
-    for their processes when it is over."""
+def _closing(run: OpenRun, pool: ReplicaPool) -> Iterator[ReplicaPool]:
+    """End the engines after the block. Processes that are already exiting are only waited for at the end of the run."""
     run.at_end.callback(_close, run, pool)
     try:
         yield pool
@@ -146,36 +161,35 @@ def _ended(run: OpenRun, pool: ReplicaPool) -> Iterator[ReplicaPool]:
 
 
 def _close(run: OpenRun, pool: ReplicaPool) -> None:
-    """End what is left of the engines. How the run ended is known by now: a signal changes nothing of it."""
-    with run.interrupts.deferred():
+    with run.interrupts.deferred():  # the outcome is already known, so a signal must not change it
         pool.close()
 
 
-def _engines(run: OpenRun, needs: Needs) -> ReplicaPool:
-    def named(keys: Sequence[bytes]) -> str:
+def _start_engines(run: OpenRun, needs: Needs) -> ReplicaPool:
+    def name_rows(keys: Sequence[bytes]) -> str:
         spill, attempts = run.state.staging / "names", run.job.attempts
         return try_name_rows(needs.index_parts(), keys, spill, attempts)
 
     specs = worker_specs(run.job, needs.setting, run.options.engine)
-    whole = run.setup.setting
-    step_s = partial(longest_step_s, whole, whole.model_cost(run.setup.checkpoint), needs.longest)
+    setting = run.setup.setting
+    step_s = partial(longest_step_s, setting, setting.model_cost(run.setup.checkpoint), needs.longest)
     return ReplicaPool(
         specs,
         needs.setting.engine_config(run.job, needs.longest, needs.logprobs),
         needs.requests,
         run.interrupts,
-        name_rows=named,
+        name_rows=name_rows,
         notice=run.notice,
         death_log=DeathLog(run.state.engine_errors, run.state.ops),
         loading=partial(run.report.timed, "load_s"),
         longest_step_s=step_s,
         transport=run.options.transport,
-        early=run.launch.started(specs),
+        early=run.launch.workers_for(specs),
     )
 
 
 def wait_until_ready(run: OpenRun, pool: ReplicaPool) -> None:
-    """Wait until an engine can work, or a signal comes."""
+    """Wait until all engines have loaded, or a signal comes."""
     while pool.info is None and run.interrupts.pending is None:
         pool.receive(0.1)
         run.progress.tick()
@@ -192,9 +206,9 @@ def _begin(run: OpenRun, plan: Plan, pool: ReplicaPool) -> None:
 
 
 def tell_draining(run: OpenRun, within_s: float) -> None:
-    """Say that rows in progress may finish. The time that the others take is estimated from the rate so far."""
+    """Notify the user that the run stops, and how long running rows may take to finish."""
     run.progress.stopping()
-    stop = run.options.stop_at if run.interrupts.stops else None
+    stop = run.options.stop_at if run.interrupts.is_stop_pending else None
     why, again = ("", "again ") if stop is None else (f" at {stop.at.astimezone():%H:%M} (--stop-at)", "")
     run.notice(
         f"stopping{why}: rows being computed have up to {within_s:.0f} s to finish; press Ctrl-C {again}to stop at "
@@ -203,8 +217,7 @@ def tell_draining(run: OpenRun, within_s: float) -> None:
 
 
 def note_figures(run: OpenRun, pool: ReplicaPool, collector: Collector, facts: Mapping[str, Any]) -> None:
-    """Note for the run's report what the engines turned out to be, what running the plan took and saved, and these
-    facts."""
+    """Record facts of the engines, of their use and of duplicates in the report, and these facts."""
     for one in pool.activities:
         run.report.happened(f"engine {one.engine}", one.activity, one.began, one.ended, *one.on)
     run.report.ran(pool.infos, pool.peak_rss, pool.other_cores, pool.expert_tokens, pool.ranks)

@@ -1,4 +1,4 @@
-"""The engines' stage where the input is still being read: rows run as they are planned, in waves."""
+"""The answering stage in waves: runs rows while the rest of the input is read."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from batchinfer.core.sampling import MAX_LOGPROBS
 from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.open_run import OpenRun
+from batchinfer.pipeline.plans.background_reading import BackgroundReading
 from batchinfer.pipeline.plans.earlier_drafts import last_answers
 from batchinfer.pipeline.plans.further_attempts import FurtherAttempts
-from batchinfer.pipeline.plans.reading_on import ReadingOn
 from batchinfer.pipeline.plans.run_plans import Replanned, RunPlans
 from batchinfer.pipeline.plans.snapshot import Snapshot
 from batchinfer.pipeline.plans.waves import Waves
@@ -40,14 +40,18 @@ from batchinfer.store.results.reuse.shared_answers import saved_tokens
 
 
 def answer_in_waves(run: OpenRun, unread: UnreadInput, store: CompletionStore) -> Index:
-    """Run the rows that were read while the others are, until there is an answer to all. After a signal, what runs may
-    finish, and all that is finished is committed. Return the complete index.
+    """Read the rest of the input and run its rows in waves. Return the complete index.
 
-    Raises Interrupted after a signal, what ended the engines or the reading, and what `complete` raises.
+    After a signal, running requests may finish, and all answers are committed.
+
+    Raises:
+        Interrupted: A signal came.
+        StopTimeReached: The stop time came.
+        BatchInferError: The engines failed, the input cannot be read, or `complete` refuses it.
     """
     before = set(store.parts())
     with (
-        ReadingOn(unread.ingestion, unread.steps, unread.at) as reading,
+        BackgroundReading(unread.ingestion, unread.steps, unread.at) as reading,
         announce_plans(store.path, (), run.state.ops) as announcement,
     ):
         answering = _Answering(run, store)
@@ -63,7 +67,7 @@ def answer_in_waves(run: OpenRun, unread: UnreadInput, store: CompletionStore) -
 
 
 class _Answering:
-    """One run of engines over an input that is being read."""
+    """Runs engines while an input is being read."""
 
     waves: Waves
     _pool: ReplicaPool
@@ -76,15 +80,15 @@ class _Answering:
         self._deadline = None if deadline is None else DeadlineWatch(deadline, run.notice)
         meter = open_meter(run, run.setup.setting)
         self._collector = Collector(store, meter, run.progress, receiver, self._deadline)
-        self._revised: RevisedForecast | None = None  # once all rows are known
-        self._began: float | None = None  # when engines began to run rows
-        self._known: _Known | None = None  # by the plan that they follow
-        self._shown = False  # whether it is shown how many rows and tokens there are
-        self._parts_told = 0  # of the index, whose error rows are told
+        self._revised: RevisedForecast | None = None  # set when all rows are known
+        self._began: float | None = None  # when engines started to run rows
+        self._known: _Known | None = None  # the current plan
+        self._shown = False  # whether the display has switched to rows and tokens
+        self._counted_parts = 0  # parts of the index whose error rows are counted
         self._facts: dict[str, Any] = {"waves": 0, "again_tokens": 0}
 
     def run_all(self) -> None:
-        """Run the rows of all waves, until the last one is answered, or a signal comes."""
+        """Run the rows of all waves, or until a signal comes."""
         run = self._run
         longest, logprobs = run.setup.setting.numerics.max_model_len, _most_logprobs(run)
         needs = Needs(run.setup.setting, longest, logprobs, 0, lambda: self.waves.parts)
@@ -103,7 +107,7 @@ class _Answering:
                 note_figures(run, pool, self._collector, self._facts | deadline | revised)
 
     def _wait_until_ready(self) -> Batches:
-        """Wait for the engines, and return what is planned meanwhile."""
+        """Wait until the engines have loaded, and return the requests of the newest plan until then."""
         run, pool, found = self._run, self._pool, None
         known = last_answers(run)
         while pool.info is None and run.interrupts.pending is None:
@@ -120,21 +124,30 @@ class _Answering:
         return iter(()) if found is None else found
 
     def follows(self, found: Replanned, known: Snapshot, index: Index | None) -> None:
-        """Take note of a plan that engines follow, and of the whole input once it is read. Raises as `complete`."""
+        """Handle the switch of engines to a plan.
+
+        Args:
+            found: The plan.
+            known: The requests submitted before it was made.
+            index: The complete index if the plan has all rows, else None.
+
+        Raises:
+            BatchInferError: See `complete`.
+        """
         plan = found.plan
         self._known = _Known(plan, known, index is None)
         self._facts["waves"] += 1
         if self._run.setup.setting.parts.shares_prefixes:
             self._facts["again_tokens"] += plan.again_tokens
         self._show()
-        self._tell_errors()
+        self._count_errors()
         if index is None:
             self._run.notice(f"{plan_line(self._known.own)}; the input is still being read")
         else:
             self._all_known(plan, index)
 
     def _show(self) -> None:
-        """Show what is known by now, once engines run it."""
+        """Show the rows and tokens of the current plan, once engines run it."""
         if self._began is None or self._known is None:
             return
         if not self._shown:
@@ -151,10 +164,10 @@ class _Answering:
             more=self._known.more,
         )
 
-    def _tell_errors(self) -> None:
-        """Count the error rows of what was planned since."""
-        new = self.waves.parts[self._parts_told :]
-        self._parts_told += len(new)
+    def _count_errors(self) -> None:
+        """Add the error rows of newly planned parts to the progress."""
+        new = self.waves.parts[self._counted_parts :]
+        self._counted_parts += len(new)
         self._run.progress.failed(dict(summarise_errors(new).codes))
 
     def _all_known(self, plan: Plan, index: Index) -> None:
@@ -172,7 +185,7 @@ class _Answering:
         self._plans.add(FurtherAttempts(run, index, collector, self._pool))
 
     def _note_forecast(self, forecast: RunForecast) -> None:
-        """Note what the whole run will take: what it took so far, and what the rest is forecast to take."""
+        """Record the forecast of the whole engine time: the time so far plus the forecast of the rest."""
         found, run = forecast.engine, self._run
         if found is not None and found.seconds is not None:
             passed_s = 0.0 if self._began is None else time.monotonic() - self._began
@@ -189,20 +202,20 @@ class _Answering:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Keeps what is known of the input: the plan that engines follow, and what they had been given when it was made."""
+    """The plan that engines follow, and the requests that they had received when it was made."""
 
     plan: Plan
     given: Snapshot
-    more: bool  # whether there may be more rows
+    more: bool  # whether more rows may follow
 
     @property
     def own(self) -> Plan:
-        """Return the plan, in which only answers of earlier runs count as stored."""
+        """Return the plan with only answers of earlier runs counted as stored."""
         return replace(self.plan, present=self.plan.present - self.given.requests)
 
 
 def _most_logprobs(run: OpenRun) -> int | None:
-    """Return the most log-probabilities that a row of the job may ask for; None: none can ask for any."""
+    """Return the largest number of log-probabilities that a row may request, or None if no row can."""
     sampling = run.job.sampling
     if run.job.requests or "logprobs" in dict(sampling.from_columns):
         return MAX_LOGPROBS

@@ -1,4 +1,4 @@
-"""The weights of a job in int4, calibrated by its first run."""
+"""The calibration stage: the first run of a job calibrates its int4 weights."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from batchinfer.plan.setup.weights import loss_of
 from batchinfer.report.stopwatch import OTHER
 
 
-def calibrated(run: OpenRun) -> OpenRun:
-    """Return the run with calibrated weights, if its job is to have such; a trial's are those of the whole job."""
+def calibrate_weights(run: OpenRun) -> OpenRun:
+    """Return the run with calibrated weights if the job calibrates. A trial uses the weights of the whole job."""
     if not run.setup.setting.numerics.calibrates or run.options.engine != ENGINE:
         return run
-    from batchinfer.pipeline.calibration.calibration import (  # most jobs need none of it
+    from batchinfer.pipeline.calibration.calibration import (  # imported late, because few jobs calibrate
         Listener,
         calibrated_setup,
     )
 
     began, had = time.monotonic(), run.setup.setting.parts.weights
     with run.report.timed(OTHER):
-        told = Listener(run.progress, run.notice)
-        setup = calibrated_setup(run.whole, run.setup, run.state, told, run.options.transport)
+        listener = Listener(run.progress, run.notice)
+        setup = calibrated_setup(run.whole, run.setup, run.state, listener, run.options.transport)
     if had is None and setup.setting.parts.weights is not None:
         run.report.note(calibration_s=time.monotonic() - began)
     loss = None if setup.setting.parts.weights is None else loss_of(setup.setting.parts.weights)

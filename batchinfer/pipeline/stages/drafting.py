@@ -1,4 +1,4 @@
-"""The drafts of a plan's requests: earlier answers, or those of a smaller model, which answers all of them first."""
+"""Prepares drafts for requests: earlier answers, or answers of a draft model that runs before the job's model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from batchinfer.core.request import Request
 from batchinfer.core.wording import counted
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.pipeline.open_run import OpenRun
-from batchinfer.pipeline.plans.earlier_drafts import Batches, EarlierDrafts, Given, drafted, without_drafts
+from batchinfer.pipeline.plans.earlier_drafts import (
+    AddDrafts,
+    Batches,
+    EarlierDrafts,
+    with_draft,
+    without_drafts,
+)
 from batchinfer.pipeline.stages.answering import (
     Needs,
     engines,
@@ -43,9 +49,13 @@ from batchinfer.store.results.reuse.draft_answers import (
 from batchinfer.store.results.reuse.given_answers import GivenAnswers
 
 
-def drafts_of(run: OpenRun, plan: Plan, index: Index, store: CompletionStore) -> Given:
-    """Return what gives the requests of a plan their drafts. A draft model answers them now. Raises Interrupted after a
-    signal, and what ended the engines."""
+def prepare_drafts(run: OpenRun, plan: Plan, index: Index, store: CompletionStore) -> AddDrafts:
+    """Return a function that adds drafts to the requests of a plan, after running the draft model if there is one.
+
+    Raises:
+        Interrupted: A signal came.
+        BatchInferError: The engines of the draft model failed.
+    """
     model = run.setup.drafts
     if model is None:
         drafts = EarlierDrafts.of(run)
@@ -53,21 +63,21 @@ def drafts_of(run: OpenRun, plan: Plan, index: Index, store: CompletionStore) ->
     began = time.monotonic()
     answers = _Drafting(run, model, plan, index, store).answers()
     run.report.note(draft_model_s=time.monotonic() - began, draft_model_runs="first")
-    return partial(_given, GivenAnswers(answers), run.setup.checkpoint.spec.vocab)
+    return partial(_add_drafts, GivenAnswers(answers), run.setup.checkpoint.spec.vocab)
 
 
-def _given(answers: GivenAnswers, vocab: int, batches: Batches) -> Batches:
-    """Give the requests of a plan the tokens that a draft model answered."""
+def _add_drafts(answers: GivenAnswers, vocab: int, batches: Batches) -> Batches:
+    """Add the answers of a draft model to requests."""
     for batch, requests in batches:
         found = zip(requests, answers.of(batch.numbers("seq")), strict=True)
         yield (
             batch,
-            [drafted(request, None if one is None else one["tokens"], vocab) for request, one in found],
+            [with_draft(request, None if one is None else one["tokens"], vocab) for request, one in found],
         )
 
 
 class _Drafting:
-    """One run of a draft model over a plan: the job's engines start only when its own have ended."""
+    """Runs a draft model over a plan. Its engines end before the job's engines start."""
 
     def __init__(
         self, run: OpenRun, model: DraftModel, plan: Plan, index: Index, store: CompletionStore
@@ -83,7 +93,7 @@ class _Drafting:
         self._requests = DraftRequests(context, longest, model.checkpoint.spec.vocab)
 
     def answers(self) -> Path:
-        """Have the store hold the model's answers; return the file that has those of the plan."""
+        """Compute the missing answers, and return a file with the answers to all requests of the plan."""
         ops = self._run.state.ops
         batches = ((batch.numbers("seq").tolist(), requests) for batch, requests in self._planned())
         keys = write_draft_keys(self._plan.path, batches, self._requests, ops)
@@ -96,7 +106,12 @@ class _Drafting:
         return read_requests(self._plan, self._index.tokens, REQUEST_BATCH, self._whole.setup.roots)
 
     def _answer(self, lacking: Path, count: int) -> None:
-        """Have the model answer what is lacking."""
+        """Run the draft model on the missing requests.
+
+        Args:
+            lacking: A file with the positions of these requests in the plan.
+            count: Their number.
+        """
         run, plan = self._run, self._plan
         name = short_name(run.job.model.path)
         run.notice(f"drafts: {name} answers {counted(count, 'request')} first")
@@ -118,40 +133,40 @@ class _Drafting:
                     expected_tokens=round(share * plan.expected_tokens),
                 )
                 with run.report.timed(OTHER):
-                    run_plan(self._asked(lacking), pool, sink, run.interrupts, partial(tell_draining, run))
+                    run_plan(self._lacking(lacking), pool, sink, run.interrupts, partial(tell_draining, run))
             finally:
                 self._store.commit()
-                pool.close()  # its memory is the job's model's
+                pool.close()  # frees the memory for the job's model
         run.progress.close()
         raise_pending(run, self._store, plan.rows_to_run, None)
 
-    def _asked(self, lacking: Path) -> Batches:
-        """Yield what the model is asked. A request whose next one it is not asked shares nothing with that."""
+    def _lacking(self, lacking: Path) -> Batches:
+        """Yield the requests without a stored answer. `shares_next` is 0 if the next request of the plan is skipped."""
         wanted = GivenAnswers(lacking)
         for batch, requests in self._planned():
-            is_asked = [one is not None for one in wanted.of(batch.numbers("seq"))]
-            asked = []
+            is_wanted = [one is not None for one in wanted.of(batch.numbers("seq"))]
+            found = []
             for at, request in enumerate(requests):
-                one = self._requests.of(request) if is_asked[at] else None
+                one = self._requests.of(request) if is_wanted[at] else None
                 if one is not None:
-                    asked.append(one if all(is_asked[at : at + 2]) else replace(one, shares_next=0))
-            yield batch, asked
+                    found.append(one if all(is_wanted[at : at + 2]) else replace(one, shares_next=0))
+            yield batch, found
 
 
 class _Sink:
-    """Stores what a draft model answers."""
+    """Stores the answers of a draft model."""
 
     def __init__(self, store: CompletionStore, progress: Progress, receiver: Receiver) -> None:
         self._store, self._progress, self._receiver = store, progress, receiver
         self._expected: dict[bytes, int] = {}
 
     def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
-        """Expect the answers of these requests."""
+        """Register requests that are about to be submitted."""
         self._receiver.expect(requests)
         self._expected |= {request.key: request.params.max_tokens for request in requests}
 
     def take(self, done: WorkDone) -> None:
-        """Store the answers, and show how far the model is."""
+        """Store the answers and show progress."""
         self._store.append(self._receiver.receive(done.completions))
         for step in done.steps:
             self._progress.step(step, done.engine)
@@ -163,10 +178,10 @@ class _Sink:
         self._store.maybe_commit()
 
     def enough(self) -> bool:
-        """Never stop early: an answer that is missing is no error."""
+        """Return False: errors of a draft model do not count."""
         return False
 
     def tick(self) -> None:
-        """Commit and show progress, where these are due."""
+        """Commit and show progress, each if it is due."""
         self._store.maybe_commit()
         self._progress.tick()

@@ -1,4 +1,4 @@
-"""The result that an earlier run published: where it is this run's very result, nothing is to be done."""
+"""Detects that an earlier run already published the result of this run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from batchinfer.store.results.published_inputs import read_published_inputs
 
 
 def earlier_result(run: OpenRun, context: bytes) -> Manifest | None:
-    """Return the manifest of this very result, if it is published whole and no input file has changed since.
+    """Return the manifest of the published result if it is complete, and neither the job nor its input has changed.
 
-    A job with a query (input.sql) has none: its rows may be others each time. Raises TooFewRows where the job does not
-    allow a result of so few rows any more.
+    Returns None for a job with a query (input.sql), because a query may return other rows each time.
+
+    Raises:
+        TooFewRows: The result has fewer rows than the job now requires.
     """
     found = open_published_or_notify(run.state.destination, run.notice, fresh=run.options.verify)
     if found is None or run.job.input.sql or run.options.retry_errors or _has_lost_answers(run):
@@ -30,7 +32,7 @@ def earlier_result(run: OpenRun, context: bytes) -> Manifest | None:
 
 
 def _has_lost_answers(run: OpenRun) -> bool:
-    """Whether `--verify` finds stored answers damaged."""
+    """Return True if `--verify` finds damaged answers in the store."""
     if not run.options.verify or not run.state.completions.is_dir():
         return False
     with open_store(run) as store:

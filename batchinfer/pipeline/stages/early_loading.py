@@ -1,38 +1,45 @@
-"""The engines' processes are started beside the reading of the input; they load once there is something to compute."""
+"""Starts the workers while the input is read. They load weights as soon as an answer is missing."""
 
 from __future__ import annotations
 
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.workers.interrupts import CONTINUES
-from batchinfer.pipeline.workers.places import worker_specs
+from batchinfer.pipeline.workers.worker_specs import worker_specs
 from batchinfer.plan.forecast.room import fits
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.answers.missing_keys import MissingKeys, key_batches
 from batchinfer.store.index.index import Index
 from batchinfer.store.results.planned_work import is_another_run_computing
 
-_MANY = 200  # parts of a store, of which the keys are read in 0.2 s
+_MANY = 200  # parts of a store; reading the keys of 200 parts takes 0.2 s
 
 
 class EarlyLoading:
-    """Watches the keys that are read, for one that the store lacks. What the engines get of the machine depends on
-    their number, so as many as there are engines have to be found where there are several.
+    """Looks for keys of the input that are missing in the store, and has the engines load when it has found enough.
 
-    Nothing is started early while another run works on answers of the same store: this one may have to wait for them.
+    With several engines it must find one missing key per engine, because their shares of the machine depend on the
+    number of engines. Nothing starts early while another run uses the same store: this run may have to wait for it.
     """
 
     def __init__(self, run: OpenRun, store: CompletionStore) -> None:
         self._run, self._store = run, store
-        self._lacking: MissingKeys | None = None  # once the first keys are read
-        self._begins: bool | None = None  # whether rows may run before all are read; None: not known yet
-        # A draft model has the memory first
-        self._waits = run.setup.drafts is None and not is_another_run_computing(store.path)  # for keys
+        self._lacking: MissingKeys | None = None  # set when the first keys are read
+        self._can_begin: bool | None = None  # whether rows may run before all are read; None: not checked yet
+        # Whether it still looks for missing keys. With a draft model it never does: that model needs the memory first.
+        self._waits = run.setup.drafts is None and not is_another_run_computing(store.path)
         if self._waits and run.setup.setting.placement.replicas == 1:
             self._open()
 
     def read(self, keys: bytes, last: bool = False) -> None:
-        """Take the keys of rows that were read, 32 bytes each; `last`: there are no more, or few. Raises what keeps a
-        single engine from loading."""
+        """Look for missing keys among the keys of newly read rows.
+
+        Args:
+            keys: The keys, 32 bytes each.
+            last: Whether few or no keys follow.
+
+        Raises:
+            BatchInferError: The only engine cannot load.
+        """
         if self._waits and keys and not (last and self._is_large()):
             missing = self._watched()
             missing.add(keys)
@@ -41,25 +48,29 @@ class EarlyLoading:
         self._run.launch.look()
 
     def _is_large(self) -> bool:
-        """Whether a plan, which comes once all rows are read, says as soon what is lacking as the store's keys do that
-        nobody has looked at yet."""
+        """Return True if planning finds missing keys as fast as reading all keys of a large store would."""
         return self._lacking is None and len(self._store.parts()) > _MANY
 
     def found(self, index: Index) -> None:
-        """Look through an index that an earlier run has left: then no row is read."""
+        """Look for missing keys in a complete index of an earlier run."""
         for keys in key_batches([*index.index_parts, *index.content_free_parts]):
             if not self._waits:
                 return
             self.read(keys)
 
     def waits_for(self, left_s: float) -> bool:
-        """Whether engines have loaded, and would wait for too long until the rest of the input is read, `left_s`
-        seconds from now: where they can be made ready for any row of the job, they run what was read already."""
+        """Return True if engines have loaded and should run rows in waves rather than wait for the input.
+
+        They must be able to run any row of the job, because the longest row is not known yet.
+
+        Args:
+            left_s: Estimated seconds until the whole input is read.
+        """
         if self._waits or not self._run.launch.loaded or left_s < self._run.options.waves_from_s:
             return False
-        if self._begins is None:
-            self._begins = not self._run.options.retry_errors and fits(self._run.job, self._run.setup)
-        return self._begins
+        if self._can_begin is None:
+            self._can_begin = not self._run.options.retry_errors and fits(self._run.job, self._run.setup)
+        return self._can_begin
 
     def _watched(self) -> MissingKeys:
         if self._lacking is None:
@@ -74,6 +85,8 @@ class EarlyLoading:
 
     def _open(self) -> None:
         run = self._run
-        with run.interrupts.deferred():  # or a process might be started that nobody knows of
+        with (
+            run.interrupts.deferred()
+        ):  # a signal must not interrupt between the start and the record of a process
             run.launch.open(worker_specs(run.job, run.setup.setting, run.options.engine))
         run.interrupts.raise_pending(CONTINUES)

@@ -15,25 +15,26 @@ from batchinfer.store.results.manifest import PublishSpec
 
 
 def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]]) -> PublishSpec:
-    """Return what the published result of this job, over these input files, is known by."""
+    """Return the identity of the result of this job and these input files."""
     day = run.now.date().isoformat() if run.setup.tokenizer.tells_the_day else ""
     adapters = f" {json.dumps(dict(run.setup.adapters))}" if run.setup.adapters else ""
     rest = f"{day} {INGEST_FORMAT}{_columns(run)}{adapters}"
     material = run.job.identity_json().encode() + context + rest.encode()
     identity = hashlib.sha256(material).hexdigest()
     rows = run.job.output.rows_per_file
-    if run.job.sampling.chooses:  # which of the answers to a row are best is found in one file
+    if run.job.sampling.chooses:  # all samples of a row must be in one file to choose the best
         rows = max(1, rows // run.job.rows_of_answers) * run.job.rows_of_answers
     return PublishSpec(run.job.name, identity, tuple(inputs), NUMERICS_VERSION, rows)
 
 
 def _columns(run: OpenRun) -> str:
-    """Return the version of the columns of the job's kind of answers: nothing of the first one of texts, so that
-    results of before there were kinds keep their identity. How answers mark reasoning and write calls decides columns,
-    too, and what is made of vectors and scores."""
+    """Return the settings that determine the columns of the result, and the version of its output kind.
+
+    The first version of text output adds nothing, which keeps the identity of results from before kinds existed.
+    """
     setup = run.setup
     kind, asked = setup.output, setup.asked
     read = asked.reasoning, asked.tool_calls, asked.embedding, asked.scoring, asked.pairs
     version = "" if (kind.name, kind.version) == (DEFAULT_KIND, 0) else f" {kind.name} {kind.version}"
-    said = (json.dumps(one.to_json(), sort_keys=True) for one in read if one is not None)
-    return " ".join([version, *said])
+    settings = (json.dumps(one.to_json(), sort_keys=True) for one in read if one is not None)
+    return " ".join([version, *settings])

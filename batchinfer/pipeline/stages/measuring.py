@@ -1,4 +1,4 @@
-"""The measuring stage: sums up the published answers, and compares them with the expected ones if a job names these."""
+"""The measuring stage: sums up the published answers, and compares them with expected answers if there are any."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ from batchinfer.store.results.manifest import Manifest
 
 
 def measure(run: OpenRun, manifest: Manifest) -> None:
-    """Measure the result that was just published, and write what was found into the report: into the run's row, and
-    into tables. Raises InputCorrupt, StorageError, OutOfMemory, OSError."""
+    """Measure the published result, and write the figures to the report.
+
+    Raises:
+        InputCorrupt: A file of the result cannot be read.
+        StorageError: A query failed, or a table cannot be written.
+        OutOfMemory: There is too little memory.
+        OSError: A table cannot be written.
+    """
     files = [Path(run.state.results, file.name) for file in manifest.files]
     run.report.note(**_answers(run, files))
     if run.job.input.expected is not None:
@@ -28,7 +34,7 @@ def _answers(run: OpenRun, files: Sequence[Path]) -> dict[str, Any]:
     """Return the columns of the run table that sum up the answers."""
     asked, figures = run.setup.asked, dict(run.setup.output.figures)
     if asked.scoring is not None and asked.scoring.own_labels:
-        figures.pop("labels", None)  # texts of rows, any number of them: reports hold none
+        figures.pop("labels", None)  # labels are texts of rows, which reports must not contain
     found = summarise(files, figures, run.state.staging / "figures") if files else {}
     if run.job.task == "embed" and asked.embedding is not None and not run.job.requests:
         found["dimensions"] = asked.embedding.dimensions
@@ -36,7 +42,6 @@ def _answers(run: OpenRun, files: Sequence[Path]) -> dict[str, Any]:
 
 
 def _compare(run: OpenRun, files: Sequence[Path]) -> None:
-    """Compare the answers with the expected ones."""
     found = measure_accuracy(files)
     assert found is not None, "the published column is marked"
     if found.notice is not None:
@@ -66,7 +71,7 @@ def _by_field(found: Accuracy) -> list[FieldAccuracy]:
 
 
 def _by_probability(found: Reliability) -> list[ProbableRows]:
-    """Return the rows of each bin; none where no answer has a probability."""
+    """Return the rows of each bin, or an empty list if no answer has a probability."""
     if not found.rows:
         return []
     return [

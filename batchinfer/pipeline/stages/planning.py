@@ -1,4 +1,4 @@
-"""The planning stage: the plan of the requests whose answers the completion store lacks, with its forecast."""
+"""The planning stage: plans and forecasts the requests without a stored answer."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ from batchinfer.store.results.planned_work import Announcement, announce_plans, 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A plan, and what watches whether its forecast holds while it runs."""
+    """A plan with its forecasts."""
 
     plan: Plan
-    deadline: DeadlineWatch | None  # None: the job has none
+    deadline: DeadlineWatch | None  # None if the job has no deadline
     revised: RevisedForecast
-    forecast_s: float | None  # of the engine's time; None: there is no forecast
-    without: Sequence[
-        Path
-    ]  # parts of the store that have no completion of a row whose answer was not known already
+    forecast_s: float | None  # forecast engine time, or None if there is no forecast
+    without: Sequence[Path]  # parts of the store with no answers to rows that this run computes
 
 
 @contextmanager
-def planned(run: OpenRun, index: Index, store: CompletionStore) -> Iterator[PlannedRun]:
-    """Plan what the store lacks. Within the block other runs that share the store see what this one computes.
+def plan_run(run: OpenRun, index: Index, store: CompletionStore) -> Iterator[PlannedRun]:
+    """Plan the missing answers, and announce the plan to other runs of the same store within the block.
 
-    What others computed already when this run began to plan, they finish first.
+    If other runs are already computing some of these requests, wait until they have finished.
     """
     first = _plan(run, index, store, "plan")
     with announce_plans(store.path, [first.plan.path], run.state.ops) as announcement:
@@ -50,12 +48,12 @@ def planned(run: OpenRun, index: Index, store: CompletionStore) -> Iterator[Plan
 def _without_others(
     run: OpenRun, first: PlannedRun, announcement: Announcement, index: Index, store: CompletionStore
 ) -> PlannedRun:
-    """Wait for the other runs' answers to the same requests, and plan what is left after them."""
+    """Wait for other runs that compute the same requests, then plan the rest."""
     others = announcement.others if first.plan.to_run else []
     known, same = store.parts(), find_similar_runs(first.plan.path, others, run.state.staging / "others")
     if same:
         run.progress.phase("waiting")
-        run.launch.end()  # its memory is the other run's
+        run.launch.end()  # frees memory for the other run
         run.notice(f"another run is already computing these rows (in {store.path}); waiting for it")
         wait_for(same, partial(_wait, run))
     store.refresh()
@@ -70,7 +68,7 @@ def _wait(run: OpenRun) -> None:
 def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> PlannedRun:
     run.progress.phase("planning")
     with run.report.timed("plan_s"):
-        _tell_of_retries(run, index, store)
+        _warn_of_no_retries(run, index, store)
         parts = store.parts()
         plan = plan_job(
             index.index_parts,
@@ -85,8 +83,8 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
             retry_errors=run.options.retry_errors,
             threads=usable_cpus(),
         )
-        alone = run.setup.drafting is None  # no draft model answers first
-        forecast = forecast_run(run.job, run.setup, plan, index.tokens, whole=alone)
+        whole = run.setup.drafting is None  # otherwise a draft model runs first
+        forecast = forecast_run(run.job, run.setup, plan, index.tokens, whole=whole)
     run.report.planned(plan, forecast.engine)
     run.progress.close()
     tell(run, plan, forecast)
@@ -99,38 +97,45 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
 
 
 def _new_rows(index: Index) -> int:
-    """Return how many rows have keys and were not taken over."""
+    """Return the number of valid rows that are not reused from an earlier run."""
     return index.rows - index.error_rows - (index.reused.rows - index.reused.errors)
 
 
 def tell(run: OpenRun, plan: Plan, forecast: RunForecast) -> None:
-    """Say what was planned of all rows, and what is forecast of it."""
+    """Notify the user of the plan and its forecast."""
     for line in (plan_line(plan), *forecast.lines):
         run.notice(line)
     if run.job.attempts > 1 and plan.to_run:
-        run.notice(f"on_invalid: a row runs up to {run.job.attempts} times; planned is what is due now")
+        run.notice(
+            f"on_invalid: a row runs up to {run.job.attempts} times; the plan has the attempts that are due now"
+        )
     if run.job.sampling.from_columns:
         run.notice(f"rows set their own {run.job.sampling.row_parameters()}")
 
 
 def revised_forecast(run: OpenRun, forecast: RunForecast, began: float | None = None) -> RevisedForecast:
-    """Return what forecasts the run once more, from its first answers. `began`: when engines began to run rows, by
-    `time.monotonic`, if they did already."""
+    """Return an object that revises the forecast from the first answers.
+
+    Args:
+        run: The run.
+        forecast: The forecast of the plan.
+        began: When engines started to run rows, a time of `time.monotonic`, or None if they have not.
+    """
     return RevisedForecast(forecast.engine is None or forecast.engine.upper_bound, run.notice, began=began)
 
 
-def _tell_of_retries(run: OpenRun, index: Index, store: CompletionStore) -> None:
+def _warn_of_no_retries(run: OpenRun, index: Index, store: CompletionStore) -> None:
     if not run.options.retry_errors:
         return
     spill, attempts = run.state.staging / "join", index.attempts
     if not join_answers(index.index_parts, store.parts(), spill, attempts=attempts).counts.retryable:
-        run.notice("--retry-errors: no row has an error that is marked retryable; none is run again")
+        run.notice("--retry-errors: no row has an error that is marked retryable; no row runs again")
 
 
 def _deadline(
     run: OpenRun, plan: Plan, index: Index, forecast: EngineForecast | None
 ) -> DeadlineWatch | None:
-    """Return what watches the job's deadline, if it has one; a notice says whether it will be met."""
+    """Return the watch of the job's deadline, or None if it has none. Notify the user whether it will be met."""
     first, drafts = None, run.setup.drafts
     if run.job.deadline is not None and drafts is not None and run.setup.drafting is not None:
         drafting = forecast_run(drafts.job, run.setup.drafting, plan, index.tokens)

@@ -1,4 +1,4 @@
-"""The publishing stage: the join of the index with the stored answers, and the clearing up after it."""
+"""The publishing stage: publishes the stored answers of all rows, and removes temporary files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchinfer.input.input_file import InputFile
 from batchinfer.input.job_input import open_input
 from batchinfer.pipeline.clean import clean_after_run, note_use
 from batchinfer.pipeline.open_run import OpenRun
-from batchinfer.pipeline.report import told_by
+from batchinfer.pipeline.report import errors_as_notice
 from batchinfer.pipeline.stages.identity import publish_spec
 from batchinfer.pipeline.stages.measuring import measure
 from batchinfer.report.tables.row_keys import RowsBeside
@@ -36,9 +36,12 @@ KeepKeys = Callable[[Join], None]
 
 
 @contextmanager
-def keys_noted(run: OpenRun, index: Index) -> Iterator[KeepKeys]:
-    """Write the report's table of rows beside the work of the block, which gets what completes it, once the rows are
-    published. Without that the table is dropped. Completing it raises OSError."""
+def row_keys_table(run: OpenRun, index: Index) -> Iterator[KeepKeys]:
+    """Start the report's table of rows in parallel with the block.
+
+    Yields a function that completes the table; call it after publishing. It raises OSError. If it is not called, the
+    table is dropped.
+    """
     if index.attempts > 1:
         yield lambda join: run.report.keep_keys(index.index_parts, _attempts(join), index.row_ids)
         return
@@ -57,8 +60,21 @@ def _attempts(join: Join) -> NDArray[np.uint8]:
 def publish_result(
     run: OpenRun, context: bytes, index: Index, store: CompletionStore, join: Join, keep_keys: KeepKeys
 ) -> tuple[Manifest, bool]:
-    """Publish the result; return its manifest, and whether this run changed anything. `keep_keys`: see `keys_noted`.
-    Raises what `publish` raises."""
+    """Publish the result.
+
+    Args:
+        run: The run.
+        context: The work context of the job.
+        index: The complete index.
+        store: The store of answers.
+        join: The join of the index with the store.
+        keep_keys: Completes the report's table of rows, see `row_keys_table`.
+
+    Returns:
+        The manifest, and True if this run changed anything.
+
+    Raises the errors of `publish`.
+    """
     run.progress.phase("publishing", published_rows(index.best, index.rows))
     index.inputs_unchanged()
     older, inputs = open_if_intact(run.state.destination), identities(index)
@@ -70,7 +86,7 @@ def publish_result(
         run.setup.tokenizer,
         run.state,
         replace=run.options.replace,
-        remember=run.options.limit is None,  # a trial has few of the next night's rows
+        remember=run.options.limit is None,  # a trial has too few rows to be reused
         on_rows=run.progress.rows,
     )
     if not run.job.input.sql:
@@ -80,23 +96,34 @@ def publish_result(
     same = older is not None and older.manifest.generation == manifest.generation
     changed = not same or run.report.metered
     if changed:
-        with told_by(run.notice):
+        with errors_as_notice(run.notice):
             keep_keys(join)
             measure(run, manifest)
     return manifest, changed
 
 
 def _settle(run: OpenRun, index: Index, join: Join) -> None:
-    """Keep what the next run takes over whole. The results are published: a disk that fails now fails no run."""
+    """Keep the data for reusing whole files in the next run. A failing disk no longer fails the run."""
     try:
         record_finished(run.state.kept, index, join, run.state.ops)
     except StorageError as error:
-        run.notice(f"the results are published, but the next run takes over no file as a whole: {error}")
+        run.notice(f"the results are published, but the next run cannot reuse whole files: {error}")
 
 
 def with_calibration(index: Index, join: Join, spill: Path) -> tuple[Index, Join]:
-    """Return an index whose labels are calibrated, and the join that knows by which answer, where the job asks for it;
-    `spill`: see `joined`. Raises BatchInferError where the prompt without content has none."""
+    """Apply classify.calibrate: calibrate the labels of the index with the answer to the content-free prompt.
+
+    Args:
+        index: The index.
+        join: The join.
+        spill: A folder for temporary files of queries.
+
+    Returns:
+        The index with calibrated scoring, and the join that uses the answer; both unchanged without classify.calibrate.
+
+    Raises:
+        BatchInferError: The content-free prompt has no answer.
+    """
     if not index.content_free_parts or index.scoring is None:
         return index, join
     found = find_completion(index.content_free_parts, join.parts, spill)
@@ -106,15 +133,15 @@ def with_calibration(index: Index, join: Join, spill: Path) -> tuple[Index, Join
 
 
 def tidy(run: OpenRun) -> None:
-    """Delete what only the run needed, and stored answers that the job keeps no longer. A signal ends it early."""
+    """Delete temporary files of the run, and stored answers older than `cache.keep`. A signal stops this early."""
     run.state.purge_scratch()
     clean_after_run(run.state, run.job.cache.keep, lambda: run.interrupts.pending is None, run.notice)
 
 
 def write_openai_file(run: OpenRun, files: Sequence[InputFile]) -> None:
-    """Write the file of --to-openai, if it was asked for, from the published result.
+    """Write the file of --to-openai, if it was requested, from the published result.
 
-    What fails here must not sound as if the results were not published.
+    Its error messages say that the results are published.
     """
     if run.openai is None:
         return

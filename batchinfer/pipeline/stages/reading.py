@@ -1,4 +1,4 @@
-"""The input, read: its rows become prompts, and the prompts an index."""
+"""The reading stage: reads the input, renders prompts and writes the index."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from batchinfer.store.results.partial import PARTIAL
 from batchinfer.store.results.reuse.answered import AnsweredRows
 from batchinfer.store.results.reuse.finished_segments import FinishedSegments
 
-_LITTLE_BYTES = 1 << 20  # of an input, which are read in less time than the keys of a large store
+_LITTLE_BYTES = 1 << 20  # of an input; reading them takes less time than reading the keys of a large store
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadInput:
-    """An input that was read in part."""
+    """An input that was read in part, and whose rows will run in waves."""
 
     ingestion: Ingestion
-    steps: Generator[IngestProgress, None, None]  # those that are still to be taken
-    at: IngestProgress
+    steps: Generator[IngestProgress, None, None]  # the remaining steps
+    at: IngestProgress  # after the last step
 
 
 def check(run: OpenRun) -> Reader | None:
-    """Check the input as far as that needs no more than the beginning of each file. Return what has read these; None
-    for a query."""
+    """Check the beginning of each input file. Return the reader of the files, or None for a query."""
     run.operators.look()
     run.progress.phase("reading", run.job.input.limit)
     with run.report.timed("ingest_s"):
@@ -50,8 +49,17 @@ def check(run: OpenRun) -> Reader | None:
 def read_input(
     run: OpenRun, context: bytes, store: CompletionStore, checked: Reader | None
 ) -> Index | UnreadInput:
-    """Return the complete index of the input's rows. Engines load meanwhile, if the store lacks a key; once they could
-    run what was read, and reading the rest takes long, the rest is left unread. `checked`: what `check` returned."""
+    """Read the input, while engines load if the store does not have all answers.
+
+    Args:
+        run: The run.
+        context: The work context of the job.
+        store: The store of answers.
+        checked: The result of `check`.
+
+    Returns:
+        The complete index, or an unread input if engines are ready and the rest takes long to read.
+    """
     with run.report.timed("ingest_s"):
         options = replace(run.setup.ingest_options(context, run.now), checked=checked)
         found = index_or_ingestion(
@@ -72,10 +80,12 @@ def read_input(
 
 
 def complete(run: OpenRun, index: Index) -> Index:
-    """Take note of an index that is complete; the scratch of other inputs is deleted.
+    """Check a complete index, record its location, and delete temporary files of other inputs.
 
-    Raises TooFewRows for an input that lacks rows, ErrorBudgetExceeded where too many rows are errors already, and
-    StorageError where there is too little space for what they give.
+    Raises:
+        TooFewRows: The input has fewer rows than the job requires.
+        ErrorBudgetExceeded: Too many rows of the input are errors.
+        StorageError: There is too little disk space for the file of --to-openai.
     """
     run.state.purge_scratch(keep=index.folder.name)
     where = {"model": str(run.job.model.path), "completions": str(run.state.completions)}
@@ -91,7 +101,7 @@ def complete(run: OpenRun, index: Index) -> Index:
 
 
 def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
-    """Return where the job keeps what it knows of its rows. A trial knows only a few, and keeps nothing."""
+    """Return the store of rows that the next run reuses, or None for a trial, which has too few rows."""
     if run.options.limit is not None:
         return None
     state = run.state
@@ -104,7 +114,7 @@ def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
 
 
 def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInput | None:
-    """Read the input; None: to its end."""
+    """Read the input to its end and return None, or return the rest to run in waves."""
     steps, began = ingestion.steps(), time.monotonic()
     try:
         for at in steps:
@@ -121,7 +131,7 @@ def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInpu
 
 
 def _left_s(run: OpenRun, at: IngestProgress, passed_s: float) -> float:
-    """Return in how many seconds the input is read, at the rate so far."""
+    """Estimate the seconds until the whole input is read, at the rate so far. Return 0 if it is unknown."""
     share, limit = at.bytes_read / max(1, at.bytes_total), run.job.input.limit
     if limit is not None:
         share = max(share, at.rows / limit)

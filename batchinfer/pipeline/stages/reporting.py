@@ -1,4 +1,4 @@
-"""The report of a run: written however the run ends, with its progress on record until then."""
+"""Writes the report of a run when it ends, also after a failure, and its progress until then."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from contextlib import contextmanager
 
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.progress_file import ProgressFile
-from batchinfer.pipeline.report import told_by
+from batchinfer.pipeline.report import errors_as_notice
 from batchinfer.report.tables.folder import writing
 
 
 @contextmanager
-def reported(run: OpenRun) -> Iterator[None]:
-    """Write the report of a run whose stages pass within the block, and `last_run.json`.
+def report_run(run: OpenRun) -> Iterator[None]:
+    """Write the report of a run and `last_run.json` after the block, also if it raises.
 
-    Signals that came during a query are raised as Interrupted.
+    A signal during a DuckDB query is raised as Interrupted.
     """
     record = ProgressFile(run.state, run.report.identity, run.notice)
     with writing(run.report.folder, run.state.report_lock):
         record.begin()
         run.progress.recorded_by(record)
         try:
-            with run.interrupts.retold():
+            with run.interrupts.reraised():
                 yield
         except BaseException as error:
             _report_failure(run, record, error)
@@ -32,24 +32,24 @@ def reported(run: OpenRun) -> Iterator[None]:
             run.progress.close()
         with run.interrupts.deferred():
             run.report.close()
-            with told_by(run.notice):
-                _leave_word(run, record)
+            with errors_as_notice(run.notice):
+                _record_end(run, record)
 
 
 def _report_failure(run: OpenRun, record: ProgressFile, error: BaseException) -> None:
-    with run.interrupts.deferred(), told_by(run.notice):
+    with run.interrupts.deferred(), errors_as_notice(run.notice):
         run.interrupts.ignore_stop()
-        run.progress.record()  # what was done since it was last on record
+        run.progress.record()  # the progress since it was last written
         run.report.failed(error)
         try:
             run.report.close()
         finally:
-            _leave_word(run, record)
+            _record_end(run, record)
 
 
-def _leave_word(run: OpenRun, record: ProgressFile) -> None:
-    """Say how the run ended where other programs look for it. Raises OSError, StorageError."""
+def _record_end(run: OpenRun, record: ProgressFile) -> None:
+    """Write the end of the run to progress.json and last_run.json, or raise OSError or StorageError."""
     row = run.report.row
     record.ended(row["exit_code"], row["exit_status"])
-    with run.state.lock_shared():  # runs for other dates write it, too
+    with run.state.lock_shared():  # runs for other dates may write last_run.json at the same time
         run.report.write_last(run.state.ops)

@@ -8,7 +8,7 @@ from batchinfer.store.answers.completion_store import CompletionStore
 
 
 def open_store(run: OpenRun) -> CompletionStore:
-    """Open the store of the run's answers; a notice tells of each of its files that is dropped as damaged."""
+    """Open the store of answers. A notice reports each file that is dropped as damaged."""
     with run.report.timed("plan_s"):
         store = CompletionStore(
             run.state.completions,

@@ -1,4 +1,4 @@
-"""Whether a run's error rows are too many for its job, and what a published result means for the exit code."""
+"""Checks the number of error rows against the error budget, and determines the exit code."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from batchinfer.store.results.published import open_published
 
 
 def error_budget(run: OpenRun, rows: int) -> Budget:
-    """Return how many error rows the job bears among `rows` rows."""
+    """Return the error budget of the job for `rows` rows."""
     return Budget(rows, run.job.on_error.max_error_rate, run.job.on_error.publish)
 
 
 def refuse_hopeless(run: OpenRun, index: Index) -> None:
-    """Raise ErrorBudgetExceeded for too many bad rows before anything is computed."""
+    """Raise ErrorBudgetExceeded if too many rows of the input are errors, before anything is computed."""
     budget = error_budget(run, index.rows)
     if budget.exceeded(index.error_rows) and not budget.publish:
         counts = ErrorCounts(index.rows, index.error_rows, 0, 0)
@@ -32,13 +32,15 @@ def refuse_hopeless(run: OpenRun, index: Index) -> None:
 
 
 def refuse_stored_errors(run: OpenRun, index: Index, parts: Sequence[Path]) -> int:
-    """Return the number of rows that are errors before the engines begin: by the input, or by a stored answer.
+    """Return the number of rows that are errors before engines run, in the input or as a stored answer.
 
     Args:
+        run: The run.
+        index: The complete index.
         parts: Parts of the store that were committed before this run.
 
     Raises:
-        ErrorBudgetExceeded: They are too many: the run could not publish its answers.
+        ErrorBudgetExceeded: These are too many errors to publish a result.
     """
     budget, spill = error_budget(run, index.rows), run.state.staging / "errors"
     if budget.publish or not has_error_completions(parts, spill):
@@ -55,7 +57,7 @@ def refuse_stored_errors(run: OpenRun, index: Index, parts: Sequence[Path]) -> i
 
 
 def refuse_to_publish(run: OpenRun, index: Index, join: Join) -> None:
-    """Raise ErrorBudgetExceeded for too many error rows, unless the job publishes its result all the same."""
+    """Raise ErrorBudgetExceeded if there are too many error rows and the job does not publish such a result."""
     budget = error_budget(run, index.rows)
     if budget.exceeded(join.counts.errors) and not budget.publish:
         spill = run.state.staging / "errors"
@@ -64,17 +66,20 @@ def refuse_to_publish(run: OpenRun, index: Index, join: Join) -> None:
 
 
 def _too_many(run: OpenRun, counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> ErrorBudgetExceeded:
-    """Return the error, once the row of the run table says what it says."""
+    """Record the errors in the run table and return the exception."""
     run.report.note(rows_error=errors.rows, error_codes=dict(errors.codes))
     return ErrorBudgetExceeded(
         budget_text(counts, budget, errors, show_errors(run.state.results, partial=True))
     )
 
 
-def judged(run: OpenRun, manifest: Manifest, status: str) -> Outcome:
-    """Return what a published result means for the exit code: the same for the run that published it and every later.
+def judge_result(run: OpenRun, manifest: Manifest, status: str) -> Outcome:
+    """Return the outcome of a published result, which is the same for later runs that find it already published.
 
-    `status` says whether this run published it.
+    Args:
+        run: The run.
+        manifest: The manifest of the result.
+        status: PUBLISHED, or ALREADY_PUBLISHED if an earlier run published it.
     """
     note_made_by(run.state, MadeBy.of(run.job, run.options.limit))
     found = open_published(run.state.destination) if manifest.errors else None

@@ -1,1 +1,1 @@
-"""The engines' processes: started, fed, replaced."""
+"""Workers: the processes that run engines, and the code of the driver that starts, feeds and replaces them."""

@@ -1,4 +1,4 @@
-"""One choice for all engines of a run: what is timed in one process may come out otherwise in another."""
+"""Makes all engines of a run use the same choice of kernels, although timings differ between processes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from batchinfer.pipeline.workers.worker_handle import WorkerHandle
 
 
 class Agreement:
-    """The first engine that asks chooses. The others get its choice, and so does each one that is started later. Should
-    it die before it has chosen, nothing is chosen in this run: what it tried may be what it died of."""
+    """Lets the first engine that asks choose, and passes its choice to all others, also to those started later.
+
+    If that engine dies before it has chosen, all engines use NOTHING: a kernel that it tried may have killed it.
+    """
 
     def __init__(self) -> None:
         self.chosen: str | None = None
-        self._chooser: WorkerHandle | None = None  # who was told to choose
+        self._chooser: WorkerHandle | None = None  # the worker that chooses
 
     def settle(self, engines: Iterable[WorkerHandle]) -> None:
-        """Note what was chosen, and answer those that wait. `engines`: those that are alive."""
+        """Store a choice that was made, and answer workers that wait for it.
+
+        Args:
+            engines: The workers that are alive.
+        """
         engines = list(engines)
         if self.chosen is None and self._chooser is not None:
             self.chosen = self._chooser.chosen

@@ -1,4 +1,4 @@
-"""How the processes of an engine begin and end."""
+"""The start and the end of an engine's processes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from typing import NoReturn
 from batchinfer.core.errors import BatchInferError, OutOfMemory, lacks_memory
 from batchinfer.pipeline.workers.messages import EnginePlace, Failed
 
-Leave = Callable[
-    [int], NoReturn
-]  # ends an engine with an exit status, after the parent was sent all messages
+# Ends an engine with an exit status, after all messages to the driver were sent
+Leave = Callable[[int], NoReturn]
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once. Torch and CUDA would take their time to tear down what the system takes back anyway."""
+    """End this process at once, without the slow cleanup of torch and CUDA; the system frees all resources."""
     os._exit(status)
 
 
 def settle(place: EnginePlace) -> None:
-    """Keep to the place, before anything is imported that starts threads or asks for GPUs. Raises OSError."""
+    """Restrict this process to its cores or GPU. Call it before an import that starts threads or initialises CUDA.
+
+    Raises:
+        OSError: The cores cannot be used.
+    """
     if place.cores:
         os.sched_setaffinity(0, place.cores)
     if place.gpu is not None:
-        if "CUDA_VISIBLE_DEVICES" not in os.environ:  # else its numbers are in CUDA's own order
+        if "CUDA_VISIBLE_DEVICES" not in os.environ:  # otherwise the user's numbers are in CUDA's own order
             os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
 
@@ -35,8 +38,13 @@ def failure(
     where: str = "the engine",
     remedy: str = "lower engine.kv_memory or engine.max_num_batched_tokens",
 ) -> Failed:
-    """Return what the parent hears of the error that ends the process; of memory that ran out it hears `where`, and
-    the `remedy`."""
+    """Return the message to the driver for an error that ends the process.
+
+    Args:
+        error: The error.
+        where: The place that an out-of-memory message names.
+        remedy: The advice of an out-of-memory message.
+    """
     detail = traceback.format_exc()
     if isinstance(error, BatchInferError):
         return Failed(error.exit_code, str(error), detail)

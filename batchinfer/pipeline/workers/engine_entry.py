@@ -1,4 +1,4 @@
-"""The names by which an engine's process is started. Nothing is imported here: the command needs them first of all."""
+"""Names of the functions that run in an engine's processes. Imports nothing, because it is needed before all else."""
 
 WORKER = "batchinfer.pipeline.workers.worker:main"
 RANK = "batchinfer.pipeline.workers.ranks.process:main"

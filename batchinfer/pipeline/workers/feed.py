@@ -1,4 +1,4 @@
-"""The feeder of a plan keeps one engine or several busy, and hands on the answers that come back."""
+"""Feeds the requests of a plan to the engines, and passes their answers to a sink."""
 
 from __future__ import annotations
 
@@ -13,39 +13,52 @@ from batchinfer.pipeline.workers.messages import WorkDone
 from batchinfer.plan.order.plan import PlanBatch
 
 POLL_S = 0.1
-DRAIN_S = 15.0  # after a signal: what runs may finish for so long
-LATE_S = 3.0  # a worker in the middle of a long step hears of it only afterwards
+DRAIN_S = 15.0  # how long running requests may take to finish after a signal
+LATE_S = 3.0  # a worker only reads messages between steps, and a step may be long
 
 
 class Engines(Protocol):
-    """One engine or several, as the feeder of a plan sees them; ReplicaPool documents the methods."""
+    """The engines of a run, for the feeder. See ReplicaPool for the methods."""
 
     @property
-    def info(self) -> EngineInfo | None: ...
+    def info(self) -> EngineInfo | None:
+        """Return an engine that is ready, or None."""
+
     @property
-    def left(self) -> bool: ...
+    def left(self) -> bool:
+        """Return True if all engines have left."""
+
     @property
-    def wants_more(self) -> bool: ...
-    def submit(self, requests: Sequence[Request]) -> None: ...
-    def exhausted(self) -> None: ...
-    def receive(self, timeout_s: float) -> list[WorkDone]: ...
-    def finish(self, within_s: float) -> None: ...
+    def wants_more(self) -> bool:
+        """Return True if the next batch should be submitted."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue the next requests of the plan."""
+
+    def exhausted(self) -> None:
+        """Handle the end of the plan."""
+
+    def receive(self, timeout_s: float) -> list[WorkDone]:
+        """Return the results that have arrived, after waiting for at most `timeout_s` if there are none."""
+
+    def finish(self, within_s: float) -> None:
+        """Let the engines finish running requests within `within_s` seconds, and leave."""
 
 
 class Sink(Protocol):
-    """Takes what the engine gives back."""
+    """Receives the answers of engines."""
 
     def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
-        """Hear that the requests of this batch are handed out next, in this order."""
+        """Register the requests of a batch, which are submitted next in this order."""
 
     def take(self, done: WorkDone) -> None:
-        """Take completions and samples that an engine gave back."""
+        """Take completions and samples of an engine."""
 
     def enough(self) -> bool:
-        """Whether to stop early, because the rest of the plan could not change the outcome."""
+        """Return True to stop early, because the rest of the plan cannot change the outcome."""
 
     def tick(self) -> None:
-        """Do what is due, as time has passed."""
+        """Do periodic work that is due."""
 
 
 Batches = Iterator[tuple[PlanBatch, list[Request]]]
@@ -56,20 +69,24 @@ class Plans(Protocol):
 
     @property
     def to_come(self) -> bool:
-        """Whether one may come, whatever becomes of what is in flight."""
+        """Return True if another plan may follow, whatever the answers in flight are."""
 
     def next(self, exhausted: bool, idle: bool) -> Batches | None:
-        """Return the batches that take the place of those of the present plan; None: they stay. `exhausted`: all of
-        them were handed out; `idle`: and nothing is in flight."""
+        """Return the batches that replace the rest of the current plan, or None to continue with it.
+
+        Args:
+            exhausted: Whether all requests of the current plan were submitted.
+            idle: Whether, in addition, no request is in flight.
+        """
 
 
 class OnePlan:
-    """No plans follow the first one."""
+    """The plans of a run that only has its first plan."""
 
     to_come = False
 
     def next(self, exhausted: bool, idle: bool) -> None:
-        """Keep to the present plan."""
+        """Continue with the current plan."""
 
 
 def run_plan(
@@ -80,22 +97,30 @@ def run_plan(
     draining: Callable[[float], None],
     plans: Plans | None = None,
 ) -> None:
-    """Feed a plan's batches (`read_requests`) in order until all is answered, `sink` has enough, or a signal comes;
-    and those of the plans that follow it.
+    """Run the requests of a plan and of later plans, until all are answered, `sink` has enough, or a signal comes.
 
-    After a signal, and when `sink` has enough, the rows in progress have DRAIN_S seconds to finish. `draining` is
-    called after a signal. Raises what ended the engine.
+    After a signal, or when `sink` has enough, running requests have DRAIN_S seconds to finish.
+
+    Args:
+        batches: The batches of the first plan in order.
+        engines: The engines.
+        sink: Receives the answers.
+        interrupts: The signals of the run.
+        draining: Called after a signal with the seconds that running requests may take.
+        plans: The plans that follow the first one.
+
+    Raises the error that ended the last engine.
     """
     in_flight, more, plans = 0, True, plans or OnePlan()
     while more or in_flight or plans.to_come:
         if interrupts.pending is not None:
-            # Without an engine nothing runs: a model may be loading, again perhaps
+            # without `info` the engines are still loading, so no request can finish
             if in_flight and engines.info is not None:
                 draining(DRAIN_S)
                 _drain(engines, sink)
             return
         if sink.enough():
-            break  # the rows in progress are drained and stored: no later run computes them again
+            break  # running requests are drained and stored for a later run
         while more and engines.wants_more:
             read = next(batches, None)
             if read is None:
@@ -116,7 +141,7 @@ def run_plan(
 
 
 def _drain(engines: Engines, sink: Sink) -> None:
-    """Have the worker finish what runs and leave; whoever closes the engines ends one that did not."""
+    """Let the engines finish running requests and leave. Engines that do not leave in time end when they are closed."""
     engines.finish(DRAIN_S)
     give_up = time.monotonic() + DRAIN_S + LATE_S
     while not engines.left and time.monotonic() < give_up:

@@ -1,4 +1,4 @@
-"""A process that loads says now and then that it is there: one that was stopped, or hangs as a whole, says nothing."""
+"""The heartbeat of a process that loads a model, by which the watchdog detects a process that hangs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from collections.abc import Callable
 from types import TracebackType
 
 BEAT_S = 1.0
-# Until a process says something for the first time: it imports torch, from a cold disk perhaps
+# Limit on the time until the first message of a process, which may import torch from a slow disk
 STARTING_S = 600.0
 
 
 class Heartbeat:
-    """Calls `beat` every BEAT_S seconds within its context, in a thread; for `most_s` seconds at the most. It ends when
-    nobody hears it any more."""
+    """Calls a function every BEAT_S seconds in a thread, within its context or until the function raises OSError."""
 
     def __init__(self, beat: Callable[[], None], most_s: float = float("inf")) -> None:
+        """Prepare the thread.
+
+        Args:
+            beat: The function to call.
+            most_s: Seconds after which the calls end.
+        """
         self._beat, self._until = beat, time.monotonic() + most_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
@@ -31,7 +36,7 @@ class Heartbeat:
         self.stop()
 
     def stop(self) -> None:
-        """Call it no more; safe to call twice."""
+        """Stop the calls. May be called twice."""
         self._over.set()
         self._thread.join()
 

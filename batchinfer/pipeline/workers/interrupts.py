@@ -1,4 +1,4 @@
-"""Handles SIGINT, SIGTERM, SIGHUP and the stop time of a run: at once if that is safe, else at the next safe point."""
+"""Handles SIGINT, SIGTERM, SIGHUP and the stop time of a run, at once or at the next safe point."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import FrameType
 from batchinfer.core.errors import BatchInferError, Interrupted, StopTimeReached
 
 CONTINUES = "interrupted; the same command continues where it stopped"
-# Between two looks at the wall clock. A single long wait would be wrong after a suspend or a change of the clock.
+# Interval of checks of the wall clock. A single long wait would be wrong after a suspend or a change of the clock.
 LOOK_S = 1.0
 
 
@@ -21,10 +21,10 @@ def _now() -> datetime:
 
 
 class Interrupts:
-    """Turns signals into `Interrupted`, and a stop time into `StopTimeReached`.
+    """Turns signals into `Interrupted`, and the stop time into `StopTimeReached`.
 
-    While deferred, the first of them only sets `pending`, and the next signal raises. `pending` is the signal's number;
-    a stop time counts as SIGTERM.
+    Within `deferred`, the first signal only sets `pending` to its number, and the next one raises. The stop time counts
+    as SIGTERM.
     """
 
     def __init__(self, message: str = CONTINUES, clock: Callable[[], datetime] = _now) -> None:
@@ -32,19 +32,19 @@ class Interrupts:
         self.pending: int | None = None
         self._deferred = False
         self._installed = False
-        self._is_stop = False  # whether what is pending is the stop time
-        self._due = False  # whether the next SIGTERM is our own
+        self._is_stop = False  # whether the stop time is pending, and not a signal
+        self._due = False  # whether the next SIGTERM comes from this class
         self._stop_message = ""
         self._stop_watch: threading.Thread | None = None
         self._over = threading.Event()
 
     @contextmanager
     def installed(self) -> Iterator[Interrupts]:
-        """Handle the signals within this block (main thread only). What `nohup` had ignored stays so."""
-        hears = [signal.SIGINT, signal.SIGTERM]
+        """Handle signals within the block, which must run in the main thread. SIGHUP stays ignored under `nohup`."""
+        handled = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            hears.append(signal.SIGHUP)
-        before = {signum: signal.signal(signum, self._handle) for signum in hears}
+            handled.append(signal.SIGHUP)
+        before = {signum: signal.signal(signum, self._handle) for signum in handled}
         self._installed = True
         try:
             yield self
@@ -55,7 +55,7 @@ class Interrupts:
 
     @contextmanager
     def deferred(self) -> Iterator[Interrupts]:
-        """Let the caller look at `pending` itself within this block: a first signal raises nothing."""
+        """Do not raise at the first signal within the block; the caller checks `pending`."""
         self._deferred = True
         try:
             yield self
@@ -64,13 +64,13 @@ class Interrupts:
 
     @contextmanager
     def stopping_at(self, at: datetime | None, message: str = "") -> Iterator[None]:
-        """Act within this block as if a SIGTERM came at the time `at`, but raise StopTimeReached.
+        """Treat the time `at` like a SIGTERM within the block, but raise StopTimeReached.
 
-        Without installed handlers, as in a thread of a library's user, the time only becomes `pending`.
+        Without installed handlers, which only the main thread can have, the stop time only becomes `pending`.
 
         Args:
-            at: the stop time, or None for none.
-            message: what StopTimeReached says unless the caller of `raise_pending` says more.
+            at: The stop time, or None.
+            message: The message of StopTimeReached.
         """
         if at is None:
             yield
@@ -85,7 +85,7 @@ class Interrupts:
             self.ignore_stop()
 
     def ignore_stop(self) -> None:
-        """Ignore the stop time from now on, also if it is pending: nothing is left that takes long."""
+        """Ignore the stop time from now on, even if it is pending."""
         if self._stop_watch is None:
             return
         before, self._deferred = self._deferred, True  # the time may come right now
@@ -98,13 +98,13 @@ class Interrupts:
             self.pending, self._is_stop = None, False
 
     @property
-    def stops(self) -> bool:
-        """Return True if the stop time is pending, and no signal."""
+    def is_stop_pending(self) -> bool:
+        """Return True if the stop time is pending, and not a signal."""
         return self.pending is not None and self._is_stop
 
     @contextmanager
-    def retold(self) -> Iterator[None]:
-        """DuckDB turns what a signal raises during a query into a RuntimeError: here it is `Interrupted` again."""
+    def reraised(self) -> Iterator[None]:
+        """Convert the RuntimeError that DuckDB raises for a signal during a query to `Interrupted`."""
         try:
             yield
         except RuntimeError as error:
@@ -113,7 +113,7 @@ class Interrupts:
             raise self._error(self._message) from error
 
     def raise_pending(self, message: str) -> None:
-        """Raise Interrupted with this message after a signal, and StopTimeReached after the stop time."""
+        """Raise Interrupted with this message if a signal is pending, or StopTimeReached for the stop time."""
         if self.pending is not None:
             raise self._error(message)
 
@@ -124,7 +124,7 @@ class Interrupts:
         return Interrupted(self.pending, message)
 
     def _watch(self, at: datetime) -> None:
-        """Wait until the wall clock shows the time, or the stop time is ignored."""
+        """Wait for the stop time, or until it is ignored."""
         while (left_s := (at - self._clock()).total_seconds()) > 0:
             if self._over.wait(min(left_s, LOOK_S)):
                 return
@@ -132,7 +132,7 @@ class Interrupts:
             self._due = True
             main = threading.main_thread().ident
             assert main is not None, "the main thread runs"
-            signal.pthread_kill(main, signal.SIGTERM)  # which also ends a wait or a query of that thread
+            signal.pthread_kill(main, signal.SIGTERM)  # also interrupts a wait or a query of the main thread
         elif self.pending is None:
             self.pending, self._is_stop = signal.SIGTERM, True
 
@@ -142,7 +142,7 @@ class Interrupts:
             self._due = False
             if (
                 self.pending is not None or self._over.is_set()
-            ):  # the run is stopping already, or does not stop
+            ):  # the run stops already, or ignores the stop time
                 return
         again = self.pending is not None
         self.pending, self._is_stop = signum, is_stop

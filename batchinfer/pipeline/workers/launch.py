@@ -1,4 +1,4 @@
-"""The engines' processes between their start and the plan: what needs no plan is loaded while the input is read."""
+"""Starts workers before the plan is known, so they import libraries and load weights while the input is read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from batchinfer.core.errors import BatchInferError
 from batchinfer.pipeline.workers.messages import WorkerSpec
 from batchinfer.pipeline.workers.standby import EngineStandby
 from batchinfer.pipeline.workers.transport import ProcessLink, Transport
-from batchinfer.pipeline.workers.worker_handle import OF_ONE, WorkerHandle
+from batchinfer.pipeline.workers.worker_handle import SINGLE_ENGINE_CODES, WorkerHandle
 
 
 class Launch:
-    """Starts workers, and has them load. Leaving it as a context manager ends them, also where a pool works with them
-    by then. A single worker may be a process that stands by."""
+    """Starts workers and has them load weights.
+
+    A context manager, which ends the workers, also if a pool uses them. A single worker may be the standby process.
+    """
 
     def __init__(self, transport: Transport, standby: EngineStandby | None = None) -> None:
         self._transport, self._standby = transport, standby
@@ -30,40 +32,46 @@ class Launch:
         self.end()
 
     def open(self, specs: Sequence[WorkerSpec]) -> None:
-        """Start a worker for each of these, if there are none yet: they import what they need, and wait. Raises
-        OSError where none can be started."""
+        """Start a worker for each specification, unless workers are already running. They import libraries and wait.
+
+        Raises:
+            OSError: A process cannot be started.
+        """
         if not self._workers:
             for spec in specs:
                 self._workers.append(self._from_standby(spec) or WorkerHandle(spec, self._transport))
 
     def _from_standby(self, spec: WorkerSpec) -> WorkerHandle | None:
-        """Return a worker that is the process which stands by, if there is one and the transport can use it."""
+        """Return the standby process as a worker, or None if there is none or the transport cannot use it."""
         standby = self._standby
         if standby is None or spec.factory != standby.factory:
             return None
         if not self._transport.takes_standby(spec):
             standby.close()
             return None
-        child = standby.taken()
+        child = standby.take()
         if child is None:
             return None
         child.begin(spec)
         return WorkerHandle(spec, self._transport, ProcessLink(child), standby.began)
 
     def load(self) -> None:
-        """Have the workers load their weights: there is something to compute."""
+        """Have the workers load their weights."""
         self._loads = True
         for worker in self._workers:
             worker.load()
 
     @property
     def loaded(self) -> bool:
-        """Whether there are workers, and all have loaded their weights: they wait to be told what they are to run."""
+        """Return True if there are workers and all have loaded their weights."""
         return bool(self._workers) and all(worker.loaded for worker in self._workers)
 
     def look(self) -> None:
-        """Hear what workers that load have to say. Raises the error of one that cannot load, if no other engine could.
-        Whatever else has ended a worker is found again by the pool."""
+        """Receive messages of workers that load.
+
+        Raises:
+            BatchInferError: A worker cannot load, and no other engine can. The pool handles all other ends of workers.
+        """
         if not self._loads:
             return
         living = {worker.link: worker for worker in self._workers if not worker.ended and not worker.crash}
@@ -71,17 +79,18 @@ class Launch:
             try:
                 living[link].receive(0)
             except BatchInferError as error:
-                if living[link].crash is None and (len(self._workers) == 1 or error.exit_code not in OF_ONE):
+                fails_all = len(self._workers) == 1 or error.exit_code not in SINGLE_ENGINE_CODES
+                if living[link].crash is None and fails_all:
                     raise
 
-    def started(self, specs: Sequence[WorkerSpec]) -> list[WorkerHandle]:
-        """Return the workers, if they are those that are wanted now; others are ended."""
+    def workers_for(self, specs: Sequence[WorkerSpec]) -> list[WorkerHandle]:
+        """Return the workers if they have these specifications. Otherwise end them and return an empty list."""
         if [worker.spec for worker in self._workers] != [*specs]:
             self.end()
         return [*self._workers]
 
     def end(self) -> None:
-        """End the workers, which nobody needs, or needs no longer; also a process that stands by."""
+        """End the workers and the standby process."""
         if self._standby is not None:
             self._standby.close()
         while self._workers:

@@ -1,4 +1,4 @@
-"""The loading of a worker's engine. What needs no plan comes first, and is done while the parent reads its input."""
+"""Loads the engine of a worker: first the weights, then, when the plan is known, everything else."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ T = TypeVar("T")
 
 
 class EngineLoading:
-    """Makes the engine, in two steps: the second is taken when the parent knows what is to run. Until the engine is
-    made, nothing is received but what is waited for. Its other ranks are told the same."""
+    """Loads an engine in two steps, each after a message from the driver, which is passed on to the other ranks."""
 
     def __init__(self, spec: WorkerSpec, parent: Parent, ranks: OtherRanks) -> None:
         self._spec, self._connection, self._ranks, self._untimed_blocks = spec, parent, ranks, 0
 
     def engine(self) -> Any:
-        """Make the engine. Raises EOFError when the parent is gone, or needs none."""
+        """Load the engine.
+
+        Raises:
+            EOFError: The driver is gone, or does not need the engine.
+        """
         load_weights = imported(self._spec.factory)
         self._received(Load)
         with Heartbeat(self._beat):
@@ -46,7 +49,7 @@ class EngineLoading:
 
     def _loaded(self, load_weights: Callable[..., Any]) -> Any:
         ranks = self._ranks
-        ranks.tell(Load())
+        ranks.send(Load())
         stop_streams, constraints = _tokenizer_parts(self._spec)
         if ranks.rank_config is None:
             weights = load_weights(self._spec.load, constraints, self._untimed)
@@ -55,30 +58,29 @@ class EngineLoading:
             ranks.await_loaded()
         self._connection.send(Loaded(time.perf_counter()))
         configure = self._received(Configure)
-        ranks.tell(configure)
-        beside = () if ranks.rank_config is None else (ranks.tell,)
-        return weights.engine(configure.config, stop_streams, self._agreed, *beside)
+        ranks.send(configure)
+        send_step = () if ranks.rank_config is None else (ranks.send,)
+        return weights.engine(configure.config, stop_streams, self._agreed, *send_step)
 
     def _beat(self) -> None:
-        self._connection.send(Pulse(self._untimed_blocks > 0, self._ranks.silent()))
+        self._connection.send(Pulse(self._untimed_blocks > 0, self._ranks.silent_rank()))
 
     def _received(self, kind: type[T]) -> T:
         return received(self._connection.recv, kind)
 
     def _agreed(self, choose: Callable[[], str]) -> str:
-        """Return the choice that all engines of this run share; the first engine that asks makes it."""
+        """Return the choice that all engines of this run share. The first engine that asks makes it."""
         self._connection.send(Ask())
         chosen = self._received(Answer).chosen
         if chosen is None:
             chosen = choose()
             self._connection.send(Chosen(chosen))
-        self._ranks.tell(Answer(chosen))
+        self._ranks.send(Answer(chosen))
         return chosen
 
     @contextmanager
     def _untimed(self) -> Iterator[None]:
-        """Tell the parent that the work inside has no limit of time, and is no hang. May be nested: kernels
-        are compiled while a graph is captured."""
+        """Suspend the watchdog within the block. Blocks may be nested, for example compilation during graph capture."""
         self._untimed_blocks += 1
         self._connection.send(Pulse(untimed=True))
         try:
@@ -89,18 +91,22 @@ class EngineLoading:
 
 
 class RankLoading:
-    """Makes a rank's part of an engine, in the same steps."""
+    """Loads the shard of a rank other than rank 0, in the same two steps."""
 
     def __init__(self, spec: WorkerSpec, rank_config: RankConfig, connection: Parent) -> None:
         self._spec, self._rank_config, self._connection = spec, rank_config, connection
 
     def follower(self) -> Any:
-        """Make what runs the steps. Raises EOFError when the leading rank is gone."""
+        """Load the follower, which runs steps of this rank.
+
+        Raises:
+            EOFError: Rank 0 is gone.
+        """
         load_weights = imported(self._spec.factory)
         received(self._connection.recv, Load)
         with Heartbeat(lambda: self._connection.send(Pulse())):
             found = self._loaded(load_weights)
-        self._connection.send(Pulse(untimed=True))  # from now on the engine as a whole is watched
+        self._connection.send(Pulse(untimed=True))  # from now on the driver watches the engine as a whole
         return found
 
     def _loaded(self, load_weights: Callable[..., Any]) -> Any:
@@ -111,21 +117,25 @@ class RankLoading:
         return weights.follower(config, self._agreed)
 
     def _agreed(self, choose: Callable[[], str]) -> str:
-        """Return what the leading rank has chosen."""
+        """Return the choice of rank 0."""
         chosen = received(self._connection.recv, Answer).chosen
-        assert chosen is not None, "the leading rank has chosen"
+        assert chosen is not None, "rank 0 has chosen"
         return chosen
 
 
 def imported(factory: str) -> Callable[..., Any]:
-    """Return the function "module:function"."""
+    """Import the function with the name "module:function"."""
     module, _, name = factory.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
 
 
 def received(recv: Callable[[], object], kind: type[T]) -> T:
-    """Return the next message. Raises EOFError if the sender is gone, or if the message is of another kind."""
+    """Return the next message.
+
+    Raises:
+        EOFError: The sender is gone, or the message is of another kind.
+    """
     with receiving():
         message = recv()
     if not isinstance(message, kind):
@@ -134,7 +144,7 @@ def received(recv: Callable[[], object], kind: type[T]) -> T:
 
 
 def _tokenizer_parts(spec: WorkerSpec) -> tuple[StopStreams | None, ConstraintsFor | None]:
-    """Return the parts of the engine that need a tokenizer."""
+    """Return the functions of the engine that need a tokenizer, or None for each without a tokenizer."""
     if spec.tokenizer is None:
         return None, None
     from batchinfer.input.constraints.constrained import grammar_constraints

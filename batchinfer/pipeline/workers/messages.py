@@ -1,4 +1,4 @@
-"""The messages between the parent and an engine's process."""
+"""The messages between the driver and a worker."""
 
 from __future__ import annotations
 
@@ -18,29 +18,27 @@ from batchinfer.pipeline.workers.engine_entry import ENGINE
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """An engine's place is the part of the machine that its worker may use beside other workers."""
+    """The cores or the GPU of a worker that shares its machine with other workers."""
 
-    cores: tuple[int, ...] = ()  # empty: all that this process may use
-    gpu: str | None = None  # as CUDA_VISIBLE_DEVICES names it; None: all that CUDA may use
+    cores: tuple[int, ...] = ()  # empty: all cores of this process
+    gpu: str | None = None  # as in CUDA_VISIBLE_DEVICES; None: all GPUs of this process
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A worker's specification says how it loads its engine, as far as that is known before the plan: `factory` names a
-    function "module:function" like `load_weights`."""
+    """The part of a worker's configuration that is known before the plan."""
 
     load: LoadConfig
-    tokenizer: Path | None  # the folder whose tokenizer looks for stop strings and follows constraints
-    factory: str = ENGINE
+    tokenizer: Path | None  # the folder of the tokenizer for stop strings and constraints
+    factory: str = ENGINE  # "module:function" of a function like `load_weights`
     place: EnginePlace = EnginePlace()
     division: Division = UNDIVIDED
-    # How the other ranks load their parts of the same engine, from rank 1 on, where it has any
-    others: tuple[WorkerSpec, ...] = ()
+    others: tuple[WorkerSpec, ...] = ()  # the other ranks of the engine, from rank 1 on
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A worker on a cluster reports that it runs, and on which machine."""
+    """Message from a worker on a cluster: the machine on which it runs."""
 
     node: str
     machine_class: str
@@ -48,42 +46,43 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The parent tells a worker, which has imported all that it needs, to load the weights."""
+    """Message to a worker: load the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A worker reports that its weights are loaded, since the moment `at` of `time.perf_counter`, a clock that all
-    processes share."""
+    """Message from a worker or rank: its weights are loaded."""
 
-    at: float
+    at: float  # a time of `time.perf_counter`, which all processes of a machine share
 
 
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """The parent tells a worker whose weights are loaded, or being loaded, to make its engine of them."""
+    """Message to a worker: build the engine with this configuration, once the weights are loaded."""
 
     config: EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """The parent tells the worker to queue these requests."""
+    """Message to a worker: queue these requests."""
 
     requests: Sequence[Request]
 
 
 @dataclass(frozen=True, slots=True)
 class Learn:
-    """The parent tells a worker of answers that other workers finished, from which drafts may come: their tokens end to
-    end, and how many each has. One by one, fifty thousand would take a tenth of a second on their way."""
+    """Message to a worker: answers of other workers, from which it may draft.
 
-    tokens: TokenIds
-    sizes: Sequence[int]
+    They are sent as one array, because sending 50,000 arrays would take a tenth of a second.
+    """
+
+    tokens: TokenIds  # of all answers, concatenated
+    sizes: Sequence[int]  # tokens of each answer
 
     @classmethod
     def of(cls, answers: Sequence[TokenIds]) -> Learn:
-        """Return what tells of these answers."""
+        """Return the message with these answers."""
         return cls(np.concatenate([np.empty(0, np.int32), *answers]), [*map(len, answers)])
 
     @property
@@ -95,76 +94,71 @@ class Learn:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The parent tells the worker to forget waiting requests, to finish running ones within `within_s` seconds, then to
-    leave."""
+    """Message to a worker: drop waiting requests, finish running ones, and leave."""
 
-    within_s: float
+    within_s: float  # seconds that running requests may take
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A worker that loads asks for the choice that the engines of this run share, and waits for `Answer`."""
+    """Message from a loading worker: it waits for `Answer` with the choice that all engines of the run share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The parent tells a worker what another engine chose; None: this worker is to choose, and to report it."""
+    """Message to a worker: the choice of another engine, or None if this worker must choose and send `Chosen`."""
 
     chosen: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A worker reports what it chose for all engines."""
+    """Message from a worker: its choice for all engines."""
 
     chosen: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A worker reports that its engine can work."""
+    """Message from a worker: its engine is ready for requests."""
 
     info: EngineInfo
 
 
 @dataclass(slots=True)
 class WorkDone:
-    """A worker reports what some steps finished and cost. The pool adds which engine it was: the `engine`-th that was
-    started in this run, in the place `replica`."""
+    """Message from a worker: finished requests, and samples of steps."""
 
     completions: list[Completion] = field(default_factory=list)
     requests: list[RequestSample] = field(default_factory=list)
     steps: list[StepSample] = field(default_factory=list)
-    engine: int = 0
-    replica: int = 0
+    engine: int = 0  # set by the pool: the number of the engine in the order of starts
+    replica: int = 0  # set by the pool: the number of the replica
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """A worker, or a rank, reports that it is at work. `untimed`: there is no limit on the time until its next message.
-    `waits_for`: a rank of it that has said nothing for a while, by which the engine cannot become ready."""
+    """Heartbeat of a worker or rank."""
 
-    untimed: bool = False
-    waits_for: str = ""
+    untimed: bool = False  # the watchdog waits without limit for the next message
+    waits_for: str = ""  # the name of a rank that has sent nothing for a while, for which the engine waits
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A worker reports that it cannot go on. `exit_code` is one of the exception tree's; `detail` holds the
-    traceback. `died`: it has lost a process of its own, as the parent may lose a worker."""
+    """Message from a worker or rank: it failed and ends."""
 
-    exit_code: int
+    exit_code: int  # of the exception in core/errors.py
     message: str
-    detail: str
-    died: bool = False
+    detail: str  # the traceback
+    died: bool = False  # a process of one of its ranks died
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A worker reports that it is done and leaves."""
+    """Last message from a worker or rank that ends as planned."""
 
-    peak_rss: int  # the most memory that it held, in bytes
-    # CPU cores that other processes used meanwhile, on average; None: unknown
-    other_cores: float | None = None
-    expert_tokens: ExpertTokens = field(default_factory=dict)  # of its model's layers that have experts
-    ranks: tuple[RankUse, ...] = ()  # what each of its ranks had and took; none where it is one alone
+    peak_rss: int  # peak memory in bytes
+    other_cores: float | None = None  # CPU cores that other processes used on average, or None if unknown
+    expert_tokens: ExpertTokens = field(default_factory=dict)  # by layer with experts
+    ranks: tuple[RankUse, ...] = ()  # usage of each rank; empty for an engine with one rank

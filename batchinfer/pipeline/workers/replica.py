@@ -1,4 +1,4 @@
-"""One engine of a pool: its worker, and what the worker was given and has not given back."""
+"""One engine of a pool: its worker, and its unfinished requests."""
 
 from __future__ import annotations
 
@@ -18,47 +18,48 @@ from batchinfer.pipeline.workers.worker_handle import WorkerHandle
 from batchinfer.plan.order.backlog import tokens_of
 from batchinfer.report.tables.ranks import EngineRank
 
-# Deaths in a row with next to nothing done in between, after which an engine is not started again: rows that ran by
-# themselves have died one after the other by then, so that it is no row that kills it.
+# An engine is not restarted after this many deaths in a row with little work between them. By then several single rows
+# have died, so no row is the cause.
 FRUITLESS = 4
-FRUITLESS_LOADING = 2  # of an engine that has not come to work again: no row has to do with it
-# From this many on, it first runs a row that was answered before; where none was, rows under suspicion run one by one.
+FRUITLESS_LOADING = 2  # the same for an engine that dies while it loads, where no row can be the cause
+# After this many such deaths, the engine first runs a row that was answered before. If there is none, suspects run one
+# by one.
 DOUBTED = 2
 CODE = "engine_died"
-# An engine that has work and says nothing is taken to hang after SILENT_STEPS times the longest step that it was
-# forecast to have, or had, and at least SILENT_S seconds. A worker sends something after each step.
+# The watchdog of an engine with work: SILENT_STEPS times its longest step, forecast or measured, and at least SILENT_S
+# seconds. A worker sends a message after each step.
 SILENT_STEPS, SILENT_S = 10, 60.0
-# One that loads says so every second, from when it has imported what it needs, and takes as long as it takes.
+# The watchdog of an engine that loads, which sends a heartbeat every second after its imports
 LOADING_SILENT_S = 60.0
-# Except for what it compares while it loads: kernels of libraries, one of which may hang on a GPU. Some are compiled.
+# Limit on comparing kernels while loading: a library's kernel may hang on a GPU, but compilation takes long, too
 CHOOSING_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A death tells what an engine's process left behind."""
+    """The state of an engine when its process died."""
 
     in_work: list[Request]
-    waiting: list[Request]  # behind those in work
-    isolated: RowGroup | None  # those in work are of it, and ran with no others
-    fresh: bool  # the process had finished nothing
-    loaded: bool  # it had come to work
-    restarts: int  # processes of the same engine that died before
-    fruitless: int  # deaths in a row, this one included, between which it got next to nothing done
+    waiting: list[Request]  # queued after the requests in work
+    isolated: RowGroup | None  # the group of suspects that ran, if any
+    fresh: bool  # the process had finished no row
+    loaded: bool  # the engine was ready
+    restarts: int  # earlier processes of the same replica that died
+    fruitless: int  # deaths in a row with little work between them, this one included
 
 
 class WorkerActivity(NamedTuple):
-    """An activity of an engine's process lies between two moments of `time.perf_counter`."""
+    """An activity of an engine's process, between two times of `time.perf_counter`."""
 
-    engine: int  # its number in the run
+    engine: int  # number of the engine in the run
     activity: str
     began: float
     ended: float
-    on: tuple[str, str] | tuple[()] = ()  # on a cluster: its node, and the class of that machine
+    on: tuple[str, str] | tuple[()] = ()  # the node and its machine class, on a cluster
 
 
 class Replica:
-    """A place for an engine: should its worker die, another one may be started in its place."""
+    """One of the engines of a run. If its worker dies, another worker may replace it."""
 
     def __init__(
         self,
@@ -68,63 +69,72 @@ class Replica:
         transport: Transport,
         early: WorkerHandle | None = None,
     ) -> None:
-        """early: the worker, if it was started before the plan was known."""
+        """Configure a worker.
+
+        Args:
+            number: The number of the replica.
+            spec: The specification of its worker.
+            config: The configuration of its engine.
+            transport: Starts the worker.
+            early: The worker, if it was started before the plan was known.
+        """
         self.number, self.spec, self._transport = number, spec, transport
         self._config = replace(config, load=spec.load)
-        self._engine = number  # how many were started in the run before the present process
-        self.unfinished: dict[bytes, Request] = {}  # in the order in which they were submitted
+        self._engine = number  # number of the current process in the run's order of starts
+        self.unfinished: dict[bytes, Request] = {}  # in the order of submission
         self.restarts = 0
-        self.isolated: RowGroup | None = None  # what it runs with no other rows
+        self.isolated: RowGroup | None = None  # the suspects that it runs without other rows
         self.answered: Request | None = None  # the last row that it answered without an error
-        self.accused: list[Request] = []  # died by themselves, and it has finished nothing since
-        self.fruitless = 0  # deaths in a row between which it got next to nothing done
-        self._finished = 0  # rows, by the present process
-        self.gone = False  # nothing more is to be heard or expected
-        self.load = 0  # tokens of what is unfinished, prompts and answers as long as they may be
-        self._running = self._waiting = 0  # rows, after its last step
+        self.accused: list[Request] = []  # single rows that killed it, until it has finished another row
+        self.fruitless = 0  # deaths in a row with little work between them
+        self._finished = 0  # rows finished by the current process
+        self.gone = False  # closed for good
+        self.load = 0  # upper bound of the prompt and output tokens of unfinished requests
+        self._running = self._waiting = 0  # rows after the last step
         self._longest_step_s = 0.0
         self._silence, self._choosing = Waited(), Waited()
-        self._past: list[WorkerActivity] = []  # of the processes before the present one
+        self._past: list[WorkerActivity] = []  # of earlier processes
         self.worker = early or WorkerHandle(spec, transport)
         self.worker.configure(self._config)
 
     @property
     def info(self) -> EngineInfo | None:
-        """The engine that the present process has built; None while it loads."""
+        """Return the engine of the current process, or None while it loads."""
         return self.worker.info
 
     @property
     def loads_first(self) -> bool:
-        """Whether it loads its first engine."""
+        """Return True if the first process of this replica is still loading."""
         return self.info is None and not self.gone and not self.restarts and not self.waits
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for resources."""
+        """Return True if the worker waits for resources of a cluster."""
         return not self.gone and not self.worker.placed
 
     @property
     def is_ready(self) -> bool:
+        """Return True if the engine can run requests."""
         return self.info is not None and not self.gone
 
     @property
-    def at_once(self) -> int:
-        """The number of rows that it runs at once: its limit, or fewer if its cache has room for fewer."""
+    def concurrent_rows(self) -> int:
+        """Return the number of rows that run concurrently: `max_num_seqs`, or fewer if the KV cache is full."""
         assert self.info is not None
         return self._running if self._waiting else self.info.max_num_seqs
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hand these requests to the worker."""
+        """Send these requests to the worker."""
         self.unfinished.update((request.key, request) for request in requests)
         self.load += sum(map(tokens_of, requests))
         self.worker.submit(requests)
 
     def receive(self) -> list[WorkDone]:
-        """Return the work that has come. Raises the error that ended the process."""
-        heard = self.worker.receive(0)
+        """Return the results that have arrived, or raise the error that ended the process."""
+        results = self.worker.receive(0)
         if not self.worker.waits_for:
             self._silence.again()
-        for done in heard:
+        for done in results:
             done.engine, done.replica = self._engine, self.number
             if (placed := self.worker.placement) is not None:
                 done.completions = [
@@ -136,18 +146,19 @@ class Replica:
                 if completion.error is None:
                     self.answered = request
             self._finished += len(done.completions)
-            if (
-                self.isolated is not None and self.isolated.is_proof
-            ):  # its steps count, its answer is nobody's
-                done.completions, done.requests = [], []
+            if self.isolated is not None and self.isolated.is_probe:
+                done.completions, done.requests = [], []  # the answer of a probe belongs to no row
             self._longest_step_s = max([self._longest_step_s, *(step.duration_s for step in done.steps)])
             if done.steps:
                 self._running, self._waiting = done.steps[-1].running, done.steps[-1].waiting
-        return heard
+        return results
 
-    def listen(self, longest_step_s: Callable[[], float]) -> None:
-        """Note that it has said nothing, once more. Ends a process that has work, or loads, and has said nothing for
-        too long while this process ran: a step is forecast to take `longest_step_s` at the most."""
+    def check_silence(self, longest_step_s: Callable[[], float]) -> None:
+        """End a process that has work or loads, and has sent no message for too long. Call it when none has arrived.
+
+        Args:
+            longest_step_s: Returns the forecast duration of the longest step.
+        """
         loads = self.info is None
         if self.waits:
             self._silence.again()
@@ -174,14 +185,14 @@ class Replica:
         return SILENT_S
 
     def run_isolated(self, group: RowGroup) -> None:
-        """Hand out rows that are to run with no others; nothing else is unfinished."""
+        """Run suspects without other rows. The replica must have no unfinished requests."""
         self.isolated = group
         self.submit(group.requests)
 
     def died(self) -> Death:
-        """Note that its process died, which will not be asked any more for what it had not given back.
+        """Reset the replica after the death of its process, and return its unfinished requests.
 
-        It admits requests in order, so those in work are among the first of these.
+        Engines admit requests in order, so the requests in work are among the first unfinished ones.
         """
         requests, running = list(self.unfinished.values()), self._most_running()
         in_work, isolated, fresh = requests[:running], self.isolated, not self._finished
@@ -200,34 +211,33 @@ class Replica:
 
     @property
     def activities(self) -> list[WorkerActivity]:
-        """Return what its processes did so far."""
+        """Return the activities of all its processes."""
         worker, placed = self.worker, self.worker.placement
         on = () if placed is None else (placed.node, placed.machine_class)
         return [*self._past, *(WorkerActivity(self._engine, *one, on) for one in worker.activities)]
 
     @property
     def ranks(self) -> list[EngineRank]:
-        """Return what the ranks of its present process had and took, once that has left."""
+        """Return the usage of its ranks, once the current process has left."""
         return [EngineRank(self._engine, self.number, use) for use in self.worker.ranks]
 
     @property
-    def may_restart(self) -> bool:
-        """Whether another process may do better."""
+    def can_restart(self) -> bool:
+        """Return True if it has not died too often to try another process."""
         return self.fruitless < (FRUITLESS if self.info is not None else FRUITLESS_LOADING)
 
     @property
-    def doubted(self) -> bool:
-        """Whether the engine itself may be at fault, and not a row: it died several times, and has not shown since that
-        it works."""
-        return self.fruitless >= DOUBTED and not self.works
+    def is_doubted(self) -> bool:
+        """Return True if the engine and not a row may be the cause of its deaths."""
+        return self.fruitless >= DOUBTED and not self.has_finished_rows
 
     @property
-    def works(self) -> bool:
-        """Whether its present process has finished rows."""
+    def has_finished_rows(self) -> bool:
+        """Return True if the current process has finished rows."""
         return self._finished > 0
 
-    def convict(self) -> WorkDone:
-        """Return the rows that it had accused, as error rows."""
+    def fail_accused(self) -> WorkDone:
+        """Return the rows that killed the engine as error rows."""
         text = "the engine's process died while it computed this row, with other rows and again with this row alone"
         error = RowError(CODE, "engine", text, retryable=True)
         rows, self.accused = self.accused, []
@@ -235,8 +245,13 @@ class Replica:
         return WorkDone(found, engine=self._engine, replica=self.number)
 
     def restart(self, engine: int) -> None:
-        """Start another process, the `engine`-th of the run; with smaller steps where ranks that share a model had no
-        memory for them: none can run a step in parts by itself."""
+        """Start another process.
+
+        If ranks ran out of memory, the new engine uses smaller steps, because a rank cannot split a step on its own.
+
+        Args:
+            engine: The number of the process in the run's order of starts.
+        """
         crash = self.worker.crash
         if self.spec.others and crash is not None and crash.kind is OutOfMemory:
             self._config = smaller(self._config, self.info)
@@ -248,8 +263,8 @@ class Replica:
         self.worker.configure(self._config)
         self._silence.again()
 
-    def excuse(self) -> None:
-        """Forget the deaths of the engine: the last one was no fault of it."""
+    def forget_deaths(self) -> None:
+        """Reset the count of deaths, after a death that the engine did not cause."""
         self.fruitless = 0
 
     def close(self) -> None:
@@ -259,8 +274,12 @@ class Replica:
 
 
 def smaller(config: EngineConfig, info: EngineInfo | None) -> EngineConfig:
-    """Return the configuration with steps of half as many tokens and rows. `info`: the engine that it became; None: it
-    became none."""
+    """Return the configuration with half the tokens and rows per step.
+
+    Args:
+        config: The configuration.
+        info: The engine that was built from it, or None to return the configuration unchanged.
+    """
     if info is None:
         return config
     return replace(

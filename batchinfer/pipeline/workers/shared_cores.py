@@ -1,4 +1,4 @@
-"""Keeps the engine's threads from fighting other processes for the cores."""
+"""Adapts the engine's threads to the load of other processes on the same cores."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from batchinfer.machine.core_load import CoreLoad
 from batchinfer_kernels.cpu.spinning import Spinning
 
 LOOK_EVERY_S = 0.5  # a look takes 0.1 ms
-# Cores' worth of others' work beyond what the engine's threads leave free, from which on threads that wait stop
-# spinning. Two cores, two threads, two busy processes beside: 384 rows took 3.6 to 4.5 s with short spins, 5.4 to 9.8 s
-# with long ones; without others 1.7 s with long and 1.8 s with short ones.
+# Waiting threads spin shortly if other processes and the engine's threads need CROWDED more cores than there are, and
+# long again below FREE. Measured on two cores with two threads, 384 rows: with two busy processes, 3.6 to 4.5 s with
+# short spins and 5.4 to 9.8 s with long ones; without other processes 1.8 s and 1.7 s.
 CROWDED, FREE = 0.25, 0.1
 
 
 class SharedCores:
-    """Looks now and then how many cores others use, and has threads spin shortly while they are too many."""
+    """Measures the load of other processes, and lets waiting threads spin only shortly while the cores are crowded."""
 
     def __init__(
         self,
@@ -28,16 +28,16 @@ class SharedCores:
         self._threads, self._spins = threads, spins
         self._load, self._clock = load or CoreLoad(), clock
         self._looked_at = clock()
-        self._used = 0.0  # core seconds of others
-        self._known_s = 0.0  # seconds for which they are known
+        self._used = 0.0  # core seconds of other processes
+        self._known_s = 0.0  # measured time in seconds
 
     @property
     def other_cores(self) -> float | None:
-        """Cores that other processes used, on average since the start; None where that is unknown."""
+        """Return the CPU cores that other processes used on average, or None if unknown."""
         return self._used / self._known_s if self._known_s else None
 
     def tick(self) -> None:
-        """Look at the load if it is time to; most calls do nothing."""
+        """Measure the load if LOOK_EVERY_S seconds have passed."""
         now = self._clock()
         elapsed = now - self._looked_at
         if elapsed < LOOK_EVERY_S:

@@ -1,4 +1,4 @@
-"""An engine's process that is started before anybody knows what for: it imports what engines need."""
+"""The standby process, which imports the libraries of an engine while the command reads its job."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from batchinfer.pipeline.workers.engine_entry import ENGINE, WORKER
 
 
 class EngineStandby:
-    """Torch's import takes longer than all that a command does before its first row: the command starts this first of
-    all, and reads its job meanwhile. Leaving it as a context manager ends the process, unless it was taken.
+    """Starts a process that imports torch, which takes longer than all other work before the first row.
 
-    There is none where the command has but one core, which it would have to share.
+    No process is started on a single core, which it would have to share with the command. A context manager, which ends
+    the process unless it was taken.
     """
 
     def __init__(self, factory: str = ENGINE) -> None:
-        """factory: the function "module:function" that loads the engine, see WorkerSpec."""
+        """Start the process.
+
+        Args:
+            factory: "module:function" of the function that loads the engine, see WorkerSpec.
+        """
         self.factory, self.began = factory, time.perf_counter()
         self._child: Child | None = None
         module = factory.partition(":")[0]
         if usable_cpus() > 1:
-            # where no process may be started, whoever needs one tries again, and tells
+            # on failure, the launch of the worker tries again and reports the error
             with suppress(OSError, BatchInferError):
                 self._child = Child.standing_by(WORKER, (module,))
 
@@ -37,13 +41,13 @@ class EngineStandby:
     ) -> None:
         self.close()
 
-    def taken(self) -> Child | None:
-        """Return the process, which from now on belongs to who asked; None where there is none."""
+    def take(self) -> Child | None:
+        """Return the process, which the caller must end from now on, or None if there is none."""
         child, self._child = self._child, None
         return child
 
     def close(self) -> None:
-        """End the process, unless it was taken; safe to call twice."""
+        """End the process unless it was taken. May be called twice."""
         if self._child is not None:
             self._child.close()
             self._child = None

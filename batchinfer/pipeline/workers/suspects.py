@@ -1,4 +1,4 @@
-"""Rows that were in work when an engine died: which of them it is that kills engines is found by halves."""
+"""Suspects: rows that were in work when an engine died. A binary search finds the rows that kill engines."""
 
 from __future__ import annotations
 
@@ -11,43 +11,46 @@ from batchinfer.core.request import Request
 
 @dataclass(slots=True, eq=False)
 class RowGroup:
-    """Rows that an engine runs with no others."""
+    """Rows that an engine runs without other rows."""
 
     requests: list[Request]
-    twin: RowGroup | None = None  # the other half of the group that died
-    died_in: int | None = None  # the engine that died of it, if it is one row
-    is_proof: bool = False  # no row that waits: whoever answers it works
+    twin: RowGroup | None = None  # the other half of a group that died
+    died_in: int | None = None  # the replica that a group of one row killed
+    is_probe: bool = False  # a row that was answered before, which tests whether an engine works
 
 
-def proof_of(answered: Request) -> RowGroup:
-    """Return a row that was answered, to be run by an engine that is doubted. Its key is another one: nobody takes its
-    answer for the row's."""
+def probe_of(answered: Request) -> RowGroup:
+    """Return a copy of an answered row with another key, to test whether an engine works."""
     key = sha256(b"proof" + answered.key).digest()
-    return RowGroup([replace(answered, key=key, shares_next=0)], is_proof=True)
+    return RowGroup([replace(answered, key=key, shares_next=0)], is_probe=True)
 
 
 class Suspects:
-    """Groups of rows that wait to be run by themselves.
+    """Groups of suspects that wait to run.
 
-    A group that dies is halved. If one half then finishes, what kills is in the other one, which is halved before it is
-    run: of n rows, one that kills is found after log2(n) groups, about half of which die.
+    A group that kills its engine is halved. If one half finishes, the cause is in the other half, which is halved again
+    before it runs. So one bad row among n is found after log2(n) groups, and about half of them die.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[RowGroup] = []  # the last one is next: halves follow the group that they are of
+        self._waiting: list[RowGroup] = []  # a stack: the last group runs next
 
     def __len__(self) -> int:
-        """Return how many groups wait."""
+        """Return the number of waiting groups."""
         return len(self._waiting)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Add rows that were in work when an engine died, with others or not."""
+        """Add rows that were in work when an engine died."""
         if requests:
             self._waiting.append(RowGroup([replace(request, shares_next=0) for request in requests]))
 
     def take(self, one: bool = False, not_of: int | None = None) -> RowGroup | None:
-        """Return the group to run next; if `one`, a single row, as far as possible from those that died last: rows that
-        kill may be neighbours. A row of which the engine `not_of` died is left out."""
+        """Remove and return the next group, or None if there is none.
+
+        Args:
+            one: Return a single row, preferably not one that already killed an engine.
+            not_of: Skip single rows that killed this replica.
+        """
         fit = [group for group in self._waiting if not_of is None or group.died_in != not_of]
         if not fit:
             return None
@@ -59,14 +62,14 @@ class Suspects:
         return group
 
     def died(self, requests: Sequence[Request], engine: int) -> None:
-        """Take back the rows of a group that were unfinished when its engine died."""
+        """Add the unfinished rows of a group that killed its engine: a single row as it is, others as two halves."""
         if len(requests) == 1:
             self._waiting.append(RowGroup(list(requests), died_in=engine))
         else:
             self._halve(requests)
 
     def finished(self, group: RowGroup) -> None:
-        """Note that all rows of a group were answered."""
+        """Handle the end of a group without a death: its twin has the cause, and is halved."""
         twin = group.twin
         if twin in self._waiting and twin is not None and len(twin.requests) > 1:
             self._waiting.remove(twin)

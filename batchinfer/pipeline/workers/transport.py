@@ -1,4 +1,4 @@
-"""How messages travel between the parent and a worker: through a pipe to a process of its own, or as a test likes."""
+"""Transports start workers and exchange messages with them. The default starts processes and uses pipes."""
 
 from __future__ import annotations
 
@@ -14,53 +14,60 @@ from batchinfer.pipeline.workers.messages import EnginePlace, WorkerSpec
 
 
 class WorkerEnd(Protocol):
-    """How a worker ended. Its text completes "the engine's process ..."."""
+    """The way a worker ended. Its text completes "the engine's process ..."."""
 
     @property
     def out_of_cpu_time(self) -> bool:
-        """Whether a limit on CPU time ended it."""
+        """Return True if a limit on CPU time ended it."""
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether it was killed because memory ran out."""
+        """Return True if it was killed because memory ran out."""
 
 
 class Link(Protocol):
-    """The parent's end of the way to one worker, which lives as long as the link."""
+    """The driver's end of the connection to one worker. Closing the link ends the worker."""
 
     def send(self, message: object) -> None:
-        """Send a message. Raises nothing when the worker is gone: what it said before it ended is still to be
-        received."""
+        """Send a message. Raises nothing if the worker is gone, because its last messages can still be received."""
 
     def poll(self, timeout_s: float) -> bool:
-        """Whether there is something to receive, an end included; waits for it for so long."""
+        """Return True if `receive` would not block, after waiting for at most `timeout_s` seconds."""
 
     def receive(self) -> object:
-        """Return the next message of the worker. Raises EOFError once the worker has ended and all was received."""
+        """Return the next message of the worker.
+
+        Raises:
+            EOFError: The worker has ended and all its messages were received.
+        """
 
     @property
     def placed(self) -> bool:
-        """Whether the worker runs. A cluster may let it wait for resources."""
+        """Return True if the worker runs, and False while it waits for resources of a cluster."""
 
     @property
     def lost(self) -> bool:
-        """Whether the worker ended because its machine is gone."""
+        """Return True if the worker ended because its machine is gone."""
 
     def wait(self, within_s: float) -> WorkerEnd | None:
-        """Return how the worker ended; None: it has not within `within_s` seconds."""
+        """Return how the worker ended, or None if it is still running after `within_s` seconds."""
 
     def kill(self) -> None:
-        """End the worker now, and wait until it has."""
+        """End the worker now, and wait for its end."""
 
     def close(self) -> None:
-        """Kill the worker if it still runs, and give back what the link holds; safe to call twice."""
+        """Kill the worker if it is still running, and free the resources of the link. May be called twice."""
 
 
 class Transport(Protocol):
-    """Starts workers, and tells which of them have something to say."""
+    """Starts workers, and waits for their messages."""
 
     def start(self, spec: WorkerSpec) -> Link:
-        """Start a worker. Raises OSError where none can be started."""
+        """Start a worker.
+
+        Raises:
+            OSError: It cannot be started.
+        """
 
     def call(self, target: str, argument: object, load: LoadConfig) -> Link:
         """Start a process that calls a function.
@@ -72,14 +79,14 @@ class Transport(Protocol):
         """
 
     def takes_standby(self, spec: WorkerSpec) -> bool:
-        """Return True if a process that stands by can become this worker."""
+        """Return True if the standby process can become this worker."""
 
     def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
-        """Return the links that can be received from; waits for the first one for so long."""
+        """Return the links with messages, after waiting for at most `timeout_s` seconds for the first one."""
 
     @property
     def wanted(self) -> str:
-        """Name the resources that a worker waits for: "a node of the Ray cluster with 8 free CPUs"."""
+        """Return the resources that a worker waits for, like "node of the Ray cluster with 8 free CPUs"."""
 
     @property
     def wait_s(self) -> float:
@@ -87,7 +94,7 @@ class Transport(Protocol):
 
 
 class ProcessLink:
-    """A pipe to a worker that is a process of its own."""
+    """A pipe to a worker process."""
 
     placed, lost = True, False
 
@@ -98,25 +105,25 @@ class ProcessLink:
         self.kill, self.close = child.kill, child.close
 
     def send(self, message: object) -> None:
-        """Send through the pipe, if the process is still there."""
+        """Send a message unless the process has ended."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
 
     def receive(self) -> object:
-        """Receive from the pipe."""
+        """Return the next message, or raise EOFError."""
         with receiving():
             return self.connection.recv()
 
 
 class ProcessTransport:
-    """Each worker is a process of its own, so that an engine that crashes costs its own work alone."""
+    """Starts each worker as a process on this machine. A crash of one engine does not affect the others."""
 
     def start(self, spec: WorkerSpec) -> Link:
         """Start a process."""
         return ProcessLink(Child(WORKER, spec))
 
     def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
-        """Return the links whose pipes have something, an end included."""
+        """Return the links with messages or a closed pipe."""
         by_pipe = {link.connection: link for link in links if isinstance(link, ProcessLink)}
         return [by_pipe[pipe] for pipe in wait(list(by_pipe), timeout_s)]  # type: ignore[index]
 
@@ -125,7 +132,7 @@ class ProcessTransport:
         return ProcessLink(Child(target, argument))
 
     def takes_standby(self, spec: WorkerSpec) -> bool:
-        """Return True if nothing of the specification must be settled before the imports of the process."""
+        """Return True if the worker has no place, which would have to be set before the imports."""
         return spec.place == EnginePlace()
 
     @property

@@ -1,4 +1,4 @@
-"""The wait of a run whose engines have no resources."""
+"""Limits the time that a run waits for resources of a cluster."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from batchinfer.machine.waiting import Waited
 from batchinfer.pipeline.workers.transport import Transport
 from batchinfer.pipeline.workers.worker_handle import CONTINUES
 
-FIRST_S = 10.0  # an engine that starts at once has nothing to say
-TELL_S = 60.0  # between two lines about the wait
+FIRST_S = 10.0  # seconds until the first notice
+TELL_S = 60.0  # seconds between two notices
 
 
 class Vacancies:
-    """Limits the time for which no engine of a run has resources. `notice` gets one line per minute."""
+    """Watches the time in which no engine of a run has resources, and notifies the user once per minute."""
 
     def __init__(self, transport: Transport, notice: Callable[[str], None]) -> None:
         self._transport, self._notice = transport, notice
         self._waited, self._tell_at_s = Waited(), FIRST_S
 
     def look(self, all_wait: bool) -> None:
-        """Note that time has passed. Raises Unavailable after `transport.wait_s`.
+        """Update the waiting time.
 
         Args:
-            all_wait: Whether all engines wait for resources.
+            all_wait: Whether all engines wait for resources now.
+
+        Raises:
+            Unavailable: All engines have waited for `transport.wait_s` seconds.
         """
         if not all_wait:
             self._waited.again()

@@ -1,4 +1,4 @@
-"""The engine's process: reads requests, steps, sends back what came of them."""
+"""The main loop of a worker: receives requests, runs steps of the engine and sends the results."""
 
 from __future__ import annotations
 
@@ -32,40 +32,43 @@ from batchinfer.pipeline.workers.ranks.others import OtherRanks
 from batchinfer.pipeline.workers.shared_cores import SharedCores
 from batchinfer_kernels.cpu.spinning import Spinning
 
-# A message costs ~50 us; steps of a small model take less than a millisecond. Sending at this pace keeps both small.
+# Results are sent at most this often. A message costs about 50 us, while a step of a small model takes less than 1 ms.
 SEND_EVERY_S = 0.05
-SEND_AT = 256  # completions
-PULSE_S = 5.0  # while requests are taken in, whose constraints are compiled
+SEND_AT = 256  # completions that are sent without waiting
+PULSE_S = 5.0  # interval of heartbeats while constraints of new requests are compiled
 
 
 def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
-    """Entry point of the spawned process."""
+    """Run a worker, as the entry point of its process."""
     run_engine(spec, Parent(connection), leave)
     leave(0)
 
 
 def run_engine(spec: WorkerSpec, parent: Parent, leave: Leave) -> None:
-    """Run an engine until the parent no longer needs it. Raises SystemExit after a failure, which the parent was sent.
+    """Run an engine until the driver no longer needs it.
 
     Args:
         spec: The engine.
-        parent: The connection to the parent.
+        parent: The connection to the driver.
         leave: Ends the engine at once, from any thread.
+
+    Raises:
+        SystemExit: The engine failed, and the driver was sent the error.
     """
     try:
         settle(spec.place)
         _work(spec, parent, leave)
     except (BrokenPipeError, EOFError):
-        return  # the parent is gone, or needs no engine
-    except BaseException as error:  # noqa: BLE001 - the parent must hear of every error
+        return  # the driver is gone, or needs no engine
+    except BaseException as error:  # noqa: BLE001 - the driver reports every error
         parent.send(failure(error))
         raise SystemExit(1) from None
 
 
 def _work(spec: WorkerSpec, parent: Parent, leave: Leave) -> None:
-    """Make the engine, with its other ranks, and work until the parent wants no more."""
+    """Load the engine with its other ranks, and run it until the driver ends it."""
     ranks = OtherRanks(spec, parent, leave)
-    with ranks.blamed():
+    with ranks.waiting_for_cause():
         built = EngineLoading(spec, parent, ranks).engine()
         worker = _Worker(built, parent, ranks)
         with loaded_for_good():
@@ -73,17 +76,23 @@ def _work(spec: WorkerSpec, parent: Parent, leave: Leave) -> None:
 
 
 def _shared_cores(info: EngineInfo) -> SharedCores | None:
-    """Return what watches the cores; None where the engine's work is not done by them."""
+    """Return the load watcher of an engine on a CPU, or None on another device."""
     if info.device != "cpu":
         return None
     return SharedCores(info.threads, Spinning())
 
 
 class _Worker:
-    """A reader thread fills the inbox, so that a parent that sends never waits for a worker that sends."""
+    """Runs an engine. A thread reads messages, so the worker and the driver never both block on sending."""
 
     def __init__(self, built: Any, parent: Parent, ranks: OtherRanks) -> None:
-        """built: a BuiltEngine, or one of a test."""
+        """Send Ready to the driver.
+
+        Args:
+            built: A BuiltEngine, or a test's replacement for it.
+            parent: The connection to the driver.
+            ranks: The other ranks of the engine.
+        """
         self._connection, self._ranks = parent, ranks
         self._engine, info, self._read_loads = built.engine, built.info, built.read_loads
         self._account = built.account
@@ -95,8 +104,7 @@ class _Worker:
         parent.send(Ready(info))
 
     def run(self) -> None:
-        """Work until told to finish, or until the parent is gone. When a step fails, what was finished before is
-        sent."""
+        """Run until a Finish message arrives or the driver is gone. Before an error, finished results are sent."""
         try:
             self._work()
         finally:
@@ -124,13 +132,13 @@ class _Worker:
                 with receiving():
                     message = self._connection.recv()
             except EOFError:
-                message = None  # the parent is gone
+                message = None  # the driver is gone
             self._inbox.put(message)
             if message is None:
                 return
 
     def _take_messages(self) -> None:
-        """Handle all messages that are there; waits for one when there is nothing else to do."""
+        """Handle all messages in the inbox, and wait for one if the engine has no requests."""
         block = not self._engine.unfinished
         while block or not self._inbox.empty():
             self._handle(self._inbox.get())
@@ -145,11 +153,10 @@ class _Worker:
             self._engine.forget_waiting()
             self._leave_at = time.monotonic() + message.within_s
         else:
-            raise EOFError("the parent closed the connection")
+            raise EOFError("the driver closed the connection")
 
     def _add(self, requests: Sequence[Request]) -> None:
-        """Hand requests to the engine. Constraints are compiled as they come: the parent hears in between that this
-        goes on."""
+        """Add requests to the engine, with heartbeats in between if constraints must be compiled."""
         if all(request.params.constraint is None for request in requests):
             self._engine.add(requests)
             return

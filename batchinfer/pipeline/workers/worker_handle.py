@@ -1,4 +1,4 @@
-"""The parent's end of a worker, the process of an engine."""
+"""The driver's handle of a worker."""
 
 from __future__ import annotations
 
@@ -41,67 +41,78 @@ from batchinfer.pipeline.workers.messages import (
 from batchinfer.pipeline.workers.transport import Link, Transport
 
 CONTINUES = "the same command resumes the job"
-LEAVE_S = 10.0  # a worker that was told to leave and has not by then is killed
+LEAVE_S = 10.0  # seconds after which a worker that should leave is killed
 _BY_CODE: dict[int, type[BatchInferError]] = {
     kind.exit_code: kind for kind in (Unavailable, OutOfMemory, SecurityRefusal, InputCorrupt)
 }
-# What ends one engine and need not end another: its device is not there or full, or it failed. A checkpoint that is
-# refused is refused by all.
-OF_ONE = (Unavailable.exit_code, OutOfMemory.exit_code, BatchInferError.exit_code)
-# A worker that was ready and then failed with one of these may do better anew; what it refuses it refuses again.
-_AT_WORK = (BatchInferError.exit_code, OutOfMemory.exit_code)
+# Exit codes of errors that may affect only one engine: its device is missing or full, or it failed. Other errors, such
+# as a refused checkpoint, affect all engines.
+SINGLE_ENGINE_CODES = (Unavailable.exit_code, OutOfMemory.exit_code, BatchInferError.exit_code)
+# Exit codes after which a worker that was ready is restarted
+_RESTART_CODES = (BatchInferError.exit_code, OutOfMemory.exit_code)
 
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """An end of the worker that need not happen again: it was killed, or failed at work. `silent`: it was killed by
-    this process, because it had said nothing for too long."""
+    """An end of a worker after which another worker may succeed: it was killed, or failed while it ran requests."""
 
     kind: type[BatchInferError]
     what: str
     advice: str
-    detail: str = ""  # a traceback
-    silent: bool = False
+    detail: str = ""  # the traceback
+    silent: bool = False  # the watchdog killed it
 
     def error(self, *more: str) -> BatchInferError:
-        """Return the error for a user; `more` stands between what happened and what helps."""
+        """Return the error for the user, with the texts `more` before the advice."""
         return self.kind(
             "; ".join([self.what, *more, self.advice]) + (f"\n{self.detail}" if self.detail else "")
         )
 
 
 class WorkerHandle:
-    """The handle starts the worker, feeds it, hears from it, and outlives it. The worker makes its engine in two steps:
-    `load`, for which no plan is needed, and `configure`. Leaving it as a context manager ends the worker."""
+    """Starts a worker and exchanges messages with it.
+
+    The worker loads its engine in two steps, `load` and `configure`; only the second one needs the plan. After the
+    death of the worker, the methods that send do nothing, and the next `receive` raises. A context manager, which ends
+    the worker.
+    """
 
     def __init__(
         self, spec: WorkerSpec, transport: Transport, link: Link | None = None, began: float | None = None
     ) -> None:
-        """link: the way to a worker that was started at the moment `began`; None: one is started."""
+        """Start the worker unless `link` is given.
+
+        Args:
+            spec: The specification of the worker.
+            transport: Starts the worker.
+            link: The link to a worker that is already running.
+            began: When that worker was started, a time of `time.perf_counter`.
+        """
         self.spec = spec
         self._loads = self._loaded = self._configured = False
-        # what it began to do, and when
-        self._moments: list[tuple[str | None, float]] = [("starting", began or time.perf_counter())]
+        self._moments: list[tuple[str | None, float]] = [  # activities and their start times
+            ("starting", began or time.perf_counter())
+        ]
         self.link: Link = link or transport.start(spec)
-        self.left = False  # whether the worker has said all it had to say
-        self._failed: Failed | None = None  # raised once all that was finished before it was received
-        self.peak_rss: int | None = None  # bytes; known once the worker has left
-        # CPU cores that others used meanwhile, this process included; known then, too
-        self.other_cores: float | None = None
-        self.expert_tokens: ExpertTokens = {}  # known then, too
-        self.ranks: tuple[RankUse, ...] = ()  # likewise; none where it is one alone
-        self.placement: Placed | None = None  # of a worker that runs on a cluster
-        self.info: EngineInfo | None = None  # known once it is ready
-        # Whether it waits for an answer to its question what the engines of a run choose, and whether it was told to
-        # choose, and has not said yet what; and what it chose
-        self.asks = self.decides = self._tried = False
-        self.chosen: str | None = None
-        self.untimed = False  # what it does until its next message takes as long as it takes
-        self.beats = False  # whether it says now and then that it loads
-        self.waits_for = ""  # a rank of it that says nothing while it loads
-        self._silent_s: float | None = None  # for so long, when it was given up
-        self.crash: Crash | None = None  # what `receive` raised, if it is one
-        self.traceback = ""  # of the error that ended it, if it could report one
+        self.left = False  # whether the worker has sent its last message
+        self._failed: Failed | None = None  # raised once all earlier results were received
+        # The next four are known once the worker has left
+        self.peak_rss: int | None = None  # bytes
+        self.other_cores: float | None = None  # CPU cores that other processes used, this process included
+        self.expert_tokens: ExpertTokens = {}
+        self.ranks: tuple[RankUse, ...] = ()  # empty for an engine with one rank
+        self.placement: Placed | None = None  # of a worker on a cluster
+        self.info: EngineInfo | None = None  # known once the engine is ready
+        self.asks = False  # whether it waits for the choice of kernels that all engines share
+        self.decides = False  # whether it is making that choice
+        self._tried = False  # whether it has ever been asked to make it
+        self.chosen: str | None = None  # the choice that it made
+        self.untimed = False  # whether the watchdog waits without limit for the next message
+        self.beats = False  # whether it has sent a heartbeat
+        self.waits_for = ""  # the name of a silent rank for which the engine waits
+        self._silent_s: float | None = None  # the limit of the watchdog that ended it
+        self.crash: Crash | None = None  # the crash that `receive` has raised
+        self.traceback = ""  # of the error that the worker reported
 
     def __enter__(self) -> WorkerHandle:
         return self
@@ -112,8 +123,7 @@ class WorkerHandle:
         self.close()
 
     def load(self) -> None:
-        """Tell the worker to load its weights, if it was not told before. Should it be gone, the next `receive`
-        tells."""
+        """Let the worker load its weights, once."""
         if not self._loads:
             self._loads = True
             self._begins("loading")
@@ -121,16 +131,16 @@ class WorkerHandle:
 
     @property
     def placed(self) -> bool:
-        """Whether the worker runs. A cluster may let it wait for resources."""
+        """Return True if the worker runs, and False while it waits for resources of a cluster."""
         return self.link.placed
 
     @property
     def loaded(self) -> bool:
-        """Whether its weights are loaded."""
+        """Return True if the weights are loaded."""
         return self._loaded
 
     def configure(self, config: EngineConfig) -> None:
-        """Tell the worker what to make of its weights."""
+        """Let the worker build its engine with this configuration."""
         self.load()
         self._configured = True
         if self._loaded:
@@ -138,53 +148,58 @@ class WorkerHandle:
         self.link.send(Configure(config))
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hand requests to the worker. Should it be gone, the next `receive` tells."""
+        """Send requests to the worker."""
         self.link.send(Add(requests))
 
     def learn(self, answers: Sequence[TokenIds]) -> None:
-        """Tell the worker of answers that others finished. Should it be gone, the next `receive` tells."""
+        """Send the worker answers of other workers, from which it may draft."""
         self.link.send(Learn.of(answers))
 
     def finish(self, within_s: float) -> None:
-        """Tell the worker to drop what waits, finish what runs within `within_s` seconds, and leave."""
+        """Let the worker drop waiting requests, finish running ones within `within_s` seconds, and leave."""
         self.link.send(Finish(within_s))
 
     def answer(self, chosen: str | None) -> None:
-        """Tell the worker what was chosen; None: it is to choose."""
+        """Send the choice of kernels that all engines share, or None to let this worker choose."""
         self.asks, self.decides = False, chosen is None
         self._tried |= self.decides
         self.link.send(Answer(chosen))
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
-        """Return the work that has come, waiting for at most `timeout_s` when there is nothing.
+        """Return the results that have arrived, after waiting for at most `timeout_s` if there are none.
 
-        Raises the error that ended the worker, once everything that it had finished was received.
+        Raises the error that ended the worker, once all its results were received.
         """
-        heard: list[WorkDone] = []
-        while not self.ended and self.link.poll(0 if heard else timeout_s):
+        results: list[WorkDone] = []
+        while not self.ended and self.link.poll(0 if results else timeout_s):
             try:
                 message = self.link.receive()
             except EOFError:
-                if heard:
-                    return heard  # the next call finds the end again
+                if results:
+                    return results  # the next call raises the error
                 self._raise_death()
             if not isinstance(message, WorkDone):
                 self._note(message)
                 break
             self.untimed = False
-            heard.append(message)
-        if self._failed is not None and not heard:
+            results.append(message)
+        if self._failed is not None and not results:
             self._raise_death()
-        return heard
+        return results
 
     def _begins(self, activity: str | None, at: float | None = None) -> None:
-        """Note what the worker does from now on, or has done since a moment; None: nothing any more."""
+        """Record the worker's current activity.
+
+        Args:
+            activity: The activity, or None when the worker has ended.
+            at: Its start, if that was earlier than now, a time of `time.perf_counter`.
+        """
         now = time.perf_counter()
         self._moments.append((activity, now if at is None else min(now, max(at, self._moments[-1][1]))))
 
     @property
     def activities(self) -> Iterator[tuple[str, float, float]]:
-        """Yield what the worker did so far, and the moments of `time.perf_counter` between which it did."""
+        """Yield the activities so far with their start and end, times of `time.perf_counter`."""
         ends = [moment for _, moment in self._moments[1:]] + [time.perf_counter()]
         for (activity, began), ended in zip(self._moments, ends, strict=True):
             if activity is not None:
@@ -192,16 +207,16 @@ class WorkerHandle:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is read from its link; `receive` still raises what ended it."""
+        """Return True if its link is no longer read. `receive` may still raise the error that ended the worker."""
         return self.left or self._failed is not None
 
     def give_up(self, silent_s: float) -> None:
-        """End a worker that has said nothing for `silent_s` seconds; the next `receive` tells."""
+        """End a worker that has sent no message for `silent_s` seconds. The next `receive` raises."""
         self._silent_s = silent_s
         self.link.kill()
 
     def close(self) -> None:
-        """End the worker, gently when it has left already."""
+        """End the worker. If it has sent its last message, first wait until it ends on its own."""
         if self._moments[-1][0] is not None:
             self._begins(None)
         if self.left:
@@ -236,11 +251,11 @@ class WorkerHandle:
             )
 
     def _raise_death(self) -> NoReturn:
-        failed = self._last_words()
+        failed = self._final_failure()
         self.traceback = "" if failed is None else failed.detail
         if failed is None:
             self.crash = self._crash()
-        elif failed.died or (self._may_do_better and failed.exit_code in _AT_WORK):
+        elif failed.died or (self._may_do_better and failed.exit_code in _RESTART_CODES):
             self.crash = _crash_of(failed)
         if self.crash is not None:
             raise self.crash.error()
@@ -249,11 +264,11 @@ class WorkerHandle:
 
     @property
     def _may_do_better(self) -> bool:
-        """Whether another worker in its place may not fail: it was ready, or compared kernels, as no other will."""
+        """Return True if another worker may succeed: this one was ready, or compared kernels, which others will not."""
         return self.info is not None or self._tried
 
     def _crash(self) -> Crash:
-        """Return how a worker ended that could not say why."""
+        """Return the crash of a worker that ended without a message."""
         if self._silent_s is not None:
             who = self.waits_for or "it"
             what = (
@@ -268,8 +283,8 @@ class WorkerHandle:
             return Crash(Unavailable, what, f"raise it; {CONTINUES}")
         return Crash(Unavailable, what, CONTINUES)
 
-    def _last_words(self) -> Failed | None:
-        """Return the message in which the worker said why it died, if it could."""
+    def _final_failure(self) -> Failed | None:
+        """Return the message with the error that ended the worker, if it sent one."""
         if self._failed is not None:
             return self._failed
         deadline = time.monotonic() + 1.0
@@ -284,7 +299,12 @@ class WorkerHandle:
 
 
 def error_of(failed: Failed, model: str) -> BatchInferError:
-    """Return the error that a process reports, of the class of its exit code."""
+    """Return the error of a Failed message, in the class of its exit code.
+
+    Args:
+        failed: The message.
+        model: The path of the model, for mistakes in its files.
+    """
     if failed.exit_code == JobFileError.exit_code:
         return JobFileError(model, _mistakes(failed.message))
     kind = _BY_CODE.get(failed.exit_code)
@@ -294,7 +314,7 @@ def error_of(failed: Failed, model: str) -> BatchInferError:
 
 
 def _crash_of(failed: Failed) -> Crash:
-    """Return the crash of a worker that told of it; an error that is not of our own tree comes with its traceback."""
+    """Return the crash of a worker that sent an error, with the traceback of an unexpected one."""
     kind = _BY_CODE.get(failed.exit_code)
     if kind is not None:
         return Crash(kind, failed.message, CONTINUES)

@@ -130,7 +130,7 @@ def test_the_process_that_stands_by_becomes_the_engine(
     assert outcome.row["rows_ok"] == 30
     assert transport.started == []
     assert not child.alive
-    assert stands_by.taken() is None
+    assert stands_by.take() is None
 
 
 @pytest.mark.sample(1)
@@ -154,7 +154,7 @@ def test_a_process_that_stands_by_in_vain_is_ended(
 def test_one_core_is_not_shared_with_a_process_that_stands_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "usable_cpus", lambda: 1)
     with EngineStandby(FAKE.engine) as found:
-        assert found.taken() is None
+        assert found.take() is None
 
 
 def test_nothing_loads_where_nothing_is_missing(tmp_path: Path, model: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.pipeline.calibration.calibration import layers_told
+from batchinfer.pipeline.calibration.calibration import layer_progress
 from batchinfer.report.expected_output import FEWEST
 from batchinfer.report.progress import SPARE_COLUMNS, Progress
 from tests.batchinfer.cli.screen import lines_on
@@ -266,7 +266,7 @@ def test_a_calibration_counts_its_layers_from_where_they_begin(clock: Clock) -> 
     progress = Progress(io.StringIO(), clock=clock)
     for at in (0, 0, 1, 2):
         clock.now += 10 if at else 500
-        layers_told(progress)(at, 4)
+        layer_progress(progress)(at, 4)
     assert progress.left_s() == pytest.approx(2 * 10)
 
 

@@ -114,7 +114,7 @@ def test_on_a_gpu_it_says_how_steps_were_launched() -> None:
     assert "captures took 12 s in loading, 250 ms in steps\n" in text
     assert "at once" not in text
     several = summary(full_row(**launched, steps=5000, host_launches=2000))
-    assert "an operator at a time 2.0%, 2.50 at once in the mean\n" in several
+    assert "an operator at a time 2.0%, 2.50 at once on average\n" in several
 
 
 def test_unknown_hardware_names_the_cure() -> None:

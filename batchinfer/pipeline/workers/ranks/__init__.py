@@ -1,1 +1,1 @@
-"""The processes of ranks: what several of them are to the one that leads, and each to itself."""
+"""The processes of an engine with several ranks. Rank 0 is the worker itself, and starts the others."""

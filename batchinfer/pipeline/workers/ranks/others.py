@@ -1,4 +1,4 @@
-"""The leading rank's end of the others of its engine: it starts them, tells them what to do, and ends with them."""
+"""The ranks of an engine other than rank 0, as rank 0 sees them: it starts them, commands them, and ends with them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from batchinfer.pipeline.workers.heartbeat import BEAT_S, STARTING_S
 from batchinfer.pipeline.workers.messages import Failed, Finish, Left, Loaded, Pulse, WorkerSpec
 from batchinfer.pipeline.workers.ranks.meeting import Meeting, Parent
 
-MISSED_S = 5 * BEAT_S  # that a rank may say nothing once it has
-_OTHERS_S = 0.5  # so long after one rank has ended the others are heard: one of them may know why
+MISSED_S = 5 * BEAT_S  # limit on the time between heartbeats of a rank
+_OTHERS_S = (
+    0.5  # how long to wait for messages of other ranks after one has ended, because they may explain the end
+)
 _REAP_S = 5.0
-_LEAVE_S = 10.0  # ranks that were told to leave and have not by then are left to the system, which ends them
+_LEAVE_S = 10.0  # how long to wait for ranks to leave; after that they end with this process
 
 
-class RollCall:
-    """Notes when each rank was heard, until it has loaded. One thread may note while another one asks."""
+class HeartbeatWatch:
+    """Records the last message of each rank until it has loaded. May be used from several threads."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._lock = threading.Lock()
@@ -36,19 +38,19 @@ class RollCall:
         self._started: set[int] = set()
 
     def heard(self, rank: int) -> None:
-        """Note that a rank has said something."""
+        """Record a message of a rank."""
         with self._lock:
             self._started.add(rank)
             if rank in self._waited:
                 self._waited[rank].again()
 
     def done(self, rank: int) -> None:
-        """Note that a rank has loaded: whether it is at work shows elsewhere."""
+        """Stop watching a rank that has loaded, because the driver now watches the engine as a whole."""
         with self._lock:
             self._waited.pop(rank, None)
 
     def silent(self) -> int | None:
-        """Return a rank that has said nothing for too long; to be asked every BEAT_S seconds."""
+        """Return the first rank that has been silent for too long, or None. Call it every BEAT_S seconds."""
         with self._lock:
             late = [rank for rank, waited in self._waited.items() if waited.look() > self._limit_s(rank)]
         return min(late, default=None)
@@ -58,30 +60,33 @@ class RollCall:
 
 
 class OtherRanks:
-    """The ranks from 1 on, a process each; as many as there are specifications, which may be none.
+    """The processes of ranks from 1 on; none for an engine with one rank.
 
-    A rank that ends before it is told to ends the engine: its parts of the weights and of the cache are gone. This
-    process then tells the parent why and ends, whatever it is doing: it may wait for that rank for ever. The kernel
-    ends the other ranks with it.
+    If a rank ends unexpectedly, its shard is lost. Rank 0 then sends the cause to the driver and ends at once, because
+    it might wait for that rank forever. The operating system ends the other ranks with it.
     """
 
     def __init__(self, spec: WorkerSpec, parent: Parent, leave: Leave) -> None:
-        """Start the processes: they import what they need, and wait for the message to load. Raises OSError.
+        """Start the processes. They import libraries and wait for a Load message.
 
         Args:
-            spec: The engine.
-            parent: The connection to the parent.
+            spec: The specification of rank 0.
+            parent: The connection to the driver.
             leave: Ends the engine at once, from any thread.
+
+        Raises:
+            OSError: A process cannot be started.
         """
         self._parent, self._leave, self._size = parent, leave, 1 + len(spec.others)
         self._changed = threading.Condition()
         self._loaded = 0
-        self._roll_call = RollCall(range(1, self._size))
-        self.peaks: list[int] = []  # bytes that each that has left held at most
-        self.uses: list[RankUse] = []  # what each that has left had and took
-        # of the layers of all stages; the ranks of a stage count the same
-        self.expert_tokens: dict[int, list[int]] = {}
-        self.rank_config: RankConfig | None = None  # of this process; None: there are no other ranks
+        self._watch = HeartbeatWatch(range(1, self._size))
+        self.peaks: list[int] = []  # peak memory in bytes of ranks that have left
+        self.uses: list[RankUse] = []  # usage of ranks that have left
+        self.expert_tokens: dict[
+            int, list[int]
+        ] = {}  # by layer of all stages; the ranks of a stage count the same
+        self.rank_config: RankConfig | None = None  # of this process, or None without other ranks
         self._children: list[Child] = []
         self._sending = threading.Lock()
         self._meeting: Meeting | None = None
@@ -91,57 +96,59 @@ class OtherRanks:
         self.rank_config = meeting.rank_config(0)
         for rank, other in enumerate(spec.others, 1):
             self._children.append(Child(RANK, other, meeting.rank_config(rank), files=meeting.files))
-        threading.Thread(target=self._watch, daemon=True, name="ranks").start()
+        threading.Thread(target=self._receive_all, daemon=True, name="ranks").start()
 
-    def tell(self, message: object) -> None:
-        """Send a message to all of them. Should one be gone, this process soon ends."""
+    def send(self, message: object) -> None:
+        """Send a message to all ranks. A rank that is gone is ignored here, because this process will end soon."""
         with self._sending:
             for child in self._children:
                 with suppress(BrokenPipeError, ConnectionResetError):
                     child.connection.send(message)
 
-    def silent(self) -> str:
-        """Name a rank that loads and has said nothing for a while, whatever it does; "": none."""
-        found = self._roll_call.silent()
+    def silent_rank(self) -> str:
+        """Return the name of a rank that has been silent for too long while it loads, or ""."""
+        found = self._watch.silent()
         return "" if found is None else f"rank {found} of {self._size}"
 
     def await_loaded(self) -> None:
-        """Wait until all have loaded their weights."""
+        """Wait until all ranks have loaded their weights."""
         with self._changed:
             self._changed.wait_for(lambda: self._loaded == len(self._children))
         if self._meeting is not None:
             self._meeting.over()
 
     def finish(self) -> None:
-        """Have them leave: nothing more is to be computed."""
-        self.tell(Finish(0))
+        """Let all ranks leave, and wait for their last messages."""
+        self.send(Finish(0))
         with self._changed:
             self._changed.wait_for(lambda: len(self.peaks) == len(self._children), _LEAVE_S)
 
     @contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Let an error that a lost rank may have caused be reported as that loss, if it is one."""
+    def waiting_for_cause(self) -> Iterator[None]:
+        """Delay an error of the block, in case a rank has died and the death is reported instead."""
         try:
             yield
-        except (EOFError, BrokenPipeError):  # the parent is gone
+        except (EOFError, BrokenPipeError):  # the driver is gone
             raise
         except Exception:
             if self._children:
-                time.sleep(4 * _OTHERS_S)  # by then `_watch` has ended this process
+                time.sleep(
+                    4 * _OTHERS_S
+                )  # after the death of a rank, `_receive_all` ends this process by then
             raise
 
-    def _watch(self) -> None:
-        """Hear the ranks until one ends that was not to, or all have left."""
+    def _receive_all(self) -> None:
+        """Receive messages of all ranks, until one ends unexpectedly or all have left."""
         left: set[int] = set()
         rank_of: dict[Any, int] = {child.connection: rank for rank, child in enumerate(self._children, 1)}
         while len(left) < len(rank_of):
             for connection in wait([one for one, rank in rank_of.items() if rank not in left]):
                 rank = rank_of[connection]
-                message = _heard(self._children[rank - 1])
-                self._roll_call.heard(rank)
+                message = _receive(self._children[rank - 1])
+                self._watch.heard(rank)
                 if isinstance(message, Pulse):
                     if message.untimed:
-                        self._roll_call.done(rank)
+                        self._watch.done(rank)
                 elif isinstance(message, Loaded | Left):
                     self._note(message)
                     left |= {rank} if isinstance(message, Left) else set()
@@ -159,26 +166,26 @@ class OtherRanks:
             self._changed.notify_all()
 
     def _end(self, rank: int, failed: Failed | None) -> None:
-        """Tell the parent which rank is lost, and end this process."""
+        """Send the driver the cause of a lost rank, and end this process."""
         ends = [(rank, failed), *self._also_ended(rank)]
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._parent.send(min((self._told(*end) for end in ends), key=_rank_of_cause))
+            self._parent.send(min((self._failure(*end) for end in ends), key=_cause_order))
         self._leave(1)
 
     def _also_ended(self, first: int) -> Iterator[tuple[int, Failed | None]]:
-        """Yield what the ranks say that end now, too: when one is killed, the others find that it is gone."""
+        """Yield other ranks that end at the same time, because the death of one makes the others fail."""
         numbered: dict[Any, int] = {
             child.connection: rank for rank, child in enumerate(self._children, 1) if rank != first
         }
         time.sleep(_OTHERS_S)
         for connection in wait([*numbered], 0) if numbered else ():
             rank = numbered[connection]
-            message = _heard(self._children[rank - 1])
+            message = _receive(self._children[rank - 1])
             if message is None or isinstance(message, Failed):
                 yield rank, message
 
-    def _told(self, rank: int, failed: Failed | None) -> Failed:
-        """Return what the parent hears of the end of a rank."""
+    def _failure(self, rank: int, failed: Failed | None) -> Failed:
+        """Return the message to the driver about the end of a rank."""
         who = f"rank {rank} of {self._size}"
         if failed is not None:
             return replace(failed, message=f"{who}: {failed.message}")
@@ -191,13 +198,13 @@ def _death(what: str, ended: Ended | None) -> Failed:
     return Failed((OutOfMemory if memory else Unavailable).exit_code, what, "", died=True)
 
 
-def _rank_of_cause(failed: Failed) -> int:
-    """Sort causes before what they cause: that a rank was killed, that it lacked memory, any other error."""
+def _cause_order(failed: Failed) -> int:
+    """Return a sort key for the likely cause of all failures: a killed rank, then out of memory, then other errors."""
     return 0 if not failed.detail else 1 if failed.exit_code == OutOfMemory.exit_code else 2
 
 
-def _heard(child: Child) -> Any:
-    """Return the next message of a rank; None: it has ended."""
+def _receive(child: Child) -> Any:
+    """Return the next message of a rank, or None if it has ended."""
     try:
         with receiving():
             return child.connection.recv()

@@ -1,4 +1,4 @@
-"""The process of a rank that follows: it runs what the worker, the rank 0 of its engine, tells it to."""
+"""The process of a rank other than rank 0: runs the steps that rank 0 sends."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from batchinfer.pipeline.workers.ranks.meeting import Parent
 
 
 def main(spec: WorkerSpec, rank_config: RankConfig, connection: Connection[Any, Any]) -> None:
-    """Entry point of the spawned process."""
+    """Run a rank, as the entry point of its process."""
     parent = Parent(connection)
     try:
         settle(spec.place)
         follower = RankLoading(spec, rank_config, parent).follower()
         with loaded_for_good():
             _follow(follower, parent)
-    except EOFError:  # the leading rank is gone
+    except EOFError:  # rank 0 is gone
         leave(0)
-    except BaseException as error:  # noqa: BLE001 - whatever it was, the leading rank must hear of it
+    except BaseException as error:  # noqa: BLE001 - rank 0 reports every error
         with suppress(BrokenPipeError, ConnectionResetError):
             parent.send(failure(error))
         raise SystemExit(1) from None
@@ -35,8 +35,13 @@ def main(spec: WorkerSpec, rank_config: RankConfig, connection: Connection[Any, 
 
 
 def _follow(follower: Any, connection: Parent) -> None:
-    """Run each step that comes, until the engine has no more. follower: a Follower, or one of a test."""
-    waited_s, began = 0.0, None  # for steps behind the first one
+    """Run steps until a Finish message arrives.
+
+    Args:
+        follower: A Follower, or a test's replacement for it.
+        connection: The connection to rank 0.
+    """
+    waited_s, began = 0.0, None  # the wait for the first step does not count
     while True:
         with receiving():
             message = connection.recv()

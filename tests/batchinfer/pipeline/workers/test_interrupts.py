@@ -36,7 +36,7 @@ def test_a_signal_during_a_query_is_an_interruption_and_no_bug(tmp_path):
     with (
         pytest.raises(Interrupted) as caught,
         interrupts.installed(),
-        interrupts.retold(),
+        interrupts.reraised(),
         connection(tmp_path / "spill", threads=1) as database,
         signalled(0.3),
     ):
@@ -81,17 +81,17 @@ def test_of_a_signal_and_the_stop_time_the_first_counts(monkeypatch: pytest.Monk
         signal.raise_signal(signal.SIGINT)
         clock.now = at
         time.sleep(0.1)
-        assert (interrupts.pending, interrupts.stops) == (signal.SIGINT, False)
+        assert (interrupts.pending, interrupts.is_stop_pending) == (signal.SIGINT, False)
     interrupts.pending = None
     with interrupts.installed(), interrupts.deferred(), interrupts.stopping_at(at):
-        wait_until(lambda: interrupts.stops)
+        wait_until(lambda: interrupts.is_stop_pending)
         with pytest.raises(Interrupted) as caught:
             signal.raise_signal(signal.SIGTERM)
     assert caught.value.exit_code == 128 + signal.SIGTERM
 
 
 def test_another_runtime_error_stays_what_it_is():
-    with pytest.raises(RuntimeError, match="of its own"), Interrupts().retold():
+    with pytest.raises(RuntimeError, match="of its own"), Interrupts().reraised():
         raise RuntimeError("of its own")
 
 

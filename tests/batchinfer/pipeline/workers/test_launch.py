@@ -83,10 +83,10 @@ def test_what_no_other_process_and_no_other_engine_could_do(
 
 def test_only_the_engines_that_are_wanted_are_handed_over() -> None:
     launch, transport = launched(None, None)
-    assert len(launch.started([SPEC] * 2)) == 2
+    assert len(launch.workers_for([SPEC] * 2)) == 2
     assert not any(link.closed for link in transport.started)
     other = replace(SPEC, load=replace(SPEC.load, threads=1))
-    assert launch.started([SPEC, other]) == []
+    assert launch.workers_for([SPEC, other]) == []
     assert all(link.closed for link in transport.started)
 
 

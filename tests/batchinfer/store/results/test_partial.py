@@ -98,7 +98,7 @@ def test_a_signal_ends_the_join_of_a_users_query(tmp_path: Path, monkeypatch: py
     with (
         pytest.raises(Interrupted),
         interrupts.installed(),
-        interrupts.retold(),
+        interrupts.reraised(),
         duckdb.connect() as users,
         interruptible(users) as watched,
     ):

@@ -1,4 +1,4 @@
-"""The reading of an input that goes on in a thread of its own, while engines run the rows that were read before."""
+"""Reads the rest of an input in a thread, while engines run the rows that were read before."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ from batchinfer.store.index.index import Index
 from batchinfer.store.index.ingest import Ingestion, IngestProgress
 from batchinfer.store.index.writer import RowsSoFar
 
-_LOOK_S = 0.05  # in case that the reading ends meanwhile
+_LOOK_S = 0.05  # interval of checks for the end of reading
 
 
-class ReadingOn:
-    """Use as a context manager: leaving it stops the reading. A thread takes the steps of an ingestion; another one may
-    ask for the rows so far."""
+class BackgroundReading:
+    """Reads an input in a thread, and gives another thread the rows so far.
+
+    A context manager, which stops reading at its end.
+    """
 
     def __init__(
         self, ingestion: Ingestion, steps: Generator[IngestProgress, None, None], at: IngestProgress
     ) -> None:
-        """steps: those of the ingestion, some of which were taken. at: the last of them."""
+        """Start the thread.
+
+        Args:
+            ingestion: The ingestion of the input.
+            steps: The remaining steps of the ingestion.
+            at: The progress after the last step before.
+        """
         self.ingestion, self._steps, self.at = ingestion, steps, at
         self._turn = threading.Condition()
         self._stops = self._wanted = False
@@ -29,7 +37,7 @@ class ReadingOn:
         self._thread = ThreadPoolExecutor(1, "reading")
         self._read_all: Future[None] = self._thread.submit(self._read)
 
-    def __enter__(self) -> ReadingOn:
+    def __enter__(self) -> BackgroundReading:
         return self
 
     def __exit__(
@@ -40,17 +48,19 @@ class ReadingOn:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is read: the input has ended, or something has ended the reading."""
+        """Return True if reading has ended, at the end of the input or with an error."""
         return self._read_all.done()
 
     def check(self) -> None:
-        """Raise what ended the reading, if it was not the end of the input."""
+        """Raise the error that ended reading, if there is one."""
         if self.ended:
             self._read_all.result()
 
     def rows_so_far(self) -> RowsSoFar | None:
-        """Return the rows so far, settled; None: the input has ended, and `finish` is what is left to do. For one
-        thread at a time. Raises what `Ingestion.settle` raises."""
+        """Return the rows read so far, or None at the end of the input, when `finish` must be called instead.
+
+        Only one thread may call this at a time. Raises the errors of `Ingestion.settle`.
+        """
         with self._turn:
             self._wanted = True
             while self._wanted and not self.ended:
@@ -59,7 +69,10 @@ class ReadingOn:
         return None if found is None else self.ingestion.settle(found)
 
     def finish(self) -> Index:
-        """Return the index, once the input has ended. Raises what ended the reading, and as `Ingestion.finish`."""
+        """Wait for the end of the input and return the index.
+
+        Raises the error that ended reading, and the errors of `Ingestion.finish`.
+        """
         self._read_all.result()
         return self.ingestion.finish()
 

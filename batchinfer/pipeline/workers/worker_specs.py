@@ -1,4 +1,4 @@
-"""The engines of a run, and what each of them gets of which machine."""
+"""The specifications of a run's workers, with the share of the machine of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchinfer.plan.setup.setting import Setting
 
 
 def worker_specs(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
-    """Return a specification for each engine. A single process has its machine to itself."""
+    """Return a specification for each engine."""
     placement = setting.placement
     ranks, processes = placement.division.ranks, _processes(job, setting, factory)
     if placement.dedicated:
@@ -27,21 +27,21 @@ def worker_specs(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
 
 
 def _processes(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
-    """Return the specification of each process of a machine."""
+    """Return the specification of each process on one machine. A single process may use the whole machine."""
     load, placement = setting.load_config(job), setting.placement
     if placement.processes_here == 1:
         return [WorkerSpec(load, job.model.path, factory)]
-    asked = None if job.engine.threads == "auto" else job.engine.threads
+    threads_set = None if job.engine.threads == "auto" else job.engine.threads
     return [
         WorkerSpec(replace(load, threads=threads), job.model.path, factory, place)
-        for threads, place in zip(placement.thread_shares(asked), _places(placement), strict=True)
+        for threads, place in zip(placement.thread_shares(threads_set), _places(placement), strict=True)
     ]
 
 
 def _places(placement: Placement) -> Sequence[EnginePlace]:
-    """Return a place for each rank of each engine that shares this machine, engine by engine."""
+    """Return the place of each rank of each engine on this machine, in the order of engines."""
     if placement.dedicated:
-        return [EnginePlace()] * placement.processes_here  # the node decides
+        return [EnginePlace()] * placement.processes_here  # the cluster assigns cores and GPUs
     if placement.machine.device == "cuda":
         return [EnginePlace(gpu=gpu) for gpu in placement.gpus]
     return [EnginePlace(cores) for cores in divided_cores(placement.processes_here)]
