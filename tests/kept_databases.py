@@ -52,5 +52,5 @@ class KeptDatabases:
 def keep(patch: pytest.MonkeyPatch) -> None:
     """Have the package take its databases from a pool."""
     kept = KeptDatabases()
-    patch.setattr(duck, "_opened", kept.opened)
+    patch.setattr(duck, "_connect", kept.opened)
     patch.setattr(meter, "opened", partial(kept.opened, {"threads": 2, "temp_directory": ""}))
