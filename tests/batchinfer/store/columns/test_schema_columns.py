@@ -58,7 +58,7 @@ TEXTS = [
     (True, "which type"),
     ({"type": ["string", "integer"]}, "several types"),
     ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "2 alternatives"),
-    ({"anyOf": [{"type": "string"}], "type": "string", "maxLength": 3}, "beside its anyOf"),
+    ({"anyOf": [{"type": "string"}], "type": "string", "maxLength": 3}, "next to its anyOf"),
     ({"allOf": [{"type": "string"}, {"minLength": 3}]}, "allOf"),
     ({"not": {"type": "string"}}, "not"),
     ({"enum": ["a", 1]}, "several types"),
@@ -70,7 +70,7 @@ TEXTS = [
     ({"type": "array", "prefixItems": [{"type": "string"}]}, "first items"),
     ({"$ref": "#/$defs/nothing"}, "names nothing"),
     ({"$ref": "https://example.org/schema"}, "another document"),
-    ({"$ref": "#/$defs/day", "minLength": 1}, "beside its $ref"),
+    ({"$ref": "#/$defs/day", "minLength": 1}, "next to its $ref"),
     ({"$ref": "#/$defs/loop"}, "without end"),
 ]
 DEFS = {

@@ -110,7 +110,7 @@ def test_what_was_asked_is_read_from_the_input(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_completed_does_not_appear(tmp_path: Path) -> None:
     result = result_of(tmp_path, [good_row(0, [1]), good_row(1, [2])])
-    with pytest.raises(InputCorrupt, match="lost rows"):
+    with pytest.raises(InputCorrupt, match="fewer rows"):
         write(result, tmp_path / "out.jsonl", CHAT)
     with pytest.raises(UsageError, match="no published result"):
         write(Location.at(tmp_path / "nowhere"), tmp_path / "out.jsonl", CHAT)
