@@ -77,7 +77,7 @@ class InputFile:
         )
 
     def restat(self) -> InputFile:
-        """Return the file as it is just before it is read and hashed.
+        """Return the file with its current facts, just before it is read and hashed.
 
         Raises:
             InputCorrupt: Size or mtime have changed since the file was listed.

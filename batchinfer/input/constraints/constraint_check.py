@@ -66,7 +66,7 @@ class ConstraintChecker:
         return result
 
     def _ask(self, params: SamplingParams, again: bool = False) -> str | Ended | None:
-        """Return the problem that the process reports (None if there is none), or how the process ended.
+        """Return the problem of a constraint, None if it has none, or how the process ended.
 
         A process that does not answer counts as ended; with `again`, Unavailable is raised instead.
         """

@@ -2,8 +2,8 @@
 
 llguidance guesses the draft from the keywords, reads options from the schema (`x-guidance`), and ignores what it does
 not know. Therefore only supported keywords are copied. Keywords of older drafts are translated if they have an exact
-equivalent.
-An unsupported keyword is rejected if it has an effect, and omitted if it has none, such as `uniqueItems: false`.
+equivalent. An unsupported keyword is rejected if it has an effect, and omitted if it has none, such as
+`uniqueItems: false`.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class CsvRecords:
 
 
 class _OpenQuote:
-    """A quote that is open at the end of a line. The scan for its end is bounded by the size of a record.
+    """A quote that is open at the end of a line, and the search for the end of its record.
 
     `at` is the start of the first line that was not scanned. When the record has ended, `stop` is its end and `at` the
     start of the next record.

@@ -342,7 +342,7 @@ class Preparer:
             )
             raise RowProblem("prompt_too_long", message, "policy")
         keep = limit - draft.params.max_tokens
-        if keep < 1:  # cutting to nothing would go unnoticed
+        if keep < 1:  # an answer to almost no prompt would go unnoticed
             message = (
                 f"max_tokens {draft.params.max_tokens:,} leaves no room for a prompt; {self._limits.length()}; lower "
                 f"max_tokens{self._limits.remedy()}"
@@ -598,7 +598,7 @@ class _FinishedRung:
 def _first_prompts(
     rows: NDArray[np.int64], errors: Mapping[int, RowError]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return masks of the prompts that are the first and that are the further ones of their rows, which ascend.
+    """Return masks of the first prompt of each row, and of the further prompts. `rows` are ascending.
 
     Both leave out rows with an error in any of their prompts.
     """

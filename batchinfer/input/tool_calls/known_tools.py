@@ -48,7 +48,7 @@ def _types(parameters: Any) -> dict[str, Types]:
 def _named(schema: Any, root: Mapping[str, Any]) -> Types:
     """Return the types that a schema allows: directly, in its alternatives, or in a definition that it refers to.
 
-    The result is empty if a schema among these has no type.
+    The result is empty if any of these schemas names no type.
     """
     found: list[str] = []
     pending = deque([schema])

@@ -27,7 +27,7 @@ class ContinuedPrompts:
     """
 
     def __init__(self, tokenizer: Tokenizer, segments: SegmentEncoder, labels: Sequence[str]) -> None:
-        """Create without cached tails.
+        """Start with an empty cache.
 
         Args:
             tokenizer: The tokenizer.

@@ -22,7 +22,7 @@ class PairedTexts:
     def __init__(
         self, template: PairTemplate, scoring: PairScoring, longest: int, truncate: Truncate
     ) -> None:
-        """Create for pairs of at most `longest` tokens."""
+        """Set the maximum number of tokens of a pair, `longest`, and what happens to longer pairs."""
         self._template, self._scoring = template, scoring
         self._room, self._truncate = longest - template.added, truncate
         self._params: dict[int, SamplingParams] = {}
