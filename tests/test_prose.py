@@ -22,7 +22,6 @@ CEILINGS = {
     "docs": 652,
     "engine": 1,
     "filesystem": 37,
-    "input": 2,
     "job": 102,
     "jobs": 13,
     "kernels": 0,
