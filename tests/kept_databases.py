@@ -53,4 +53,4 @@ def keep(patch: pytest.MonkeyPatch) -> None:
     """Have the package take its databases from a pool."""
     kept = KeptDatabases()
     patch.setattr(duck, "_connect", kept.opened)
-    patch.setattr(meter, "opened", partial(kept.opened, {"threads": 2, "temp_directory": ""}))
+    patch.setattr(meter, "open_database", partial(kept.opened, {"threads": 2, "temp_directory": ""}))

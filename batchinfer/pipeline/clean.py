@@ -31,9 +31,7 @@ class Cleanup:
     keep_days: int | None
     dry_run: bool
     answers: Cleaned
-    folders: (
-        int  # number of replaced results, state folders without a run for a day, and expired copies of rows
-    )
+    folders: int  # replaced results, idle parts of the state, and expired copies of rows
     folder_bytes: int
 
     @property
@@ -132,7 +130,7 @@ def clean_result(results: Path, dry_run: bool) -> Cleanup:
 
 
 def _clean(state: StateFolder, keep: int | None, dry_run: bool) -> Cleanup:
-    # of the root, because `idle` skips the part of the state that it is called on
+    # of the root, because `idle_parts` skips the part of the state that it is called on
     root = StateFolder(state.root)
     kept = _expired_kept(state, keep)
     old = [*root.old_generations(), *root.idle_parts(), *kept]

@@ -1,4 +1,4 @@
-"""The machine on which the engines of a job run, and how they are started there."""
+"""Determines the machine on which the engines of a job run, and the transport that starts them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _INSTALL = "`pip install '.[ray]'` in the clone of batchinfer"
 
 @dataclass(frozen=True, slots=True)
 class EngineMachine:
-    """Engines run on this machine, or on nodes of a Ray cluster."""
+    """The machine of the engines: this machine, or nodes of a Ray cluster."""
 
     facts: MachineFacts  # of the machine on which engines run
     transport: Transport
-    reader: MachineFacts | None = None  # this machine, which reads the rows, if engines run elsewhere
+    reader: MachineFacts | None = None  # this machine, which reads the rows, if engines run on a cluster
 
 
 def engine_machine(
@@ -37,13 +37,13 @@ def engine_machine(
     notice: Callable[[str], None] = lambda _: None,
     waiting: Callable[[], None] | None = None,
 ) -> EngineMachine:
-    """Return where the engines of a job run.
+    """Return the machine of the engines of a job, after connecting to its Ray cluster if it has one.
 
     Args:
         job: The job.
-        state: Its state, which knows digests of model files.
+        state: Its state folder, which stores digests of model files.
         otherwise: The transport of a job without `ray.address`.
-        notice: Gets a line for what a user should know.
+        notice: Receives lines for the user.
         waiting: Called while the run waits for a node; raises an error to end the wait. None: do not wait.
 
     Raises:
@@ -77,7 +77,7 @@ def engine_machine(
 
 
 def _check_ray() -> None:
-    """Raise Unavailable if ray is not installed, or in a version that was not tested."""
+    """Raise Unavailable if ray is not installed, or if its version was not tested."""
     if importlib.util.find_spec("ray") is None:
         raise Unavailable(f"ray.address: ray is not installed; run {_INSTALL}")
     found = version("ray")
@@ -87,7 +87,7 @@ def _check_ray() -> None:
 
 
 def _check_output(job: Job) -> None:
-    """Raise JobFileError for an output in the folder that Ray makes of `ray job submit --working-dir`, and deletes."""
+    """Raise JobFileError for an output in the working directory of a submitted job, because Ray deletes that folder."""
     if "runtime_resources" in job.output.path.parts:
         text = "is in the working directory of a submitted job, which Ray deletes; give an absolute path elsewhere"
         raise JobFileError(str(job.source), [Mistake("output.path", text)])

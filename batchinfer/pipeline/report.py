@@ -37,7 +37,7 @@ from batchinfer.report.tables.expert_tokens import write_experts
 from batchinfer.report.tables.folder import LAST_RUN, new_run_id, report_folder, table_path
 from batchinfer.report.tables.meter import Measured, Meter
 from batchinfer.report.tables.ranks import EngineRank, of_all, write_ranks
-from batchinfer.report.tables.row_keys import RowsBeside, write_rows
+from batchinfer.report.tables.row_keys import RowKeysWriter, write_rows
 from batchinfer.report.tables.tables import RunRow, run_row, write_run
 from batchinfer.store.index.index import attempt_columns
 from batchinfer_kernels.cost import ModelCost
@@ -55,7 +55,7 @@ _ACTIVITIES = {
 }
 # Runs with more requests complete their tables after publishing: for ten million requests, doing both in parallel would
 # take more memory than running the engine
-MOST_BESIDE = 2_000_000
+MAX_OVERLAPPED_REQUESTS = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +121,14 @@ class RunReport:
         if nodes := {one.node for one in self._activities} - {None}:
             self.note(machines=len(nodes))
 
-    def keys_beside(self, index_parts: Sequence[Path], ids: str) -> RowsBeside:
+    def start_row_keys(self, index_parts: Sequence[Path], ids: str) -> RowKeysWriter:
         """Start writing the table of rows in another thread, for a job with one attempt per row.
 
         Args:
             index_parts: The parts of the index.
             ids: The column of the result with the ids of rows.
         """
-        return RowsBeside(self.folder, self._run_id, index_parts, ids)
+        return RowKeysWriter(self.folder, self._run_id, index_parts, ids)
 
     def keep_keys(self, index_parts: Sequence[Path], attempts: NDArray[np.uint8], ids: str) -> None:
         """Write the table of rows for the result that was just published.
@@ -235,7 +235,7 @@ class RunReport:
 
     def _sum_up(self, meter: Meter) -> None:
         """Complete the meter's tables in a thread, in parallel with publishing."""
-        if meter.requests <= MOST_BESIDE:
+        if meter.requests <= MAX_OVERLAPPED_REQUESTS:
             thread = ThreadPoolExecutor(1, "report")
             self._sums = thread.submit(meter.finish)
             thread.shutdown(wait=False)

@@ -154,9 +154,7 @@ class Comparison:
     tokens_per_s: float | None = None
     median_tokens_per_s: float | None = None  # None with fewer than FEWEST_RUNS comparable runs
     spread: float | None = None  # of the comparable runs: (fastest − slowest) ÷ median
-    left_out: dict[str, int] = field(
-        default_factory=dict
-    )  # number of runs by the reason for leaving them out
+    left_out: dict[str, int] = field(default_factory=dict)  # number of runs by reason
 
     @property
     def change(self) -> float | None:

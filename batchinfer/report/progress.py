@@ -250,7 +250,7 @@ class Progress:
         work.output.more(expected_tokens)
 
     def downloading(self, received: int, total: int) -> None:
-        """Begin a download of `total` bytes, of which `received` bytes exist already."""
+        """Begin a download of `total` bytes. `received` bytes were downloaded before."""
         self._begin(_Work("downloading", bytes=received, total_bytes=total))
 
     def received(self, received: int) -> None:

@@ -188,9 +188,7 @@ def _busy(row: Row) -> str:
     others, cores = row["other_cores"], row["cores"]
     if others is None or not cores or others < CROWDED_CORES:
         return ""
-    return (
-        f"other processes used {others:.1f} of {cores} cores meanwhile: on a quiet machine it would be faster"
-    )
+    return f"other processes used {others:.1f} of {cores} cores; the run would be faster on an idle machine"
 
 
 def _lost(row: Row) -> str:
@@ -303,8 +301,8 @@ def _memory(row: Row) -> str:
     parts = [f"{name} {size(peak)} at its peak" for name, peak in peaks if peak is not None]
     if row["rank_peak_rss_bytes"] is not None:
         parts.append(
-            f"a rank {size(row['rank_peak_rss_bytes'])} at the most, which read {size(row['rank_read_bytes'])} of the "
-            "model"
+            f"a rank at most {size(row['rank_peak_rss_bytes'])}, and it read at most "
+            f"{size(row['rank_read_bytes'])} of the model"
         )
     return ", ".join(parts)
 

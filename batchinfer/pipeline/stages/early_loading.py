@@ -85,8 +85,6 @@ class EarlyLoading:
 
     def _open(self) -> None:
         run = self._run
-        with (
-            run.interrupts.deferred()
-        ):  # a signal must not interrupt between the start and the record of a process
+        with run.interrupts.deferred():  # a signal must not leave a started process unrecorded
             run.launch.open(worker_specs(run.job, run.setup.setting, run.options.engine))
         run.interrupts.raise_pending(CONTINUES)

@@ -19,7 +19,7 @@ from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.report import errors_as_notice
 from batchinfer.pipeline.stages.identity import publish_spec
 from batchinfer.pipeline.stages.measuring import measure
-from batchinfer.report.tables.row_keys import RowsBeside
+from batchinfer.report.tables.row_keys import RowKeysWriter
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.index.index import Index
 from batchinfer.store.outputs.best_samples import published_rows
@@ -45,11 +45,11 @@ def row_keys_table(run: OpenRun, index: Index) -> Iterator[KeepKeys]:
     if index.attempts > 1:
         yield lambda join: run.report.keep_keys(index.index_parts, _attempts(join), index.row_ids)
         return
-    with run.report.keys_beside(index.index_parts, index.row_ids) as table:
+    with run.report.start_row_keys(index.index_parts, index.row_ids) as table:
         yield lambda _: _finished(table)
 
 
-def _finished(table: RowsBeside) -> None:
+def _finished(table: RowKeysWriter) -> None:
     table.finish()
 
 

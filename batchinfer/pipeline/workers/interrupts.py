@@ -140,9 +140,7 @@ class Interrupts:
         is_stop = self._due and signum == signal.SIGTERM
         if is_stop:
             self._due = False
-            if (
-                self.pending is not None or self._over.is_set()
-            ):  # the run stops already, or ignores the stop time
+            if self.pending is not None or self._over.is_set():  # the run stops already, or needs no stop
                 return
         again = self.pending is not None
         self.pending, self._is_stop = signum, is_stop

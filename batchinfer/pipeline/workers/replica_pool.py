@@ -80,9 +80,7 @@ class ReplicaPool:
         self._left = rows  # rows that no engine has received
         self._finishing = False
         self._isolated_deaths = 0  # deaths while suspects ran, since the last row was found to be the cause
-        self._ready_at: tuple[float, float] | None = (
-            None  # wall time and CPU time of this process, in seconds
-        )
+        self._ready_at: tuple[float, float] | None = None  # wall and CPU time of this process in s
         self.restarts = 0
         self._agreement = Agreement()
         self._vacancies = Vacancies(transport, notice)

@@ -1,1 +1,1 @@
-"""The page about one run: its report tables as charts, each with the table of its numbers, in one HTML file."""
+"""The HTML page about a run: charts of its report tables, each with the table of its numbers."""

@@ -1,4 +1,4 @@
-"""The section shows what each process of the run did, and when: a lane for each."""
+"""The section with the activities of each process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import ACTIVITIES
 from batchinfer.report.tables.tables import RunRow
 
-MOST_SHOWN = 200  # spans; a lane of more is no picture any more
+MOST_SHOWN = 200  # more spans would be unreadable
 _COLUMNS = (
     Figure("process", "process"),
     Figure("activity", "activity"),
@@ -17,7 +17,7 @@ _COLUMNS = (
     Figure("until_s", "to", "s"),
     Figure("took_s", "time", "s"),
 )
-# The longest ones, in the order of processes and time
+# The longest activities, in the order of processes and time
 _LONGEST = """
 SELECT process, activity, from_s, until_s, took_s FROM (
     SELECT *, until_s - from_s AS took_s FROM {activities} ORDER BY took_s DESC LIMIT {most}
@@ -34,19 +34,19 @@ _CAUSES = (
 
 def activities(run: ReportedRun) -> PageSection:
     """Draw a lane for each process."""
-    name, title = "activities", "What each process did"
+    name, title = "activities", "Activities of each process"
     if not run.has(ACTIVITIES):
-        return PageSection(name, title, run.lacks(ACTIVITIES))
+        return PageSection(name, title, run.why_empty(ACTIVITIES))
     found = run.fetch(_LONGEST.format(activities=run.own(ACTIVITIES), most=MOST_SHOWN))
     options = {"lane": "process", "part": "activity", "from": "from_s", "until": "until_s"}
-    chart = Chart("lanes", "A lane for each process of the run, with what it did", options)
+    chart = Chart("lanes", "A lane for each process of the run, with its activities", options)
     return PageSection(name, title, idle_text(run.row), chart, Figures(_COLUMNS, found))
 
 
 def idle_text(row: RunRow) -> str:
-    """Say for how long devices had nothing to run, and what they waited for, most first."""
+    """Return a sentence with the idle time of devices and its causes, the longest first."""
     if row["idle_devices_s"] is None:
         return "The run computed nothing."
     causes = sorted(((row[column] or 0.0, cause) for cause, column in _CAUSES), reverse=True)
-    told = ", ".join(f"{seconds(took)} for {cause}" for took, cause in causes if took > 0)
-    return f"Devices had nothing to run for {seconds(row['idle_devices_s'])}: they waited {told}."
+    waits = ", ".join(f"{seconds(took)} for {cause}" for took, cause in causes if took > 0)
+    return f"Devices had nothing to run for {seconds(row['idle_devices_s'])}: they waited {waits}."

@@ -1,4 +1,4 @@
-"""The run's row, whole: every column of the table `run` with what it means."""
+"""The section with all columns of the table `run`, their values and their meanings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMNS = (
 
 
 def all_columns(run: ReportedRun) -> PageSection:
-    """Show names, values and meanings, without a chart."""
+    """List names, values and meanings, without a chart."""
     rows = [
         (
             column.name,

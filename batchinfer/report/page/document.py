@@ -1,4 +1,4 @@
-"""The page as one HTML file that needs nothing else: no network, no other file."""
+"""Renders the page as a single HTML file that needs no network and no other file."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from batchinfer.report.page.section import PageSection
 from batchinfer.report.page.time_split import time_split
 from batchinfer.report.page.timeline import timeline
 
-# How every page begins: what begins otherwise was not written by us, and is not replaced.
+# The beginning of every page. A file that begins differently was not written by batchinfer and is not replaced.
 MARK = "<!doctype html>\n<!-- batchinfer report -->\n"
 _SCRIPTS = ("echarts.min.js", "page.js")
 
 
 def page(run: ReportedRun) -> str:
-    """The HTML of one run's page."""
+    """Return the HTML page of a run."""
     scripts = [_asset(name) for name in _SCRIPTS]
     return MARK + _environment().get_template("page.html").render(
         run=run,
@@ -56,8 +56,7 @@ def page(run: ReportedRun) -> str:
 
 @cache
 def _environment() -> Environment:
-    """Whatever a template shows is text that others may have written: no character of it is markup, steers the page, or
-    hides in it. Our own scripts and styles are marked."""
+    """Return the template environment, which escapes all text but our own scripts and styles."""
     environment = Environment(
         autoescape=True,
         finalize=_printable,
@@ -75,7 +74,7 @@ def _printable(value: object) -> object:
 
 
 def prose(text: str) -> Markup:
-    """Sentences of ours; what stands between backquotes is code."""
+    """Return sentences as markup, with text between backquotes as code."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(printable(text)))))
 
 
@@ -98,14 +97,14 @@ def _sections(run: ReportedRun) -> Iterator[PageSection]:
 
 
 def _answers(run: ReportedRun) -> Iterator[PageSection]:
-    """Sections about the answers: their values, the failed rows, and the accuracy."""
+    """Yield the sections about answers."""
     yield from task_answers(run)
     yield failures(run)
     yield from accuracy(run)
 
 
 def _computed(run: ReportedRun) -> Iterator[PageSection]:
-    """Sections about what the engine did."""
+    """Yield the sections about the engine."""
     yield from timeline(run)
     yield roofline(run)
     yield from efficiency(run)
@@ -120,7 +119,7 @@ def _computed(run: ReportedRun) -> Iterator[PageSection]:
 
 
 def _policy(scripts: list[str]) -> str:
-    """These scripts and no others, and nothing from anywhere else: ECharts sets styles of elements."""
+    """Return the content security policy: only these scripts, and inline styles, which ECharts sets."""
     hashes = " ".join(
         f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts
     )

@@ -1,4 +1,4 @@
-"""How well the hardware was used, by kind of step and by length of prompt."""
+"""The sections with the hardware efficiency by phase and by prompt length."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _RATIOS = "roofline_efficiency, mfu, mbu"
 
 
 def efficiency(run: ReportedRun) -> Iterator[PageSection]:
-    """Phases, then buckets."""
+    """Yield the section of phases, then the section of buckets."""
     if run.has_output:
         yield _phases(run)
     yield _buckets(run)
@@ -49,7 +49,7 @@ def efficiency(run: ReportedRun) -> Iterator[PageSection]:
 def _phases(run: ReportedRun) -> PageSection:
     title = "Prefill and decode"
     if not run.has(PHASES):
-        return PageSection("phases", title, run.lacks(PHASES))
+        return PageSection("phases", title, run.why_empty(PHASES))
     rows = run.fetch(
         f"SELECT phase, steps, prompt_tokens, decode_tokens, engine_s, device_s, {_RATIOS} FROM {run.own(PHASES)} "
         "ORDER BY engine_s DESC"
@@ -67,7 +67,7 @@ def _phases(run: ReportedRun) -> PageSection:
 def _buckets(run: ReportedRun) -> PageSection:
     title = "By length of prompt"
     if not run.has(BUCKETS):
-        return PageSection("buckets", title, run.lacks(BUCKETS))
+        return PageSection("buckets", title, run.why_empty(BUCKETS))
     rows = run.fetch(
         "SELECT '≤ ' || most_prompt_tokens, requests, rows, prompt_tokens, cached_tokens, completion_tokens, engine_s, "
         f"device_s, {_RATIOS}, latency_p50_s, latency_p99_s FROM {run.own(BUCKETS)} ORDER BY most_prompt_tokens"

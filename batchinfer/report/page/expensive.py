@@ -1,4 +1,4 @@
-"""The rows that took the device longest."""
+"""The section with the rows that took the most device time."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _COLUMNS = (
 
 
 def expensive(run: ReportedRun) -> PageSection:
-    """Draw a bar for each of the requests that took longest."""
+    """Draw a bar for each of the requests with the most device time."""
     title = "Most expensive requests"
     ((share,),) = run.fetch(_SHARE.format(requests=run.own(REQUESTS)))
     if share is None:
-        return PageSection("expensive", title, run.lacks("requests` with `device_s"))
+        return PageSection("expensive", title, run.why_empty("requests` with `device_s"))
     rows = run.fetch(_query(run))
     options = {"category": "row", "bars": ["device_s"], "unit": "s", "horizontal": True}
     chart = Chart("bars", "Bars of the requests that took the device longest", options)
@@ -57,7 +57,7 @@ def expensive(run: ReportedRun) -> PageSection:
 
 
 def _query(run: ReportedRun) -> str:
-    """Rows are named by their ids where the results are those of this run, else by their numbers."""
+    """Return the query, which names rows by their ids if the results of this run are still published."""
     name, names = "coalesce('row ' || row_id, 'key ' || key[:12])", ""
     if run.results:
         name = f"coalesce(custom_id, {name})"

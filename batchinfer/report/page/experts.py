@@ -1,4 +1,4 @@
-"""How evenly tokens chose the experts of each layer."""
+"""The section with the load of the experts of each layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COLUMNS = (
 
 
 def experts(run: ReportedRun) -> Iterator[PageSection]:
-    """Draw the loads by layer; there is no section for models without experts."""
+    """Draw the loads by layer. Yields no section for a model without experts."""
     if not run.has(EXPERTS):
         return
     found = run.fetch(_LAYERS.format(experts=f"{run.own(EXPERTS)} AS experts"))

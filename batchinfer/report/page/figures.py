@@ -1,4 +1,4 @@
-"""A table of numbers as the page shows it: charts are drawn from its cells, so that both say the same."""
+"""The tables of numbers on the page. Charts are drawn from their cells."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 from batchinfer.core.wording import is_number, shown
 
-_LONGEST_TEXT = 800  # characters of a cell; names of rows may be any length
-_SHORT_TEXT = 32  # characters that are not broken into lines
+_LONGEST_TEXT = 800  # longer texts of a cell are cut
+_SHORT_TEXT = 32  # characters of a text that is not broken into lines
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One column of a table on the page. `unit` is as in the report's columns; empty for texts and plain numbers."""
+    """A column of a table on the page."""
 
     name: str
     title: str
-    unit: str = ""
+    unit: str = ""  # as in the report's columns; empty for texts and plain numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """A number with a unit of its own, in a column whose rows differ in theirs."""
+    """A number with its own unit, in a column whose rows have different units."""
 
     value: Any
     unit: str
@@ -31,7 +31,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Columns and rows; None is "not known"."""
+    """A table on the page. None in a cell means unknown."""
 
     columns: tuple[Figure, ...]
     rows: Sequence[Sequence[Any]]
@@ -44,13 +44,13 @@ class Figures:
 
     @property
     def headings(self) -> list[tuple[Figure, bool]]:
-        """Each column, and whether it has numbers."""
+        """Return each column, and True if it has numbers."""
         numeric = (any(is_number(row[at]) for row in self.rows) for at in range(len(self.columns)))
         return list(zip(self.columns, numeric, strict=True))
 
     @property
     def cells(self) -> Iterator[list[tuple[str, str, str]]]:
-        """Each row's cells: their class, a number's digits, all of them, and the text for people."""
+        """Yield the cells of each row: their CSS class, all digits of a number or "", and the displayed text."""
         headings = self.headings
         for row in self.rows:
             yield [_cell(value, *heading) for value, heading in zip(row, headings, strict=True)]

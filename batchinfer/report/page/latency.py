@@ -1,4 +1,4 @@
-"""How long requests took, as percentiles."""
+"""The section with the percentiles of latencies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def latency(run: ReportedRun) -> PageSection:
     """Draw a line for each latency."""
     title = "Latency percentiles"
     if not run.has(REQUESTS):
-        return PageSection("latency", title, run.lacks(REQUESTS))
+        return PageSection("latency", title, run.why_empty(REQUESTS))
     titles = _TITLES if run.has_output else {name: _TITLES[name] for name in ("queue", "latency")}
     shares = [percentile / 100 for percentile in PERCENTILES]
     found = percentiles(run.database, run.own(REQUESTS), run.own(STEPS), shares)
@@ -42,7 +42,7 @@ def latency(run: ReportedRun) -> PageSection:
     if not run.has_output:
         return PageSection("latency", title, "Offline, all requests are queued early.", chart, figures)
     text = (
-        "Offline, all requests are handed over early, so that TTFT is mostly waiting. TPOT: seconds per output token "
+        "Offline, all requests are handed over early, so TTFT is mostly waiting. TPOT: seconds per output token "
         "after the first, one value per request. ITL: the gap between two tokens of a sequence, one value per token."
     )
     return PageSection("latency", title, text, chart, figures)

@@ -1,4 +1,4 @@
-"""The launches of steps on a GPU, actual and forecast."""
+"""The section with the launches of steps on a GPU, actual and forecast."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TITLES: dict[LaunchMode, str] = {
 
 
 def launches(run: ReportedRun) -> Iterator[PageSection]:
-    """Compare the ways of launching; runs on a CPU, and of versions that did not count it, have no section."""
+    """Compare the launch modes. Yields no section for runs on a CPU or of versions that did not count launches."""
     if run.row["eager_steps"] is None:
         return
     options = {"category": "mode", "bars": ["steps_share", "tokens_share"], "unit": "0…1", "horizontal": True}
@@ -56,13 +56,11 @@ def _figures(row: RunRow, mode: LaunchMode) -> tuple[Any, ...]:
 
 
 def _at_once(row: RunRow) -> str:
-    """Say how many steps were launched together, where some were."""
+    """Return a sentence about steps that were launched together, or ""."""
     times, steps = row.get("host_launches"), row["steps"]
     if times is None or times >= steps:
         return ""
-    return (
-        f"The host launched the {count(steps)} steps in {count(times)} goes, as rows only decoded in some. "
-    )
+    return f"The host launched the {count(steps)} steps in {count(times)} launches, because some steps only decoded. "
 
 
 def _captures(row: RunRow) -> str:
@@ -70,10 +68,10 @@ def _captures(row: RunRow) -> str:
         ("while loading", row["load_capture_s"], row["load_graph_bytes"]),
         ("between steps", row["capture_s"], row["graph_bytes"]),
     ]
-    known = [f"{_spent(took, taken)} {when}" for when, took, taken in parts if took is not None]
+    known = [f"{_spent(took, memory)} {when}" for when, took, memory in parts if took is not None]
     return f"Capturing graphs took {' and '.join(known)}." if known else ""
 
 
-def _spent(took: float, taken: int | None) -> str:
-    """`taken`: bytes; None in older reports."""
-    return seconds(took) if taken is None else f"{seconds(took)} and {size(taken)} of GPU memory"
+def _spent(took: float, memory: int | None) -> str:
+    """Return the time and the bytes of GPU memory, which older reports do not have."""
+    return seconds(took) if memory is None else f"{seconds(took)} and {size(memory)} of GPU memory"

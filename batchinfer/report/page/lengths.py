@@ -1,4 +1,4 @@
-"""How long prompts and answers were."""
+"""The sections with the lengths of prompts and answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import REQUESTS
 
 MOST_BARS = 32
-_SKEWED = 8  # times the median: from there on, bars of equal width would leave nearly all requests in one
+# If the longest is more than this many times the median, bars get wider from left to right, because with equal widths
+# nearly all requests would be in one bar
+_SKEWED = 8
 _NICE = (1, 2, 5)
 
 _COLUMNS = (
@@ -26,9 +28,9 @@ _WHAT = (("prompt_tokens", "prompts", "Prompt lengths"), ("completion_tokens", "
 
 
 def lengths(run: ReportedRun) -> Iterator[PageSection]:
-    """Draw a histogram of prompts and one of answers."""
+    """Draw a histogram of prompt lengths and one of answer lengths."""
     if not run.has(REQUESTS):
-        yield PageSection("prompts", "Lengths", run.lacks(REQUESTS))
+        yield PageSection("prompts", "Lengths", run.why_empty(REQUESTS))
         return
     for column, name, title in _WHAT if run.has_output else _WHAT[:1]:
         yield _histogram(run, column, name, title)
@@ -50,7 +52,7 @@ def _histogram(run: ReportedRun, column: str, name: str, title: str) -> PageSect
 
 
 def _bars(run: ReportedRun, column: str, edges: list[int]) -> list[tuple[Any, ...]]:
-    """Requests of at least one edge and below the next."""
+    """Return the rows of the histogram: the range of lengths, the requests and their tokens."""
     found = run.fetch(
         f"SELECT list_count(list_filter(?::BIGINT[], lambda edge: edge <= {column})) AS bar, count(*), "
         f"sum({column})::BIGINT FROM {run.own(REQUESTS)} GROUP BY bar",
@@ -63,14 +65,14 @@ def _bars(run: ReportedRun, column: str, edges: list[int]) -> list[tuple[Any, ..
     ]
 
 
-def _range(first: int, behind: int) -> str:
-    return str(first) if behind == first + 1 else f"{first} – {behind - 1}"
+def _range(first: int, end: int) -> str:
+    return str(first) if end == first + 1 else f"{first} – {end - 1}"
 
 
 def bin_edges(least: int, median: float, most: int) -> list[int]:
-    """Return where bars begin, ascending, and where the last ends.
+    """Return the edges of bars in ascending order, with the end of the last bar.
 
-    They have equal, round widths, or each is √2 times as wide as the one before.
+    The bars have equal, round widths, or each is √2 times as wide as the one before.
     """
     if most <= max(MOST_BARS, _SKEWED * median):
         width = _nice_width(most - least + 1)
@@ -81,13 +83,13 @@ def bin_edges(least: int, median: float, most: int) -> list[int]:
     while max(edges) <= most:
         edges.add(round(2 ** (step / 2)))
         step += 1
-    behind = [edge for edge in sorted(edges) if edge > least]
+    after = [edge for edge in sorted(edges) if edge > least]
     before = max(edge for edge in edges if edge <= least)
-    return [before, *behind]
+    return [before, *after]
 
 
 def _nice_width(span: int) -> int:
-    """The least of 1, 2, 5, 10, 20, … that needs few enough bars."""
+    """Return the smallest of 1, 2, 5, 10, 20, … that needs at most MOST_BARS bars."""
     least = max(1, math.ceil(span / MOST_BARS))
     power: int = 10 ** math.floor(math.log10(least))
     return next(nice * power for nice in (*_NICE, 10) if nice * power >= least)

@@ -1,4 +1,4 @@
-"""The top of the page: the run's name, a few figures of it, and its forecast next to the facts."""
+"""The top of the page: the heading, the main figures, the forecast compared with the run, and the work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchinfer.report.tables.tables import RunRow
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One figure in large type."""
+    """A figure in large type."""
 
     name: str
     value: str
@@ -37,7 +37,7 @@ class Heading:
 
 
 def heading(row: RunRow) -> Heading:
-    """The page's first lines."""
+    """Return the heading of a run."""
     good = is_published(row["exit_status"]) and not row["exit_code"]
     code = f", exit code {row['exit_code']}" if row["exit_code"] else ""
     trial = "trial (--limit)" if row["trial"] else None
@@ -57,7 +57,7 @@ def _weights(row: RunRow) -> str | None:
 
 
 def tiles(row: RunRow) -> Iterator[Tile]:
-    """Yield the figures that the page shows in large type, without those that are not known."""
+    """Yield the known figures for large type."""
     if row["rows"] is not None:
         yield _row_tile(row)
     if row["accuracy"] is not None:
@@ -83,7 +83,7 @@ def tiles(row: RunRow) -> Iterator[Tile]:
 
 
 def _answers(row: RunRow) -> Iterator[Tile]:
-    """Yield the figures of the answers of a task without output tokens."""
+    """Yield the figures of answers for tasks without output tokens."""
     if row["mean_label_probability"] is not None:
         labels = counted(len(row["labels"]), "label") if row["labels"] else ""
         yield Tile(
@@ -133,7 +133,7 @@ _FORECAST = (
     Figure("fact", "actual"),
     Figure("ratio", "actual ÷ forecast", "0…1"),
 )
-# title, columns of the run table with forecast and fact, unit
+# title, column of the forecast, column of the actual value, unit
 _PAIRS = (
     ("time of the engine", "forecast_s", "engine_wall_s", "s"),
     ("steps", "forecast_steps", "steps", "steps"),
@@ -155,19 +155,19 @@ _BASIS = {
 
 
 def forecast(run: ReportedRun) -> PageSection:
-    """Return every figure that was forecast with the actual one."""
+    """Compare all forecast figures with the actual ones."""
     rows = [row for pair in _PAIRS if (row := _compared(run.row, *pair)) is not None]
     title = "Forecast and actual"
     if not rows:
         return PageSection("forecast", title, "Nothing to show: this run had no forecast.")
     options = {"category": "figure", "bars": ["ratio"], "unit": "0…1", "horizontal": True, "baseline": 1}
     chart = Chart("bars", "Bars that compare the run with its forecast", options)
-    text = "What was forecast before the first token, and what the run took. At 100% the forecast was right."
+    text = "The forecast before the first token, compared with the run. At 100% the forecast was right."
     return PageSection("forecast", title, f"{text}{_known_from(run.row)}", chart, Figures(_FORECAST, rows))
 
 
 def _known_from(row: RunRow) -> str:
-    """How the forecast knew what it needed."""
+    """Return a sentence about the sources of the forecast."""
     if row["forecast_basis"] is None:
         return ""
     basis = _BASIS.get(row["forecast_basis"], row["forecast_basis"])
@@ -175,11 +175,9 @@ def _known_from(row: RunRow) -> str:
         return f" Step times came from {basis}."
     runs = row["forecast_answers_from"]
     lengths = (
-        f"those of {count(runs)} earlier run{'s' if runs > 1 else ''}"
-        if runs
-        else "as long as their max_tokens"
+        f"the lengths of {count(runs)} earlier run{'s' if runs > 1 else ''}" if runs else "max_tokens tokens"
     )
-    return f" Step times came from {basis}; answers were assumed to be {'like ' if runs else ''}{lengths}."
+    return f" Step times came from {basis}; answers were assumed to have {lengths}."
 
 
 def _compared(row: RunRow, title: str, before: str, after: str, unit: str) -> tuple[Any, ...] | None:
@@ -200,7 +198,7 @@ _WORK = (
 
 
 def work(run: ReportedRun) -> PageSection:
-    """Tokens that were run, those that were saved, and those that were run for nothing."""
+    """Show computed, saved and wasted tokens."""
     row, title = run.row, "Work done and work saved"
     rows: list[tuple[Any, ...]] = [
         ("prompt tokens", row["prompt_tokens_run"], row["prefix_saved_tokens"], row["duplicate_saved_tokens"], None,
@@ -213,7 +211,7 @@ def work(run: ReportedRun) -> PageSection:
     rows.append(("wasted", None, None, None, row["recomputed_tokens"], row["padded_tokens"]))
     names = [column.name for column in _WORK[1:]]
     options = {"category": "what", "bars": names, "unit": "tokens", "horizontal": True, "stacked": True}
-    chart = Chart("bars", "Stacked bars of tokens that were run and saved", options)
+    chart = Chart("bars", "Stacked bars of computed and saved tokens", options)
     text = (
         f"{count(row['computed_requests'])} requests were computed, {count(row['reused_requests'])} were stored "
         f"already, and {counted(row['duplicate_rows'], 'row')} shared another row's answer."

@@ -1,4 +1,4 @@
-"""This run among the others of its job."""
+"""The section that compares a run with earlier runs of its job."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _MEASURED = (
 
 
 def past_runs(run: ReportedRun) -> PageSection:
-    """Tokens a second of the newest runs, up to this one."""
-    title = "Beside earlier runs"
+    """Draw the tokens per second of the newest runs, up to this one."""
+    title = "Compared with earlier runs"
     rows = run.fetch(_RUNS, [run.row["run_id"]])[::-1]
     if len(rows) < 2:
         return PageSection(
             "runs",
             title,
             "Nothing to show: fewer than two runs of the whole job have computed anything so far. Trials (`--limit`) "
-            "are not shown here; forecasts learn from them all the same.",
+            "are not shown here, but forecasts use them.",
         )
     options = {"category": "started", "lines": [{"y": "tokens_per_s"}], "unit": "tokens/s", "zero": True}
-    chart = Chart("curves", "A line of tokens a second over the runs of the job", options)
+    chart = Chart("curves", "A line of tokens per second over the runs of the job", options)
     text = (
-        "Runs of this job that computed something, trials left out. Runs with more or other work are not equally fast; "
-        "`batchinfer history` says which can be compared."
+        "Runs of this job that computed something, without trials. Runs with more or different work have different "
+        "speeds; `batchinfer history` shows which runs are comparable."
     )
     columns = (*_COLUMNS, *_CALIBRATED, *_MEASURED)
     shown = [

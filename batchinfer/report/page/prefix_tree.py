@@ -1,4 +1,4 @@
-"""The prefix tree: which shared beginnings saved how much."""
+"""The section with the prefix tree and the tokens that each prefix saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchinfer.report.tables.columns.declared import PREFIXES
 
 MOST_NODES = 120
 
-# The nodes that saved most, and all that they lie below
+# The nodes that saved most, and all their ancestors
 _NODES = """
 WITH RECURSIVE best AS (
     SELECT prefix FROM {prefixes} WHERE cached_tokens > 0 ORDER BY cached_tokens DESC, prefix LIMIT {most}
@@ -38,12 +38,12 @@ _COLUMNS = (
 
 
 def prefix_tree(run: ReportedRun) -> PageSection:
-    """Draw nested boxes, their area the tokens that were saved."""
+    """Draw prefixes as nested boxes, whose area shows the saved tokens."""
     title = "Shared prefixes"
     if not run.has(PREFIXES):
         why = "Nothing to show: no prompts of this run shared a prefix of a KV block or more."
         known = run.row["prefix_saved_tokens"] == 0
-        return PageSection("prefixes", title, why if known else run.lacks(PREFIXES))
+        return PageSection("prefixes", title, why if known else run.why_empty(PREFIXES))
     prefixes = run.own(PREFIXES)
     (sums,) = run.fetch(_SUMS.format(prefixes=prefixes))
     number, saved = sums[:2]
@@ -52,11 +52,11 @@ def prefix_tree(run: ReportedRun) -> PageSection:
         why = f"Nothing to show: {count(number)} prefixes were shared, and none was in the cache when it was needed."
         return PageSection("prefixes", title, why)
     text = (
-        f"Prompts that begin alike share the work of their beginning: {count(saved)} prompt tokens were not run again. "
-        "A box is a shared prefix, its area the tokens that it saved; what lies in it begins with it, too."
+        f"Prompts with a common prefix compute it once: {count(saved)} prompt tokens were not computed again. "
+        "A box is a shared prefix, and its area shows the saved tokens. Boxes inside it are longer prefixes."
     )
     if (others := number - len(rows)) > 0:
-        text += f" Of {count(number)} the {count(len(rows))} that matter most are shown one by one."
+        text += f" The {count(len(rows))} most important of {count(number)} prefixes are shown."
         rows.append(_others(others, sums, rows))
     options = {"node": "prefix", "parent": "parent", "value": "cached_tokens"}
     chart = Chart("tree", "Nested boxes of shared prefixes, by tokens saved", options)
@@ -64,7 +64,7 @@ def prefix_tree(run: ReportedRun) -> PageSection:
 
 
 def _others(number: int, sums: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Sum up all prefixes that are not shown in one row."""
+    """Return one row with the sums of all prefixes that are not shown."""
     _, cached, saved, device_s = sums
     left = (cached - sum(row[5] for row in rows), saved - sum(row[6] for row in rows))
     time = None if device_s is None else max(0.0, device_s - sum(row[7] or 0.0 for row in rows))

@@ -1,4 +1,4 @@
-"""The run that a page is about: its row, and a database with the tables of its report."""
+"""The run that a page shows: its row, and a database with its report tables."""
 
 from __future__ import annotations
 
@@ -16,46 +16,52 @@ from batchinfer.report.tables.tables import RunRow
 
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
-    """`database` has the report's tables as `batchinfer query` has them, those of other runs of the job included."""
+    """The run that a page shows."""
 
-    database: Any
+    database: Any  # has the tables of `batchinfer query`, with all runs of the job
     row: RunRow
-    results: bool  # whether the table `results` is there and is what this run published
-    notice: str = ""  # what a reader has to know before all else
+    results: bool  # whether the table `results` exists and was published by this run
+    notice: str = ""  # shown at the top of the page
 
     @property
     def has_output(self) -> bool:
-        """Return True if answers are made of tokens. Sections about tokens of answers mean nothing for other tasks."""
+        """Return True if answers consist of tokens; other tasks have no sections about output tokens."""
         return self.row["task"] not in WITHOUT_OUTPUT
 
     @property
     def shares_prefixes(self) -> bool:
-        """Return True if prompts could share prefixes: the newer tables leave the tokens null if not."""
+        """Return True if prompts could share prefixes. If not, tables of newer versions have null for saved tokens."""
         return self.row["task"] is None or self.row["prefix_saved_tokens"] is not None
 
     def fetch(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        """The rows of a query."""
+        """Return the rows of a query."""
         found: list[tuple[Any, ...]] = self.database.execute(sql, list(parameters)).fetchall()
         return found
 
     def own(self, table: str) -> str:
-        """Return what SQL reads for this run's rows of a table."""
+        """Return the SQL of a subquery with this run's rows of a table."""
         return f'(SELECT * FROM "{table}" WHERE run_id = {_literal(self.row["run_id"])})'
 
     def has(self, table: str) -> bool:
-        """Whether this run has left rows in that table."""
+        """Return True if the table has rows of this run."""
         return bool(self.fetch(f"SELECT 1 FROM {self.own(table)} LIMIT 1"))
 
-    def lacks(self, table: str) -> str:
-        """Why there are no rows in that table, as a sentence."""
+    def why_empty(self, table: str) -> str:
+        """Return a sentence that explains why the table has no rows of this run."""
         return (
-            f"Nothing to show: the table `{table}` of this run is not there. It is kept for the newest runs only, and "
+            f"Nothing to show: this run has no table `{table}`. It is kept for the newest runs only, and "
             "an older version may not have written it."
         )
 
 
 def find_run(database: Any, run_id: str | None, ending: str) -> RunRow | None:
-    """The row of the run with that id, else of the newest whose output ends so; None: there is none."""
+    """Return the row of a run, or None if there is no such run.
+
+    Args:
+        database: A database with the report tables.
+        run_id: The id of the run, or None for the newest run of an output.
+        ending: The end of the path of that output.
+    """
     where, wanted = ("run_id = ?", run_id) if run_id is not None else ("ends_with(output, ?)", ending)
     found = database.sql(f'SELECT * FROM "{RUN}" WHERE {where} ORDER BY run_id DESC LIMIT 1', params=[wanted])
     rows: list[RunRow] = found.to_arrow_table().to_pylist()
@@ -66,7 +72,7 @@ def find_run(database: Any, run_id: str | None, ending: str) -> RunRow | None:
 
 
 def is_in_place(database: Any, row: RunRow, ending: str) -> bool:
-    """Whether a published result whose path ends so is what this run published."""
+    """Return True if this run is the last one that published the result whose path has this ending."""
     published = database.execute(
         f'SELECT run_id, exit_status FROM "{RUN}" WHERE ends_with(output, ?) ORDER BY run_id DESC', [ending]
     ).fetchall()

@@ -1,4 +1,4 @@
-"""The roofline: what steps reached, against what their arithmetic intensity allows on this hardware."""
+"""The section with the roofline: the speed of steps, and the limit for their arithmetic intensity."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import STEPS
 
 MOST_POINTS = 320
-_FINEST = 24  # cells a decade, in both directions; halved until there are few enough
+_FINEST = 24  # cells per decade on both axes; halved until there are at most MOST_POINTS cells
 
-# A cell's point lies where its steps together lie: the sums of their operations, bytes and times.
+# The point of a cell is computed from the sums of the operations, bytes and times of its steps
 _CELLS = """
 WITH counted AS (
     SELECT *, CASE WHEN decode_tokens = 0 THEN 'prefill' WHEN prefill_tokens = 0 THEN 'decode' ELSE 'mixed' END AS kind
@@ -38,10 +38,10 @@ _COLUMNS = (
 
 
 def roofline(run: ReportedRun) -> PageSection:
-    """Steps by intensity and speed, both logarithmic, below the roof of the peaks."""
+    """Draw steps by arithmetic intensity and speed on logarithmic axes, below the roof of the peaks."""
     title = "The roofline"
     if not run.has(STEPS):
-        return PageSection("roofline", title, run.lacks(STEPS))
+        return PageSection("roofline", title, run.why_empty(STEPS))
     row = run.row
     flops, bytes_per_s = _peaks(row)
     options = {
@@ -55,13 +55,13 @@ def roofline(run: ReportedRun) -> PageSection:
     chart = Chart("roofline", "Points of steps below the roof of the hardware, log-log", options)
     return PageSection(
         "roofline", title, _text(row), chart, Figures(_COLUMNS, _cells(run)),
-        "A point stands for steps that lie close together, its area for their share of the time. One above the roof "
-        "had its data in a cache, which is faster than the memory.",
+        "A point is a group of similar steps, and its area shows their share of the time. The data of a point above "
+        "the roof came from a CPU cache, which is faster than the memory.",
     )  # fmt: skip
 
 
 def _peaks(row: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Return the peaks of one engine, since a step is one engine's."""
+    """Return the peaks of one engine in FLOP/s and bytes/s, because a step runs on one engine."""
     flops, bytes_per_s = (row[f"peak_{unit}_per_s"] for unit in ("flops", "bytes"))
     engines = row["replicas"] or 1  # older versions knew of one only
     return None if flops is None else flops / engines, None if bytes_per_s is None else bytes_per_s / engines
@@ -71,13 +71,13 @@ def _text(row: dict[str, Any]) -> str:
     flops, bytes_per_s = _peaks(row)
     if flops is None or bytes_per_s is None:
         return (
-            "What steps reached. The peaks of this hardware are not known, so that there is no roof to compare with: "
-            "`batchinfer doctor --measure` finds them for later runs."
+            "The speed of steps. The peaks of this hardware are unknown, so there is no roof to compare with. "
+            "`batchinfer doctor --measure` measures them for later runs."
         )
     return (
-        f"The roof is what the hardware allows: on the left, memory ({prefixed(bytes_per_s, 'bytes/s')}) is the limit, "
+        f"The roof is the limit of the hardware: on the left, memory ({prefixed(bytes_per_s, 'bytes/s')}), and "
         f"on the right, arithmetic ({prefixed(flops, 'FLOP/s')}; {row['peak_source']} peaks). Operator by "
-        f"operator, this run reached {percent(row['roofline_efficiency'])} of what they allow."
+        f"operator, this run reached {percent(row['roofline_efficiency'])} of these limits."
     )
 
 

@@ -1,4 +1,4 @@
-"""A part of the page: what it shows in a sentence or two, its chart, and the table that it is drawn from."""
+"""A section of the page: a title, a short text, a chart, and the table of the chart's numbers."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from batchinfer.report.page.figures import Figures
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart that page.js draws: `kind` names the function there, `options` the columns that it reads."""
+    """A chart that page.js draws."""
 
-    kind: str
-    label: str  # what is to be seen, for those who do not see it
-    options: Mapping[str, Any] = field(default_factory=dict)
+    kind: str  # the name of the function in page.js
+    label: str  # a description for screen readers
+    options: Mapping[str, Any] = field(default_factory=dict)  # the columns that the function reads
 
     @property
     def json(self) -> str:
-        """The chart's kind and options, as page.js reads them."""
+        """Return the kind and the options as JSON for page.js."""
         options = {"kind": self.kind, **self.options}
         return json.dumps(options, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """`figures` None: the section only says why there is nothing to show."""
+    """A section of the page. Without figures, its text explains why there is nothing to show."""
 
-    name: str  # its anchor
+    name: str  # the anchor
     title: str
     text: str
     chart: Chart | None = None

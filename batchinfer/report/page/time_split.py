@@ -1,4 +1,4 @@
-"""The split of time: the wall time of the command in five parts, and the device's time in its own parts."""
+"""The section that splits the wall time of the command and the device time into parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLUMNS = (
     Figure("share", "share", "0…1"),
     Figure("meaning", "what it is"),
 )
-_Level = tuple[str, Sequence[tuple[str, str]]]  # its name; names of parts, and their columns in the run table
+_Level = tuple[str, Sequence[tuple[str, str]]]  # a name, and the names and columns of its parts
 
 _WALL: _Level = (
     "whole run",
@@ -40,25 +40,25 @@ _DEVICE: _Level = (
         ("each step", "device_other_loss_s"),
     ],
 )
-# of runs of older versions, whose wall time has no such parts
+# for runs of older versions, which do not have the parts of the wall time
 _PHASES: _Level = ("whole run", [(phase, f"{phase}_s") for phase in PHASES])
 _ENGINE: _Level = (
     "engine",
     [("model and sampler", "model_s"), ("overhead in steps", "overhead_s"), ("idle between steps", "idle_s")],
 )
-# what a column is a part of, the table says by itself
+# the table already shows the whole that a column is part of
 _MEANINGS = {column.name: re.sub("^of [^:]*: |`", "", column.meaning) for column in RUN_COLUMNS}
 
 
 def time_split(run: ReportedRun) -> PageSection:
-    """Draw two bars that each add up to their whole."""
+    """Draw one bar with the parts of the wall time, and one with the parts of the device time."""
     row = run.row
     new = any(row[column] is not None for _, column in _WALL[1])
     rows = [
         part for level in ((_WALL, _DEVICE) if new else (_PHASES, _ENGINE)) for part in _parts(row, *level)
     ]
     options = {"level": "level", "part": "part", "value": "seconds", "share": "share"}
-    chart = Chart("split", "Bars of what the time of the run was spent on", options)
+    chart = Chart("split", "Bars of the parts of the run's time", options)
     return PageSection("time", "Where the time went", _text(row, new), chart, Figures(_COLUMNS, rows))
 
 
@@ -68,12 +68,12 @@ def _text(row: RunRow, new: bool) -> str:
         return f"{text} The second bar is the time of the engine."
     if row["device_roofline_s"] is not None:
         return (
-            f"{text} The second bar is the time of the device: the least that the hardware allows for this work (its "
-            "roofline), and what came on top of it, by kind of operator. A kind that was faster than its roofline, "
-            "because its data came from a cache, is left of zero."
+            f"{text} The second bar is the device time: the least time that the hardware needs for this work (its "
+            "roofline), and the additional time by kind of operator. A kind that was faster than its roofline, "
+            "because its data came from a CPU cache, is left of zero."
         )
     if row["steps"]:
-        text += " What the device's time was made of is not known, because the peaks of the hardware are not."
+        text += " The parts of the device time are unknown, because the peaks of the hardware are unknown."
     return text
 
 

@@ -1,4 +1,4 @@
-"""Throughput, batch and KV cache over the time of the engine."""
+"""The sections with throughput, batch size and KV cache over time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import PROMPT_TOKENS, STEPS
 
-MOST_STRETCHES = 240  # each a pixel or two of a phone's screen
+MOST_SEGMENTS = 240  # one or two pixels each on the screen of a phone
 
-# A stretch is made of whole steps, so that its tokens add up to the run's. It lasts from the end of the stretch before
-# to the end of its last step. An engine that was started in place of another goes on where that one ended.
-_STRETCHES = """
+# A segment consists of whole steps, so the tokens of all segments add up to the run's. It lasts from the end of the
+# segment before to the end of its last step. The time of a restarted engine continues where the engine before it ended.
+_SEGMENTS = """
 WITH engines AS (
     SELECT engine, coalesce(any_value(replica), 0) AS place, min(started_s) AS first_s,
         max(started_s + duration_s) AS last_s
@@ -27,17 +27,17 @@ WITH engines AS (
     SELECT s.*, started_s + duration_s + moved_s AS at_s FROM {steps} AS s JOIN placed USING (engine)
 ), whole AS (
     SELECT greatest(max(at_s), 1e-9) AS wall_s FROM timed
-), stretches AS (
-    SELECT least(floor(at_s / wall_s * {most}), {most} - 1) AS stretch, max(at_s) AS until_s,
+), segments AS (
+    SELECT least(floor(at_s / wall_s * {most}), {most} - 1) AS segment, max(at_s) AS until_s,
         count(*) AS steps, sum({prompt_tokens}) AS prompt_tokens,
         sum(decode_tokens) AS decode_tokens,
         min(running) AS running_min, median(running) AS running_median, max(running) AS running_max,
         max(waiting) AS waiting_max,
         min(blocks_used / blocks_total) AS kv_min, median(blocks_used / blocks_total) AS kv_median,
         max(blocks_used / blocks_total) AS kv_max, sum(preemptions) AS preemptions
-    FROM timed, whole GROUP BY stretch
+    FROM timed, whole GROUP BY segment
 ), spans AS (
-    SELECT lag(until_s, 1, 0.0::DOUBLE) OVER (ORDER BY until_s) AS from_s, * FROM stretches
+    SELECT lag(until_s, 1, 0.0::DOUBLE) OVER (ORDER BY until_s) AS from_s, * FROM segments
 )
 SELECT from_s, until_s, steps::BIGINT,
     prompt_tokens::DOUBLE / (until_s - from_s), decode_tokens::DOUBLE / (until_s - from_s),
@@ -62,19 +62,17 @@ _KV = (
     Figure("preemptions", "preemptions", "times"),
 )
 _BINS = (
-    "Steps are put together into stretches of time, {most} at most; a stretch is made of whole steps, and its tokens "
-    "are divided by its length."
+    "Steps are grouped into at most {most} segments of time. A segment consists of whole steps, and its rate is its "
+    "tokens divided by its length."
 )
 
 
 def timeline(run: ReportedRun) -> Iterator[PageSection]:
-    """Draw three charts with one axis of time."""
+    """Draw three charts with the same time axis."""
     if not run.has(STEPS):
-        yield PageSection("throughput", "Over time", run.lacks(STEPS))
+        yield PageSection("throughput", "Over time", run.why_empty(STEPS))
         return
-    found = run.fetch(
-        _STRETCHES.format(steps=run.own(STEPS), prompt_tokens=PROMPT_TOKENS, most=MOST_STRETCHES)
-    )
+    found = run.fetch(_SEGMENTS.format(steps=run.own(STEPS), prompt_tokens=PROMPT_TOKENS, most=MOST_SEGMENTS))
     decoded = [{"y": "decode_tokens_per_s", "stack": True}] if run.has_output else []
     more = "; the three charts over time move together" if run.has_output else ""
     yield _section(
@@ -109,5 +107,5 @@ def _section(
     rows = [(*row[:3], *row[first : first + len(columns)]) for row in found]
     options = {"x": "until_s", "from": "from_s", "group": "time", **options}
     chart = Chart("lines", f"{title}, as lines", options)
-    note = _BINS.format(most=MOST_STRETCHES)
+    note = _BINS.format(most=MOST_SEGMENTS)
     return PageSection(name, title, text, chart, Figures((*_TIMES, *columns), rows), note)

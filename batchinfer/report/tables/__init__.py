@@ -1,1 +1,1 @@
-"""The tables of a run: what is measured, and the columns that follow."""
+"""The tables of the report: their columns, and the code that measures and writes them."""

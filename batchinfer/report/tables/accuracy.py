@@ -1,4 +1,4 @@
-"""The tables of how many answers were right: by field, by label, and by probability."""
+"""Writes the tables of accuracy: by field, by label and by probability."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from batchinfer.report.tables.spool import Spool
 
 @dataclass(frozen=True, slots=True)
 class FieldAccuracy:
-    """Rows whose answer was held against an expected one. `field` None: the answer as a whole."""
+    """The accuracy of rows with an expected answer."""
 
-    field: str | None
+    field: str | None  # a field of the answers, or None for whole answers
     labelled_rows: int
     labelled_errors: int
     exact_rows: int
@@ -32,13 +32,13 @@ class FieldAccuracy:
 
 @dataclass(frozen=True, slots=True)
 class ProbableRows:
-    """Labelled rows whose answers have a probability within these bounds; `mean_probability` None: there are none."""
+    """Labelled rows whose answers have a probability within these bounds."""
 
     from_probability: float
     to_probability: float
     rows: int
     right_rows: int
-    mean_probability: float | None
+    mean_probability: float | None  # None without rows
 
 
 ConfusedRows = tuple[str | None, str, str, str | None, int]  # field, expected, outcome, answer, rows
@@ -51,7 +51,11 @@ def write_accuracy(
     confusion: Iterable[ConfusedRows],
     probable: Iterable[ProbableRows],
 ) -> None:
-    """Write the tables, each whole or not at all. Raises OSError."""
+    """Write the tables, each atomically.
+
+    Raises:
+        OSError: A table cannot be written.
+    """
     make_folder(folder)
     for table, rows in ((ACCURACY, fields), (CALIBRATION, probable)):
         with Spool(table_path(folder, table, run_id), SCHEMAS[table]) as spool:

@@ -1,4 +1,4 @@
-"""The table of what each process of a run did, and when."""
+"""Writes the table of activities of all processes of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchinfer.report.tables.spool import Spool
 
 
 class Activity(NamedTuple):
-    """A stretch of time in which a process did one thing, in seconds since the command was started."""
+    """An interval in which a process did one thing. Times are in seconds since the command was started."""
 
     process: str
     activity: str
@@ -23,7 +23,11 @@ class Activity(NamedTuple):
 
 
 def write_activities(folder: Path, run_id: str, activities: Iterable[Activity]) -> Path:
-    """Write the table, whole or not at all. Raises OSError."""
+    """Write the table atomically.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     with Spool(table_path(folder, ACTIVITIES, run_id), SCHEMAS[ACTIVITIES]) as spool:
         for activity in activities:
             spool.append((run_id, *activity))

@@ -1,9 +1,9 @@
-"""Splits the device's time among requests: each step's among those that it ran.
+"""Splits the device time of each step among the requests that ran in it.
 
-Found afterwards, from the tables `steps` and `requests`, so that the engine counts nothing for each row of each step. A
-request's prompt runs in the steps from its first to the one that sampled its first token, more of it where more was
-read; from then on it runs as many tokens a step as its answer has for the steps that it took. A step's time is split in
-two: attention's share of its roofline by the (query, key) pairs of each request, the rest by its tokens.
+It uses the tables `steps` and `requests` after the run, so engines need not count tokens per row and step. The prompt
+tokens of a request are spread over the steps until its first token, in proportion to the prompt tokens of each step.
+Its output tokens are spread evenly over the steps after that. Attention's share of a step's time is split by (query,
+key) pairs, and the rest by tokens.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Columns = Mapping[str, Floats]
 SPLIT = ("model_s", "bytes", "roofline_s")  # columns of `steps` that are split
-_LITTLE = 1e-9  # tokens: among steps of which none read a prompt, one is split evenly
+_LITTLE = 1e-9  # tokens added to each step, so a prompt is spread evenly over steps that ran no prompt tokens
 
 
 class Share(NamedTuple):
-    """The requests' shares of a column: for their prompts, and for their answers."""
+    """The share of each request in a column of steps, for its prompt and for its answer. Shape of each: [requests]."""
 
     prompt: Floats
     answer: Floats
 
 
 class _RanIn(NamedTuple):
-    """The steps in which requests ran: prompts in [first, read], answers in (read, last].
+    """The steps in which requests ran: prompts in [first, read], answers in (read, last]. Shape of each: [requests].
 
-    For each token that those steps read, `tokens` of the prompt and `pairs` of query and key. In step k of its answer
-    a request runs `rate` tokens, and `start` + `growth` × k pairs.
+    For each prompt token of a step in [first, read], a request runs `tokens` tokens and `pairs` (query, key) pairs. In
+    step k of (read, last] it runs `rate` tokens, and `start` + `growth` × k pairs.
     """
 
     first: Ints
@@ -47,8 +47,10 @@ class _RanIn(NamedTuple):
 
 
 class _Prices(NamedTuple):
-    """Sums over the steps before each of a column's price of a token and of a pair: for what is read, and for what is
-    answered; `growing` is that of a pair × the step's number."""
+    """Cumulative sums over steps of a column's price per token and per pair, for prompts and for answers.
+
+    `growing` sums the price per pair times the number of the step.
+    """
 
     read_token: Floats
     read_pair: Floats
@@ -59,13 +61,13 @@ class _Prices(NamedTuple):
 
 @dataclass(slots=True)
 class Apportionment:
-    """Splits one engine's steps, at least one: `add` all requests first; `shares` says what each got."""
+    """Splits the steps of one engine, which must have at least one. Call `add` for all requests before `shares`."""
 
     steps: Columns
-    attention: Floats  # 0…1, attention's share of each step
-    _read: Floats = field(init=False)  # tokens of prompts in each step
-    _changes: dict[str, Floats] = field(init=False)  # of the sums over requests, from the step before to each
-    _ran: float = 0.0  # tokens of all requests that were added
+    attention: Floats  # attention's share of each step, from 0 to 1
+    _read: Floats = field(init=False)  # prompt tokens of each step
+    _changes: dict[str, Floats] = field(init=False)  # differences between steps of the sums over requests
+    _ran: float = 0.0  # tokens of all added requests
     _known: dict[str, _Prices] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,7 +76,7 @@ class Apportionment:
         self._changes = {name: np.zeros(len(self._read) + 1) for name in names}
 
     def add(self, requests: Columns) -> None:
-        """Count requests of this engine; columns of the table `requests`."""
+        """Add requests of this engine, as columns of the table `requests`."""
         place = self._place(requests)
         for name in ("tokens", "pairs"):
             self._note(name, place.first, place.read, getattr(place, name))
@@ -84,7 +86,10 @@ class Apportionment:
         self._known.clear()
 
     def shares(self, requests: Columns) -> dict[str, Share]:
-        """By column of SPLIT; they add up to the column's sum, less what requests that did not finish took."""
+        """Return the share of each request in each column of SPLIT.
+
+        The shares of all requests add up to the sum of the column, less the part of requests that did not finish.
+        """
         place = self._place(requests)
         return {name: self._share(place, self._prices(name)) for name in SPLIT}
 
@@ -99,7 +104,7 @@ class Apportionment:
         last = np.maximum(read, self._step("ended_s", requests["finished_s"]))
         ran, prompt, cached = ran_tokens(requests), requests["prompt_tokens"], requests["cached_tokens"]
         whole = _before(self._read)
-        # where millions of tokens came before, the little that each step has is lost in their sum
+        # _LITTLE may vanish in a sum of millions of tokens, so a span may be 0
         span = whole[read + 1] - whole[first]
         share = np.divide(1.0, span, out=np.zeros(len(ran)), where=span > 0)
         rate = np.divide(answered_tokens(requests), last - read, out=np.zeros(len(ran)), where=last > read)
@@ -113,7 +118,7 @@ class Apportionment:
         )  # fmt: skip
 
     def _step(self, column: str, seconds: Floats) -> Ints:
-        """The step that had begun to be scheduled, or had ended, by then."""
+        """Return the first step whose time in `column` is not before `seconds`, or the last step."""
         found = np.searchsorted(self.steps[column], seconds)
         return np.minimum(found, len(self._read) - 1)
 
@@ -135,8 +140,10 @@ class Apportionment:
         return _Prices(*map(_before, each))
 
     def _of_the_finished(self, values: Floats, tokens: Floats) -> Floats:
-        """Leave out what requests took that never finished. What steps took of which no request is found, such as those
-        whose rows had all ended, is spread over the others."""
+        """Scale the values of steps to the part of finished requests.
+
+        The values of steps in which no finished request ran are spread over the other steps.
+        """
         kept = np.where(tokens > _LITTLE, values, 0.0)
         useful = self.steps["prompt_tokens"] + self.steps["decode_tokens"]
         finished = min(1.0, self._ran / max(1.0, float(useful.sum())))
@@ -155,20 +162,22 @@ class Apportionment:
 
 
 def ran_tokens(requests: Columns) -> Floats:
-    """Prompt tokens that each request ran; 0 for those that ended before any step."""
+    """Return the prompt tokens that each request computed; 0 for requests that ended before any step."""
     ran = requests["prompt_tokens"] - requests["cached_tokens"]
     return np.where(requests["finished_s"] > requests["scheduled_s"], ran, 0.0)
 
 
 def answered_tokens(requests: Columns) -> Floats:
-    """Output tokens that each request ran: all but its end. The last one is never run, nor are those before it that a
-    constraint forced together with it."""
+    """Return the output tokens that each request computed.
+
+    The model never runs the last token of an answer, nor tokens that a constraint forced directly before it.
+    """
     answered = requests["completion_tokens"] - requests["unrun_tokens"]
     return np.where(ran_tokens(requests) > 0, np.maximum(answered, 0), 0.0)
 
 
 def _before(values: Floats) -> Floats:
-    """The sum of all values before each, and that of all."""
+    """Return the sum of all values before each position, including the end. Shape: [values + 1]."""
     return np.concatenate([[0.0], np.cumsum(values)])
 
 

@@ -1,4 +1,4 @@
-"""Makes the tables that need all steps of a run: those of the run, its requests, phases and buckets."""
+"""Computes the tables that need all steps of a run: run, requests, phases and buckets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from batchinfer_kernels.cost import ModelCost, Peaks
 
 Floats = NDArray[np.float64]
 Columns = dict[str, Floats]
-BATCH_ROWS = 65_536  # requests held at a time
+BATCH_ROWS = 65_536  # requests in memory at a time
 _STEPS = (
     "engine", "scheduled_s", "ended_s", "model_s", "prompt_tokens", "decode_tokens", "recomputed_tokens",
     "sampled_tokens", "padded_tokens", "pairs", "kv_tokens", "copied_tokens", "bytes", "roofline_s",
@@ -43,7 +43,7 @@ _REQUESTS = (
     "engine", "prompt_tokens", "completion_tokens", "cached_tokens", "forced_tokens", "unrun_tokens",
     "scored_positions", "scheduled_s", "first_token_s", "finished_s", "place",
 )  # fmt: skip
-# `gap_s`: from the engine's step before to this one
+# `gap_s`: from the end of the engine's previous step to the start of this one
 _STEP_VIEW = f"""
     *, {PROMPT_TOKENS} AS prompt_tokens, prefill_tokens + decode_tokens AS tokens,
     greatest(interval_s - duration_s, 0) AS gap_s
@@ -53,16 +53,16 @@ _WALLS = "SELECT sum(duration_s + gap_s) AS wall_s FROM steps GROUP BY replica"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The model and the hardware that ran; None where they are not known."""
+    """The model and the hardware of a run."""
 
-    cost: ModelCost | None = None
-    peaks: Peaks | None = None  # of one engine
-    engines: int = 1  # that shared the work
+    cost: ModelCost | None = None  # None if unknown
+    peaks: Peaks | None = None  # of one engine, or None if unknown
+    engines: int = 1  # number of replicas
 
 
 @contextmanager
-def opened() -> Iterator[Any]:
-    """Open one database for all tables: opening one takes longer than summing up a short run."""
+def open_database() -> Iterator[Any]:
+    """Open a database for all tables, because opening one takes longer than the sums of a short run."""
     config: dict[str, str | bool | int | float | list[str]] = {
         "threads": 2,
         "temp_directory": "",
@@ -73,9 +73,18 @@ def opened() -> Iterator[Any]:
 
 
 class Details:
-    """Sums of one run's steps, and the tables that follow from them; `database`: an open one, for this run alone."""
+    """Sums up the steps and requests of one run, and writes the tables that follow from them."""
 
     def __init__(self, folder: Path, run_id: str, steps: Path, machine: Machine, database: Any) -> None:
+        """Read the steps.
+
+        Args:
+            folder: The folder of report tables.
+            run_id: The id of the run.
+            steps: The file of the table `steps`.
+            machine: The model and the hardware.
+            database: A DuckDB connection that only this run uses.
+        """
         self._database = database
         self._folder, self._run_id, self._machine = folder, run_id, machine
         _read(database, steps).project(_STEP_VIEW).create_view("steps")
@@ -83,14 +92,12 @@ class Details:
         self._columns = _numbers(database.sql(f"SELECT {', '.join(_STEPS)} FROM steps").to_arrow_table())
 
     def sums(self) -> dict[str, Any]:
-        """The run table's columns that are sums over steps and requests, percentiles, and parts of the device's time;
-        `write_requests` went before."""
+        """Return the columns of the run table that follow from steps and requests. Call `write_requests` first."""
         (row,) = self._rows(RUN, "FROM steps")
         return row | spreads(self._database) | self._split()
 
     def _split(self) -> dict[str, float]:
-        """The parts of the device's time, the mean of all engines; none where the model or the peaks are not known, or
-        nothing ran."""
+        """Return the parts of the device time in seconds, as a mean over engines, or nothing if they are unknown."""
         cost, peaks = self._machine.cost, self._machine.peaks
         if cost is None or peaks is None or not len(self._columns["engine"]):
             return {}
@@ -99,7 +106,15 @@ class Details:
         return {f"device_{names[part]}_s": seconds / self._machine.engines for part, seconds in split}
 
     def write_requests(self, raw: Path, nodes: PrefixNodes) -> None:
-        """Write the table of requests, from the file in which they stand as engines told of them. Raises OSError."""
+        """Write the table of requests.
+
+        Args:
+            raw: A file with the samples of requests.
+            nodes: The prefix tree of the requests.
+
+        Raises:
+            OSError: The table cannot be written.
+        """
         engines = {number: self._engine(number) for number in sorted(set(self._columns["engine"].tolist()))}
         for _, requests in self._batches(raw):
             for engine, some in _by_engine(requests, engines):
@@ -113,7 +128,7 @@ class Details:
         _read(self._database, path).create_view("requests")
 
     def _batches(self, raw: Path) -> Iterator[tuple[pa.Table, Columns]]:
-        """Requests with the columns that SQL makes."""
+        """Yield batches of requests with the columns that SQL computes, as a table and as arrays."""
         made = ", ".join(f"{column.sql} AS {column.name}" for column in COLUMNS[REQUESTS] if column.sql)
         for batch in _read(self._database, raw).project(f"*, {made}").to_arrow_reader(BATCH_ROWS):
             table = pa.Table.from_batches([batch])
@@ -147,11 +162,11 @@ class Details:
         )
 
     def write_phases(self) -> None:
-        """Write the table of phases. Raises OSError."""
+        """Write the table of phases, or raise OSError."""
         self._write(PHASES, "FROM steps GROUP BY phase ORDER BY phase")
 
     def write_buckets(self, engine_wall_s: float) -> None:
-        """Write the table of buckets; `write_requests` went before. Raises OSError."""
+        """Write the table of buckets, or raise OSError. Call `write_requests` first."""
         source = "FROM requests GROUP BY most_prompt_tokens ORDER BY most_prompt_tokens"
         self._write(BUCKETS, source, engine_wall_s)
 
@@ -168,7 +183,7 @@ class Details:
             spool.finish()
 
     def _rows(self, table: str, source: str, engine_wall_s: float = 0.0) -> list[dict[str, Any]]:
-        """The columns of a table that SQL makes of `source`."""
+        """Return the rows of a table with the columns that SQL computes from `source`."""
         made = [column for column in COLUMNS[table] if column.sql]
         sql = f"SELECT {', '.join(f'{column.sql} AS {column.name}' for column in made)} {source}"
         peaks = self._machine.peaks
@@ -188,7 +203,7 @@ def _read(database: Any, path: Path) -> Any:
 
 
 def request_flops(cost: ModelCost, requests: Mapping[str, Floats]) -> NDArray[np.int64]:
-    """Useful FLOPs of what each request ran, as `ModelCost.model_flops` counts them for steps."""
+    """Return the useful FLOPs of each request, counted as in `ModelCost.model_flops`. Shape: [requests]."""
     ran, answered = ran_tokens(requests), answered_tokens(requests)
     end = requests["prompt_tokens"] + answered
     pairs = sum(_pairs(end, window) - _pairs(requests["cached_tokens"], window) for window in cost.windows)
@@ -201,13 +216,13 @@ def request_flops(cost: ModelCost, requests: Mapping[str, Floats]) -> NDArray[np
 
 
 def _pairs(tokens: Floats, window: int | None) -> Floats:
-    """Return the number of (query, key) pairs of the first tokens of one layer."""
+    """Return the number of (query, key) pairs of the first `tokens` tokens in a layer."""
     growing = tokens if window is None else np.minimum(tokens, window)
     return growing * (growing + 1) / 2 + (tokens - growing) * growing
 
 
 def _numbers(table: pa.Table) -> Columns:
-    """Return the columns as floats: a null is NaN, or NOWHERE for a place."""
+    """Return the columns as floats. Null becomes NaN, or NOWHERE in the column `place`."""
     found = {}
     for name in table.column_names:
         column = table.column(name)
@@ -225,7 +240,7 @@ def _by_engine(
 
 
 def _shares(requests: Columns, engines: Mapping[float, Apportionment]) -> dict[str, Share]:
-    """Split the columns among these requests, whichever engine ran them; an engine without a step gives nothing."""
+    """Return the shares of requests of several engines. Requests of an engine without steps get 0."""
     count = len(requests["engine"])
     found = {name: Share(np.zeros(count), np.zeros(count)) for name in ("model_s", "bytes", "roofline_s")}
     for number, engine in engines.items():

@@ -1,9 +1,8 @@
-"""Splits the device's time: the roofline, padding, recomputation, and what each kind of operator took beyond its
-roofline.
+"""Splits the device time into roofline, padding, recomputation, and the time of operators beyond their roofline.
 
-No operator is timed by itself: that would slow the run down. What each kind takes per second of its roofline is found
-from the steps, which mix the kinds in different ways: by least squares over all steps of the run, in relative errors.
-Where the steps cannot tell two kinds apart, both take the same multiple of their rooflines.
+Operators are not timed one by one, because that would slow the run down. Instead, a least-squares fit over all steps
+estimates the time of each kind of operator as a multiple of its roofline. Steps mix the kinds in different proportions.
+If they do not differ enough to separate two kinds, both get about the same multiple.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ Floats = NDArray[np.float64]
 Columns = Mapping[str, Floats]  # of the table `steps`, and its `prompt_tokens`
 
 ROOFLINE, PADDING, RECOMPUTATION, OTHER = "roofline", "padding", "recomputation", "other"
-LOSSES = (*OPERATOR_KINDS, OTHER)  # `other`: what steps take whatever they run, and what the fit leaves over
-# How much the guess that all kinds take the same multiple counts beside the steps: in runs of one kind of step, whose
-# columns are nearly multiples of one another, it decides; where reading and decoding differ it hardly counts.
+LOSSES = (*OPERATOR_KINDS, OTHER)  # `other`: the fixed time per step, and the residual of the fit
+# Weight of the assumption that all kinds take the same multiple. It matters if all steps of a run are alike, and hardly
+# matters with both prefill and decode steps.
 PRIOR = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """The work of some steps: one number for each step and kind."""
+    """The work of steps. Shape of each: [steps]."""
 
     tokens: Floats
     sampled: Floats
@@ -40,19 +39,19 @@ class StepCounts:
 
     @classmethod
     def useful(cls, steps: Columns) -> StepCounts:
-        """Count as FLOPs and bytes do: without padding and recomputation."""
+        """Return the counts without padding and recomputation."""
         tokens = steps["prompt_tokens"] + steps["decode_tokens"]
         return cls(
             tokens, steps["sampled_tokens"], steps["pairs"], steps["kv_tokens"], steps["copied_tokens"]
         )
 
     def plus(self, tokens: Floats) -> StepCounts:
-        """Add tokens, without what they attend to, which is not recorded."""
+        """Return the counts with more tokens per step. Their attention is not recorded, and not added."""
         return replace(self, tokens=self.tokens + tokens)
 
 
 def kind_seconds(cost: ModelCost, peaks: Peaks, counts: StepCounts) -> dict[str, Floats]:
-    """By kind of operator, the least seconds of each step at these peaks."""
+    """Return the roofline of each step in seconds, by kind of operator."""
     found: dict[str, Floats] = {kind: np.zeros(len(counts.tokens)) for kind in OPERATOR_KINDS}
     for operator in cost.operators:
         kind = operator_kind(operator)
@@ -61,7 +60,7 @@ def kind_seconds(cost: ModelCost, peaks: Peaks, counts: StepCounts) -> dict[str,
 
 
 def _operator_seconds(operator: OperatorCost, peaks: Peaks, counts: StepCounts) -> Floats:
-    """Do for many steps at once what `OperatorCost.of` and `Cost.seconds` do for one."""
+    """Return the roofline of one operator in each step; `OperatorCost.of` and `Cost.seconds` do this for one step."""
     integer = _sum(operator, counts, "coded_ops")
     computing = (_sum(operator, counts, "flops") - integer) / peaks.flops_per_s
     computing += integer / (peaks.coded_ops_per_s or peaks.flops_per_s)
@@ -89,17 +88,16 @@ def _sum(operator: OperatorCost, counts: StepCounts, unit: Literal["flops", "byt
 
 
 def attention_share(cost: ModelCost, peaks: Peaks | None, steps: Columns) -> Floats:
-    """Return which share of each step's roofline is attention's; without peaks, of its FLOPs."""
+    """Return attention's share of each step's roofline, or of its FLOPs if the peaks are unknown."""
     found = kind_seconds(cost, peaks or Peaks(1.0, np.inf), StepCounts.useful(steps))
     whole = sum(found.values(), np.zeros(len(steps["pairs"])))
     return np.divide(found["attention"], whole, out=np.zeros_like(whole), where=whole > 0)
 
 
 def device_split(cost: ModelCost, peaks: Peaks, steps: Columns) -> dict[str, float]:
-    """Seconds by part: ROOFLINE, PADDING, RECOMPUTATION and LOSSES, which add up to the steps' `model_s`.
+    """Return the seconds of ROOFLINE, PADDING, RECOMPUTATION and LOSSES, which add up to `model_s` of all steps.
 
-    A kind of operator that was faster than its roofline has a negative loss: its data came from a cache, whose
-    bandwidth is above the memory's.
+    A loss is negative if a kind of operator was faster than its roofline, because its data came from a CPU cache.
     """
     useful = StepCounts.useful(steps)
     again = useful.plus(steps["recomputed_tokens"])
@@ -116,7 +114,12 @@ def device_split(cost: ModelCost, peaks: Peaks, steps: Columns) -> dict[str, flo
 
 
 def multiples(least: Mapping[str, Floats], took: Floats) -> dict[str, float]:
-    """By kind of operator, how many times its `least` seconds it took, where whole steps `took` so long."""
+    """Fit the time of each kind of operator as a multiple of its roofline.
+
+    Args:
+        least: The roofline of each step in seconds, by kind of operator.
+        took: The measured seconds of each step.
+    """
     timed = took > 0
     columns = np.stack([*(each[timed] for each in least.values()), np.ones(int(timed.sum()))], axis=1)
     whole = float(columns[:, :-1].sum())
@@ -132,6 +135,6 @@ def multiples(least: Mapping[str, Floats], took: Floats) -> dict[str, float]:
 
 
 def _solved(columns: Floats, wanted: Floats) -> Floats:
-    """Least squares without negative coefficients, over as many rows as there are columns."""
+    """Solve the non-negative least-squares problem, reduced to a square matrix by a QR decomposition."""
     orthogonal, triangle = np.linalg.qr(columns)
     return nonnegative(triangle, orthogonal.T @ wanted)

@@ -1,4 +1,4 @@
-"""Reads from earlier runs of a job what a forecast needs: the lengths of answers and the times of steps."""
+"""Reads the figures of earlier runs that a forecast uses, such as the lengths of answers and the times of steps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from batchinfer.report.tables.columns.declared import EXPERTS, REQUESTS, RUN, STEPS
 from batchinfer.report.tables.folder import tables
 
-NEWEST = 3  # runs that are looked at: an older one may have had other rows, other templates or other code
-MOST_REQUESTS = 500_000  # read of each run
+NEWEST = 3  # number of runs used; older ones may have had other rows, templates or code
+MOST_REQUESTS = 500_000  # limit of rows read per table and run
 STEP_COLUMNS = (
     "prefill_tokens",
     "decode_tokens",
@@ -31,41 +31,40 @@ STEP_COLUMNS = (
     "duration_s",
     "interval_s",
 )
-LAUNCHED_STEPS = "launched_steps"  # since format 13; before it was always 1
+LAUNCHED_STEPS = "launched_steps"  # since format 13; always 1 before
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierLengths:
-    """Prompts and answers of requests that finished in `runs` earlier runs, in tokens. `cut`: whether an answer had no
-    room to become longer."""
+    """The lengths of finished requests of earlier runs in tokens. Shape of each: [requests]."""
 
-    runs: int
+    runs: int  # number of runs
     prompts: NDArray[np.int64]
     answers: NDArray[np.int64]
-    cut: NDArray[np.bool_]
+    cut: NDArray[np.bool_]  # whether the answer ended at its limit
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierSteps:
-    """Steps of `runs` earlier runs on the same machine in the same arithmetic; columns of the table `steps`."""
+    """The steps of earlier runs on the same machine with the same numerics."""
 
-    runs: int
-    columns: dict[str, NDArray[Any]]
+    runs: int  # number of runs
+    columns: dict[str, NDArray[Any]]  # of the table `steps`
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierIdle:
-    """Idle times of the devices in `runs` earlier runs that computed something; columns of the run table."""
+    """The idle times of devices in earlier runs that computed something."""
 
-    runs: int
-    columns: dict[str, NDArray[Any]]
+    runs: int  # number of runs
+    columns: dict[str, NDArray[Any]]  # of the run table
 
     def median(self, name: str) -> float:
         """Return the median of a column."""
         return float(np.median(self.columns[name]))
 
     def per_row(self, name: str) -> float:
-        """Return the median of a column, for one row of the job."""
+        """Return the median of a column divided by the rows of the job."""
         return float(np.median(self.columns[name] / np.maximum(self.columns["rows"], 1)))
 
 
@@ -73,14 +72,14 @@ IDLE_COLUMNS = ("idle_load_s", "idle_tail_s", "idle_publish_s", "rows")
 
 
 def earlier_idle(folder: Path) -> EarlierIdle | None:
-    """Read the idle times of the newest runs that know them, trials included; None: there is no such run."""
+    """Read the idle times of the newest runs that have them, trials included. Return None if there are none."""
     known = (run for run in _newest(folder, RUN, IDLE_COLUMNS) if run["idle_load_s"][0] >= 0)  # NaN: null
     found = list(islice(known, NEWEST))
     return EarlierIdle(len(found), _joined(found)) if found else None
 
 
 def earlier_overhead(folder: Path) -> tuple[float, int] | None:
-    """Return the median seconds of the newest runs besides their engines, and how many runs; None: there is none."""
+    """Return the median time outside of the engine in seconds, and the number of runs, or None without runs."""
     runs = _newest(folder, RUN, ("wall_s", "engine_s", "idle_load_s"))
     known = (run for run in runs if run["idle_load_s"][0] >= 0 and run["engine_s"][0] >= 0)  # NaN: null
     found = list(islice(known, NEWEST))
@@ -91,31 +90,28 @@ def earlier_overhead(folder: Path) -> tuple[float, int] | None:
 
 
 def earlier_lengths(folder: Path) -> EarlierLengths | None:
-    """Read the lengths of the newest runs that finished a request, but of no unreadable file; None: no such run."""
+    """Read the lengths of requests of the newest runs that finished any. Return None if there are none."""
     found = list(islice(_newest(folder, REQUESTS, ("prompt_tokens", "completion_tokens", "cut")), NEWEST))
     return EarlierLengths(len(found), *_joined(found).values()) if found else None
 
 
 def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
-    """Read the steps of the newest runs whose run table says the same of hardware and arithmetic as `alike`."""
+    """Read the steps of the newest runs whose run table has the values `alike`. Return None if there are none."""
     found = list(islice(_newest(folder, STEPS, STEP_COLUMNS, alike, {LAUNCHED_STEPS: 1}), NEWEST))
     return EarlierSteps(len(found), _joined(found)) if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierProposals:
-    """Proposals that a run verified, how many of them were right, and about how many seconds they saved.
-
-    Negative seconds: they took longer. None: not known.
-    """
+    """The draft tokens of a run."""
 
     drafted: int
     accepted: int
-    saved_s: float | None
+    saved_s: float | None  # estimated seconds saved, negative if drafts took longer, or None if unknown
 
 
 def earlier_proposals(folder: Path) -> EarlierProposals | None:
-    """Read what drafts came to in the newest run that left a table; None: there is no such run, or it had none."""
+    """Read the draft tokens of the newest run. Return None if there is no run, or if it had none."""
     for run in islice(_newest(folder, RUN, ("drafted_tokens", "accepted_tokens", "drafts_saved_s")), 1):
         drafted, accepted, saved_s = (float(values[0]) for values in run.values())
         if drafted > 0:  # NaN is Arrow's null
@@ -126,16 +122,15 @@ def earlier_proposals(folder: Path) -> EarlierProposals | None:
 
 @dataclass(frozen=True, slots=True)
 class EarlierExperts:
-    """Tokens that the experts of each layer were given in `runs` earlier runs, (experts,) int64 by layer; and how many
-    tokens each of their steps ran."""
+    """The load of experts in earlier runs."""
 
-    runs: int
-    tokens: Mapping[int, NDArray[np.int64]]
-    steps: NDArray[np.int64]
+    runs: int  # number of runs
+    tokens: Mapping[int, NDArray[np.int64]]  # tokens per expert by layer; shape: [experts]
+    steps: NDArray[np.int64]  # tokens of each step
 
 
 def earlier_experts(folder: Path, model: str) -> EarlierExperts | None:
-    """Read what experts were given in the newest runs of a model that gave them something; None: there is none."""
+    """Read the load of experts in the newest runs of a model. Return None if no expert received a token."""
     alike = {"model": model}
     found = list(islice(_newest(folder, EXPERTS, ("layer", "expert", "tokens"), alike), NEWEST))
     if not any(run["tokens"].any() for run in found):
@@ -146,7 +141,7 @@ def earlier_experts(folder: Path, model: str) -> EarlierExperts | None:
 
 
 def _summed(rows: Mapping[str, NDArray[Any]]) -> dict[int, NDArray[np.int64]]:
-    """Return the tokens of each expert by layer, over all runs."""
+    """Return the tokens of each expert by layer, summed over runs."""
     found = dict[int, NDArray[np.int64]]()
     for layer in np.unique(rows["layer"]):
         own = rows["layer"] == layer
@@ -155,9 +150,11 @@ def _summed(rows: Mapping[str, NDArray[Any]]) -> dict[int, NDArray[np.int64]]:
 
 
 def earlier_power(folder: Path, alike: dict[str, Any]) -> float | None:
-    """Watts that the machine took while the engine ran, over the newest runs that are alike and know their energy.
+    """Return the mean power in watts while engines ran, or None if no similar run has measured energy.
 
-    None: there are none.
+    Args:
+        folder: The folder of report tables.
+        alike: Columns of the run table that must have these values.
     """
     runs = _newest(folder, RUN, ("energy_j", "engine_wall_s"), alike)
     known = (
@@ -177,30 +174,41 @@ def _newest(
     alike: Mapping[str, Any] | None = None,
     newer: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[dict[str, NDArray[Any]]]:
-    """Read columns of the runs that left rows in a table, newest first; with `alike`, of those that it describes.
-    `newer`: columns that older tables lack, and what they would have."""
+    """Yield columns of a table of each run that has rows, newest run first. Skips files that cannot be read.
+
+    Args:
+        folder: The folder of report tables.
+        table: The table.
+        names: The columns.
+        alike: Columns of the run table that must have these values.
+        newer: Columns that older tables do not have, with the value to use for these.
+    """
     for path in reversed(tables(folder, table)):
         if alike is not None:
-            told = _columns(path.with_name(path.name.replace(table, RUN, 1)), tuple(alike), 1)
-            if told is None or not _says(told, alike):
+            run = _columns(path.with_name(path.name.replace(table, RUN, 1)), tuple(alike), 1)
+            if run is None or not _has_values(run, alike):
                 continue
         read = _columns(path, names, MOST_REQUESTS, newer)
         if read is not None and len(read[names[0]]):
             yield read
 
 
-def _says(told: Mapping[str, Any], alike: Mapping[str, Any]) -> bool:
-    """Whether a run's columns have these values. None is null, of which Arrow makes NaN for NumPy."""
-    found = {name: told[name][0] for name in alike}
+def _has_values(run: Mapping[str, Any], alike: Mapping[str, Any]) -> bool:
+    """Return True if the first row of columns has these values. Null is None in `alike`, and NaN in the columns."""
+    found = {name: run[name][0] for name in alike}
     return {name: None if value != value else value for name, value in found.items()} == dict(alike)
 
 
 def _columns(
     path: Path, names: Sequence[str], most: int, newer: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, NDArray[Any]] | None:
-    """Read columns of a table, and those that only a `newer` one has.
+    """Read columns of a table. Return None if the file is gone, damaged, or has not all columns `names`.
 
-    None for a file that is gone, damaged or older than one of the columns: a forecast can do without it.
+    Args:
+        path: The file of the table.
+        names: The columns.
+        most: The largest number of rows to read.
+        newer: Columns that an older file may not have, with the value to use instead.
     """
     try:
         with pq.ParquetFile(path) as file:
@@ -210,8 +218,8 @@ def _columns(
     if batch is None or not set(names) <= set(batch.schema.names):
         return None
     filled = {name: np.full(len(batch), value) for name, value in newer.items()}
-    there = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in batch.schema.names}
-    return filled | there
+    found = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in batch.schema.names}
+    return filled | found
 
 
 def _joined(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:

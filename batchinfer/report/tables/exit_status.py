@@ -1,4 +1,4 @@
-"""The words of the run table's `exit_status`: a few, so that queries can group by them."""
+"""The values of `exit_status` in the run table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ PUBLISHED = "published"
 ALREADY_PUBLISHED = "already published"
 OVER_BUDGET = "over budget"
 
-# status → what it means, as docs/report.md says it; those of errors stand with their classes in errors.py, too
+# Meanings of the values, as in docs/report.md. The values of errors are also in core/errors.py.
 MEANINGS = {
     PUBLISHED: "the results are in place",
     ALREADY_PUBLISHED: "nothing was missing: an earlier run published these very results",
@@ -31,10 +31,10 @@ MEANINGS = {
 
 
 def is_published(status: str | None) -> bool:
-    """Whether the results are in place after a run that ended so."""
+    """Return True if the results are published after a run with this status."""
     return status is not None and status.startswith((PUBLISHED, ALREADY_PUBLISHED))
 
 
 def over_budget(status: str) -> str:
-    """`published` or `already published`, with more error rows than allowed."""
+    """Return the status for a published result with more error rows than allowed."""
     return f"{status} {OVER_BUDGET}"

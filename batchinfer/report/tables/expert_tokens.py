@@ -1,4 +1,4 @@
-"""The table of how many tokens each expert was given."""
+"""Writes the table of tokens per expert."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from batchinfer.report.tables.spool import Spool
 
 
 def write_experts(folder: Path, run_id: str, loads: ExpertTokens) -> Path:
-    """Write the table, whole or not at all. Raises OSError."""
+    """Write the table atomically.
+
+    Args:
+        folder: The folder of report tables.
+        run_id: The id of the run.
+        loads: The tokens of each expert, by layer.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     with Spool(table_path(folder, EXPERTS, run_id), SCHEMAS[EXPERTS]) as spool:
         for layer, tokens in sorted(loads.items()):
             mean = sum(tokens) / len(tokens)

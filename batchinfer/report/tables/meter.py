@@ -1,4 +1,4 @@
-"""Counts what a run costs while it runs: rows go straight to disk, and are summed up at its end."""
+"""Collects the samples of steps and requests: writes them to disk during the run, and sums them up at its end."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from batchinfer.core.samples import RequestSample, StepSample
 from batchinfer.machine.energy import EnergyMeter, EnergyUse
 from batchinfer.machine.folders import make_folder
 from batchinfer.report.tables.columns.declared import COLUMNS, REQUESTS, SCHEMAS, STEPS, sampled
-from batchinfer.report.tables.details import Details, Machine, opened
+from batchinfer.report.tables.details import Details, Machine, open_database
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.prefixes import PrefixTree
 from batchinfer.report.tables.spool import BUFFER_ROWS, Spool
 
-Measured = dict[
-    str, Any
-]  # columns of the run table, and `waited_s`, the part of `idle_s` without any row to run
+# Columns of the run table, and `waited_s`, the part of `idle_s` in which engines had no rows
+Measured = dict[str, Any]
 
-# What the meter gives of a step and of a request, before what stands in their samples
+# Columns of steps and requests that the meter adds to the columns of samples
 _GIVEN_OF_STEP = ("run_id", "engine", "replica", "interval_s", "ended_s", "phase")
 _GIVEN_OF_REQUEST = ("run_id", "key", "engine", "replica", "rows")
 _OF_STEP = sampled(COLUMNS[STEPS], StepSample)
@@ -36,14 +35,12 @@ _UNKNOWN_MACHINE = Machine()
 
 
 class Meter:
-    """Takes samples as they arrive; it keeps sums, and what a `PrefixTree` takes.
+    """Receives samples of steps and requests, and writes the tables of a run.
 
-    Samples of several engines may follow one another (a worker that died and was started again): the time in between
-    counts neither as run nor as idle. Where several engines share the work, all times of the totals are the mean of
-    theirs, and one that ends before the others counts as idle until the last one ends.
-    The tables appear in `folder` at `finish`; as a context manager it removes what was not finished.
+    The time between the death of an engine and its restart counts neither as computing nor as idle. With several
+    replicas, total times are means over replicas, and a replica that ends early counts as idle until the last one ends.
 
-    It sums up what it takes itself, and what the engine says that its part took, as `metering_s`.
+    The tables appear in the folder at `finish`. A context manager, which removes unfinished tables.
     """
 
     def __init__(
@@ -53,22 +50,31 @@ class Meter:
         machine: Machine = _UNKNOWN_MACHINE,
         buffer_rows: int = BUFFER_ROWS,
     ) -> None:
+        """Begin the tables of a run.
+
+        Args:
+            folder: The folder of report tables.
+            run_id: The id of the run.
+            machine: The model and the hardware.
+            buffer_rows: The number of rows per table in memory.
+        """
         make_folder(folder)
         self._folder, self._run_id, self._machine = folder, run_id, machine
         path, given = table_path(folder, STEPS, run_id), (*_GIVEN_OF_STEP, *_OF_STEP)
         self._steps = Spool(path, SCHEMAS[STEPS], buffer_rows, given)
-        # without what is known at the end only
+        # without the columns that are computed at the end
         known = (SCHEMAS[REQUESTS].field(name) for name in (*_GIVEN_OF_REQUEST, *_OF_REQUEST))
         raw = pa.schema([*known, pa.field("place", pa.int64())])
         path = table_path(folder, REQUESTS, run_id).with_suffix(".raw.parquet")
         self._requests = Spool(path, raw, buffer_rows)
-        self._last: dict[int, StepSample] = {}  # of each engine
-        # What no table has: idle time in which an engine had nothing to run, and requests with a constraint
-        self._waited_s = 0.0
-        self._constrained = self._steered = 0
+        self._last: dict[int, StepSample] = {}  # the last step of each engine
+        self._waited_s = 0.0  # idle time in which an engine had no rows
+        self._constrained = self._steered = (
+            0  # requests with a constraint; see `steered_requests` of the run table
+        )
         self._prefixes: PrefixTree | None = None
-        self._place_of: dict[bytes, int] = {}  # in the order, of requests that have not finished
-        self._spent_ns = 0
+        self._place_of: dict[bytes, int] = {}  # positions of unfinished requests in the prefix tree
+        self._spent_ns = 0  # time spent in the methods of this class
         self._energy_meter: EnergyMeter | None = None
         self._energy = EnergyUse()
 
@@ -82,20 +88,20 @@ class Meter:
         self._requests.abort()
 
     def share_prefixes(self) -> None:
-        """Requests share prefixes: from here on these are looked for."""
+        """Record shared prefixes from now on."""
         self._prefixes = PrefixTree()
 
     def begin_energy(self, meter: EnergyMeter) -> None:
-        """The engine is ready: from here on energy counts as its."""
+        """Measure energy from now on."""
         self._energy_meter = meter
 
     def end_energy(self) -> None:
-        """The engine has ended."""
+        """Stop measuring energy."""
         if self._energy_meter is not None:
             self._energy, self._energy_meter = self._energy_meter.read(), None
 
     def planned(self, requests: Sequence[Request]) -> None:
-        """These requests go to the engine, in this order."""
+        """Record requests in the order in which they are submitted."""
         if self._prefixes is None:
             return
         began = time.perf_counter_ns()
@@ -104,7 +110,13 @@ class Meter:
         self._spent_ns += time.perf_counter_ns() - began
 
     def step(self, sample: StepSample, engine: int = 0, replica: int = 0) -> None:
-        """Count one step of the run's `engine`-th engine, whose place is that of `replica`."""
+        """Record a step.
+
+        Args:
+            sample: The sample of the step.
+            engine: The number of the engine's process in the run.
+            replica: The number of the replica.
+        """
         began = time.perf_counter_ns()
         last, ended = self._last.get(engine), _ended(sample)
         self._last[engine] = sample
@@ -118,7 +130,14 @@ class Meter:
         self._spent_ns += time.perf_counter_ns() - began
 
     def request(self, sample: RequestSample, rows: int = 1, engine: int = 0, replica: int = 0) -> None:
-        """Count one request that an engine finished, which answers `rows` input rows."""
+        """Record a finished request.
+
+        Args:
+            sample: The sample of the request.
+            rows: The number of input rows that it answers.
+            engine: The number of the engine's process in the run.
+            replica: The number of the replica.
+        """
         began = time.perf_counter_ns()
         self._constrained += sample.constrained
         self._steered += sample.steered
@@ -129,14 +148,18 @@ class Meter:
 
     @property
     def requests(self) -> int:
-        """How many requests have been counted."""
+        """Return the number of recorded requests."""
         return self._requests.rows
 
     def finish(self) -> Measured:
-        """Complete all tables, and sum them up. Raises OSError when the disk fails."""
+        """Complete all tables, and return the columns of the run table.
+
+        Raises:
+            OSError: A table cannot be written.
+        """
         began = time.perf_counter_ns()
         steps = self._steps.finish()
-        with opened() as database:
+        with open_database() as database:
             details = Details(self._folder, self._run_id, steps, self._machine, database)
             self._write_requests(details)
             found = details.sums() | self._counted()

@@ -1,4 +1,4 @@
-"""Percentiles of latencies, by DuckDB, one column in memory at a time."""
+"""Computes percentiles of latencies with DuckDB, with one column in memory at a time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ SELECT {wanted} FROM ranked
 def percentiles(
     database: Any, requests: str, steps: str, shares: Sequence[float]
 ) -> dict[str, list[float | None]]:
-    """The values that the shares reach: by latency, and in the shares' order; None where there are none.
+    """Return percentiles of each latency in the order of `shares`, with None if there are no values.
 
-    `requests` and `steps`: what SQL reads these tables from. ITL counts each step once for each token that it decoded,
-    and is the least value that reaches a share; the others are interpolated. A column is held at 8 bytes a value, 80 MB
-    for ten million requests.
+    Percentiles are interpolated. ITL is an exception: it weights each step by its decoded tokens and is not
+    interpolated. A column takes 8 bytes of memory per value.
+
+    Args:
+        database: A DuckDB connection.
+        requests: The SQL of the table of requests.
+        steps: The SQL of the table of steps.
+        shares: Percentiles as shares from 0 to 1.
     """
     reached = [f"{share:.6f}::DOUBLE" for share in shares]
     found: dict[str, list[float | None]] = {}
@@ -39,7 +44,7 @@ def percentiles(
 
 
 def spreads(database: Any) -> dict[str, float | None]:
-    """The percentiles that the run table has, by its columns; `requests` and `steps` are there under these names."""
+    """Return the percentile columns of the run table, from the views `requests` and `steps`."""
     found = percentiles(database, "requests", "steps", list(SHARES.values()))
     return {
         f"{name}_{share}_s": value

@@ -1,4 +1,4 @@
-"""The tree of prefixes that requests share in the order in which they are handed to the engine."""
+"""The tree of prefixes that requests share, in the order of their submission."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from batchinfer.report.tables.spool import Spool
 
 Floats = NDArray[np.float64]
 Columns = Mapping[str, Floats]
-NOWHERE = -1  # the place of a request that was not added
+NOWHERE = -1  # the position of a request that was not added
 
 
 class PrefixTree:
-    """`add` all requests in order; then `close` it. Each request takes 4 bytes, each prefix some 60."""
+    """Builds the tree. Call `add` for all requests in order, then `close`. Takes 4 bytes per request, 60 per prefix."""
 
     def __init__(self) -> None:
-        self._befores = array("i")  # how much each shares with the one before it
-        self._shared = 0  # tokens that the request before shares with the next one
-        # Requests that share more with the next one than with the one before, with which alone prefixes begin
+        self._befores = array("i")  # tokens that each request shares with the one before it
+        self._shared = 0  # tokens that the last request shares with the next one
+        # Requests that share more with the next one than with the one before: the first users of prefixes
         self._firsts, self._keys = array("i"), bytearray()
 
     def add(self, request: Request) -> int:
-        """Take the next request, and return its place in the order."""
-        place, most = len(self._befores), max(0, len(request.prompt) - 1)  # the last token always runs
+        """Add the next request, and return its position."""
+        place, most = len(self._befores), max(0, len(request.prompt) - 1)  # the last prompt token always runs
         before, self._shared = min(self._shared, most), min(request.shares_next, most)
         self._befores.append(before)
         if self._shared > before:
@@ -42,20 +42,25 @@ class PrefixTree:
         return place
 
     def close(self) -> PrefixNodes:
-        """Return the tree of all requests that were added."""
+        """Return the tree of all added requests."""
         forest = prefix_forest(np.array(self._befores, np.int32))
         keys = np.frombuffer(self._keys, np.uint8).reshape(-1, KEY_BYTES)
         return PrefixNodes(forest, keys[np.searchsorted(np.array(self._firsts, np.int32), forest.first)])
 
 
 class PrefixNodes:
-    """The closed tree. Once `count` was told of all requests, `shared` says what prefixes cost each of them.
+    """The complete tree. Call `count` for all requests before `shared`.
 
-    The column `place` of requests is what `PrefixTree.add` returned, or NOWHERE.
+    The column `place` of requests is the position that `PrefixTree.add` returned, or NOWHERE.
     """
 
     def __init__(self, forest: PrefixForest, keys: NDArray[np.uint8]) -> None:
-        """`keys`: of each node's first request."""
+        """Prepare the counts.
+
+        Args:
+            forest: The nodes of the tree.
+            keys: The key of the first request of each node. Shape: [nodes, KEY_BYTES].
+        """
         self._forest, self._keys = forest, keys
         self._own = forest.own.astype(np.int64)
         self._above = forest.depth - self._own  # depth of the parent
@@ -63,17 +68,21 @@ class PrefixNodes:
         self._each: Floats | None = None
 
     def names(self, places: Floats) -> pa.Array:
-        """Return the deepest prefix of each of these requests, as the table names it; null: it shares nothing."""
+        """Return the number of each request's longest shared prefix, or null if it shares none."""
         node = self._nodes(places)
         return pa.array(node, pa.int64(), mask=node == ROOT)
 
     def _nodes(self, places: Floats) -> NDArray[np.int32]:
-        return np.append(self._forest.node_of, np.int32(ROOT))[
-            places.astype(np.int64)
-        ]  # NOWHERE is the last one
+        nodes = np.append(self._forest.node_of, np.int32(ROOT))  # NOWHERE is the last index
+        return nodes[places.astype(np.int64)]
 
     def count(self, requests: Columns, seconds: Floats) -> None:
-        """`seconds`: what the prompts took that these requests ran, without what the cache held."""
+        """Count the users, cached tokens and device time of prefixes.
+
+        Args:
+            requests: Columns of finished requests.
+            seconds: Device time of the prompt tokens that each request computed. Shape: [requests].
+        """
         self._each = None
         cached, node = requests["cached_tokens"], self._nodes(requests["place"])
         price = _per_token(requests, seconds)
@@ -86,7 +95,12 @@ class PrefixNodes:
             node = self._forest.parent[node]
 
     def shared(self, requests: Columns, seconds: Floats) -> Floats:
-        """`seconds`, of which those of shared prefixes are split evenly among the requests that share them."""
+        """Return `seconds` with the time of shared prefixes split evenly among the requests that share them.
+
+        Args:
+            requests: Columns of finished requests.
+            seconds: Device time of the prompt tokens that each request computed. Shape: [requests].
+        """
         node = self._nodes(requests["place"])
         some = node != ROOT
         if not some.any():
@@ -98,13 +112,17 @@ class PrefixNodes:
         return split
 
     def _of_each(self) -> Floats:
-        """Return the seconds that each request of a node gets of it and of the nodes above."""
+        """Return the time per request of each node, including all nodes above. Shape: [nodes]."""
         if self._each is None:
             self._each = self._forest.from_root(self._seconds / np.maximum(1, self._finished))
         return self._each
 
     def write(self, folder: Path, run_id: str) -> Path:
-        """The table of the nodes that two or more requests share, whole or not at all. Raises OSError."""
+        """Write the table of prefixes atomically.
+
+        Raises:
+            OSError: It cannot be written.
+        """
         forest, saved = self._forest, self._forest.saved
         columns: dict[str, object] = {
             "run_id": pa.repeat(run_id, len(forest)),
@@ -114,7 +132,7 @@ class PrefixNodes:
             "tokens": self._own,
             "users": forest.users,
             "saved_tokens": saved,
-            # a first user that took it from a request further up the order saved something, but not by these sharing it
+            # limited, because a first user may have found the prefix in the cache from a much earlier request
             "cached_tokens": np.minimum(self._cached, saved).astype(np.int64),
             "device_s": self._seconds,
             "first_key": hexadecimal(_fixed(self._keys)),

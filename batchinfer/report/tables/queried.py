@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-QUERIED: Mapping[str, str] = MappingProxyType(  # name → what one row of the table is
+QUERIED: Mapping[str, str] = MappingProxyType(  # the meaning of one row, by table
     {
         "results": "a row of the result",
         "run": "a run of the job",
@@ -21,7 +21,7 @@ QUERIED: Mapping[str, str] = MappingProxyType(  # name → what one row of the t
         "rows": "a published row, and the request that answered it",
         "experts": "an expert of each layer",
         "ranks": "a rank of an engine that shards its model",
-        "activities": "a stretch of time in which a process did one thing",
+        "activities": "an interval in which a process did one thing",
         "accuracy": "a field of the answers, and how many were right",
         "confusion": "an expected label and an answered one, and how often they met",
         "calibration": "answers of similar probability, and how many were right",

@@ -1,4 +1,4 @@
-"""The table of what the ranks of each engine had and took, and what the run's row says of them."""
+"""Writes the table of ranks, and sums them up for the run table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ class EngineRank(NamedTuple):
 
 
 def write_ranks(folder: Path, run_id: str, ranks: Sequence[EngineRank]) -> Path:
-    """Write the table, whole or not at all. Raises OSError."""
+    """Write the table atomically.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     values = attrgetter(*(column.name for column in COLUMNS[RANKS][3:]))
     with Spool(table_path(folder, RANKS, run_id), SCHEMAS[RANKS]) as spool:
         for engine, replica, use in ranks:
@@ -32,7 +36,7 @@ def write_ranks(folder: Path, run_id: str, ranks: Sequence[EngineRank]) -> Path:
 
 
 def of_all(ranks: Sequence[EngineRank]) -> dict[str, Any]:
-    """Return what the run's row says of its ranks, by column; nothing where there are none."""
+    """Return the columns of the run table about ranks, or an empty mapping without ranks."""
     if not ranks:
         return {}
     uses = [one.use for one in ranks]

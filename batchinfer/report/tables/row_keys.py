@@ -1,4 +1,4 @@
-"""The table `rows`: which piece of work answered which row, so that results can be joined to requests."""
+"""Writes the table `rows`: the key of the request that answered each row, to join results with requests."""
 
 from __future__ import annotations
 
@@ -30,32 +30,41 @@ def write_rows(
     which: NDArray[np.uint8] | None = None,
     ids: str = "row_id",
 ) -> Path:
-    """Write the table, whole or not at all. Raises OSError.
+    """Write the table atomically. Rows without a key, which became no request, are left out.
 
-    `parts` are Parquet files with `row_id` and keys (binary); rows without a key became no request and are left out. A
-    row's key stands in the first of the `columns`, or in the one that `which` says, by row. `ids`: the column with the
-    ids that rows have in the result, several of them the same one.
+    Args:
+        folder: The folder of report tables.
+        run_id: The id of the run.
+        parts: Parts of the index.
+        columns: The columns of keys, one for each attempt.
+        which: The index in `columns` for each row, or None for the first column. Shape: [rows].
+        ids: The column with the ids of rows in the result. Several rows may have the same id.
+
+    Raises:
+        OSError: The table cannot be written.
     """
-    with _opened(folder, run_id) as spool:
+    with _open_spool(folder, run_id) as spool:
         for batch in _batches(parts, [*dict.fromkeys(("row_id", ids)), *columns]):
             keys = batch.column(columns[0]) if which is None else _chosen(batch, columns, which)
             spool.write(pa.Table.from_batches([_row_batch(run_id, batch.column(ids), keys)]))
         return spool.finish()
 
 
-class RowsBeside:
-    """Writes the table of rows, each of which has one key, in a thread, while the result is still to be published: for
-    a million rows it takes 0.3 s. Use as a context manager, which leaves nothing of what was not finished."""
+class RowKeysWriter:
+    """Writes the table of rows with one key each in a thread before publishing, which takes 0.3 s per million rows.
+
+    A context manager, which deletes the table unless it was finished.
+    """
 
     def __init__(self, folder: Path, run_id: str, parts: Sequence[Path], ids: str) -> None:
-        """Begin to write; `write_rows` says what."""
-        self._asked = folder, run_id, parts, ids
+        """Start the thread. See `write_rows` for the arguments."""
+        self._arguments = folder, run_id, parts, ids
         self._stops = False
         thread = ThreadPoolExecutor(1, "rows of the report")
         self._written = thread.submit(self._write)
         thread.shutdown(wait=False)
 
-    def __enter__(self) -> RowsBeside:
+    def __enter__(self) -> RowKeysWriter:
         return self
 
     def __exit__(
@@ -66,12 +75,12 @@ class RowsBeside:
             self._written.result().abort()
 
     def finish(self) -> Path:
-        """Complete the table. Raises OSError."""
+        """Complete the table, or raise OSError."""
         return self._written.result().finish()
 
     def _write(self) -> Spool:
-        folder, run_id, parts, ids = self._asked
-        spool = _opened(folder, run_id)
+        folder, run_id, parts, ids = self._arguments
+        spool = _open_spool(folder, run_id)
         try:
             for batch in _batches(parts, [ids, "key"]):
                 if self._stops:
@@ -84,7 +93,7 @@ class RowsBeside:
         return spool
 
 
-def _opened(folder: Path, run_id: str) -> Spool:
+def _open_spool(folder: Path, run_id: str) -> Spool:
     make_folder(folder)
     return Spool(table_path(folder, ROWS, run_id), SCHEMAS[ROWS], dictionary=["run_id"])
 
@@ -101,15 +110,15 @@ def _chosen(batch: pa.RecordBatch, columns: Sequence[str], which: NDArray[np.uin
 
 
 def _row_batch(run_id: str, rows: pa.Array, keys: pa.Array) -> pa.RecordBatch:
-    there = pc.is_valid(keys)
-    rows, keys = rows.filter(there), keys.filter(there)
+    valid = pc.is_valid(keys)
+    rows, keys = rows.filter(valid), keys.filter(valid)
     run = pa.array([run_id], pa.string()).take(pa.array(np.zeros(len(rows), np.int8)))
     columns = [run, rows, hexadecimal(keys)]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMAS[ROWS])
 
 
 def hexadecimal(keys: pa.Array) -> pa.StringArray:
-    """32-byte keys without nulls as text, all at once: ten million one by one would take as long as the rest."""
+    """Return 32-byte keys without nulls as hexadecimal text. Converts all at once, which is much faster."""
     data = keys.buffers()[1]
     raw = b"" if data is None else data.to_pybytes()
     text = raw[keys.offset * KEY_BYTES : (keys.offset + len(keys)) * KEY_BYTES].hex().encode()

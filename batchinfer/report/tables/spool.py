@@ -1,4 +1,4 @@
-"""A Parquet file that is written as rows arrive, and exists only when it is complete."""
+"""Writes a Parquet file row by row under a temporary name, and renames it when it is complete."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 TEMPORARY = ".tmp"  # suffix: no `*.parquet` glob matches it
-# Rows kept in memory as Python tuples: 16,384 steps of 20 values are about 12 MiB, and row groups of that
-# size cost DuckDB nothing measurable to read.
+# Rows in memory as Python tuples, and rows per row group: 16,384 steps of 20 values take about 12 MiB
 BUFFER_ROWS = 16_384
 
 
 class Spool:
-    """Rows of one table on their way to `path`; at most `buffer_rows` of them are in memory.
+    """Writes the rows of one table to a file.
 
-    `finish` makes the file appear under its name, `abort` leaves nothing. As a context manager it aborts
-    what was not finished.
+    `finish` renames the file to its final name, and `abort` deletes it. A context manager, which aborts an unfinished
+    file.
     """
 
     def __init__(
@@ -33,9 +32,14 @@ class Spool:
         given: Sequence[str] | None = None,
         dictionary: bool | list[str] = True,
     ) -> None:
-        """`given`: the columns in the order in which rows give them, if that is not the schema's.
+        """Create the temporary file.
 
-        `dictionary`: columns of which Parquet tries to store each value once.
+        Args:
+            path: The final path.
+            schema: The columns of the file.
+            buffer_rows: The number of rows in memory.
+            given: The columns of appended rows in order, if their order differs from the schema.
+            dictionary: Columns to dictionary-encode, or True for all.
         """
         self.path = path
         self.rows = 0
@@ -45,7 +49,7 @@ class Spool:
         self._limit = buffer_rows
         self._buffer: list[tuple[Any, ...]] = []
         with naming(path):
-            # Arrow would create it with 0666, which an umask of 0 leaves as it is
+            # created here, because Arrow would use mode 0666, which an umask of 0 does not restrict
             os.close(os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644))
             self._writer: pq.ParquetWriter | None = pq.ParquetWriter(
                 self._temporary, schema, compression="zstd", use_dictionary=dictionary
@@ -60,26 +64,34 @@ class Spool:
         self.abort()
 
     def append(self, row: tuple[Any, ...]) -> None:
-        """Take one row, its values in the order of `given`."""
+        """Append a row with values in the order of `given`."""
         self._buffer.append(row)
         self.rows += 1
         if len(self._buffer) >= self._limit:
             self._flush()
 
     def write(self, table: pa.Table) -> None:
-        """Take many rows at once, whose columns are the schema's."""
+        """Append a table with the columns of the schema."""
         self._flush()
         with naming(self.path):
             self._open_writer().write_table(table)
         self.rows += table.num_rows
 
     def finish(self) -> Path:
-        """Write what is left, sync and rename; returns the path. Raises OSError when the disk fails."""
+        """Write buffered rows, sync and rename the file, and return its path.
+
+        Raises:
+            OSError: The disk fails.
+        """
         sync_and_rename(self.close(), self.path)
         return self.path
 
     def close(self) -> Path:
-        """Write what is left; returns the file's temporary name, which stays. Raises OSError when the disk fails."""
+        """Write buffered rows, and return the temporary path, which is kept.
+
+        Raises:
+            OSError: The disk fails.
+        """
         self._flush()
         with naming(self.path):
             self._open_writer().close()
@@ -92,7 +104,7 @@ class Spool:
         return self._writer
 
     def abort(self) -> None:
-        """Drop an unfinished file; nothing happens after `finish`."""
+        """Delete an unfinished file. Does nothing after `finish`."""
         if self._writer is None:
             return
         writer, self._writer = self._writer, None
@@ -112,7 +124,12 @@ class Spool:
 
 
 def write_row(path: Path, schema: pa.Schema, row: Mapping[str, Any]) -> Path:
-    """A table of one row, whole or not at all. Raises ValueError unless the row names exactly the columns."""
+    """Write a table of one row atomically.
+
+    Raises:
+        ValueError: The keys of the row are not exactly the columns.
+        OSError: The disk fails.
+    """
     wrong = set(row) ^ set(schema.names)
     if wrong:
         raise ValueError(f"the row and the columns differ in {sorted(wrong)}")
@@ -126,7 +143,7 @@ def _cell(value: Any) -> Any:
 
 
 def sync_and_rename(temporary: Path, final: Path) -> None:
-    """Make a written file durable under its final name: fsync, rename, fsync of the folder."""
+    """Rename a file durably: fsync the file, rename it, and fsync its folder."""
     with naming(final):
         _sync(temporary, os.O_RDWR)
         os.replace(temporary, final)
@@ -135,14 +152,14 @@ def sync_and_rename(temporary: Path, final: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an OSError name the file that was to be written: those of pyarrow and of an fsync name none."""
+    """Add the path to an OSError of the block, because errors of pyarrow and fsync do not name the file."""
     try:
         yield
     except OSError as error:
         if str(path) in str(error):
             raise
-        told = " ".join(str(error).split()) if error.errno is None else os.strerror(error.errno)
-        raise OSError(error.errno or 0, f"cannot be written: {told}", str(path)) from error
+        reason = " ".join(str(error).split()) if error.errno is None else os.strerror(error.errno)
+        raise OSError(error.errno or 0, f"cannot be written: {reason}", str(path)) from error
 
 
 def _sync(path: Path, flags: int) -> None:

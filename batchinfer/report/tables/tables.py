@@ -1,4 +1,4 @@
-"""The one row that sums a run up: what the pipeline knows, what the meter measured, and the peaks."""
+"""Builds and writes the row of the run table, from facts of the pipeline, figures of the meter and peaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchinfer.report.tables.spool import write_row
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "duckdb", "pyarrow")
 
-RunRow = dict[str, Any]  # a value, or None for "not known", for every name in COLUMNS[RUN]
+RunRow = dict[str, Any]  # a value, or None if unknown, for every name in COLUMNS[RUN]
 
 
 def versions() -> dict[str, str]:
@@ -36,11 +36,11 @@ def run_row(
     """Return the row of the run table.
 
     Args:
-        facts: Values that the pipeline knows, by the names in COLUMNS[RUN]: at least run_id, job, output, started_at
-            and finished_at (with time zones).
-        hardware: None if no engine was started, as for `measured`.
-        measured: The figures of the meter.
-        meaningless: Columns that stay null, because they mean nothing for the job.
+        facts: Values of the pipeline by column name: at least run_id, job, output, started_at and finished_at (with
+            time zones).
+        hardware: The hardware, or None if no engine was started.
+        measured: The figures of the meter, or None if no engine was started.
+        meaningless: Columns that stay null, because they do not apply to the job.
     """
     row: RunRow = dict.fromkeys([*SCHEMAS[RUN].names, "waited_s"])
     row |= {"versions": versions()} | facts | (measured or {}) | dict.fromkeys(meaningless)
@@ -52,7 +52,7 @@ def run_row(
 def _hardware_columns(hardware: Hardware, row: RunRow) -> RunRow:
     codes = codes_of(row["quantization"] or "none", hardware.device)
     stated, linear = datasheet(hardware.name), codes or row["dtype"] or ""
-    # engines on a CPU share it
+    # all engines on a CPU share it
     devices = 1 if hardware.device == "cpu" else (row["replicas"] or 1) * (row["ranks"] or 1)
     return {
         "device": hardware.device,
@@ -71,7 +71,12 @@ def _times(value: float | None, times: int) -> float | None:
 
 
 def write_run(folder: Path, row: RunRow) -> Path:
-    """Write the run table, whole or not at all; drop what is no longer kept. Raises OSError, ValueError."""
+    """Write the run table atomically, and delete old tables of earlier runs.
+
+    Raises:
+        OSError: The table cannot be written.
+        ValueError: The keys of the row are not exactly the columns.
+    """
     make_folder(folder)
     path = write_row(table_path(folder, RUN, str(row["run_id"])), SCHEMAS[RUN], row)
     prune(folder)

@@ -26,7 +26,7 @@ from batchinfer.report.page.overview import heading, tiles, work
 from batchinfer.report.page.prefix_tree import MOST_NODES
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.roofline import MOST_POINTS
-from batchinfer.report.page.timeline import MOST_STRETCHES
+from batchinfer.report.page.timeline import MOST_SEGMENTS
 from batchinfer.report.tables.activities import Activity, write_activities
 from batchinfer.report.tables.columns.declared import EXPERTS, ROWS, SCHEMAS
 from batchinfer.report.tables.tables import RunRow
@@ -126,7 +126,7 @@ def test_the_timeline_adds_up_to_the_run(row: RunRow, parsed: ParsedPage) -> Non
         assert tokens == pytest.approx(row[total])
     assert sum(table.column("steps")) == row["steps"]
     assert sum(spans) == pytest.approx(row["engine_wall_s"])
-    assert 2 < len(table.rows) <= MOST_STRETCHES
+    assert 2 < len(table.rows) <= MOST_SEGMENTS
 
 
 def test_engines_of_one_run_follow_one_another(copy: Path) -> None:
@@ -311,7 +311,7 @@ def test_tables_that_are_missing_are_left_out_with_a_sentence(folder: Path, tmp_
     (tmp_path / run.name).write_bytes(run.read_bytes())
     parsed = ParsedPage(page(read_run(tmp_path)))
     assert "throughput-table" not in parsed.tables
-    assert "the table steps of this run is not there" in re.sub("`", "", parsed.text)
+    assert "this run has no table steps" in re.sub("`", "", parsed.text)
     assert "time-table" in parsed.tables
     errors = parsed.tables["errors-table"]
     assert (errors.column("rows"), set(errors.column("examples"))) == ([10, 5], {"–"})
@@ -342,7 +342,7 @@ def test_the_size_does_not_follow_the_run(tmp_path: Path, text: str) -> None:
     larger = page(read_run(tmp_path))
     assert len(larger) < len(text) + 150_000 < 2_000_000
     tables = ParsedPage(larger).tables
-    assert len(tables["throughput-table"].rows) == MOST_STRETCHES
+    assert len(tables["throughput-table"].rows) == MOST_SEGMENTS
     assert len(tables["roofline-table"].rows) <= MOST_POINTS
 
 
@@ -395,7 +395,7 @@ def test_launches_have_a_section_where_they_are_known(tmp_path: Path, parsed: Pa
     assert "Capturing graphs took 4 s and 300 MiB of GPU memory while loading and" in text
     assert "The host launched" not in text
     several = replace(run, row={**row, "host_launches": 40})
-    assert f"The host launched the {row['steps']} steps in 40 goes" in page(several)
+    assert f"The host launched the {row['steps']} steps in 40 launches" in page(several)
     compared = tables["forecast-table"]
     assert ["steps launched by operators", 21, row["eager_steps"]] in [line[:3] for line in compared.rows]
 

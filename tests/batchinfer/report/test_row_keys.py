@@ -10,7 +10,7 @@ import pytest
 
 from batchinfer.report.tables import row_keys
 from batchinfer.report.tables.columns.declared import ROWS, SCHEMAS
-from batchinfer.report.tables.row_keys import RowsBeside, hexadecimal, write_rows
+from batchinfer.report.tables.row_keys import RowKeysWriter, hexadecimal, write_rows
 
 KEYS = [bytes([n]) * 32 for n in range(10)]
 
@@ -51,7 +51,7 @@ def test_rows_that_are_written_beside_other_work_are_there_once_that_is_finished
         index_part(tmp_path / "b", 3, [KEYS[2]]),
     ]
     wanted = pq.read_table(write_rows(tmp_path / "wanted", "run-1", parts))
-    with RowsBeside(tmp_path / "report", "run-1", parts, "row_id") as table:
+    with RowKeysWriter(tmp_path / "report", "run-1", parts, "row_id") as table:
         assert not [*(tmp_path / "report").glob("*.parquet")], "nobody sees it yet"
         path = table.finish()
     assert pq.read_table(path).equals(wanted)
@@ -64,8 +64,8 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
     parts = [index_part(tmp_path / "a", 0, KEYS), broken]
     with pytest.raises(pa.ArrowInvalid):
         write_rows(report, "run-1", parts)
-    with RowsBeside(report, "run-1", parts, "row_id") as table, pytest.raises(pa.ArrowInvalid):
+    with RowKeysWriter(report, "run-1", parts, "row_id") as table, pytest.raises(pa.ArrowInvalid):
         table.finish()
-    with pytest.raises(ZeroDivisionError), RowsBeside(report, "run-1", parts[:1], "row_id"):
+    with pytest.raises(ZeroDivisionError), RowKeysWriter(report, "run-1", parts[:1], "row_id"):
         raise ZeroDivisionError
     assert list(report.iterdir()) == []

@@ -22,9 +22,7 @@ from batchinfer.pipeline.workers.messages import Failed, Finish, Left, Loaded, P
 from batchinfer.pipeline.workers.ranks.meeting import Meeting, Parent
 
 MISSED_S = 5 * BEAT_S  # limit on the time between heartbeats of a rank
-_OTHERS_S = (
-    0.5  # how long to wait for messages of other ranks after one has ended, because they may explain the end
-)
+_OTHERS_S = 0.5  # how long to wait after the end of a rank for messages of others, which may explain it
 _REAP_S = 5.0
 _LEAVE_S = 10.0  # how long to wait for ranks to leave; after that they end with this process
 
@@ -83,9 +81,8 @@ class OtherRanks:
         self._watch = HeartbeatWatch(range(1, self._size))
         self.peaks: list[int] = []  # peak memory in bytes of ranks that have left
         self.uses: list[RankUse] = []  # usage of ranks that have left
-        self.expert_tokens: dict[
-            int, list[int]
-        ] = {}  # by layer of all stages; the ranks of a stage count the same
+        # By layer of all stages; the ranks of a stage count the same tokens
+        self.expert_tokens: dict[int, list[int]] = {}
         self.rank_config: RankConfig | None = None  # of this process, or None without other ranks
         self._children: list[Child] = []
         self._sending = threading.Lock()
@@ -132,9 +129,7 @@ class OtherRanks:
             raise
         except Exception:
             if self._children:
-                time.sleep(
-                    4 * _OTHERS_S
-                )  # after the death of a rank, `_receive_all` ends this process by then
+                time.sleep(4 * _OTHERS_S)  # by then `_receive_all` has ended this process if a rank has died
             raise
 
     def _receive_all(self) -> None:

@@ -29,14 +29,14 @@ from batchinfer.pipeline.workers.ray.machine_facts import (
 from batchinfer.plan.setup.placement import division_of
 
 CONNECT_S = 30.0
-_FACTS_S = 120.0  # a node imports batchinfer for the first time, perhaps from a cold disk
-_WAIT_S, _TELL_S = 5.0, 60.0  # between two looks for a node, and two lines about it
-_NAMED = 8  # nodes in a message
+_FACTS_S = 120.0  # limit on the first import of batchinfer on a node, perhaps from a slow disk
+_WAIT_S, _TELL_S = 5.0, 60.0  # seconds between checks for a node, and between notices
+_NAMED = 8  # largest number of nodes in a message
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """An engine reserves this share of a node."""
+    """The share of a node that an engine reserves."""
 
     cpus: int
     gpus: int
@@ -48,7 +48,7 @@ class EngineShare:
         return f"{counted(self.cpus, 'CPU')}{gpus}{labels}"
 
     def fits(self, node: ClusterNode) -> int:
-        """Return how many engines a node has room for when nothing else runs on it."""
+        """Return the number of engines that fit on a node without other work."""
         if any(node.labels.get(name) != wanted for name, wanted in self.labels):
             return 0
         by_gpus = int(node.gpus // self.gpus) if self.gpus else sys.maxsize
@@ -75,9 +75,9 @@ class ClusterEngines:
 
     address: str
     share: EngineShare
-    facts: NodeFacts  # of the class of machine that the setting is made for; of the node with the least free memory
-    machine: MachineFacts  # what one engine has to itself
-    others: tuple[str, ...]  # IDs of nodes that run no engine: of other classes, or with other versions
+    facts: NodeFacts  # of the node with the least free memory in the chosen machine class
+    machine: MachineFacts  # the share of one engine
+    others: tuple[str, ...]  # IDs of nodes that run no engine: other machine class or versions
 
 
 def connect(address: str) -> str:
@@ -92,8 +92,7 @@ def connect(address: str) -> str:
 
 
 def _connect(address: str) -> None:
-    """Connect in a thread. Ray tries for minutes, and no option limits that time. In the main thread, it would also
-    replace the handler of SIGTERM."""
+    """Connect in a thread, which allows a time limit and keeps Ray from replacing the handler of SIGTERM."""
     failed: list[BaseException] = []
 
     def initialise() -> None:
@@ -127,7 +126,7 @@ def cluster_engines(
 
     Args:
         job: A job with `ray.address`.
-        notice: Gets a line for what a user should know.
+        notice: Receives lines for the user.
         waiting: Waits some seconds for a node to join; returns False if the run must not wait any longer.
 
     Raises:
@@ -167,8 +166,13 @@ def cluster_engines(
 def _awaited_nodes(
     job: Job, address: str, notice: Callable[[str], None], waiting: Callable[[float], bool]
 ) -> tuple[EngineShare, list[ClusterNode]]:
-    """Return what an engine reserves, and the nodes that can have one. Waits for the first node, which an autoscaler
-    may add: a pending task tells it what is needed. Raises Unavailable."""
+    """Return the share of an engine, and the nodes on which one fits, after waiting for the first such node.
+
+    A pending task lets an autoscaler add a node.
+
+    Raises:
+        Unavailable: No node was added in time.
+    """
     assert job.ray is not None
     share, eligible = _eligible(job)
     demand, waited_s = None, 0.0
@@ -193,7 +197,7 @@ def _facts_task(share: EngineShare) -> Any:
 
 
 def _eligible(job: Job) -> tuple[EngineShare, list[ClusterNode]]:
-    """Return what an engine reserves, and the nodes that can have one."""
+    """Return the share of an engine, and the nodes on which one fits."""
     assert job.ray is not None
     asked, found = job.ray, nodes()
     on_gpu = job.engine.device != "cpu" and asked.gpus != 0
@@ -227,7 +231,7 @@ def nodes() -> list[ClusterNode]:
 
 
 def _facts_of(eligible: Sequence[ClusterNode], share: EngineShare) -> list[NodeFacts | str]:
-    """Ask each node for its facts. Of a node that cannot answer, return why."""
+    """Return the facts of each node, or the reason why a node did not report them."""
     task: Any = ray.remote(num_cpus=0, max_retries=0)(node_facts)
     device = "cuda" if share.gpus else "cpu"
     places = [NodeAffinitySchedulingStrategy(node.number, soft=False) for node in eligible]

@@ -1,4 +1,4 @@
-"""The actors on nodes of a Ray cluster. Without Ray, each would be a process: an engine, or a calibration."""
+"""The actors on nodes of a Ray cluster, which replace the processes of engines and calibrations."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from batchinfer.pipeline.workers.worker import run_engine
 
 INBOX, OUTBOX = "inbox", "outbox"
 GROUPS = {INBOX: 1, OUTBOX: 1}
-_LEAVE_S = 30.0  # a driver that has not fetched the last messages by then is gone
-_MOST_MESSAGES = 16  # that one call returns
+_LEAVE_S = 30.0  # how long the driver may take to fetch the last messages
+_MOST_MESSAGES = 16  # largest number of messages per call
 
 
 @dataclass(frozen=True, slots=True)
 class NodeNeeds:
     """The properties that a node must have to compute for a run."""
 
-    facts: NodeFacts  # of the nodes that the setting was made for
+    facts: NodeFacts  # of the machine class for which the setting was chosen
     any_class: bool  # whether another class of machine is allowed
     files: Mapping[Path, Mapping[str, str]]  # sha256 of the model's files, by path and by name
 
     def refusal(self, facts: NodeFacts) -> str:
-        """Return why a node with these facts must not compute; an empty string if it may."""
+        """Return the reason why a node with these facts must not compute, or an empty string if it may."""
         if differing := version_differences(self.facts.versions, facts):
             return differing
         if not self.any_class and facts.machine_class != self.facts.machine_class:
@@ -63,36 +63,36 @@ class EngineEnded:
 
 
 class MessageActor(ABC):
-    """Exchanges messages with the driver. `give` and `take` are its inbox and outbox; each has a thread of its own."""
+    """Exchanges messages with the driver through `give` and `take`, which run in separate threads."""
 
     def __init__(self, needs: NodeNeeds) -> None:
         self._needs = needs
-        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's; the engine sets its threads
-        os.environ["HF_HUB_OFFLINE"] = "1"  # as the command line does: no library may download
+        os.environ.pop("OMP_NUM_THREADS", None)  # set by Ray; the engine sets its own number of threads
+        os.environ["HF_HUB_OFFLINE"] = "1"  # forbid downloads, like the command line
         self._inbox, self._outbox = SimpleQueue[object](), SimpleQueue[object]()
         threading.Thread(target=self._run, daemon=True, name="work").start()
 
     @ray.method(concurrency_group=INBOX)
     def give(self, message: object) -> None:
-        """Take a message of the driver."""
+        """Queue a message from the driver."""
         self._inbox.put(message)
 
     @ray.method(concurrency_group=OUTBOX)
     def take(self) -> list[object]:
-        """Return the next messages to the driver, waiting for the first one."""
+        """Return the next messages to the driver, after waiting for the first one."""
         found = [self._outbox.get()]
         while len(found) < _MOST_MESSAGES and not self._outbox.empty():
             found.append(self._outbox.get())
         return found
 
-    # What the work sees as its connection
+    # The interface of a connection, for the work
 
     def send(self, message: object) -> None:
         """Send a message to the driver."""
         self._outbox.put(message)
 
     def recv(self) -> object:
-        """Return the next message of the driver, waiting for it."""
+        """Wait for the next message from the driver and return it."""
         return self._inbox.get()
 
     def _run(self) -> None:
@@ -104,27 +104,27 @@ class MessageActor(ABC):
                 raise Unavailable(f"node {facts.name}: {refusal}")
             self._work(facts)
             status = 0
-        except Exception as error:  # noqa: BLE001 - the driver must hear of every error
+        except Exception as error:  # noqa: BLE001 - the driver reports every error
             self.send(failure(error))
         finally:
             self.send(EngineEnded(status))
 
     @abstractmethod
     def _work(self, facts: NodeFacts) -> None:
-        """Do what the actor is for, in its thread."""
+        """Do the work of the actor, in its thread."""
 
     def _leave(self, status: int) -> NoReturn:
-        """End the work from any thread: the driver fetches the last messages, and then ends this actor."""
+        """End the work from any thread, after the driver had time to fetch the last messages."""
         self.send(EngineEnded(status))
         threading.Event().wait(_LEAVE_S)
         os._exit(status)
 
 
 class CallActor(MessageActor):
-    """Calls a function in a thread, as a process of its own would."""
+    """Calls a function in a thread, like a child process on this machine would."""
 
     def __init__(self, needs: NodeNeeds, target: str, argument: object) -> None:
-        """Take the function "module:function", which gets the argument and a connection."""
+        """Call the function `target`, "module:function", with the argument and a connection."""
         self._target, self._argument = target, argument
         super().__init__(needs)
 
@@ -140,7 +140,7 @@ class EngineActor(MessageActor):
         super().__init__(needs)
 
     def recv(self) -> object:
-        """Return the next message of the driver, waiting for it."""
+        """Wait for the next message from the driver and return it."""
         return self._configured(super().recv())
 
     def _work(self, facts: NodeFacts) -> None:
@@ -157,7 +157,7 @@ class EngineActor(MessageActor):
             places = [EnginePlace(gpu=gpu) for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",")[:ranks]]
         elif self._cpus >= usable_cpus():
             places = [EnginePlace(cores) for cores in divided_cores(ranks)]
-        else:  # other engines have the rest of the node, and nothing says which cores
+        else:  # other engines use the rest of the node, and which cores they use is unknown
             places = [EnginePlace()] * ranks
         own, *others = (
             replace(one, place=place) for one, place in zip((spec, *spec.others), places, strict=True)
@@ -165,7 +165,7 @@ class EngineActor(MessageActor):
         return replace(own, others=tuple(others))
 
     def _configured(self, message: object) -> object:
-        """Give an engine on a CPU its part of this node's memory."""
+        """Add the share of this node's memory to the configuration of an engine on a CPU."""
         if not isinstance(message, Configure) or message.config.load.device != "cpu":
             return message
         part = min(1.0, self._cpus / usable_cpus())

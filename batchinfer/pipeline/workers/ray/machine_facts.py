@@ -1,4 +1,4 @@
-"""The facts of a node of a Ray cluster: what decides whether its engine computes as the others do."""
+"""The facts of a node of a Ray cluster that determine whether it computes the same results as other nodes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from batchinfer.core.version import __version__
 from batchinfer.machine.facts import MachineFacts, this_machine
 from batchinfer_kernels.arithmetic import Device
 
-# The instruction sets by which the compiled operators, and the libraries that torch calls, choose their code
+# Instruction sets that determine the code of the compiled operators and of torch's libraries
 _INSTRUCTION_SETS = ("avx", "avx2", "avx_vnni", "amx", "asimd", "bf16", "fma", "i8mm", "sve")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """The description of a node. It travels to the driver as plain values."""
+    """The description of a node, as plain values that can be sent to the driver."""
 
     name: str  # the address of the node
     machine: MachineFacts
-    versions: tuple[tuple[str, str], ...]  # by the names that messages use
+    versions: tuple[tuple[str, str], ...]  # pairs of name and version
     instructions: tuple[str, ...] = ()  # of the CPU; empty for an engine on GPUs
 
     @property
@@ -40,7 +40,7 @@ class NodeFacts:
 
 
 def node_facts(device: Device) -> NodeFacts:
-    """Describe this machine, in a task of Ray. `device`: the device that engines use."""
+    """Describe this machine, in a task of Ray, for engines on `device`."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from a task that reserves none
     machine = this_machine(device)
     instructions = () if machine.device == "cuda" else tuple(_instructions())
@@ -48,7 +48,7 @@ def node_facts(device: Device) -> NodeFacts:
 
 
 def versions() -> tuple[tuple[str, str], ...]:
-    """Return the versions on this machine of what computes, by the names that messages use."""
+    """Return pairs of name and version, for the software on this machine that computes."""
     return tuple(_versions())
 
 
@@ -63,7 +63,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _instructions() -> Iterator[str]:
-    """Yield the instruction sets of this CPU that programs choose their code by."""
+    """Yield the instruction sets of this CPU that determine which code runs."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -75,7 +75,7 @@ def _instructions() -> Iterator[str]:
 
 
 def share_of(facts: NodeFacts, cpus: int) -> MachineFacts:
-    """Return what an engine with `cpus` of a node's CPUs has to itself. Engines on GPUs have whole GPUs."""
+    """Return the facts of an engine's share of a node with `cpus` CPUs. Engines on GPUs have whole GPUs."""
     machine = facts.machine
     if machine.device == "cuda":
         return replace(machine, cores=cpus)
@@ -92,8 +92,8 @@ def share_of(facts: NodeFacts, cpus: int) -> MachineFacts:
 
 
 def version_differences(expected: Sequence[tuple[str, str]], found: NodeFacts) -> str:
-    """Say which versions differ: "it has torch 2.12.0 instead of 2.13.0"; empty: none."""
+    """Return a text such as "it has torch 2.12.0 instead of 2.13.0", or "" if all versions are equal."""
     theirs = dict(found.versions)
     pairs = ((name, theirs.get(name), wanted) for name, wanted in expected)
-    said = ", ".join(f"{name} {has} instead of {wanted}" for name, has, wanted in pairs if has != wanted)
-    return f"it has {said}" if said else ""
+    text = ", ".join(f"{name} {has} instead of {wanted}" for name, has, wanted in pairs if has != wanted)
+    return f"it has {text}" if text else ""

@@ -1,4 +1,4 @@
-"""The files that an engine reads, with their digests: those of a run and of its nodes have to be equal."""
+"""The digests of the files that an engine reads, which must be equal on this machine and on all nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batchinfer.engine.config import LoadConfig
 from batchinfer.models.files.fingerprint import file_sha256
 
 _READ = (".safetensors", ".gguf", ".json", ".jinja", ".model", ".txt")
-_NAMED = 5  # files that a message names
+_NAMED = 5  # largest number of files in a message
 
 
 def folders_of(load: LoadConfig, tokenizer: Path | None) -> list[Path]:
@@ -21,14 +21,21 @@ def folders_of(load: LoadConfig, tokenizer: Path | None) -> list[Path]:
 
 
 def digests(path: Path, cache: MutableMapping[str, str]) -> dict[str, str]:
-    """Return the sha256 of each file of a folder that a model may be read from, by name; or of that one file. `cache`:
-    as of `file_sha256`. Raises OSError."""
+    """Return the sha256 of each model file in a folder, or of a single file, by file name.
+
+    Args:
+        path: The folder or the file.
+        cache: The cache of `file_sha256`.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
     files = [path] if path.is_file() else sorted(one for one in path.iterdir() if one.suffix in _READ)
     return {one.name: file_sha256(one, cache, lambda _: None) for one in files if one.is_file()}
 
 
 def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
-    """Say in words which files differ; "": none."""
+    """Return a text that names the files that differ, or "" if all are equal."""
     names = [*_differing(expected, found)]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
@@ -39,6 +46,6 @@ def _differing(expected: Mapping[str, str], found: Mapping[str, str]) -> Iterato
         if name not in found:
             yield f"{name} is missing"
         elif name not in expected:
-            yield f"{name} is not there at the run's machine"
+            yield f"{name} is missing on the machine of the run"
         elif expected[name] != found[name]:
             yield f"{name} differs"

@@ -26,10 +26,10 @@ from batchinfer.pipeline.workers.ray.engine_actor import (
 from batchinfer.pipeline.workers.ray.model_files import digests, folders_of
 from batchinfer.pipeline.workers.transport import Link
 
-# Arguments above 100 KB go through Ray's object store, which takes ten times as long
+# Messages are split, because Ray sends arguments above 100 KB through its object store, which takes ten times as long
 _SPLIT_BYTES = 64 << 10
-_ROW_BYTES = 512  # of a request without its tokens
-# What Ray says of an actor whose node is gone, and of one that was killed because the node had no memory left
+_ROW_BYTES = 512  # size of a request without its tokens
+# Phrases in Ray's error about an actor whose node is gone, and about one killed because its node ran out of memory
 _NODE_GONE = ("its node has died", "node was preempted", "node is drain", "node was drain", "node failure")
 _NO_MEMORY = ("NODE_OUT_OF_MEMORY", "low on memory", "memory pressure")
 _MOST_CHARACTERS = 300
@@ -37,7 +37,7 @@ _MOST_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class ActorEnd:
-    """How an actor ended."""
+    """The way an actor ended."""
 
     text: str
     lost: bool = False  # its node is gone, or cannot be reached
@@ -49,26 +49,26 @@ class ActorEnd:
 
     @classmethod
     def of(cls, error: Exception) -> ActorEnd:
-        """Return the end that an error of Ray's reports."""
+        """Return the end that an error of Ray describes."""
         text = str(error)
         gone = isinstance(error, ActorUnavailableError) or getattr(error, "preempted", False)
         if gone or any(one in text for one in _NODE_GONE):
             return cls("lost its node", lost=True)
-        told = text.partition(" Some common causes")[0]
-        if isinstance(error, OutOfMemoryError) or any(one in told for one in _NO_MEMORY):
+        cause = text.partition(" Some common causes")[0]
+        if isinstance(error, OutOfMemoryError) or any(one in cause for one in _NO_MEMORY):
             return cls(f"was killed by Ray because memory ran out: {_reason(text)}", out_of_memory=True)
         return cls(f"was killed or crashed ({_reason(text)})")
 
 
 def _reason(text: str) -> str:
-    """Return the sentence in which Ray says why an actor died."""
+    """Return the part of Ray's error that explains why an actor died."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = next((line for line in lines if "because" in line or "Worker exit" in line), lines[-1])
     return reason.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0][:_MOST_CHARACTERS]
 
 
 class RayLink:
-    """The driver's end of an actor. One call of `take` is always open: it returns when the actor has messages."""
+    """The driver's link to an actor. A call of `take` is always pending, and returns when the actor has messages."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -79,22 +79,22 @@ class RayLink:
 
     @property
     def lost(self) -> bool:
-        """Whether the node of the actor is gone."""
+        """Return True if the node of the actor is gone."""
         return self._end is not None and self._end.lost
 
     @property
     def open_call(self) -> Any:
-        """Return the open call; None if there is something to receive already."""
+        """Return the pending call, or None if a message can be received already."""
         return None if self._messages or self._end is not None else self._taken
 
     def send(self, message: object) -> None:
-        """Send a message, if the actor is still there."""
+        """Send a message unless the actor has ended."""
         if self._end is None:
             for part in _parts(message):
                 self._actor.give.remote(part)
 
     def poll(self, timeout_s: float) -> bool:
-        """Return True if there is something to receive, waiting for it for that long."""
+        """Return True if a message can be received, after waiting for at most `timeout_s` seconds."""
         if self.open_call is None:
             return True
         ready, _ = ray.wait([self._taken], timeout=timeout_s)
@@ -103,7 +103,7 @@ class RayLink:
         return bool(ready)
 
     def fetch(self) -> None:
-        """Receive what the open call has returned."""
+        """Store the messages that the pending call has returned."""
         try:
             found = ray.get(self._taken)
         except RayError as error:
@@ -114,12 +114,12 @@ class RayLink:
             if isinstance(message, EngineEnded):
                 self._end = ActorEnd(f"ended with exit status {message.status}")
                 return
-            # The clock of a node differs from the driver's
+            # replaced, because the clock of a node differs from the driver's
             self._messages.append(Loaded(time.perf_counter()) if isinstance(message, Loaded) else message)
         self._taken = self._actor.take.remote()
 
     def receive(self) -> object:
-        """Return the next message. Raises EOFError after the last one."""
+        """Return the next message, or raise EOFError after the last one."""
         while not self._messages:
             if self._end is not None:
                 raise EOFError("the actor has ended")
@@ -127,7 +127,7 @@ class RayLink:
         return self._messages.popleft()
 
     def wait(self, within_s: float) -> ActorEnd | None:
-        """Return how the actor ended; None: it has not within that many seconds."""
+        """Return how the actor ended, or None if it is still running after `within_s` seconds."""
         until = time.monotonic() + within_s
         while self._end is None and (left_s := until - time.monotonic()) > 0:
             if ray.wait([self._taken], timeout=left_s)[0]:
@@ -135,44 +135,51 @@ class RayLink:
         return self._end
 
     def kill(self) -> None:
-        """End the actor now. Ray does not say when it has ended; nothing that it sends from now on is received."""
+        """End the actor. It may still run for a moment, but its messages are no longer received."""
         ray.kill(self._actor, no_restart=True)
         self._end = self._end or ActorEnd("was ended")
 
     def close(self) -> None:
-        """End the actor; safe to call twice."""
+        """End the actor. May be called twice."""
         self.kill()
 
 
 def _parts(message: object) -> Iterator[object]:
-    """Yield a message in parts that Ray sends within a call, if it can be divided."""
+    """Yield a message in parts that are small enough for Ray to send within a call. Only Add can be split."""
     if not isinstance(message, Add):
         yield message
         return
     part, size = list[Any](), 0
     for request in message.requests:
-        taken = _ROW_BYTES + 4 * len(request.prompt)
-        if part and size + taken > _SPLIT_BYTES:
+        row_size = _ROW_BYTES + 4 * len(request.prompt)
+        if part and size + row_size > _SPLIT_BYTES:
             yield Add(part)
             part, size = [], 0
         part.append(request)
-        size += taken
+        size += row_size
     yield Add(part)
 
 
 class RayTransport:
-    """Starts actors, each with the share of a node that the job asks for."""
+    """Starts actors, each with the share of a node that the job requests."""
 
     def __init__(
         self, engines: ClusterEngines, any_class: bool, wait_s: float, known: MutableMapping[str, str]
     ) -> None:
-        """known: sha256 of files by `file_identity`, as of `file_sha256`."""
+        """Prepare to start actors.
+
+        Args:
+            engines: The machines of the cluster.
+            any_class: Whether engines may run on any machine class.
+            wait_s: Seconds to wait for resources.
+            known: The cache of `file_sha256`.
+        """
         self._engines, self._any_class, self._known = engines, any_class, known
         self._files: dict[Path, Mapping[str, str]] = {}
         self.wait_s = wait_s
 
     def start(self, spec: WorkerSpec) -> Link:
-        """Start an actor. It waits for resources, if need be."""
+        """Start an actor, which may first wait for resources."""
         cpus = self._engines.share.cpus
         reads = folders_of(spec.load, spec.tokenizer)
         return RayLink(self._start_actor(EngineActor, reads, _with_threads(spec, cpus), cpus))
@@ -182,7 +189,7 @@ class RayTransport:
         return RayLink(self._start_actor(CallActor, folders_of(load, None), target, argument))
 
     def _start_actor(self, kind: type[MessageActor], reads: Sequence[Path], *arguments: object) -> Any:
-        """Start an actor that reads these folders. Ray starts it once a node has the resources."""
+        """Start an actor that reads these folders, once a node has the resources."""
         needs = NodeNeeds(self._engines.facts, self._any_class, {path: self._digests(path) for path in reads})
         share, others = self._engines.share, self._engines.others
         labels = dict(share.labels) | ({"ray.io/node-id": f"!in({','.join(others)})"} if others else {})
@@ -197,11 +204,11 @@ class RayTransport:
         return self._files[path]
 
     def takes_standby(self, spec: WorkerSpec) -> bool:
-        """Return False: engines run on nodes."""
+        """Return False, because engines run on nodes."""
         return False
 
     def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
-        """Return the links that have something to receive, an end included; waits for the first one."""
+        """Return the links with messages, after waiting for at most `timeout_s` seconds for the first one."""
         ours = [link for link in links if isinstance(link, RayLink)]
         waiting = {link.open_call: link for link in ours if link.open_call is not None}
         if waiting:
@@ -215,12 +222,12 @@ class RayTransport:
 
     @property
     def wanted(self) -> str:
-        """Name the node that an engine waits for."""
+        """Return a description of the node that an engine waits for."""
         return f"node of the Ray cluster {self._engines.address} with {self._engines.share} free"
 
 
 def _with_threads(spec: WorkerSpec, cpus: int) -> WorkerSpec:
-    """Return the specification with as many CPU threads as the actor reserves CPUs, if the job names no other."""
+    """Return the specification with one CPU thread per reserved CPU, unless the job sets `engine.threads`."""
     if spec.load.threads is not None:
         return spec
     return replace(spec, load=replace(spec.load, threads=cpus))

@@ -1,1 +1,1 @@
-"""Sections of the page about the answers: their values, the failed rows, and the accuracy."""
+"""Sections of the page about answers: their values, failed rows and accuracy."""

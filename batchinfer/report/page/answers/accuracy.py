@@ -1,4 +1,4 @@
-"""How many answers are the expected ones: by field, and what was answered for each label."""
+"""The sections with the accuracy by field, and the answers for each expected label."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import ACCURACY, CALIBRATION, CONFUSION
 from batchinfer.report.tables.tables import RunRow
 
-MOST_LABELS = 20  # of a field, the most frequent ones; the report's table has all
+MOST_LABELS = 20  # shown labels of a field, the most frequent ones; the report's table has all
 MOST_TABLES = 5  # fields whose labels are shown
-OTHERS = "(others)"  # labels that are less frequent
+OTHERS = "(others)"  # less frequent labels
 OTHER, ERROR = "(no label)", "(error row)"
 
 _FIELDS = """
@@ -45,12 +45,12 @@ _PAIRS = "SELECT expected, outcome, answer, rows FROM {table} WHERE field IS NOT
 
 
 def accuracy(run: ReportedRun) -> Iterator[PageSection]:
-    """Show what a job with expected answers got right; there is no section for others."""
+    """Show the accuracy. Yields no section for a job without expected answers."""
     row = run.row
     if row["labelled_rows"] is None:
         return
     if not run.has(ACCURACY):
-        yield PageSection("accuracy", "Right answers", f"{_text(row)} {run.lacks(ACCURACY)}")
+        yield PageSection("accuracy", "Right answers", f"{_text(row)} {run.why_empty(ACCURACY)}")
         return
     rows = run.fetch(_FIELDS.format(table=run.own(ACCURACY)))
     options = {"category": "field", "bars": ["exact", "normalised"], "unit": "0…1", "horizontal": True}
@@ -65,13 +65,13 @@ def accuracy(run: ReportedRun) -> Iterator[PageSection]:
 
 
 def _calibration(row: RunRow, bins: Sequence[tuple[Any, ...]]) -> PageSection:
-    """Say how often answers of each probability are right."""
+    """Compare the probability of answers with their accuracy."""
     options = {"category": "bin", "bars": ["probability", "right"], "unit": "0…1"}
     chart = Chart(
         "bars", "Bars of the mean probability and the share of right answers, by probability", options
     )
     text = (
-        f"Answers by their probability: were it right, both bars would be equal. Their distance is "
+        f"Answers by their probability. With perfect probabilities, both bars would be equal. Their distance is "
         f"{row['calibration_error']:.3f} on average (expected calibration error); the Brier score is "
         f"{row['brier_score']:.3f}."
     )
@@ -89,7 +89,7 @@ def _text(row: RunRow) -> str:
 
 
 def _confusion(name: str, field: str | None, pairs: Sequence[tuple[Any, ...]]) -> PageSection:
-    """A row for each label that was expected, a column for each that was answered."""
+    """Return the section with a row for each expected label and a column for each answered label."""
     shown, table = _table(pairs)
     answers = [
         *shown,
@@ -102,12 +102,12 @@ def _confusion(name: str, field: str | None, pairs: Sequence[tuple[Any, ...]]) -
     rows = [(expected, *(found.get(one, 0) for one in answers)) for expected, found in table.items()]
     more = f" The {count(len(shown))} most frequent labels are shown." if OTHERS in table else ""
     title = "Confused labels" if field is None else f"Confused labels of {field}"
-    text = f"Rows by the label that was expected, and by what was answered.{more}"
+    text = f"Rows by expected label and by answer.{more}"
     return PageSection(name, title, text, None, Figures(columns, rows))
 
 
 def _table(pairs: Sequence[tuple[Any, ...]]) -> tuple[list[str], dict[str, dict[str, int]]]:
-    """Return the labels that are shown, and rows by what was expected, then by what was answered."""
+    """Return the shown labels, and the number of rows by expected label and by answer."""
     of_label: dict[str, int] = {}
     for expected, _, _, rows in pairs:
         of_label[expected] = of_label.get(expected, 0) + rows

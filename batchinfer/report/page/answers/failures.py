@@ -1,4 +1,4 @@
-"""Error rows by code, with the ids of some. Never a prompt, an answer or a message: they may quote what is private."""
+"""The section with error rows by code and some ids. It shows no prompts, answers or messages, which may be private."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 
-EXAMPLES = 10  # ids for each code
+EXAMPLES = 10  # ids per code
 _MOST_CODES = 30
 _ID_CHARACTERS = 60
 

@@ -1,4 +1,4 @@
-"""The sections about tasks that generate nothing show their answers: labels and probabilities, or scores."""
+"""The sections with labels, probabilities or scores, for tasks without output tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LABEL_COLUMNS = (
     Figure("most", "greatest probability", "0…1"),
 )
 _BIN_COLUMNS = (Figure("range", "from – to"), Figure("rows", "rows", "rows"))
-# Values in bars of equal width; the greatest value is part of the last bar
+# Values in bars of equal width; the last bar includes the largest value
 _BINS = """
 WITH given AS (SELECT {value} AS value FROM results WHERE status = 'ok'),
     found AS (SELECT value FROM given WHERE isfinite(value)),
@@ -43,7 +43,7 @@ WHERE most > least ORDER BY places.bar
 
 
 def task_answers(run: ReportedRun) -> Iterator[PageSection]:
-    """Yield the sections about the answers of `classify`, `score` and `rerank`; there are none for other tasks."""
+    """Yield the sections about answers of `classify`, `score` and `rerank`, and none for other tasks."""
     row = run.row
     if row["mean_label_probability"] is not None:
         yield from _of_labels(run)
@@ -83,7 +83,7 @@ def _right_text(run: ReportedRun) -> str:
 
 
 def _counted(run: ReportedRun) -> list[tuple[Any, ...]]:
-    """Return the rows of each label of a run whose results were replaced."""
+    """Return the rows of each label from the run table, for a run whose results were replaced."""
     labels = run.row["labels"]
     whole = sum(labels.values())
     ranked = sorted(labels.items(), key=lambda item: (-item[1], item[0]))
@@ -98,15 +98,15 @@ def _histogram(
     value: str,
     axis: tuple[int, int, int] | None = None,
 ) -> Iterator[PageSection]:
-    """Yield a histogram of the rows' values; nothing if all are equal, or the run's results are not in place.
+    """Yield a histogram of the values of rows, or nothing if all are equal or the results were replaced.
 
     Args:
         run: The run.
-        name: Anchor of the section.
+        name: The anchor of the section.
         title: Its title.
         text: The quantity that the bars show.
         value: SQL of a row's value.
-        axis: Least and greatest value, and the number of bars; None: as the values are.
+        axis: The smallest and the largest value, and the number of bars. None: derived from the values.
     """
     if not run.results:
         return

@@ -1,7 +1,7 @@
-"""Every table of the report: its columns, its schema, and how its rows are completed.
+"""The tables of the report, with their columns and schemas.
 
-Schemas, rows and sums follow from the columns' declarations, and `docs/report.md` shows the same text, which a test
-compares. Null always means "not known", never zero.
+Schemas, rows and sums follow from the declarations of columns. A test compares their descriptions with docs/report.md.
+Null always means unknown, never zero.
 """
 
 from __future__ import annotations
@@ -26,13 +26,10 @@ from batchinfer.report.tables.columns.others import (
 from batchinfer.report.tables.columns.run import RUN_COLUMNS
 from batchinfer.report.tables.columns.sums import BUCKET_COLUMNS, PHASE_COLUMNS, PREFIX_COLUMNS
 
-# Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes;
-# since 4 steps and requests say which replica it was; since 5 steps say how they were launched; since 6 there are
-# activities; since 7 accuracy, confusion and calibration; since 8 drafts;
-# since 9 those of earlier answers and of models; since 10 what proposals of models and heads take; since 11 ranks;
-# since 12 guesses of lookahead decoding; since 13 steps say how many were launched at once; since 14 steps and requests
-# say how many positions were scored, and runs have a task; lookahead's columns are gone since 14; since 15
-# activities say on which node
+# New in each format: 2: run_id in all tables, table rows; 3: tables phases, buckets and prefixes; 4: replica of steps
+# and requests; 5: launch of steps; 6: table activities; 7: tables accuracy, confusion and calibration; 8: drafts;
+# 9: drafts of earlier answers and models; 10: proposing_s; 11: table ranks; 12: lookahead; 13: launched_steps;
+# 14: scored_positions and task, lookahead removed; 15: node of activities
 TABLE_FORMAT = 15
 RUN = "run"
 STEPS = "steps"
@@ -47,7 +44,9 @@ PREFIXES = "prefixes"
 ACCURACY = "accuracy"
 CONFUSION = "confusion"
 CALIBRATION = "calibration"
-PROMPT_TOKENS = "prefill_tokens - recomputed_tokens"  # SQL over `steps`: prompt tokens run, each once
+PROMPT_TOKENS = (
+    "prefill_tokens - recomputed_tokens"  # SQL over `steps`: computed prompt tokens, each counted once
+)
 
 
 def schema_of(columns: Sequence[Column], table: str) -> pa.Schema:
@@ -75,13 +74,18 @@ SCHEMAS = {table: schema_of(columns, table) for table, columns in COLUMNS.items(
 
 
 def sampled(columns: Sequence[Column], sample: type[StepSample | RequestSample]) -> tuple[str, ...]:
-    """Return the names of those columns that stand in an engine's sample."""
+    """Return the names of columns that samples of engines contain."""
     names = {field.name for field in fields(sample)}
     return tuple(column.name for column in columns if column.name in names and column.name != "key")
 
 
 def completed(row: dict[str, Any], columns: Sequence[Column]) -> dict[str, Any]:
-    """Return the row with what formulas make of it; it has all other columns, and other values that formulas need."""
+    """Return a row with the columns that formulas compute.
+
+    Args:
+        row: All other columns, and further values that formulas need.
+        columns: The columns of the table.
+    """
     for column in columns:
         if column.formula is not None:
             row[column.name] = column.formula(row)
@@ -89,7 +93,7 @@ def completed(row: dict[str, Any], columns: Sequence[Column]) -> dict[str, Any]:
 
 
 def markdown(columns: Sequence[Column]) -> str:
-    """Return the columns as the Markdown table that the documentation shows."""
+    """Return the columns as a Markdown table for docs/report.md."""
     head = ["| column | type | unit | meaning |", "|---|---|---|---|"]
     lines = [f"| `{c.name}` | {_type_name(c.type)} | {c.unit} | {c.meaning} |" for c in columns]
     return "\n".join([*head, *lines])

@@ -1,4 +1,4 @@
-"""The columns of steps, requests and ranks: what an engine does."""
+"""The columns of the tables steps, requests and ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ STEP_COLUMNS: tuple[Column, ...] = (
     seconds("duration_s", "length of the step"),
     seconds("interval_s", "end of the previous step to end of this step; null in an engine's first step"),
     seconds("model_s", "part of `duration_s`: inside the model and the sampler"),
-    count("prefill_tokens", "tokens", "prompt tokens run, and all tokens run again after a preemption"),
-    count("decode_tokens", "tokens", "output tokens run for the first time, to get the next token"),
-    count("recomputed_tokens", "tokens", "part of `prefill_tokens`: tokens run again after a preemption"),
-    count("cached_tokens", "tokens", "prompt tokens not run because the cache held their prefix"),
+    count("prefill_tokens", "tokens", "computed prompt tokens, and all tokens recomputed after a preemption"),
+    count("decode_tokens", "tokens", "output tokens computed for the first time, to sample the next token"),
+    count("recomputed_tokens", "tokens", "part of `prefill_tokens`: tokens recomputed after a preemption"),
+    count("cached_tokens", "tokens", "prompt tokens not computed because their prefix was in the KV cache"),
     count(
         "sampled_tokens",
         "tokens",
@@ -27,7 +27,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
     count(
         "padded_tokens",
         "tokens",
-        "query positions computed without use: padding, steps of rows that had ended, rejected drafts",
+        "unused query positions: padding, steps of rows that had ended, rejected drafts",
     ),
     count("running", "sequences", "running sequences after scheduling"),
     count("waiting", "sequences", "waiting sequences after scheduling"),
@@ -42,9 +42,9 @@ STEP_COLUMNS: tuple[Column, ...] = (
         "tokens",
         "tokens appended after the sampled ones because a constraint left no alternative",
     ),
-    seconds("mask_s", "part of `model_s`: computing which tokens constraints allow"),
+    seconds("mask_s", "part of `model_s`: computing the tokens that constraints allow"),
     seconds("compile_s", "compiling constraints, since the previous step"),
-    text("phase", "`prefill`: the step ran only prompts; `decode`: no prompts; `mixed`: both"),
+    text("phase", "`prefill`: the step computed only prompts; `decode`: no prompts; `mixed`: both"),
     seconds("scheduled_s", "when the step's scheduling began; earlier than `started_s` if steps overlap"),
     seconds("ended_s", "`started_s` + `duration_s`"),
     count("pairs", "pairs", "useful (query, key) pairs of attention, summed over layers"),
@@ -59,17 +59,17 @@ STEP_COLUMNS: tuple[Column, ...] = (
         "between the pieces; `eager`: launched one operator at a time; null on a CPU",
     ),
     seconds("capture_s", "capturing graphs for the step; null on a CPU"),
-    count("graph_bytes", "bytes", "GPU memory that these graphs took; null on a CPU"),
+    count("graph_bytes", "bytes", "GPU memory of these graphs; null on a CPU"),
     *drafts(of_run=False),
     seconds(
         "collective_s",
-        "part of `model_s`: sums and gathers over ranks, as rank 0 measured them, its waiting for the others included; "
-        "null where no ranks have the same layers, and on GPUs",
+        "part of `model_s`: sums and gathers over ranks, measured by rank 0, including its waiting for other ranks; "
+        "null if no ranks share layers, and on GPUs",
     ),
     count(
         "launched_steps",
         "steps",
-        "the host launched so many steps at once, this one among them, as it does on GPUs where rows only decode",
+        "number of steps that the host launched together with this one, itself included (multi-step decoding on GPUs)",
     ),
     count(
         "scored_positions",
@@ -87,15 +87,17 @@ REQUEST_COLUMNS: tuple[Column, ...] = (
     count("prompt_tokens", "tokens", "length of the prompt"),
     count("completion_tokens", "tokens", "length of the completion, including its end token"),
     count("cached_tokens", "tokens", "prompt tokens served from a shared prefix"),
-    count("preemptions", "times", "how often the request was preempted"),
+    count("preemptions", "times", "number of times that the request was preempted"),
     count(
         "forced_tokens",
         "tokens",
-        "part of the completion: tokens to which its constraint left no alternative",
+        "part of the completion: tokens without an alternative under its constraint",
     ),
-    count("unrun_tokens", "tokens", "part of the completion: its last tokens, which the model never ran"),
+    count(
+        "unrun_tokens", "tokens", "part of the completion: its last tokens, which the model never computed"
+    ),
     Column("cut", pa.bool_(), "", "whether `max_tokens` or the model's context ended the completion"),
-    seconds("queued_s", "when the engine got the request, since the engine started"),
+    seconds("queued_s", "when the engine received the request, since the engine started"),
     seconds("scheduled_s", "when its first step began"),
     seconds("first_token_s", "when its first token was sampled"),
     seconds("finished_s", "when its last token was sampled"),
@@ -111,15 +113,16 @@ REQUEST_COLUMNS: tuple[Column, ...] = (
     count("prefix", "", "longest prefix that the request shares with others, as in `prefixes`; null: none"),
     seconds(
         "device_s",
-        "the request's part of the steps' `model_s`; the time of shared prefixes is split among all users",
+        "the request's share of the steps' `model_s`; the time of shared prefixes is split among all users",
     ),
     seconds(
-        "ran_device_s", "as `device_s`, but the time of a shared prefix counts for the request that ran it"
+        "ran_device_s",
+        "as `device_s`, but the time of a shared prefix counts for the request that computed it",
     ),
-    seconds("answer_device_s", "part of both: running the request's output tokens"),
-    count("flops", "FLOP", "useful floating-point operations of the tokens that the request ran"),
-    real("bytes", "bytes", "the request's part of the steps' `bytes`"),
-    seconds("roofline_s", "the request's part of the steps' `roofline_s`; null: peaks unknown"),
+    seconds("answer_device_s", "part of both: computing the request's output tokens"),
+    count("flops", "FLOP", "useful floating-point operations of the tokens that the request computed"),
+    real("bytes", "bytes", "the request's share of the steps' `bytes`"),
+    seconds("roofline_s", "the request's share of the steps' `roofline_s`; null: peaks unknown"),
     count(
         "scored_positions", "tokens", "positions of the prompt whose logits score given tokens, as in `steps`"
     ),
@@ -130,27 +133,27 @@ RANK_COLUMNS: tuple[Column, ...] = (
     RUN_ID,
     *WHICH_ENGINE,
     count("rank", "", "number of the rank in its engine, from 0"),
-    count("stage", "", "the stage that it is of, from 0, in the order of the layers"),
-    count("weight_bytes", "bytes", "weights of its part of the model, as they are loaded"),
+    count("stage", "", "number of its stage, from 0, in the order of the layers"),
+    count("weight_bytes", "bytes", "loaded weights of its shard of the model"),
     count("kv_bytes", "bytes", "its part of the KV cache"),
     count(
         "read_bytes",
         "bytes",
-        "bytes of the model's tensors that it read from its files, out of the page cache or from the disk; those of "
-        "adapters and draft models are not counted",
+        "bytes of tensors read from the model's files, from the page cache or the disk, without adapters and draft "
+        "models",
     ),
     count(
         "before_rss_bytes",
         "bytes",
-        "resident memory before it loaded anything: Python and libraries; null where the system does not say",
+        "resident memory before loading the model: Python and libraries; null if the system does not report it",
     ),
     count("peak_rss_bytes", "bytes", "peak resident memory"),
     seconds(
         "collective_s",
-        "as in `steps`, as this rank measured it, over all steps: the rank with the least waited the least for others",
+        "as in `steps`, measured by this rank and summed over steps; the smallest value is the rank that waited least",
     ),
     seconds(
         "stage_wait_s",
-        "time for which it waited for steps and for ranks of other stages; null without stages, and on GPUs",
+        "time of waiting for steps and for ranks of other stages; null without stages, and on GPUs",
     ),
 )

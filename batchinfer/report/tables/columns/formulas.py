@@ -1,4 +1,4 @@
-"""How columns of the run table follow from columns that stand before them. What is not known is None, never 0."""
+"""Formulas that compute columns of the run table from earlier columns. An unknown value is None, never 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 
 
 def over(top: str, *bottom: str) -> Formula:
-    """Divide a column by others, one after the other; None where one is not known, or there is nothing to divide by."""
+    """Return a formula that divides a column by all others. It gives None if a value is None or a divisor is 0."""
 
     def divided(row: Row) -> float | None:
         value: float | None = row[top]
@@ -24,12 +24,12 @@ def over(top: str, *bottom: str) -> Formula:
 
 
 def quotient(top: float | None, bottom: float | None) -> float | None:
-    """Divide; None where one side is not known, or there is nothing to divide by."""
+    """Return `top` / `bottom`, or None if either is None or `bottom` is 0."""
     return None if top is None or not bottom else top / bottom
 
 
 def known_sum(*names: str) -> Formula:
-    """Add the columns that are known; None where none is."""
+    """Return a formula that adds the known columns. It gives None if all are None."""
 
     def added(row: Row) -> float | None:
         known = [row[name] for name in names if row[name] is not None]
@@ -39,13 +39,13 @@ def known_sum(*names: str) -> Formula:
 
 
 def while_computing(*names: str) -> Formula:
-    """Add the columns that are known, for a run that computed something; None for others."""
+    """Return a formula like `known_sum`, which gives None for a run that computed nothing."""
     added = known_sum(*names)
     return lambda row: added(row) if row["steps"] else None
 
 
 def cost_of(seconds: str) -> Formula:
-    """Return the price of the machine for the time in that column."""
+    """Return a formula for the cost of the machine during the time in a column."""
 
     def cost(row: Row) -> float | None:
         price, took = row["price_per_hour"], row[seconds]
@@ -55,12 +55,13 @@ def cost_of(seconds: str) -> Formula:
 
 
 def wall_s(row: Row) -> float:
+    """Return the seconds from the start to the end of the run."""
     took: float = (row["finished_at"] - row["started_at"]).total_seconds()
     return took
 
 
 def host_s(row: Row) -> float | None:
-    """Return what is left of the engine's time without the device's and without waiting for rows, and of the run's."""
+    """Return the host's time: the engine's time without the device's and without waiting for rows, plus `other_s`."""
     rest = row["engine_s"]
     if rest is not None:
         rest -= (row["model_s"] or 0.0) + (row["waited_s"] or 0.0)
@@ -69,23 +70,27 @@ def host_s(row: Row) -> float | None:
 
 
 def energy_per_token(row: Row) -> float | None:
+    """Return the energy per computed token in joules."""
     if row["energy_j"] is None:
         return None
     return quotient(row["energy_j"], row["prompt_tokens_run"] + (row["output_tokens"] or 0))
 
 
 def forecast_error(row: Row) -> float | None:
+    """Return the relative error of the forecast, which is negative for a run that was faster."""
     wall, forecast = row["engine_wall_s"], row["forecast_s"]
     return None if wall is None or forecast is None else quotient(wall - forecast, forecast)
 
 
 def deadline_met(row: Row) -> bool | None:
+    """Return True if the results were published by the deadline, or None without a deadline."""
     if row["deadline"] is None:
         return None
     return is_published(row["exit_status"]) and row["finished_at"] <= row["deadline"]
 
 
 def goodput(row: Row) -> float | None:
+    """Return the output tokens per second until the deadline or the end of the run."""
     if row["deadline"] is None:
         return None
     until = min(row["deadline"], row["finished_at"])

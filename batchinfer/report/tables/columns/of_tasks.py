@@ -1,4 +1,4 @@
-"""Columns of the run table about the answers of one task, and the names of columns that stay null for some tasks."""
+"""Columns of the run table about answers of certain tasks, and the columns that are null for some tasks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from batchinfer.report.column import COUNTS, Column, count, ratio, real
 from batchinfer.report.tables.columns.shared import drafts
 
 WITHOUT_OUTPUT = frozenset({"embed", "score", "classify", "rerank"})  # tasks that generate no tokens
-OF_PREFIXES = ("prefix_saved_tokens", "again_tokens")  # null where each prompt runs as a whole
+OF_PREFIXES = ("prefix_saved_tokens", "again_tokens")  # null if prompts do not share prefixes
 OF_OUTPUT = (  # null for tasks that generate no tokens
     "output_tokens",
     "sampled_tokens",
@@ -30,7 +30,7 @@ ANSWERS: tuple[Column, ...] = (
     ratio("mean_label_probability", "mean `probability` of all labels (`classify`); null for other tasks"),
     count("scored_tokens", "tokens", "tokens that have a log-probability (`score`); null for other tasks"),
     real("mean_logprob", "nats", "mean log-probability of these tokens; perplexity is exp(−`mean_logprob`)"),
-    count("greedy_rows", "rows", "rows in which each of these tokens is the likeliest one (`is_greedy`)"),
+    count("greedy_rows", "rows", "rows in which each of these tokens is the most likely one (`is_greedy`)"),
     *(
         real(f"score_p{at}", "", f"the rows' `score`, {at}th percentile (`rerank`); null for other tasks")
         for at in (10, 50, 90)

@@ -1,4 +1,4 @@
-"""The columns of rows, experts, activities, accuracy, confusion and calibration."""
+"""The columns of the tables rows, experts, activities, accuracy, confusion and calibration."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ EXPERT_COLUMNS: tuple[Column, ...] = (
     count(
         "tokens",
         "tokens",
-        "tokens that the expert got, recomputed ones included, without padding; since "
-        "the engine last started, if `worker_restarts` of `run` is above 0",
+        "tokens that the expert computed, recomputed ones included, without padding; if `worker_restarts` of `run` "
+        "is above 0, since the last start of the engine",
     ),
     real("load", "", "`tokens` ÷ the mean over the layer's experts; 1: an even share"),
 )
@@ -32,7 +32,7 @@ ACTIVITY_COLUMNS: tuple[Column, ...] = (
     text(
         "process", "`command`; `engine` and the number of its process, as in `steps`; `reader` and its number"
     ),
-    text("activity", "what the process did"),
+    text("activity", "activity of the process"),
     seconds("from_s", "since the command was started"),
     seconds("until_s", "since the command was started"),
     text("node", "address of the node of the Ray cluster on which an engine ran; null elsewhere"),
@@ -57,17 +57,17 @@ CONFUSION_COLUMNS: tuple[Column, ...] = (
         "outcome",
         "`label`: the answer is a label; `other`: it is none; `error`: the row is an error row",
     ),
-    text("answer", "the label that was answered; null for the other outcomes"),
-    count("rows", "rows", "how many rows"),
+    text("answer", "the label in the answer; null for the other outcomes"),
+    count("rows", "rows", "number of rows"),
 )
 
 
 CALIBRATION_COLUMNS: tuple[Column, ...] = (
     RUN_ID,
-    ratio("from_probability", "answers whose probability is at least so much"),
-    ratio("to_probability", "and less than so much, or 1"),
+    ratio("from_probability", "lower bound of the probability of answers, included"),
+    ratio("to_probability", "upper bound of the probability, excluded unless it is 1"),
     count("rows", "rows", "labelled rows with such an answer"),
-    count("right_rows", "rows", "part of `rows`: the answer is the expected one, once both are normalised"),
-    ratio("mean_probability", "of these answers"),
+    count("right_rows", "rows", "part of `rows`: the answer is the expected one after both are normalised"),
+    ratio("mean_probability", "mean probability of these answers"),
     ratio("accuracy", "`right_rows` ÷ `rows`", formula=over("right_rows", "rows")),
 )

@@ -1,4 +1,4 @@
-"""The columns of the run table that hold its work against the peaks, and say what it cost."""
+"""The columns of the run table about efficiency, latency, energy and cost."""
 
 from __future__ import annotations
 
@@ -61,11 +61,13 @@ EFFICIENCY: tuple[Column, ...] = (
         "sum of the two above",
         formula=known_sum("prompt_tokens_per_s", "output_tokens_per_s"),
     ),
-    *spread("queue", "from when the engine got the request to the start of its first step"),
-    *spread("ttft", "from when the engine got the request to its first token (offline, mostly waiting)"),
+    *spread("queue", "from the arrival of the request in the engine to the start of its first step"),
+    *spread(
+        "ttft", "from the arrival of the request in the engine to its first token (offline, mostly waiting)"
+    ),
     *spread("tpot", "seconds per output token after the first, one value per request"),
     *spread("itl", "gap between two tokens of a sequence, one value per decoded token"),
-    *spread("latency", "from when the engine got the request to its last token"),
+    *spread("latency", "from the arrival of the request in the engine to its last token"),
     real("energy_j", "J", "energy that the machine used while the engine ran: the sum of the next two"),
     real(
         "cpu_energy_j",

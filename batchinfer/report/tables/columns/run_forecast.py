@@ -1,4 +1,4 @@
-"""The columns of the run table that say what was forecast, and whether the deadline was met."""
+"""The columns of the run table about memory, the forecast and the deadline."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ FORECAST: tuple[Column, ...] = (
     count(
         "worker_restarts",
         "times",
-        "workers started in place of dead ones; null: the run needed no worker at all",
+        "workers that replaced dead ones; null if the run needed no worker",
     ),
     count("parent_peak_rss_bytes", "bytes", "peak resident memory of the command"),
     count(
         "worker_peak_rss_bytes",
         "bytes",
-        "peak resident memory of the worker with the model; sum over all workers",
+        "peak resident memory of the workers, summed over all workers",
     ),
     count(
         "rank_peak_rss_bytes",
         "bytes",
-        "peak resident memory of the rank that had the most, part of `worker_peak_rss_bytes`; null without ranks",
+        "part of `worker_peak_rss_bytes`: the rank with the largest peak resident memory; null without ranks",
     ),
     count(
         "rank_read_bytes",
         "bytes",
-        "bytes of the model's files that a rank read, of the rank that read the most; null without ranks",
+        "bytes that a rank read from the model's files, for the rank that read the most; null without ranks",
     ),
     seconds("forecast_s", "the forecast of `engine_wall_s` before the run, by simulation"),
     real(
@@ -57,15 +57,15 @@ FORECAST: tuple[Column, ...] = (
     ratio("forecast_mbu", "the forecast of `mbu`"),
     text(
         "forecast_basis",
-        "where the times of steps came from: earlier `runs`, `measured` by `doctor --measure`, a share of the "
-        "peaks that is only `declared`, or from the `limit` of the peaks, of which a CPU is assumed to reach a half",
+        "source of the times of steps: earlier `runs`, `measured` by `doctor --measure`, a `declared` share of the "
+        "peaks, or the `limit` of the peaks (half of it on a CPU)",
     ),
     count(
         "forecast_answers_from",
         "runs",
-        "earlier runs from which lengths of answers were taken; 0: answers were counted at their `max_tokens`",
+        "number of earlier runs with the lengths of answers; 0: every answer was assumed to have `max_tokens` tokens",
     ),
-    Column("deadline", TIME, "", "when the results were wanted; null: the job has no `deadline`"),
+    Column("deadline", TIME, "", "the `deadline` of the job; null: it has none"),
     Column(
         "deadline_met",
         pa.bool_(),

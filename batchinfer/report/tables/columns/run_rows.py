@@ -1,4 +1,4 @@
-"""The columns of the run table that count rows, and how right their answers are."""
+"""The columns of the run table with counts of rows, accuracy and requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from batchinfer.report.tables.columns.shared import LABELLED
 
 ROW_COUNTS: tuple[Column, ...] = (
     count("rows", "rows", "input rows of the job"),
-    count("rows_ok", "rows", "rows with an answer, whichever run computed it"),
+    count("rows_ok", "rows", "rows with an answer of this run or an earlier one"),
     count("rows_error", "rows", "error rows"),
     Column("error_codes", COUNTS, "rows", "error rows by `error_code`"),
     *ANSWERS,
@@ -17,7 +17,7 @@ ROW_COUNTS: tuple[Column, ...] = (
     count(
         "unreadable_labels",
         "rows",
-        "rows whose expected answer is no JSON object as the answers are: they are not measured",
+        "rows whose expected answer is not a JSON object although the answers are: they are not measured",
     ),
     ratio(
         "mean_probability", "mean of the answers' probabilities, in labelled rows; null: answers have none"
@@ -30,18 +30,20 @@ ROW_COUNTS: tuple[Column, ...] = (
     count("distinct_requests", "requests", "distinct requests of the rows without an input error"),
     count("duplicate_rows", "rows", "rows that got the answer of an equal row"),
     count(
-        "waves", "plans", "plans that the engines followed while the input was read; null: it was read before"
+        "waves",
+        "plans",
+        "plans that the engines followed while the input was read; null if it was read before",
     ),
     count(
         "again_tokens",
         "tokens",
-        "prompt tokens of beginnings that rows of several waves share: at most so many were run again",
+        "upper bound of prompt tokens computed again because rows with a common prefix ran in several waves",
     ),
     count("reused_requests", "requests", "requests whose answer was already in the completion store"),
     count(
         "computed_requests",
         "requests",
-        "requests that finished in this run, without the prompt of `classify.calibrate`, which answers no row",
+        "requests that finished in this run, without the content-free prompt of `classify.calibrate`",
         sql="(SELECT count(*) FROM requests WHERE rows > 0)",
     ),
 )

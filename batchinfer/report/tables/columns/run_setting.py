@@ -1,4 +1,4 @@
-"""The columns of the run table that say what ran, on what, and against which peaks."""
+"""The columns of the run table about the job, the setting and the hardware."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from batchinfer.report.column import TEXTS, TIME, Column, count, ratio, real, se
 from batchinfer.report.tables.columns.formulas import wall_s
 
 SETTING: tuple[Column, ...] = (
-    text("run_id", "names the run; starts with its UTC start time, so that names sort by time"),
+    text("run_id", "id of the run; begins with its UTC start time, so ids sort by time"),
     text("job", "`name` of the job file"),
-    text("task", "`task` of the job file; columns that mean nothing for a task are null"),
+    text("task", "`task` of the job file; columns that do not apply to a task are null"),
     text("output", "folder of the results"),
-    text("model", "`org/name@commit` if the job names the model so, else the checkpoint's folder"),
+    text(
+        "model", "`org/name@commit` if the job names the model like this, else the folder of the checkpoint"
+    ),
     Column("started_at", TIME, "", "when the command's process started"),
     Column("finished_at", TIME, "", "when the tables were written"),
     seconds(
@@ -21,47 +23,49 @@ SETTING: tuple[Column, ...] = (
         formula=wall_s,
     ),
     count("exit_code", "", "exit code of the command"),
-    text("exit_status", "how the run ended, in one of the words above"),
+    text("exit_status", "how the run ended, one of the values above"),
     Column("trial", pa.bool_(), "", "whether `--limit` ran only the first rows"),
-    Column("versions", TEXTS, "", "versions of Python and of the packages that decide the results"),
+    Column("versions", TEXTS, "", "versions of Python and of the packages that determine the results"),
     text("device", "`cpu` or `cuda`"),
     text("hardware", "model name of the CPU or GPU"),
     count("cores", "cores", "CPU cores that the process may use; null on a GPU"),
     text("dtype", "data type of activations, and of weights that are not quantised"),
     text(
         "quantization",
-        "type to which weights of linear layers were quantised, or `none`; `stored`, `stored-int8`, `stored-int4`, "
+        "type of the quantised weights of linear layers, or `none`; `stored`, `stored-int8`, `stored-int4`, "
         "`stored-mxfp4`: fp8, int8, int4 or MXFP4 as the checkpoint stores it; "
         "`stored-sparse`: without the zeros of 2:4 sparse weights",
     ),
     real(
         "int4_kl",
         "nats",
-        "what calibrated int4 weights change: mean KL(unquantised ‖ int4) of the next token, at tokens of answers that "
-        "the calibration has not seen; null without one",
+        "loss of calibrated int4 weights: mean KL(unquantised ‖ int4) of the next token, at tokens of answers that "
+        "the calibration has not seen; null without a calibration",
     ),
-    ratio("int4_same_token", "the share of these tokens at which both models find the same one most likely"),
-    count("int4_tokens", "tokens", "how many these are"),
+    ratio(
+        "int4_same_token", "share of these tokens at which both models have the same most likely next token"
+    ),
+    count("int4_tokens", "tokens", "number of these tokens"),
     seconds(
         "calibration_s", "part of `other_s`: calibrating int4 weights; null if they were calibrated already"
     ),
     seconds(
         "draft_model_s",
-        "the answers of the model of `drafts.model`, part of `load_s` and `other_s`; null where none answers first",
+        "part of `load_s` and `other_s`: answers of the model of `drafts.model`; null unless it runs first",
     ),
     text("draft_model_runs", "where the model of `drafts.model` ran: `first` or `beside`; null without one"),
-    text("kv_cache_dtype", "`auto`: the KV cache kept values in `dtype`; `int8`, `fp8`: such codes"),
+    text("kv_cache_dtype", "`auto`: the KV cache had values of `dtype`; `int8`, `fp8`: quantised values"),
     Column(
         "deterministic",
         pa.bool_(),
         "",
         "whether `engine.deterministic` made answers independent of other rows",
     ),
-    Column("ops", TEXTS, "", "operators that were chosen, for the `decoder` and for its `linear` layers"),
-    count("replicas", "engines", "engines that shared the work; times of the run are means over them"),
-    count("ranks", "ranks", "processes, each with a part of the model, that were one engine together"),
+    Column("ops", TEXTS, "", "chosen operators of the `decoder` and of its `linear` layers"),
+    count("replicas", "engines", "number of replicas; times of the run are means over them"),
+    count("ranks", "ranks", "number of ranks of an engine, each with a shard of the model"),
     count("machines", "machines", "machines on which engines ran: this one, or nodes of the Ray cluster"),
-    count("threads", "threads", "CPU threads of the operators, of all engines together"),
+    count("threads", "threads", "CPU threads of the operators, summed over engines"),
     real("other_cores", "cores", "CPU cores that other processes used while the engine ran, on average"),
     real(
         "peak_flops_per_s",

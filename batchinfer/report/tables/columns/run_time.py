@@ -1,4 +1,4 @@
-"""The columns of the run table that divide its time."""
+"""The columns of the run table about time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from batchinfer.report.column import Column, count, ratio, real, seconds, text, 
 from batchinfer.report.tables.columns.formulas import host_s, known_sum, over, while_computing
 from batchinfer.report.tables.columns.shared import mean_of_engines
 
-# What engines lack, in sum, to the one that worked longest
+# Idle time of replicas that ended before the last one, summed over replicas
 _UNUSED_S = "(SELECT coalesce(max(wall_s) * $engines - sum(wall_s), 0) FROM walls)"
 
 TIMES: tuple[Column, ...] = (
@@ -16,10 +16,10 @@ TIMES: tuple[Column, ...] = (
     ),
     seconds("ingest_s", "reading, rendering and tokenising"),
     seconds("plan_s", "looking up stored answers, and planning"),
-    seconds("load_s", "waiting for the model to be loaded, once the plan was made"),
+    seconds("load_s", "waiting for the model to be loaded after planning"),
     seconds(
         "operators_build_s",
-        "compiling the CPU operators, in parallel to the phases up to `load_s`; null if they were compiled already",
+        "compiling the CPU operators, in parallel with the phases up to `load_s`; null if they were compiled already",
     ),
     seconds("operators_wait_s", "part of `load_s`: waiting for the operators to be compiled"),
     seconds(
@@ -34,10 +34,10 @@ TIMES: tuple[Column, ...] = (
         "bytes",
         "GPU memory free after loading, in the replica with the least; null on a CPU",
     ),
-    seconds("engine_s", "computing, as the parent process saw it"),
+    seconds("engine_s", "computing, measured by the parent process"),
     seconds("publish_s", "counting errors, joining and publishing the results"),
     seconds("close_s", "storing the last answers, ending the worker, writing these tables"),
-    seconds("other_s", "part of `wall_s`: time in none of the phases above"),
+    seconds("other_s", "part of `wall_s`: time outside of the phases above"),
     seconds(
         "engine_wall_s",
         "start of the first step to end of the last, idle time included, in the replica that took longest",
@@ -60,7 +60,7 @@ TIMES: tuple[Column, ...] = (
     ),
     seconds(
         "idle_input_s",
-        "devices idle for want of rows: `ingest_s`, and the part of `idle_s` in which the engine had no rows",
+        "devices idle without rows: `ingest_s`, and the part of `idle_s` in which the engine had no rows",
         formula=while_computing("ingest_s", "waited_s"),
     ),
     seconds(
@@ -83,37 +83,37 @@ TIMES: tuple[Column, ...] = (
     ),
     seconds(
         "idle_devices_s",
-        "the sum of the five above; null, as they are, for a run that computed nothing",
+        "the sum of the five columns above; all are null for a run that computed nothing",
         formula=known_sum("idle_input_s", "idle_load_s", "idle_plan_s", "idle_tail_s", "idle_publish_s"),
     ),
     text(
         "expert_placement",
-        "how whole experts are divided among ranks: `ranges` of their numbers, or `loads`: by how many tokens earlier "
-        "runs gave each; null where they are not divided",
+        "how whole experts are divided among ranks: `ranges` of their numbers, or `loads`: by the tokens of each in "
+        "earlier runs; null if they are not divided",
     ),
     count(
         "expert_copies",
         "",
-        "experts that ranks have beside the first copy of each, over all layers; null likewise",
+        "additional copies of experts on ranks, over all layers; null if experts are not divided",
     ),
     real(
         "expert_imbalance",
         "",
-        "tokens of the rank that has most in a layer ÷ those of the mean rank, over all layers and the whole run, "
-        "copies of an expert taken to have even parts; null likewise, and where experts were given no token",
+        "tokens of the rank with the most in a layer ÷ mean tokens of ranks, over all layers and the whole run, with "
+        "equal shares for copies of an expert; null if experts are not divided or computed no token",
     ),
     seconds(
         "stage_wait_s",
-        "time for which a stage waited for steps, for the stage before it, and for the one behind it to take what it "
-        "made, as a mean over stages and engines; null without stages (`engine.pipeline_parallel_size`), and on GPUs",
+        "time in which a stage waited for steps and for its neighbouring stages, as a mean over stages and engines; "
+        "null without stages (`engine.pipeline_parallel_size`), and on GPUs",
     ),
     ratio(
         "stage_wait_share", "`stage_wait_s` / `engine_wall_s`", formula=over("stage_wait_s", "engine_wall_s")
     ),
     seconds(
         "collective_s",
-        "part of `model_s`: sums and gathers over ranks, as rank 0 measured them, its waiting for the others included; "
-        "`ranks` has those of each; null where no ranks have the same layers, and on GPUs",
+        "part of `model_s`: sums and gathers over ranks, measured by rank 0, including its waiting for other ranks; "
+        "the table `ranks` has the value of each rank; null if no ranks share layers, and on GPUs",
         sql=f"{whole('collective_s')} / $engines",
     ),
     ratio(
@@ -121,7 +121,7 @@ TIMES: tuple[Column, ...] = (
     ),
     seconds(
         "metering_s",
-        "time that these measurements took: in the engine, for each step, and in the command",
+        "time of these measurements: in the engine, for each step, and in the command",
         sql=mean_of_engines("metering_s"),
     ),
     seconds(
@@ -141,7 +141,7 @@ TIMES: tuple[Column, ...] = (
     ),
     seconds("device_roofline_s", "part of `wall_device_s`: `roofline_s`"),
     seconds("device_padding_s", "part of `wall_device_s`: padded positions"),
-    seconds("device_recomputation_s", "part of `wall_device_s`: tokens run again after a preemption"),
+    seconds("device_recomputation_s", "part of `wall_device_s`: tokens recomputed after a preemption"),
     *(
         seconds(f"device_{kind}_loss_s", f"part of `wall_device_s`: {what}, beyond the roofline")
         for kind, what in (
@@ -151,5 +151,5 @@ TIMES: tuple[Column, ...] = (
             ("elementwise", "norms, activations and all other operators"),
         )
     ),
-    seconds("device_other_loss_s", "part of `wall_device_s`: the fixed time of each step, and the rest"),
+    seconds("device_other_loss_s", "part of `wall_device_s`: the fixed time per step, and the rest"),
 )

@@ -1,4 +1,4 @@
-"""The columns of the run table that count tokens, drafts and steps."""
+"""The columns of the run table with counts of tokens, drafts and steps."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from batchinfer.report.tables.columns.shared import LAUNCHED, drafts, mean_of_en
 
 
 def _launches() -> Iterator[Column]:
-    """Yield steps and tokens by the way they were launched, in numbers and shares; all null where no step says."""
+    """Yield the numbers and shares of steps and tokens by launch mode, which are null without launch modes in steps."""
     for mode, how in LAUNCHED.items():
         each, share = _launched("count(*)", mode)
-        yield count(f"{mode}_steps", "steps", f"how many of `steps` were {how}; null on a CPU", each)
+        yield count(f"{mode}_steps", "steps", f"number of `steps` that were {how}; null on a CPU", each)
         yield ratio(f"{mode}_steps_share", "their share of `steps`", share)
     for mode in LAUNCHED:
         each, share = _launched("sum(tokens)", mode)
-        yield count(f"{mode}_tokens", "tokens", f"run in `{mode}_steps`, recomputed ones included", each)
-        yield ratio(f"{mode}_tokens_share", "their share of all tokens that were run", share)
+        yield count(f"{mode}_tokens", "tokens", f"computed in `{mode}_steps`, recomputed ones included", each)
+        yield ratio(f"{mode}_tokens_share", "their share of all computed tokens", share)
 
 
 def _launched(sums: str, mode: str) -> tuple[str, str]:
-    """Return the SQL of how much was launched in that way, and of the share that this is."""
+    """Return the SQL of the steps or tokens of a launch mode, and of their share."""
     every = f"nullif({sums} FILTER (launch IS NOT NULL), 0)"
     some = f"coalesce({sums} FILTER (launch = '{mode}'), 0)"
     return f"CASE WHEN {every} > 0 THEN {some} END", f"{some} / {every}"
@@ -31,25 +31,25 @@ WORK: tuple[Column, ...] = (
     count(
         "prompt_tokens_run",
         "tokens",
-        "prompt tokens run, each once, without recomputation and padding",
+        "computed prompt tokens, each counted once, without recomputation and padding",
         sql=total("prompt_tokens"),
     ),
     count(
         "prefix_saved_tokens",
         "tokens",
-        "prompt tokens not run because the cache held their prefix",
+        "prompt tokens not computed because their prefix was in the KV cache",
         sql=total("cached_tokens"),
     ),
     count(
         "duplicate_saved_tokens",
         "tokens",
-        "prompt tokens not run because a row got the answer of an equal row (counted as in the definitions above)",
+        "prompt tokens not computed because a row is a duplicate (counted as in the definitions above)",
     ),
     count("duplicate_saved_output_tokens", "tokens", "output tokens not sampled for the same reason"),
     count(
         "decode_tokens_run",
         "tokens",
-        "output tokens run to get the next token, each counted once",
+        "output tokens computed to sample the next token, each counted once",
         sql=total("decode_tokens"),
     ),
     count(
@@ -61,16 +61,16 @@ WORK: tuple[Column, ...] = (
     count(
         "sampled_tokens",
         "tokens",
-        "tokens sampled, those of unfinished requests included",
+        "sampled tokens, including unfinished requests",
         sql=total("sampled_tokens - scored_positions"),
     ),
     count(
-        "recomputed_tokens", "tokens", "tokens run again after a preemption", sql=total("recomputed_tokens")
+        "recomputed_tokens", "tokens", "tokens recomputed after a preemption", sql=total("recomputed_tokens")
     ),
     count(
         "padded_tokens",
         "tokens",
-        "query positions computed without use: padding, steps of rows that had ended, rejected drafts",
+        "unused query positions: padding, steps of rows that had ended, rejected drafts",
         sql=total("padded_tokens"),
     ),
     ratio(
@@ -98,12 +98,12 @@ WORK: tuple[Column, ...] = (
     count(
         "forced_tokens",
         "tokens",
-        "output tokens to which a constraint left no alternative: appended, not sampled",
+        "output tokens without an alternative under a constraint: appended, not sampled",
         sql=total("forced_tokens"),
     ),
     seconds(
         "mask_s",
-        "part of `model_s`: computing which tokens constraints allow",
+        "part of `model_s`: computing the tokens that constraints allow",
         sql=mean_of_engines("mask_s"),
     ),
     seconds("compile_s", "compiling constraints", sql=mean_of_engines("compile_s")),
@@ -113,7 +113,7 @@ WORK: tuple[Column, ...] = (
     count(
         "host_launches",
         "times",
-        "how often the host launched steps: fewer than `steps` where it launched several at once; null on a CPU",
+        "number of launches by the host: fewer than `steps` with multi-step decoding; null on a CPU",
         sql="CASE WHEN count(launch) > 0 THEN round(sum(1 / launched_steps)) END",
     ),
     seconds(
@@ -124,7 +124,7 @@ WORK: tuple[Column, ...] = (
     count(
         "graph_bytes",
         "bytes",
-        "GPU memory that graphs captured between steps took; null on a CPU",
+        "GPU memory of graphs captured between steps; null on a CPU",
         sql="sum(graph_bytes)",
     ),
 )

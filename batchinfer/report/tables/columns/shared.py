@@ -1,4 +1,4 @@
-"""Columns that several tables have."""
+"""Columns that are part of several tables."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _DRAFTED = {
 
 
 def drafts(of_run: bool) -> Iterator[Column]:
-    """Yield the columns of what drafts came to, in a step or in a run."""
+    """Yield the columns of draft tokens, for steps or for runs."""
 
     def summed(column: str) -> str:
         return total(column) if of_run else ""
 
-    yield count("drafted_tokens", "tokens", "drafts that steps verified", sql=summed("drafted_tokens"))
+    yield count("drafted_tokens", "tokens", "draft tokens that steps verified", sql=summed("drafted_tokens"))
     yield count(
         "accepted_tokens",
         "tokens",
-        "drafts that were what was sampled in their place; part of `sampled_tokens`",
+        "accepted draft tokens: equal to the sampled token; part of `sampled_tokens`",
         sql=summed("accepted_tokens"),
     )
     for source, where in _DRAFTED.items():
@@ -40,38 +40,34 @@ def drafts(of_run: bool) -> Iterator[Column]:
             yield count(name, "tokens", f"part of `{what}_tokens`: from {where}", sql=summed(name))
     yield seconds(
         "proposing_s",
-        "part of `duration_s`: proposals of a draft model beside, or of heads"
+        "part of `duration_s`: proposals of a draft model with `drafts.runs: beside`, or of heads"
         if not of_run
-        else "proposals of a draft model beside, or of heads, part of the engines' time",
+        else "part of the engines' time: proposals of a draft model with `drafts.runs: beside`, or of heads",
         sql=mean_of_engines("proposing_s") if of_run else "",
     )
     yield seconds(
         "drafts_saved_s",
-        "time of the same tokens without drafts, by the median times of such steps, less their actual time"
-        + (
-            "; at most what all steps took; null where most of the drafts' steps do not know it"
-            if of_run
-            else ""
-        ),
+        "estimated time of the same tokens without drafts, by the median times of such steps, less their actual time"
+        + ("; at most the time of all steps; null if it is unknown for most draft tokens" if of_run else ""),
         sql=_SAVED_S if of_run else "",
     )
 
 
-# The first steps of a run do not know yet what steps take
+# `drafts_saved_s` is null in the first steps of a run, which have no median times yet
 _SAVED_S = """CASE WHEN 2 * coalesce(sum(drafted_tokens) FILTER (drafts_saved_s IS NULL), 0)
     <= coalesce(sum(drafted_tokens), 0)
 THEN least(coalesce(sum(drafts_saved_s), 0), coalesce(sum(duration_s), 0)) / $engines END"""
 
 
 def mean_of_engines(column: str) -> str:
-    """Return the SQL of a column's sum over all steps ÷ the number of engines."""
+    """Return the SQL of a column's sum over all steps, divided by the number of engines."""
     return f"{total(column)} / $engines"
 
 
 RUN_ID = text("run_id", "the run, as in the table `run`")
 WHICH_ENGINE: tuple[Column, ...] = (
     count("engine", "", "number of the engine's process in this run, from 0; a restart gets the next number"),
-    count("replica", "", "number of the replica, from 0; an engine started in place of a dead one keeps it"),
+    count("replica", "", "number of the replica, from 0; an engine that replaces a dead one keeps it"),
 )
 
 LABELLED: tuple[Column, ...] = (
@@ -81,7 +77,7 @@ LABELLED: tuple[Column, ...] = (
     count(
         "normalised_rows",
         "rows",
-        "`exact_rows`, and rows whose answer is the expected one once both are normalised",
+        "`exact_rows`, and rows whose answer is the expected one after both are normalised",
     ),
     ratio("accuracy", "`exact_rows` ÷ `labelled_rows`", formula=over("exact_rows", "labelled_rows")),
     ratio(

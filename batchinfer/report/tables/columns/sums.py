@@ -1,4 +1,4 @@
-"""The columns of phases, buckets and prefixes: sums over steps and requests."""
+"""The columns of the tables phases, buckets and prefixes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from batchinfer.report.tables.columns.shared import RUN_ID
 
 
 def _efficiency(engine_s: str, flops: str, read: str) -> Iterator[Column]:
-    """How well the hardware was used in `engine_s`, by sums over the table that `flops` and `read` stand in."""
+    """Yield the columns of hardware efficiency.
+
+    Args:
+        engine_s: The SQL of the engine's time.
+        flops: The SQL of the floating-point operations.
+        read: The SQL of the moved bytes.
+    """
     yield seconds("engine_s", "part of the run's `engine_wall_s`", engine_s)
     yield count("flops", "FLOP", "useful floating-point operations", flops)
     yield real("bytes", "bytes", "bytes that had to move", read)
@@ -27,16 +33,18 @@ PHASE_COLUMNS: tuple[Column, ...] = (
     RUN_ID,
     text("phase", "`prefill`, `decode` or `mixed`, as in `steps`; phases without steps have no row", "phase"),
     count("steps", "steps", "engine steps", sql="count(*)"),
-    count("prompt_tokens", "tokens", "prompt tokens run, each counted once", sql="sum(prompt_tokens)"),
+    count("prompt_tokens", "tokens", "computed prompt tokens, each counted once", sql="sum(prompt_tokens)"),
     count(
         "decode_tokens",
         "tokens",
-        "output tokens run to get the next token, each counted once",
+        "output tokens computed to sample the next token, each counted once",
         sql="sum(decode_tokens)",
     ),
     count("sampled_tokens", "tokens", "tokens sampled", sql="sum(sampled_tokens - scored_positions)"),
-    count("recomputed_tokens", "tokens", "tokens run again after a preemption", sql="sum(recomputed_tokens)"),
-    count("padded_tokens", "tokens", "query positions computed without use", sql="sum(padded_tokens)"),
+    count(
+        "recomputed_tokens", "tokens", "tokens recomputed after a preemption", sql="sum(recomputed_tokens)"
+    ),
+    count("padded_tokens", "tokens", "unused query positions", sql="sum(padded_tokens)"),
     seconds("device_s", "`model_s` of the phase's steps", sql="sum(model_s) / $engines"),
     *_efficiency("sum(greatest(interval_s, duration_s)) / $engines", "sum(flops)", "sum(bytes)::DOUBLE"),
 )
@@ -50,7 +58,7 @@ BUCKET_COLUMNS: tuple[Column, ...] = (
         "upper limit of the prompts' length; the lower limit is half of it",
         sql="CAST(2 ** ceil(log2(greatest(prompt_tokens, 1))) AS BIGINT)",
     ),
-    count("requests", "requests", "requests that finished", sql="count(*)"),
+    count("requests", "requests", "finished requests", sql="count(*)"),
     count("rows", "rows", "input rows that these requests answer", sql="sum(rows)"),
     count("prompt_tokens", "tokens", "length of the requests' prompts", sql="sum(prompt_tokens)"),
     count(
@@ -82,13 +90,15 @@ BUCKET_COLUMNS: tuple[Column, ...] = (
 
 PREFIX_COLUMNS: tuple[Column, ...] = (
     RUN_ID,
-    count("prefix", "", "names the prefix in its run"),
-    count("parent", "", "the next shorter shared prefix with which this prefix begins; null: none"),
+    count("prefix", "", "number of the prefix in the run"),
+    count("parent", "", "the longest shorter prefix in this table with which this prefix begins; null: none"),
     count("depth", "tokens", "length of the prefix"),
     count("tokens", "tokens", "part of `depth` beyond the parent"),
-    count("users", "requests", "requests that begin with this prefix, also with a longer one"),
-    count("saved_tokens", "tokens", "`tokens` × (`users` − 1): the most that sharing can save"),
-    count("cached_tokens", "tokens", "tokens that sharing did save: at most `saved_tokens`"),
-    seconds("device_s", "time in which `tokens` ran, for all users together"),
+    count("users", "requests", "requests that begin with this prefix"),
+    count(
+        "saved_tokens", "tokens", "`tokens` × (`users` − 1): upper bound of the tokens that sharing can save"
+    ),
+    count("cached_tokens", "tokens", "tokens that sharing saved: at most `saved_tokens`"),
+    seconds("device_s", "time of computing `tokens`, summed over all users"),
     text("first_key", "key of the first user, as in `requests`"),
 )
