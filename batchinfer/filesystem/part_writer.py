@@ -106,7 +106,7 @@ class PartWriter:
 def open_part(
     path: Path, schema: pa.Schema, ops: FileOps, distinct: Collection[str] = ()
 ) -> tuple[DurableFile, pq.ParquetWriter]:
-    """Open a Parquet file with page checksums. Close the writer first, then commit the file.
+    """Create a Parquet file with page checksums. Close the writer first, then commit the file.
 
     Columns in `distinct` have no dictionaries. For keys, ids and offsets of a million rows, writing took 0.71 s with
     dictionaries and 0.36 s without, and reading 0.25 s and 0.17 s.

@@ -23,7 +23,7 @@ from batchinfer.filesystem.location import Location
 from batchinfer.pipeline import run as run_stages
 from batchinfer.store.index import keeping
 from batchinfer.store.index.keeping import KeptIndex
-from batchinfer.store.kept import stretches
+from batchinfer.store.kept import segments
 from batchinfer.store.results import join
 from batchinfer.store.results.verify import verify_result
 from tests import warm_commands
@@ -55,7 +55,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     finish = KeptIndex.finish
 
     def noted(self: KeptIndex, *args: Any) -> Any:
-        found.append(self.taken.rows)
+        found.append(self.reused.rows)
         return finish(self, *args)
 
     monkeypatch.setattr(KeptIndex, "finish", noted)
@@ -324,7 +324,7 @@ def test_any_nights(
 
 def main(job: Path, number: int) -> None:
     """Run the job, and die at this operation."""
-    keeping.SETTLED_S, stretches._BYTES = -1.0, 1
+    keeping.SETTLED_S, segments._BYTES = -1.0, 1
     state.FileOps = lambda: FailingOps(number)  # type: ignore[assignment,misc]
     run(job)
 

@@ -84,7 +84,7 @@ class Keep:
     def cutoff(self, user: User | None) -> float:
         """Return the Unix time after which a use by `user` protects a completion.
 
-        None as the user means its commit.
+        If `user` is None, return the time after which its commit protects a completion.
         """
         days = self.days if user is None or user.job == self.job else user.keep
         return 0.0 if days is None else max(self.now - days * _DAY_S, 0.0)

@@ -81,7 +81,7 @@ class _Parts:
     left: int
 
     def take(self) -> bool:
-        """Return True if another one may be added."""
+        """Count one more property or item, and return True if it may be added."""
         self.left -= 1
         return self.left >= 0
 
@@ -236,7 +236,7 @@ def _is_of(name: str, kind: Kind, text: str) -> bool:
 
 
 def _check(value: Any) -> None:
-    """Check values that no schema is kept for. Raises NoJson."""
+    """Check values that are not added to the schema. Raises NoJson."""
     kind = _type_of(value)
     for one in value.values() if kind == "object" else value if kind == "array" else ():
         _check(one)

@@ -23,7 +23,7 @@ class ErrorSummary:
 
     codes: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    retryable: int = 0  # retryable error rows; completions are not counted
+    retryable: int = 0  # retryable rows found by `summarise_errors`, without those of `count_engine_errors`
 
     @property
     def rows(self) -> int:
