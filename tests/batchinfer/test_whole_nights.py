@@ -45,7 +45,7 @@ FIGURES = ("rows", "rows_ok", "rows_error", "distinct_requests", "duplicate_rows
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file is a stretch, and need not lie for a while to show that it was changed."""
     monkeypatch.setattr(keeping, "SETTLED_S", -1.0)
-    monkeypatch.setattr(stretches, "_BYTES", 1)
+    monkeypatch.setattr(segments, "_BYTES", 1)
 
 
 @pytest.fixture
@@ -233,8 +233,8 @@ def test_repeated_ids_of_rows_whose_file_has_changed_are_errors(tmp_path: Path, 
 def test_stretches_stay_few_however_many_nights_add_a_file(
     tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stretches, "_MOST", most := 2)
-    monkeypatch.setattr(stretches, "_BYTES", 1 << 20)
+    monkeypatch.setattr(segments, "_MOST", most := 2)
+    monkeypatch.setattr(segments, "_BYTES", 1 << 20)
     nights = Nights(tmp_path, model)
     for night in range(3):
         nights.write(f"{night}", people(24)[4 * night : 4 * night + 4])
