@@ -296,7 +296,7 @@ REFUSED = {
     "a file on the way": Wrong(73, ("out: is a file", "output.path"), lambda p: p.bytes(b"x", "out")),
     "a linked report": Wrong(73, ("res-report: is a symbolic link", "remove the link"),
         lambda p: linked(p, "out/res-report")),
-    "a report in a file": Wrong(73, ("res-report: is a file", "move it away"),
+    "a report in a file": Wrong(73, ("res-report: is a file", "move the file away"),
         lambda p: p.bytes(b"x", "out/res-report")),
     "a linked state": Wrong(73, (".batchinfer-res: is a symbolic link", "remove the link"),
         lambda p: linked(p, "out/.batchinfer-res")),

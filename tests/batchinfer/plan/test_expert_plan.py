@@ -48,8 +48,8 @@ def test_hot_experts_are_repeated_where_there_is_room(peaks: Peaks | None) -> No
         assert sum(rank_loads(found.placement.layers[layer], HOT)) == sum(HOT)
     assert found.imbalance({1: HOT, 2: HOT}) == pytest.approx(found.expected)
     assert found.imbalance({1: [1] * 8, 2: [1] * 8}) > 1
-    told = f"1.80 times the mean's tokens with ranges, and {found.expected:.2f} times as placed"
-    assert told in experts_text(**found.told)
+    text = f"1.80 times the mean's tokens with ranges, and {found.expected:.2f} times as placed"
+    assert text in experts_text(**found.facts)
 
 
 def test_copies_stay_within_their_memory() -> None:
@@ -67,7 +67,7 @@ def test_copies_that_would_only_be_read_are_not_made() -> None:
     found = plan_experts(spec_of(), 2, history(HOT, 100_000), FAST_PRODUCTS, 4, PLENTY)
     assert (found.placement, found.repeated) == (None, 0)
     assert found.in_ranges == found.expected == pytest.approx(1.8)
-    assert experts_text(**found.told) == (
+    assert experts_text(**found.facts) == (
         "in ranges: by the loads of 2 earlier runs no placement is faster; "
         "the most loaded of 2 ranks has 1.80 times the mean's tokens"
     )
