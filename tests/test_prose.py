@@ -26,7 +26,7 @@ CEILINGS = {
     "jobs": 13,
     "kernels": 0,
     "machine": 53,
-    "models": 488,
+    "models": 190,
     "pages": 4,
     "pipeline": 0,
     "plan": 237,

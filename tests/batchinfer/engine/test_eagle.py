@@ -210,7 +210,7 @@ def test_other_folders_are_refused(published: Path) -> None:
     ):
         inspect_heads(published, model)
     (published / "config.json").write_text(json.dumps(SIZES))
-    with pytest.raises(JobFileError, match=r"no heads of a kind that is known: config\.json has neither"):
+    with pytest.raises(JobFileError, match=r"heads of an unknown kind: config\.json has neither"):
         inspect_heads(published, model)
 
 
