@@ -153,10 +153,10 @@ class BlockPool:
         missing = count - len(self._free)
         if missing > 0:
             self._evict(missing)
-        taken = [self._free.pop() for _ in range(count)]
-        for block in taken:
+        allocated = [self._free.pop() for _ in range(count)]
+        for block in allocated:
             self._references[block] = 1
-        return taken
+        return allocated
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove a reference from each block, last block first: later blocks are then evicted before their prefix.

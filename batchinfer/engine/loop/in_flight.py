@@ -36,7 +36,7 @@ class AcceptedTokens:
     """The tokens that a sequence got from a step with drafts."""
 
     sequence: Sequence
-    known: int  # length of the sequence before the step, without drafts
+    length: int  # of the sequence before the step, without drafts
     drafts: array[int]  # drafts that the step ran
     parents: list[int] = field(default_factory=list)  # parents of the drafts if they are a tree, else empty
     path: list[int] = field(default_factory=list)  # indices of the accepted drafts, in order
@@ -59,12 +59,12 @@ class AcceptedTokens:
     @property
     def useful_end(self) -> int:
         """The end of the positions whose K and V are still valid. The last token has not run yet."""
-        return self.known + min(self.accepted, max(0, self.count - 1))
+        return self.length + min(self.accepted, max(0, self.count - 1))
 
     @property
     def rejected(self) -> int:
         """The number of positions that were computed for rejected drafts."""
-        return self.known + len(self.drafts) - self.useful_end
+        return self.length + len(self.drafts) - self.useful_end
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +123,7 @@ class InFlight:
     @property
     def scored_positions(self) -> int:
         """The number of positions after which tokens are scored."""
-        asked = (
+        scored = (
             (c.end, max(c.start, c.sequence.scored.branch.first))
             for c in self.output_chunks
             if c.sequence.scored
@@ -133,7 +133,7 @@ class InFlight:
             for c in self.prompt_chunks
             if c.sequence.prompt_scores
         )
-        return sum(end - first for end, first in asked) + sum(map(len, of_prompts))
+        return sum(end - first for end, first in scored) + sum(map(len, of_prompts))
 
     @classmethod
     def of(cls, step: Step, began_s: float) -> InFlight:

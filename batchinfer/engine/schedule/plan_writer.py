@@ -52,8 +52,8 @@ class PlanWriter:
         step: Step,
         sampling: list[Sequence],
         shared_blocks: int = 0,
-        read: Seq[Chunk] = (),
-        asked: Seq[Chunk] = (),
+        prompt_chunks: Seq[Chunk] = (),
+        output_chunks: Seq[Chunk] = (),
     ) -> StepPlan:
         """Return the plan of a step.
 
@@ -61,8 +61,8 @@ class PlanWriter:
             step: The step.
             sampling: The sequences that get tokens, in the order of their chunks.
             shared_blocks: How often a block table names a block that another one named before.
-            read: The chunks whose prompt tokens get log-probabilities; see `prompt_chunks`.
-            asked: The chunks with hidden states or scores as output; see `output_chunks_of`.
+            prompt_chunks: The chunks whose prompt tokens get log-probabilities; see `prompt_chunks`.
+            output_chunks: The chunks with hidden states or scores as output; see `output_chunks_of`.
         """
         chunks = step.chunks
         chunk_sequences, starts, lengths = zip(*chunks, strict=True)
@@ -77,16 +77,16 @@ class PlanWriter:
         silent = None if sequences[0].scored is None else scored_rows(chunks)
         if not self._wants.inputs:
             own = silent or OutputRows(sampled, None, ARGMAX)
-            own = add_prompt_scores(chunks, read, sampled, own) if read else own
+            own = add_prompt_scores(chunks, prompt_chunks, sampled, own) if prompt_chunks else own
             return replace(
                 _COUNTED, starts=spans[0], lengths=spans[1], copies=copies, sampled=sampled, sampling=own.sampling,
                 requests=requests, shared_blocks=shared_blocks,
             )  # fmt: skip
         rows = None if sequences == self._sequences else self._arranged(sequences)
         before, self._sampled = self._sampled, sampling if verified is None else verified.sequences
-        own = silent or self._asked(verified, before, sampled)
-        own = add_prompt_scores(chunks, read, sampled, own) if read else own
-        own = add_states(chunks, asked, own) if asked and silent is None else own
+        own = silent or self._output_rows(verified, before, sampled)
+        own = add_prompt_scores(chunks, prompt_chunks, sampled, own) if prompt_chunks else own
+        own = add_states(chunks, output_chunks, own) if output_chunks and silent is None else own
         return StepPlan(
             *spans,
             rows=rows,
@@ -105,7 +105,9 @@ class PlanWriter:
             shared_blocks=shared_blocks,
         )
 
-    def _asked(self, verified: _Verified | None, before: list[Sequence], sampled: Ints | None) -> OutputRows:
+    def _output_rows(
+        self, verified: _Verified | None, before: list[Sequence], sampled: Ints | None
+    ) -> OutputRows:
         ahead, counts = (None, None) if verified is None else (verified.ahead, verified.counts)
         how = self._sampling.of(self._sampled, before, ahead) if self._sampled else ARGMAX
         return OutputRows(sampled, counts, how)

@@ -33,16 +33,16 @@ def _asks(chunk: Chunk) -> bool:
     return pooling == "mean" or (pooling == "cls" and chunk.start == 0)
 
 
-def add_states(chunks: Sequence[Chunk], asked: Sequence[Chunk], base: OutputRows) -> OutputRows:
+def add_states(chunks: Sequence[Chunk], output_chunks: Sequence[Chunk], base: OutputRows) -> OutputRows:
     """Return `base` with the hidden states of chunks added: of the first, the last or the sum of all tokens.
 
     Args:
         chunks: All chunks of the step.
-        asked: The chunks with hidden states as output, all with the same pooling.
+        output_chunks: The chunks with hidden states as output, all with the same pooling.
         base: The output rows without hidden states.
     """
-    pooling, classified = asked[0].sequence.pooling, asked[0].sequence.classified
-    spans = _spans(chunks, asked)
+    pooling, classified = output_chunks[0].sequence.pooling, output_chunks[0].sequence.classified
+    spans = _spans(chunks, output_chunks)
     if pooling == "mean":
         rows = np.concatenate([np.arange(first, end, dtype=np.int32) for first, end in spans])
     else:
@@ -56,7 +56,7 @@ def add_states(chunks: Sequence[Chunk], asked: Sequence[Chunk], base: OutputRows
     sampling = replace(
         own,
         states=np.searchsorted(every, rows).tolist(),
-        state_chunks=np.repeat(np.arange(len(asked)), sizes).tolist(),
+        state_chunks=np.repeat(np.arange(len(output_chunks)), sizes).tolist(),
         summed=pooling == "mean",
         classified=classified,
         scored=None if own.scored is None else _moved(own.scored, places),
@@ -66,9 +66,9 @@ def add_states(chunks: Sequence[Chunk], asked: Sequence[Chunk], base: OutputRows
     return OutputRows(every, base.counts, sampling)
 
 
-def _spans(chunks: Sequence[Chunk], asked: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """Return the range of the step's tokens, [first, end), of each of the `asked` chunks."""
-    wanted, found, offset = {chunk.sequence for chunk in asked}, list[tuple[int, int]](), 0
+def _spans(chunks: Sequence[Chunk], output_chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
+    """Return the range of the step's tokens, [first, end), of each output chunk."""
+    wanted, found, offset = {chunk.sequence for chunk in output_chunks}, list[tuple[int, int]](), 0
     for sequence, _, length in chunks:
         if sequence in wanted:
             found.append((offset, offset + length))

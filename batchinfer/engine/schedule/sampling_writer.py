@@ -117,9 +117,9 @@ class _Rows:
         tokens = np.frombuffer(sequence.tokens, np.int32)
         if not ahead or not sequence.draft_parents:
             return tokens[: sequence.prompt_length + self.answered[i]]
-        known = len(sequence) - sequence.drafts
-        path = [known + node for node in node_path(sequence.draft_parents, ahead - 1)]
-        return np.concatenate((tokens[:known], tokens[path]))
+        confirmed = len(sequence) - sequence.drafts
+        path = [confirmed + node for node in node_path(sequence.draft_parents, ahead - 1)]
+        return np.concatenate((tokens[:confirmed], tokens[path]))
 
 
 def _depth(sequence: Sequence, ahead: int) -> int:
@@ -166,13 +166,13 @@ def awaited_from(waiting: list[Sequence], before: list[Sequence]) -> Ints:
 
 
 def _biased(sequences: list[Sequence]) -> BiasedTokens | None:
-    asked = [(i, bias) for i, s in enumerate(sequences) if (bias := s.request.params.logit_bias)]
-    return BiasedTokens.of(asked) if asked else None
+    pairs = [(i, bias) for i, s in enumerate(sequences) if (bias := s.request.params.logit_bias)]
+    return BiasedTokens.of(pairs) if pairs else None
 
 
 def _allowed(sequences: list[Sequence]) -> AllowedTokens | None:
-    asked = [(i, ids) for i, s in enumerate(sequences) if (ids := s.request.params.allowed_token_ids)]
-    return AllowedTokens.of(asked) if asked else None
+    pairs = [(i, ids) for i, s in enumerate(sequences) if (ids := s.request.params.allowed_token_ids)]
+    return AllowedTokens.of(pairs) if pairs else None
 
 
 def banned_tokens(sequence: Sequence, eos: frozenset[int], text: Ints, answered: int) -> list[int]:

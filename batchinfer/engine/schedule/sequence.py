@@ -70,7 +70,7 @@ class CollectedLogprobs:
 
 @dataclass(slots=True)
 class Masking:
-    """Whether the mask of a row changed its tokens."""
+    """Records whether the mask of a row changed its tokens."""
 
     followed: bool = True  # True if the last token would have been the same without the mask
     ever_steered: bool = False  # True if the mask ever excluded the row's most likely token

@@ -55,10 +55,10 @@ class BiasedTokens(NamedTuple):
     biases: NDArray[np.float32]  # (n,)
 
     @classmethod
-    def of(cls, asked: list[tuple[int, tuple[tuple[int, float], ...]]]) -> BiasedTokens:
+    def of(cls, entries: list[tuple[int, tuple[tuple[int, float], ...]]]) -> BiasedTokens:
         """Return the arrays for pairs of (row, biased tokens), with ascending rows."""
-        rows = np.repeat([row for row, _ in asked], [len(own) for _, own in asked])
-        pairs = [pair for _, own in asked for pair in own]
+        rows = np.repeat([row for row, _ in entries], [len(own) for _, own in entries])
+        pairs = [pair for _, own in entries for pair in own]
         tokens, biases = (np.array(column) for column in zip(*pairs, strict=True))
         return cls(rows.astype(np.int32), tokens.astype(np.int32), biases.astype(np.float32))
 
@@ -79,10 +79,10 @@ class AllowedTokens(NamedTuple):
     tokens: Ints  # (n,): distinct within a row
 
     @classmethod
-    def of(cls, asked: list[tuple[int, tuple[int, ...]]]) -> AllowedTokens:
+    def of(cls, entries: list[tuple[int, tuple[int, ...]]]) -> AllowedTokens:
         """Return the arrays for pairs of (row, allowed tokens), with ascending rows."""
-        rows = np.repeat([row for row, _ in asked], [len(own) for _, own in asked])
-        return cls(rows.astype(np.int32), np.array([token for _, own in asked for token in own], np.int32))
+        rows = np.repeat([row for row, _ in entries], [len(own) for _, own in entries])
+        return cls(rows.astype(np.int32), np.array([token for _, own in entries for token in own], np.int32))
 
     def part(self, first: int, end: int) -> AllowedTokens | None:
         """Return the entries of rows [first, end), renumbered from 0, or None if there are none."""

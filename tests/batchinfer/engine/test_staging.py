@@ -68,7 +68,7 @@ def test_each_gets_the_token_that_was_sampled_for_it(asked, tokens):
 
 
 def test_a_sequence_that_the_step_did_not_run_is_an_error():
-    with pytest.raises(AssertionError, match="did not run the sequence"):
+    with pytest.raises(AssertionError, match="did not run it"):
         awaited_from([TWO], [ONE])
 
 
