@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup quickstart test test-all test-ray test-room test-gpu gpu-suite check fix messages bench clean
+.PHONY: setup quickstart test test-all test-ray test-room test-gpu gpu-suite check fix messages reference bench clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -73,6 +73,10 @@ check: $(READY)
 # All messages of errors, log lines and progress, with their places
 messages: $(READY)
 	@$(BIN)/python -m tests.messages
+
+# Tables of docs/job-file.md, docs/report.md and docs/cli.md from the code
+reference: $(READY)
+	$(BIN)/python -m tests.reference
 
 fix: $(READY)
 	$(BIN)/ruff check --fix .

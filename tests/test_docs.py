@@ -15,6 +15,7 @@ import typer
 from batchinfer.cli import app
 from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
+from tests import reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "jobs").rglob("*.md")])
@@ -39,6 +40,13 @@ def test_commands_exist(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for target in re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), re.MULTILINE):
         assert target in targets, f"{page.name} names make {target}"
+
+
+@pytest.mark.parametrize("page", reference.PAGES)
+def test_reference_tables_are_current_and_complete(page):
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    assert reference.generated(text) == text, f"tables of {page} differ from the code: {reference.FIX}"
+    assert sorted(reference.named(page)) == sorted(reference.names(page))
 
 
 def test_the_readmes_job_is_right(tmp_path):

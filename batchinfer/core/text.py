@@ -38,6 +38,11 @@ def with_near_paths(text: str) -> str:
     return path.sub(lambda found: found.group() if _OVERRIDE.search(text[: found.start()]) else "", text)
 
 
+def without_markup(text: str) -> str:
+    """Return Markdown with each link replaced by its text, and without backticks."""
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
+
+
 def _escaped(char: str) -> str:
     code = ord(char)
     if 0xDC80 <= code <= 0xDCFF:  # a byte of a path that is not UTF-8, as Python keeps it

@@ -19,19 +19,20 @@ class EmbedSection(Section):
 
     pooling: Literal["auto", Pooling] = Field(
         default="auto",
-        description="Hidden states that a vector is made of: of the last token, the mean of all, or of an encoder's "
-        "first token (cls). auto: as the checkpoint's modules.json says, else last, or mean for an encoder.",
+        description="Hidden states that form a vector: of the `last` token, the `mean` of all, or an encoder's first "
+        "token (`cls`). `auto`: as the checkpoint's `modules.json` says, else `last`, or `mean` for an "
+        "encoder.",
     )
     normalize: Auto | bool = Field(
         default="auto",
-        description="Whether vectors have length 1. auto: as the checkpoint's modules.json says, else true.",
+        description="Whether vectors have length 1. `auto`: as the checkpoint's `modules.json` says, else `true`.",
     )
     dimensions: Whole | None = Field(
         default=None,
-        description="Keep only the first N numbers of a vector (before it is normalised). null: all.",
+        description="Keep only the first N numbers of a vector, before it is normalised. `null`: all.",
     )
     prompt: Text | None = Field(
         default=None,
-        description="Name of one of the checkpoint's prompts, which is put before each text. none: no prompt. null: "
-        "the one that the checkpoint uses by default, if any.",
+        description="Name of one of the checkpoint's prompts, which is put before each text. `none`: no prompt. "
+        "`null`: the checkpoint's default prompt, if any.",
     )

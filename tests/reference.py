@@ -1,0 +1,91 @@
+"""Generates the tables of the reference pages from the code: keys of the job file, columns, and options.
+
+`python -m tests.reference` (or `make reference`) rewrites the tables between `<!-- KIND: NAME, … -->` and
+`<!-- end -->`. All other text of the pages is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from batchinfer.job import Job
+from batchinfer.job.wording import options, section_of
+
+DOCS = Path(__file__).parents[1] / "docs"
+FIX = "run `make reference`"
+_BLOCK = re.compile(r"<!-- (\w+): ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def keys(section: str) -> Iterator[str]:
+    """Yield the rows of the keys of a section; `job` has the keys of no section."""
+    yield from ("| key | default | |", "|---|---|---|")
+    if section == "job":
+        listed = {key: info for key, info in options(Job).items() if key not in SECTIONS or key == "drafts"}
+        yield from (_key_row(key, info) for key, info in listed.items())
+    else:
+        yield from _section_rows(SECTIONS[section], section)
+
+
+def _section_rows(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    for key, info in options(section).items():
+        yield _key_row(f"{prefix}.{key}", info)
+        if inner := section_of(section, key):
+            yield from _section_rows(inner, f"{prefix}.{key}")
+
+
+def _key_row(key: str, info: FieldInfo) -> str:
+    return f"| `{key}` | {_default(info)} | {info.description} |"
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "required"
+    extra = info.json_schema_extra
+    default = extra["default"] if isinstance(extra, dict) and "default" in extra else info.default
+    if isinstance(default, float) and default.is_integer():
+        default = int(default)
+    return f"`{default if isinstance(default, str) else json.dumps(default)}`"
+
+
+SECTIONS = {key: inner for key in options(Job) if (inner := section_of(Job, key))}
+# For each kind: the names of all tables, and a function that returns the lines of a table
+KINDS: dict[str, tuple[Iterable[str], Callable[[str], Iterable[str]]]] = {
+    "keys": (("job", *SECTIONS), keys),
+}
+PAGES = {"job-file.md": "keys"}
+
+
+def generated(text: str) -> str:
+    """Return the text of a page with its tables as the code has them. A block may have several tables."""
+
+    def block(found: re.Match[str]) -> str:
+        kind, names = found[1], found[2]
+        tables = [list(KINDS[kind][1](name)) for name in names.split(", ")]
+        lines = [*tables[0], *(line for table in tables[1:] for line in table[2:])]
+        return "\n".join([f"<!-- {kind}: {names} -->", "", *lines, "", "<!-- end -->"])
+
+    return _BLOCK.sub(block, text)
+
+
+def named(page: str) -> list[str]:
+    """Return the names of the tables of a page, in order."""
+    return [
+        name for _, names in _BLOCK.findall((DOCS / page).read_text("utf-8")) for name in names.split(", ")
+    ]
+
+
+def names(page: str) -> list[str]:
+    """Return the names of the tables that a page must have."""
+    return list(KINDS[PAGES[page]][0])
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        path = DOCS / page
+        path.write_text(generated(path.read_text("utf-8")), "utf-8")
