@@ -15,7 +15,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.ranks.division import Division
 from batchinfer.filesystem.state import state_of
 from batchinfer.job import load_job
-from batchinfer.machine.devices import devices_called
+from batchinfer.machine.devices import devices_by_name
 from batchinfer.machine.facts import MachineFacts
 from batchinfer.plan.forecast.engine import simulated_engine
 from batchinfer.plan.forecast.layouts import LayoutForecast
@@ -34,7 +34,7 @@ UNCAPTURED = Captures(0, 0, 0)
 
 def machine_of(path: Path, longest: int, division: Division, captured: bool) -> SimulatedEngine:
     """Return an engine of the layout. captured: whether its steps are launched as graphs."""
-    job, devices = load_job(path), devices_called(DEVICES)
+    job, devices = load_job(path), devices_by_name(DEVICES)
     setup = check_setup(job, state_of(job), MachineFacts(devices.hardware))
     setting = setup.setting.with_placement(division=division, replicas=devices.count // division.ranks)
     machine, _ = simulated_engine(job, replace(setup, setting=setting), longest, devices, learns=False)
@@ -49,7 +49,7 @@ def tokens_per_s(
     params = SamplingParams(max_tokens=output, ignore_eos=True)
     tokens = np.random.default_rng(0).integers(3, 200, (ROWS, prompt)).astype(np.int32)
     requests = [Request(row.to_bytes(32, "big"), one, params) for row, one in enumerate(tokens)]
-    requests = share_of(requests, devices_called(DEVICES).count // division.ranks)
+    requests = share_of(requests, devices_by_name(DEVICES).count // division.ranks)
     run = simulate(machine, requests, {request.key: output for request in requests})
     return ROWS * output / run.seconds, run.waited_s / run.seconds
 
@@ -67,7 +67,7 @@ def lines(folder: Path) -> Iterator[str]:
 
 def name_of(division: Division) -> str:
     """Return what the table calls a layout."""
-    engines = devices_called(DEVICES).count // division.ranks
+    engines = devices_by_name(DEVICES).count // division.ranks
     return LayoutForecast(division.tensor, division.stages, 1, engines).name.removesuffix(", 1 engine")
 
 

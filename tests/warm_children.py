@@ -271,7 +271,7 @@ def _run(words: Sequence[str]) -> None:
 
 
 def _deaf_to() -> tuple[int, ...]:
-    deaf: tuple[int, ...] = importlib.import_module("batchinfer.machine.spawning")._DEAF_TO
+    deaf: tuple[int, ...] = importlib.import_module("batchinfer.machine.spawning")._IGNORED_SIGNALS
     return deaf
 
 

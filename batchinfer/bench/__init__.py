@@ -1,1 +1,1 @@
-"""`batchinfer bench`: workloads that anyone can run again, and how near to the hardware's limit they came."""
+"""`batchinfer bench`: runs reproducible workloads and compares them with the limits of the hardware."""

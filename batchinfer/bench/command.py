@@ -1,4 +1,4 @@
-"""`batchinfer bench`: what the options ask for is run, or exported."""
+"""The entry point of `batchinfer bench`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ from batchinfer.filesystem.durable import refuse_existing
 
 
 def run_or_export(options: BenchOptions, notice: Callable[[str], None]) -> tuple[str, dict[str, Any]]:
-    """Run benchmarks, or export one; return text for people, and an object for machines. Raises UsageError."""
-    # torch is imported only once the options are known to be right
+    """Run benchmarks, or export a workload.
+
+    Args:
+        options: The options of the command.
+        notice: Called with a line for each step of the work.
+
+    Returns:
+        The result as text for people, and as a JSON object.
+
+    Raises:
+        UsageError: The options are wrong.
+    """
+    # Import torch only after the options have been checked
     from batchinfer.bench.export import export_workload
     from batchinfer.bench.session import run_bench, workload_of
 

@@ -1,4 +1,4 @@
-"""Rows that follow JSON Schemas, for comparison with the same rows without: each samples as many tokens."""
+"""Runs the rows of a workload with JSON Schemas, to measure the cost of constraints at the same number of tokens."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from batchinfer.input.constraints.constrained import GrammarConstraints, RowCons
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.models.checkpoint.shapes import shape_config
 
-RECORDS = 1000  # an answer's least: none is whole before its row has its tokens
+RECORDS = 1000  # minimum items of an answer: no answer is complete before max_tokens
 
 
 def schema(number: int, turn: int) -> str:
-    """The JSON Schema of a long list of orders. Names hold the number and the turn: other ones are compiled anew."""
+    """Return the JSON Schema of a long list of orders.
+
+    Names in the schema contain `number` and `turn`, so each combination has to be compiled.
+    """
     name, mark = f"customer_{number}", f"sent_{turn}"
     order = {
         name: {"type": "string", "maxLength": 20},
@@ -40,17 +43,17 @@ def schema(number: int, turn: int) -> str:
 
 
 def under_schemas(rows: Sequence[Row], schemas: int, turn: int) -> list[Row]:
-    """The rows, each under one of so many schemas, which no other turn has."""
+    """Return the rows with schemas. There are `schemas` different schemas, which no other turn uses."""
     texts = [schema(number, turn) for number in range(schemas)]
     return [replace(row, schema=texts[number % schemas]) for number, row in enumerate(rows)]
 
 
 def with_constraints(loaded: LoadedModel, options: BenchOptions) -> LoadedModel:
-    """The same model, able to follow schemas. Raises what reading a checkpoint's tokenizer raises."""
+    """Return the same model with support for schemas. Raises errors of reading the tokenizer."""
     definition, vocab = _tokenizer(options)
     eos = loaded.engine_limits.eos_token_ids
     constraints = EverySampled(GrammarConstraints(definition, eos, vocab, loaded.info.threads))
-    # which loads the tokenizer, as a job does once
+    # Loads the tokenizer, which a job does only once
     constraints.start(SamplingParams(json_schema=schema(0, 0)))
     masks = ConstraintMasks(constraints)
     sampler = replace(loaded.runner.sampler, mask=masks)
@@ -58,7 +61,7 @@ def with_constraints(loaded: LoadedModel, options: BenchOptions) -> LoadedModel:
 
 
 def _tokenizer(options: BenchOptions) -> tuple[str, int]:
-    """Its definition, and how many tokens it has."""
+    """Return the tokenizer's definition and the number of its tokens."""
     if options.is_shape:
         vocab = shape_config(options.model).vocab
         return made_up_tokenizer(vocab), vocab
@@ -68,52 +71,66 @@ def _tokenizer(options: BenchOptions) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class SampledConstraint:
-    """Its forced tokens are found, but sampled: so each row takes as many steps as without a constraint."""
+    """A constraint whose forced tokens are sampled: each row takes the same number of steps as without a constraint.
+
+    See `batchinfer.engine.schedule.constraints` for its methods.
+    """
 
     grammar: RowConstraint
 
     @property
     def needs_end(self) -> bool:
+        """Return the value of the wrapped constraint."""
         return self.grammar.needs_end
 
     @property
     def ended(self) -> bool:
+        """Return the value of the wrapped constraint."""
         return self.grammar.ended
 
     @property
     def over(self) -> bool:
+        """Return the value of the wrapped constraint."""
         return self.grammar.over
 
     @property
     def failure(self) -> RowError | None:
+        """Return the value of the wrapped constraint."""
         return self.grammar.failure
 
     def take(self, token: int) -> None:
+        """Append a token."""
         self.grammar.take(token)
 
     def allows(self, token: int) -> bool:
+        """Return True if the token is allowed and no token is forced."""
         return not self.grammar.jump_forward() and self.grammar.allows(token)
 
     def fork(self) -> SampledConstraint:
+        """Return a copy."""
         return SampledConstraint(self.grammar.fork())
 
     def jump_forward(self) -> Sequence[int]:
+        """Compute the forced tokens, but return none of them."""
         self.grammar.jump_forward()
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class EverySampled:
-    """The engine asks this for constraints, as it asks batchinfer.engine.schedule.constraints.Constraints."""
+    """An implementation of `batchinfer.engine.schedule.constraints.Constraints` that samples forced tokens."""
 
     grammars: GrammarConstraints
 
     @property
     def work(self) -> ConstraintWork:
+        """Return the time spent on constraints."""
         return self.grammars.work
 
     def start(self, params: SamplingParams) -> SampledConstraint:
+        """Return the constraint of a new row."""
         return SampledConstraint(self.grammars.start(params))
 
     def fill(self, constraints: Sequence[Any], bits: NDArray[np.int32]) -> None:
+        """Fill the masks of rows."""
         self.grammars.fill([one.grammar for one in constraints], bits)

@@ -1,4 +1,4 @@
-"""A workload as JSONL, for any other engine."""
+"""Exports a workload as JSONL, for other engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from batchinfer.filesystem.durable import FileOps, write_new
 
 
 def export_workload(workload: Workload, path: Path) -> None:
-    """One object a row: prompt_token_ids and max_tokens. Raises OutputConflict for an existing file, StorageError."""
+    """Write one object per row with prompt_token_ids and max_tokens.
+
+    Raises:
+        OutputConflict: The file exists.
+        StorageError: Writing failed.
+    """
     lines = (json.dumps(_object(row), separators=(",", ":")) + "\n" for row in workload.rows)
     write_new(path, (line.encode() for line in lines), FileOps())
 

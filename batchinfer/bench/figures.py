@@ -1,4 +1,4 @@
-"""Derive a run's MFU, MBU, roofline and plan efficiency, and where its time went, from its samples."""
+"""Computes MFU, MBU, roofline efficiency, plan efficiency and the shares of time of a run from its samples."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MODEL = ("qkv", "o", "gate_up", "down", "lm_head", "attention")  # the operators
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """The figures of one run; shares and efficiencies are fractions, and rates are by the whole `wall_s`."""
+    """The figures of one run. Shares and efficiencies are fractions of `wall_s`, if not stated otherwise."""
 
     wall_s: float
     plan_s: float
-    model_s: float  # inside the model and the sampler
+    model_s: float  # in the model and the sampler
     steps: int
-    decode_step_s: float  # the median of the steps that decode most rows and nothing else
+    decode_step_s: float  # see `decode_step_seconds`
     rows_run: int
-    prompt_tokens_run: int  # recomputation not counted
+    prompt_tokens_run: int  # without recomputed tokens
     decode_tokens_run: int
     recomputed_tokens: int
     preemptions: int
@@ -33,14 +33,14 @@ class RunFigures:
     plan_efficiency: float
     padding_share: float  # of all positions computed
     recomputed_share: float  # of all tokens run
-    overhead_share: float  # of wall_s, outside the model
+    overhead_share: float  # time outside of the model
     roofline_s: float
-    step_bound_s: float  # were a step's operators to overlap perfectly
+    step_bound_s: float  # see `step_bound_seconds`
     ideal_s: float
 
 
 def operator_seconds(run: Run, model: ModelCost, peaks: Peaks) -> dict[str, float]:
-    """Operator name → the sum of its bounds over the run's steps, recomputed tokens not counted."""
+    """Return the roofline seconds of each operator over the run's steps, without recomputed tokens."""
     total: dict[str, float] = {}
     for costs in _step_costs(run, model):
         for name, cost in costs.items():
@@ -49,12 +49,12 @@ def operator_seconds(run: Run, model: ModelCost, peaks: Peaks) -> dict[str, floa
 
 
 def step_bound_seconds(run: Run, model: ModelCost, peaks: Peaks) -> float:
-    """The bound of steps whose operators overlap perfectly: each as one operator."""
+    """Return the roofline seconds of the run if the operators of a step overlapped perfectly."""
     return sum(step_total(costs).seconds(peaks) for costs in _step_costs(run, model))
 
 
 def decode_step_seconds(run: Run) -> float:
-    """The median of the steps that decode as many rows as any does, and nothing else; 0 where none decodes."""
+    """Return the median duration of pure decode steps with the largest number of rows, or 0 if there are none."""
     decoding = [step for step in run.steps if step.decode_tokens and not step.prefill_tokens]
     most = max((step.decode_tokens for step in decoding), default=0)
     full = [step.duration_s for step in decoding if step.decode_tokens == most]
@@ -62,25 +62,25 @@ def decode_step_seconds(run: Run) -> float:
 
 
 def compute_seconds(run: Run, model: ModelCost, peaks: Peaks) -> float:
-    """The time that the useful FLOPs of the model take at the peaks: MFU is this over the wall time.
+    """Return the seconds that the useful FLOPs of the model take at the peaks. MFU is this divided by the wall time.
 
-    Where all is computed in one dtype that is FLOPs ÷ peak; int8 products count with the peak of int8.
+    Products of quantised values count with the peak of their type.
     """
     return sum(_products(costs[name]).seconds(peaks) for costs in _step_costs(run, model) for name in MODEL)
 
 
 def _step_costs(run: Run, model: ModelCost) -> Iterator[dict[str, Cost]]:
-    """Yield the costs of the operators of each step, without recomputed tokens."""
+    """Yield the cost of each operator per step, without recomputed tokens."""
     return (model.step(step) for step in run.shapes)
 
 
 def _products(cost: Cost) -> Cost:
-    """Return the part of a cost that MFU counts: products and sums, without quantising or moving anything."""
+    """Return the part of a cost that MFU counts: arithmetic of products, without quantisation and bytes."""
     return Cost(cost.coded_ops or cost.flops, 0, cost.coded_ops)
 
 
 def run_figures(run: Run, ideal: Ideal, model: ModelCost, peaks: Peaks) -> RunFigures:
-    """All figures of a run against the peaks."""
+    """Compute the figures of a run."""
     prefill, decoded, recomputed, padded = (
         sum(getattr(sample, name) for sample in run.steps)
         for name in ("prefill_tokens", "decode_tokens", "recomputed_tokens", "padded_tokens")
@@ -114,7 +114,7 @@ def run_figures(run: Run, ideal: Ideal, model: ModelCost, peaks: Peaks) -> RunFi
 
 
 def medians(runs: Sequence[RunFigures]) -> dict[str, float]:
-    """Return the median of each figure over the runs; counts stay whole where the runs agree."""
+    """Return the median of each figure over the runs. Equal counts stay integers."""
     columns = {name: [asdict(run)[name] for run in runs] for name in asdict(runs[0])}
     return {name: _median(values) for name, values in columns.items()}
 

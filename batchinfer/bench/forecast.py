@@ -1,4 +1,4 @@
-"""Forecast a workload's time as `batchinfer plan` would before any of its steps ran."""
+"""Forecasts a workload's time like `batchinfer plan` before the first run of a job."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from batchinfer.plan.simulation.step_time import StepTime
 
 
 def calibrated_time(device: str, dtype: str, quantization: str) -> StepTime | None:
-    """Return the step times of `batchinfer doctor --measure`; None where it has not measured them on this machine."""
+    """Return the step times measured by `batchinfer doctor --measure`, or None if they are not measured."""
     here = detect(device)
     peaks, times = here.peaks(dtype, quantization), here.step_time(dtype, quantization)
     found = None if peaks is None or times is None else StepTime.calibrated(peaks, times)
-    return None if found is None else replace(found, first_use_s=0.0)  # a run before has used the cache
+    return (
+        None if found is None else replace(found, first_use_s=0.0)
+    )  # the warm-up run has used the cache memory
 
 
 def forecast_seconds(loaded: LoadedModel, rows: Sequence[Row], time: StepTime) -> float:
-    """Seconds in the engine, by a simulation of these rows. Every answer is as long as its row says."""
+    """Simulate the rows and return the seconds in the engine. Every answer has max_tokens tokens."""
     runner, limits = loaded.runner, loaded.limits
     machine = SimulatedEngine(
         runner.cost,

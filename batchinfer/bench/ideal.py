@@ -1,4 +1,4 @@
-"""The ideal job: every shared prefix run once, every duplicate once, work perfectly mixed. Plain integers."""
+"""The work of an ideal job: every shared prefix and every duplicate runs once, and steps are perfectly mixed."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ from batchinfer_kernels.cost import Cost, ModelCost, StepShape
 
 @dataclass(slots=True)
 class PrefixNode:
-    """Prompt tokens [start, end) that the same rows share, and how many steps read them.
-
-    `longest`: most tokens that one of these rows generates. No batch can need fewer decode steps than that less one.
-    """
+    """Prompt tokens [start, end) that the same rows share."""
 
     start: int
     end: int
-    longest: int = 0
+    longest: int = 0  # the longest output of these rows; they need at least longest - 1 decode steps
 
     @property
     def tokens(self) -> int:
+        """Return the number of tokens."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Ideal:
-    """The work of the ideal job; pairs and KV tokens are summed over layers."""
+    """The work of the ideal job."""
 
     prefill_tokens: int
     decode_tokens: int
     sampled: int
-    pairs: int
-    kv_tokens: int
-    steps: int  # the fewest that there can be: those of the longest output
+    pairs: int  # (query, key) pairs, summed over layers
+    kv_tokens: int  # cached tokens read, summed over layers
+    steps: int  # the minimum: tokens of the longest output
 
     @property
     def step(self) -> StepShape:
-        """All of it as if it were one step."""
+        """Return all work as if it were one step."""
         tokens = self.prefill_tokens + self.decode_tokens
         return StepShape(tokens, self.sampled, self.pairs, self.kv_tokens)
 
 
 def ideal_job(rows: Sequence[Row], windows: Sequence[int | None]) -> Ideal:
-    """`windows`: of each layer how many keys a query sees, None for all.
+    """Compute the ideal work of a workload.
 
-    In a layer with a window a prefix is read when it is run, and the decodes' reading of it is left out.
+    In layers with a window, reads of prefixes by decode steps are not counted.
+
+    Args:
+        rows: The rows of the workload.
+        windows: The sliding window of each layer; None: full attention.
     """
     once = distinct(rows)
     nodes = list(prefix_nodes(once))
@@ -68,25 +70,28 @@ def ideal_job(rows: Sequence[Row], windows: Sequence[int | None]) -> Ideal:
 
 
 def attended(start: int, end: int, window: int | None) -> int:
-    """(query, key) pairs of the queries at positions [start, end): each sees itself and what stands before it."""
+    """Return the number of (query, key) pairs of causal attention for the queries at positions [start, end)."""
     if window is None:
         return (end - start) * (start + end + 1) // 2
-    whole = min(max(start, window), end)  # from here on a query sees `window` keys
-    return attended(start, whole, None) + (end - whole) * window
+    full = min(max(start, window), end)  # from here on, each query attends to `window` keys
+    return attended(start, full, None) + (end - full) * window
 
 
 def ideal_costs(ideal: Ideal, cost: ModelCost) -> dict[str, Cost]:
-    """Operator name → its cost over the whole job, each weight read once a step."""
+    """Return the cost of each operator over the whole job. Weights are read once per step."""
     again = cost.another_step()
     whole = cost.step(ideal.step)
     return {name: cost + again[name] * (ideal.steps - 1) for name, cost in whole.items()}
 
 
 def prefix_nodes(rows: Sequence[Row]) -> Iterator[PrefixNode]:
-    """The compressed trie of the prompts of distinct rows, children before their parents.
+    """Yield the nodes of the compressed trie of prompts, children before parents.
 
-    The last token of a prompt always runs, because its logits are needed: rows that have a prompt in common but not
-    their output's length share all of it but that token.
+    The last token of a prompt always runs, because its logits are needed: rows with equal prompts share all tokens
+    except the last.
+
+    Args:
+        rows: Rows without duplicates.
     """
     ordered = sorted(rows, key=lambda row: row.prompt)
     shared = [*_shared(ordered), 0]
@@ -98,7 +103,7 @@ def prefix_nodes(rows: Sequence[Row]) -> Iterator[PrefixNode]:
 
 
 def _closed(open_nodes: list[PrefixNode], common: int) -> Iterator[PrefixNode]:
-    """Close the innermost node, split where the next row leaves it."""
+    """Close the innermost open node, split where the next row diverges."""
     node = open_nodes.pop()
     if open_nodes[-1].end < common:
         open_nodes.append(PrefixNode(node.start, common))
@@ -108,7 +113,7 @@ def _closed(open_nodes: list[PrefixNode], common: int) -> Iterator[PrefixNode]:
 
 
 def _shared(ordered: Sequence[Row]) -> Iterator[int]:
-    """How many prompt tokens each row has in common with the next one."""
+    """Yield the number of prompt tokens that each row shares with the next one."""
     for row, following in pairwise(ordered):
         pairs = zip(row.prompt, following.prompt, strict=False)
         common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(row.prompt))

@@ -1,4 +1,4 @@
-"""The options of `batchinfer bench`, checked as a whole before anything is loaded."""
+"""The options of `batchinfer bench`, which are checked together before anything is loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUANTIZATIONS = get_args(AskedQuantization)
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """None stands for what the engine chooses itself."""
+    """The options of the command. None: the engine chooses the value."""
 
     workloads: tuple[str, ...] = DEFAULT_WORKLOADS
     model: str = DEFAULT_MODEL  # a named shape, a checkpoint folder, or a name in the Hugging Face cache
@@ -36,14 +36,14 @@ class BenchOptions:
     max_num_batched_tokens: int | None = None
     rows: int | None = None
     max_tokens: int | None = None
-    schemas: tuple[int, ...] = ()  # how many different ones the rows follow, in runs of their own
-    drafts: bool = False  # runs of their own with drafts
+    schemas: tuple[int, ...] = ()  # additional runs with these numbers of different schemas
+    drafts: bool = False  # additional runs with drafts
     repeat: int = 3
     against: str | None = None
     export: Path | None = None
 
     def check(self) -> None:
-        """Raises UsageError that names every value that cannot be, and what could."""
+        """Raise UsageError with all wrong values and the possible ones."""
         wrong = [*self._unknown_names(), *self._too_small()]
         if self.export is not None and len(self.workloads) != 1:
             wrong.append(f"--export writes one workload; {len(self.workloads)} are named, name one")
@@ -82,7 +82,7 @@ class BenchOptions:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the checkpoint that the options name; a shape has none."""
+        """Return the folder of the checkpoint, or a path that does not exist if the model is a shape."""
         return Path(self.model) if self.is_shape else locate_model(self.model, Path(self.model))
 
     def _too_small(self) -> list[str]:
@@ -103,5 +103,5 @@ class BenchOptions:
 
     @property
     def is_shape(self) -> bool:
-        """Whether the model is a named shape, run on dummy weights."""
+        """Return True if the model is a named shape, which runs with dummy weights."""
         return self.model in SHAPES

@@ -1,4 +1,4 @@
-"""The same work with transformers' `generate`: batches of like length, padded on the left, beside our runs."""
+"""Runs a workload with transformers' `generate`, for comparison."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from transformers.utils import logging as transformers_logging
 
 from batchinfer.bench.workloads import Row
 
-BATCH = 32  # rows; on two CPU cores 16, 32 and 64 differed by less than the noise
+BATCH = 32  # rows; on two CPU cores, the times with 16, 32 and 64 differed by less than the noise
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRun:
-    """Seconds from lists of token ids to lists of token ids, and each row's answer."""
+    """The result of a run with transformers."""
 
-    wall_s: float
-    answers: tuple[tuple[int, ...], ...]
+    wall_s: float  # from token ids to token ids
+    answers: tuple[tuple[int, ...], ...]  # of each row
 
 
 class TransformersPeer:
-    """A checkpoint in transformers, in the same process and with the same threads as ours."""
+    """A checkpoint in transformers, in the same process and with the same number of threads."""
 
     name = "transformers"
 
     def __init__(self, checkpoint: Path, dtype: str, device: torch.device | str) -> None:
-        """Raises OSError when the folder cannot be loaded."""
+        """Load the checkpoint. Raises OSError if the folder cannot be loaded."""
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         self._device = torch.device(device)
@@ -42,11 +42,15 @@ class TransformersPeer:
 
     @property
     def version(self) -> str:
+        """Return the version of transformers."""
         return version("transformers")
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> PeerRun:
-        """Every row, duplicates too. A batch generates as much as its longest row asks for; the rest is cut."""
+        """Run all rows, including duplicates, in batches of similar length.
+
+        A batch generates as many tokens as its longest row needs; the answers of the others are cut.
+        """
         began = time.perf_counter()
         answers: list[tuple[int, ...]] = [()] * len(rows)
         for numbers in _batches(rows):
@@ -72,13 +76,13 @@ class TransformersPeer:
 
 
 def _batches(rows: Sequence[Row]) -> Iterator[list[int]]:
-    """Numbers of rows, sorted so that a batch has little padding."""
+    """Yield batches of row numbers, sorted by length to reduce padding."""
     order = sorted(range(len(rows)), key=lambda n: (len(rows[n].prompt), rows[n].max_tokens))
     yield from (order[at : at + BATCH] for at in range(0, len(order), BATCH))
 
 
 def _padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, each (rows, longest prompt) int64, padded on the left."""
+    """Return token ids and attention mask, each (rows, longest prompt) int64, padded on the left."""
     width = max(len(row.prompt) for row in rows)
     ids, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(2))
     for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""A workload on its way to the engine: an index on disk and the planner's order, as for any job."""
+"""Plans a workload like a job: writes an index to disk and runs the planner."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from batchinfer.store.index.index import Layout, index_schema
 from batchinfer.store.index.token_store import TokenStore
 from batchinfer.store.index.writer import IndexWriter, RowPlace
 
-CONTEXT = b"batchinfer bench"  # in the place of what else decides an answer: a benchmark stores none
+CONTEXT = b"batchinfer bench"  # a constant part of work keys: benchmarks store no answers
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A workload in the order in which it is to run; `keys` are those of the rows."""
+    """A planned workload."""
 
-    keys: tuple[bytes, ...]
+    keys: tuple[bytes, ...]  # the work keys of the rows
     plan: Plan
     tokens: Prompts
 
@@ -36,11 +36,19 @@ class Planned:
 def plan_rows(
     rows: Sequence[Row], folder: Path, threads: int, roots: ContentRoots, deduplicate: bool = True
 ) -> Planned:
-    """Write the rows' index to an empty folder and plan it.
+    """Write the index of the rows and plan them.
 
-    Without `deduplicate` equal rows are different work, as if each were a sample of its own. Raises StorageError.
+    Args:
+        rows: The rows of the workload.
+        folder: An empty folder for the index.
+        threads: Threads of the planner.
+        roots: The content roots of the model.
+        deduplicate: If False, each row runs, even if it is a duplicate.
+
+    Raises:
+        StorageError: Writing failed.
     """
-    # Here, because it imports DuckDB, and what else is in this package runs where there is none
+    # Imports DuckDB, which the rest of this package does not need
     from batchinfer.plan.order.planner import plan_job
 
     prepared = prepared_rows(rows, deduplicate)
@@ -60,12 +68,12 @@ def plan_rows(
 
 
 def row_keys(prepared: Prepared) -> tuple[bytes, ...]:
-    """The key of each row, in order."""
+    """Return the work key of each row."""
     return tuple(prepared.keys[at : at + 32] for at in range(0, len(prepared.keys), 32))
 
 
 def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> Prepared:
-    """Return what an index holds of the rows."""
+    """Return the rows in the form in which an index stores them."""
     asked = [(row.max_tokens, row.schema) for row in rows]
     params = {one: number for number, one in enumerate(dict.fromkeys(asked))}
     texts = [_params(*one) for one in params]

@@ -1,4 +1,4 @@
-"""The report of a benchmark: JSON for machines, a table for people."""
+"""The report of a benchmark, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -22,33 +22,32 @@ from batchinfer.machine.hardware import coded_text, codes_of, detect
 from batchinfer_kernels.arithmetic import Device
 from batchinfer_kernels.cost import ModelCost, Peaks
 
-WIDTH = 24  # of the table's first column
+WIDTH = 24  # width of the table's first column
 OPERATORS_SHOWN = 4
 
 
 @dataclass(slots=True)
 class Series:
-    """The runs of one workload, made in turns."""
+    """The runs of one workload. The variants take turns."""
 
     ours: list[Run] = field(default_factory=list)
-    without: list[Run] = field(default_factory=list)  # ours without deduplication, where there are duplicates
-    under: dict[int, list[Run]] = field(default_factory=dict)  # ours under so many different schemas
-    drafted: list[Run] = field(default_factory=list)  # ours with drafts
-    peer: list[PeerRun] = field(default_factory=list)
+    without: list[Run] = field(default_factory=list)  # without deduplication, if there are duplicates
+    under: dict[int, list[Run]] = field(default_factory=dict)  # by the number of different schemas
+    drafted: list[Run] = field(default_factory=list)  # with drafts
+    peer: list[PeerRun] = field(default_factory=list)  # with transformers
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadResult:
-    """A workload, its ideal, and its runs."""
+    """The runs of a workload."""
 
     workload: Workload
     ideal: Ideal
     series: Series
-    # Of the engine's time; None where steps were never measured on this machine
-    forecast_s: float | None = None
+    forecast_s: float | None = None  # forecast of the engine's time; None: step times are not measured
 
     def to_json(self, cost: ModelCost, peaks: Peaks, peer: str | None) -> dict[str, Any]:
-        """Medians over the runs, but for what is named otherwise. Seconds, tokens and fractions."""
+        """Return the figures as JSON: medians over the runs, in seconds, tokens and fractions."""
         figures = medians([run_figures(run, self.ideal, cost, peaks) for run in self.series.ours])
         walls = [run.wall_s for run in self.series.ours]
         tokens = self.workload.prompt_tokens + self.workload.output_tokens
@@ -82,13 +81,13 @@ class WorkloadResult:
         return result
 
     def _operators(self, cost: ModelCost, peaks: Peaks) -> dict[str, float]:
-        """Return the seconds of each operator in the median run, the largest first."""
+        """Return the roofline seconds of each operator in the median run, in descending order."""
         middle = sorted(self.series.ours, key=lambda run: run.wall_s)[len(self.series.ours) // 2]
         seconds = operator_seconds(middle, cost, peaks)
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def _forecast(self) -> dict[str, float | None]:
-        """Beside the time without planning, which no forecast counts."""
+        """Return the forecast and its error. Planning time is excluded, as forecasts do not include it."""
         engine = statistics.median(run.wall_s - run.plan_s for run in self.series.ours)
         error = None if not self.forecast_s else engine / self.forecast_s - 1
         return {"engine_s": engine, "forecast_s": self.forecast_s, "forecast_error": error}
@@ -107,7 +106,7 @@ class WorkloadResult:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Everything that was measured, and what with."""
+    """The results of all workloads, and the setup."""
 
     options: BenchOptions
     info: EngineInfo
@@ -117,7 +116,7 @@ class BenchReport:
 
     @cached_property
     def json(self) -> dict[str, Any]:
-        """One object: the setting, then `results`, one object for each workload."""
+        """Return the report as JSON: the setup, and an object per workload in `results`."""
         return {
             "batchinfer": __version__,
             "torch": version("torch"),
@@ -136,7 +135,7 @@ class BenchReport:
 
     @property
     def options_device(self) -> Device:
-        """ "cpu" or "cuda": the engine's info names a GPU."""
+        """Return "cpu" or "cuda"; `info.device` is the name of the GPU."""
         return "cpu" if self.info.device == "cpu" else "cuda"
 
     def table(self) -> str:
@@ -163,7 +162,7 @@ class BenchReport:
 
 
 def _block(result: dict[str, Any]) -> str:
-    """One workload: a line a figure."""
+    """Return the table of one workload, with one line per figure."""
     lines = [
         (
             result["workload"],
@@ -223,7 +222,7 @@ def _forecast(result: dict[str, Any]) -> str:
 
 
 def _compared(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the lines that compare the run with other ways of doing the same work."""
+    """Return the lines that compare the run with its variants."""
     lines = []
     if "without_deduplication" in result:
         other = result["without_deduplication"]
@@ -241,7 +240,7 @@ def _compared(result: dict[str, Any]) -> list[tuple[str, str]]:
         )
     if "with_drafts" in result:
         other = result["with_drafts"]
-        work = f"{other['accepted_tokens']:,} of {other['drafted_tokens']:,} drafts right"
+        work = f"{other['accepted_tokens']:,} of {other['drafted_tokens']:,} drafts accepted"
         lines.append(
             (
                 "with drafts",
@@ -288,7 +287,7 @@ def _times(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def _relative(ours: Sequence[float], others: Sequence[float]) -> float:
-    """Our time ÷ theirs in the same turn, the median over the turns: what slows a turn slows both."""
+    """Return the median over turns of our time ÷ the other time: other load in a turn slows both."""
     return statistics.median(a / b for a, b in zip(ours, others, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""One timed run: from lists of token ids to lists of token ids, through planner, feeder and engine."""
+"""Times a run of a workload from token ids to token ids, through planner, feeder and engine."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from batchinfer_kernels.cost import Peaks, StepShape
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A timed run and its answers; seconds count from the token ids in memory to the last answer, planning included."""
+    """A timed run and its answers."""
 
-    wall_s: float
+    wall_s: float  # from token ids in memory to the last answer, planning included
     plan_s: float  # writing the index and planning
     plan: Plan
     steps: tuple[StepSample, ...]
-    shapes: tuple[StepShape, ...]  # of each step, without recomputed tokens
-    answers: tuple[tuple[int, ...], ...]  # of each row, in the workload's order
+    shapes: tuple[StepShape, ...]  # per step, without recomputed tokens
+    answers: tuple[tuple[int, ...], ...]  # per row, in the workload's order
 
 
 Planner = Callable[[Sequence[Row], Path, int, ContentRoots, bool], Planned]
@@ -47,8 +47,18 @@ def timed_run(
     planner: Planner = plan_rows,
     peaks: Peaks | None = None,
 ) -> Run:
-    """Run the rows on an empty cache; with drafts, if the model has sources of them and `peaks` are known. Raises
-    OutOfMemory when a row does not fit, and what the rooms raise."""
+    """Run the rows with an empty cache.
+
+    Args:
+        loaded: The model.
+        rows: The rows of the workload.
+        deduplicate: If False, duplicates run, too.
+        planner: Plans the rows.
+        peaks: The peak speeds of the device; drafts are only used with peaks.
+
+    Raises:
+        OutOfMemory: A row does not fit. Errors of planning and running are raised as well.
+    """
     engine = loaded.engine(peaks)
     answers = _Answers()
     with temporary_folder("bench") as folder:
@@ -70,15 +80,13 @@ def _run(planned: Planned, roots: ContentRoots, engine: Engine, info: EngineInfo
 
 
 def _shape(step: StepSample) -> StepShape:
-    """Return what a step ran; tokens that ran again after a preemption are not counted."""
+    """Return the shape of a step without recomputed tokens."""
     tokens = step.prefill_tokens + step.decode_tokens - step.recomputed_tokens
     return StepShape(tokens, step.sampled_tokens, step.pairs, step.kv_tokens, step.copied_tokens)
 
 
 class InProcessHost:
-    """An engine in this process, spoken to as `run_plan` speaks to one in a process of its own: each asking for
-    progress takes one step.
-    """
+    """An engine in this process with the interface that `run_plan` needs. `receive` runs one step."""
 
     def __init__(self, engine: Engine, info: EngineInfo) -> None:
         self._engine, self.info = engine, info
@@ -86,15 +94,18 @@ class InProcessHost:
 
     @property
     def wants_more(self) -> bool:
+        """Return True if the engine's queue has room."""
         return self._engine.unfinished < max_queued_requests(self.info.max_num_seqs)
 
     def submit(self, requests: Sequence[Request]) -> None:
+        """Add requests to the engine."""
         self._engine.add(requests)
 
     def exhausted(self) -> None:
-        """A single engine has all that was submitted."""
+        """Return at once: a single engine needs no notice that all requests are submitted."""
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
+        """Run a step and return its results; [] if no request is unfinished."""
         if not self._engine.unfinished:
             return []
         output = self._engine.step()
@@ -102,7 +113,7 @@ class InProcessHost:
         return [WorkDone(output.completions, output.requests, steps)]
 
     def finish(self, within_s: float) -> None:
-        """Nothing runs any more: `run_plan` has heard of every request."""
+        """Mark the engine as finished; `run_plan` has received all answers."""
         self.left = True
 
 
@@ -115,7 +126,7 @@ class _Answers:
     failed: bool = False
 
     def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
-        """Nothing is kept of it."""
+        """Ignore the planned batch."""
 
     def take(self, done: WorkDone) -> None:
         self.steps += done.steps
@@ -127,10 +138,14 @@ class _Answers:
         return self.failed
 
     def tick(self) -> None:
-        """No clock is kept here."""
+        """Return at once: there is no progress display."""
 
     def of_rows(self, keys: Sequence[bytes], rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
-        """Every row's answer. Raises when one failed, or has not the length that was asked for."""
+        """Return the answer of each row.
+
+        Raises:
+            BatchInferError: A row failed (OutOfMemory if it did not fit), or an answer has the wrong length.
+        """
         for completion in self.completions.values():
             if completion.error is not None and _failed(completion):
                 kind = OutOfMemory if completion.error.error_class == "resource" else BatchInferError
@@ -138,10 +153,10 @@ class _Answers:
         found = tuple(tuple(self.completions[key].tokens.token_ids.tolist()) for key in keys)
         for answer, row in zip(found, rows, strict=True):
             if len(answer) != row.max_tokens:
-                raise BatchInferError(f"{len(answer)} tokens came where {row.max_tokens} were asked for")
+                raise BatchInferError(f"an answer has {len(answer)} tokens; max_tokens is {row.max_tokens}")
         return found
 
 
 def _failed(completion: Completion) -> bool:
-    """An answer under a schema is cut before it is whole: it has to have as many tokens as one without."""
+    # Answers with a schema are always incomplete, because all rows generate max_tokens tokens
     return completion.error is not None and completion.error.code != "incomplete_output"

@@ -1,4 +1,4 @@
-"""A whole `batchinfer bench`: load once, measure the peaks, run every workload, measure the peaks again."""
+"""Runs `batchinfer bench`: measures the peaks, loads the model, runs all workloads, measures the peaks again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from batchinfer.engine.load.build import load_model
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.filesystem.temporary import temporary_folder
 from batchinfer.machine.facts import MachineFacts, this_machine
-from batchinfer.machine.garbage import loaded_for_good
+from batchinfer.machine.garbage import freeze_existing_objects
 from batchinfer.machine.hardware import codes_of
 from batchinfer.models.checkpoint.dummy import DummyWeights, write_checkpoint
 from batchinfer.models.checkpoint.shapes import SHAPES, shape_config
@@ -42,13 +42,19 @@ Notice = Callable[[str], None]
 Measure = Callable[[str, tuple[str, ...]], MeasuredPeaks]
 PEER_WARM_UP = 8  # rows
 WARM_UP_TOKENS = 4
-DRAFTS: tuple[DraftName, ...] = ("prompt", "answers")  # the sources that rows without an earlier result have
+DRAFTS: tuple[DraftName, ...] = ("prompt", "answers")  # the draft sources that need no earlier result
 
 
 def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = None) -> BenchReport:
-    """Run what the options ask for; `notice` gets a line for each thing done, `measure` stands in for measure_peaks.
+    """Run the workloads.
 
-    Raises UsageError for options that cannot be, and what loading and running raise.
+    Args:
+        options: The options of the command.
+        notice: Called with a line for each step of the work.
+        measure: Replaces `measure_peaks`.
+
+    Raises:
+        UsageError: The options are wrong. Errors of loading and running are raised as well.
     """
     options.check()
     workloads = [workload_of(options, name) for name in options.workloads]
@@ -56,14 +62,14 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
     config = _engine_config(options, machine, longest=max(workload.longest for workload in workloads))
     load = config.load
     build_operators(load.device, notice, load.kv_cache == "int8")
-    torch.set_num_threads(options.threads or machine.cores or 1)  # before the peaks are measured
+    torch.set_num_threads(options.threads or machine.cores or 1)  # must precede the measurement of peaks
     measure = measure or _measure_of(options)
     before = _measured(load, measure, notice)
     notice(f"loading {options.model}")
     loaded = load_model(replace(config, peaks=before), _source(options, load.quantization))
     if options.schemas:
         loaded = with_constraints(loaded, options)
-    with _peer(options, load, notice) as peer, loaded_for_good():
+    with _peer(options, load, notice) as peer, freeze_existing_objects():
         series = [_run_series(loaded, workload, options, before, peer, notice) for workload in workloads]
     time = calibrated_time(load.device, load.dtype, load.quantization)
     peaks = best_peaks(before, _measured(load, measure, notice))
@@ -80,14 +86,14 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
 
 
 def workload_of(options: BenchOptions, name: str) -> Workload:
-    """The workload over the vocabulary of the model that the options name."""
+    """Return a workload with token ids in the vocabulary of the model."""
     spec = shape_config(options.model) if options.is_shape else open_checkpoint(options.folder).spec
     vocab = spec.vocab
     return make_workload(name, vocab, options.rows, options.max_tokens)
 
 
 def best_peaks(before: Peaks, after: Peaks) -> Peaks:
-    """The higher of each: on a machine that others use, too, a low one measured them."""
+    """Return the higher value of each peak: other load on the machine lowers measurements."""
     integer = max(before.coded_ops_per_s or 0.0, after.coded_ops_per_s or 0.0)
     return Peaks(
         max(before.flops_per_s, after.flops_per_s),
@@ -104,7 +110,7 @@ def _machine(options: BenchOptions) -> MachineFacts:
 
 
 def _engine_config(options: BenchOptions, machine: MachineFacts, longest: int) -> EngineConfig:
-    """Sequences are as long as the workloads need: a model's own limit would only cost memory."""
+    """Return the settings of the engine. To save memory, max_model_len is the longest row of the workloads."""
     dtype = _dtype(options, machine)
     load = LoadConfig(
         model=options.folder,
@@ -126,7 +132,7 @@ def _engine_config(options: BenchOptions, machine: MachineFacts, longest: int) -
 
 
 def _dtype(options: BenchOptions, machine: MachineFacts) -> Dtype:
-    """`auto`: as a job would run it; dummy weights count as stored in bfloat16."""
+    """Return the dtype. `auto` is resolved as in a job; dummy weights count as stored in bfloat16."""
     if options.dtype != "auto":
         return cast(Dtype, options.dtype)
     stored: Dtype = "bfloat16" if options.is_shape else open_checkpoint(options.folder).dtype
@@ -134,21 +140,20 @@ def _dtype(options: BenchOptions, machine: MachineFacts) -> Dtype:
 
 
 def _quantization(options: BenchOptions, machine: MachineFacts, dtype: Dtype) -> Quantization:
-    """Return the quantization that a job would choose; dummy weights are stored in no codes. Raises UsageError where
-    stored codes are asked for and there are none."""
+    """Return the quantization, resolved as in a job. Dummy weights are not quantised.
+
+    Raises:
+        UsageError: `--quantization stored` is set, but the checkpoint has no quantised weights that can be used.
+    """
     asked = cast(AskedQuantization, options.quantization)
     if options.is_shape:
         found: Quantization = "none" if asked == "auto" or asked == "stored" else asked
     else:
         found = resolved_quantization(asked, open_checkpoint(options.folder), machine, dtype)
     if asked == "stored" and found == "none":
-        what = (
-            "runs on dummy weights"
-            if options.is_shape
-            else "stores no weights that can be multiplied as they are"
-        )
+        what = "runs on dummy weights" if options.is_shape else "stores no quantised weights that can be used"
         raise UsageError(
-            f"--quantization is 'stored', and {options.model} {what}; leave it out, or name a checkpoint that does"
+            f"--quantization is 'stored', but {options.model} {what}; leave it out, or use another checkpoint"
         )
     return found
 
@@ -161,14 +166,14 @@ def _source(options: BenchOptions, quantization: Quantization) -> Source:
     if not options.is_shape:
         refused = open_checkpoint(options.folder).refusals(False, False, options.kv_cache_dtype != "auto")
         if refused:
-            raise UsageError(f"--kv-cache-dtype is {options.kv_cache_dtype!r}, and {refused[0][1]}")
+            raise UsageError(f"--kv-cache-dtype is {options.kv_cache_dtype!r}, but {refused[0][1]}")
         return checkpoint_source(options.folder, _kv_cache(options), quantization)
     spec = shape_config(options.model).quantized(quantization).with_cache_dtype(_kv_cache(options))
     return ModelSource(spec, parameter_count(spec), lambda *place: DummyWeights(spec, *place))
 
 
 def _measure_of(options: BenchOptions) -> Measure:
-    """The tiny shape is for trying the command: its peaks are measured in a moment, and mean as little."""
+    # The tiny shape is for trying the command: a short measurement is enough
     if options.model == "tiny":
         return lambda device, dtypes: measure_peaks(device, dtypes, size=256, stream_bytes=2**22)
     return measure_peaks
@@ -184,7 +189,7 @@ def _measured(config: LoadConfig, measure: Measure, notice: Notice) -> Peaks:
 
 @contextmanager
 def _peer(options: BenchOptions, config: LoadConfig, notice: Notice) -> Iterator[TransformersPeer | None]:
-    """transformers with the same weights, which lie on disk for it while this lasts."""
+    """Load the same weights in transformers. Dummy weights are on disk inside of the context."""
     if options.against is None:
         yield None
         return
@@ -206,7 +211,7 @@ def _run_series(
     peer: TransformersPeer | None,
     notice: Notice,
 ) -> Series:
-    """One run that does not count, then everything in turns, so that all meet the same machine."""
+    """Run a warm-up, then all variants in turns, which makes them see the same load on the machine."""
     rows, repeat, series = workload.rows, options.repeat, Series()
     notice(f"{workload.name}: warm-up, {timed_run(loaded, rows).wall_s:.2f} s")
     if peer is not None:

@@ -1,4 +1,4 @@
-"""A tokenizer for shapes, which have none: bytes, one special token, and made-up words up to the model's vocabulary."""
+"""Creates a tokenizer for model shapes, which have none."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 END = 256  # the token after the 256 bytes
-_LETTERS = "etaoinshrdlucmfwypvbgk"  # the commonest of English
+_LETTERS = "etaoinshrdlucmfwypvbgk"  # the most common letters in English
 
 
 def made_up_tokenizer(vocab: int) -> str:
-    """The definition of a byte-level BPE of `vocab` tokens, the same on every machine. Words of 2 … 9 letters, half of
-    them after a space, are what the mask of a JSON string has to look at."""
+    """Return the definition of a byte-level BPE tokenizer with `vocab` tokens, which is the same on every machine.
+
+    The tokens are the 256 bytes, one special token, and random words of 2 … 9 letters, half of them after a space.
+    """
     r, tokens = random.Random(7), {letter: at for at, letter in enumerate(_bytes())}
     tokens["<|end|>"] = END
     while len(tokens) < vocab:
@@ -26,5 +28,5 @@ def made_up_tokenizer(vocab: int) -> str:
 
 
 def _bytes() -> list[str]:
-    """The letters that stand for the bytes, in the order of byte-level tokenizers."""
+    """Return the letters that represent bytes, in the order of byte-level tokenizers."""
     return sorted(pre_tokenizers.ByteLevel.alphabet(), key=ord)

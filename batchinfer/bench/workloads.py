@@ -1,7 +1,7 @@
-"""The built-in workloads: rows of token ids, the same on every machine and in every version of Python.
+"""The built-in workloads: rows of token ids, which are the same on every machine and Python version.
 
-Only `random.Random` with a fixed seed draws, and always over a vocabulary of 32,000: models of at least that many
-tokens get the very same ids, smaller ones the same lengths with ids folded into their vocabulary.
+Ids are drawn by `random.Random` with a fixed seed from a vocabulary of 32,000. For models with fewer tokens, ids are
+mapped into their vocabulary.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from batchinfer.core.errors import UsageError
 
-FIRST_ID, VOCAB = 300, 32_000  # ids 300 … 31,999: special tokens lie below in most vocabularies
-QUESTIONS = 16  # a document, in prefix-tree
+FIRST_ID, VOCAB = 300, 32_000  # ids 300 … 31,999: most vocabularies have their special tokens below 300
+QUESTIONS = 16  # per document, in prefix-tree
 PREAMBLE, DOCUMENT = 64, 256  # tokens
 DUPLICATE_SHARE = 0.4
 LONG_TAIL = 20  # times the median
@@ -22,52 +22,61 @@ LONG_TAIL = 20  # times the median
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt, and how many tokens to generate after it: exactly so many, greedily."""
+    """A row of a workload. It generates exactly `max_tokens` tokens, greedily."""
 
     prompt: tuple[int, ...]
     max_tokens: int
-    schema: str | None = None  # JSON text of a schema that the answer begins to follow
+    schema: str | None = None  # JSON text of a schema
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and output."""
+        """Return the tokens of prompt and output."""
         return len(self.prompt) + self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A named table of rows, in the order in which a user would have them."""
+    """A named list of rows, in an order as in a user's input."""
 
     name: str
     rows: tuple[Row, ...]
 
     @property
     def prompt_tokens(self) -> int:
+        """Return the prompt tokens of all rows."""
         return sum(len(row.prompt) for row in self.rows)
 
     @property
     def output_tokens(self) -> int:
+        """Return the output tokens of all rows."""
         return sum(row.max_tokens for row in self.rows)
 
     @property
     def longest(self) -> int:
-        """Tokens of prompt and output of the longest row."""
+        """Return the tokens of prompt and output of the longest row."""
         return max(row.length for row in self.rows)
 
     @property
     def duplicates(self) -> int:
-        """Rows that another row says already."""
+        """Return the number of rows that repeat an earlier row."""
         return len(self.rows) - len(set(self.rows))
 
 
 def make_workload(name: str, vocab: int, rows: int | None = None, most_out: int | None = None) -> Workload:
-    """A built-in workload, by default in its own size. Raises UsageError for an unknown name or `rows` < 1.
-    `most_out`: no row generates more tokens.
+    """Create a built-in workload.
 
-    Fewer or more rows of shared-prefix, mixed, decode, prefix-tree and long-context begin with the same rows.
+    Args:
+        name: The name of the workload.
+        vocab: The vocabulary size of the model.
+        rows: The number of rows; None: the default of the workload. A smaller shared-prefix, mixed, decode, prefix-tree
+            or long-context workload is a prefix of a larger one.
+        most_out: The maximum output tokens per row; None: no limit.
+
+    Raises:
+        UsageError: The name is unknown, or `rows` < 1.
     """
     if name not in WORKLOADS:
-        raise UsageError(f"no workload is called {name!r}; there are {', '.join(WORKLOADS)}")
+        raise UsageError(f"unknown workload {name!r}; it can be {', '.join(WORKLOADS)}")
     if rows is not None and rows < 1:
         raise UsageError(f"--rows is {rows}; at least 1 is needed")
     make, size = WORKLOADS[name]
@@ -80,7 +89,7 @@ def _cut(row: Row, most_out: int) -> Row:
 
 
 def _folded(row: Row, vocab: int) -> Row:
-    """Ids within the vocabulary; equal prompts stay equal, and neighbouring ids stay different."""
+    """Map the ids of a row into the vocabulary. Equal prompts stay equal, and neighbouring ids stay different."""
     if vocab >= VOCAB:
         return row
     first = min(FIRST_ID, vocab // 2)
@@ -92,7 +101,7 @@ def _ids(r: random.Random, count: int) -> tuple[int, ...]:
 
 
 def shared_prefix(rows: int) -> list[Row]:
-    """512 tokens that all rows share, then 32 … 128 of their own; 8 out."""
+    """512 prompt tokens that all rows share, then 32 … 128 different ones; 8 output tokens."""
     r = random.Random(1)
     prefix = _ids(r, 512)
     return [Row(prefix + _ids(r, r.randint(32, 128)), 8) for _ in range(rows)]
@@ -109,15 +118,15 @@ def mixed(rows: int) -> list[Row]:
 
 
 def decode(rows: int) -> list[Row]:
-    """32 in, 128 out."""
+    """32 prompt tokens, 128 output tokens."""
     r = random.Random(3)
     return [Row(_ids(r, 32), 128) for _ in range(rows)]
 
 
 def prefix_tree(rows: int) -> list[Row]:
-    """64 tokens that all rows share, documents of 256 tokens with 16 questions each; 16 out.
+    """64 prompt tokens that all rows share, then documents of 256 tokens with 16 questions each; 16 output tokens.
 
-    Documents, and the questions about one, differ in their first token: prefixes end where they are meant to.
+    Documents differ in their first token, and so do the questions about a document: this fixes the lengths of prefixes.
     """
     r = random.Random(4)
     preamble = _ids(r, PREAMBLE)
@@ -141,11 +150,11 @@ def duplicates(rows: int) -> list[Row]:
 
 
 def long_tail(rows: int) -> list[Row]:
-    """32 in, 24 … 40 out, but for one row, in the middle, whose output is 20 times the median's length."""
+    """32 prompt tokens, 24 … 40 output tokens, except one row in the middle with 20 times the median output."""
     r = random.Random(6)
     found = [Row(_ids(r, 32), r.randint(24, 40)) for _ in range(rows)]
     middle = len(found) // 2
-    # whatever its length, it is above the median
+    # The long row is above the median, so its original length does not matter
     outputs = sorted(row.max_tokens for n, row in enumerate(found) if n != middle)
     median = outputs[(rows - 1) // 2] if rows > 1 else found[0].max_tokens
     found[middle] = replace(found[middle], max_tokens=LONG_TAIL * median)
@@ -153,7 +162,7 @@ def long_tail(rows: int) -> list[Row]:
 
 
 def long_context(rows: int) -> list[Row]:
-    """2,048 … 4,096 in, 64 out: the KV cache is what a decode step reads."""
+    """2,048 … 4,096 prompt tokens, 64 output tokens: decode steps are bound by reading the KV cache."""
     r = random.Random(7)
     return [Row(_ids(r, r.randint(2048, 4096)), 64) for _ in range(rows)]
 
@@ -170,10 +179,10 @@ WORKLOADS: dict[str, tuple[Callable[[int], list[Row]], int]] = {
 
 
 def describe(workload: str) -> str:
-    """Describe a built-in workload in one line."""
+    """Return a one-line description of a built-in workload: the first paragraph of its function's docstring."""
     return " ".join((WORKLOADS[workload][0].__doc__ or "").split("\n\n")[0].split())
 
 
 def distinct(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Every row once, in order of first appearance."""
+    """Return the rows without duplicates, in order of first appearance."""
     return tuple(dict.fromkeys(rows))

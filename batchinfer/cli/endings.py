@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from batchinfer.cli.terminal import say_json, tell_error
-from batchinfer.core.errors import BatchInferError, JobFileError, UsageError, known
+from batchinfer.core.errors import BatchInferError, JobFileError, UsageError, classify_error
 
 # Options of other programs that users may expect, and what to use instead
 _INSTEAD = {"--dry-run": "`batchinfer plan JOB.YAML` says what a run would do, without running it"}
@@ -29,7 +29,7 @@ def _meant(error: Exception) -> BatchInferError:
     ):  # a usage error of click; typer bundles its own click, whose class cannot be imported
         instead = _INSTEAD.get(getattr(error, "option_name", ""), "see `batchinfer --help`")
         return UsageError(f"{told()} ({instead})")
-    return known(error)
+    return classify_error(error)
 
 
 def _mistakes(error: Exception) -> dict[str, Any]:

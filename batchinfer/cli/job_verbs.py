@@ -267,13 +267,13 @@ def plan(
 ) -> None:
     """Read every row and say what a run would do and how long it would take, without loading the model."""
     from batchinfer.filesystem.state import state_of
-    from batchinfer.machine.devices import devices_called
+    from batchinfer.machine.devices import devices_by_name
     from batchinfer.pipeline.engine_machine import engine_machine
     from batchinfer.plan.forecast.job import forecast_job
     from batchinfer.plan.forecast.text import forecast_json, forecast_lines
     from batchinfer.report.progress import Progress
 
-    machine = None if hardware is None else devices_called(hardware)
+    machine = None if hardware is None else devices_by_name(hardware)
     stops = _stop_time(stop_at)
     job = load(job_file, overrides, date, ray)
     with job.located(), Progress(sys.stderr, job=job.name, quiet=quiet or as_json) as progress:

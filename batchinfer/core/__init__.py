@@ -1,1 +1,1 @@
-"""Errors, requests, wording and the version, which every other room uses. The room imports numpy only."""
+"""Requests, sampling parameters, errors and other types that all rooms use. Imports only numpy."""

@@ -1,9 +1,8 @@
-"""The content root of a request: what besides its token ids the K and V of its tokens depend on.
+"""The content root of a request: everything except its token ids that determines the K and V of its tokens.
 
-Two requests share K and V where they begin with the same tokens and have the same root. The plan's order, the engine's
-prefix cache and the report's tree start from the root and do not look into it: a new reason for which K and V differ
-(the images of a prompt) is named here alone. Requests to encoders share nothing, whatever their roots: K
-and V depend on what comes later, and the types of tokens (`SamplingParams.second_segment`) need no root.
+Two requests share the K and V of a prefix if they have the same root and begin with the same tokens. The planner, the
+engine's prefix cache and the report treat roots as opaque bytes. Requests to encoders share nothing: their K and V also
+depend on later tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from itertools import pairwise
 from batchinfer.core.request import Request, TokenIds, common_prefixes
 from batchinfer.core.sampling import SamplingParams
 
-USUAL = b""  # the root of requests of which nothing but the token ids counts
+USUAL = b""  # the root of requests whose K and V depend only on token ids
 _ROTATED_LATER = b"rotated from a later row"
 
 
@@ -23,10 +22,10 @@ _ROTATED_LATER = b"rotated from a later row"
 class ContentRoots:
     """The content roots of requests to one model."""
 
-    max_model_len: int  # tokens of prompt and answer, for which there are positions
-    # A request that may become longer is rotated from position max_model_len on (LongRoPE's long factors)
+    max_model_len: int  # maximum tokens of prompt and answer
+    # LongRoPE: requests that may exceed this length use rotary tables from row max_model_len on (long factors)
     long_rope_beyond: int | None = None
-    adapted: bool = False  # whether there are requests with an adapter
+    adapted: bool = False  # True if some requests have an adapter
 
     def of(self, prompt_tokens: int, params: SamplingParams) -> bytes:
         """Return the root of a request."""
@@ -39,29 +38,31 @@ class ContentRoots:
 
     @property
     def is_single(self) -> bool:
-        """Whether all requests have the usual root."""
+        """Return True if all requests have the root USUAL."""
         near = self.long_rope_beyond is None or self.max_model_len <= self.long_rope_beyond
         return near and not self.adapted
 
     def longest(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Return how many tokens prompt and answer may have together."""
+        """Return the maximum tokens of prompt and answer together."""
         return min(self.max_model_len, prompt_tokens + params.max_tokens)
 
     def rope_offset(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Return the row of the rotary tables at which a request's positions begin. It depends on how long the request
-        may become, not on how long it is: so its answer does not depend on others."""
+        """Return the row of the rotary tables for position 0 of a request.
+
+        It depends on the maximum length of the request, not on its current length, and so never changes.
+        """
         beyond = self.long_rope_beyond
         return 0 if beyond is None or self.longest(prompt_tokens, params) <= beyond else self.max_model_len
 
 
 def shared_tokens(prompts: Sequence[TokenIds], roots: Sequence[bytes]) -> list[int]:
-    """Return for each prompt but the last how many tokens it shares with the next one: none across roots."""
+    """Return for each prompt except the last how many tokens it shares with the next one; 0 if their roots differ."""
     pairs = zip(common_prefixes(prompts), pairwise(roots), strict=True)
     return [common if root == other else 0 for common, (root, other) in pairs]
 
 
 def shared_by(requests: Sequence[Request], roots: ContentRoots) -> list[int]:
-    """Return for each request but the last how many prompt tokens it shares with the next one."""
+    """Return for each request except the last how many prompt tokens it shares with the next one."""
     prompts = [request.prompt for request in requests]
     return shared_tokens(
         prompts, roots.of_all([*map(len, prompts)], [request.params for request in requests])

@@ -1,4 +1,4 @@
-"""The continuations of a request, and the branches by which an engine scores them."""
+"""The continuations of a scoring request, and the branches in which an engine scores them."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from batchinfer.core.request import TokenIds, common_prefix
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """A path through the trie of continuations that runs as a sequence of its own: it shares what it has in common with
-    the branches before it, and is asked for logits at the positions that none of them has.
+    """A path through the trie of continuations, which runs as one sequence.
 
-    The tokens that are scored at position `first + i` are `targets[starts[i]:starts[i + 1]]`: those that may follow
-    there. `slots` says which token of all continuations each of them is.
+    It shares the prefix of earlier branches, and requests logits only at positions that no earlier branch has. At
+    position `first + i`, it scores the tokens `targets[starts[i]:starts[i + 1]]`.
     """
 
-    tokens: TokenIds  # (n,): the context, then the path without its last token, behind which nothing is asked
-    first: int  # the first position whose logits are asked for
+    tokens: TokenIds  # (n,): the context, then the path without its last token
+    first: int  # the first position whose logits are needed
     starts: NDArray[np.int64]  # (n - first + 1,)
     targets: TokenIds  # (m,)
-    slots: NDArray[np.int64]  # (m,)
+    slots: NDArray[np.int64]  # (m,): the index of each target among the tokens of all continuations
 
     @classmethod
     def of_prompt(cls, prompt: TokenIds) -> Branch:
-        """Return the branch that scores each token of a prompt but the first behind those before it. A prompt runs as a
-        whole, its last token too, behind which nothing is asked here."""
+        """Return the branch that scores every token of a prompt except the first, given the tokens before it.
+
+        The last token is part of `tokens`, as the whole prompt runs, but its logits are not used.
+        """
         count = len(prompt) - 1
         every = np.arange(count + 1)
         return cls(prompt, 0, np.append(every, count), prompt[1:], every[:-1])
 
     def asked(self, start: int, end: int) -> slice:
-        """Return which targets are scored at the positions [start, end)."""
+        """Return the slice of `targets` that are scored at the positions [start, end)."""
         low, high = (min(max(at, self.first), len(self.tokens)) - self.first for at in (start, end))
         return slice(int(self.starts[low]), int(self.starts[high]))
 
     def positions(self, start: int, end: int) -> TokenIds:
-        """Return the position of each of these targets."""
+        """Return the position of each target that is scored at the positions [start, end)."""
         counts = np.diff(self.starts)
         every = np.repeat(np.arange(self.first, len(self.tokens), dtype=np.int32), counts)
         return every[self.asked(start, end)]
@@ -48,32 +49,33 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Continuations:
-    """A context, and the continuations whose tokens are scored behind it.
+    """A context, and alternative continuations whose tokens are scored.
 
-    A request holds them as one prompt: the context, then each continuation. `SamplingParams.scored` has their lengths.
+    The prompt of the request is the context followed by all continuations; `SamplingParams.scored` has their lengths.
     """
 
     context: TokenIds  # (n,), n >= 1
-    each: tuple[TokenIds, ...]  # one token of each at least
+    each: tuple[TokenIds, ...]  # at least one token each
 
     @classmethod
     def of(cls, prompt: TokenIds, lengths: Sequence[int]) -> Continuations:
-        """Divide the prompt of a request. Raises ValueError for lengths below 1, or a prompt without any context."""
+        """Split the prompt of a request. Raises ValueError for a length below 1 or an empty context."""
         ends = np.cumsum([len(prompt) - sum(lengths), *lengths])
         if ends[0] < 1 or min(lengths) < 1:
-            raise ValueError(f"continuations of {lengths} tokens behind {ends[0]}: all must be 1 at least")
+            raise ValueError(
+                f"continuations of {lengths} tokens after a context of {ends[0]}: all must be at least 1"
+            )
         return cls(prompt[: ends[0]], tuple(np.split(prompt, ends)[1:-1]))
 
     def branches(self) -> list[Branch]:
-        """Return the branches that score all continuations, each position of their trie once.
+        """Return branches that score all continuations and compute each node of their trie once.
 
-        In lexical order each continuation shares its beginning with the one before it, or with none. The logits of a
-        node belong to the first continuation that passes through it.
+        A node's logits are requested by the first continuation in lexical order that passes through the node.
         """
         order = sorted(range(len(self.each)), key=lambda number: self.each[number].tolist())
         slots = np.cumsum([0, *map(len, self.each)]).tolist()
-        path: list[_Asked] = []  # of each node of the continuation before: what is asked there
-        # A continuation, and the nodes that it is the first to reach
+        path: list[_Asked] = []  # the nodes of the previous continuation
+        # Continuations, with the nodes that they are the first to reach
         owned: list[tuple[int, list[_Asked]]] = []
         before: TokenIds = self.each[order[0]][:0]
         for number in order:
@@ -102,13 +104,15 @@ class Continuations:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The tokens that are scored at a node, and which of all continuations' they are."""
+    """The tokens that are scored at a node."""
 
     targets: list[int]
-    slots: list[int]
+    slots: list[int]  # the index of each target among the tokens of all continuations
 
 
 def longest_sequence(prompt_tokens: int, lengths: Sequence[int]) -> int:
-    """Return the positions that a request with such a prompt takes. Its continuations stand at the same place, and the
-    last token of each is only looked up in what the model says before it."""
+    """Return the number of positions that a scoring request needs: the context and its longest continuation.
+
+    The last token of a continuation needs no position: only the logits before it are used.
+    """
     return prompt_tokens - sum(lengths) + max(lengths) - 1 if lengths else prompt_tokens

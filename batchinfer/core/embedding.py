@@ -1,4 +1,4 @@
-"""The vectors that a job makes of the hidden states of its prompts."""
+"""The settings of embedding jobs, which compute a vector from the hidden states of each prompt."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ DenseDtype = Literal["F32", "F16", "BF16"]  # as safetensors spells them
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer that pooled vectors pass, and the activation behind it. `weight`, (outputs, inputs), and `bias`,
-    (outputs,), are where their first bytes lie in the file, whose sha256 is `digest`."""
+    """A linear layer with an activation, applied to pooled vectors."""
 
     file: str
-    digest: str
+    digest: str  # sha256 of the file
     inputs: int
     outputs: int
     dtype: DenseDtype
-    weight: int
-    bias: int | None
+    weight: int  # byte offset in the file, (outputs, inputs)
+    bias: int | None  # byte offset in the file, (outputs,)
     activation: DenseActivation
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """The vectors of a job. Engines pool; what is said of the finished vector is done once the store has it."""
+    """How a job computes its vectors. Engines pool; the other operations run on stored vectors.
+
+    The order is: dense layers, truncation, normalisation.
+    """
 
     pooling: Pooling
     normalize: bool  # to length 1
-    dimensions: int  # of the model's vectors, the first so many are kept
-    prompt: str = ""  # put before every text
-    dense: tuple[Dense, ...] = ()  # what pooled vectors pass before they are cut, in order
+    dimensions: int  # truncate vectors to this many dimensions
+    prompt: str = ""  # prepended to every text
+    dense: tuple[Dense, ...] = ()
 
     def width(self, hidden: int) -> int:
-        """Return how many numbers a vector may have, of hidden states of so many."""
+        """Return the dimensions of vectors before truncation, for hidden states of `hidden` dimensions."""
         return self.dense[-1].outputs if self.dense else hidden
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON, which `from_json` reads. Layers that are not there are left out: results of before there
-        were any keep their identity."""
+        """Return the JSON that `from_json` reads. Without dense layers the key is omitted, as in older results."""
         value = asdict(self)
         if not self.dense:
             del value["dense"]
@@ -50,5 +51,6 @@ class Embedding:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
+        """Read the result of `to_json`."""
         dense = tuple(Dense(**each) for each in value.get("dense", ()))
         return cls(**{**value, "dense": dense})

@@ -1,25 +1,25 @@
-"""Everything that batchinfer raises on purpose, and the exit code and the status word that each becomes.
+"""The exceptions of batchinfer, with the exit code of each.
 
-    BatchInferError                70  a bug, when nothing more specific is known
+    BatchInferError                70  a bug, unless a subclass applies
     ├── UsageError                  2  the command line
     ├── InputCorrupt               65  an input file is damaged, or changed while it was read
     ├── ErrorBudgetExceeded        65  more error rows than `on_error.max_error_rate` allows
-    ├── InputMissing               66  the job file or an input file is missing, or a hub has no such model
+    ├── InputMissing               66  the job file, an input file or a model does not exist
     │   └── TooFewRows             66  the input has no rows, or fewer than `input.min_rows`
     ├── Unavailable                69  the device, the store or a hub cannot be reached
-    │   └── CannotSplit            69  a model that cannot be divided among so many ranks
+    │   └── CannotSplit            69  a model that cannot be sharded across the requested ranks
     ├── OutOfMemory                71  the device or the host has no memory left
-    ├── OutputConflict             73  the result folder belongs to somebody else
+    ├── OutputConflict             73  the result folder contains files that this job did not write
     ├── StorageError               74  disk full or input/output error; the job can be resumed
-    │   └── DamagedResult          74  a published file is not as it was written; the job publishes it again
-    ├── Locked                     75  another run of this job, or pull of this model, is running
-    ├── Busy                       75  other processes use the cores that were to be measured
+    │   └── DamagedResult          74  a published file was changed; the job publishes it again
+    ├── Locked                     75  another run of this job, or another pull of this model, is running
+    ├── Busy                       75  other processes use the cores that are being measured
     ├── StopTimeReached            75  `--stop-at` was reached; the same command continues the job
     ├── SecurityRefusal            77  pickle, remote code, or a path that escapes
-    ├── JobFileError               78  the job file, with every mistake listed
-    └── Interrupted       129/130/143  SIGHUP, SIGINT or SIGTERM; what was done is committed
+    ├── JobFileError               78  the job file is wrong; lists every mistake
+    └── Interrupted       129/130/143  SIGHUP, SIGINT or SIGTERM; finished answers are committed
 
-What goes wrong with a single row is no exception: it is a `RowError` (request.py) that becomes an error row.
+Errors of single rows are not exceptions: they are `RowError` (request.py) and become error rows.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from batchinfer.core.version import __version__
 
 
 class BatchInferError(Exception):
-    """The root: `str(error)` says what happened and what would be right."""
+    """The base class. `str(error)` is a message for the user: what happened and what to do."""
 
     exit_code = 70
-    status = "bug"  # the word for it in the run table's `exit_status`
+    status = "bug"  # the value of `exit_status` in the run table
 
 
 class UsageError(BatchInferError):
-    """The command line asks for something that cannot be."""
+    """The command line is wrong."""
 
     exit_code = 2
     status = "usage error"
 
 
 class InputCorrupt(BatchInferError):
-    """An input file is damaged or changed meanwhile; names the file and the place."""
+    """An input file is damaged, or changed while it was read. The message contains the file and the position."""
 
     exit_code = 65
     status = "input damaged"
@@ -81,48 +81,55 @@ class Unavailable(BatchInferError):
 
 
 class CannotSplit(Unavailable):
-    """A model that cannot be divided among ranks as it was asked for; says what can be."""
+    """The model cannot be sharded as requested. The message contains the possible values."""
 
 
 class OutOfMemory(BatchInferError):
-    """No memory is left; names what would make the job fit."""
+    """Memory is exhausted. The message contains what would make the job fit."""
 
     exit_code = 71
     status = "out of memory"
 
 
 class OutputConflict(BatchInferError):
-    """The result folder holds something that this job did not write."""
+    """The result folder contains files that this job did not write."""
 
     exit_code = 73
     status = "output conflict"
 
 
 class StorageError(BatchInferError):
-    """Reading or writing failed below us (disk full, I/O error). The same command resumes the job."""
+    """Reading or writing a file failed (disk full, I/O error). The same command resumes the job."""
 
     exit_code = 74
     status = "storage error"
 
 
 class DamagedResult(StorageError):
-    """A file of a published result is not as it was written. The same command publishes the result again."""
+    """A file of a published result was changed after publishing. The same command publishes the result again."""
 
     def __init__(self, message: str, place: str = "", problem: str = "", job: str | None = None) -> None:
-        self.place, self.problem = place, problem  # which file, and what is wrong with it
-        self.job = job  # the name that a damaged manifest gives the job, where it can be read
+        """Create the error.
+
+        Args:
+            message: The message for the user.
+            place: The damaged file.
+            problem: The kind of damage.
+            job: The name of the job in a damaged manifest, if it can be read.
+        """
+        self.place, self.problem, self.job = place, problem, job
         super().__init__(message)
 
 
 class Locked(BatchInferError):
-    """Another run holds the lock of this job's state folder, or another pull that of the model."""
+    """Another run holds the lock of the job's state folder, or another pull holds the lock of the model."""
 
     exit_code = 75
     status = "locked"
 
 
 class Busy(BatchInferError):
-    """Other processes use the machine so much that a measurement would be wrong."""
+    """Other processes use too much of the machine for a measurement."""
 
     exit_code = 75
 
@@ -135,7 +142,7 @@ class StopTimeReached(BatchInferError):
 
 
 class SecurityRefusal(BatchInferError):
-    """Something that could run code or leave its folder: refused."""
+    """A file that could run code, or a path that leaves its folder, is refused."""
 
     exit_code = 77
     status = "refused"
@@ -143,16 +150,16 @@ class SecurityRefusal(BatchInferError):
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One mistake in a job file: where, what was found, and what would be right."""
+    """One mistake in a job file."""
 
     where: str  # dotted key, e.g. "sampling.max_tokens"
-    message: str  # what was found and what would be right, in one sentence
-    line: int | None = None  # 1-based line of the job file, where there is one
-    hint: str | None = None  # the next step, e.g. the nearest known key
+    message: str  # one sentence: the wrong value and the possible values
+    line: int | None = None  # line of the job file, from 1
+    hint: str | None = None  # what to do, e.g. the nearest valid key
 
 
 class JobFileError(BatchInferError):
-    """The job file is wrong; `mistakes` holds all that was found, not only the first."""
+    """The job file is wrong. `mistakes` contains every mistake that was found."""
 
     exit_code = 78
     status = "wrong job"
@@ -175,7 +182,7 @@ class JobFileError(BatchInferError):
 
 
 class Interrupted(BatchInferError):
-    """A signal ended the run; what was finished is committed and the same command resumes it."""
+    """A signal ended the run. Finished answers are committed, and the same command resumes the run."""
 
     status = "interrupted"
 
@@ -188,7 +195,7 @@ TOO_FEW_PROCESSES = (
     "raise the limit on processes and threads: `ulimit -u` for a user, pids.max of a control group (docker: "
     "--pids-limit) for a container"
 )
-# What Python and Arrow say in a RuntimeError of their own where the system says EAGAIN.
+# Messages of a RuntimeError of Python and Arrow when the system returns EAGAIN
 _NO_THREAD = ("can't start new thread", "Failed to launch worker thread")
 
 
@@ -198,7 +205,7 @@ def _lacks_processes(error: BaseException) -> bool:
     return any(words in str(error) for words in _NO_THREAD)
 
 
-# The words of libraries that raise neither MemoryError nor ENOMEM: torch, C++, the loader of shared libraries
+# Messages of libraries that raise neither MemoryError nor ENOMEM: torch, C++, the loader of shared libraries
 _NO_MEMORY = (
     "can't allocate memory",
     "Cannot allocate memory",
@@ -220,8 +227,8 @@ def lacks_memory(error: BaseException) -> bool:
     return False
 
 
-def known(error: BaseException) -> BatchInferError:
-    """The error of this tree that `error` is or amounts to: what the process ends with, and what its report says."""
+def classify_error(error: BaseException) -> BatchInferError:
+    """Convert any exception to a BatchInferError, which determines the exit code and the message of the process."""
     if isinstance(error, BatchInferError):
         return error
     if lacks_memory(error):
@@ -242,5 +249,5 @@ def known(error: BaseException) -> BatchInferError:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return what kind of error it is, and how its text begins."""
+    """Return the type of an error and the first line of its message, at most 300 characters."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])[:300]

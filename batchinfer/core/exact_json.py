@@ -1,4 +1,4 @@
-"""JSON whose numbers keep every digit that was written, from the text to the text that is made of it."""
+"""Parses and writes JSON without losing digits of numbers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import math
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-_SHORT = 16  # characters: at most 15 digits and a point, which every float holds, unless there is an exponent
+_SHORT = 16  # characters: 15 digits and a point are exact as a float, if there is no exponent
 
 
 class WrittenFloat(float):
-    """A float that does not hold the number that was written. `digits` is that number as JSON."""
+    """The float nearest to a number that a float cannot represent."""
 
-    digits: str
+    digits: str  # the exact number as JSON
 
 
 class RepeatedName(ValueError):
-    """An object has a name twice: what it means depends on who reads it."""
+    """A JSON object has a name twice, which parsers treat differently."""
 
 
 def read_float(text: str) -> float:
-    """The float nearest to the number in `text`. It is a WrittenFloat where it is another number."""
+    """Return the float nearest to a number in text: a WrittenFloat if they differ."""
     number = float(text)
     if len(text) <= _SHORT and "e" not in text.lower():
         return number
@@ -41,15 +41,15 @@ def _exact(number: float, text: str) -> float:
 
 
 def read_exactly(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError, RepeatedName among it, and RecursionError."""
+    """Parse a JSON text. Raises ValueError (including RepeatedName) and RecursionError."""
     return json.loads(text, parse_float=read_float, object_pairs_hook=_once_each)
 
 
-def written(value: Any) -> str:
-    """A parsed value as compact JSON; numbers that were parsed as int, Decimal or WrittenFloat keep every digit."""
+def write_exactly(value: Any) -> str:
+    """Return a parsed value as compact JSON. Numbers of type int, Decimal or WrittenFloat keep every digit."""
     try:
         return _written(value)
-    except RecursionError:  # whoever reads it refuses what is nested so deeply
+    except RecursionError:  # too deeply nested: readers of the text refuse it
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -68,5 +68,5 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise RepeatedName(f"has the name {twice[:100]!r} twice in one object; leave one of them out")
+        raise RepeatedName(f"has the name {twice[:100]!r} twice in one object; remove one of the two")
     return found

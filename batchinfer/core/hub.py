@@ -1,4 +1,4 @@
-"""Models by name: `org/name` or `org/name@revision` in the Hugging Face cache on this machine. Uses no network."""
+"""Finds models by name (`org/name` or `org/name@revision`) in the Hugging Face cache. Uses no network."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-HUB_PREFIX = "models--"  # of a model's folder in the cache: models--org--name/snapshots/<commit>
+HUB_PREFIX = "models--"  # a model's folder in the cache is models--org--name/snapshots/<commit>
 MAIN = "main"
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
 GGUF = ".gguf"
-ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a LoRA, as PEFT saves it
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # a LoRA adapter saved by PEFT
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-MAX_INDEX_BYTES = 64 * 2**20  # index files of the largest public checkpoints have some 10 MB
+MAX_INDEX_BYTES = 64 * 2**20  # index files of the largest public checkpoints have about 10 MB
 _A_NAME = (
     "a model's name is org/name or org/name@revision, of the letters a to z, digits, - _ and ., without -- or .., "
     "with at most 96 characters in each half"
@@ -22,7 +22,7 @@ _A_NAME = (
 
 
 class NoModel(LookupError):
-    """There is no model at a path or under a name; `hint` is the next step."""
+    """There is no model at a path or with a name. `hint` tells the user what to do."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
@@ -31,17 +31,17 @@ class NoModel(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
-    """A model on a Hugging Face hub: `revision` is a branch, a tag or a commit."""
+    """The name of a model on the Hugging Face hub."""
 
     repo: str
-    revision: str = MAIN
+    revision: str = MAIN  # branch, tag or commit
 
     def __str__(self) -> str:
         return self.repo if self.revision == MAIN else f"{self.repo}@{self.revision}"
 
     @classmethod
     def parse(cls, text: str) -> ModelName:
-        """Raises ValueError when `text` is no name."""
+        """Parse `org/name` or `org/name@revision`. Raises ValueError for any other text."""
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
 
@@ -58,7 +58,7 @@ class ModelName:
 
 
 def _is_revision(text: str) -> bool:
-    """Whether git allows this revision; it must not lead out of the cache either, where it is part of a path."""
+    """Return True if git allows the revision and it is safe as part of a path in the cache."""
     parts = text.split("/")
     plain = text.isascii() and text.isprintable() and not set(text) & set(' ~^:?*[\\"')
     return plain and all(part and not part.startswith((".", "-")) and ".." not in part for part in parts)
@@ -68,10 +68,14 @@ _WANTED = "it must be the folder of a checkpoint, or a GGUF file"
 
 
 def locate_model(text: str, path: Path) -> Path:
-    """The folder of the model that a job names by `text`, or its GGUF file: `path` if that is one, else the cache's
-    folder.
+    """Return the folder or GGUF file of a job's model: `path` if it exists, else the folder in the cache.
 
-    Raises NoModel.
+    Args:
+        text: The value of `model.path` in the job file.
+        path: The same as a path.
+
+    Raises:
+        NoModel: There is no such model, or its download is incomplete.
     """
     if path.is_dir() or (path.suffix == GGUF and path.is_file()):
         return path
@@ -97,8 +101,10 @@ def locate_model(text: str, path: Path) -> Path:
 
 
 def locate_adapter(text: str, path: Path) -> Path:
-    """Return the folder of the adapter that a job names by `text`: `path`, or else the cache's of that name, if there
-    is one. Who checks the adapter says what is wrong with the folder."""
+    """Return the folder of a job's adapter: `path`, or the folder in the cache if only that exists.
+
+    The folder is not checked here.
+    """
     if path.exists() or not _may_be_name(text):
         return path
     try:
@@ -112,20 +118,20 @@ def _pull(name: ModelName) -> str:
 
 
 def _may_be_name(text: str) -> bool:
-    """One step below a relative folder, or with a revision: what else is no folder is only a wrong path."""
+    """Return True if a text may be a model's name: a relative path with one slash, or a text with @."""
     repo, at, _ = text.partition("@")
     return not repo.startswith((".", "/", "~")) and (repo.count("/") == 1 or bool(at))
 
 
 def cache_folder() -> Path:
-    """The Hugging Face cache: HF_HUB_CACHE, or hub in HF_HOME, or in ~/.cache/huggingface."""
+    """Return the Hugging Face cache: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE).expanduser()
 
 
 def find_snapshot(name: ModelName) -> Path | None:
-    """The model's folder in the cache, whether its download is complete or not; None when there is none."""
+    """Return the model's folder in the cache, even if its download is incomplete, or None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
@@ -141,8 +147,10 @@ def find_snapshot(name: ModelName) -> Path | None:
 
 
 def missing_files(snapshot: Path) -> list[str]:
-    """List the files that an interrupted download lacks, as far as the files that are there tell. A GGUF file is whole
-    where it is linked."""
+    """Return the missing files of an interrupted download, judging by the existing files.
+
+    A GGUF file in a snapshot is always complete.
+    """
     weights = (WEIGHTS, WEIGHT_INDEX)
     others = any((snapshot / name).is_file() for name in weights)
     if not others and any(entry.suffix == GGUF for entry in snapshot.glob("*")):
@@ -154,14 +162,14 @@ def missing_files(snapshot: Path) -> list[str]:
         return []
     if not (snapshot / WEIGHT_INDEX).is_file():
         named = any(entry.suffix in (".safetensors", *PICKLE_SUFFIXES) for entry in snapshot.iterdir())
-        return [] if named else [WEIGHTS]  # what is wrong with other weights is told where they are checked
+        return [] if named else [WEIGHTS]  # weights in other formats are checked elsewhere
     return [name for name in indexed_names(snapshot / WEIGHT_INDEX) if not (snapshot / name).is_file()]
 
 
 def indexed_names(index: Path) -> list[str]:
-    """The weight files that an index names, sorted; none where it cannot be read as an index.
+    """Return the weight files listed in an index file, sorted; [] if it cannot be read.
 
-    Names that lead elsewhere are left out: whoever checks the checkpoint refuses them.
+    Names with a path are left out: checking the checkpoint refuses them.
     """
     try:
         with index.open("rb") as file:
@@ -173,14 +181,14 @@ def indexed_names(index: Path) -> list[str]:
     return sorted(name for name in names if "/" not in name and "\0" not in name)
 
 
-def described(folder: Path) -> str:
-    """A model for people: `org/name@commit` for a folder of the cache, else the folder."""
+def describe_model(folder: Path) -> str:
+    """Return a model's name for messages: `org/name@commit` for a folder of the cache, else the folder."""
     repo = _repo_of(folder)
     return str(folder) if repo is None else f"{repo}@{folder.name}"
 
 
 def short_name(folder: Path) -> str:
-    """A model's name without where it lies: `org/name` for a folder of the cache, else the folder's own name."""
+    """Return a model's short name: `org/name` for a folder of the cache, else the folder's name without its path."""
     return _repo_of(folder) or folder.name
 
 

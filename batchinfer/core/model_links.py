@@ -1,4 +1,4 @@
-"""Links in a model's folder: where they may lead. A Hugging Face cache is made of links, other links may be a trap."""
+"""Checks where links in a model's folder lead: links inside of a Hugging Face cache are allowed, others are refused."""
 
 from __future__ import annotations
 
@@ -7,22 +7,33 @@ from pathlib import Path
 from batchinfer.core.errors import SecurityRefusal
 from batchinfer.core.hub import HUB_PREFIX
 
-SHARED_BLOBS_MARKER = (".huggingface-shared-blobs", "1\n")  # file and content: the layout that we know
+SHARED_BLOBS_MARKER = (
+    ".huggingface-shared-blobs",
+    "1\n",
+)  # file and content; the version of the supported layout
 
 
 def model_roots(folder: Path) -> list[Path]:
-    """The folders in which the files of the model in `folder`, a resolved path, may lie.
+    """Return the folders in which the files of a model may be.
 
-    A Hugging Face cache keeps a model as `models--org--name/snapshots/<revision>/` full of links into
-    `models--org--name/blobs/`, and those may be links into the cache's own `blobs/`, which its models share.
+    In a Hugging Face cache, `models--org--name/snapshots/<revision>/` contains links into `models--org--name/blobs/`,
+    and these may be links into a `blobs/` folder that all models of the cache share.
+
+    Args:
+        folder: The model's folder, a resolved path.
     """
     return [folder, *_hub_blobs(folder)]
 
 
-def inside(entry: Path, roots: list[Path]) -> Path:
-    """Follow `entry` to the file it leads to. Raises SecurityRefusal when that lies in none of `roots`.
+def resolve_inside(entry: Path, roots: list[Path]) -> Path:
+    """Resolve a path and check that the result is inside of one of the folders.
 
-    The first of these is the model's folder.
+    Args:
+        entry: A file of the model, possibly a link.
+        roots: The result of `model_roots`; the first is the model's folder.
+
+    Raises:
+        SecurityRefusal: The path leads elsewhere, or nowhere.
     """
     try:
         target = entry.resolve()
@@ -36,7 +47,7 @@ def inside(entry: Path, roots: list[Path]) -> Path:
 
 
 def _hub_blobs(path: Path) -> list[Path]:
-    """Where a hub cache keeps the content of the snapshot `path`, if it is one: its own blobs, and the shared ones."""
+    """Return the blob folders of a snapshot in a hub cache; [] if `path` is not a snapshot."""
     snapshots = path.parent
     entry = snapshots.parent
     if snapshots.name != "snapshots" or not entry.name.startswith(HUB_PREFIX):
@@ -46,8 +57,7 @@ def _hub_blobs(path: Path) -> list[Path]:
 
 
 def _is_shared_blobs(folder: Path) -> bool:
-    """Whether huggingface_hub made the folder: elsewhere, a folder `blobs` next to a model's entry could be
-    anybody's."""
+    """Return True if huggingface_hub created the folder. Without its marker, any user could have created it."""
     name, content = SHARED_BLOBS_MARKER
     marker = folder / name
     if folder.is_symlink() or marker.is_symlink() or not marker.is_file():

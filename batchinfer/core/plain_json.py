@@ -1,4 +1,4 @@
-"""Values that JSON can say, checked: of bounded depth and size, and made of Python's plain types."""
+"""Converts values to plain JSON types, with limits on depth and size."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ import math
 from decimal import Decimal
 from typing import Any
 
-MOST_NESTED = 64
+MAX_DEPTH = 64
 
 
 class NotPlain(ValueError):
-    """The value cannot be said in JSON, is nested too deeply, or is too large. Its text says which."""
+    """The value has no JSON form, is nested too deeply, or is too large. The message says which."""
 
 
 class TooLarge(NotPlain):
-    """The value has more characters and items than are allowed."""
+    """The value has too many characters and items."""
 
 
 def plain_json(value: Any, most: int) -> Any:
-    """The value with lists for tuples, and int or float for every other kind of number.
+    """Return the value with plain types only: tuples become lists, other numbers become int or float.
 
-    `most` bounds the characters of all texts, and the items, together. Raises NotPlain.
+    Args:
+        value: The value to convert.
+        most: The maximum number of characters and items together.
+
+    Raises:
+        NotPlain: The value has no JSON form, is nested too deeply, or is too large.
     """
     return _Plain(most).of(value, 0)
 
 
 class _Plain:
-    """Copies one value, and counts what it has."""
+    """Copies one value and counts its characters and items."""
 
     def __init__(self, most: int) -> None:
         self._left = most
@@ -35,11 +40,11 @@ class _Plain:
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
-            return self._taken(len(value), value)
+            return self._count(len(value), value)
         if isinstance(value, int | float | Decimal):
             return _number(value)
-        if depth == MOST_NESTED:
-            raise NotPlain(f"is nested more than {MOST_NESTED} deep")
+        if depth == MAX_DEPTH:
+            raise NotPlain(f"is nested more than {MAX_DEPTH} deep")
         if isinstance(value, dict):
             return {self._name(name): self.of(one, depth + 1) for name, one in self._each(value).items()}
         if isinstance(value, list | tuple):
@@ -49,14 +54,14 @@ class _Plain:
         )
 
     def _each(self, values: Any) -> Any:
-        return self._taken(len(values), values)
+        return self._count(len(values), values)
 
     def _name(self, name: Any) -> str:
         if not isinstance(name, str):
             raise NotPlain("has an object with a name that is no text")
-        return str(self._taken(len(name), name))
+        return str(self._count(len(name), name))
 
-    def _taken(self, size: int, value: Any) -> Any:
+    def _count(self, size: int, value: Any) -> Any:
         self._left -= size
         if self._left < 0:
             raise TooLarge("is too large")

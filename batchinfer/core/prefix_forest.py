@@ -1,12 +1,10 @@
-"""The prefixes that prompts share: a forest, found from how much neighbours in an order have in common.
+"""The forest of prefixes that consecutive prompts share, computed from the lengths of common prefixes of neighbours.
 
-A node is a prefix that two prompts or more in a row begin with, and behind which they part or one of them ends; its
-parent is the longest shorter one. Where prompts are sorted by what they begin with (by their tokens, or by hashes that
-stand for them), each prefix is one node.
+A node is a prefix of two or more consecutive prompts that diverge, or end, after it. Its parent is the longest shorter
+such prefix. If the prompts are sorted, every shared prefix is exactly one node.
 
-Two forests of a job are built so: the plan's, over sorted prompts, is what requests could share; the report's, over the
-order in which requests went to the engine, is what that order lets them share. They differ as soon as the order is not
-a walk of the plan's (docs/measurements/prefixes.md).
+The planner builds the forest of sorted prompts: what requests could share. The report builds the forest in the order in
+which requests were sent to the engine: the sharing that this order allows (docs/measurements/prefixes.md).
 """
 
 from __future__ import annotations
@@ -18,45 +16,47 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
-ROOT = -1  # the parent of what shares nothing: no node
+ROOT = -1  # the parent of top-level nodes; not a node itself
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixForest:
-    """The nodes, parents before children; a node has the prompts [first, first + users) in the order given."""
+    """The nodes of the forest, parents before children. All arrays except `node_of` are indexed by node."""
 
-    depth: Ints  # tokens
-    first: Ints
-    users: Ints
-    parent: Ints  # number of a node, or ROOT
-    node_of: Ints  # by prompt: the deepest node that it belongs to, or ROOT
+    depth: Ints  # tokens of the prefix
+    first: Ints  # the first prompt with the prefix
+    users: Ints  # the number of prompts with the prefix: [first, first + users)
+    parent: Ints  # a node, or ROOT
+    node_of: Ints  # by prompt: its deepest node, or ROOT
 
     def __len__(self) -> int:
         return len(self.depth)
 
     @property
     def around(self) -> Ints:
-        """The node of each item, which are the prompts, then the nodes: the deepest one around it, or ROOT."""
+        """Return the enclosing node, or ROOT, of each item. Items are all prompts, then all nodes."""
         return np.concatenate([self.node_of, self.parent])
 
     @property
     def firsts(self) -> Ints:
-        """The first prompt of each item."""
+        """Return the first prompt of each item. Items are all prompts, then all nodes."""
         return np.concatenate([np.arange(len(self.node_of), dtype=np.int32), self.first])
 
     @property
     def own(self) -> Ints:
-        """Tokens of each node behind those of its parent."""
+        """Return the tokens of each node minus the tokens of its parent."""
         return self.depth - np.where(self.parent == ROOT, 0, self.depth[self.parent]).astype(np.int32)
 
     @property
     def saved(self) -> NDArray[np.int64]:
-        """Prompt tokens that each node saves where it runs once: its own tokens for every user but the first."""
+        """Return the prompt tokens saved if each node runs once: its own tokens for every user except the first."""
         return self.own.astype(np.int64) * (self.users - 1)
 
     def only(self, kept: NDArray[np.bool_]) -> PrefixForest:
-        """The forest without the other nodes: what lay at one of them lies at the next one above that is kept."""
-        above = np.append(np.where(kept, np.arange(len(self)), self.parent), ROOT)  # last, where ROOT points
+        """Return the forest with only the kept nodes. Children and prompts of others move to the next kept ancestor."""
+        above = np.append(
+            np.where(kept, np.arange(len(self)), self.parent), ROOT
+        )  # index -1 (ROOT) is the last
         while (above[above] != above).any():
             above = above[above]
         number = np.append(np.cumsum(kept) - 1, ROOT).astype(np.int32)[above]
@@ -69,30 +69,37 @@ class PrefixForest:
         )
 
     def from_root(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Sum values over each node and all above it, in as many rounds as the logarithm of the forest's height."""
+        """Return for each node the sum of the values of the node and its ancestors, by pointer doubling."""
         sums, above = np.append(values, values.dtype.type(0)), np.append(self.parent, np.int32(ROOT))
         while (above != ROOT).any():
             sums, above = sums + sums[above], above[above]
         return sums[:-1]
 
     def largest(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return for each node the largest of its prompts' values, which are given in the same order."""
+        """Return for each node the largest value of its prompts.
+
+        Args:
+            values: A value for each prompt.
+        """
         ends = np.stack([self.first, self.first + self.users], 1).ravel()
-        behind = np.append(values.astype(np.int64), 0)  # where the last prompt's node may end
-        return np.maximum.reduceat(behind, ends)[::2] if len(self) else np.zeros(0, np.int64)
+        padded = np.append(values.astype(np.int64), 0)  # reduceat needs an index for the end of the last node
+        return np.maximum.reduceat(padded, ends)[::2] if len(self) else np.zeros(0, np.int64)
 
 
 def prefix_forest(shared: Ints) -> PrefixForest:
-    """Return the forest of prompts of which each has so many tokens in common with the one before it; the first one 0.
+    """Build the forest of prompts.
 
-    A node is a stretch of prompts none of which shares less with the one before it than the node is deep. Its borders
-    are where the nearest smaller numbers are, which are found for all numbers at once.
+    A node is a maximal segment of prompts that each share at least `depth` tokens with their predecessor. Its borders
+    are the nearest smaller values in `shared`, which are computed for all positions at once.
+
+    Args:
+        shared: For each prompt, how many tokens it shares with the previous one; 0 for the first.
     """
     if not len(shared):
         return PrefixForest(*(np.zeros(0, np.int32) for _ in range(5)))
-    shared = np.append(shared, np.int32(0))  # behind the last prompt all nodes end
+    shared = np.append(shared, np.int32(0))  # all nodes end after the last prompt
     turns = np.flatnonzero(np.diff(shared, prepend=ROOT)).astype(np.int32)
-    depth = np.append(shared[turns], np.int32(ROOT))  # the last one is less deep than all
+    depth = np.append(shared[turns], np.int32(ROOT))  # a sentinel smaller than all
     begins = _less_before(depth)
     ends = len(turns) - 1 - _less_before(np.append(depth[-2::-1], np.int32(ROOT)))[::-1]
     order = _in_order(begins[:-1], depth[:-1])
@@ -109,8 +116,13 @@ def prefix_forest(shared: Ints) -> PrefixForest:
 
 
 def _less_before(depth: Ints) -> Ints:
-    """Return for each number but the last, which is less than all, the place of the nearest smaller one before it, or
-    ROOT. Who knows one that is not smaller goes on to the one that this one knows: nothing between them is smaller."""
+    """Return for each value except the last the index of the nearest smaller value before it, or ROOT.
+
+    If a candidate is not smaller, the next candidate is its own nearest smaller value: none between them is smaller.
+
+    Args:
+        depth: Values; the last one is smaller than all others.
+    """
     found = np.arange(ROOT, len(depth) - 2, dtype=np.int32)
     seeking = np.arange(len(found), dtype=np.int32)
     while len(seeking := seeking[depth[found[seeking]] >= depth[seeking]]):
@@ -119,20 +131,21 @@ def _less_before(depth: Ints) -> Ints:
 
 
 def _in_order(begins: Ints, depth: Ints) -> NDArray[np.int64]:
-    """Return the places of what is deeper than nothing: by where it begins, then by depth. Those of a node come
-    together."""
+    """Return the indices of positive depths, sorted by begin, then by depth. Indices of the same node are adjacent."""
     inner = np.flatnonzero(depth > 0)
     return inner[np.argsort(begins[inner].astype(np.int64) << 32 | depth[inner])]
 
 
 def _deepest(first: Ints, users: Ints, parent: Ints, count: int) -> Ints:
-    """Return the deepest node around each prompt: the one that the last border before it left, where nodes begin or
-    end."""
+    """Return the deepest node of each prompt, or ROOT.
+
+    The node changes only where nodes begin or end; a prompt gets the node of the last such border before it.
+    """
     unset = ROOT - 1
     found = np.full(count + 1, unset, np.int32)
     found[0] = ROOT
-    # of nodes that end together the outermost comes last, and stays
+    # Of nodes that end together, the outermost is written last
     found[(first + users)[::-1]] = parent[::-1]
-    found[first] = np.arange(len(first))  # of nodes that begin together the deepest
+    found[first] = np.arange(len(first))  # of nodes that begin together, the deepest is written last
     set_at = np.maximum.accumulate(np.where(found == unset, 0, np.arange(count + 1)))
     return found[set_at][:count]

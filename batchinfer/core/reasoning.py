@@ -1,7 +1,6 @@
-"""The tokens by which a model marks its reasoning, and where they cut an answer in two.
+"""The markers of a model's reasoning, and `cut`, which separates the reasoning from the final answer.
 
-Everything that tells reasoning from the answer behind it asks `cut`: the engine's constraints, the checks of answers,
-the columns of a result.
+The engine's constraints, the checks of answers and the result columns all use `cut`.
 """
 
 from __future__ import annotations
@@ -11,125 +10,125 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
 
 Ids = tuple[int, ...]
-# How a prompt ends: with neither marker, within the reasoning that it begins, or behind reasoning that is over
-UNSAID, OPEN, CLOSED = 0, 1, 2
-# Raise it when the same answers give other columns: results with reasoning are then published again from stored answers
+# How a prompt ends: without a marker, inside of reasoning that it begins, or after the end of reasoning
+NO_MARKER, OPEN, CLOSED = 0, 1, 2
+# Raise it when the same answers give other columns: results with reasoning are then published again from the store
 _VERSION = 2
 
 
 class ReasoningTokens(NamedTuple):
-    """The token ids around the reasoning of an answer.
+    """The token ids of the markers around the reasoning of an answer."""
 
-    `begin` is empty where the prompt has begun the reasoning already. `answer` is how an answer begins, with or without
-    reasoning before it, where the model says so; it is then the end of `end`. `gap` is what a model writes between the
-    reasoning's end and an answer: it is forced where a constraint follows.
-    """
-
-    begin: Ids
+    begin: Ids  # empty if the prompt has begun the reasoning
     end: Ids
-    answer: Ids = ()
-    gap: Ids = ()
+    answer: Ids = ()  # begins every final answer, with or without reasoning; if not empty, `end` ends with it
+    gap: Ids = ()  # tokens between the reasoning's end and the final answer; forced before a constraint
 
     @property
     def closing(self) -> Ids:
-        """The tokens behind which the reasoning is over, whatever stood before them."""
+        """Return the tokens that end the reasoning in any case."""
         return self.answer or self.end
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The texts around the reasoning of an answer, as `ReasoningTokens` describes them, and these tokens: None where
-    the texts are written like any other."""
+    """The markers around the reasoning of an answer as texts; see `ReasoningTokens`."""
 
     begin: str
     end: str
     answer: str = ""
     gap: str = ""
-    tokens: ReasoningTokens | None = None
+    tokens: ReasoningTokens | None = None  # None: the texts have no fixed tokens
 
     @property
     def closing(self) -> str:
-        """The text behind which the reasoning is over."""
+        """Return the text that ends the reasoning in any case."""
         return self.answer or self.end
 
     def to_json(self) -> dict[str, Any]:
-        """Return the form that `from_json` reads. It is part of the identity of an index and of a result."""
+        """Return the JSON that `from_json` reads. It is part of the identity of an index and of a result."""
         return {**asdict(self), "version": _VERSION}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Read the result of `to_json`."""
         found = value["tokens"]
         tokens = None if found is None else ReasoningTokens(*map(tuple, found))
         return cls(value["begin"], value["end"], value["answer"], value["gap"], tokens)
 
     def tokens_after(self, opening: int) -> ReasoningTokens | None:
-        """Return the tokens around the reasoning of an answer whose prompt ends so; None: it is over, or is told by
-        text alone."""
+        """Return the marker tokens of an answer, or None if the reasoning is over or the markers have no fixed tokens.
+
+        Args:
+            opening: How the prompt ends: NO_MARKER, OPEN or CLOSED.
+        """
         if self.tokens is None or opening == CLOSED:
             return None
         return self.tokens._replace(begin=()) if opening == OPEN else self.tokens
 
 
 class ReasoningCut(NamedTuple):
-    """Places in the tokens of an answer: its reasoning lies from `start` to `end`, and what the user is to read begins
-    at `answer`; None: the answer ended within its reasoning. `reasons`: whether there is any reasoning."""
+    """The positions of the reasoning and of the final answer in the tokens of an answer."""
 
-    start: int
+    start: int  # the reasoning is [start, end)
     end: int
-    answer: int | None
-    reasons: bool = True
+    answer: int | None  # the first token of the final answer; None: the answer ended inside of its reasoning
+    reasons: bool = True  # False: there is no reasoning
 
 
-WHOLE = ReasoningCut(0, 0, 0, False)  # of an answer without reasoning
+NO_REASONING = ReasoningCut(0, 0, 0, False)
 
 
 def cut(ids: Sequence[int], marks: ReasoningTokens) -> ReasoningCut:
-    """Say where the tokens of an answer are its reasoning. Reasoning that does not begin with the first token is none:
-    a model may speak of its own markers."""
+    """Find the reasoning in the tokens of an answer.
+
+    Reasoning must begin with the first token: later markers are text, as a model may write about its own markers.
+    """
     first = _first_mark(ids, marks) if marks.begin else ()
     if first is None:
-        return ReasoningCut(len(ids), len(ids), None) if _is_cut_short(ids, marks) else WHOLE
+        return ReasoningCut(len(ids), len(ids), None) if _is_cut_short(ids, marks) else NO_REASONING
     if first != marks.begin:
         return ReasoningCut(0, 0, len(first), False)
     start = len(first)
     at = find(ids, marks.closing, start)
     if at < 0:
-        return ReasoningCut(start, max(start, len(ids) - held_back(ids, marks.end)), None)
-    behind = at + len(marks.closing)
-    whole = behind - len(marks.end)
-    return ReasoningCut(start, whole if whole >= start and _stands(ids, marks.end, whole) else at, behind)
+        return ReasoningCut(start, max(start, len(ids) - partial_marker_length(ids, marks.end)), None)
+    answer = at + len(marks.closing)
+    end_mark = answer - len(marks.end)
+    has_end_mark = end_mark >= start and _is_at(ids, marks.end, end_mark)
+    return ReasoningCut(start, end_mark if has_end_mark else at, answer)
 
 
 def find(ids: Sequence[int], wanted: Ids, start: int = 0) -> int:
-    """Return the place from `start` on where the wanted tokens stand one behind the other; -1: nowhere."""
+    """Return the index of the first occurrence of `wanted` in `ids` from `start` on, or -1."""
     first = wanted[0]
     while True:
         try:
             start = ids.index(first, start)
         except ValueError:
             return -1
-        if _stands(ids, wanted, start):
+        if _is_at(ids, wanted, start):
             return start
         start += 1
 
 
-def held_back(ids: Sequence[int], mark: Ids) -> int:
-    """Return how many of the last tokens may be the beginning of a marker, which is not there as a whole."""
+def partial_marker_length(ids: Sequence[int], mark: Ids) -> int:
+    """Return how many of the last tokens may be the beginning of an incomplete marker."""
     longest = min(len(ids), len(mark) - 1)
-    return next((n for n in range(longest, 0, -1) if _stands(ids, mark[:n], len(ids) - n)), 0)
+    return next((n for n in range(longest, 0, -1) if _is_at(ids, mark[:n], len(ids) - n)), 0)
 
 
-def _stands(ids: Sequence[int], wanted: Ids, at: int) -> bool:
+def _is_at(ids: Sequence[int], wanted: Ids, at: int) -> bool:
     return tuple(ids[at : at + len(wanted)]) == wanted
 
 
 def _first_mark(ids: Sequence[int], marks: ReasoningTokens) -> Ids | None:
-    """Return the marker that an answer begins with, the shorter one of two."""
+    """Return the marker (`begin` or `answer`) that an answer begins with, or None. The shorter one has precedence."""
     shorter_first = sorted(filter(None, (marks.begin, marks.answer)), key=len)
-    return next((mark for mark in shorter_first if _stands(ids, mark, 0)), None)
+    return next((mark for mark in shorter_first if _is_at(ids, mark, 0)), None)
 
 
 def _is_cut_short(ids: Sequence[int], marks: ReasoningTokens) -> bool:
-    """Whether the answer ended within the marker that it begins with."""
+    """Return True if the answer ended inside of the marker that it begins with."""
     given = tuple(ids)
     return bool(given) and any(given == mark[: len(given)] for mark in (marks.begin, marks.answer))

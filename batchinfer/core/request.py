@@ -1,7 +1,4 @@
-"""Requests (a row to do) and completions (its answer), which travel between the rooms.
-
-No torch, no files: every room may import this.
-"""
+"""Requests and completions, which processes and rooms exchange. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from batchinfer.core.sampling import SamplingParams
 FinishReason = Literal["stop", "length", "repetition", "error"]
 ErrorClass = Literal["input", "policy", "resource", "engine"]
 TokenIds = NDArray[np.int32]
-Pickled = tuple[Callable[..., Any], tuple[Any, ...]]  # what makes an object again, and of what
-_HEAD = 16  # tokens of prompts that are compared at once
+Pickled = tuple[Callable[..., Any], tuple[Any, ...]]  # the result of __reduce__: a function and its arguments
+_HEAD = 16  # leading tokens of prompts that are compared in one numpy operation
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
-    """Return how many tokens at their beginning the two have in common."""
+    """Return the length of the common prefix of two token sequences."""
     length = min(len(a), len(b))
     if not length:
         return 0
@@ -32,8 +29,10 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 def common_prefixes(prompts: Sequence[TokenIds]) -> list[int]:
-    """Return for each prompt but the last how many tokens it and the next one have in common at their beginning: only
-    those that begin alike are compared pair by pair."""
+    """Return for each prompt except the last the length of its common prefix with the next one.
+
+    The first tokens of all prompts are compared at once; only longer common prefixes are compared pair by pair.
+    """
     lengths = np.array([len(prompt) for prompt in prompts], np.int64)
     heads, inside = np.zeros((len(prompts), _HEAD), np.int32), np.arange(_HEAD) < lengths[:, None]
     heads[inside] = np.concatenate([prompt[:_HEAD] for prompt in prompts] or [np.zeros(0, np.int32)])
@@ -47,16 +46,16 @@ def common_prefixes(prompts: Sequence[TokenIds]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """Why a row became an error row. `message` is at most 2 KiB and holds no prompt text."""
+    """The reason why a row is an error row."""
 
     code: str  # e.g. "bad_json", "prompt_too_long"
     error_class: ErrorClass
-    message: str
+    message: str  # at most 2 KiB, without text of the prompt
     retryable: bool = False
 
 
 class ConstraintFailed(Exception):
-    """A constraint that cannot be followed any further, as the error of its row."""
+    """A constraint cannot be continued; carries the error of its row."""
 
     def __init__(self, error: RowError) -> None:
         super().__init__(error.message)
@@ -65,25 +64,24 @@ class ConstraintFailed(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One piece of work: what is computed once, however many rows ask for it."""
+    """One call of the model. Duplicate rows share a request."""
 
-    key: bytes  # the WorkKey, 32 bytes
+    key: bytes  # the work key, 32 bytes
     prompt: TokenIds  # (n,) int32, n >= 1
     params: SamplingParams
-    shares_next: int = 0  # prompt tokens that the plan's next request begins with too; 0: unknown
-    draft: TokenIds | None = None  # (m,) int32, an answer that it may get; None: nobody knows of one
-    draws: bytes = b""  # 16 bytes or more: the key of its random draws, where that is not its own
+    shares_next: int = 0  # tokens of the common prefix with the plan's next request; 0: unknown
+    draft: TokenIds | None = None  # (m,) int32: a probable answer, as draft tokens; None: unknown
+    draws: bytes = b""  # at least 16 bytes: the key of its random draws; empty: `key`
 
     def __reduce__(self) -> Pickled:
-        """Processes send each other millions: what `dataclasses` and numpy do of themselves takes several times as
-        long."""
+        """Pickle only the values, several times faster than the default: processes exchange millions of requests."""
         draft = None if self.draft is None else _data(self.draft)
         more = (draft, self.draws) if self.draws else () if draft is None else (draft,)
         return _remade, (self.key, _data(self.prompt), self.params, self.shares_next, *more)
 
     @property
     def draw_key(self) -> bytes:
-        """Return the 16 bytes that its random draws are made of, with the position of a token."""
+        """Return the 16 bytes that, with the position of a token, determine its random draw."""
         return (self.draws or self.key)[:16]
 
 
@@ -99,67 +97,67 @@ def _remade(
     draft: bytes | None = None,
     draws: bytes = b"",
 ) -> Request:
-    """With arrays that can be written to, as those that were sent."""
+    """Rebuild a pickled request. Its arrays are writable."""
     drafted = None if draft is None else np.frombuffer(bytearray(draft), np.int32)
     return Request(key, np.frombuffer(bytearray(token_ids), np.int32), params, shares_next, drafted, draws)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLogprobs:
-    """Log-probabilities of m tokens, and of the `most` likeliest ones at the place of each.
+    """Log-probabilities of m tokens, and of the k likeliest tokens at each position.
 
-    They are of the model's logits as they are, before penalties, masks, temperature and filters.
+    They are computed from the model's logits before penalties, masks, temperature and filters.
     """
 
     chosen: NDArray[np.float32]  # (m,)
-    top: NDArray[np.float32]  # (m, most), in descending order
-    top_ids: TokenIds  # (m, most)
+    top: NDArray[np.float32]  # (m, k), descending
+    top_ids: TokenIds  # (m, k)
 
     def __len__(self) -> int:
         return len(self.chosen)
 
 
 class Output(Protocol):
-    """An answer, of whatever kind. `batchinfer.store.outputs` has all that a kind decides."""
+    """The output of a request: Tokens, a Vector or Scores. See `batchinfer.store.outputs`."""
 
     @property
     def held_bytes(self) -> int:
-        """The memory that it takes besides a few hundred bytes."""
+        """Return the memory of large arrays in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
-    """The log-probabilities of a prompt's tokens, each given those before it."""
+    """The log-probability of each prompt token, given the tokens before it."""
 
     token_ids: TokenIds  # (n,) int32: the prompt
-    logprobs: TokenLogprobs  # of all but the first, which nothing stands before: (n - 1,)
+    logprobs: TokenLogprobs  # (n - 1,): of all tokens except the first
 
     @property
     def held_bytes(self) -> int:
-        """The memory of its arrays."""
+        """Return the memory of the arrays in bytes."""
         found = self.logprobs
         return self.token_ids.nbytes + found.chosen.nbytes + found.top.nbytes + found.top_ids.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """A text: output token ids, which include the EOS or stop token that ended them."""
+    """A generated text."""
 
-    token_ids: TokenIds  # (m,) int32
-    text_length: int | None = None  # characters to keep, where a stop string cut the text; None: all
-    logprobs: TokenLogprobs | None = None  # of all token_ids, where the request asks for them
-    prompt: PromptLogprobs | None = None  # where the request asks for them
+    token_ids: TokenIds  # (m,) int32, including the EOS or stop token that ended it
+    text_length: int | None = None  # characters to keep if a stop string cut the text; None: all
+    logprobs: TokenLogprobs | None = None  # (m,), if requested
+    prompt: PromptLogprobs | None = None  # if requested
 
     @property
     def held_bytes(self) -> int:
-        """The memory of log-probabilities."""
+        """Return the memory of log-probabilities in bytes."""
         found, before = self.logprobs, 0 if self.prompt is None else self.prompt.held_bytes
         return before + (
             0 if found is None else found.chosen.nbytes + found.top.nbytes + found.top_ids.nbytes
         )
 
     def __reduce__(self) -> Pickled:
-        """Send values only, as a Request does."""
+        """Pickle only the values; see `Request.__reduce__`."""
         more = () if self.prompt is None else (self.prompt,)
         return _remade_tokens, (_data(self.token_ids), self.text_length, self.logprobs, *more)
 
@@ -170,18 +168,17 @@ def _remade_tokens(token_ids: bytes, *more: Any) -> Tokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vector:
-    """The vector of a prompt: its pooled hidden states, neither normalised nor shortened; or the logits that a
-    classification head makes of them."""
+    """The pooled hidden states of a prompt (not normalised or truncated), or classification logits."""
 
-    values: NDArray[np.float32]  # (hidden,), or (labels,)
+    values: NDArray[np.float32]  # (hidden,) or (labels,)
 
     @property
     def held_bytes(self) -> int:
-        """The memory of the values."""
+        """Return the memory of the values in bytes."""
         return self.values.nbytes
 
     def __reduce__(self) -> Pickled:
-        """Send values only, as a Request does."""
+        """Pickle only the values; see `Request.__reduce__`."""
         return _remade_vector, (np.asarray(self.values, np.float32).tobytes(),)
 
 
@@ -191,19 +188,19 @@ def _remade_vector(values: bytes) -> Vector:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """The log-probabilities of the tokens of a request's continuations, one continuation behind the other."""
+    """The log-probabilities of the tokens of a request's continuations, concatenated."""
 
     logprobs: NDArray[np.float32]  # (n,), natural logarithms
-    greedy: NDArray[np.bool_]  # (n,): whether each token is the argmax of its logits
+    greedy: NDArray[np.bool_]  # (n,): True if the token is the argmax of its logits
     lengths: tuple[int, ...]  # tokens of each continuation
 
     @property
     def held_bytes(self) -> int:
-        """The memory of the tokens' values."""
+        """Return the memory of the arrays in bytes."""
         return self.logprobs.nbytes + self.greedy.nbytes
 
     def __reduce__(self) -> Pickled:
-        """Send values only, as a Request does."""
+        """Pickle only the values; see `Request.__reduce__`."""
         return _remade_scores, (self.logprobs.tobytes(), self.greedy.tobytes(), self.lengths)
 
 
@@ -214,20 +211,21 @@ def _remade_scores(logprobs: bytes, greedy: bytes, lengths: tuple[int, ...]) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """The answer to a Request. Engines give Tokens, a Vector where the request has a pooling, or Scores of its
-    continuations."""
+    """The answer to a Request."""
 
     key: bytes
-    output: Output | None  # None: there is an error, and nothing else
+    output: (
+        Output | None
+    )  # Tokens; a Vector if the request has a pooling; Scores of continuations; None: only an error
     finish_reason: FinishReason
     error: RowError | None = None
-    engine_class: str | None = None  # the class of machine that gave it, on a cluster
+    engine_class: str | None = None  # on a cluster, the machine class that computed the answer
 
     @property
     def tokens(self) -> Tokens:
-        """Return the output of a completion that an engine gave; no tokens if there is none."""
+        """Return the output if it is a text, else an empty Tokens."""
         return self.output if isinstance(self.output, Tokens) else Tokens(np.empty(0, np.int32))
 
     def __reduce__(self) -> Pickled:
-        """Send values only, as a Request does."""
+        """Pickle only the values; see `Request.__reduce__`."""
         return Completion, (self.key, self.output, self.finish_reason, self.error, self.engine_class)

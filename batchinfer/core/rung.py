@@ -1,4 +1,4 @@
-"""A rung of a job's ladder (`on_invalid`): the parameters with which a row runs again whose answer was not valid."""
+"""A rung of a job's ladder (`on_invalid`): the sampling parameters of a retry after an invalid answer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from batchinfer.core.sampling import SamplingParams
 
-Rung = dict[str, int | float]  # names of sampling parameters, and their values
+Rung = dict[str, int | float]  # sampling parameters by name
 
 
 def with_rung(params: SamplingParams, rung: Rung) -> SamplingParams:
-    """Return a row's parameters with those of a rung laid over them."""
+    """Return a row's parameters with the rung's values."""
     return replace(params, **rung)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How the tokens of an answer are chosen, and what the parameters may be."""
+"""Sampling parameters of requests, and their bounds."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, Literal, Self
 
 from batchinfer.core.reasoning import ReasoningTokens
 
-Truncate = Literal["error", "left", "right"]  # what is done with a prompt too long for the model
-# The vector of a prompt: the hidden state of its last token, the mean of all, or the state of its first (cls)
+Truncate = Literal["error", "left", "right"]  # how to handle a prompt that is too long for the model
+# The hidden state of the last token, the mean over all tokens, or the hidden state of the first token (cls)
 Pooling = Literal["last", "mean", "cls"]
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The range of a number: from `low` to `high`, or with `above` from just above `low`."""
+    """The range of a number."""
 
     low: float
     high: float
-    above: bool = False
+    above: bool = False  # True: `low` itself is excluded
 
 
 INT32_MAX = 2**31 - 1
@@ -29,15 +29,15 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
-MAX_BIASED = 1024  # tokens of a logit_bias
-MAX_ALLOWED = 4096  # of allowed_token_ids
+MAX_BIASED = 1024  # tokens in a logit_bias
+MAX_ALLOWED = 4096  # tokens in allowed_token_ids
 MAX_BAD_WORDS = 256
-BIAS = Bounds(-100, 100)  # of each of them
-MAX_SAMPLES = 1024  # answers to one row
+BIAS = Bounds(-100, 100)  # of a token in a logit_bias
+MAX_SAMPLES = 1024  # answers per row
 MAX_SCHEMA_BYTES = 1 << 20  # of a JSON Schema as text
 JSON_CONSTRAINTS = ("json_schema", "json_object")
 CONSTRAINTS = (*JSON_CONSTRAINTS, "regex", "choice", "grammar", "tool_call")
-# What the numbers of SamplingParams may be, wherever they come from: job file, column, OpenAI request
+# Bounds of the numbers in SamplingParams, for all sources: job file, column, OpenAI request
 BOUNDS: Mapping[str, Bounds] = {
     "max_tokens": Bounds(1, INT32_MAX),
     "min_tokens": Bounds(0, INT32_MAX),
@@ -46,7 +46,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "top_k": Bounds(0, INT32_MAX),
     "min_p": Bounds(0, 1),
     "seed": Bounds(-(2**63), 2**63 - 1),
-    # Divides and multiplies logits: a value near 0 would make them infinite
+    # Divides or multiplies logits, which a value near 0 would make infinite
     "repetition_penalty": Bounds(0.01, 100),
     "presence_penalty": Bounds(-100, 100),
     "frequency_penalty": Bounds(-100, 100),
@@ -55,7 +55,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "repetition_stop": Bounds(0, INT32_MAX),
     "thinking_budget": Bounds(0, INT32_MAX),
 }
-# What requests and other programs call these parameters
+# Names of these parameters in OpenAI requests and other programs
 OTHER_NAMES: Mapping[str, str] = {
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
@@ -67,7 +67,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-# Parameters that nobody sets: they follow from a row's prompt and tools, or from the job's task and output
+# Parameters that users cannot set: they follow from a row's prompt and tools, or from the job's task and output
 DERIVED = (
     *("after_reasoning", "tool_call", "pooling", "scored", "classified", "second_segment", "bad_tokens"),
     *("confidence", "adapter"),
@@ -76,7 +76,7 @@ DERIVED = (
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a row's tokens are chosen. `temperature == 0` means greedy, where only limits and stops matter."""
+    """The sampling parameters of a request. `temperature == 0` means greedy."""
 
     max_tokens: int = 256
     min_tokens: int = 0
@@ -91,42 +91,38 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logprobs: int | None = None  # None: no log-probabilities; n: of each token, and of the n most likely ones
-    repetition_stop: int = 0  # an answer whose last so many tokens repeat a short cycle ends; 0: off
-    include_stop: bool = False  # the stop string that ends an answer stays in its text
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
+    logprobs: int | None = None  # log-probabilities of each token and of the n likeliest tokens; None: none
+    repetition_stop: int = 0  # end an answer whose last n tokens repeat a short cycle; 0: off
+    include_stop: bool = False  # keep the stop string that ends an answer in its text
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
     allowed_token_ids: tuple[int, ...] = ()  # the only tokens that an answer may have; (): all
-    bad_words: tuple[str, ...] = ()  # texts that an answer does not get; see `bad_tokens`
-    # What an answer has to look like; one of them at most
+    bad_words: tuple[str, ...] = ()  # texts that must not occur in an answer; see `bad_tokens`
+    # Constraints; at most one is set
     json_schema: str | None = None  # JSON text of a JSON Schema
     json_object: bool = False
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None  # Lark, or GBNF
-    thinking_budget: int | None = None  # most tokens of reasoning: then its end is forced
-    # The tokens around the reasoning that the budget limits, and behind which the constraint begins: those of
-    # ReasoningTokens; (): there is no reasoning, or nothing asks for its end
+    thinking_budget: int | None = None  # maximum tokens of reasoning, after which its end is forced
+    # The fields of ReasoningTokens, if a budget limits the reasoning or a constraint begins after it; else ()
     after_reasoning: tuple[tuple[int, ...], ...] = ()
-    # The request asks for a vector of its prompt, and for no token; None: for tokens
+    # Compute a vector of the prompt instead of generating tokens
     pooling: Pooling | None = None
-    # A grammar of calls, with the schemas of their arguments: see `batchinfer.input.tool_calls.call_grammar`
+    # A grammar of tool calls with the schemas of their arguments; see `batchinfer.input.tool_calls.call_grammar`
     tool_call: str | None = None
-    # Lengths of the continuations that end the prompt, one behind the other, each of which would follow what is before
-    # them all: the request asks for their log-probabilities, and for no token. (): for tokens. See `Continuations`
+    # Compute log-probabilities of continuations instead of generating tokens: the lengths of the continuations, which
+    # are concatenated at the end of the prompt; see `Continuations`
     scored: tuple[int, ...] = ()
-    # The checkpoint's classification head makes logits of the vector, which are the answer in its place
+    # The answer is not the vector but the logits that the checkpoint's classification head computes from it
     classified: bool = False
-    # Tokens of the prompt from this one on have the token type 1, and those before it 0; 0: all have 0
+    # Prompt tokens from this position on have the token type 1, earlier ones 0; 0: all have type 0
     second_segment: int = 0
-    # The tokens of `bad_words`: an answer that ends with all but the last of them does not get that one
+    # The tokens of `bad_words`: the last token of a sequence is forbidden after the others
     bad_tokens: tuple[tuple[int, ...], ...] = ()
-    # The log-probability of each token among those that the constraint allows at its place. They take the place of
-    # `logprobs`, which are among all tokens
+    # Return the log-probability of each token among the tokens that its constraint allows, instead of `logprobs`
     confidence: bool = False
-    # The fingerprint of the adapter that the answer is computed with; "": the model as it is
-    adapter: str = ""
-    # None: no log-probabilities of the prompt; n: of its tokens but the first, and of the n most likely ones at the
-    # place of each
+    adapter: str = ""  # fingerprint of the adapter; "": none
+    # Log-probabilities of prompt tokens except the first, and of the n likeliest tokens at each position; None: none
     prompt_logprobs: int | None = None
 
     @classmethod
@@ -136,7 +132,7 @@ class SamplingParams:
 
     @classmethod
     def logits(cls, pooling: Pooling, second_segment: int = 0) -> Self:
-        """Return the parameters of a request for what the classification head makes of a vector."""
+        """Return the parameters of a request for classification logits."""
         return cls(max_tokens=0, pooling=pooling, classified=True, second_segment=second_segment)
 
     @classmethod
@@ -146,17 +142,17 @@ class SamplingParams:
 
     @property
     def reasoning(self) -> ReasoningTokens | None:
-        """Return the tokens around the reasoning that a budget limits, or behind which a constraint begins."""
+        """Return the reasoning markers, if a budget limits the reasoning or a constraint begins after it."""
         return ReasoningTokens(*self.after_reasoning) if self.after_reasoning else None
 
     @property
     def constraint(self) -> str | None:
-        """Return the name of the constraint that an answer has to follow."""
+        """Return the name of the constraint, or None."""
         return next((name for name in CONSTRAINTS if getattr(self, name)), None)
 
     @property
     def has_known_length(self) -> bool:
-        """Whether nothing but max_tokens, or the model's context, can end an answer."""
+        """Return True if only max_tokens or the model's context can end the answer."""
         ends = (
             self.stop
             or self.stop_token_ids
@@ -168,17 +164,15 @@ class SamplingParams:
 
     @property
     def gives_tokens(self) -> bool:
-        """Whether the answer is a text, and not made of the prompt alone."""
+        """Return True if the request generates tokens, rather than a vector or scores of its prompt."""
         return self.pooling is None and not self.scored
 
     @property
-    def counted(self) -> SamplingParams:
-        """Return what decides how long an answer may be, whether that is known, which K and V its tokens have, and
-        whether its prompt may come from the cache."""
-        known = self.has_known_length
+    def for_simulation(self) -> SamplingParams:
+        """Return only the parameters that affect the engine's schedule, for the simulator."""
         return SamplingParams(
             max_tokens=self.max_tokens,
-            ignore_eos=known,
+            ignore_eos=self.has_known_length,
             pooling=self.pooling if self.pooling == "mean" else None,
             scored=self.scored,
             adapter=self.adapter,
@@ -187,41 +181,40 @@ class SamplingParams:
 
     @property
     def constraint_digest(self) -> bytes:
-        """Return a digest by which a constraint is remembered, because it may take a megabyte itself."""
+        """Return a digest of the constraint, which may itself take a megabyte."""
         name = self.constraint
-        said = (name, None if name is None else getattr(self, name))
-        return sha256(repr(said).encode()).digest()
+        named = (name, None if name is None else getattr(self, name))
+        return sha256(repr(named).encode()).digest()
 
     @property
     def asks_logprobs(self) -> bool:
-        """Whether the answer has log-probabilities of its tokens, of either kind."""
+        """Return True if log-probabilities of generated tokens are requested (`logprobs` or `confidence`)."""
         return self.logprobs is not None or self.confidence
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken each time."""
+        """Return True if the most likely token is always chosen."""
         return self.temperature == 0.0
 
     @property
     def penalised(self) -> bool:
-        """Whether tokens that stand in a text already are made less or more likely."""
+        """Return True if there is a repetition, presence or frequency penalty."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
-    def narrowed(self) -> bool:
-        """Whether there are tokens that an answer may not have, whatever its constraint says."""
+    def forbids_tokens(self) -> bool:
+        """Return True if some tokens are forbidden independently of a constraint."""
         return bool(self.allowed_token_ids or self.bad_tokens)
 
     @property
-    def steady(self) -> bool:
-        """Whether all tokens of an answer are chosen alike, whichever came before, and nothing but the tokens is
-        told."""
+    def is_stateless(self) -> bool:
+        """Return True if the sampling of a token does not depend on earlier tokens, and only tokens are requested."""
         looks_back = self.penalised or self.min_tokens or self.bad_tokens
         guided = self.constraint is not None or self.reasoning is not None
         return not looks_back and not guided and not self.asks_logprobs
 
     def canonical(self) -> Self:
-        """The same answer, fewer spellings: stops in order, and greedy work ignores what only shapes random draws."""
+        """Return equivalent parameters in a canonical form: sorted sets, and no options of random draws if greedy."""
         stops, ids = tuple(sorted(set(self.stop))), tuple(sorted(set(self.stop_token_ids)))
         ordered = replace(self, stop=stops, stop_token_ids=ids, choice=tuple(sorted(set(self.choice))))
         bias = tuple(sorted(pair for pair in self.logit_bias if pair[1]))
@@ -232,20 +225,21 @@ class SamplingParams:
         return replace(ordered, top_p=1.0, top_k=0, min_p=0.0, seed=0) if self.greedy else ordered
 
     def to_json(self) -> str:
-        """Canonical JSON (sorted keys, no spaces): equal parameters give equal text.
+        """Return canonical JSON (sorted keys, no spaces): equal parameters give equal text.
 
-        A parameter at its default is left out, so that one which is added later changes no stored text and no key.
-        The defaults therefore never change: a stored text without the parameter would then mean another value.
+        Parameters at their defaults are omitted, so new parameters do not change stored texts and keys. Therefore the
+        defaults must never change.
         """
-        said = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
-        return json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        changed = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        return json.dumps(changed, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
+        """Read the result of `to_json`."""
         values: dict[str, Any] = json.loads(text)
         return cls(**{name: _frozen(value) for name, value in values.items()})
 
 
 def _frozen(value: Any) -> Any:
-    """Return tuples for lists, also within them."""
+    """Convert lists to tuples, recursively."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

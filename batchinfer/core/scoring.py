@@ -1,4 +1,4 @@
-"""The scores that a job asks for, in place of texts."""
+"""The settings of scoring jobs, which compute log-probabilities or relevance scores instead of texts."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ from typing import Any, Literal, Self
 
 from batchinfer.core.sampling import Pooling
 
-MAX_LABELS = 1000  # of a row
-ScoreActivation = Literal["sigmoid", "identity"]  # what makes a score of a logit
+MAX_LABELS = 1000  # per row
+ScoreActivation = Literal["sigmoid", "identity"]  # applied to a logit
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """The log-probabilities that a job makes of its rows, and what becomes of them in its result."""
+    """The log-probabilities that a job computes for its rows, and their form in the result."""
 
-    # The labels between which each row chooses, with unequal texts; (): rows have a continuation or labels of their own
+    # Labels of all rows, all different; (): each row has a continuation or its own labels
     choices: tuple[str, ...] = ()
-    own_labels: bool = False
-    length_normalized: bool = False  # labels are compared by the mean of their tokens' log-probabilities
-    per_token: bool = False  # the result has the log-probability of each token
-    # The text that stands for all values of a row in the prompt without content by which labels are calibrated; None:
-    # they are not
+    own_labels: bool = False  # each row has its own labels
+    length_normalized: bool = False  # compare labels by the mean of their tokens' log-probabilities
+    per_token: bool = False  # include the log-probability of each token in the result
+    # Replaces all values of a row in the content-free prompt that calibrates labels; None: no calibration
     content_free: str | None = None
-    # The log-probability of each of `choices` behind that prompt, once it is known
+    # The log-probability of each of `choices` after the content-free prompt, once it is computed
     prior: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON, which `from_json` reads. What came later is left out where it says nothing."""
+        """Return the JSON that `from_json` reads. Unused keys that older results do not have are omitted."""
         value = asdict(self)
         return {name: one for name, one in value.items() if one or name not in ("content_free", "prior")}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
+        """Read the result of `to_json`."""
         lists = {name: tuple(value.get(name, ())) for name in ("choices", "prior")}
         return cls(**{**value, **lists})
 
 
 @dataclass(frozen=True, slots=True)
 class PairScoring:
-    """The score that a job makes of a query and a document: the activation of the one logit that the checkpoint's
-    classification head makes of the pooled states of both."""
+    """How a cross-encoder scores a pair of query and document: one classification logit of the pooled states."""
 
     pooling: Pooling
     activation: ScoreActivation
-    typed: bool  # whether tokens have the types that the tokenizer gives those of two texts; else all have 0
+    typed: bool  # True: tokens of the document have the token type 1; False: all have type 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON, which `from_json` reads."""
+        """Return the JSON that `from_json` reads."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
+        """Read the result of `to_json`."""
         return cls(**value)

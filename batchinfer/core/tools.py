@@ -1,4 +1,4 @@
-"""Function tools as OpenAI's API describes them: what a model may call, checked."""
+"""Validates function tools in the form of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,23 +8,31 @@ from typing import Any
 
 from batchinfer.core.plain_json import plain_json
 
-MOST_TOOLS = 128  # OpenAI's limit for a request
+MAX_TOOLS = 128  # OpenAI's limit per request
 TOOL_NAME = r"[A-Za-z0-9_.-]{1,64}"
 _NAME = re.compile(TOOL_NAME)
 _RIGHT = "{type: function, function: {name: …, description: …, parameters: {type: object, …}}}"
 
 
 class BadTools(ValueError):
-    """Tools that cannot be used. The text says which, and why."""
+    """A list of tools is invalid. The message contains the position and the reason."""
 
 
-def checked_tools(value: Any, most: int) -> list[dict[str, Any]]:
-    """Return a list of tools made of plain JSON values. `most` bounds their characters and items together. Raises
-    BadTools; NotPlain for values that JSON cannot say, and for those that are nested too deeply or too large."""
+def check_tools(value: Any, most: int) -> list[dict[str, Any]]:
+    """Check a list of tools and return it as plain JSON values.
+
+    Args:
+        value: The tools.
+        most: The maximum number of characters and items together.
+
+    Raises:
+        BadTools: A tool is invalid.
+        NotPlain: A value has no JSON form, is nested too deeply, or is too large.
+    """
     if not isinstance(value, list | tuple):
         raise BadTools(f"must be a list of tools, as in [{_RIGHT}]")
-    if len(value) > MOST_TOOLS:
-        raise BadTools(f"has {len(value)} tools; the limit is {MOST_TOOLS}")
+    if len(value) > MAX_TOOLS:
+        raise BadTools(f"has {len(value)} tools; the limit is {MAX_TOOLS}")
     tools: list[dict[str, Any]] = plain_json(value, most)
     names: set[str] = set()
     for number, tool in enumerate(tools):
@@ -36,12 +44,12 @@ def checked_tools(value: Any, most: int) -> list[dict[str, Any]]:
 
 
 def is_tool_name(name: str) -> bool:
-    """Whether a tool may have this name."""
+    """Return True if a tool may have this name."""
     return _NAME.fullmatch(name) is not None
 
 
 def _checked_name(number: int, tool: Any) -> str:
-    """Return the name of a tool that has the right form. Raises BadTools."""
+    """Check a tool and return its name. Raises BadTools."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":
         raise BadTools(f"[{number}] must be a function tool, as in {_RIGHT}")

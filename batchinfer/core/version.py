@@ -1,3 +1,3 @@
-"""The version of this package, here so that no module has to import the package itself for it."""
+"""The version of this package, in a module of its own to avoid importing the package."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Numbers and their units as people read them: 12.3k, 41%, 4 min 5 s, 1.25 GiB. What is not known is a dash."""
+"""Formats numbers with units for people: 12.3k, 41%, 4 min 5 s, 1.25 GiB. None becomes a dash."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 UNKNOWN = "–"
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _MOST_DIGITS = 9
-_LEAST_SHARE = 0.0005  # what one decimal still shows
-# units with metric prefixes, and how they are written then
+_LEAST_SHARE = 0.0005  # the smallest share that is not 0.0% with one decimal
+# Units that get a metric prefix, and the unit after the prefix
 PREFIXED = {"FLOP/s": "FLOP/s", "bytes/s": "B/s", "J": "J", "J/token": "J/token"}
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
 def count(value: float | None) -> str:
-    """An exact count with thousands separators: 2,388."""
+    """Format an exact count with thousands separators: 2,388."""
     return UNKNOWN if value is None else f"{value:,.0f}"
 
 
 def counted(number: float | None, noun: str) -> str:
-    """A count with what is counted, whose plural ends in s: 1 error row, 2,388 error rows."""
+    """Format a count with a noun whose plural ends in s: 1 error row, 2,388 error rows."""
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def short(value: float | None) -> str:
-    """Three digits and a suffix: 950, 12.3k, 1.20M."""
+    """Format a number with three digits and a suffix: 950, 12.3k, 1.20M."""
     if value is None:
         return UNKNOWN
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -41,14 +41,14 @@ def _three(value: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share of one: 41%, and one decimal below ten percent: 0.5%."""
+    """Format a share (0 … 1) as 41%, or below ten percent with one decimal as 0.5%."""
     if share is None:
         return UNKNOWN
     return f"{share:.0%}" if share == 0 or abs(share) >= 0.0995 else f"{share:.1%}"
 
 
 def seconds(value: float | None) -> str:
-    """An interval as measured: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 5 min."""
+    """Format a measured duration: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 5 min."""
     if value is None:
         return UNKNOWN
     if value < 0.9995:
@@ -57,7 +57,7 @@ def seconds(value: float | None) -> str:
 
 
 def about(value: float | None) -> str:
-    """An interval to be waited for: whole seconds, minutes or hours."""
+    """Format an estimated duration in whole seconds, minutes or hours."""
     if value is None:
         return UNKNOWN
     if value < 59.5:
@@ -72,12 +72,12 @@ def _long(value: int) -> str:
 
 
 def size(value: float) -> str:
-    """Three digits in the unit that fits: 512 bytes, 1.50 KiB, 310 MiB, 1.25 GiB."""
+    """Format bytes with three digits: 512 bytes, 1.50 KiB, 310 MiB, 1.25 GiB."""
     return _written(value, 3)
 
 
 def sizes(one: float, other: float) -> tuple[str, str]:
-    """Both, with as many digits as tell them apart: nobody learns much from 1.00 GiB where 1.00 GiB are too little."""
+    """Format two sizes with enough digits to differ, as in "needs 1.001 GiB, but 1.000 GiB are free"."""
     for digits in range(3, _MOST_DIGITS):
         texts = _written(one, digits), _written(other, digits)
         if texts[0] != texts[1] or one == other:
@@ -86,7 +86,7 @@ def sizes(one: float, other: float) -> tuple[str, str]:
 
 
 def _exact(value: float) -> str:
-    """An integer beyond 2^53 would lose its last digits on the way through a float."""
+    # Formatting an integer above 2^53 as a float would change its last digits
     return f"{value:,} bytes" if isinstance(value, int) else f"{value:,.0f} bytes"
 
 
@@ -102,7 +102,7 @@ def _written(value: float, digits: int) -> str:
 
 
 def _rounded(value: float, digits: int) -> str:
-    """Return a whole number as it is, others with that many digits; digits before the point are never cut."""
+    """Format a number with `digits` digits; a whole number, and digits before the point, are shown in full."""
     if value == int(value):
         return f"{value:,.0f}"
     before = len(str(round(abs(value))))
@@ -110,12 +110,12 @@ def _rounded(value: float, digits: int) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number; a truth value is none."""
+    """Return True if a value is an int or float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def shown(value: Any, unit: str = "") -> str:
-    """A value of any kind, with the unit of its column in the report's tables."""
+    """Format a value of any type with the unit of its column in the report's tables."""
     if value is None:
         return UNKNOWN
     if isinstance(value, bool):
@@ -142,13 +142,13 @@ def _number(value: float, unit: str) -> str:
 
 
 def _share(value: float) -> str:
-    """A share that is not zero does not look like it."""
+    """Format a share; one that is not zero is never shown as 0.0%."""
     if value == 0 or abs(value) >= _LEAST_SHARE:
         return percent(value).replace("-", "−")
     return "< 0.1%" if value > 0 else "> −0.1%"
 
 
 def prefixed(value: float, unit: str) -> str:
-    """A figure with the metric prefix at its unit: 180 GFLOP/s."""
+    """Format a number with a metric prefix before its unit: 180 GFLOP/s."""
     one_unit, letter = next((one for one in _PREFIXES if abs(value) >= one[0] * 0.9995), (1.0, ""))
     return f"{short(value / one_unit)} {letter}{PREFIXED[unit]}"

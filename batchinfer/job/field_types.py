@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic import ValidationInfo as Info
 
-from batchinfer.core.exact_json import RepeatedName, read_exactly, written
+from batchinfer.core.exact_json import RepeatedName, read_exactly, write_exactly
 from batchinfer.core.hub import NoModel, locate_adapter, locate_model
 from batchinfer.core.plain_json import NotPlain, plain_json
 from batchinfer.core.sampling import (
@@ -28,7 +28,7 @@ from batchinfer.core.sampling import (
     SamplingParams,
 )
 from batchinfer.core.tool_calls import CALL_STYLES, CallStyleName
-from batchinfer.core.tools import TOOL_NAME, BadTools, checked_tools
+from batchinfer.core.tools import TOOL_NAME, BadTools, check_tools
 from batchinfer.core.values.token_biases import RIGHT as RIGHT_BIASES
 from batchinfer.core.values.token_biases import token_biases
 from batchinfer.job.deadline import TIME_FORMATS, next_moment
@@ -263,7 +263,7 @@ def _arguments_text(value: object) -> object:
             plain_json(one, MAX_ARGUMENT)
         except NotPlain as error:
             raise ValueError(f"{name} {error}") from None
-    return written(given) if given else None
+    return write_exactly(given) if given else None
 
 
 def _tools_text(value: object) -> object:
@@ -272,10 +272,10 @@ def _tools_text(value: object) -> object:
     if value is None:
         return None
     try:
-        tools = checked_tools(value, MAX_ARGUMENT)
+        tools = check_tools(value, MAX_ARGUMENT)
     except (BadTools, NotPlain) as error:
         raise ValueError(f"{error}") from None
-    return written(tools) if tools else None
+    return write_exactly(tools) if tools else None
 
 
 def _sql_memory(value: object) -> object:
@@ -335,7 +335,7 @@ def _schema_text(value: object) -> object:
             ) from None
     if (problem := no_schema(value)) is not None:
         raise ValueError(problem)
-    return written(value)
+    return write_exactly(value)
 
 
 def _biases(value: object) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batchinfer.core.exact_json import RepeatedName, read_exactly, written
+from batchinfer.core.exact_json import RepeatedName, read_exactly, write_exactly
 from batchinfer.core.sampling import MAX_SCHEMA_BYTES
 
 _RIGHT = "{type: object, properties: {…}}"
@@ -44,4 +44,4 @@ def read_schema_file(path: Path) -> str:
         raise ValueError(f"{path} {why}; it must hold one JSON Schema") from None
     if (problem := no_schema(schema)) is not None:
         raise ValueError(f"{path}: {problem}")
-    return written(schema)
+    return write_exactly(schema)

@@ -1,1 +1,1 @@
-"""This computer: its cores, memory, peaks and energy, and the processes that are started on it."""
+"""Facts about this machine (cores, memory, peak speeds, energy), and starting child processes."""

@@ -1,4 +1,4 @@
-"""One question to a process of its own, which may be ended by anything: then another one is asked."""
+"""Runs a function in a child process and retries once if the process dies."""
 
 from __future__ import annotations
 
@@ -6,23 +6,32 @@ from typing import Any
 
 from batchinfer.core.errors import OutOfMemory, Unavailable
 from batchinfer.machine.spawning import Child, Ended, receiving
-from batchinfer.machine.waiting import comes
+from batchinfer.machine.waiting import wait_for_message
 
 _LEAVE_S = 10.0
 _CONTINUES = "run the same command again"
 
 
 class Died(Exception):
-    """Two processes ended at the same question, and not for want of memory or of time: it is the question's fault."""
+    """Two processes died at the same call, but not because of memory or CPU limits: the arguments cause it."""
 
     def __init__(self, ended: Ended | None) -> None:
         super().__init__("closed its connection" if ended is None else str(ended))
 
 
 def ask_child(what: str, target: str, *arguments: object, within_s: float) -> Any:
-    """Return what `target`, as in `Child`, sends. `what` names the process for people.
+    """Run a function in a child process and return the value that it sends.
 
-    Raises Died, Unavailable and OutOfMemory: the latter two say nothing of what was asked.
+    Args:
+        what: The name of the process for messages.
+        target: The function, as for `Child`.
+        arguments: The arguments of the function.
+        within_s: The time limit in seconds.
+
+    Raises:
+        Died: The arguments make the process die.
+        Unavailable: The process did not answer in time, or reached its limit on CPU time.
+        OutOfMemory: The process was killed, most likely because memory ran out.
     """
     ended: Ended | None = None
     silent = False
@@ -30,7 +39,7 @@ def ask_child(what: str, target: str, *arguments: object, within_s: float) -> An
         with Child(target, *arguments) as child:
             try:
                 with receiving():
-                    if comes(child.connection, within_s):
+                    if wait_for_message(child.connection, within_s):
                         return child.connection.recv()
                 silent = True
             except EOFError:

@@ -1,4 +1,4 @@
-"""How busy other processes keep the CPU cores that this one may use. Linux; elsewhere nothing is known."""
+"""Measures how much other processes use the CPU cores that this process may use. Linux only."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Not psutil, which takes 24 ms to import: its times of each core are this file, and would spare about 5 statements.
+# psutil is not used: it takes 24 ms to import and reads the same file
 _STAT = Path("/proc/stat")
-_BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq; not idle, iowait, nor what a hypervisor took
+_BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq; not idle, iowait and steal
 
 
 class CoreLoad:
-    """Measures from one `look` to the next."""
+    """Measures the load by other processes between two calls of `look`."""
 
     def __init__(
         self,
@@ -27,11 +27,11 @@ class CoreLoad:
 
     @property
     def cores(self) -> int:
-        """Cores that this process may use, whatever its container's quota."""
+        """Return the number of cores that this process may use, ignoring the container's quota."""
         return len(self._cores)
 
     def look(self) -> float | None:
-        """Cores that other processes used on average since the last look, e.g. 1.5; None where that is unknown."""
+        """Return how many cores other processes used on average since the last call, e.g. 1.5, or None if unknown."""
         now, others = self._clock(), self._others()
         elapsed, before = now - self._at, self._before
         self._at, self._before = now, others
@@ -40,7 +40,7 @@ class CoreLoad:
         return min(max(0.0, (others - before) / elapsed), float(len(self._cores)))
 
     def _others(self) -> float | None:
-        """Seconds that these cores have worked for others since the machine started."""
+        """Return the CPU seconds of other processes on these cores since boot, or None if unknown."""
         if not self._stat.exists():
             return None
         wanted = {f"cpu{core}" for core in self._cores}

@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use."""
+"""Determines the CPU cores that this process may use."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-# Not psutil, which takes 24 ms to import: it knows the affinity, but no quota of a control group, and not which cores
-# share a memory node or a physical core.
+# psutil is not used: it takes 24 ms to import, and knows neither cgroup quotas nor the topology of cores
 _ROOT = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
 _TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -17,15 +16,20 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable_cpus(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
-    """Cores by affinity (taskset, cpusets); fewer where a quota (`docker --cpus`, systemd's CPUQuota) allows less."""
+    """Return the number of cores by affinity (taskset, cpusets) or by quota (`docker --cpus`, systemd's CPUQuota)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [cpus for cpus in _quotas(root, membership) if cpus is not None]
     return max(1, min(cores, *quotas) if quotas else cores)
 
 
-def divided_cores(parts: int, nodes: Path = _NODES, topology: Path = _TOPOLOGY) -> list[tuple[int, ...]]:
-    """Divide the cores that this process may use into parts whose sizes differ by one at the most. Those of a memory
-    node stay together, and so do those that share a physical core. Empty parts where the system binds no process."""
+def split_cores(parts: int, nodes: Path = _NODES, topology: Path = _TOPOLOGY) -> list[tuple[int, ...]]:
+    """Divide the usable cores into parts of equal size, or of sizes that differ by one.
+
+    Cores of a NUMA node, and cores that share a physical core, are adjacent in the parts.
+
+    Returns:
+        The core numbers of each part; empty parts if the system has no CPU affinity.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return [()] * parts
     usable = sorted(os.sched_getaffinity(0))
@@ -43,14 +47,14 @@ def _number(path: Path) -> int:
 
 
 def _cores(path: Path) -> list[int]:
-    """Read the numbers of a list such as `0-3,8`; none where the file does not exist."""
+    """Read a file with a list such as `0-3,8`; return [] if it does not exist."""
     parts = path.read_text().strip().split(",") if path.exists() else []
     ranges = [part.partition("-") for part in parts if part]
     return [core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)]
 
 
 def _quotas(root: Path, membership: Path) -> Iterator[int | None]:
-    """Yield the CPU quotas of this process's control group and of all above it: each bounds what is below."""
+    """Yield the CPU quotas of this process's cgroup and of its ancestors, which also apply; None: no quota."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for line in lines or ["0::/"]:
         _, controllers, path = line.split(":", 2)
@@ -62,23 +66,21 @@ def _quotas(root: Path, membership: Path) -> Iterator[int | None]:
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:
-    """The group's folder, and those above it; in a container the path may name folders that only the host sees."""
+    """Yield the folders of a cgroup and its ancestors. In a container, some may exist only on the host."""
     inside = Path(path.lstrip("/"))
     yield from (root / folder for folder in (inside, *inside.parents))
 
 
 def _quota_v2(path: Path) -> int | None:
-    """The file holds `microseconds period`, or `max period` without a limit."""
     if not path.exists():
         return None
-    allowed, _, period = path.read_text().partition(" ")
+    allowed, _, period = path.read_text().partition(" ")  # microseconds; "max" for no limit
     return None if allowed == "max" else math.ceil(int(allowed) / int(period))
 
 
 def _quota_v1(folder: Path) -> int | None:
-    """-1 stands for no limit."""
     quota, period = folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"
     if not quota.exists() or not period.exists():
         return None
-    allowed = int(quota.read_text())
+    allowed = int(quota.read_text())  # -1: no limit
     return None if allowed <= 0 else math.ceil(allowed / int(period.read_text()))

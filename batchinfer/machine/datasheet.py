@@ -1,7 +1,7 @@
-"""The figures of NVIDIA's datasheets for well-known GPUs: dense, without sparsity.
+"""Figures from NVIDIA's datasheets for well-known GPUs, without sparsity.
 
-Names are those that `nvidia-smi --query-gpu=name` prints. A GPU that is not here is unknown, not guessed.
-float32 is the rate outside the tensor cores, which is what PyTorch uses unless TF32 is allowed.
+Names are as printed by `nvidia-smi --query-gpu=name`. Other GPUs are unknown; their figures are not guessed. float32 is
+the rate without tensor cores, as PyTorch does not use TF32 by default.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ _T = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Datasheet:
-    """Peak FLOP/s by dtype, those of 8-bit integers under "int8" and of 8-bit floats under "fp8"; memory bandwidth in
-    bytes/s and memory in bytes: as the maker states them."""
+    """The vendor's figures of a GPU."""
 
-    peak_flops: Mapping[str, float]
-    bandwidth: float
+    peak_flops: Mapping[str, float]  # FLOP/s by dtype, including "int8" and "fp8"
+    bandwidth: float  # bytes/s
     memory_bytes: int
 
 
@@ -33,8 +32,10 @@ def _gpu(
     bfloat16: bool = True,
     fp8: bool = False,
 ) -> Datasheet:
-    """Figures in TFLOP/s, TB/s and GB. Tensor cores know bfloat16 from Ampere on, int8 from Turing on, fp8 from Ada and
-    Hopper on, where its stated peak is int8's."""
+    """Create a datasheet from figures in TFLOP/s, TB/s and GB.
+
+    Tensor cores support int8 from Turing, bfloat16 from Ampere, and fp8 from Ada and Hopper, with the peak of int8.
+    """
     flops = {"float16": half * _T, "float32": single * _T}
     if int8 is not None:
         flops["int8"] = int8 * _T
@@ -83,11 +84,11 @@ _DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
 
 
 def datasheet(name: str) -> Datasheet | None:
-    """The stated peaks of the GPU that nvidia-smi calls `name`; None where it is not in the table."""
+    """Return the datasheet of a GPU by nvidia-smi's name, or None if it is not in the table."""
     return _DATASHEETS.get(name)
 
 
-# What people call these GPUs, for `batchinfer plan --hardware`
+# Short names of these GPUs, for `batchinfer plan --hardware`
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "t4": "Tesla T4",
@@ -112,6 +113,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def full_name(name: str) -> str | None:
-    """Return nvidia-smi's name of the GPU that people call `name`, in any case; None if the table lacks it."""
-    known = NAMES.get(name.casefold(), name)
-    return known if known in _DATASHEETS else None
+    """Return nvidia-smi's name of a GPU by its short or full name, ignoring case of short names, or None."""
+    full = NAMES.get(name.casefold(), name)
+    return full if full in _DATASHEETS else None

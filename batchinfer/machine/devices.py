@@ -1,4 +1,4 @@
-"""Several devices that are alike: those of a machine, or of several machines, and the links between them."""
+"""Groups of equal devices in one or several machines, and the links between them."""
 
 from __future__ import annotations
 
@@ -7,65 +7,70 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.core.errors import UsageError
-from batchinfer.machine.hardware import Hardware, hardware_called
+from batchinfer.machine.hardware import Hardware, hardware_by_name
 from batchinfer.machine.links import LOOPBACK, DeviceLink, link_between, network_between
 
-MOST_DEVICES = 64
+MAX_DEVICES = 64
 _SEVERAL = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x(?P<name>.+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Devices of the same kind: `in_node` of them in each of `nodes` machines."""
+    """Equal devices in one or several machines."""
 
-    hardware: Hardware  # each of them
-    link: DeviceLink  # of those of one machine
+    hardware: Hardware  # of each device
+    link: DeviceLink  # between devices of one machine
     network: DeviceLink  # between machines
-    in_node: int = 1
-    nodes: int = 1
+    in_node: int = 1  # devices per machine
+    nodes: int = 1  # machines
 
     @property
     def count(self) -> int:
-        """Count all of them."""
+        """Return the number of devices."""
         return self.in_node * self.nodes
 
     @property
     def name(self) -> str:
-        """Return what people call all of them together."""
+        """Return a description for people, such as "2 machines with 8 × NVIDIA H200 each"."""
         each = f"{self.in_node} × {self.hardware.name}" if self.count > 1 else self.hardware.name
         return f"{self.nodes} machines with {each} each" if self.nodes > 1 else each
 
     @property
     def links(self) -> str:
-        """Name the links that there are."""
+        """Return the names of the links."""
         return f"{self.link.name}, {self.network.name}" if self.nodes > 1 else self.link.name
 
     def in_one_node(self, ranks: int) -> bool:
-        """Whether each of successive groups of so many devices has all of them in one machine."""
+        """Return True if each group of `ranks` consecutive devices is in one machine."""
         return self.in_node % ranks == 0
 
     def link_among(self, ranks: int) -> DeviceLink:
-        """Return the slowest link that such groups have."""
+        """Return the slowest link within a group of `ranks` consecutive devices."""
         return self.link if self.in_one_node(ranks) else self.network
 
 
 def devices_of(hardware: Hardware, count: int = 1) -> Devices:
-    """Return so many devices of a kind, in one machine."""
+    """Return `count` equal devices in one machine."""
     link = LOOPBACK if hardware.device == "cpu" else link_between(hardware.name)
     return Devices(hardware, link, network_between(hardware.name), count)
 
 
-def devices_called(name: str, cache: Path | None = None) -> Devices:
-    """Return GPUs that need not be here: `h100`, eight of them in a machine as `8xh100`, four of these as `4x8xh100`.
+def devices_by_name(name: str, cache: Path | None = None) -> Devices:
+    """Return GPUs by name, which this machine need not have.
 
-    Raises UsageError for a name that is not known, and for more than MOST_DEVICES.
+    Args:
+        name: A GPU such as `h100`, several in one machine such as `8xh100`, or in several machines such as `4x8xh100`.
+        cache: The file of measured peaks; None: the default.
+
+    Raises:
+        UsageError: The name is unknown, or there are more than MAX_DEVICES devices.
     """
     several = _SEVERAL.fullmatch(name)
     if several is None:
-        return devices_of(hardware_called(name, cache))
+        return devices_of(hardware_by_name(name, cache))
     nodes, count = int(several["nodes"] or 1), int(several["count"])
-    if not 1 <= nodes * count <= MOST_DEVICES:
-        raise UsageError(f"{name!r} are {nodes * count} GPUs; 1 to {MOST_DEVICES} can be planned for")
-    hardware = hardware_called(several["name"], cache)
+    if not 1 <= nodes * count <= MAX_DEVICES:
+        raise UsageError(f"{name!r} are {nodes * count} GPUs; 1 to {MAX_DEVICES} can be planned for")
+    hardware = hardware_by_name(several["name"], cache)
     link, network = link_between(hardware.name), network_between(hardware.name)
     return Devices(hardware, link, network, count, nodes)

@@ -1,4 +1,4 @@
-"""The facts about this machine that decide how batchinfer runs, as rows for `batchinfer doctor`."""
+"""Collects the facts about this machine that `batchinfer doctor` prints."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Fact:
 
 
 def doctor(cache: Path | None = None) -> list[Fact]:
-    """Versions, CPU, memory, GPUs and known peaks. Imports none of the packages that it names."""
+    """Return versions, CPU, memory, GPUs and known peaks. Does not import the packages whose versions it returns."""
     path = cache or hardware.cache_path()
     return [*_versions(), *_cpu(path), *_gpus(path), _cache(path)]
 
 
 def installed_version(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
+    """Return the installed version of a distribution, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -90,7 +90,7 @@ def _cache(path: Path) -> Fact:
 
 
 def peaks_text(here: Hardware) -> str:
-    """One line: the peaks of a device and where they come from, or how to find them."""
+    """Describe the peaks of a device and their source, or how to measure them, in one line."""
     if here.source == "unknown" or here.bandwidth is None:
         return "unknown: run `batchinfer doctor --measure`"
     flops = ", ".join(_peak_text(here, dtype) for dtype in sorted(here.peak_flops))
@@ -98,7 +98,7 @@ def peaks_text(here: Hardware) -> str:
 
 
 def tiles_text(grant: Grant) -> str:
-    """One line: whether operators compute in the CPU's matrix tiles, or why they do not."""
+    """Describe in one line whether the CPU's matrix tiles are used, or why not."""
     if grant.given:
         return "AMX, granted by the system"
     return f"not used: {grant.refusal}" if grant.refusal else "none known for this CPU"
@@ -110,7 +110,7 @@ def _peak_text(here: Hardware, dtype: str) -> str:
 
 
 def products_text(here: Hardware) -> str:
-    """One line: what torch's libraries and the compiled operators reach, in a large product and in a model's."""
+    """Describe in one line the speed of matrix products by torch and by the compiled operators."""
     if not here.products:
         return "unknown: run `batchinfer doctor --measure`"
     return "; ".join(
@@ -125,7 +125,7 @@ def _by_whom(rates: Mapping[str, float]) -> str:
 
 
 def steps_text(here: Hardware) -> str:
-    """One line: in which arithmetics it is known what steps take, or how to find out."""
+    """Describe in one line for which arithmetics step times are measured, or how to measure them."""
     if not here.step_times:
         return "unknown, so forecasts of first runs are lower bounds: run `batchinfer doctor --measure`"
     return f"measured in {', '.join(sorted(here.step_times))}"

@@ -1,7 +1,7 @@
-"""The machine's own energy counters: those of its CPUs (RAPL) and of the GPU that computes (NVML).
+"""Reads the energy counters of the machine's CPUs (RAPL) and GPUs (NVML).
 
-They count all that runs on the machine, and what it takes while it waits. Where there is no counter, or it may not be
-read (Linux lets only root read RAPL), energy is not known: None, never 0.
+Counters include all other programs, and idle power. If a counter is missing or not readable (on Linux, only root can
+read RAPL), the energy is unknown: None, never 0.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from pathlib import Path
 from typing import Any
 
 POWERCAP = Path("/sys/class/powercap")
-# RAPL counters start again after some 66 to 262 kJ: a socket that draws a kilowatt takes a minute at the least. One
-# that was not looked at for so long that it may have started again twice tells nothing.
+# RAPL counters overflow after 66 to 262 kJ, that is after at least a minute at MAX_WATTS. They are read more often,
+# because a counter that may have overflowed twice is useless
 READ_EVERY_S = 20.0
-MOST_WATTS = 1000.0
+MAX_WATTS = 1000.0  # of a CPU package
 
 
 @dataclass(frozen=True, slots=True)
 class EnergyUse:
-    """Joules; None where no counter could be read."""
+    """Energy in joules; None if a counter cannot be read."""
 
     cpu_j: float | None = None
     gpu_j: float | None = None
 
     @property
-    def whole_j(self) -> float | None:
-        """Return the sum of both; the one that is known, if only one is."""
+    def total_j(self) -> float | None:
+        """Return the sum of the known values, or None if both are unknown."""
         known = [value for value in (self.cpu_j, self.gpu_j) if value is not None]
         return sum(known) if known else None
 
 
 @dataclass(slots=True)
 class Counter:
-    """A counter of joules that starts again at `range_j`; None: never."""
+    """An energy counter."""
 
-    read: Callable[[], float]
-    range_j: float | None = None
-    spent_j: float = 0.0
+    read: Callable[[], float]  # returns joules
+    range_j: float | None = None  # the value at which it overflows to 0; None: never
+    spent_j: float = 0.0  # joules since the object was created
     _last: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._last = self.read()
 
     def poll(self) -> None:
-        """Count what came since the last look. Raises OSError when the counter cannot be read any more."""
+        """Add the energy since the last call to `spent_j`. Raises OSError if the counter cannot be read."""
         now = self.read()
         rise = now - self._last
         self.spent_j += rise if rise >= 0 or self.range_j is None else rise + self.range_j
@@ -57,7 +57,7 @@ class Counter:
 
 
 class EnergyMeter:
-    """Counts from its making on. `poll` it now and then; `read` says what was spent so far."""
+    """Measures the energy since its creation. Call `poll` at least every minute to notice overflows."""
 
     def __init__(
         self, cpu: Sequence[Counter], gpu: Sequence[Counter], clock: Callable[[], float] = time.monotonic
@@ -67,15 +67,16 @@ class EnergyMeter:
 
     @classmethod
     def of(cls, gpus: Sequence[str]) -> EnergyMeter:
-        """The counters of this machine, and of these GPUs, if there are some."""
+        """Return a meter of this machine's CPUs and of the GPUs with these UUIDs."""
         return cls(rapl_counters(), nvml_counters(gpus) if gpus else ())
 
     def poll(self) -> None:
-        """Look at the counters if the last look is long ago."""
+        """Read the counters if the last reading is at least READ_EVERY_S seconds ago."""
         if self._clock() - self._polled >= READ_EVERY_S:
             self.read()
 
     def read(self) -> EnergyUse:
+        """Return the energy since the meter was created."""
         gap_s, self._polled = self._clock() - self._polled, self._clock()
         self._cpu, cpu = _read(self._cpu, gap_s)
         self._gpu, gpu = _read(self._gpu, gap_s)
@@ -83,9 +84,12 @@ class EnergyMeter:
 
 
 def _read(counters: Sequence[Counter], gap_s: float) -> tuple[Sequence[Counter], float | None]:
-    """The counters, and their sum, `gap_s` after the last look. One that fails, or has started again unseen, has missed
-    something: then nothing is known from there on."""
-    if any(counter.range_j is not None and gap_s * MOST_WATTS > counter.range_j for counter in counters):
+    """Poll the counters and return them with their sum in joules.
+
+    If one fails, or may have overflowed more than once in `gap_s` seconds, return no counters and None: the energy is
+    unknown from then on.
+    """
+    if any(counter.range_j is not None and gap_s * MAX_WATTS > counter.range_j for counter in counters):
         return (), None
     try:
         for counter in counters:
@@ -96,7 +100,7 @@ def _read(counters: Sequence[Counter], gap_s: float) -> tuple[Sequence[Counter],
 
 
 def rapl_counters(folder: Path = POWERCAP) -> list[Counter]:
-    """One for each CPU package. None where one of them may not be read: a part of the machine is not the machine."""
+    """Return a counter for each CPU package, or [] if any of them cannot be read."""
     packages = [zone for zone in sorted(folder.glob("intel-rapl:*")) if zone.name.count(":") == 1]
     try:
         wanted = [zone for zone in packages if (zone / "name").read_text().startswith("package")]
@@ -113,13 +117,16 @@ def _microjoules(path: Path) -> float:
 
 
 def nvml_counters(gpus: Sequence[str]) -> list[Counter]:
-    """Return counters of these GPUs, where the package `nvidia-ml-py` is installed and all of them count. Numbers
-    would not do as identifiers: CUDA counts GPUs in another order than the driver."""
+    """Return a counter for each GPU, or [] if one has none or the package `nvidia-ml-py` is not installed.
+
+    Args:
+        gpus: UUIDs of GPUs. Numbers are ambiguous: CUDA and the driver order GPUs differently.
+    """
     if find_spec("pynvml") is None:
         return []
     try:
         nvml = importlib.import_module("pynvml")
-    except ImportError:  # it is there, but not whole
+    except ImportError:  # the installation is broken
         return []
     try:
         nvml.nvmlInit()

@@ -1,4 +1,4 @@
-"""A description of a machine: the facts that setting up a job needs of the machine on which its engines run."""
+"""The facts about a machine that are needed to set up a job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.machine.hardware import (
     Hardware,
     detect,
     has_fast_bf16,
-    least_capability,
+    min_capability,
     nvidia_gpus,
     several_kinds,
     usable_gpus,
@@ -34,14 +34,14 @@ class MachineFacts:
 
     hardware: Hardware  # the device that engines use: the CPU, or each GPU
     cores: int | None = None  # CPU cores that this process may use
-    free_memory: int | None = None  # bytes that were free before any engine was started
+    free_memory: int | None = None  # bytes that were free before the first engine started
     torch_has_cuda: bool | None = None
     has_gpu: bool | None = None  # in a container, nvidia-smi may list none
     gpus: tuple[str, ...] | None = None  # that CUDA may use, as CUDA_VISIBLE_DEVICES names them
-    several_kinds: bool = False  # whether `gpus` may differ in their kind
-    capability: tuple[int, ...] | None = None  # the least compute capability of `gpus`
-    fast_bf16: bool = False  # whether the CPU multiplies bfloat16 in hardware
-    tiles: bool = False  # whether the CPU grants its matrix tiles
+    several_kinds: bool = False  # True if `gpus` may be different models
+    capability: tuple[int, ...] | None = None  # the lowest compute capability of `gpus`
+    fast_bf16: bool = False  # True if the CPU multiplies bfloat16 in hardware
+    tiles: bool = False  # True if the CPU's matrix tiles (AMX) may be used
     arm: bool = False
     engines: int = 1  # for which a cluster has room; each gets what the other fields describe
 
@@ -61,14 +61,14 @@ class MachineFacts:
 
     @property
     def devices(self) -> int:
-        """Count the devices. A CPU is one, however many processes share it."""
+        """Return the number of devices. A CPU counts as one, even if several processes share it."""
         return max(1, len(self.gpus or ())) if self.device == "cuda" else 1
 
     def arm_sums(self, dtype: str) -> str:
-        """Return how the compiled operators of an Arm CPU add up; empty on other devices.
+        """Return the name of the order in which the compiled operators of an Arm CPU add, or "" on other devices.
 
-        The vectors of an Arm CPU are shorter than x86-64 vectors, so sums run in another order. With BFDOT, sums in
-        bfloat16 are rounded in another way. BFMMLA, which the same CPUs have, rounds as BFDOT does.
+        Arm vectors are shorter than x86-64 vectors, so sums have another order. BFDOT (and BFMMLA, which the same CPUs
+        have) also rounds bfloat16 sums differently.
         """
         if self.device != "cpu" or not self.arm:
             return ""
@@ -79,10 +79,10 @@ def this_machine(asked: Device | Literal["auto"]) -> MachineFacts:
     """Describe this machine for a job.
 
     Args:
-        asked: `engine.device` of the job. GPUs are not looked for if the job runs on the CPU. With `auto`, a GPU counts
-            only if the installed torch can use it.
+        asked: The job's `engine.device`. With `cpu`, GPUs are not detected. With `auto`, a GPU is used only if the
+            installed torch supports it.
     """
-    # the version of torch's CPU build says so
+    # The version of torch's CPU build ends with +cpu
     torch_has_cuda = None if asked == "cpu" else not version("torch").endswith("+cpu")
     found = nvidia_gpus() if asked == "cuda" or torch_has_cuda else []
     on_gpu = asked == "cuda" or bool(found)
@@ -95,7 +95,7 @@ def this_machine(asked: Device | Literal["auto"]) -> MachineFacts:
         has_gpu=None if asked == "cpu" else bool(found) or _has_gpu_files(),
         gpus=names if on_gpu else None,
         several_kinds=on_gpu and several_kinds(found),
-        capability=least_capability(names) if found else None,
+        capability=min_capability(names) if found else None,
         fast_bf16=has_fast_bf16(),
         tiles=not on_gpu and tile_grant().given,
         arm=platform.machine() in ("aarch64", "arm64"),

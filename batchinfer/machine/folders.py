@@ -1,4 +1,4 @@
-"""Folders that only their owner can write into, whatever the umask."""
+"""Creates folders that only their owner can write to, independent of the umask."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ SHARED_READ = 0o755
 
 
 def make_folder(path: Path, mode: int = SHARED_READ) -> None:
-    """Create a folder, and those above it that are missing.
+    """Create a folder and its missing parents.
 
-    `Path.mkdir(parents=True)` would give the folders above 0777 under an umask of 0.
+    With an umask of 0, `Path.mkdir(parents=True)` would create the parents with mode 0777.
 
     Args:
-        path: The folder. It may be there already.
-        mode: Its permissions, from which the umask is taken.
+        path: The folder. It may exist.
+        mode: Its permissions, before the umask is applied.
 
     Raises:
         OSError: A folder cannot be created, or there is a file in its place.

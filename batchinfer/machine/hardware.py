@@ -1,7 +1,7 @@
-"""This machine's hardware and its peaks, which were measured, are stated by the maker, or are unknown.
+"""Devices and their peak speeds, which are measured, from a datasheet, or unknown.
 
-An unknown peak is None, never 0: nothing is divided by it and nothing is claimed from it. No torch here; the
-measurement itself is `batchinfer/models/ops/peaks.py`, and `remember` keeps what it found.
+An unknown peak is None, never 0. `batchinfer/models/ops/peaks.py` measures peaks, and `remember` stores them. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from batchinfer_kernels.cost import Peaks
 
 Source = Literal["measured", "datasheet", "unknown"]
 PartTimes = Mapping[str, Mapping[str, float]]  # by arithmetic, e.g. `float32` or `bfloat16+int8`
-# FLOP/s of matrix products by dtype, by size (`large`, or those of a small model's `layers`) and by who multiplied
+# FLOP/s of matrix products by dtype, by size (`large`, or `layers` of a small model) and by library
 ProductRates = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 CACHE_FORMAT = 1
-FIRST_WITH_FP8 = (8, 9)  # the first compute capability whose tensor cores know float8_e4m3fn
-FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last one is aarch64's, for BFDOT
+FIRST_WITH_FP8 = (8, 9)  # the first compute capability whose tensor cores support float8_e4m3fn
+FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # "bf16" is aarch64's flag for BFDOT
 _CPUINFO = Path("/proc/cpuinfo")
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 def arithmetic_text(
     dtype: str, quantization: str | None, kv_cache: str | None, deterministic: bool | None
 ) -> str:
-    """Describe the arithmetic for people: `bfloat16 with int8 weights, deterministic`."""
+    """Describe an arithmetic for people: `bfloat16 with int8 weights, deterministic`."""
     coded = {"weights": coded_text(quantization), "KV cache": kv_cache}
     parts = [f"{how} {what}" for what, how in coded.items() if how not in (None, "none", "auto")]
     found = f"{dtype} with {' and '.join(parts)}" if parts else dtype
@@ -52,19 +52,22 @@ def arithmetic_text(
 
 
 def coded_text(quantization: str | None) -> str | None:
-    """Describe the type of weights for people: `int8`, `stored fp8`."""
+    """Describe a quantization for people: `int8`, `stored fp8`."""
     return "stored fp8" if quantization == "stored" else quantization and quantization.replace("-", " ")
 
 
 def arithmetic_name(dtype: str, quantization: str = "none") -> str:
-    """The key under which step times are kept."""
+    """Return the key for the step times of an arithmetic, such as `bfloat16+int8`."""
     return dtype if quantization == "none" else f"{dtype}+{quantization}"
 
 
 def codes_of(quantization: str, device: Device) -> str | None:
-    """Return the type in which products of such weights are computed, as peaks are named; None: in the run's dtype, as
-    activations are not quantised. A GPU widens int4 to that dtype, and every device MXFP4; the products of sparse
-    weights are half as many, at the peak of that dtype."""
+    """Return the type in which products of quantised weights are computed, as a key of peaks.
+
+    Returns:
+        None if products are computed in the run's dtype: GPUs dequantise int4, and all devices dequantise MXFP4. Sparse
+        weights need half the products, in the run's dtype.
+    """
     codes = "fp8" if quantization == "stored" else quantization.removeprefix("stored-")
     if codes in ("none", "mxfp4", "sparse") or (codes == "int4" and device == "cuda"):
         return None
@@ -73,7 +76,7 @@ def codes_of(quantization: str, device: Device) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device and its peaks. Peaks are per whole device; a dtype that is missing from `peak_flops` is unknown."""
+    """A device and the peak speeds of the whole device. A dtype that is not in `peak_flops` is unknown."""
 
     name: str  # e.g. "AMD EPYC 9B14" or "NVIDIA H200"
     device: Device
@@ -84,16 +87,16 @@ class Hardware:
     )  # FLOP/s by dtype name, `int8` and `fp8` included
     bandwidth: float | None = None  # bytes/s
     source: Source = "unknown"
-    # What parts of a step take, by arithmetic, as it was measured here; see batchinfer.plan.simulation.step_parts
+    # Measured times of the parts of a step, by arithmetic; see batchinfer.plan.simulation.step_parts
     step_times: PartTimes = field(default_factory=dict)
-    # Who reached a measured peak, by dtype: `torch` (its libraries) or `compiled` (the CPU operators); may lack dtypes
+    # Which library reached a measured peak, by dtype: `torch` or `compiled` (the CPU operators); may be incomplete
     peak_by: Mapping[str, str] = field(default_factory=dict)
-    # What each of them reached, the slower one, too; may lack dtypes and sizes
+    # The speed of each library; may be incomplete
     products: ProductRates = field(default_factory=dict)
 
     @property
     def key(self) -> str:
-        """The key under which measured peaks are kept: with other cores, a CPU has other peaks."""
+        """Return the key for measured peaks. A CPU's key contains the number of usable cores."""
         return f"{self.device}:{self.name}" + (f":{self.cores}" if self.device == "cpu" else "")
 
     def measured(
@@ -104,7 +107,7 @@ class Hardware:
         peak_by: Mapping[str, str] | None = None,
         products: ProductRates | None = None,
     ) -> Hardware:
-        """The same device with what was measured on it."""
+        """Return the same device with the given measurements."""
         return replace(
             self,
             peak_flops=dict(peak_flops),
@@ -116,11 +119,11 @@ class Hardware:
         )
 
     def step_time(self, dtype: str, quantization: str = "none") -> Mapping[str, float] | None:
-        """Return the times of a step's parts in this arithmetic; None where they were not measured."""
+        """Return the times of a step's parts in an arithmetic, or None if they are not measured."""
         return self.step_times.get(arithmetic_name(dtype, quantization))
 
     def peaks(self, dtype: str, quantization: str = "none") -> Peaks | None:
-        """FLOP/s in `dtype` (and of quantised linear layers) and bytes/s; None unless all of them are known."""
+        """Return FLOP/s (of `dtype` and of quantised layers) and bytes/s, or None if any of them is unknown."""
         flops = self.peak_flops.get(dtype)
         if flops is None or self.bandwidth is None:
             return None
@@ -133,37 +136,43 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as the driver names it."""
+    """A GPU as listed by the driver."""
 
     name: str
     memory_bytes: int | None
 
 
 def detect(device: str, *, gpu: Gpu | None = None, cache: Path | None = None) -> Hardware:
-    """The hardware behind `device` ("cpu", "cuda" or "cuda:N"), with measured peaks where there are any.
+    """Return a device of this machine with its peaks: measured, from the datasheet, or unknown.
 
-    `gpu` names the GPU when the caller knows it better than nvidia-smi, e.g. under CUDA_VISIBLE_DEVICES.
-    Raises ValueError for another device.
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+        gpu: The GPU, if the caller knows it better than nvidia-smi, e.g. because of CUDA_VISIBLE_DEVICES.
+        cache: The file of measured peaks; None: the default.
+
+    Raises:
+        ValueError: `device` is something else.
     """
     if device == "cpu":
         bare = Hardware(cpu_name(), "cpu", usable_cpus(), total_memory())
     elif device == "cuda" or device.startswith("cuda:"):
         bare = _bare_gpu(gpu or _driver_gpu(device))
     else:
-        raise ValueError(f"device is {device!r}; known are 'cpu', 'cuda' and 'cuda:N'")
+        raise ValueError(f"device is {device!r}; it can be 'cpu', 'cuda' or 'cuda:N'")
     return _with_peaks(bare, cache or cache_path())
 
 
-def hardware_called(name: str, cache: Path | None = None) -> Hardware:
-    """A GPU that need not be here, with the peaks that its maker states, or that were measured on one of its kind here.
+def hardware_by_name(name: str, cache: Path | None = None) -> Hardware:
+    """Return a GPU by name, which this machine need not have, with measured or datasheet peaks.
 
-    Raises UsageError for a name that is not known.
+    Raises:
+        UsageError: The name is unknown.
     """
-    called = full_name(name)
-    stated = None if called is None else datasheet(called)
-    if called is None or stated is None:
-        raise UsageError(f"no GPU called {name!r} is known; those that are: {', '.join(NAMES)}")
-    return _with_peaks(_bare_gpu(Gpu(called, stated.memory_bytes)), cache or cache_path())
+    full = full_name(name)
+    stated = None if full is None else datasheet(full)
+    if full is None or stated is None:
+        raise UsageError(f"unknown GPU {name!r}; it can be {', '.join(NAMES)}")
+    return _with_peaks(_bare_gpu(Gpu(full, stated.memory_bytes)), cache or cache_path())
 
 
 def _driver_gpu(device: str) -> Gpu | None:
@@ -207,15 +216,16 @@ def cache_path(env: Mapping[str, str] = os.environ) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class KeptPeaks:
-    """The measurements of a device."""
+    """The stored measurements of a device; see `Hardware`."""
 
     peak_flops: dict[str, float]  # FLOP/s by dtype
     bandwidth: float  # bytes/s
-    step_times: dict[str, dict[str, float]]  # by arithmetic; empty where they were not measured
-    peak_by: dict[str, str]  # who reached the peak, by dtype; empty in a file from before that was kept
-    products: dict[str, dict[str, dict[str, float]]]  # likewise
+    step_times: dict[str, dict[str, float]]  # by arithmetic; empty: not measured
+    peak_by: dict[str, str]  # library by dtype; empty in files of older versions
+    products: dict[str, dict[str, dict[str, float]]]  # empty in files of older versions
 
     def to_json(self) -> dict[str, object]:
+        """Return the entry of the peaks file."""
         return {
             "peak_flops": self.peak_flops,
             "bandwidth": self.bandwidth,
@@ -226,7 +236,7 @@ class KeptPeaks:
 
 
 def read_cache(path: Path) -> dict[str, KeptPeaks]:
-    """Read the measurements by `Hardware.key`; none, and a warning is logged, when the file is unusable."""
+    """Return the stored measurements by `Hardware.key`. If the file is unusable, log a warning and return {}."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         return _parse_cache(raw)
@@ -252,10 +262,10 @@ def _parse_peaks(key: str, entry: Any) -> KeptPeaks:
     if not isinstance(entry, dict) or not isinstance(entry.get("peak_flops"), dict):
         raise ValueError(f"{key}: `peak_flops` is not an object")
     flops = {dtype: _positive(key, value) for dtype, value in entry["peak_flops"].items()}
-    times = entry.get("step_times", {})  # a file that was written before they were measured has none
+    times = entry.get("step_times", {})  # missing in files of older versions
     if not isinstance(times, dict) or not all(isinstance(parts, dict) for parts in times.values()):
         raise ValueError(f"{key}: `step_times` is no object of objects")
-    by = entry.get("peak_by", {})  # likewise
+    by = entry.get("peak_by", {})  # missing in files of older versions
     if not isinstance(by, dict) or not all(isinstance(who, str) for who in by.values()):
         raise ValueError(f"{key}: `peak_by` is no object of names")
     parsed = {
@@ -289,9 +299,19 @@ def _positive(key: str, value: Any) -> float:
 
 
 def remember(hardware: Hardware, path: Path | None = None, *, now: datetime | None = None) -> Path:
-    """Keep measured peaks for later runs on the same hardware; returns the file. Other devices' entries stay.
+    """Store measured peaks for later runs on the same hardware. Entries of other devices are kept.
 
-    Raises ValueError when there is nothing measured to keep, OSError when the file cannot be written.
+    Args:
+        hardware: The device with its measurements.
+        path: The file of measured peaks; None: the default.
+        now: The time of the measurement; None: the current time.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ValueError: The device has no measurements.
+        OSError: The file cannot be written.
     """
     if hardware.bandwidth is None or not hardware.peak_flops:
         raise ValueError(f"{hardware.name}: no peaks to keep")
@@ -312,24 +332,23 @@ def remember(hardware: Hardware, path: Path | None = None, *, now: datetime | No
     return target
 
 
-# What the operating system says
+# Facts from the operating system
 
 
 def cpu_name(cpuinfo: Path = _CPUINFO) -> str:
-    """The CPU's model name; on Apple machines from sysctl; the architecture where nothing names it."""
+    """Return the CPU's model name, or the architecture if the system reports no name."""
     if sys.platform == "darwin":
         return _output(["sysctl", "-n", "machdep.cpu.brand_string"]) or platform.machine()
     return _cpuinfo_field("model name", cpuinfo) or platform.machine() or "unknown CPU"
 
 
 def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
-    """The instruction set flags of the first core; empty where /proc/cpuinfo does not exist."""
+    """Return the instruction set flags of the first core, or an empty set without /proc/cpuinfo."""
     return frozenset((_cpuinfo_field("flags", cpuinfo) or _cpuinfo_field("Features", cpuinfo)).split())
 
 
 def has_fast_bf16(cpuinfo: Path = _CPUINFO) -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware; without it `dtype: auto` means float32. No where this is not
-    known, as on macOS."""
+    """Return True if the CPU multiplies bfloat16 in hardware; False also if unknown, as on macOS."""
     return not FAST_BF16_FLAGS.isdisjoint(cpu_flags(cpuinfo))
 
 
@@ -345,14 +364,17 @@ def _cpuinfo_field(name: str, cpuinfo: Path) -> str:
 
 
 def nvidia_gpus() -> list[Gpu]:
-    """The NVIDIA GPUs that the driver lists, in its order; empty without a driver."""
+    """Return the NVIDIA GPUs in the order of the driver; [] without a driver."""
     text = _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
     return [_parse_gpu(line) for line in text.splitlines() if line.strip()]
 
 
-def least_capability(names: Sequence[str]) -> tuple[int, ...] | None:
-    """Return the least compute capability of the GPUs with these names, of all GPUs if the driver names them otherwise,
-    or None if the driver does not report any."""
+def min_capability(names: Sequence[str]) -> tuple[int, ...] | None:
+    """Return the lowest compute capability of GPUs, or None if the driver reports none.
+
+    Args:
+        names: Numbers or UUIDs of GPUs. If the driver does not know all of them, all GPUs are considered.
+    """
     text = _output(["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"])
     found = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
     named = [gpu for gpu in found if any(name == gpu[0] or gpu[1].startswith(name) for name in names)]
@@ -361,25 +383,33 @@ def least_capability(names: Sequence[str]) -> tuple[int, ...] | None:
 
 
 def _capability(text: str) -> tuple[int, ...]:
-    """Read a version such as `8.9`; text that is no number gives an empty one, which is less than any other."""
+    """Parse a version such as `8.9`; return (), which is lower than any version, if it is invalid."""
     parts = text.split(".")
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
 
 def usable_gpus(found: Sequence[Gpu], env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The GPUs that CUDA may use, by the names that CUDA_VISIBLE_DEVICES has for them: those that it lists, else all
-    that are of the first one's kind, since one answer is to be as fast and as exact as another. `found`: all GPUs."""
+    """Return the GPUs that CUDA may use, by their names for CUDA_VISIBLE_DEVICES.
+
+    If CUDA_VISIBLE_DEVICES is not set, these are all GPUs of the same model as the first one.
+
+    Args:
+        found: All GPUs of the machine.
+        env: The environment variables.
+    """
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         named = [name.strip() for name in visible.split(",")]
-        # CUDA stops there, too
+        # Like CUDA, ignore all entries from the first invalid one on
         return tuple(takewhile(lambda name: name and not name.startswith("-"), named))
     return tuple(str(number) for number, gpu in enumerate(found) if gpu.name == found[0].name)
 
 
 def several_kinds(found: Sequence[Gpu], env: Mapping[str, str] = os.environ) -> bool:
-    """Whether those that `usable_gpus` finds may be of several kinds: CUDA_VISIBLE_DEVICES lists them, and the machine
-    has several."""
+    """Return True if the result of `usable_gpus` may contain different GPU models.
+
+    This is the case if CUDA_VISIBLE_DEVICES is set and the machine has different models.
+    """
     return "CUDA_VISIBLE_DEVICES" in env and len({gpu.name for gpu in found}) > 1
 
 
@@ -390,7 +420,7 @@ def _parse_gpu(line: str) -> Gpu:
 
 
 def _output(command: list[str]) -> str:
-    """Return the output of a system command; empty where the command does not exist or fails."""
+    """Return the output of a system command, or "" if it does not exist or fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:

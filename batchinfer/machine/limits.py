@@ -1,4 +1,4 @@
-"""Limits of the system on a process: too low ones are refused before libraries end the process without a message."""
+"""Checks the system's limits on a process, because libraries may crash without a message if a limit is too low."""
 
 from __future__ import annotations
 
@@ -12,56 +12,60 @@ from batchinfer.core.errors import TOO_FEW_PROCESSES, OutOfMemory, Unavailable
 from batchinfer.machine.cpus import usable_cpus
 
 _MIB = 1 << 20
-# Of address space, for each process of ours. A job of twenty rows and a model of 100 kB took 2,560 MiB on 2 cores, most
-# of it for threads and never touched; with 2,150 MiB DuckDB found no memory, with 1,950 MiB it ended by SIGSEGV.
+# Address space per process. A job with 20 rows and a model of 100 kB used 2,560 MiB on 2 cores, most of it reserved for
+# threads. With 2,150 MiB DuckDB ran out of memory; with 1,950 MiB the process crashed (SIGSEGV)
 SPACE_MIB, SPACE_OF_A_CORE_MIB = 2400, 80
-# Of memory for data, which includes the stacks of threads: the same job took 781 MiB on 2 cores; with 683 MiB OpenMP
-# could not start its threads, with 400 MiB the process ended by SIGSEGV.
+# Memory for data, including thread stacks. The same job used 781 MiB on 2 cores. With 683 MiB OpenMP could not start
+# its threads; with 400 MiB the process crashed (SIGSEGV)
 DATA_MIB = 700
-# Processes and threads. The same job needed 18 on 2 cores and had 28 at most; libraries start some for each core.
+# Processes and threads. The same job had at most 28 on 2 cores and needed 18; libraries start some per core
 PROCESSES, PROCESSES_OF_A_CORE = 16, 6
-_MANY = 4096  # a limit that is higher leaves enough
+_MANY = 4096  # higher limits on processes are not checked
 
 
 def check_limits(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
-    """Raises OutOfMemory, Unavailable where a limit leaves too little for any work."""
+    """Check the limits on memory, processes and threads.
+
+    Raises:
+        OutOfMemory: The limit on address space or data is too low.
+        Unavailable: Too few processes and threads may be started.
+    """
     cores = usable_cpus()
     _check_space(resource.RLIMIT_AS, "address space (RLIMIT_AS; `ulimit -v`", SPACE_MIB, cores)
-    if sys.platform.startswith(
-        "linux"
-    ):  # elsewhere this limit covers little of the memory that a process maps
+    # On other systems, RLIMIT_DATA does not include mapped memory
+    if sys.platform.startswith("linux"):
         _check_space(resource.RLIMIT_DATA, "memory for data (RLIMIT_DATA; `ulimit -d`", DATA_MIB, cores)
     left, least = _processes_left(root, proc), PROCESSES + PROCESSES_OF_A_CORE * cores
     if left is not None and left < least:
         raise Unavailable(
-            f"{max(0, left)} more processes and threads may be started, and batchinfer needs {least} on {cores} cores; "
+            f"{max(0, left)} more processes and threads may be started, but batchinfer needs {least} on {cores} cores; "
             f"{TOO_FEW_PROCESSES}"
         )
 
 
 def _check_space(limit: int, what: str, mib: int, cores: int) -> None:
-    """Raises OutOfMemory if a limit of the process is below `mib` MiB and its part for each core."""
+    """Raise OutOfMemory if a limit is below `mib` MiB plus SPACE_OF_A_CORE_MIB per core."""
     allowed, needed = resource.getrlimit(limit)[0], (mib + SPACE_OF_A_CORE_MIB * cores) * _MIB
     if allowed != resource.RLIM_INFINITY and allowed < needed:
         raise OutOfMemory(
-            f"a process may have {allowed // _MIB:,} MiB of {what} shows it in KiB), and batchinfer needs "
-            f"{needed // _MIB:,} MiB on {cores} cores, plus the model: raise it"
+            f"a process may have {allowed // _MIB:,} MiB of {what} shows it in KiB), but batchinfer needs "
+            f"{needed // _MIB:,} MiB on {cores} cores, plus the model: raise the limit"
         )
 
 
 def _processes_left(root: Path, proc: Path) -> int | None:
-    """How many processes and threads may still be started; None: many."""
+    """Return how many processes and threads may still be started, or None if there is no low limit."""
     if not sys.platform.startswith("linux"):
         return None
     found = [limit - used for limit, used in _groups(root, proc / "self/cgroup")]
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if os.geteuid() != 0 and 0 <= limit < _MANY:  # root's are not counted
+    if os.geteuid() != 0 and 0 <= limit < _MANY:  # the limit does not apply to root
         found.append(limit - _of_this_user(proc))
     return min(found, default=None)
 
 
 def _groups(root: Path, membership: Path) -> Iterator[tuple[int, int]]:
-    """The limit and the use of this process's control group, and of each above it."""
+    """Yield the process limit and the current number of processes of this process's cgroup and its ancestors."""
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "pids" not in controllers.split(","):
@@ -75,12 +79,12 @@ def _groups(root: Path, membership: Path) -> Iterator[tuple[int, int]]:
 
 
 def _of_this_user(proc: Path) -> int:
-    """Processes and threads that run now."""
+    """Return the number of threads that this user runs now."""
     user, count = os.getuid(), 0
     for folder in proc.glob("[0-9]*"):
         try:
             if folder.stat().st_uid == user:
                 count += len(os.listdir(folder / "task"))
-        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        except (FileNotFoundError, ProcessLookupError):  # the process has just ended
             continue
     return count

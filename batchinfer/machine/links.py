@@ -1,4 +1,4 @@
-"""The links by which devices send each other values: how fast they are, and what collectives over them take."""
+"""Links between devices: their speeds, and the time of collectives over them."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 _G = 1e9
-# What messages are taken to reach of a link's stated speed: a round figure, declared and not measured here. NCCL's
-# all-reduce is published to reach 0.7 to 0.8 of NVLink's for large messages.
+# Assumed share of a link's stated speed that messages reach; not measured here. For NCCL's all-reduce of large messages
+# over NVLink, 0.7 to 0.8 is published
 DECLARED_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLink:
-    """A link between two devices. Collectives go round a ring, in which each device has one neighbour on each side."""
+    """A link between two devices. Collectives are modelled as ring algorithms."""
 
     name: str  # for people
-    bytes_per_s: float  # in each of both directions, as the maker states it
-    latency_s: float  # of each message
-    share: float = DECLARED_SHARE  # of its speed that messages reach
+    bytes_per_s: float  # per direction, from the datasheet
+    latency_s: float  # per message
+    share: float = DECLARED_SHARE  # share of the speed that messages reach
 
     def send_s(self, size: float) -> float:
-        """Return the seconds that a message of `size` bytes takes."""
+        """Return the seconds to send a message of `size` bytes."""
         return size / (self.bytes_per_s * self.share) + self.latency_s
 
     def all_reduce_s(self, size: float, ranks: int) -> float:
-        """Return the seconds until `ranks` devices have the sum of what each has `size` bytes of: parts of it go round
-        twice, once to be added up and once to be told."""
+        """Return the seconds of a ring all-reduce of `size` bytes per device among `ranks` devices."""
         return 2 * (ranks - 1) * self.send_s(size / ranks)
 
     def all_gather_s(self, size: float, ranks: int) -> float:
-        """Return the seconds until `ranks` devices have what each has `size` bytes of."""
+        """Return the seconds of a ring all-gather of `size` bytes per device among `ranks` devices."""
         return (ranks - 1) * self.send_s(size)
 
 
-# Makers state both directions together: these are half of that. Latencies are assumptions: those of NCCL's small
-# messages, of which an all-reduce among 8 GPUs takes 20 to 30 µs over NVLink (14 messages one behind the other).
+# Half of the vendors' figures, which add up both directions. Latencies are assumptions from NCCL's small messages: an
+# all-reduce among 8 GPUs over NVLink (14 sequential messages) takes 20 to 30 µs
 _NVLINK_2 = DeviceLink("NVLink at 150 GB/s", 150 * _G, 2e-6)
 _NVLINK_3 = DeviceLink("NVLink at 300 GB/s", 300 * _G, 2e-6)
 _NVLINK_4 = DeviceLink("NVLink at 450 GB/s", 450 * _G, 2e-6)
@@ -52,13 +51,13 @@ _LINKS: Mapping[str, DeviceLink] = MappingProxyType(
         "NVIDIA A100-SXM4-80GB": _NVLINK_3,
         "NVIDIA H100 80GB HBM3": _NVLINK_4,
         "NVIDIA H200": _NVLINK_4,
-        # cards, without bridges, of which there may be some between neighbours
+        # Cards, assumed to have no NVLink bridges
         "NVIDIA H100 PCIe": _PCIE_5,
         "NVIDIA H100 NVL": _PCIE_5,
         "NVIDIA H200 NVL": _PCIE_5,
     }
 )
-# What a network adapter for each GPU gives in the maker's own machines: DGX A100 (200 Gbit/s), DGX H100 (400 Gbit/s)
+# One network adapter per GPU, as in NVIDIA's machines: DGX A100 (200 Gbit/s), DGX H100 (400 Gbit/s)
 _NETWORKS: Mapping[str, DeviceLink] = MappingProxyType(
     {
         "NVIDIA A100-SXM4-40GB": DeviceLink("network at 200 Gbit/s a GPU", 25 * _G, 1e-5),
@@ -68,16 +67,16 @@ _NETWORKS: Mapping[str, DeviceLink] = MappingProxyType(
     }
 )
 _ETHERNET = DeviceLink("network at 100 Gbit/s a GPU", 12.5 * _G, 2e-5)  # an assumption
-# What ranks on one CPU send each other by: through its memory, as gloo does. Two of them on two Zen 4 server cores that
-# others used, too, took 160 to 200 µs to add up a few KB, and 0.5 to 15 ms for 1 to 16 MiB (1 to 2 GB/s).
+# Ranks on one CPU communicate through memory (gloo). On two shared Zen 4 server cores, an all-reduce of two ranks took
+# 160 to 200 µs for a few KB, and 0.5 to 15 ms for 1 to 16 MiB (1 to 2 GB/s)
 LOOPBACK = DeviceLink("this machine's memory", 2 * _G, 1e-4)
 
 
 def link_between(gpu: str) -> DeviceLink:
-    """Return the link between GPUs of a machine, by nvidia-smi's name of them."""
+    """Return the link between GPUs of one machine, by nvidia-smi's name of the GPU."""
     return _LINKS.get(gpu, _PCIE_4)
 
 
 def network_between(gpu: str) -> DeviceLink:
-    """Return what machines with such GPUs send each other by."""
+    """Return the network between machines with such GPUs, by nvidia-smi's name of the GPU."""
     return _NETWORKS.get(gpu, _ETHERNET)

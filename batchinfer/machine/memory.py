@@ -1,4 +1,4 @@
-"""How much memory this process has taken, and how much it may still take."""
+"""Memory of this process and of the machine, and limits on it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import resource
 import sys
 from pathlib import Path
 
-# Not psutil, which takes 24 ms to import: it knows no limit of a container, and would spare about 15 statements here.
+# psutil is not used: it takes 24 ms to import and does not know the limits of containers
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 62
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
-    """Bytes that are free or can be freed, in the machine or in the container, whichever has less."""
+    """Return the available bytes of the machine or of the container, whichever is less."""
     return min(_machine(meminfo), _container(cgroup))
 
 
 def total_memory(cgroup: Path = _CGROUP) -> int:
-    """Bytes of the machine, or the container's limit where that is smaller."""
+    """Return the memory of the machine in bytes, or the container's limit if it is lower."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _limit(cgroup))
 
 
 def peak_memory() -> int:
-    """Most bytes that this process has had in memory so far. Linux counts kilobytes, macOS bytes."""
+    """Return the peak resident memory of this process in bytes."""
+    # ru_maxrss is in kilobytes on Linux, in bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def resident_memory() -> int | None:
-    """Bytes that this process and those that it started have in memory now; None where no /proc says so."""
+    """Return the resident memory of this process and its children in bytes, or None without /proc."""
     own = own_resident_memory()
     if own is None:
         return None
@@ -42,7 +43,7 @@ def resident_memory() -> int | None:
 
 
 def own_resident_memory() -> int | None:
-    """Bytes that this process alone has in memory now; None where no /proc says so."""
+    """Return the resident memory of this process in bytes, or None without /proc."""
     if not Path("/proc/self/statm").exists():
         return None
     return _pages("self") * resource.getpagesize()
@@ -51,7 +52,7 @@ def own_resident_memory() -> int | None:
 def _pages(pid: str) -> int:
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+    except (FileNotFoundError, ProcessLookupError):  # the process has just ended
         return 0
 
 
@@ -64,7 +65,7 @@ def _machine(path: Path) -> int:
 
 
 def _container(folder: Path) -> int:
-    """Return the memory that the cgroup's limit leaves. Cached files count as used."""
+    """Return the bytes that the container's limit leaves. Inactive page cache counts as available."""
     limit = _limit(folder)
     if limit == _UNLIMITED:
         return _UNLIMITED
@@ -82,13 +83,12 @@ _USED = (
 
 
 def _limit(folder: Path) -> int:
-    """Return the memory that a container may use, by cgroup v2 or v1."""
+    """Return the container's memory limit in bytes, by cgroup v2 or v1."""
     limit = _number(folder / "memory.max") or _number(folder / "memory/memory.limit_in_bytes")
     return _UNLIMITED if limit is None else min(limit, _UNLIMITED)
 
 
 def _number(path: Path) -> int | None:
-    """None for a file that is not there, and for `max`: no limit."""
     text = path.read_text().strip() if path.exists() else "max"
     return None if text == "max" else int(text)
 
@@ -103,8 +103,10 @@ def _file_pages(path: Path) -> int:
 
 
 def limit_memory(extra: int) -> None:
-    """Limit this process to that many bytes more than it has, or less if it is limited already. A process that it
-    starts may lift this limit."""
+    """Limit the address space of this process to its current size plus `extra` bytes, or to an existing hard limit.
+
+    Only the soft limit is set, so child processes can lift it. Has an effect on Linux only.
+    """
     if sys.platform != "linux":
         return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -115,7 +117,7 @@ def limit_memory(extra: int) -> None:
 
 
 def lift_memory_limit() -> None:
-    """Take back the limit of the process that started this one."""
+    """Undo `limit_memory` of the parent process, whose soft limit is inherited."""
     if sys.platform != "linux":
         return
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

@@ -1,4 +1,4 @@
-"""Child processes: a terminal's signals do not reach them, and none of them outlives its parent."""
+"""Starts child processes that ignore a terminal's signals and do not outlive their parent."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from multiprocessing.connection import Connection, Pipe
 from types import ModuleType, TracebackType
 from typing import Any
 
-from batchinfer.core.errors import known
+from batchinfer.core.errors import classify_error
 from batchinfer.machine.absent_pandas import leave_pandas_out
-from batchinfer.machine.garbage import not_collecting
+from batchinfer.machine.garbage import pause_garbage_collector
 
-# A terminal sends these to the whole group, also to a child that is still importing: they are blocked from its first
-# instruction on, because its parent decides what ends it.
-_DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_LOOK_S = 0.01
+# A terminal sends these to the whole process group. They are blocked from a child's first instruction on: its parent
+# decides when it ends
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_POLL_S = 0.01
 
-# A child's first lines, before anything that takes time: the kernel is to kill it with its parent (1:
-# PR_SET_PDEATHSIG). A parent that died before that was asked for is no longer the parent.
+# The first statements of a child make the kernel kill it together with its parent (1: PR_SET_PDEATHSIG). If the parent
+# died before, the child ends itself
 _BOOT = """
 import os, sys
 def leave_an_orphan():
@@ -46,22 +46,23 @@ run_child(int(sys.argv[2]), sys.argv[3], sys.argv[4])
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a child ended. `code`: its exit status, or minus the signal that ended it; None: the system does not tell."""
+    """How a child process ended."""
 
-    code: int | None
-    cpu_s: float = 0.0
+    code: int | None  # exit status, or minus the number of the signal; None: unknown
+    cpu_s: float = 0.0  # CPU time that it used
 
     @property
     def out_of_cpu_time(self) -> bool:
-        """Whether the limit on CPU time ended it. Where the soft limit equals the hard one the kernel sends SIGKILL."""
+        """Return True if the limit on CPU time ended the process."""
         if self.code == -signal.SIGXCPU:
             return True
+        # The kernel sends SIGKILL if the soft limit equals the hard limit
         limit = cpu_limit_s()
         return self.code == -signal.SIGKILL and limit is not None and self.cpu_s >= limit - 1
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether it was killed, and not for CPU time: as a rule by the kernel, when memory has run out."""
+        """Return True if the process was killed, usually by the kernel because memory ran out."""
         return self.code == -signal.SIGKILL and not self.out_of_cpu_time
 
     def __str__(self) -> str:
@@ -72,24 +73,21 @@ class Ended:
         if self.out_of_memory:
             return "was killed (signal 9, SIGKILL), most likely by the kernel because memory ran out"
         if self.code is None:
-            return "ended, and the system does not tell how"
+            return "ended with an unknown exit status"
         if self.code < 0:
             return f"ended by signal {-self.code} ({signal.Signals(-self.code).name})"
         return f"ended with exit status {self.code}"
 
 
 def cpu_limit_s() -> int | None:
-    """Seconds of CPU time after which the system ends a process; None: no limit."""
+    """Return the limit on CPU seconds of a process, or None if there is none."""
     limits = [limit for limit in resource.getrlimit(resource.RLIMIT_CPU) if limit != resource.RLIM_INFINITY]
     return min(limits) if limits else None
 
 
 @contextmanager
 def receiving() -> Iterator[None]:
-    """Make `recv` and `recv_bytes` raise EOFError when the other process is gone, at whatever instant it ended.
-
-    In the middle of a message they raise a plain OSError, and a ConnectionResetError where something was left unread.
-    """
+    """Convert the OSErrors of `recv` and `recv_bytes` to EOFError: the other process may end within a message."""
     try:
         yield
     except OSError as error:
@@ -97,19 +95,26 @@ def receiving() -> Iterator[None]:
 
 
 class Child:
-    """A Python process that calls `target`, "module:function", with `arguments` and its end of `connection`.
+    """A Python process that calls a function with arguments and its end of `connection`.
 
-    On Linux it is killed when the *thread* that made it ends: make it in one that lives as long as the child is to.
-    Elsewhere it has to leave when its connection ends. `files` are descriptors that it has too, by the same numbers.
+    On Linux the child is killed when the *thread* that started it ends. On other systems it must exit when its
+    connection is closed.
     """
 
     def __init__(self, target: str, *arguments: object, files: Sequence[int] = ()) -> None:
+        """Start the process.
+
+        Args:
+            target: The function, "module:function". Its last argument is the child's connection.
+            arguments: The other arguments.
+            files: File descriptors that the child inherits with the same numbers.
+        """
         self._start(target, files, ())
         self.begin(*arguments)
 
     @classmethod
     def standing_by(cls, target: str, imports: Sequence[str]) -> Child:
-        """Start a child whose arguments are not known yet: it imports these modules, and waits for `begin`."""
+        """Start a standby process: it imports modules and waits for the arguments from `begin`."""
         child = cls.__new__(cls)
         child._start(target, (), imports)
         return child
@@ -121,9 +126,9 @@ class Child:
             self.pid = _spawn(target, theirs.fileno(), files, imports)
 
     def begin(self, *arguments: object) -> None:
-        """Have it call its target with these arguments; once."""
+        """Send the arguments, with which the child calls its function. Call this once."""
         try:
-            with suppress(BrokenPipeError, ConnectionResetError):  # it died: whoever waits for it learns how
+            with suppress(BrokenPipeError, ConnectionResetError):  # it died; `wait` returns how
                 self.connection.send(arguments)
         except BaseException:
             self.close()
@@ -138,12 +143,12 @@ class Child:
         self.close()
 
     def wait(self, within_s: float) -> Ended | None:
-        """Wait that many seconds for its end, and return how it ended; None if it still runs."""
+        """Wait for the child at most `within_s` seconds. Returns None if it is still running."""
         deadline = time.monotonic() + within_s
         while self._ended is None:
             try:
                 pid, status, used = os.wait4(self.pid, os.WNOHANG)
-            except ChildProcessError:  # nobody keeps what is told of it: SIGCHLD is ignored here
+            except ChildProcessError:  # this process ignores SIGCHLD, so exit statuses are lost
                 self._ended = Ended(None)
                 break
             if pid:
@@ -151,31 +156,35 @@ class Child:
             elif time.monotonic() >= deadline:
                 break
             else:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         return self._ended
 
     @property
     def alive(self) -> bool:
+        """Return True if the child is running."""
         return self.wait(0) is None
 
     def kill(self) -> None:
-        """End it now, if it still runs, and wait until it has."""
+        """Kill the child if it is running, and wait for its end."""
         while self.alive:
             os.kill(self.pid, signal.SIGKILL)
             self.wait(1.0)
 
     def close(self) -> None:
-        """Kill it if it still runs; safe to call twice."""
+        """Kill the child if it is running, and close the connection. May be called twice."""
         self.kill()
         self.connection.close()
 
 
 def _spawn(target: str, connection: int, files: Sequence[int], imports: Sequence[str]) -> int:
-    """The pid of a new interpreter like this one, which has these descriptors of ours and no other."""
+    """Start a Python interpreter with the same options as this one and return its pid.
+
+    The child inherits only the descriptors `connection` and `files`.
+    """
     options = ["-P", *(["-I"] if sys.flags.isolated else []), *(["-B"] if sys.dont_write_bytecode else [])]
     options += [f"-W{warning}" for warning in sys.warnoptions]
     arguments = [str(os.getpid()), str(connection), target, ",".join(imports), *sys.path]
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) | set(_DEAF_TO)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) | set(_IGNORED_SIGNALS)
     kept = (connection, *files)
     try:
         for number in kept:
@@ -183,16 +192,22 @@ def _spawn(target: str, connection: int, files: Sequence[int], imports: Sequence
         command = [sys.executable, *options, "-c", _BOOT, *arguments]
         return os.posix_spawn(sys.executable, command, os.environ, setsigmask=blocked)
     except BlockingIOError as error:
-        raise known(error) from error
+        raise classify_error(error) from error
     finally:
         for number in kept:
             os.set_inheritable(number, False)
 
 
 def run_child(connection: int, target: str, imports: str) -> None:
-    """Do, in the child, what it was started for. `imports`: the modules that it imports meanwhile, with commas."""
-    for signum in _DEAF_TO:
-        signal.signal(signum, signal.SIG_IGN)  # also should somebody unblock them
+    """Run the function of a child process. This is the child's entry point.
+
+    Args:
+        connection: The descriptor of its connection.
+        target: The function, "module:function".
+        imports: Modules to import before the arguments arrive, separated by commas.
+    """
+    for signum in _IGNORED_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)  # in case a library unblocks them
     theirs: Connection[Any, Any] = Connection(connection)
     leave_pandas_out()
     module, _, name = target.partition(":")
@@ -201,17 +216,21 @@ def run_child(connection: int, target: str, imports: str) -> None:
         with receiving():
             arguments = theirs.recv()
     except EOFError:
-        return  # the parent has ended, or wants nothing any more
+        return  # the parent has ended or closed the connection
     function(*arguments, theirs)
 
 
 def _imported(module: str, more: str) -> ModuleType:
-    """Import a module and more of them. The garbage collector, which finds nothing to free in modules, would take a
-    third of torch's import; what they have made is never looked at again."""
-    with not_collecting():
+    """Import a module, and more modules separated by commas, without garbage collection.
+
+    Collections would take a third of torch's import and free nothing. The objects of the modules are frozen afterwards.
+    """
+    with pause_garbage_collector():
         imported = importlib.import_module(module)
         for name in filter(None, more.split(",")):
-            with suppress(ImportError):  # who needs it imports it again, and tells why that fails
+            with suppress(
+                ImportError
+            ):  # the code that needs the module imports it again and reports the error
                 importlib.import_module(name)
     gc.freeze()
     return imported

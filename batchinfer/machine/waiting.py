@@ -1,4 +1,4 @@
-"""Seconds that are held against another process: those in which this one could run, too."""
+"""Measures waiting for another process, without the time in which this process itself was stopped."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from typing import Any
 LOOK_S = 0.25
 
 
-class Waited:
-    """Adds up a wait, look by look. A look counts for `most_s` seconds at the most: while a terminal, a container or a
-    virtual machine has stopped this process, the one that it waits for is stopped as a rule, too."""
+class WaitTimer:
+    """Adds up the time between calls of `look`.
+
+    Each call counts at most `most_s` seconds: if this process was stopped for longer (by a terminal, container or
+    virtual machine), the other process was probably stopped, too.
+    """
 
     def __init__(self, most_s: float = 2 * LOOK_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._most_s, self._clock = most_s, clock
         self.seconds, self._looked_at = 0.0, clock()
 
     def look(self) -> float:
-        """The seconds so far."""
+        """Update and return the seconds of waiting so far."""
         now = self._clock()
         self.seconds += min(now - self._looked_at, self._most_s)
         self._looked_at = now
         return self.seconds
 
-    def again(self) -> None:
-        """Something came: what is waited for from now on begins with no seconds."""
+    def reset(self) -> None:
+        """Start again from 0 seconds, after a message has arrived."""
         self.seconds, self._looked_at = 0.0, self._clock()
 
 
-def comes(pipe: Connection[Any, Any], within_s: float) -> bool:
-    """Return whether there is something to receive, after waiting at most that many seconds in which this process
-    runs."""
-    waited = Waited()
+def wait_for_message(pipe: Connection[Any, Any], within_s: float) -> bool:
+    """Wait for a message at most `within_s` seconds (see `WaitTimer`) and return True if there is one."""
+    timer = WaitTimer()
     while not pipe.poll(LOOK_S):
-        if waited.look() >= within_s:
+        if timer.look() >= within_s:
             return False
     return True

@@ -15,8 +15,8 @@ import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.errors import BatchInferError, known
-from batchinfer.core.hub import described
+from batchinfer.core.errors import BatchInferError, classify_error
+from batchinfer.core.hub import describe_model
 from batchinfer.core.samples import ExpertTokens
 from batchinfer.core.text import json_line
 from batchinfer.engine.config import EngineInfo
@@ -255,7 +255,7 @@ class RunReport:
 
     def failed(self, error: BaseException) -> None:
         """Complete the row of a run that ends with this error."""
-        meant = known(error)
+        meant = classify_error(error)
         self._message = str(meant)
         self.done(meant.status, meant.exit_code)
 
@@ -326,7 +326,7 @@ class RunReport:
             job=self._job.name,
             task=self._job.task,
             output=str(self._job.output.path),
-            model=described(self._job.model.path),
+            model=describe_model(self._job.model.path),
             started_at=self._started,
             finished_at=self._started + timedelta(seconds=sum(phases.values())),
             exit_code=exit_code,

@@ -32,7 +32,7 @@ class ExpectedOutput:
     """Counts the output tokens of a run, and estimates their total.
 
     Short answers end first. The estimate therefore also uses the running answers, which have at least their present
-    length; see Survival.
+    length; see SurvivalCurve.
     """
 
     def __init__(self, most: int = 0) -> None:
@@ -102,10 +102,10 @@ class ExpectedOutput:
 
     def _estimate(self) -> float:
         from batchinfer.core.statistics.survival import (
-            survival_of,  # imported late, because NumPy delays the first line of a run
+            estimate_survival,  # imported late, because NumPy delays the first line of a run
         )
 
-        survival = survival_of(self._lengths, self._cut + self._unfinished())
+        survival = estimate_survival(self._lengths, self._cut + self._unfinished())
         if survival is None:
             return 1.0
         most = sum(bound * times for bound, times in self._bounds.items())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from batchinfer.core.errors import StorageError, known
+from batchinfer.core.errors import StorageError, classify_error
 from batchinfer.filesystem.durable import FileOps, write_bytes
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.report.tables.row_keys import write_rows
@@ -49,7 +49,7 @@ def test_a_full_disk_names_the_file_of_the_report(tmp_path: Path) -> None:
     full(tmp_path, "run-x.parquet")
     with pytest.raises(OSError, match=r"run-x\.parquet") as caught:
         write_row(tmp_path / "run-x.parquet", pa.schema([("n", pa.int64())]), {"n": 1})
-    told = str(known(caught.value))
+    told = str(classify_error(caught.value))
     assert "No space left on device" in told
     assert "make room on that disk, then run the same command again" in told
 

@@ -1,1 +1,1 @@
-"""GGUF, the format in which llama.cpp keeps a model: what a file states, and where its tensors lie."""
+"""Reads metadata and tensor positions of GGUF files, llama.cpp's model format."""

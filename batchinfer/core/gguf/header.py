@@ -1,5 +1,7 @@
-"""The header of a GGUF file, read with bounds and checked in full before anything maps the file. Layout: version 2 and
-3 of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
+"""Reads and fully validates the header of a GGUF file, with limits on all sizes.
+
+The layout is version 2 and 3 of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,26 @@ from typing import Any, NamedTuple
 
 from batchinfer.core.errors import JobFileError, Mistake
 
-# Not the package `gguf`: it has no bounds, so that a file that was cut off is read as a shorter one, and takes seconds
-# and an object for each of the hundred thousands of texts of a vocabulary.
+# The package `gguf` is not used: it does not detect truncated files, and takes seconds for large vocabularies
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
-MOST_DIMENSIONS = 4
-MOST_ENTRIES = 1 << 24  # of an array, each of which takes an object; vocabularies have up to a million tokens
-MOST_TEXT = 1 << 26  # bytes of a text
+MAX_DIMENSIONS = 4
+MAX_ENTRIES = 1 << 24  # of an array; each takes a Python object. Vocabularies have up to a million tokens
+MAX_TEXT = 1 << 26  # bytes of a text
 AGAIN = "the download may be incomplete; download or convert the file again"
-_SHOWN = 80  # characters of a name that a message quotes
+_SHOWN = 80  # maximum characters of a name in a message
 _TEXT, _ARRAY = 8, 9
-# The types of values by their numbers, as `struct` calls them
+# Type numbers of scalars and their `struct` formats
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 class GgmlType(NamedTuple):
-    """How the values of a tensor are stored: blocks of `values` neighbours in a row take `size` bytes."""
+    """The storage format of a tensor."""
 
     name: str
-    values: int
-    size: int
+    values: int  # consecutive values of a row per block
+    size: int  # bytes per block
 
 
 TYPES: Mapping[int, GgmlType] = {
@@ -57,30 +58,30 @@ TYPES: Mapping[int, GgmlType] = {
 
 
 class GgufTensor(NamedTuple):
-    """A tensor of a file: how it is stored, its shape with the rows first, and its bytes, `end` exclusive."""
+    """A tensor in a file."""
 
     file: Path
     type: GgmlType
-    shape: tuple[int, ...]
-    start: int
-    end: int
+    shape: tuple[int, ...]  # rows first
+    start: int  # first byte
+    end: int  # last byte + 1
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The values that a file states, and its tensors, both by name. Arrays are lists."""
+    """The metadata and tensors of a file, by name."""
 
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, Any]  # arrays are lists
     tensors: Mapping[str, GgufTensor]
 
 
 def wrong_gguf(path: Path, *messages: str, hint: str | None = None) -> JobFileError:
-    """Return the error of a GGUF file that cannot be run."""
+    """Return the error for a GGUF file that cannot be used."""
     return JobFileError(str(path), [Mistake("model.path", message, hint=hint) for message in messages])
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read a file's header. Raises JobFileError when it is not exactly right, or the file ends before its tensors."""
+    """Read a file's header. Raises JobFileError if the header is invalid or the file is truncated."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         if size < len(MAGIC):
@@ -90,7 +91,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _HeaderReader:
-    """Reads one value after another."""
+    """Reads the values of a header sequentially."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -130,10 +131,10 @@ class _HeaderReader:
             raise self._wrong(f"ends after {len(self._data)} bytes, inside its header")
 
     def _count(self, what: str, least: int) -> int:
-        """Read how many of something follow, each of which takes `least` bytes or more."""
+        """Read a number of items that take at least `least` bytes each."""
         count = self._number("Q")
-        if count > MOST_ENTRIES:
-            raise self._wrong(f"states {count} {what}; at most {MOST_ENTRIES} are read")
+        if count > MAX_ENTRIES:
+            raise self._wrong(f"states {count} {what}; at most {MAX_ENTRIES} are read")
         if count * least > len(self._data) - self._at:
             raise self._wrong(f"states {count} {what}, more than its {len(self._data)} bytes hold")
         return count
@@ -141,8 +142,8 @@ class _HeaderReader:
     def _text(self, what: str) -> str:
         length = self._number("Q")
         self._needs(length)
-        if length > MOST_TEXT:
-            raise self._wrong(f"has {what} of {length} bytes; at most {MOST_TEXT} are read")
+        if length > MAX_TEXT:
+            raise self._wrong(f"has {what} of {length} bytes; at most {MAX_TEXT} are read")
         start, self._at = self._at, self._at + length
         try:
             return self._data[start : self._at].decode("utf-8")
@@ -185,18 +186,18 @@ class _HeaderReader:
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._text("a tensor's name")
         dimensions = self._number("I")
-        if not 1 <= dimensions <= MOST_DIMENSIONS:
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise self._wrong(f"has the tensor {name[:_SHOWN]} of {dimensions} dimensions")
-        shape = self._numbers("Q", dimensions)[::-1]  # the fastest one is stored first
+        shape = self._numbers("Q", dimensions)[::-1]  # stored with the fastest-varying dimension first
         return name, shape, self._number("I"), self._number("Q")
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
         found = TYPES.get(kind)
         if found is None:
             known = ", ".join(each.name for each in TYPES.values())
-            told = f"stores the tensor {name[:_SHOWN]} as ggml type {kind}, which is not read"
-            hint = f"read are {known}; use a file of one of these, such as Q4_K_M or Q8_0"
-            raise wrong_gguf(self._path, f"{self._path.name} {told}", hint=hint)
+            problem = f"stores the tensor {name[:_SHOWN]} as ggml type {kind}, which is not supported"
+            hint = f"supported are {known}; use a file with one of them, such as Q4_K_M or Q8_0"
+            raise wrong_gguf(self._path, f"{self._path.name} {problem}", hint=hint)
         if shape[-1] % found.values:
             raise self._wrong(
                 f"has the tensor {name[:_SHOWN]} {list(shape)}, rows that are no whole blocks of {found.name}"

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF model, as its tokenizer's keys state it."""
+"""Reads the vocabulary of a GGUF model from its `tokenizer.` keys."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ from batchinfer.core.gguf.header import wrong_gguf
 PREFIX = "tokenizer."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
 Item = TypeVar("Item")
-# Tokens that end an answer beside the one that the file names. Files name a single one, which is mostly, but not
-# always, the one that ends a turn of a chat; llama.cpp knows the others by these texts
+# Further end-of-generation tokens, by the same texts as in llama.cpp. A file declares only one, which may not be the
+# token that ends a turn of a chat
 _ENDS = frozenset([
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>",
     "<|END_OF_TURN_TOKEN|>", "<EOT>", "<|return|>", "<|call|>",
 ])  # fmt: skip
-_NO_END = "<|end|>"  # where it ends a message and not the answer, these do:
+_NO_END = "<|end|>"  # not an end if the vocabulary has both tokens of _CHANNELS: there it ends only a message
 _CHANNELS = frozenset(["<|return|>", "<|call|>"])
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A model's tokens in the order of their ids. `kind` is the tokenizer's (`tokenizer.ggml.model`), `pre` how it cuts
-    texts before it merges."""
+    """The vocabulary of a model."""
 
-    kind: str
-    pre: str | None
-    tokens: list[str]
+    kind: str  # tokenizer.ggml.model
+    pre: str | None  # tokenizer.ggml.pre: how texts are split before merging
+    tokens: list[str]  # by token id
     types: list[int]
     scores: list[float]
     merges: list[str]
-    stated: Mapping[str, Any]  # by what stands behind tokenizer.ggml.
+    stated: Mapping[str, Any]  # all keys that begin with tokenizer.ggml., without this prefix
 
     def token(self, key: str) -> str | None:
-        """The text of the token whose id `key` states."""
+        """Return the text of the token whose id is the value of `key`, or None."""
         number = self.stated.get(key)
         return self.tokens[number] if type(number) is int and 0 <= number < len(self.tokens) else None
 
     @property
     def ends(self) -> list[int]:
-        """The ids of the tokens that end an answer, the stated one first."""
+        """Return the ids of the end-of-generation tokens; declared tokens come first."""
         stated = [self.stated.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
         found = [each for each in stated if type(each) is int and 0 <= each < len(self.tokens)]
         special = {token for token, kind in zip(self.tokens, self.types, strict=True) if kind == CONTROL}
@@ -55,8 +54,7 @@ class Vocabulary:
 
 
 def vocabulary_of(model: GgufModel) -> Vocabulary | None:
-    """Return the vocabulary; None where the file holds none. Raises JobFileError for keys that do not fit each
-    other."""
+    """Return the vocabulary of a model, or None if it has none. Raises JobFileError for inconsistent keys."""
     start = f"{PREFIX}ggml."
     stated = {k.removeprefix(start): value for k, value in model.metadata.items() if k.startswith(start)}
     if "tokens" not in stated:
@@ -77,7 +75,7 @@ def _listed(model: GgufModel, stated: Mapping[str, Any], key: str, item: Callabl
     found = stated.get(key, [])
     kinds = (int, float) if item is float else (item,)
     if not isinstance(found, list) or not all(type(each) in kinds for each in found):
-        raise _wrong(model, key, "is no list of what it should hold")
+        raise _wrong(model, key, "must be a list with elements of the right type")
     return found
 
 

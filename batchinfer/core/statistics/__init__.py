@@ -1,1 +1,1 @@
-"""Statistics of what was measured: fits and survival functions."""
+"""Statistics: non-negative least squares and survival curves."""

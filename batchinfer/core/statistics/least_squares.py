@@ -1,4 +1,4 @@
-"""Least squares with no negative coefficient, as Lawson and Hanson (1974) solve them."""
+"""Non-negative least squares by the algorithm of Lawson and Hanson (1974)."""
 
 from __future__ import annotations
 
@@ -6,35 +6,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-TOLERANCE = 1e-10  # of a gradient: below it no coefficient would gain by rising
+TOLERANCE = 1e-10  # gradients below this count as zero
 
 
 def nonnegative(columns: Floats, wanted: Floats) -> Floats:
-    """The coefficients x ≥ 0 that bring `columns` @ x nearest to `wanted`. Columns of zeros have coefficient 0."""
+    """Return the x ≥ 0 that minimises |columns @ x - wanted|.
+
+    Args:
+        columns: (m, n). A column of zeros gets the coefficient 0.
+        wanted: (m,).
+    """
     number = columns.shape[1]
     found, free = np.zeros(number), np.zeros(number, bool)
-    for _ in range(
-        3 * number
-    ):  # each round frees one; Lawson and Hanson's own bound against rounding in circles
+    # Each round frees a coefficient. Lawson and Hanson limit the rounds, as rounding errors could cause a cycle
+    for _ in range(3 * number):
         gradient = columns.T @ (wanted - columns @ found)
         gradient[free] = -np.inf
         best = int(np.argmax(gradient))
         if gradient[best] <= TOLERANCE:
             break
         free[best] = True
-        found = _settled(columns, wanted, found, free)
+        found = _solve_free(columns, wanted, found, free)
     return found
 
 
-def _settled(columns: Floats, wanted: Floats, found: Floats, free: NDArray[np.bool_]) -> Floats:
-    """The best of the free coefficients; those that would become negative are fixed at 0, in `free` too."""
+def _solve_free(columns: Floats, wanted: Floats, found: Floats, free: NDArray[np.bool_]) -> Floats:
+    """Optimise the free coefficients. Coefficients that would become negative are set to 0 and removed from `free`."""
     while True:
         best = np.zeros(len(found))
         best[free] = np.linalg.lstsq(columns[:, free], wanted, rcond=None)[0]
         falling = free & (best <= 0)
         if not falling.any():
             return best
-        drop = found[falling] - best[falling]  # 0 for one that was freed just now and gains nothing
+        drop = found[falling] - best[falling]  # 0 if a coefficient was just freed and does not change
         share = np.divide(found[falling], drop, out=np.zeros(len(drop)), where=drop > 0).min()
         found = found + share * (best - found)
         free &= found > 1e-12

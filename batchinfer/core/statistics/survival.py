@@ -1,4 +1,4 @@
-"""How long answers become, estimated from answers of which some were cut before they had ended."""
+"""Estimates the lengths of answers from a sample that includes answers cut by a limit."""
 
 from __future__ import annotations
 
@@ -14,37 +14,49 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Survival:
-    """Return the share of answers longer than a number of tokens: the estimate of Kaplan and Meier (1958).
+class SurvivalCurve:
+    """The share of answers that are longer than n tokens: the estimator of Kaplan and Meier (1958).
 
-    An answer that `max_tokens` cut, or that still runs, is known to be longer than what there is of it, and no more: to
-    take its tokens for its length would make answers look short. Beyond the longest answer that was seen, where only
-    cut ones are left, the share falls exponentially, at the mean rate until there (Brown, Hollander and Kotz, 1974).
+    An answer that is cut or still running is only known to be longer than its current length (a censored observation).
+    Beyond the longest observed answer, the share decreases exponentially at the mean rate up to there (Brown, Hollander
+    and Kotz, 1974).
     """
 
-    _lengths: Ints  # ascending, those at which answers ended
-    _longer: Floats  # the share that is longer than each
+    _lengths: Ints  # ascending lengths at which answers ended
+    _longer: Floats  # the share of answers longer than each
     _last: int  # tokens of the longest answer, cut or not
 
     @classmethod
-    def of(cls, lengths: Ints, cut: NDArray[np.bool_]) -> Survival | None:
-        """From answers' tokens, and whether each was cut; None where none of them ended by itself."""
+    def of(cls, lengths: Ints, cut: NDArray[np.bool_]) -> SurvivalCurve | None:
+        """Estimate the curve, or return None if every answer was cut.
+
+        Args:
+            lengths: (n,), tokens of each answer.
+            cut: (n,), True if the answer was cut.
+        """
         return cls.of_counts(
             *np.unique(lengths[~cut], return_counts=True), *np.unique(lengths[cut], return_counts=True)
         )
 
     @classmethod
-    def of_counts(cls, ended: Ints, times: Ints, cut: Ints, cut_times: Ints) -> Survival | None:
-        """From the lengths at which answers ended and were cut, both ascending, and how many answers had each."""
+    def of_counts(cls, ended: Ints, times: Ints, cut: Ints, cut_times: Ints) -> SurvivalCurve | None:
+        """Estimate the curve from histograms, or return None if every answer was cut.
+
+        Args:
+            ended: Ascending lengths of answers that were not cut.
+            times: The number of answers of each length.
+            cut: Ascending lengths of cut answers.
+            cut_times: The number of answers of each length.
+        """
         if not len(ended):
             return None
-        # those that were cut at a length go on beyond it
+        # Answers cut at a length count as at risk there: they are longer
         reached = times[::-1].cumsum()[::-1] + _at_least(ended, cut, cut_times)
         longer = np.cumprod(1 - times / reached, dtype=np.float64)
         return cls(ended, longer, int(max(ended[-1], cut[-1] if len(cut) else 0)))
 
     def length(self, share: float, most: int) -> int:
-        """Tokens that such a share (0 … 1) of all answers does not exceed, where none may have more than `most`."""
+        """Return the quantile: the length that a share (0 … 1) of the answers does not exceed, at most `most`."""
         left = 1 - share
         at = int(np.searchsorted(-self._longer, -left))
         if at < len(self._lengths):
@@ -53,9 +65,9 @@ class Survival:
         return min(most, max(self._last + 1, math.ceil(-math.log(left) / rate))) if left else most
 
     def mean(self, most: int) -> float:
-        """Tokens of an answer that may have `most`, on average."""
-        known = min(most, self._last)
-        ends = np.concatenate([[0], self._lengths[self._lengths < known], [known]])
+        """Return the mean length of answers that are limited to `most` tokens."""
+        observed = min(most, self._last)
+        ends = np.concatenate([[0], self._lengths[self._lengths < observed], [observed]])
         longer = np.concatenate([[1.0], self._longer[: len(ends) - 2]])
         seen = float(np.diff(ends) @ longer)
         last = float(self._longer[-1])
@@ -66,15 +78,15 @@ class Survival:
 
 
 def _at_least(lengths: Ints, cut: Ints, times: Ints) -> Ints:
-    """How many answers were cut at each of these lengths or later."""
+    """Return how many answers were cut at each of the lengths or later."""
     sums = np.concatenate([[0], np.cumsum(times)]).astype(np.int64)
     found: Ints = sums[-1] - sums[np.searchsorted(cut, lengths)]
     return found
 
 
-def survival_of(ended: Mapping[int, int], cut: Mapping[int, int]) -> Survival | None:
-    """Estimate from how many answers have each number of tokens: answers that ended by themselves, and cut ones."""
-    return Survival.of_counts(*_ascending(ended), *_ascending(cut))
+def estimate_survival(ended: Mapping[int, int], cut: Mapping[int, int]) -> SurvivalCurve | None:
+    """Estimate the curve from histograms (tokens → number of answers) of complete and of cut answers."""
+    return SurvivalCurve.of_counts(*_ascending(ended), *_ascending(cut))
 
 
 def _ascending(counts: Mapping[int, int]) -> tuple[Ints, Ints]:

@@ -1,1 +1,1 @@
-"""Values of a job file, and of its rows, that have a notation of their own."""
+"""Values in job files and rows that need parsing."""

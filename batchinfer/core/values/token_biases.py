@@ -1,4 +1,4 @@
-"""The biases of tokens (`logit_bias`), as people write them: a mapping from token ids to numbers."""
+"""Parses `logit_bias`, a mapping from token ids to numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,16 @@ _ID = re.compile(r"[0-9]{1,10}")
 
 
 def token_biases(value: object) -> tuple[tuple[int, float], ...]:
-    """Return token ids with their biases, in the order given. Ids may be texts, as in JSON; those whose bias is null
-    are left out. Raises ValueError."""
+    """Return (token id, bias) pairs in the order of the mapping.
+
+    Token ids may be texts, as in JSON. Tokens with a null bias are left out.
+
+    Args:
+        value: A mapping, or a list of pairs (a map of Parquet).
+
+    Raises:
+        ValueError: The value is no such mapping, or a number is out of bounds.
+    """
     found: dict[int, float] = {}
     for token, bias in _pairs(value):
         number = _token(token)
@@ -30,7 +38,6 @@ def token_biases(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def _pairs(value: object) -> Iterable[tuple[Any, Any]]:
-    """A map of Parquet is a list of pairs."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, list | tuple) and all(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.tensors.device_memory import is_out_of_memory, out_of_memory_errors
-from batchinfer.machine.garbage import not_collecting
+from batchinfer.machine.garbage import pause_garbage_collector
 
 R = TypeVar("R")
 Replay = Callable[[], None]
@@ -120,7 +120,7 @@ class GpuRecorder(GraphRecorder):
         """
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # `torch.cuda.graph` does not restore the stream if the end of a capture fails
-        with self._measured(), out_of_memory_errors(), not_collecting(), torch.cuda.stream(current):
+        with self._measured(), out_of_memory_errors(), pause_garbage_collector(), torch.cuda.stream(current):
             recording = torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local")
             with self._usable_pool(), recording:
                 made = run()

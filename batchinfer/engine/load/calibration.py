@@ -24,7 +24,7 @@ from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_shape import step_shape
-from batchinfer.machine.garbage import loaded_for_good
+from batchinfer.machine.garbage import freeze_existing_objects
 from batchinfer.models.checkpoint.config import parse_config
 from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.checkpoint.shapes import SHAPES
@@ -88,7 +88,7 @@ def calibrate(dtype: Dtype, quantization: Quantization) -> Calibration:
     found, first_use_s = Calibration([], []), 0.0
     for config in (_WIDE, _NARROW):
         loaded = _loaded(config, dtype, quantization)
-        with loaded_for_good():
+        with freeze_existing_objects():
             found.steps.extend(_timed(loaded, parts) for parts in _steps())
             if config is _NARROW:
                 first_use_s = _first_use_s(loaded)

@@ -82,7 +82,7 @@ def end_without_token(sequence: Sequence, eos: frozenset[int], masks: Constraint
     constraint = sequence.constraint
     if constraint is not None and constraint.failure is not None:
         return End("error", error=constraint.failure)
-    if sequence.request.params.narrowed and has_no_token_left(sequence, eos, masks):
+    if sequence.request.params.forbids_tokens and has_no_token_left(sequence, eos, masks):
         return End("error", error=_NONE_LEFT if constraint is None else _NONE_LEFT_BY_CONSTRAINT)
     return End("error", error=_NAN_LOGITS)
 

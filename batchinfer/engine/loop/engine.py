@@ -282,7 +282,7 @@ class Engine:
         not end before the log-probabilities of its prompt are computed.
         """
         asks = sequence.logprobs is not None or sequence.prompt_scores is not None
-        samples = asks or sequence.request.params.narrowed
+        samples = asks or sequence.request.params.forbids_tokens
         if sequence.constraint is None or samples:
             return None
         for token in sequence.constraint.jump_forward():

@@ -167,7 +167,7 @@ class Sequence:
         """
         params, prompt = request.params, array("i", request.prompt.tobytes())
         logprobs = CollectedLogprobs() if params.asks_logprobs else None
-        reshaped = params.penalised or params.min_tokens > 0 or params.logit_bias or params.narrowed
+        reshaped = params.penalised or params.min_tokens > 0 or params.logit_bias or params.forbids_tokens
         loops = LoopDetector(params.repetition_stop, len(prompt)) if params.repetition_stop else None
         return cls(
             request=request,
@@ -178,7 +178,7 @@ class Sequence:
             pooling=params.pooling,
             scored=scored,
             plain_greedy=params.greedy and logprobs is None and not reshaped,
-            steady=params.steady,
+            steady=params.is_stateless,
             content_root=roots.of(len(prompt), params),
             rope_offset=roots.rope_offset(len(prompt), params),
             classified=params.classified,

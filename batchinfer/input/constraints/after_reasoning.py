@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.reasoning import Ids, ReasoningTokens, held_back
+from batchinfer.core.reasoning import Ids, ReasoningTokens, partial_marker_length
 from batchinfer.core.request import RowError
 from batchinfer.input.constraints.grammar_constraint import GrammarConstraint
 
@@ -170,7 +170,7 @@ class ReasonedConstraint:
         if self._phase is Phase.GAP:
             return self._marks.gap[len(self._taken) :]
         if self._phase is Phase.REASONING and self._budget is not None and self._count >= self._budget:
-            return self._marks.end[held_back(self._taken, self._marks.end) :]
+            return self._marks.end[partial_marker_length(self._taken, self._marks.end) :]
         if self._phase is Phase.BEGINNING and self._inner is not None and self.followed is None:
             marks = [mark[len(self._taken) :] for mark in self._possible()]
             return _common(marks)

@@ -18,7 +18,7 @@ from batchinfer.core.errors import Unavailable
 from batchinfer.core.sampling import INT32_MAX, SamplingParams
 from batchinfer.machine.memory import lift_memory_limit, limit_memory
 from batchinfer.machine.spawning import Child, Ended, receiving
-from batchinfer.machine.waiting import comes
+from batchinfer.machine.waiting import wait_for_message
 
 _ENTRY = "batchinfer.input.constraints.constraint_check:serve"
 WITHIN_S = 5.0  # limit on CPU time in seconds; an ordinary schema takes milliseconds
@@ -75,7 +75,7 @@ class ConstraintChecker:
             child.connection.send(params)
         try:
             with receiving():
-                if comes(child.connection, _WAIT_S):
+                if wait_for_message(child.connection, _WAIT_S):
                     problem: str | None = child.connection.recv()
                     return problem
             if again:
@@ -108,7 +108,7 @@ class ConstraintChecker:
         """Return why a process did not become ready, or None if it did."""
         try:
             with receiving():
-                if comes(child.connection, _START_S):
+                if wait_for_message(child.connection, _START_S):
                     child.connection.recv()
                     return None
             return f"is not ready after {_START_S} s"

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from batchinfer.core.exact_json import written
+from batchinfer.core.exact_json import write_exactly
 from batchinfer.core.sampling import MAX_SCHEMA_BYTES
 from batchinfer.input.constraints.exact_numbers import check_multiples, is_exact, is_number
 from batchinfer.input.constraints.narrow_values import narrow_value
@@ -54,7 +54,7 @@ def parsed_schema(text: str) -> Any:
         raise BadSchema(f"the schema's lists and objects are nested more than {MAX_NESTING} deep")
     try:
         schema = _DECODER.decode(text)
-        written(schema).encode()
+        write_exactly(schema).encode()
     except BadSchema:
         raise
     except UnicodeEncodeError:

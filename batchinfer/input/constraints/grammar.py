@@ -16,7 +16,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from batchinfer.core.exact_json import written
+from batchinfer.core.exact_json import write_exactly
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.input.constraints.constraint_wording import faulty_place, shown
 from batchinfer.input.constraints.generated_schema import generated_schema, parsed_schema, subschemas
@@ -137,7 +137,7 @@ def _place(params: SamplingParams) -> str:
 
 
 def _of_part(schema: Any) -> str | None:
-    return _problem(SamplingParams(json_schema=written(schema)))
+    return _problem(SamplingParams(json_schema=write_exactly(schema)))
 
 
 def _refuse_failed(params: SamplingParams, made: LLMatcher) -> None:

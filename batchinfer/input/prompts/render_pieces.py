@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.reasoning import UNSAID
+from batchinfer.core.reasoning import NO_MARKER
 from batchinfer.core.request import RowError, TokenIds
 from batchinfer.input.prompts.arguments.unread import UnreadArguments
 from batchinfer.input.prompts.keys import KEY_BYTES
@@ -27,7 +27,7 @@ from batchinfer.input.rows import row_error
 # The error of a row that ran out of memory, which may be the fault of rows before it
 _OF_MEMORY = "template_memory"
 _EMPTY = np.zeros(0, np.int32)
-_UNSAID = np.full(1, UNSAID, np.int8)
+_UNSAID = np.full(1, NO_MARKER, np.int8)
 _ONE = np.zeros(1, np.int32)
 
 

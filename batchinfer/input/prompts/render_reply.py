@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.core.errors import Unavailable
-from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
+from batchinfer.core.reasoning import CLOSED, NO_MARKER, OPEN
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import MAX_SAMPLES
 from batchinfer.input.json_kinds import KINDS
@@ -151,7 +151,7 @@ class _ReplyParts:
     def openings(self, count: int) -> NDArray[np.int8]:
         """Return how `count` prompts end."""
         found = np.frombuffer(self.next(), np.int8)
-        if len(found) != count or not np.isin(found, (UNSAID, OPEN, CLOSED)).all():
+        if len(found) != count or not np.isin(found, (NO_MARKER, OPEN, CLOSED)).all():
             raise ValueError("the ends of prompts do not match the rows")
         return found
 

@@ -30,7 +30,7 @@ from batchinfer.input.prompts.shared_file import BULK_AT, put, shared_file, take
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.machine.memory import limit_memory
 from batchinfer.machine.spawning import Child, receiving
-from batchinfer.machine.waiting import Waited
+from batchinfer.machine.waiting import WaitTimer
 
 _LEAVE_S = 5.0  # time for a process to exit after it closed its pipe
 _ENTRY = "batchinfer.input.prompts.render_worker:serve"
@@ -98,7 +98,7 @@ class RenderWorker:
         self._shared = shared_file()
         self._at = _shared_number(self._shared)
         self._at.value = self._seen = BULK
-        self._ready, self._waited = False, Waited()
+        self._ready, self._waited = False, WaitTimer()
         spec = replace(self._spec, definition="")
         files = [self._shared, self._definition]
         try:
@@ -149,7 +149,7 @@ class RenderWorker:
             return
         if self._at.value != self._seen:
             self._seen = self._at.value
-            self._waited.again()
+            self._waited.reset()
         limit = IDLE * self._spec.timeout_s(self._seen)
         if self._waited.look() > limit:
             self._failed(
@@ -170,7 +170,7 @@ class RenderWorker:
         if self._pieces is None:
             return
         self._at.value = self._seen = BULK
-        self._waited.again()
+        self._waited.reset()
         put(self._shared, self._data)
         try:
             self._pipe.send((self._pieces.present, self._header, len(self._data)))

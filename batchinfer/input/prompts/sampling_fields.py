@@ -10,7 +10,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from batchinfer.core.exact_json import written
+from batchinfer.core.exact_json import write_exactly
 from batchinfer.core.sampling import (
     BOUNDS,
     CONSTRAINTS,
@@ -279,7 +279,7 @@ def _boolean(name: str, value: Any) -> bool:
 
 def _schema(name: str, value: Any) -> str:
     try:
-        return _canonical(value if isinstance(value, str) else written(value))
+        return _canonical(value if isinstance(value, str) else write_exactly(value))
     except (BadSchema, TypeError) as error:
         raise _bad(name, f"{error}") from None
 
@@ -290,7 +290,7 @@ def _canonical(schema: str) -> str:
 
     Results are cached, since rows usually have one of a few schemas.
     """
-    return written(parsed_schema(schema))
+    return write_exactly(parsed_schema(schema))
 
 
 def _text(name: str, value: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import SecurityRefusal
-from batchinfer.core.model_links import inside, model_roots
+from batchinfer.core.model_links import model_roots, resolve_inside
 from batchinfer.input.tokenizer.slow_tokenizer import wrong_tokenizer
 
 # The largest public tokenizers have 0.9 million tokens and 35 MB. A tokenizer with 1,048,576 tokens takes 0.8 GiB of
@@ -25,7 +25,7 @@ def file_exists(path: Path) -> bool:
         SecurityRefusal: It is a link out of the model's folder, or not a regular file. Opening a pipe would block.
     """
     try:
-        mode = inside(path, model_roots(path.parent.resolve())).stat().st_mode
+        mode = resolve_inside(path, model_roots(path.parent.resolve())).stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return False
     if not stat.S_ISREG(mode):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchinfer.core.exact_json import written
+from batchinfer.core.exact_json import write_exactly
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.input.tool_calls import formats
@@ -147,4 +147,4 @@ def _text(text: str) -> str:
 def _schema(parameters: Any) -> str:
     if parameters is None:
         return _NONE
-    return written(parameters) if parameters else _ANY
+    return write_exactly(parameters) if parameters else _ANY

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from batchinfer.core.errors import SecurityRefusal
 from batchinfer.core.hub import CONFIG
-from batchinfer.core.model_links import inside, model_roots
+from batchinfer.core.model_links import model_roots, resolve_inside
 from batchinfer.models.files.config_fields import checkpoint_error, load_json_object, shown
 
 # Folders that transformers reads when it converts a tokenizer
@@ -37,7 +37,7 @@ class CheckpointFolder:
                     self._check_entry(template)
 
     def _check_entry(self, entry: Path) -> None:
-        target = inside(entry, self._roots)
+        target = resolve_inside(entry, self._roots)
         if target.exists() and not (target.is_file() or target.is_dir()):
             raise _not_regular(entry)
 
@@ -57,7 +57,7 @@ class CheckpointFolder:
                 "only files inside the checkpoint folder are read"
             )
         path = self.path / name
-        target = inside(path, self._roots)
+        target = resolve_inside(path, self._roots)
         if not target.exists():
             return None
         if not stat.S_ISREG(target.stat().st_mode):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.request import Completion, Request, RowError
 from batchinfer.engine.config import EngineConfig, EngineInfo
-from batchinfer.machine.waiting import Waited
+from batchinfer.machine.waiting import WaitTimer
 from batchinfer.pipeline.workers.heartbeat import STARTING_S
 from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
 from batchinfer.pipeline.workers.suspects import RowGroup
@@ -92,7 +92,7 @@ class Replica:
         self.load = 0  # upper bound of the prompt and output tokens of unfinished requests
         self._running = self._waiting = 0  # rows after the last step
         self._longest_step_s = 0.0
-        self._silence, self._choosing = Waited(), Waited()
+        self._silence, self._choosing = WaitTimer(), WaitTimer()
         self._past: list[WorkerActivity] = []  # of earlier processes
         self.worker = early or WorkerHandle(spec, transport)
         self.worker.configure(self._config)
@@ -133,7 +133,7 @@ class Replica:
         """Return the results that have arrived, or raise the error that ended the process."""
         results = self.worker.receive(0)
         if not self.worker.waits_for:
-            self._silence.again()
+            self._silence.reset()
         for done in results:
             done.engine, done.replica = self._engine, self.number
             if (placed := self.worker.placement) is not None:
@@ -161,15 +161,15 @@ class Replica:
         """
         loads = self.info is None
         if self.waits:
-            self._silence.again()
+            self._silence.reset()
             return
         if not self.worker.decides:
-            self._choosing.again()
+            self._choosing.reset()
         elif self._choosing.look() > CHOOSING_S:
             self.worker.give_up(CHOOSING_S)
             return
         if (self.worker.untimed and not self.worker.waits_for) or not (loads or self.unfinished):
-            self._silence.again()
+            self._silence.reset()
             return
         if self._silence.look() <= (least_s := self._silent_s(loads)):
             return
@@ -261,7 +261,7 @@ class Replica:
         self.worker.close()
         self.worker = WorkerHandle(self.spec, self._transport)
         self.worker.configure(self._config)
-        self._silence.again()
+        self._silence.reset()
 
     def forget_deaths(self) -> None:
         """Reset the count of deaths, after a death that the engine did not cause."""

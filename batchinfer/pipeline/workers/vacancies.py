@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from batchinfer.core.errors import Unavailable
-from batchinfer.machine.waiting import Waited
+from batchinfer.machine.waiting import WaitTimer
 from batchinfer.pipeline.workers.transport import Transport
 from batchinfer.pipeline.workers.worker_handle import CONTINUES
 
@@ -18,7 +18,7 @@ class Vacancies:
 
     def __init__(self, transport: Transport, notice: Callable[[str], None]) -> None:
         self._transport, self._notice = transport, notice
-        self._waited, self._tell_at_s = Waited(), FIRST_S
+        self._waited, self._tell_at_s = WaitTimer(), FIRST_S
 
     def look(self, all_wait: bool) -> None:
         """Update the waiting time.
@@ -30,7 +30,7 @@ class Vacancies:
             Unavailable: All engines have waited for `transport.wait_s` seconds.
         """
         if not all_wait:
-            self._waited.again()
+            self._waited.reset()
             self._tell_at_s = FIRST_S
             return
         limit_s, waited_s = self._transport.wait_s, self._waited.look()

@@ -12,7 +12,7 @@ from typing import Any
 
 from batchinfer.core.request import Request
 from batchinfer.engine.config import EngineInfo
-from batchinfer.machine.garbage import loaded_for_good
+from batchinfer.machine.garbage import freeze_existing_objects
 from batchinfer.machine.memory import peak_memory
 from batchinfer.machine.spawning import receiving
 from batchinfer.pipeline.workers.endings import Leave, failure, leave, settle
@@ -71,7 +71,7 @@ def _work(spec: WorkerSpec, parent: Parent, leave: Leave) -> None:
     with ranks.waiting_for_cause():
         built = EngineLoading(spec, parent, ranks).engine()
         worker = _Worker(built, parent, ranks)
-        with loaded_for_good():
+        with freeze_existing_objects():
             worker.run()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from batchinfer.job import Job
-from batchinfer.machine.cpus import divided_cores
+from batchinfer.machine.cpus import split_cores
 from batchinfer.pipeline.workers.messages import EnginePlace, WorkerSpec
 from batchinfer.plan.setup.placement import Placement
 from batchinfer.plan.setup.setting import Setting
@@ -44,4 +44,4 @@ def _places(placement: Placement) -> Sequence[EnginePlace]:
         return [EnginePlace()] * placement.processes_here  # the cluster assigns cores and GPUs
     if placement.machine.device == "cuda":
         return [EnginePlace(gpu=gpu) for gpu in placement.gpus]
-    return [EnginePlace(cores) for cores in divided_cores(placement.processes_here)]
+    return [EnginePlace(cores) for cores in split_cores(placement.processes_here)]

@@ -115,7 +115,7 @@ def with_imbalance(cost: ModelCost, times: float) -> ModelCost:
 def needs_all_logits(job: Job) -> bool:
     """Return True if ranks must gather the logits of all tokens. Greedy decoding needs only the best token."""
     params = job.params()
-    asked = params.asks_logprobs or params.penalised or params.narrowed or params.constraint is not None
+    asked = params.asks_logprobs or params.penalised or params.forbids_tokens or params.constraint is not None
     return asked or not params.greedy or bool(job.sampling.from_columns)
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from batchinfer.core.hub import described
+from batchinfer.core.hub import describe_model
 from batchinfer.engine.schedule.budget import (
     HOST_REPEAT_ROW_S,
     HOST_REPEAT_S,
@@ -45,7 +45,7 @@ class StepTimes:
 def alike(job: Job, setting: Setting) -> dict[str, object]:
     """Return the model, machine and arithmetic as columns of the run table, to find comparable runs."""
     return {
-        "model": described(job.model.path),
+        "model": describe_model(job.model.path),
         "hardware": setting.placement.hardware.name,
         "cores": setting.placement.hardware.cores,
         "device": setting.device,

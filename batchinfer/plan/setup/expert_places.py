@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchinfer.core.hub import described
+from batchinfer.core.hub import describe_model
 from batchinfer.engine.ranks.shards import expert_ranks, rank_place
 from batchinfer.job import Job
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
@@ -31,7 +31,7 @@ def expert_plan(job: Job, checkpoint: StoredModel, setting: Setting) -> ExpertPl
         return None
     if job.engine.expert_placement == "ranges":
         return ExpertPlan(ranks, "engine.expert_placement says so")
-    loads = earlier_experts(report_folder(job.results_root), described(job.model.path))
+    loads = earlier_experts(report_folder(job.results_root), describe_model(job.model.path))
     if loads is None or not has_experts(spec, loads):
         return ExpertPlan(ranks, "no earlier run has measured how many tokens each gets")
     peaks = None if setting.peaks is None else setting.peaks.part(division.ranks)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.core.request import Request
-from batchinfer.core.statistics.survival import Survival
+from batchinfer.core.statistics.survival import SurvivalCurve
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +21,7 @@ class AnswerLengths:
     therefore reproducible and independent of the order of the job.
     """
 
-    _by_size: Mapping[int, Survival]  # by the bit length of the prompt's token count
+    _by_size: Mapping[int, SurvivalCurve]  # by the bit length of the prompt's token count
 
     @classmethod
     def of(
@@ -30,7 +30,8 @@ class AnswerLengths:
         """Return the forecast from the tokens of earlier prompts and answers. `cut` marks truncated answers."""
         sizes = np.frexp(prompts.astype(np.float64))[1]  # bit lengths
         found = {
-            int(size): Survival.of(answers[sizes == size], cut[sizes == size]) for size in np.unique(sizes)
+            int(size): SurvivalCurve.of(answers[sizes == size], cut[sizes == size])
+            for size in np.unique(sizes)
         }
         return cls({size: survival for size, survival in found.items() if survival is not None})
 

@@ -178,8 +178,8 @@ def _counted(request: Request, repeats: bool) -> Request:
 
     If `repeats` is True, rows that cannot use multi-step decoding must be marked. A penalty marks them.
     """
-    counted = request.params.counted
-    if repeats and not request.params.steady:
+    counted = request.params.for_simulation
+    if repeats and not request.params.is_stateless:
         counted = replace(counted, presence_penalty=1.0)
     return replace(request, params=counted)
 

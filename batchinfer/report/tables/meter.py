@@ -182,7 +182,7 @@ class Meter:
             "constrained_requests": self._constrained,
             "steered_requests": self._steered,
             "waited_s": self._waited_s / self._machine.engines or None,
-            "energy_j": self._energy.whole_j,
+            "energy_j": self._energy.total_j,
             "cpu_energy_j": self._energy.cpu_j,
             "gpu_energy_j": self._energy.gpu_j,
         }

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.core.exact_json import written
+from batchinfer.core.exact_json import write_exactly
 
 _T = TypeVar("_T")
 _WRITTEN_DAY = re.compile(r"([0-9]{4})-([0-9]{2})-([0-9]{2})")
@@ -145,7 +145,7 @@ def text() -> Kind:
 
 def json_text() -> Kind:
     """Return the kind of JSON texts, for values without a type in Arrow."""
-    return Leaf(pa.string(), written)
+    return Leaf(pa.string(), write_exactly)
 
 
 def integer() -> Kind:

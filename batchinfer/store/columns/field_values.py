@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchinfer.core.exact_json import written
+from batchinfer.core.exact_json import write_exactly
 from batchinfer.input.constraints.schema_references import References
 
 _PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
@@ -109,7 +109,7 @@ def _listed(leaves: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 def _values(schema: dict[str, Any]) -> list[str]:
     if "enum" in schema or "const" in schema:
-        return [written(value) for value in schema.get("enum", [schema.get("const")])]
+        return [write_exactly(value) for value in schema.get("enum", [schema.get("const")])]
     said = schema.get("type", ())
     types = [said] if isinstance(said, str) else list(said)
     return [text for one in types for text in _LISTED[one]] if all(one in _LISTED for one in types) else []

@@ -38,7 +38,7 @@ UNREAD_CALLS = (
 MARKER = "index.json"
 Made = TypeVar("Made")
 ENDPOINT = pa.field("endpoint", pa.string())  # only in an index of OpenAI requests
-# Whether the prompt opens the reasoning: UNSAID, OPEN or CLOSED. Only with a checkpoint that marks its reasoning
+# Whether the prompt opens the reasoning: NO_MARKER, OPEN or CLOSED. Only with a checkpoint that marks its reasoning
 OPENING = pa.field("reasoning_opening", pa.int8())
 # The tools of a row, as JSON written by `known_tools`. Only in an index of a job whose rows may call tools
 TOOLS = pa.field("tools", pa.string())

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchinfer.core.reasoning import UNSAID, Reasoning
+from batchinfer.core.reasoning import NO_MARKER, Reasoning
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.index.index import OPENING, TOOLS
@@ -75,7 +75,7 @@ class AnswerReader:
         names = ("token_ids", "text_length", "finish_reason")
         given = [matched.column(name).take(places).to_pylist() for name in names]
         none = self.reasoning is None
-        openings = [UNSAID] * len(places) if none else rows.column(OPENING.name).take(places).to_pylist()
+        openings = [NO_MARKER] * len(places) if none else rows.column(OPENING.name).take(places).to_pylist()
         return [
             # If a stop string ended the answer (limit is set), the last token is part of the text
             StoredAnswer(ids or [], limit, opening, reason == "stop" and limit is None)

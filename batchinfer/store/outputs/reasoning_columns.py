@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from batchinfer.core.reasoning import WHOLE, Reasoning, ReasoningCut, ReasoningTokens, cut, find
+from batchinfer.core.reasoning import NO_REASONING, Reasoning, ReasoningCut, ReasoningTokens, cut, find
 from batchinfer.store.columns.logprob_column import Detokenizer
 
 REASONING_FIELDS = (pa.field("reasoning", pa.string()), pa.field("reasoning_tokens", pa.int32()))
@@ -35,7 +35,7 @@ class StoredAnswer(NamedTuple):
     Attributes:
         ids: Its token ids.
         limit: The number of characters of its text to keep, or None for all.
-        opening: Whether its prompt opened the reasoning: UNSAID, OPEN or CLOSED.
+        opening: Whether its prompt opened the reasoning: NO_MARKER, OPEN or CLOSED.
         ended: True if the last token is the EOS or stop token that ended the answer.
     """
 
@@ -80,7 +80,7 @@ def _messages(ids: list[int], marks: ReasoningTokens) -> list[list[int]]:
 def _cut(answer: StoredAnswer, reasoning: Reasoning) -> ReasoningCut:
     marks = reasoning.tokens_after(answer.opening)
     if marks is None:
-        return WHOLE
+        return NO_REASONING
     found = cut(answer.ids, marks)
     # The token that ended an answer within its reasoning is not a part of the reasoning
     return cut(answer.ids[:-1], marks) if found.answer is None and answer.ended else found

@@ -25,7 +25,7 @@ from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.schedule.budget import step_tokens
 from batchinfer.job import load_job
 from batchinfer.machine.facts import MachineFacts
-from batchinfer.machine.hardware import hardware_called
+from batchinfer.machine.hardware import hardware_by_name
 from batchinfer.models.ops.peaks import MeasuredPeaks
 from batchinfer_kernels.cost import Peaks
 from tests.checkpoints import make_checkpoint, make_tokenizer
@@ -208,7 +208,7 @@ def test_a_gpu_that_can_runs_codes_as_a_checkpoint_stores_them(fp8, monkeypatch,
         return MeasuredPeaks(None, {"bfloat16": 1e14, "fp8": 2e14}, 1e12, 1e12, 0.0)
 
     monkeypatch.setattr(session, "load_model", load)
-    monkeypatch.setattr(session, "this_machine", lambda device: MachineFacts(hardware_called("h100")))
+    monkeypatch.setattr(session, "this_machine", lambda device: MachineFacts(hardware_by_name("h100")))
     options = BenchOptions(("decode",), str(fp8 / "stored"), "bfloat16", asked, device="cuda", rows=2)
     with pytest.raises(Loading) as loading:
         run_bench(options, lambda line: None, measure)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import JobFileError
-from batchinfer.core.exact_json import read_float, written
+from batchinfer.core.exact_json import read_float, write_exactly
 from batchinfer.input.json_text import parse_row
 from batchinfer.input.prompts.sampling_fields import CHECKS
 from batchinfer.job import load_job
@@ -32,12 +32,12 @@ NUMBERS = st.one_of(
 def test_a_number_is_written_as_it_was_read(text: str) -> None:
     for value in (read_float(text), pickle.loads(pickle.dumps(read_float(text)))):
         assert value == float(text)
-        assert Decimal(written([value])[1:-1]) == Decimal(text)
+        assert Decimal(write_exactly([value])[1:-1]) == Decimal(text)
 
 
 def test_what_is_nested_too_deeply_to_be_read_exactly_is_written_all_the_same() -> None:
     deep = "[" * 500 + "0.5" + "]" * 500
-    assert written(json.loads(deep)) == deep
+    assert write_exactly(json.loads(deep)) == deep
 
 
 def output_of(kind: str, schema: str, place: Place) -> str:

@@ -13,7 +13,7 @@ import pytest
 from batchinfer.bench.options import BenchOptions
 from batchinfer.bench.session import workload_of
 from batchinfer.core.errors import JobFileError, UsageError
-from batchinfer.core.hub import ModelName, described, missing_files, short_name
+from batchinfer.core.hub import ModelName, describe_model, missing_files, short_name
 from batchinfer.job import load_job
 from batchinfer.verbs.starter import write_starter
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, table, write_job
@@ -166,8 +166,8 @@ class TestRuns:
 
     def test_what_a_folder_is_called(self, tmp_path: Path) -> None:
         snapshot = tmp_path / "models--org--na-me" / "snapshots" / COMMIT
-        assert (described(snapshot), short_name(snapshot)) == (f"org/na-me@{COMMIT}", "org/na-me")
-        assert (described(tmp_path), short_name(tmp_path)) == (str(tmp_path), tmp_path.name)
+        assert (describe_model(snapshot), short_name(snapshot)) == (f"org/na-me@{COMMIT}", "org/na-me")
+        assert (describe_model(tmp_path), short_name(tmp_path)) == (str(tmp_path), tmp_path.name)
 
 
 NO_NETWORK = """\

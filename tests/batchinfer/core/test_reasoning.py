@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.core.reasoning import WHOLE, ReasoningTokens, cut, find
+from batchinfer.core.reasoning import NO_REASONING, ReasoningTokens, cut, find
 
 tokens = st.integers(0, 3)
 marks = st.lists(tokens, min_size=1, max_size=3).map(tuple)
@@ -46,7 +46,7 @@ def test_text_between_markers_is_reasoning(inside: list[int], behind: list[int],
 
 def test_an_answer_may_do_without_reasoning() -> None:
     given = ReasoningTokens((5, 6), (7, 8, 9), (8, 9))
-    assert cut([1, 5, 6, 2], given) == WHOLE
+    assert cut([1, 5, 6, 2], given) == NO_REASONING
     assert cut([8, 9, 5, 6], given) == (0, 0, 2, False)  # it says so itself
     assert cut([5], given) == (1, 1, None, True)  # it ended within its marker
 

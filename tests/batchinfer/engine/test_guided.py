@@ -84,7 +84,9 @@ def test_rows_alone_obey_their_constraints_and_are_no_easy_ones() -> None:
     assert all(
         sample.forced_tokens
         for row, sample in samples
-        if row.kind == "schema" and not row.request.params.asks_logprobs and not row.request.params.narrowed
+        if row.kind == "schema"
+        and not row.request.params.asks_logprobs
+        and not row.request.params.forbids_tokens
     )
     assert sum(c.tokens.text_length is not None for c in ran.completions.values()) >= 3, (
         "stop strings end answers"

@@ -113,7 +113,7 @@ def check(row: Request, answer: Completion) -> None:
         assert said in row.params.choice
     else:
         assert answer.error.code == "incomplete_output" or (
-            answer.error.code == "no_token_left" and row.params.narrowed
+            answer.error.code == "no_token_left" and row.params.forbids_tokens
         )
         assert any(text.startswith(said) for text in row.params.choice)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.machine.cpus import divided_cores, usable_cpus
+from batchinfer.machine.cpus import split_cores, usable_cpus
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -47,11 +47,11 @@ def test_cores_are_divided_by_nodes_and_cores(tmp_path: Path, monkeypatch: pytes
 
     def divided(cores: set[int], parts: int) -> list[tuple[int, ...]]:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores, raising=False)
-        return divided_cores(parts, tmp_path / "node", tmp_path / "cpu")
+        return split_cores(parts, tmp_path / "node", tmp_path / "cpu")
 
     assert divided(set(range(8)), 2) == [(0, 4, 1, 5), (2, 6, 3, 7)]
     assert divided(set(range(8)), 4) == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert divided(set(range(1, 8)), 2) == [(4, 1, 5), (2, 6, 3, 7)]
     assert divided({0, 1}, 2) == [(0,), (1,)]
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert divided_cores(2) == [(), ()]
+    assert split_cores(2) == [(), ()]

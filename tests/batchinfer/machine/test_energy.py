@@ -39,10 +39,10 @@ def test_packages_are_summed_and_their_parts_and_the_platform_are_not(tmp_path: 
     for other in (two, part, platform):
         (other / "energy_uj").write_text("500000")
     assert meter.read() == EnergyUse(pytest.approx(0.2 + 0.5), None)
-    assert meter.read().whole_j == pytest.approx(0.7)
+    assert meter.read().total_j == pytest.approx(0.7)
     (one / "energy_uj").unlink()  # from here on something would be missing
     assert meter.read() == EnergyUse(None, None)
-    assert meter.read().whole_j is None
+    assert meter.read().total_j is None
 
 
 def test_where_there_is_no_counter_nothing_is_known(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from batchinfer.machine import facts, hardware
 from batchinfer.machine.facts import MachineFacts, this_machine
-from batchinfer.machine.hardware import Gpu, Hardware, hardware_called
+from batchinfer.machine.hardware import Gpu, Hardware, hardware_by_name
 from batchinfer_kernels.tiles import Grant
 from tests.settings import has_gpus
 
@@ -33,7 +33,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_description_can_be_sent() -> None:
     for machine in (
         this_machine("cpu"),
-        MachineFacts(hardware_called("h100"), gpus=("0", "GPU-1"), capability=(9, 0)),
+        MachineFacts(hardware_by_name("h100"), gpus=("0", "GPU-1"), capability=(9, 0)),
     ):
         assert pickle.loads(pickle.dumps(machine)) == machine
         sent = json.loads(json.dumps(asdict(machine)))
@@ -95,7 +95,7 @@ def test_tiles_are_those_that_the_system_grants(monkeypatch: pytest.MonkeyPatch)
 def test_an_arm_cpu_adds_up_in_its_own_way(arm: bool, fast: bool, dtype: str, sums: str) -> None:
     machine = MachineFacts(Hardware("a CPU", "cpu", 2, None), fast_bf16=fast, arm=arm)
     assert machine.arm_sums(dtype) == sums
-    assert MachineFacts(hardware_called("h100"), fast_bf16=fast, arm=arm).arm_sums(dtype) == ""
+    assert MachineFacts(hardware_by_name("h100"), fast_bf16=fast, arm=arm).arm_sums(dtype) == ""
 
 
 @pytest.mark.parametrize(("said", "names", "can"), [
@@ -115,9 +115,9 @@ def test_the_driver_says_whether_the_gpus_that_are_used_multiply_fp8(
     """Whatever the peaks of the first one say; these are all that is known of a machine elsewhere."""
     lines = "\n".join(f"{number}, GPU-{number}a, {each}" for number, each in enumerate(said))
     monkeypatch.setattr(hardware, "_output", lambda _: lines)
-    found = hardware.least_capability(names.split(","))
+    found = hardware.min_capability(names.split(","))
     for known, elsewhere in (
-        (hardware_called("h100"), True),
+        (hardware_by_name("h100"), True),
         (Hardware("NVIDIA X", "cuda", None, None), False),
     ):
         assert MachineFacts(known).multiplies_fp8 is elsewhere

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.core.errors import OutOfMemory, Unavailable, known
+from batchinfer.core.errors import OutOfMemory, Unavailable, classify_error
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.limits import (
     DATA_MIB,
@@ -111,7 +111,7 @@ def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
     RuntimeError("Unknown error: Failed to launch worker thread: Resource temporarily unavailable"),
 ])  # fmt: skip
 def test_a_limit_that_is_reached_in_mid_job_is_told(error: Exception) -> None:
-    meant = known(error)
+    meant = classify_error(error)
     assert isinstance(meant, Unavailable)
     assert "raise the limit on processes and threads" in str(meant)
 
@@ -134,11 +134,11 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ids=repr,
 )
 def test_memory_that_runs_out_is_no_bug(error: Exception) -> None:
-    meant = known(error)
+    meant = classify_error(error)
     assert isinstance(meant, OutOfMemory)
     assert "lower engine.kv_memory, raise the limit of the process" in str(meant)
     assert failure(error).exit_code == 71
 
 
 def test_an_error_without_memory_in_it_stays_a_bug() -> None:
-    assert known(caused(RuntimeError("shapes differ"), KeyError("x"))).exit_code == 70
+    assert classify_error(caused(RuntimeError("shapes differ"), KeyError("x"))).exit_code == 70

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from batchinfer.machine.waiting import Waited
+from batchinfer.machine.waiting import WaitTimer
 
 
 def test_a_look_counts_for_so_much_at_the_most() -> None:
     """While a terminal, a container or a virtual machine has stopped both processes, the clock goes on."""
     now = 100.0
-    waited = Waited(most_s=0.5, clock=lambda: now)
+    waited = WaitTimer(most_s=0.5, clock=lambda: now)
     for passed, seconds in ((0.25, 0.25), (0.3, 0.55), (13.0, 1.05), (0.1, 1.15)):
         now += passed
         assert waited.look() == pytest.approx(seconds)
-    waited.again()
+    waited.reset()
     now += 0.2
     assert waited.look() == pytest.approx(0.2)

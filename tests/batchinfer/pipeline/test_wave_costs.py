@@ -157,7 +157,7 @@ class Wavy:
 
 def requests(plan: Plan, index: Made) -> Iterator[Request]:
     for _, batch in read_requests(plan, index.tokens, 64, ROOTS):
-        yield from (replace(request, params=request.params.counted) for request in batch)
+        yield from (replace(request, params=request.params.for_simulation) for request in batch)
 
 
 @dataclass(frozen=True)

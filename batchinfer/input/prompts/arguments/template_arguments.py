@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from batchinfer.core.plain_json import NotPlain, TooLarge, plain_json
-from batchinfer.core.tools import BadTools, checked_tools
+from batchinfer.core.tools import BadTools, check_tools
 from batchinfer.input.json_text import parse_value
 from batchinfer.input.openai import CHOICE, DOCUMENTS, EFFORT, KWARGS, TOOLS
 from batchinfer.input.prompts.arguments.names_read import names_read
@@ -106,7 +106,7 @@ class RowArguments:
         if value is None:
             return arguments
         try:
-            tools = checked_tools(value, self._most)
+            tools = check_tools(value, self._most)
         except TooLarge:
             message = f"the tools are over the limit of {self._most:,} characters"
             raise RowProblem("text_too_long", message, "policy") from None

@@ -14,7 +14,7 @@ from batchinfer.core.errors import OutOfMemory, Unavailable
 from batchinfer.core.samples import RankUse
 from batchinfer.engine.ranks.division import RankConfig
 from batchinfer.machine.spawning import Child, Ended, receiving
-from batchinfer.machine.waiting import Waited
+from batchinfer.machine.waiting import WaitTimer
 from batchinfer.pipeline.workers.endings import Leave
 from batchinfer.pipeline.workers.engine_entry import RANK
 from batchinfer.pipeline.workers.heartbeat import BEAT_S, STARTING_S
@@ -32,7 +32,7 @@ class HeartbeatWatch:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._lock = threading.Lock()
-        self._waited = {rank: Waited(most_s=2 * BEAT_S) for rank in ranks}
+        self._waited = {rank: WaitTimer(most_s=2 * BEAT_S) for rank in ranks}
         self._started: set[int] = set()
 
     def heard(self, rank: int) -> None:
@@ -40,7 +40,7 @@ class HeartbeatWatch:
         with self._lock:
             self._started.add(rank)
             if rank in self._waited:
-                self._waited[rank].again()
+                self._waited[rank].reset()
 
     def done(self, rank: int) -> None:
         """Stop watching a rank that has loaded, because the driver now watches the engine as a whole."""

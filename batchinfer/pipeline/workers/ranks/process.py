@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from batchinfer.engine.ranks.division import RankConfig
-from batchinfer.machine.garbage import loaded_for_good
+from batchinfer.machine.garbage import freeze_existing_objects
 from batchinfer.machine.memory import peak_memory
 from batchinfer.machine.spawning import receiving
 from batchinfer.pipeline.workers.endings import failure, leave, settle
@@ -23,7 +23,7 @@ def main(spec: WorkerSpec, rank_config: RankConfig, connection: Connection[Any, 
     try:
         settle(spec.place)
         follower = RankLoading(spec, rank_config, parent).follower()
-        with loaded_for_good():
+        with freeze_existing_objects():
             _follow(follower, parent)
     except EOFError:  # rank 0 is gone
         leave(0)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import ray
 
 from batchinfer.core.errors import Unavailable
-from batchinfer.machine.cpus import divided_cores, usable_cpus
+from batchinfer.machine.cpus import split_cores, usable_cpus
 from batchinfer.machine.memory import available_memory
 from batchinfer.pipeline.workers.endings import failure
 from batchinfer.pipeline.workers.loading import imported
@@ -156,7 +156,7 @@ class EngineActor(MessageActor):
         if facts.machine.device == "cuda":
             places = [EnginePlace(gpu=gpu) for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",")[:ranks]]
         elif self._cpus >= usable_cpus():
-            places = [EnginePlace(cores) for cores in divided_cores(ranks)]
+            places = [EnginePlace(cores) for cores in split_cores(ranks)]
         else:  # other engines use the rest of the node, and which cores they use is unknown
             places = [EnginePlace()] * ranks
         own, *others = (

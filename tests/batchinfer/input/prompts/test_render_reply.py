@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import Unavailable
-from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
+from batchinfer.core.reasoning import CLOSED, NO_MARKER, OPEN
 from batchinfer.core.request import RowError
 from batchinfer.input.prompts.prepared.rows import FurtherPrompts, Prepared, PreparedRows, PreparedRungs
 from batchinfer.input.prompts.render_reply import BadReply, pack_failure, pack_reply, unpack_reply
@@ -27,7 +27,7 @@ def some_rows() -> PreparedRows:
     facts.note({"id": None, "label": None, "text": ""})
     int32s = [np.array(column, np.int32) for column in ([0, 0, 1], [9, 0, 4], [2, 0, 1])]
     errors = {1: RowError("bad_json", "input", "line 2")}
-    tokens, openings = np.array([1, 99, 3], np.int32), np.array([OPEN, UNSAID, CLOSED], np.int8)
+    tokens, openings = np.array([1, 99, 3], np.int32), np.array([OPEN, NO_MARKER, CLOSED], np.int8)
     rung = PreparedRungs(
         np.array([1, -1, -1], np.int32), np.array([7, 0, 0], np.int32), b"k" * 32 + bytes(64)
     )
@@ -66,7 +66,7 @@ def consistent(rows: PreparedRows) -> bool:
     assert set(rung.params_of.tolist()) <= {-1, *range(len(prompts.params))}
     assert (len(rung.keys), len(rung.max_tokens)) == (32 * len(rows), len(rows))
     assert (rung.params_of[prompts.counts == 0] == -1).all()
-    assert set(prompts.openings.tolist()) <= {UNSAID, OPEN, CLOSED}
+    assert set(prompts.openings.tolist()) <= {NO_MARKER, OPEN, CLOSED}
     assert len(prompts.openings) == len(rows)
     return set(prompts.errors) == set(np.flatnonzero(prompts.counts == 0).tolist())
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
+from batchinfer.core.reasoning import CLOSED, NO_MARKER, OPEN
 from batchinfer.input.tokenizer.reasoning_styles import PromptEnds, find_reasoning
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from tests.checkpoints import make_tokenizer
@@ -54,13 +54,13 @@ def test_a_checkpoint_that_names_no_reasoning_has_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "messages", "arguments", "ends"), [
-    ("qwen3", ASKED, {}, UNSAID),
-    ("qwen3", BEFORE, {}, UNSAID),
+    ("qwen3", ASKED, {}, NO_MARKER),
+    ("qwen3", BEFORE, {}, NO_MARKER),
     ("qwen3", ASKED, {"enable_thinking": False}, CLOSED),
     ("deepseek-r1", BEFORE, {}, OPEN),
-    ("gpt-oss", BEFORE, {}, UNSAID),
-    ("magistral", ASKED, {}, UNSAID),
-    ("magistral", BEFORE, {}, UNSAID),
+    ("gpt-oss", BEFORE, {}, NO_MARKER),
+    ("magistral", ASKED, {}, NO_MARKER),
+    ("magistral", BEFORE, {}, NO_MARKER),
     ("nemotron", ASKED, {}, OPEN),
     ("nemotron", OFF, {}, CLOSED),
 ])  # fmt: skip
@@ -79,4 +79,4 @@ def test_a_prompt_says_whether_it_has_begun_the_reasoning(
     ]
     counts = np.array([len(prompt) for prompt in prompts], np.int32)
     found = PromptEnds(reasoning.tokens, tokenizer).of(np.concatenate(prompts), counts)
-    assert found.tolist() == [ends, UNSAID, ends, OPEN, CLOSED, UNSAID]
+    assert found.tolist() == [ends, NO_MARKER, ends, OPEN, CLOSED, NO_MARKER]

@@ -205,7 +205,7 @@ def test_a_run_that_ray_cannot_have_is_refused(tmp_path: Path, monkeypatch: pyte
 def test_engines_know_their_share_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks have cores of their own only if the engine has the whole node."""
     monkeypatch.setattr(engine_actor, "usable_cpus", lambda: 8)
-    monkeypatch.setattr(engine_actor, "divided_cores", lambda parts: [(number,) for number in range(parts)])
+    monkeypatch.setattr(engine_actor, "split_cores", lambda parts: [(number,) for number in range(parts)])
     actor = object.__new__(EngineActor)
     spec = WorkerSpec(LoadConfig(tmp_path, "float32", "cpu"), None)
     spec = replace(spec, others=(spec,))

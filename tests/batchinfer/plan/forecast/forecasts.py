@@ -8,7 +8,7 @@ import pytest
 
 from batchinfer.job import load_job
 from batchinfer.machine import facts
-from batchinfer.machine.devices import devices_called, devices_of
+from batchinfer.machine.devices import devices_by_name, devices_of
 from batchinfer.machine.hardware import Hardware
 from batchinfer.plan.forecast import job
 from batchinfer.plan.forecast.job import JobForecast, forecast_job
@@ -24,7 +24,7 @@ def planned(
     sample: int | None = None,
 ) -> JobForecast:
     """Return what `batchinfer plan` knows of a job, here or on another machine."""
-    machine = devices_called(hardware) if isinstance(hardware, str) else hardware and devices_of(hardware)
+    machine = devices_by_name(hardware) if isinstance(hardware, str) else hardware and devices_of(hardware)
     said: list[str] = [] if notices is None else notices
     return forecast_job(load_job(path, settings), lambda at: None, said.append, machine, sample)
 

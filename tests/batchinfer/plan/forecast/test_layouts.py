@@ -17,9 +17,9 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.ranks.division import Division
 from batchinfer.filesystem.state import state_of
 from batchinfer.job import load_job
-from batchinfer.machine.devices import devices_called
+from batchinfer.machine.devices import devices_by_name
 from batchinfer.machine.facts import MachineFacts
-from batchinfer.machine.hardware import hardware_called
+from batchinfer.machine.hardware import hardware_by_name
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast import engine as engine_module
 from batchinfer.plan.forecast import job as job_module
@@ -66,17 +66,17 @@ def job_of(folder: Path, model: Path, rows: int, output: int, words: int = 4, **
 
 
 def test_several_devices_have_names() -> None:
-    one, eight, machines = (devices_called(name) for name in ("h100", "8xh100", "2x8xL4"))
+    one, eight, machines = (devices_by_name(name) for name in ("h100", "8xh100", "2x8xL4"))
     assert (one.count, eight.count, machines.count) == (1, 8, 16)
-    assert one.hardware == eight.hardware == hardware_called("h100")
+    assert one.hardware == eight.hardware == hardware_by_name("h100")
     assert eight.name == "8 × NVIDIA H100 80GB HBM3"
     assert machines.name == "2 machines with 8 × NVIDIA L4 each"
     assert eight.link_among(8) == eight.link_among(2) == eight.link
     assert (machines.link_among(4), machines.link_among(16)) == (machines.link, machines.network)
-    assert eight.link.bytes_per_s > devices_called("8xh100-pcie").link.bytes_per_s
+    assert eight.link.bytes_per_s > devices_by_name("8xh100-pcie").link.bytes_per_s
     for wrong in ("0xh100", "9x8xh100", "8xh1000"):
         with pytest.raises(UsageError):
-            devices_called(wrong)
+            devices_by_name(wrong)
 
 
 def test_candidates_leave_no_device_idle_that_could_work() -> None:
@@ -156,10 +156,10 @@ def test_ranks_on_several_machines_are_not_offered(tmp_path: Path) -> None:
 
 
 def test_stages_send_over_the_slowest_link_between_them() -> None:
-    setting = setting_of(hardware_called("h100"))
+    setting = setting_of(hardware_by_name("h100"))
     divided = shard_into_stages(llama_spec(4, 512, 1408, 8, 4, 64, 32_000), Division(4, 2), setting)
     for name, between in (("8xh100", "link"), ("2x4xh100", "network")):
-        devices = devices_called(name)
+        devices = devices_by_name(name)
         first, last = (stage.sends for stage in divided.stages(devices, 2, all_logits=False))
         assert (first.link, first.next_link) == (devices.link, getattr(devices, between))
         assert (last.link, last.next_link) == (devices.link, None)
@@ -281,7 +281,7 @@ def test_the_simulation_is_near_published_figures(tmp_path: Path, llama_70b: Pat
     }
     seqs = 1280 if figure.rows == 1280 else 1024
     path = write_job(tmp_path, llama_70b, people(1), model=coded, engine={"max_num_seqs": seqs})
-    job, devices = load_job(path), devices_called(figure.gpus)
+    job, devices = load_job(path), devices_by_name(figure.gpus)
     setup = check_setup(job, state_of(job), MachineFacts(devices.hardware))
     setup = replace(setup, setting=setup.setting.with_placement(division=Division(figure.tensor)))
     machine, _ = simulated_engine(job, setup, figure.prompt + figure.output, devices, learns=False)
@@ -308,7 +308,7 @@ def test_names_say_what_a_layout_is() -> None:
 
 def test_one_gpus_host_launches_several_steps_at_once(tmp_path: Path, model: Path) -> None:
     """In a forecast, too: not where heads or a model beside propose drafts, or ranks follow."""
-    job, devices = load_job(write_job(tmp_path, model, people(1))), devices_called("2xh100")
+    job, devices = load_job(write_job(tmp_path, model, people(1))), devices_by_name("2xh100")
     found = check_setup(job, state_of(job), MachineFacts(devices.hardware))
     room = engine_module.engine_room(job, found, 100)
     cases: list[dict[str, Any]] = [{}, {"division": Division(2)}, {"heads": Mock()}, {"beside": Mock()}]

@@ -11,7 +11,7 @@ import pytest
 
 from batchinfer.core.errors import UsageError
 from batchinfer.machine.datasheet import NAMES, datasheet
-from batchinfer.machine.hardware import Hardware, hardware_called
+from batchinfer.machine.hardware import Hardware, hardware_by_name
 from batchinfer.plan.forecast.job import PREFIXES_SHOWN
 from batchinfer.plan.forecast.text import forecast_json
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
@@ -33,15 +33,15 @@ def test_a_job_is_forecast_for_a_machine_that_is_not_here(tmp_path: Path, model:
 
 def test_every_name_is_that_of_a_datasheet() -> None:
     for name, gpu in NAMES.items():
-        found = hardware_called(name)
+        found = hardware_by_name(name)
         assert found.memory_bytes == datasheet(gpu).memory_bytes
         assert found.peaks("float16") is not None
-        assert hardware_called(gpu) == found
+        assert hardware_by_name(gpu) == found
 
 
 def test_an_unknown_machine_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(UsageError, match=r"no GPU called 'h1000' is known; those that are: t4, .*h100, "):
-        hardware_called("h1000")
+        hardware_by_name("h1000")
 
 
 def test_shared_prefixes_are_a_tree(tmp_path: Path, model: Path) -> None:

@@ -29,7 +29,7 @@ CORES = MachineFacts(CPU, cores=6, free_memory=90 << 30)
 def eight(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Give each process one of eight cores."""
     cores = [(number,) for number in range(8)]
-    monkeypatch.setattr("batchinfer.pipeline.workers.worker_specs.divided_cores", lambda parts: cores[:parts])
+    monkeypatch.setattr("batchinfer.pipeline.workers.worker_specs.split_cores", lambda parts: cores[:parts])
     return cores
 
 
@@ -56,7 +56,7 @@ def test_one_engine_a_gpu(
 
 def test_engines_share_a_cpu(tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = [(0, 1), (2, 3), (4, 5)]
-    monkeypatch.setattr("batchinfer.pipeline.workers.worker_specs.divided_cores", lambda parts: cores[:parts])
+    monkeypatch.setattr("batchinfer.pipeline.workers.worker_specs.split_cores", lambda parts: cores[:parts])
     settings = (("engine.data_parallel", "3"), ("engine.threads", "5"), ("engine.kv_memory", "9GiB"))
     job = job_of(tmp_path, ("model.dtype", "bfloat16"), *settings)
     setting = resolve(job, checkpoint, CORES)

@@ -12,7 +12,7 @@ from batchinfer.core.errors import JobFileError
 from batchinfer.job import Job, load_job
 from batchinfer.machine import hardware
 from batchinfer.machine.facts import MachineFacts, this_machine
-from batchinfer.machine.hardware import Hardware, hardware_called
+from batchinfer.machine.hardware import Hardware, hardware_by_name
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.spec.spec import AttentionSpec
 from batchinfer.plan.setup import numerics
@@ -31,7 +31,7 @@ GPU_HERE = MachineFacts(Hardware("a GPU", "cuda", None, None), gpus=())
 
 
 def named(name: str) -> MachineFacts:
-    return MachineFacts(hardware_called(name))
+    return MachineFacts(hardware_by_name(name))
 
 
 def job_of(folder: Path, *settings: tuple[str, str]) -> Job:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.core.statistics.survival import Survival
+from batchinfer.core.statistics.survival import SurvivalCurve
 
 ANSWERS = 20_000
 
@@ -26,7 +26,7 @@ def test_cut_answers_do_not_make_answers_look_short(kind: str) -> None:
     }[kind]
     most = rng.choice([8, 32, 64, 256], ANSWERS)
     seen = np.minimum(lengths, most)
-    found = Survival.of(seen, lengths > most)
+    found = SurvivalCurve.of(seen, lengths > most)
     shares = (np.arange(2000) + 0.5) / 2000
     for bound in (16, 100, 256):
         truth = np.minimum(lengths, bound).mean()
@@ -37,7 +37,7 @@ def test_cut_answers_do_not_make_answers_look_short(kind: str) -> None:
 
 def test_beyond_what_was_seen_answers_go_on_ending() -> None:
     """Nine of ten end by 50 and all others were cut at 64: what has 256 tokens of room does not take them all."""
-    found = Survival.of(np.append(np.arange(1, 51).repeat(9), np.full(50, 64)), np.arange(500) >= 450)
+    found = SurvivalCurve.of(np.append(np.arange(1, 51).repeat(9), np.full(50, 64)), np.arange(500) >= 450)
     assert found.length(0.95, 64) == 64
     assert 64 < found.length(0.95, 256) < 128
     assert found.length(0.999, 100) == 100
@@ -48,7 +48,7 @@ def test_beyond_what_was_seen_answers_go_on_ending() -> None:
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=60), st.integers(1, 80))
 def test_lengths_rise_with_the_share_and_stay_within_bounds(seen: list[tuple[int, bool]], most: int) -> None:
     lengths, cut = np.array([one[0] for one in seen]), np.array([one[1] for one in seen])
-    found = Survival.of(lengths, cut)
+    found = SurvivalCurve.of(lengths, cut)
     assert (found is None) == cut.all()
     if found is None:
         return

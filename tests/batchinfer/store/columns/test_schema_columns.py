@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.core.exact_json import written
+from batchinfer.core.exact_json import write_exactly
 from batchinfer.store.columns.column_kinds import Unfit
 from batchinfer.store.columns.schema_columns import MAX_COLUMNS, NoColumns, schema_columns
 from tests.examples import examples
@@ -272,4 +272,4 @@ def test_values_come_back_from_parquet_and_duckdb(tmp_path_factory, data, pair):
 )
 @settings(max_examples=examples(20, 60), deadline=None)
 def test_written_json_is_what_was_parsed(value):
-    assert json.loads(written(value), parse_float=Decimal) == value
+    assert json.loads(write_exactly(value), parse_float=Decimal) == value

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID, Reasoning
+from batchinfer.core.reasoning import CLOSED, NO_MARKER, OPEN, Reasoning
 from batchinfer.input.tokenizer.reasoning_styles import find_reasoning
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.store.index.index import OPENING
@@ -36,7 +36,7 @@ def ids_of(name: str, text: str) -> list[int]:
     return list(family(name)[0].rust.encode(text, add_special_tokens=False).ids)
 
 
-def split(name: str, text: str, opening: int = UNSAID, limit: int | None = None) -> SplitAnswer:
+def split(name: str, text: str, opening: int = NO_MARKER, limit: int | None = None) -> SplitAnswer:
     tokenizer, reasoning = family(name)
     (found,) = split_reasoning([StoredAnswer(ids_of(name, text), limit, opening)], reasoning, tokenizer)
     return found
@@ -51,27 +51,27 @@ HARMONY = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>f
 
 
 @pytest.mark.parametrize(("name", "text", "opening", "told"), [
-    ("qwen3", THINK + " Two<|im_end|>", UNSAID, (" Two", "A\nhm", 6)),
-    ("qwen3", "Two <think>x</think>", UNSAID, ("Two <think>x</think>", None, 0)),
-    ("qwen3", "<think>x</think> \nTwo", UNSAID, ("Two", "x", 1)),
-    ("qwen3", "<think>hm, <|im_end|>", UNSAID, (None, "hm,", 5)),
+    ("qwen3", THINK + " Two<|im_end|>", NO_MARKER, (" Two", "A\nhm", 6)),
+    ("qwen3", "Two <think>x</think>", NO_MARKER, ("Two <think>x</think>", None, 0)),
+    ("qwen3", "<think>x</think> \nTwo", NO_MARKER, ("Two", "x", 1)),
+    ("qwen3", "<think>hm, <|im_end|>", NO_MARKER, (None, "hm,", 5)),
     ("qwen3", "Two</think>", CLOSED, ("Two</think>", None, 0)),
     ("deepseek-r1", "hm\n</think>\n\nTwo", OPEN, ("Two", "hm", 3)),
     ("deepseek-r1", "</think>", OPEN, ("", None, 0)),
     ("deepseek-r1", "", OPEN, (None, None, 0)),
-    ("qwen3", "<think></think>\n\nTwo", UNSAID, ("Two", None, 0)),
-    ("qwen3", "<think>\n\n</think>\n\nTwo", UNSAID, ("Two", None, 2)),
-    ("gpt-oss", HARMONY.replace("hm", "") + "Two", UNSAID, ("Two", None, 0)),
-    ("granite", "Here is my thought process: Here is my response: Two", UNSAID, ("Two", None, 1)),
+    ("qwen3", "<think></think>\n\nTwo", NO_MARKER, ("Two", None, 0)),
+    ("qwen3", "<think>\n\n</think>\n\nTwo", NO_MARKER, ("Two", None, 2)),
+    ("gpt-oss", HARMONY.replace("hm", "") + "Two", NO_MARKER, ("Two", None, 0)),
+    ("granite", "Here is my thought process: Here is my response: Two", NO_MARKER, ("Two", None, 1)),
     ("deepseek-r1", "hm", OPEN, (None, "hm", 2)),
-    ("gpt-oss", HARMONY + "Two<|return|>", UNSAID, ("Two", "hm", 2)),
-    ("gpt-oss", TWO_MESSAGES, UNSAID, ("Two", "hm\nso", 4 + len("assistantcommentary") + 4)),
-    ("gpt-oss", "<|channel|>final<|message|>Two", UNSAID, ("Two", None, 0)),
-    ("gpt-oss", HARMONY[: -len("<|message|>")], UNSAID, (None, "hm", 2)),
-    ("magistral", "[THINK]hm[/THINK]Two", UNSAID, ("Two", "hm", 2)),
-    ("granite", "Here is my thought process: hm\n\nHere is my response: Two", UNSAID, ("Two", "hm", 5)),
-    ("granite", "Here is my thought process: hm", UNSAID, (None, "hm", 3)),
-    ("granite", "Two", UNSAID, ("Two", None, 0)),
+    ("gpt-oss", HARMONY + "Two<|return|>", NO_MARKER, ("Two", "hm", 2)),
+    ("gpt-oss", TWO_MESSAGES, NO_MARKER, ("Two", "hm\nso", 4 + len("assistantcommentary") + 4)),
+    ("gpt-oss", "<|channel|>final<|message|>Two", NO_MARKER, ("Two", None, 0)),
+    ("gpt-oss", HARMONY[: -len("<|message|>")], NO_MARKER, (None, "hm", 2)),
+    ("magistral", "[THINK]hm[/THINK]Two", NO_MARKER, ("Two", "hm", 2)),
+    ("granite", "Here is my thought process: hm\n\nHere is my response: Two", NO_MARKER, ("Two", "hm", 5)),
+    ("granite", "Here is my thought process: hm", NO_MARKER, (None, "hm", 3)),
+    ("granite", "Two", NO_MARKER, ("Two", None, 0)),
     ("nemotron", "hm</think>Two", OPEN, ("Two", "hm", 2)),
 ])  # fmt: skip
 def test_each_family_is_read(
@@ -84,7 +84,7 @@ def test_each_family_is_read(
 def test_the_token_that_ends_an_answer_is_no_reasoning(name: str) -> None:
     """It is counted if it is sampled and the answer goes on."""
     tokenizer, reasoning = family(name)
-    opening = OPEN if name == "deepseek-r1" else UNSAID
+    opening = OPEN if name == "deepseek-r1" else NO_MARKER
     begin = "" if opening == OPEN else reasoning.begin
     eos = ids_of(
         name, {"qwen3": "<|im_end|>", "deepseek-r1": "<｜end▁of▁sentence｜>", "gpt-oss": "<|return|>"}[name]
@@ -102,7 +102,7 @@ def test_a_result_does_not_count_the_token_that_ended_an_answer() -> None:
     tokenizer, reasoning = family("qwen3")
     ids = ids_of("qwen3", "<think>hm<|im_end|>")
     ends = [("stop", None), ("stop", 9), ("length", None)]
-    rows = pa.table({OPENING.name: [UNSAID] * 3, "error_code": pa.nulls(3, pa.string())})
+    rows = pa.table({OPENING.name: [NO_MARKER] * 3, "error_code": pa.nulls(3, pa.string())})
     matched = pa.table(
         {
             "row_id": [0, 1, 2],
@@ -131,7 +131,9 @@ def test_any_texts_are_told_apart(pairs: list[tuple[str, str, str]]) -> None:
         tokenizer, reasoning = family(name)
         ours = [(inside, behind) for inside, behind, other in pairs if other == name]
         answers = [
-            StoredAnswer(ids_of(name, reasoning.begin + a + reasoning.end + reasoning.gap + b), None, UNSAID)
+            StoredAnswer(
+                ids_of(name, reasoning.begin + a + reasoning.end + reasoning.gap + b), None, NO_MARKER
+            )
             for a, b in ours
         ]
         told = split_reasoning(answers, reasoning, tokenizer)

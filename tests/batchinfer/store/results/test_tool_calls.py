@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.core.reasoning import UNSAID
+from batchinfer.core.reasoning import NO_MARKER
 from batchinfer.core.tool_calls import CALL_STYLES, Call, CallStyle, CallStyleName
 from batchinfer.input.tokenizer.reasoning_styles import find_reasoning
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ def told(
     tokenizer, style = family(name)
     ids = list(tokenizer.rust.encode(text, add_special_tokens=False).ids)
     reader = AnswerReader(find_reasoning("auto", tokenizer), style, tokenizer)
-    one = CallingAnswer(StoredAnswer(ids, limit, UNSAID), b"key", tools, True)
+    one = CallingAnswer(StoredAnswer(ids, limit, NO_MARKER), b"key", tools, True)
     split, calls = split_calls([one], style, reader._split, tokenizer)
     return split[0], calls[0]
 
@@ -344,7 +344,7 @@ def test_a_stop_string_cuts_the_text_with_its_tokens() -> None:
 def test_rows_without_tools_call_none_and_ids_repeat() -> None:
     text = '<tool_call>{"name": "f"}</tool_call>'
     assert told("qwen3", text, tools=None) == (SplitAnswer(text, None, 0), [])
-    answer = StoredAnswer([], None, UNSAID)
+    answer = StoredAnswer([], None, NO_MARKER)
     rows = [
         CallingAnswer(answer, key, KNOWN, whole) for key, whole in ((b"a", True), (b"b", True), (b"a", False))
     ]
