@@ -15,25 +15,18 @@ FOLDERS = ("batchinfer", "docs", "jobs", "kernels", "tests")
 PATTERNS_THEMSELVES = {"prose.py", "test_prose.py"}
 # Lower a number when you have rewritten lines. A room without a number may have no such line.
 CEILINGS = {
-    "batchinfer": 1,
-    "bench": 30,
-    "cli": 22,
-    "core": 132,
-    "docs": 652,
+    "cli": 7,
+    "core": 2,
+    "docs": 611,
     "engine": 1,
-    "filesystem": 0,
-    "job": 102,
+    "job": 23,
     "jobs": 13,
-    "kernels": 0,
-    "machine": 53,
     "models": 190,
     "pages": 4,
-    "pipeline": 0,
-    "plan": 237,
-    "report": 0,
-    "store": 3,
-    "tests": 1055,
-    "verbs": 60,
+    "plan": 39,
+    "store": 2,
+    "tests": 1039,
+    "verbs": 9,
 }
 
 
