@@ -11,14 +11,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import pyarrow as pa
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from batchinfer.job import Job
 from batchinfer.job.wording import options, section_of
+from batchinfer.report.tables.columns.declared import COLUMNS
+from batchinfer.report.tables.exit_status import MEANINGS
 
 DOCS = Path(__file__).parents[1] / "docs"
 FIX = "run `make reference`"
+_ENTRIES = " ('entries')"  # pyarrow's note in the names of map types
 _BLOCK = re.compile(r"<!-- (\w+): ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -53,12 +57,28 @@ def _default(info: FieldInfo) -> str:
     return f"`{default if isinstance(default, str) else json.dumps(default)}`"
 
 
+def columns(table: str) -> Iterator[str]:
+    """Yield the rows of the columns of a report table."""
+    yield from ("| column | type | unit | meaning |", "|---|---|---|---|")
+    for column in COLUMNS[table]:
+        kind = "timestamp UTC" if pa.types.is_timestamp(column.type) else str(column.type)
+        yield f"| `{column.name}` | {kind.removesuffix(_ENTRIES)} | {column.unit} | {column.meaning} |"
+
+
+def statuses(_: str) -> Iterator[str]:
+    """Yield the rows of all values of `exit_status`."""
+    yield from ("| `exit_status` | meaning |", "|---|---|")
+    yield from (f"| `{status}` | {meaning} |" for status, meaning in MEANINGS.items())
+
+
 SECTIONS = {key: inner for key in options(Job) if (inner := section_of(Job, key))}
 # For each kind: the names of all tables, and a function that returns the lines of a table
 KINDS: dict[str, tuple[Iterable[str], Callable[[str], Iterable[str]]]] = {
     "keys": (("job", *SECTIONS), keys),
+    "columns": (COLUMNS, columns),
+    "statuses": (("all",), statuses),
 }
-PAGES = {"job-file.md": "keys"}
+PAGES = {"job-file.md": ("keys",), "report.md": ("columns", "statuses")}
 
 
 def generated(text: str) -> str:
@@ -74,15 +94,14 @@ def generated(text: str) -> str:
 
 
 def named(page: str) -> list[str]:
-    """Return the names of the tables of a page, in order."""
-    return [
-        name for _, names in _BLOCK.findall((DOCS / page).read_text("utf-8")) for name in names.split(", ")
-    ]
+    """Return the kinds and names of the tables of a page, as in `columns: run`."""
+    found = _BLOCK.findall((DOCS / page).read_text("utf-8"))
+    return [f"{kind}: {name}" for kind, names in found for name in names.split(", ")]
 
 
 def names(page: str) -> list[str]:
-    """Return the names of the tables that a page must have."""
-    return list(KINDS[PAGES[page]][0])
+    """Return the kinds and names of the tables that a page must have."""
+    return [f"{kind}: {name}" for kind in PAGES[page] for name in KINDS[kind][0]]
 
 
 if __name__ == "__main__":

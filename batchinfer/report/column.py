@@ -18,7 +18,7 @@ class Column:
     name: str
     type: pa.DataType
     unit: str  # empty for names, texts and timestamps
-    meaning: str  # the description in docs/report.md
+    meaning: str  # Markdown for docs/report.md; links are relative to docs/
     sql: str = ""  # a DuckDB expression over the source of the table
     formula: Formula | None = None  # computes the value from earlier columns of the row
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from batchinfer.core.text import without_markup
 from batchinfer.report.page.figures import Amount, Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import PageSection
@@ -25,7 +26,7 @@ def all_columns(run: ReportedRun) -> PageSection:
             column.name,
             Amount(_value(run.row[column.name]), column.unit),
             column.unit,
-            column.meaning.replace("`", ""),
+            without_markup(column.meaning),
         )
         for column in RUN_COLUMNS
     ]

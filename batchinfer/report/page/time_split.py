@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from batchinfer.core.text import without_markup
 from batchinfer.core.wording import seconds
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
@@ -47,7 +48,9 @@ _ENGINE: _Level = (
     [("model and sampler", "model_s"), ("overhead in steps", "overhead_s"), ("idle between steps", "idle_s")],
 )
 # the table already shows the whole that a column is part of
-_MEANINGS = {column.name: re.sub("^of [^:]*: |`", "", column.meaning) for column in RUN_COLUMNS}
+_MEANINGS = {
+    column.name: re.sub("^part of [^:]*: ", "", without_markup(column.meaning)) for column in RUN_COLUMNS
+}
 
 
 def time_split(run: ReportedRun) -> PageSection:

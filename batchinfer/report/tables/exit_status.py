@@ -6,7 +6,7 @@ PUBLISHED = "published"
 ALREADY_PUBLISHED = "already published"
 OVER_BUDGET = "over budget"
 
-# Meanings of the values, as in docs/report.md. The values of errors are also in core/errors.py.
+# Meanings of the values, for docs/report.md. The values of errors are also in core/errors.py.
 MEANINGS = {
     PUBLISHED: "the results are in place",
     ALREADY_PUBLISHED: "nothing was missing: an earlier run published these very results",

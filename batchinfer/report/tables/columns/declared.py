@@ -1,6 +1,6 @@
 """The tables of the report, with their columns and schemas.
 
-Schemas, rows and sums follow from the declarations of columns. A test compares their descriptions with docs/report.md.
+Schemas, rows and sums follow from the declarations of columns, and so do the tables of docs/report.md.
 Null always means unknown, never zero.
 """
 
@@ -90,14 +90,3 @@ def completed(row: dict[str, Any], columns: Sequence[Column]) -> dict[str, Any]:
         if column.formula is not None:
             row[column.name] = column.formula(row)
     return {column.name: row[column.name] for column in columns}
-
-
-def markdown(columns: Sequence[Column]) -> str:
-    """Return the columns as a Markdown table for docs/report.md."""
-    head = ["| column | type | unit | meaning |", "|---|---|---|---|"]
-    lines = [f"| `{c.name}` | {_type_name(c.type)} | {c.unit} | {c.meaning} |" for c in columns]
-    return "\n".join([*head, *lines])
-
-
-def _type_name(kind: pa.DataType) -> str:
-    return "timestamp UTC" if pa.types.is_timestamp(kind) else str(kind).removesuffix(" ('entries')")
