@@ -180,7 +180,7 @@ def test_adapters_that_a_job_does_not_have(
     ({"use_dora": True}, "lora_magnitude_vector is missing"),
     ({"peft_type": "IA3"}, "only LORA is computed"),
     ({"bias": "all"}, "biases of an adapter"),
-    ({"modules_to_save": ["lm_head"]}, "whole modules"),
+    ({"modules_to_save": ["lm_head"]}, "complete modules"),
     ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
     ({"alpha_pattern": {".*q_proj": 3}}, "alpha_pattern"),
     ({"lora_alpha": "many"}, "lora_alpha"),

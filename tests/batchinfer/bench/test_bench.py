@@ -224,13 +224,13 @@ def test_stored_codes_are_dequantised_on_a_cpu_and_refused_where_there_are_none(
         ("tiny", "tiny runs on dummy weights"),
         (str(fp8 / "plain"), "stores no weights that can"),
     ):
-        with pytest.raises(UsageError, match=f"--quantization is 'stored', and .*{why}"):
+        with pytest.raises(UsageError, match=f"--quantization is 'stored', but .*{why}"):
             bench("decode", rows=2, model=model, quantization="stored")
 
 
 def test_codes_of_latents_are_refused(tmp_path):
     make_checkpoint(tmp_path / "model", "deepseek_v3")
-    with pytest.raises(UsageError, match="--kv-cache-dtype is 'int8', and deepseek_v3 keeps latents"):
+    with pytest.raises(UsageError, match="--kv-cache-dtype is 'int8', but deepseek_v3 caches latents"):
         bench("decode", rows=2, model=str(tmp_path / "model"), kv_cache_dtype="int8")
 
 
