@@ -12,7 +12,7 @@ from batchinfer.models.spec.divisible import gated_halves, norm_readers
 from batchinfer.models.spec.spec import AttentionSpec, ExpertsSpec, LayerSpec, LinearSpec
 
 # An expert with fewer tokens is also calibrated on the tokens for which the router prefers it most. With 2 to 12 rows,
-# 512 leaves up to 11 % less error in the hidden states of a small model than 128 (docs/performance.md)
+# 512 leaves up to 11 % less error in the hidden states of a small model than 128 (docs/measurements/quantisation.md)
 MIN_EXPERT_TOKENS = 512
 # Exponents of channel sizes to try; 0 means no scaling
 POWERS = tuple(step / 10 for step in range(11))

@@ -21,7 +21,7 @@ from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.cost import ModelCost, StepShape
 
 # Efficiency of matrix products (relative to the float32 peak) and of factorisations (relative to half of it), measured
-# on an Emerald Rapids core with 158 GFLOP/s: see docs/performance.md, "The time of a calibration"
+# on an Emerald Rapids core with 158 GFLOP/s: see docs/measurements/quantisation.md
 PRODUCTS_EFFICIENCY, FACTORS_EFFICIENCY = 0.9, 0.6
 # Cost per value in FLOPs at the peak of the same core; measured times are 22, 2.3, 34 and about 20 ns
 SCALED_OPS, MADE_UP_OPS, SORTED_OPS, WEIGHT_OPS = 3500, 360, 5400, 3000
