@@ -22,9 +22,8 @@ def calibrated_time(device: str, dtype: str, quantization: str) -> StepTime | No
     here = detect(device)
     peaks, times = here.peaks(dtype, quantization), here.step_time(dtype, quantization)
     found = None if peaks is None or times is None else StepTime.calibrated(peaks, times)
-    return (
-        None if found is None else replace(found, first_use_s=0.0)
-    )  # the warm-up run has used the cache memory
+    # The warm-up run has used the cache memory
+    return None if found is None else replace(found, first_use_s=0.0)
 
 
 def forecast_seconds(loaded: LoadedModel, rows: Sequence[Row], time: StepTime) -> float:

@@ -24,9 +24,8 @@ def explain(error: Exception, as_line: bool) -> int:
 
 def _meant(error: Exception) -> BatchInferError:
     told = getattr(error, "format_message", None)
-    if (
-        told is not None
-    ):  # a usage error of click; typer bundles its own click, whose class cannot be imported
+    # A usage error of click; typer bundles its own click, whose class cannot be imported
+    if told is not None:
         instead = _INSTEAD.get(getattr(error, "option_name", ""), "see `batchinfer --help`")
         return UsageError(f"{told()} ({instead})")
     return classify_error(error)

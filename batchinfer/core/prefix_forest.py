@@ -54,9 +54,8 @@ class PrefixForest:
 
     def only(self, kept: NDArray[np.bool_]) -> PrefixForest:
         """Return the forest with only the kept nodes. Children and prompts of others move to the next kept ancestor."""
-        above = np.append(
-            np.where(kept, np.arange(len(self)), self.parent), ROOT
-        )  # index -1 (ROOT) is the last
+        # Index -1 (ROOT) is the last
+        above = np.append(np.where(kept, np.arange(len(self)), self.parent), ROOT)
         while (above[above] != above).any():
             above = above[above]
         number = np.append(np.cumsum(kept) - 1, ROOT).astype(np.int32)[above]

@@ -214,9 +214,8 @@ class Completion:
     """The answer to a Request."""
 
     key: bytes
-    output: (
-        Output | None
-    )  # Tokens; a Vector if the request has a pooling; Scores of continuations; None: only an error
+    # Tokens; a Vector if the request has a pooling; Scores of continuations; None: only an error
+    output: Output | None
     finish_reason: FinishReason
     error: RowError | None = None
     engine_class: str | None = None  # on a cluster, the machine class that computed the answer

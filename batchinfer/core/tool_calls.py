@@ -34,9 +34,8 @@ class CallStyle:
     """The format in which a checkpoint writes calls."""
 
     name: str  # of the format
-    shown: tuple[
-        tuple[int, str], ...
-    ] = ()  # ids and texts of special tokens in calls, which texts of answers omit
+    # Ids and texts of special tokens in calls, which texts of answers omit
+    shown: tuple[tuple[int, str], ...] = ()
     of_all: bool = False  # the job sets the format: calls are also read in rows without a list of tools
 
     def to_json(self) -> dict[str, Any]:

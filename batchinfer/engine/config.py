@@ -77,13 +77,11 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
-    kv_memory: int | float | None = (
-        None  # bytes, or a share of the memory that is free after loading the weights
-    )
+    # Bytes, or a share of the memory that is free after loading the weights
+    kv_memory: int | float | None = None
     prefix_caching: bool = True
-    memory: int | None = (
-        None  # bytes of host memory for a CPU engine, weights included; None: all free memory
-    )
+    # Bytes of host memory for a CPU engine, weights included; None: all free memory
+    memory: int | None = None
     peaks: Peaks | None = None  # peak speeds of this engine's share of the device
     logprobs: int | None = None  # the most log-probabilities per token that a row requests; None: no row does
     drafts: tuple[DraftName, ...] = ()  # draft sources

@@ -648,9 +648,8 @@ class Job(Section):
             identity["input"].pop(name, None)
         if "prompt" in identity:  # the contents of the file count instead, with the tokenizer's files
             identity["prompt"].pop("chat_template", None)
-        if (
-            self.model.quantization == "none"
-        ):  # the default of older results; the context of the work keys distinguishes it from auto
+        # The default of older results; the context of the work keys distinguishes it from auto
+        if self.model.quantization == "none":
             del identity["model"]["quantization"]
         output = dump["output"]
         identity |= {key: output[key] for key in _SHAPES_RESULTS if output.get(key)}

@@ -11,9 +11,8 @@ from batchinfer.job.scoring import DEFAULT_ANSWERS
 from batchinfer.job.yaml_tree import Finding, shorten
 
 Task = Literal["generate", "embed", "score", "classify", "rerank"]
-TASK_SECTIONS = tuple(
-    name for name in get_args(Task) if name != "generate"
-)  # each task has a section of its name
+# Each task has a section of its name
+TASK_SECTIONS = tuple(name for name in get_args(Task) if name != "generate")
 _ANSWERS = {
     "generate": "texts",
     "embed": "vectors",

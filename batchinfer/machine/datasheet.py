@@ -49,9 +49,8 @@ def _gpu(
 _V100_16 = _gpu(125, 15.7, None, 0.900, 16, bfloat16=False)  # V100 datasheet, SXM2 column
 _V100_32 = _gpu(125, 15.7, None, 0.900, 32, bfloat16=False)
 _A100_40 = _gpu(312, 19.5, 624, 1.555, 40)  # A100 datasheet, 40 GB
-_H100_SXM = _gpu(
-    989.4, 66.9, 1978.9, 3.35, 80, fp8=True
-)  # H100 Tensor Core GPU Architecture whitepaper, table 2, SXM5
+# H100 Tensor Core GPU Architecture whitepaper, table 2, SXM5
+_H100_SXM = _gpu(989.4, 66.9, 1978.9, 3.35, 80, fp8=True)
 
 _DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
     {

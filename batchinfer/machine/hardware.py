@@ -82,9 +82,8 @@ class Hardware:
     device: Device
     cores: int | None  # CPU cores that this process may use; None on a GPU
     memory_bytes: int | None
-    peak_flops: Mapping[str, float] = field(
-        default_factory=dict
-    )  # FLOP/s by dtype name, `int8` and `fp8` included
+    # FLOP/s by dtype name, `int8` and `fp8` included
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
     bandwidth: float | None = None  # bytes/s
     source: Source = "unknown"
     # Measured times of the parts of a step, by arithmetic; see batchinfer.plan.simulation.step_parts

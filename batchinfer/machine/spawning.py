@@ -228,9 +228,8 @@ def _imported(module: str, more: str) -> ModuleType:
     with pause_garbage_collector():
         imported = importlib.import_module(module)
         for name in filter(None, more.split(",")):
-            with suppress(
-                ImportError
-            ):  # the code that needs the module imports it again and reports the error
+            # The code that needs the module imports it again and reports the error
+            with suppress(ImportError):
                 importlib.import_module(name)
     gc.freeze()
     return imported

@@ -39,9 +39,8 @@ _BEGINNING = (
     "how far it is"
 )
 _EXPLAIN = re.compile(r"\s*EXPLAIN\s+(ANALYZE\s+)?(\([^)]*\)\s*)?", re.IGNORECASE)
-_PIVOT = re.compile(
-    r"\s*(PIVOT|WITH|FROM|SELECT)\b", re.IGNORECASE
-)  # DuckDB parses PIVOT as several statements
+# DuckDB parses PIVOT as several statements
+_PIVOT = re.compile(r"\s*(PIVOT|WITH|FROM|SELECT)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,9 +173,8 @@ def _body(row: Row, width: int) -> Iterator[str]:
 
 def _clipped(text: str, room: int) -> list[str]:
     """Return the first lines of a text, and how much was cut."""
-    part = text[
-        : room * MOST_LINES * 2
-    ]  # enough: combining accents aside, a line has at most `room` characters
+    # Enough: combining accents aside, a line has at most `room` characters
+    part = text[: room * MOST_LINES * 2]
     lines = [piece for line in printable(part).expandtabs(4).split("\n") for piece in _wrapped(line, room)]
     if len(lines) <= MOST_LINES and len(part) == len(text):
         return lines

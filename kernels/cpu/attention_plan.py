@@ -57,9 +57,8 @@ class Items:
     group: int  # query heads per KV head
     # (R,) int64: each row sees all keys up to this position; None: up to its own
     last_seen: Tensor | None = None
-    behind: Tensor | None = (
-        None  # (R,) int32: bits of a TreeMask for keys after last_seen; None: no further keys
-    )
+    # (R,) int32: bits of a TreeMask for keys after last_seen; None: no further keys
+    behind: Tensor | None = None
 
     def structure(self, tables: Tensor, group: int) -> PlanStructure:
         """Return the items as a C structure. Both tensors must outlive it.

@@ -114,9 +114,8 @@ def _prefill_attention_kernel(
             total, top, mass = fold(total, top, mass, part, lse)
     else:
         whole = begin
-        if (
-            not WINDOW
-        ):  # every row sees all keys up to the first row's position, or up to the end if not causal
+        # Every row sees all keys up to the first row's position, or up to the end if not causal
+        if not WINDOW:
             if CAUSAL:
                 whole = (first_at + 1) // TILE * TILE
                 if nearby_ptr is not None:

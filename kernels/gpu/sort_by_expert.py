@@ -32,9 +32,8 @@ class ExpertRows:
     tokens: Tensor  # (R,) int64: the token of each sorted row
     places: Tensor  # (R,) int64: the sorted index of row token × chosen + choice, or NOWHERE
     starts: Tensor  # (experts + 1,) int64: the first row of each expert
-    ends: (
-        Tensor  # (HEIGHTS, experts) int64: for each height, the cumulative number of tiles up to each expert
-    )
+    # (HEIGHTS, experts) int64: for each height, the cumulative number of tiles up to each expert
+    ends: Tensor
 
 
 @triton.jit(do_not_specialize=["rows"])  # the number of rows differs between steps

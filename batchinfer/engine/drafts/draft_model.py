@@ -99,9 +99,8 @@ class DraftModelSource:
         self._writer = PlanWriter(config.eos_token_ids, config.runner.wants)
         self._offset = int(config.head)  # heads read the next token at each position
         self._states: dict[Sequence, _RowState] = {}
-        self._contents: dict[
-            int, bytes
-        ] = {}  # content hashes of full prompt blocks that are computed, by block
+        # Content hashes of full prompt blocks that are computed, by block
+        self._contents: dict[int, bytes] = {}
         self._acceptance = NodeAcceptance()
 
     @property
@@ -358,9 +357,8 @@ class DraftModelSource:
         return not forced and len(own.tokens) < min(own.max_length, self._config.roots.max_model_len)
 
 
-_Kind = tuple[
-    bool, int, int
-]  # True if the row is sampled; rank of the token; level of its probability, see _level
+# True if the row is sampled; rank of the token; level of its probability, see _level
+_Kind = tuple[bool, int, int]
 
 
 class _Node(NamedTuple):

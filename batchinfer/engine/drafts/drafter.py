@@ -28,9 +28,8 @@ from batchinfer.engine.schedule.sequence import Sequence
 # Tokens that a source is queried for. Twice the drafts of a step, to have enough left after a rejected draft
 _MOST_FOUND = 2 * MOST_DRAFTS
 _PENALISED_TOKENS = 1 << 16  # maximum total length of the texts that penalties need for a row's drafts
-_MIN_EXPECTED = (
-    1.1  # accepted drafts that make up for a missed step, if a row with drafts misses the next one
-)
+# Accepted drafts that make up for a missed step, if a row with drafts misses the next one
+_MIN_EXPECTED = 1.1
 _SUFFICIENT = 6.0  # expected accepted tokens of a row from which on no further source is queried
 _DECAY = 0.002  # share of the acceptance counts that each step forgets
 

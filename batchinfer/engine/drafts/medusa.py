@@ -31,9 +31,8 @@ from batchinfer_kernels.cost import Cost, Peaks
 MOST_ROWS = 256  # maximum rows per query
 RANKS = 8  # candidates per head
 _NEWEST = 0.2  # weight of the newest proposal in a moving average
-_FORGOTTEN = (
-    0.01  # share of the measured slowness that a step forgets. Otherwise one slow proposal would be the last
-)
+# Share of the measured slowness that a step forgets. Otherwise one slow proposal would be the last
+_FORGOTTEN = 0.01
 # Prior acceptance rates: of a head's first candidate, and of each further one if the candidates before it are rejected
 _BELIEVED, _BELIEVED_NEXT = 0.75, 0.5
 

@@ -98,9 +98,8 @@ class _Replayed:
         Then block tables have only grown, because a preempted sequence would be missing in a step between.
         """
         same_size = self.size == size and size.queries == 1 and batch.follows
-        same_rows = (
-            self.batch.table_rows is batch.table_rows
-        )  # False for a step of another alternating engine
+        # False for a step of another alternating engine
+        same_rows = self.batch.table_rows is batch.table_rows
         return same_size and same_rows and [n + 1 for n in self.batch.context_lens] == batch.context_lens
 
 

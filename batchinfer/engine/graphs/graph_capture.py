@@ -16,9 +16,8 @@ from batchinfer.machine.garbage import pause_garbage_collector
 
 R = TypeVar("R")
 Replay = Callable[[], None]
-CAPTURE = (
-    "captur"  # part of the messages of CUDA (errors 900 to 908) and torch about work that cannot be captured
-)
+# Part of the messages of CUDA (errors 900 to 908) and torch about work that cannot be captured
+CAPTURE = "captur"
 
 
 @dataclass(frozen=True, slots=True)

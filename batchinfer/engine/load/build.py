@@ -68,9 +68,8 @@ class BuiltEngine:
 
     engine: AnyEngine
     info: EngineInfo
-    read_loads: Callable[
-        [], ExpertTokens
-    ]  # returns the tokens routed to each expert so far; waits for the device
+    # Returns the tokens routed to each expert so far; waits for the device
+    read_loads: Callable[[], ExpertTokens]
     account: RankAccount | None = None  # of this rank; None: the model is not sharded
 
 

@@ -42,9 +42,8 @@ class LoadedModel:
     masks: ConstraintMasks | None = None
     drafts: tuple[DraftName, ...] = ()  # draft sources; used only if the device's peaks are known
     proposer: AnyProposer | None = None  # a draft model or draft heads
-    turns: int = (
-        1  # engines that take turns (pipeline parallelism), each with these limits and a share of the cache
-    )
+    # Engines that take turns (pipeline parallelism), each with these limits and a share of the cache
+    turns: int = 1
 
     @property
     def _graphs(self) -> GraphSteps | None:

@@ -111,9 +111,8 @@ class Engine:
         self._drafting = None if drafter is None else Drafting(drafter, masks)
         self._plans = PlanWriter(limits.eos_token_ids, runner.wants)
         self._jump_forward_tokens = 0  # since the last sample
-        self._reported = _constraint_work(
-            masks
-        )  # work that is reported already, or was done for another engine
+        # Work that is reported already, or was done for another engine
+        self._reported = _constraint_work(masks)
         self._answers = frozenset({TOKENS})  # kinds of output of the unfinished requests
         self._started = clock()
         self._steps = 0

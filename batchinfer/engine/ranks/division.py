@@ -11,9 +11,8 @@ class Division:
 
     tensor: int = 1  # tensor-parallel ranks
     stages: int = 1  # pipeline stages
-    experts: int = (
-        1  # expert-parallel ranks: each has a share of the experts and all other weights of its layers
-    )
+    # expert-parallel ranks: each has a share of the experts and all other weights of its layers
+    experts: int = 1
 
     @property
     def ranks(self) -> int:
@@ -55,6 +54,5 @@ class RankConfig:
 
     rank: int
     division: Division
-    rendezvous: (
-        str  # path of a file, empty at first, to which each rank writes the address that it listens on
-    )
+    # Path of a file, empty at first, to which each rank writes the address that it listens on
+    rendezvous: str

@@ -28,9 +28,8 @@ class OutputLengths:
     def __init__(self) -> None:
         self._ended = [0] * BINS
         self._recent: deque[int] = deque()  # bins of the last MEMORY rows that have ended
-        self._dead = [0] * (
-            BINS + 1
-        )  # probability of ending before each bin, in units of 1 / CERTAIN; ascending
+        # Probability of ending before each bin, in units of 1 / CERTAIN; ascending
+        self._dead = [0] * (BINS + 1)
 
     def record(self, sequence: Sequence) -> None:
         """Add the length of a sequence that has ended."""

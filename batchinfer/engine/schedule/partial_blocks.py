@@ -83,21 +83,18 @@ class PartialBlocks:
     def __init__(self, tables: BlockTables, least: int | None) -> None:
         self._tables, self._pool = tables, tables.pool
         self._least = least
-        self._prompts = (
-            SortedPrompts()
-        )  # all sequences in the engine, and the newest one even if it has ended
+        # All sequences in the engine, and the newest one even if it has ended
+        self._prompts = SortedPrompts()
         self._newest: Sequence | None = None
         self._newest_ended = False
         self._holders = SortedPrompts()  # sequences that hold blocks
-        self._wanted: dict[
-            Sequence, PartialBlock
-        ] = {}  # the partial block that each sequence copies or has copied
+        # The partial block that each sequence copies or has copied
+        self._wanted: dict[Sequence, PartialBlock] = {}
         # Unused blocks that are copied from, until the step is launched
         self._pinned: list[int] = []
         self._newly_pinned: list[int] = []  # pinned by the newest `acquire`
-        self._copied: dict[
-            int, list[tuple[int, int, int]]
-        ] = {}  # in this step: target → (source, first, end)
+        # In this step: target → (source, first, end)
+        self._copied: dict[int, list[tuple[int, int, int]]] = {}
 
     def insert(self, sequence: Sequence) -> None:
         """Add a waiting sequence, and choose the partial block that it copies from an earlier sequence."""

@@ -87,9 +87,8 @@ class PromptScores:
             likeliest: The number of most likely tokens whose log-probabilities are stored per position.
         """
         self.branch, self.likeliest = Branch.of_prompt(prompt), likeliest
-        self._found: TokenLogprobs | None = (
-            None  # allocated with the first scores, because many prompts may wait
-        )
+        # Allocated with the first scores, because many prompts may wait
+        self._found: TokenLogprobs | None = None
         self._scored = 0  # number of leading tokens with scores
 
     @property

@@ -93,9 +93,8 @@ class Sequence:
     plain_greedy: bool  # True if each token is the argmax of the logits, except for a mask
     steady: bool  # True if sampling does not depend on earlier tokens and only tokens are returned
     pooling: Pooling | None  # pooling of the vector that the sequence returns instead of tokens, if any
-    scored: (
-        ScoredBranch | None
-    )  # the continuations that the sequence scores instead of generating tokens, if any
+    # The continuations that the sequence scores instead of generating tokens, if any
+    scored: ScoredBranch | None
     content_root: bytes  # digest of everything except token ids that its K and V depend on
     rope_offset: int  # row of the rotary tables for its first position
     classified: bool  # True if its vector is the output of the classification head
@@ -119,18 +118,16 @@ class Sequence:
     drafts: int = 0  # number of last tokens that are drafts, which the next step verifies
     draft_parents: list[int] = field(default_factory=list)  # see DraftTree; empty for a chain
     drafting: bool = False  # True if, because of drafts, it waits for the tokens of its next step
-    draft_masks: list[int] = field(
-        default_factory=list
-    )  # number of the mask after each draft, with a constraint
+    # Number of the mask after each draft, with a constraint
+    draft_masks: list[int] = field(default_factory=list)
     jump_forward_tokens: int = 0  # output tokens that were forced and not sampled
 
     # Written by the Scheduler. The Engine changes `status` between RUNNING and AWAITING_TOKENS
     status: SequenceStatus = SequenceStatus.WAITING
     arrival: int = 0  # order of arrival, unchanged by a preemption
     computed: int = 0  # leading tokens whose K and V are in the cache
-    computed_before_preemption: int = (
-        0  # maximum of `computed` before a preemption; these tokens are recomputed
-    )
+    # Maximum of `computed` before a preemption; these tokens are recomputed
+    computed_before_preemption: int = 0
     reserved: int = 0  # number of leading blocks that are reserved for it while it waits
     cached_tokens: int = 0  # prompt tokens taken from the cache
     preemptions: int = 0

@@ -18,9 +18,8 @@ from batchinfer_kernels.draft_tree import TreeMask
 class StepState:
     """The rows, block tables and sampling arguments of the latest plan. The next plan omits unchanged parts."""
 
-    first_block: int = (
-        0  # the block that plans call 0: earlier blocks belong to other engines on the same cache
-    )
+    # The block that plans call 0: earlier blocks belong to other engines on the same cache
+    first_block: int = 0
     tables: TableRows = field(init=False)
     adapters: AdapterPlaces = field(default_factory=AdapterPlaces)
     _rows: Longs = field(default_factory=lambda: np.zeros(0, np.int64))

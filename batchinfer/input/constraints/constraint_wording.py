@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
-_MOST_PARTS = (
-    200  # maximum number of subschemas that are checked one by one to locate a problem, at 1 ms each
-)
+# Maximum number of subschemas that are checked one by one to locate a problem, at 1 ms each
+_MOST_PARTS = 200
 _REGEX = "regex parse error:"
 # (pattern of llguidance's message, our wording)
 _REWORDINGS: tuple[tuple[str, str], ...] = (

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from batchinfer.job import Job
 
 _CHATS = ("user", "messages")  # kinds of prompts that the chat template renders
-_ANY_TIME = datetime(
-    2000, 1, 1, tzinfo=UTC
-)  # the time does not matter, since templates are only compiled here
+# The time does not matter, since templates are only compiled here
+_ANY_TIME = datetime(2000, 1, 1, tzinfo=UTC)
 _COLUMNS: tuple[Mode, ...] = ("messages", "text", "token_ids")
 
 

@@ -19,9 +19,8 @@ from batchinfer.input.rows import Values
 from batchinfer.machine.waiting import LOOK_S
 
 Tag = TypeVar("Tag")
-Happened = Callable[
-    [str, str, float, float], None
-]  # called with a process, its activity, start and end times
+# Called with a process, its activity, start and end times
+Happened = Callable[[str, str, float, float], None]
 _AHEAD = 2  # unfinished chunks per worker; an idle worker finds the next one ready
 
 

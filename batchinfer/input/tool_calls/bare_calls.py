@@ -17,9 +17,8 @@ PYTHON_TAG = "<|python_tag|>"
 _BEGIN = re.compile(
     rf"(?P<tag>{re.escape(PYTHON_TAG)}\s*+)?(?P<fence>```\w*+\s*+)?(?P<json>(?:\[\s*+)?\{{\s*+\")"
 )
-_MOST_READ = (
-    16  # limit on parsed characters per character of the answer; unfinished JSON is parsed at each object
-)
+# Limit on parsed characters per character of the answer; unfinished JSON is parsed at each object
+_MOST_READ = 16
 _FENCE_END = re.compile(r"\s*(?:```|\Z)")
 _NEXT = re.compile(r"\s*[;,]?\s*(?=[\[{])")
 _TAIL = re.compile(r"\s*[;,]?\s*\Z")

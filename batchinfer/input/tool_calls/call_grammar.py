@@ -16,9 +16,8 @@ from batchinfer.input.tool_calls.formats import HARMONY
 # The schemas of the arguments of a tool without parameters, and of a tool with an empty schema
 _NONE = '{"type": "object", "properties": {}, "additionalProperties": false}'
 _ANY = '{"type": "object"}'
-STYLES_WITHOUT_GRAMMAR = (
-    "qwen3-coder",
-)  # styles without a grammar: a JSON schema does not describe their arguments
+# Styles without a grammar: a JSON schema does not describe their arguments
+STYLES_WITHOUT_GRAMMAR = ("qwen3-coder",)
 _CALLS = "%calls%"  # placeholder for the calls in the start rule of a grammar
 
 

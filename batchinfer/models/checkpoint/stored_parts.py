@@ -71,9 +71,8 @@ class StoredParts:
         spec = self.spec
         wanted = [*table_parameters(spec)]
         if spec.begins and spec.has_head and {HEAD, EMBEDDING} <= there.keys() and HEAD not in wanted:
-            wanted.append(
-                HEAD
-            )  # it may differ from the embedding although config.json says that they are tied
+            # It may differ from the embedding although config.json says that they are tied
+            wanted.append(HEAD)
         other = {EMBEDDING: HEAD, HEAD: EMBEDDING}
         found = {name: there[name if name in there else other[name]] for name in wanted}
         return {name: self._part(stored, table_cut(spec, name)) for name, stored in found.items()}

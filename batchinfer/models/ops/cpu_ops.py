@@ -118,9 +118,8 @@ class CpuOps(TorchOps):
 
     def pack_activated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
         if activation not in CURVES:
-            return super().pack_activated(
-                weight, bias, activation
-            )  # which says that it needs a gate and an up
+            # Gated experts require a gate and an up projection, as the message says
+            return super().pack_activated(weight, bias, activation)
         return CompiledLinear(self._compiled, self._packed(weight, bias, CURVES[activation]))
 
     def pack_head(self, weight: Weight) -> Head:

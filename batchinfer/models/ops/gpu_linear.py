@@ -132,9 +132,8 @@ class TritonAdapters(Adapters):
         rank = 0 if own is None else len(own.a)
         a[rank:].zero_()
         b[:, rank:].zero_()
-        if (
-            own is not None
-        ):  # copies run in the order of the steps, so that those before are done with the place
+        # Copies run in the order of the steps, so that those before are done with the place
+        if own is not None:
             a[:rank].copy_(own.a, non_blocking=True)
             b[:, :rank].copy_(own.b, non_blocking=True)
 

@@ -241,9 +241,8 @@ class LayerParts:
     latent_heads: LatentHeads | None = None
     # (query heads, 2 x positions) float32, of the model: what a key adds to its score by its distance
     distances: Tensor | None = None
-    adapters: Mapping[str, Adapters] = field(
-        default_factory=dict
-    )  # of those linears that any adapter changes
+    # Of those linears that any adapter changes
+    adapters: Mapping[str, Adapters] = field(default_factory=dict)
 
     def product(self, name: str, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """Compute the linear of that name, with the adapters of the step's tokens."""

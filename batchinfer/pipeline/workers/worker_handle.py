@@ -90,9 +90,8 @@ class WorkerHandle:
         """
         self.spec = spec
         self._loads = self._loaded = self._configured = False
-        self._moments: list[tuple[str | None, float]] = [  # activities and their start times
-            ("starting", began or time.perf_counter())
-        ]
+        # Activities and their start times
+        self._moments: list[tuple[str | None, float]] = [("starting", began or time.perf_counter())]
         self.link: Link = link or transport.start(spec)
         self.left = False  # whether the worker has sent its last message
         self._failed: Failed | None = None  # raised once all earlier results were received

@@ -76,9 +76,8 @@ class JobForecast:
     context: int = 0  # maximum tokens of a row
     # Rows that exceed `context` and become error rows. None if they are truncated instead.
     rows_over: int | None = None
-    prefixes: list[PlannedPrefix] = field(
-        default_factory=list
-    )  # prefixes that save most, and their ancestors
+    # Prefixes that save most, and their ancestors
+    prefixes: list[PlannedPrefix] = field(default_factory=list)
     misfit: str | None = None  # why the job does not fit into memory, or None
     calibration: CalibrationForecast | None = None  # None if the run does not calibrate
     deadline: Deadline | None = None  # assuming that the engine starts now; None without one

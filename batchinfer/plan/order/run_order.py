@@ -51,7 +51,6 @@ def places_in(forest: PrefixForest, order: NDArray[np.integer]) -> Ints:
     inside = np.empty(len(order), np.int32)  # positions within the parent node
     inside[order] = before - np.repeat(before[begins], np.diff(begins, append=len(order)))
     starts = forest.from_root(inside[prompts:])
-    own = (
-        inside[:prompts] + np.append(starts, 0)[forest.node_of]
-    )  # ROOT (-1) selects the appended 0, the start of the root
+    # ROOT (-1) selects the appended 0, the start of the root
+    own = inside[:prompts] + np.append(starts, 0)[forest.node_of]
     return np.concatenate([own, starts]).astype(np.int32)

@@ -21,9 +21,8 @@ PRODUCT_INTENSITY = 8
 # Undisturbed steps were within 3 % of the sum of their parts on average (two Zen 4 server cores)
 USUAL_ERROR = 0.05
 ROUNDS = 20
-LEAST_TIMES = (
-    0.1  # lower bound while solving: a product with a zero coefficient tells nothing about its other side
-)
+# Lower bound while solving: a product with a zero coefficient tells nothing about its other side
+LEAST_TIMES = 0.1
 
 
 class TimedStep(NamedTuple):

@@ -157,9 +157,8 @@ def earlier_power(folder: Path, alike: dict[str, Any]) -> float | None:
         alike: Columns of the run table that must have these values.
     """
     runs = _newest(folder, RUN, ("energy_j", "engine_wall_s"), alike)
-    known = (
-        run for run in runs if run["energy_j"][0] > 0 and run["engine_wall_s"][0] > 0
-    )  # NaN is Arrow's null
+    # NaN is Arrow's null
+    known = (run for run in runs if run["energy_j"][0] > 0 and run["engine_wall_s"][0] > 0)
     found = list(islice(known, NEWEST))
     if not found:
         return None

@@ -69,9 +69,8 @@ class Meter:
         self._requests = Spool(path, raw, buffer_rows)
         self._last: dict[int, StepSample] = {}  # the last step of each engine
         self._waited_s = 0.0  # idle time in which an engine had no rows
-        self._constrained = self._steered = (
-            0  # requests with a constraint; see `steered_requests` of the run table
-        )
+        # Requests with a constraint; see `steered_requests` of the run table
+        self._constrained = self._steered = 0
         self._prefixes: PrefixTree | None = None
         self._place_of: dict[bytes, int] = {}  # positions of unfinished requests in the prefix tree
         self._spent_ns = 0  # time spent in the methods of this class

@@ -298,9 +298,8 @@ def _execute(rewrite: _Rewrite, ops: FileOps) -> dict[Path, CommitRecord]:
 
 
 def _write_part(target: Path, sources: Sequence[_Source], ops: FileOps) -> CommitRecord:
-    with file_digests(
-        target.parent
-    ) as digests:  # copying would hide damage, since the copy gets a valid digest
+    # Copying would hide damage, since the copy gets a valid digest
+    with file_digests(target.parent) as digests:
         for source in sources:
             if digests.of(source.path) != source.record.sha256:
                 raise damaged_part(source.path, ValueError("its sha256 is not the recorded one"))

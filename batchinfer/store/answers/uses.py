@@ -26,9 +26,8 @@ from batchinfer.job import CacheSection
 
 _FOLDER = "uses"
 _PARTS_AT_ONCE = 256
-_TEMPORARY = re.compile(
-    r"[0-9a-f]{32}\.parquet\.tmp"
-)  # matches the whole name, so other files are not removed
+# Matches the whole name, so other files are not removed
+_TEMPORARY = re.compile(r"[0-9a-f]{32}\.parquet\.tmp")
 _SCHEMA = pa.schema(
     [
         ("part", pa.string()),  # file name
@@ -68,9 +67,8 @@ class Uses:
 
     times: Mapping[str, Mapping[User, Times]]  # by part name
     files: tuple[Path, ...] = ()  # files they were read from
-    unreadable: Mapping[Path, float] = field(
-        default_factory=dict
-    )  # unreadable files and when they were written
+    # Unreadable files and when they were written
+    unreadable: Mapping[Path, float] = field(default_factory=dict)
 
     def used_since(self, part: str, rows: int, oldest: Callable[[User], float]) -> Mask:
         """Return a mask of the rows of a part that were used after `oldest(user)`, in Unix time."""

@@ -218,18 +218,16 @@ class Index:
     reasoning: Reasoning | None = None
     # None: the result has no column for tool calls
     tool_calls: CallStyle | None = None
-    unread_calls: bool = (
-        False  # whether there are rows with tools, and nothing says how their calls are written
-    )
+    # Whether there are rows with tools, and nothing says how their calls are written
+    unread_calls: bool = False
     known_rows: int = 0  # that have no tokens, as their answers were stored when the input was read
     embedding: Embedding | None = None  # None: no row requests a vector
     scoring: Scoring | None = None  # None: answers are not scores of continuations
     samples: bool = False  # consecutive rows may belong to the same input row
     expected: str | None = None  # passthrough column with the expected answers
     pairs: PairScoring | None = None  # None: answers are not scores of prompt and document
-    best: BestOf | None = (
-        None  # how many of the samples of a row are published, and how; None: all, a row each
-    )
+    # How many of the samples of a row are published, and how; None: all, a row each
+    best: BestOf | None = None
     # The possible answers, if the result has a column of confidence. (): the fields of `answers` list them
     confidence: tuple[str, ...] | None = None
     prompt_logprobs: bool = False  # the result has a column for log-probabilities of prompts

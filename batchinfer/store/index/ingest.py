@@ -130,9 +130,8 @@ def job_files(job: Job, scratch: Path) -> list[InputFile]:
         return input_files(job)
     memory = None if job.input.sql_memory == "auto" else job.input.sql_memory
     queried = materialise(job.input.sql, job.source, scratch / "query" / "rows.parquet", memory)
-    return [
-        replace(queried, mtime_ns=0, ctime_ns=0, inode=0)
-    ]  # when the query ran says nothing about its rows
+    # When the query ran says nothing about its rows
+    return [replace(queried, mtime_ns=0, ctime_ns=0, inode=0)]
 
 
 def with_files(job: Job, files: Sequence[InputFile]) -> Job:

@@ -96,13 +96,11 @@ class IndexWriter:
         self.total_tokens = sum(facts.tokens for facts in reused.facts)
         self.known_rows = reused.rows - reused.errors
         asked = [facts.logprobs for facts in reused.facts if facts.logprobs is not None]
-        self.logprobs = (
-            max(asked) if asked else None
-        )  # maximum per token of any row; None: no row requests any
+        # Maximum per token of any row; None: no row requests any
+        self.logprobs = max(asked) if asked else None
         self.prompt_logprobs = any(facts.prompt_logprobs for facts in reused.facts)
-        self.has_vectors = self.own_dimensions = (
-            False  # whether a row asks for a vector, and says how long it is
-        )
+        # Whether a row asks for a vector, and says how long it is
+        self.has_vectors = self.own_dimensions = False
 
     def append(self, place: RowPlace, rows: PreparedRows, times: Int64s) -> None:
         """Write the rows of a chunk. Row i becomes `times[i]` rows of the index."""
@@ -229,9 +227,8 @@ class _Further(NamedTuple):
         if first == end:
             return {}
         whose, begins = self.prompts.rows[first:end] - rows.start, np.cumsum(times) - times
-        own = np.arange(end - first) - np.searchsorted(
-            whose, whose
-        )  # its number among the prompts of its row
+        # Its number among the prompts of its row
+        own = np.arange(end - first) - np.searchsorted(whose, whose)
         places = begins[whose] + own + 1
         keys = np.frombuffer(self.prompts.keys, f"V{KEY_BYTES}")[first:end]
         values = {

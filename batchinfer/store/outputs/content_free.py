@@ -34,9 +34,8 @@ def calibrated_scoring(scoring: Scoring, answer: tuple[Path, int] | None) -> Sco
     part, row = answer
     with storage(part, "read"), pq.ParquetFile(part) as file:
         wanted = {"error_code", "error_message", *STORED.names}
-        table = file.read(
-            sorted(wanted & {*file.schema_arrow.names})
-        )  # a part with errors only has no columns of scores
+        # A part with errors only has no columns of scores
+        table = file.read(sorted(wanted & {*file.schema_arrow.names}))
     found: dict[str, Any] = table.slice(row, 1).to_pylist()[0]
     logprobs, _, lengths = (found.get(name) for name in STORED.names)
     if found["error_code"] is not None or logprobs is None:

@@ -7,9 +7,8 @@ from typing import Any
 from batchinfer.store.outputs.kind import TokenBytes
 
 UNLIKELY = -9999.0  # the API's value for a probability of 0; JSON has no infinity
-Token = dict[
-    str, Any
-]  # a value of the result's column: token_id, token, logprob and, for a chosen token, top
+# A value of the result's column: token_id, token, logprob and, for a chosen token, top
+Token = dict[str, Any]
 
 
 def chat_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, Any] | None:

@@ -64,9 +64,8 @@ class Trial:
     q: Tensor
     block_size: int
     sinks: Tensor  # of layers that have some
-    caches: dict[CacheDtype | None, LayerCache] = field(
-        default_factory=dict
-    )  # that were read, by their codes
+    # The elements that were read, by their codes
+    caches: dict[CacheDtype | None, LayerCache] = field(default_factory=dict)
 
     @classmethod
     def timed(cls, ops: PromptOps, sizes: PromptSizes, part: int, device: torch.device) -> Trial:

@@ -44,9 +44,8 @@ PREFIXES = "prefixes"
 ACCURACY = "accuracy"
 CONFUSION = "confusion"
 CALIBRATION = "calibration"
-PROMPT_TOKENS = (
-    "prefill_tokens - recomputed_tokens"  # SQL over `steps`: computed prompt tokens, each counted once
-)
+# SQL over `steps`: computed prompt tokens, each counted once
+PROMPT_TOKENS = "prefill_tokens - recomputed_tokens"
 
 
 def schema_of(columns: Sequence[Column], table: str) -> pa.Schema:
