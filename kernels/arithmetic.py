@@ -12,7 +12,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 CacheDtype = Literal["int8", "fp8"]
 KvCacheDtype = Literal["auto", CacheDtype]  # auto: the dtype of the run, not quantised
 # Quantisation of the linear layers that a job can set; stored: keep the quantised values of the checkpoint
-AskedQuantization = Literal["auto", "none", "int4", "int8", "fp8", "stored"]
+RequestedQuantization = Literal["auto", "none", "int4", "int8", "fp8", "stored"]
 # Quantisation of the linear layers as loaded; "stored" without a suffix: fp8 values of the checkpoint
 Quantization = Literal[
     "none", "int4", "int8", "fp8", "stored", "stored-int8", "stored-int4", "stored-mxfp4", "stored-sparse"

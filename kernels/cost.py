@@ -508,7 +508,7 @@ class LatentSizes:
         """
         return 2 * self.rank * (self.plain + self.value)
 
-    def decompressing_pays(self, queries: _N, contexts: _N) -> Any:
+    def is_decompressing_cheaper(self, queries: _N, contexts: _N) -> Any:
         """Return True if attention with K and V takes fewer FLOPs than attention with the latents.
 
         K and V of the `queries` own tokens are free: these tokens then need no projection of queries and results.

@@ -27,7 +27,7 @@ def output_error(errors: Tensor, products: Tensor) -> Tensor:
     return ((errors @ products) * errors).sum()
 
 
-def codes_with_feedback(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tensor:
+def round_with_feedback(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tensor:
     """Return a rounded weight, or several: (…, N, K) int8 in -8 … 7.
 
     Columns are rounded in the order of falling input magnitude, each with the scale of its group. The columns not yet

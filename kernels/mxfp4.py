@@ -65,7 +65,7 @@ def check_mxfp4(codes: Tensor, exponents: Tensor) -> None:
         raise ValueError(f"codes and exponents are {given}; expected uint8, 16 bytes of codes per exponent")
 
 
-def packed_mxfp4(codes: Tensor, exponents: Tensor) -> Mxfp4Weights:
+def pack_mxfp4_weights(codes: Tensor, exponents: Tensor) -> Mxfp4Weights:
     """Pack the weights of several experts for a GPU; takes the arguments of `check_mxfp4`."""
     check_mxfp4(codes, exponents)
     experts, outputs, held = codes.shape
@@ -76,9 +76,9 @@ def packed_mxfp4(codes: Tensor, exponents: Tensor) -> Mxfp4Weights:
     return Mxfp4Weights(packed, exponents.transpose(1, 2).contiguous(), 2 * held)
 
 
-def packed_mxfp4_linear(codes: Tensor, exponents: Tensor) -> Mxfp4Weight:
+def pack_mxfp4_weight(codes: Tensor, exponents: Tensor) -> Mxfp4Weight:
     """Pack one weight for a GPU; takes the arguments of `check_mxfp4` without the dimension of experts."""
-    whole = packed_mxfp4(codes[None], exponents[None])
+    whole = pack_mxfp4_weights(codes[None], exponents[None])
     return Mxfp4Weight(whole.packed[0], whole.exponents[0], whole.inputs)
 
 

@@ -22,7 +22,7 @@ _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class GroupMinimum:
     """The smallest useful group.
 
     Attributes:
@@ -50,13 +50,13 @@ def prefix_groups(
     tables: StepTables,
     block_size: int,
     units: Callable[[Ints], Ints],
-    worth: Worth,
+    minimum: GroupMinimum,
     most_queries: int = 1,
 ) -> list[PrefixGroup]:
     """Return the groups of the sequences with at most `most_queries` queries, outer groups before inner ones.
 
     The widest group is found first, and groups inside it are counted from its end. As a result, a sequence shares fewer
-    than `worth.units` units with `worth.sequences` - 1 others outside its groups.
+    than `minimum.units` units with `minimum.sequences` - 1 others outside its groups.
 
     Args:
         query_lens: queries of each sequence.
@@ -64,12 +64,12 @@ def prefix_groups(
         tables: block tables of the S sequences.
         block_size: tokens of a block.
         units: returns the number of whole units in a number of leading blocks.
-        worth: the smallest useful group.
+        minimum: the smallest useful group.
         most_queries: the most queries of a sequence in a group.
     """
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
     few = np.flatnonzero((lens <= most_queries) & (contexts - lens >= block_size))
-    if len(few) < worth.sequences or _all_differ(tables.leading(few, 1)[:, 0]):
+    if len(few) < minimum.sequences or _all_differ(tables.leading(few, 1)[:, 0]):
         return []
     full = (contexts[few] - lens[few]) // block_size  # whole blocks before the queries
     own = tables.leading(few, _columns(tables, few, full))
@@ -81,7 +81,7 @@ def prefix_groups(
     np.not_equal(rows[1:], rows[:-1], out=differ[:, :-1])
     same = differ.argmax(1)
     shared = units(np.minimum(same, np.minimum(full[1:], full[:-1])))
-    return list(_nested(few[by_blocks], shared, worth))
+    return list(_nested(few[by_blocks], shared, minimum))
 
 
 def _columns(tables: StepTables, few: Ints, full: Ints) -> int:
@@ -106,21 +106,21 @@ def _all_differ(values: NDArray[Any]) -> bool:
     return not (ordered[1:] == ordered[:-1]).any()
 
 
-def _nested(order: Ints, shared: Ints, worth: Worth) -> Iterator[PrefixGroup]:
+def _nested(order: Ints, shared: Ints, minimum: GroupMinimum) -> Iterator[PrefixGroup]:
     """Yield the groups among sorted sequences, depth first. `shared[i]` units are shared by sequences i and i + 1."""
     # [start, end) of sequences, the units that enclosing groups cover, and the level
     ranges = [(0, len(order), 0, 0)]
     while ranges:
         start, end, taken, level = ranges.pop()
-        if end - start < worth.sequences:
+        if end - start < minimum.sequences:
             continue
         inside = shared[start : end - 1]
         common = int(inside.min())
-        if common >= taken + worth.units:
+        if common >= taken + minimum.units:
             yield PrefixGroup(order[start:end], taken, common, level)
             taken, level = common, level + 1
         else:
-            common = taken + worth.units - 1
+            common = taken + minimum.units - 1
         cuts = (np.flatnonzero(inside <= common) + start + 1).tolist()
         parts = list(zip((start, *cuts), (*cuts, end), strict=True))
         ranges += [(left, right, taken, level) for left, right in reversed(parts)]

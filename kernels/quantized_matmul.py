@@ -130,7 +130,7 @@ def _quantized(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Ten
     return codes.reshape(len(weight), -1), scales, zeros.to(torch.int8)
 
 
-def packed_int4(
+def pack_int4_weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype
 ) -> Int4Weight:
     """Pack an int4 weight (N, K) for activations of `dtype`; scales are rounded to it.
@@ -176,13 +176,13 @@ class Int4Weights:
         return Int4Weight(self.packed[expert], self.scales[expert], zeros, self.inputs, self.group)
 
 
-def packed_int4_experts(
+def pack_int4_experts(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype
 ) -> Int4Weights:
-    """Pack the weights of several experts as `packed_int4` does; all arguments have a first dimension of experts."""
+    """Pack the weights of several experts as `pack_int4_weight` does, with a first dimension of experts."""
     outputs = codes.shape[1]
     flat = codes.flatten(0, 1), scales.flatten(0, 1), None if zeros is None else zeros.flatten(0, 1)
-    whole = packed_int4(*flat, group, dtype)
+    whole = pack_int4_weight(*flat, group, dtype)
 
     def split(grouped: Tensor) -> Tensor:
         """Reshape (groups, experts × N) to (experts, groups, N)."""

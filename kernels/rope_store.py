@@ -66,7 +66,7 @@ def check_rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, slots: Tensor
         raise ValueError(f"cos {tuple(cos.shape)} does not match q {tuple(q.shape)}")
 
 
-def coded_reference(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_heads_reference(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantise values (T, kv_heads, D) for a cache of `dtype`, with scales (T, kv_heads) float32.
 
     The largest magnitude per token and head becomes the largest quantised value, so tokens do not affect each other.
@@ -91,7 +91,7 @@ def store_reference(values: Tensor, cache: Tensor, slots: Tensor, scale: Tensor 
     if scale is None:
         cache[blocks, :, places] = values[real].to(cache.dtype)
         return
-    codes, scales = coded_reference(values[real], cache.dtype)
+    codes, scales = quantize_heads_reference(values[real], cache.dtype)
     scale[blocks, :, places] = scales
     # As bytes, because torch does not support indexed writes of float8_e4m3fn on all devices
     cache.view(torch.uint8)[blocks, :, places] = codes.view(torch.uint8)
@@ -148,7 +148,7 @@ def rope_store_reference(
         eps: `eps` of the norms.
         offset: added to the weights of the norms (Gemma 3).
         interleaved: see rotate_reference.
-        k_scale: (blocks, kv_heads, block_size) float32, written for a quantised cache; see coded_reference.
+        k_scale: (blocks, kv_heads, block_size) float32, written for a quantised cache; see quantize_heads_reference.
         v_scale: as `k_scale`.
 
     Raises:

@@ -10,14 +10,14 @@ from batchinfer.bench.workloads import WORKLOADS
 from batchinfer.core.errors import UsageError
 from batchinfer.core.hub import NoModel, locate_model
 from batchinfer.models.checkpoint.shapes import SHAPES
-from batchinfer_kernels.arithmetic import AskedQuantization, CacheDtype, Dtype
+from batchinfer_kernels.arithmetic import CacheDtype, Dtype, RequestedQuantization
 
 DEFAULT_WORKLOADS = ("shared-prefix", "mixed", "decode")
 DEFAULT_MODEL = "llama-135m"
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", *get_args(CacheDtype))
 PEERS = ("transformers",)
-QUANTIZATIONS = get_args(AskedQuantization)
+QUANTIZATIONS = get_args(RequestedQuantization)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from batchinfer.models.sources import ModelSource, Source, checkpoint_source
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer.pipeline.operators_build import build_operators
 from batchinfer.plan.setup.resolve import auto_dtype, resolved_quantization
-from batchinfer_kernels.arithmetic import AskedQuantization, Device, Dtype, KvCacheDtype, Quantization
+from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization, RequestedQuantization
 from batchinfer_kernels.cost import Peaks
 
 Notice = Callable[[str], None]
@@ -145,7 +145,7 @@ def _quantization(options: BenchOptions, machine: MachineFacts, dtype: Dtype) ->
     Raises:
         UsageError: `--quantization stored` is set, but the checkpoint has no quantised weights that can be used.
     """
-    asked = cast(AskedQuantization, options.quantization)
+    asked = cast(RequestedQuantization, options.quantization)
     if options.is_shape:
         found: Quantization = "none" if asked == "auto" or asked == "stored" else asked
     else:

@@ -63,7 +63,7 @@ from batchinfer.job.tasks import TASK_SECTIONS, Task
 from batchinfer.job.template_file import read_template_file
 from batchinfer.job.variables import Variables
 from batchinfer.job.wording import Right, findings_of
-from batchinfer_kernels.arithmetic import AskedQuantization, Device, Dtype, KvCacheDtype
+from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, RequestedQuantization
 
 _OUTPUT_PATH = ("output", "path")
 # Keys and sections that determine the rows of a result and their contents
@@ -90,7 +90,7 @@ class ModelSection(Section):
         description="Type to compute in. `auto`: the dtype of the checkpoint, but `float32` on a CPU without fast "
         "bfloat16.",
     )
-    quantization: AskedQuantization = Field(
+    quantization: RequestedQuantization = Field(
         default="auto",
         description="How linear layers are computed. `none`: in `dtype`. `int4`, `int8`, `fp8`: [weights are "
         "quantised](models.md#int8) while they are loaded. `stored`: in the quantised values of the "
@@ -140,7 +140,7 @@ class DraftModelSection(Section):
         description="Folder of [Medusa or EAGLE-3 heads](drafts.md#heads) that were trained for the job's model, "
         "instead of `model`. Or the job's model itself, if it has MTP layers.",
     )
-    quantization: AskedQuantization = Field(
+    quantization: RequestedQuantization = Field(
         default="auto",
         description="How linear layers of the draft model are computed, as in `model.quantization`. `int4` is "
         "rounded to nearest.",

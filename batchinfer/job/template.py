@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from batchinfer_kernels.arithmetic import AskedQuantization
+from batchinfer_kernels.arithmetic import RequestedQuantization
 
 ModelKind = Literal["floats", "quantised", "gguf"]  # how the model stores its weights
 _FOLDER = "folder with config.json, *.safetensors, tokenizer.json"
@@ -133,7 +133,7 @@ def init_text(
         "@NAME@": yaml_text(name),
         "@MODEL@": yaml_text(model),
         "@PATH_NOTE@": _NAMED if pulled else _GGUF if kind == "gguf" else _FOLDER,
-        "@QUANTIZATIONS@": ", ".join(one for one in get_args(AskedQuantization) if one != "auto"),
+        "@QUANTIZATIONS@": ", ".join(one for one in get_args(RequestedQuantization) if one != "auto"),
         "@QUANTIZATION_NOTE@": _NOTES[kind],
         "@SYSTEM@": yaml_text(sample.system),
         "@COLUMN@": sample.column,

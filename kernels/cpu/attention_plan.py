@@ -17,7 +17,7 @@ from torch import Tensor
 
 from batchinfer_kernels.cpu.structures import PlanStructure, address
 from batchinfer_kernels.draft_tree import TreeMask
-from batchinfer_kernels.prefix_groups import Ints, PrefixGroup, Worth, prefix_groups
+from batchinfer_kernels.prefix_groups import GroupMinimum, Ints, PrefixGroup, prefix_groups
 from batchinfer_kernels.step_tables import StepTables
 
 MAX_ROWS = 48  # the smallest value of MOST_ROWS in operators.h on any CPU
@@ -193,6 +193,6 @@ def _shared(
     """Return the groups of sequences with few queries, counted in tiles."""
     if tables is None or pages is None:
         return []
-    worth = Worth(LEAST_SHARERS, LEAST_SHARED_TILES)
+    minimum = GroupMinimum(LEAST_SHARERS, LEAST_SHARED_TILES)
     blocks = StepTables.of(tables)
-    return prefix_groups(lens, contexts, blocks, pages.block_size, pages.whole_tiles, worth, MOST_QUERIES)
+    return prefix_groups(lens, contexts, blocks, pages.block_size, pages.whole_tiles, minimum, MOST_QUERIES)

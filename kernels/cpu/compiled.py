@@ -21,7 +21,7 @@ from batchinfer_kernels.cpu.low_rank import (
     PackedLowRank,
     add_to,
     check_adapted_rows,
-    without_adapter,
+    count_without_adapter,
 )
 from batchinfer_kernels.cpu.memory import HugePages, zeros_in_huge_pages
 from batchinfer_kernels.cpu.packed import (
@@ -523,7 +523,7 @@ class CompiledOperators(CachedOperators):
             ValueError: If `values` was not returned by `low_rank`: the operator reads one panel beyond its end.
         """
         check_adapted_rows(rows, len(x))
-        shape = (len(x) - without_adapter(rows), weight.outputs)
+        shape = (len(x) - count_without_adapter(rows), weight.outputs)
         behind = values.untyped_storage().nbytes() // 4 - values.storage_offset() - values.numel()
         made = values.dtype == torch.float32 and values.is_contiguous() and behind >= self.tile
         if values.shape != shape or not made:

@@ -56,7 +56,7 @@ def check_adapted_rows(rows: AdaptedRows, tokens: int) -> None:
         raise ValueError(f"order, places and starts of adapters are {shapes}, for {tokens} tokens")
 
 
-def without_adapter(rows: AdaptedRows) -> int:
+def count_without_adapter(rows: AdaptedRows) -> int:
     """Return the number of tokens without an adapter."""
     return int(rows.starts[1])
 
@@ -65,7 +65,7 @@ class AdaptedRoom:
     """The buffers for the tokens that have an adapter, for products of up to this many inputs, ranks and outputs."""
 
     def __init__(self, rows: AdaptedRows, dtype: torch.dtype, inputs: int, rank: int, outputs: int) -> None:
-        count = len(rows.order) - without_adapter(rows)
+        count = len(rows.order) - count_without_adapter(rows)
         self.rows, self.count = rows, count
         # Padded, because adding the last row reads up to one panel beyond it
         self.values = torch.empty(count * outputs + _ROW)
@@ -78,5 +78,5 @@ def add_to(weight: Weight, values: Tensor, rows: AdaptedRows) -> Weight:
     """Return the weight with the result of low-rank products for these rows added to its product."""
     found = Weight.from_buffer_copy(weight)
     found.added, found.added_places = address(values), address(rows.places)
-    found.added_first = without_adapter(rows)
+    found.added_first = count_without_adapter(rows)
     return found

@@ -16,7 +16,7 @@ _RUNTIME = "libgomp.so.1"  # the name under which torch loads it
 START_S = 10.0  # the longest wait for the second team to start
 
 
-class Spinning:
+class SpinControl:
     """Switches between long and short spins. Does nothing if torch does not use GNU OpenMP."""
 
     def __init__(self) -> None:

@@ -194,7 +194,7 @@ def fold(total, top, mass, part, lse):
 
 
 @triton.jit
-def own_begin(context, start, window, ALIGN, WINDOW: tl.constexpr):
+def first_own_key(context, start, window, ALIGN, WINDOW: tl.constexpr):
     """Return the first key that a query at its context's end sees, rounded down from `start` to a multiple of ALIGN."""
     if WINDOW:
         behind = tl.maximum(context - window - start, 0)

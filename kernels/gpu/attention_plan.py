@@ -23,7 +23,7 @@ from batchinfer_kernels.gpu.part_room import most_members, most_own, most_segmen
 from batchinfer_kernels.gpu.prefill_attention import prefill_items, prefill_tokens
 from batchinfer_kernels.gpu.prefix_attention import Prefixes, prefix_members
 from batchinfer_kernels.gpu.step_arrays import StepArray, StepArrays
-from batchinfer_kernels.prefix_groups import Ints, Worth, prefix_groups
+from batchinfer_kernels.prefix_groups import GroupMinimum, Ints, prefix_groups
 from batchinfer_kernels.step_tables import StepTables
 
 # The fewest keys of a level. A part writes and reads 8 bytes per value and a shared key saves 4: with up to 16 query
@@ -526,6 +526,6 @@ def find_shared(
     def whole_units(blocks: Ints) -> Ints:
         return blocks * block_size // unit * unit
 
-    worth = Worth(LEAST_SHARERS, LEAST_SHARED_KEYS)
-    found = prefix_groups(query_lens, context_lens, tables, block_size, whole_units, worth, queries)
+    minimum = GroupMinimum(LEAST_SHARERS, LEAST_SHARED_KEYS)
+    found = prefix_groups(query_lens, context_lens, tables, block_size, whole_units, minimum, queries)
     return [SharedPrefix(group.sequences.tolist(), group.end) for group in found]

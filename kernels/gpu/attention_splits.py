@@ -48,7 +48,7 @@ class Splits:
         """Return the items (m, 4) int32 on the device.
 
         The fields are: row (-1 for padding), the item's first key within the row, its number of keys, and the index of
-        its part for the row's first query. Keys count from `own_begin`.
+        its part for the row's first query. Keys count from `first_own_key`.
         """
         return self.array.tensor[: COLUMNS * self.count].view(self.count, COLUMNS)
 
@@ -159,7 +159,7 @@ class Splitter:
         return not begun and bool((keys - splits.keys).max(initial=0) < LEAST_SEGMENT)
 
     def _own(self, contexts: Ints, starts: Ints, window: int | None, nearest: Ints) -> Ints:
-        """Return the number of keys from `own_begin` to the end; `nearest` keys are seen by a row's first query."""
+        """Return the number of keys from `first_own_key` to the end; `nearest` keys are seen by a row's first query."""
         if window is None:
             return contexts - starts
         behind = np.maximum(nearest - window - starts, 0)

@@ -23,9 +23,9 @@ from batchinfer_kernels.gpu.attention_core import (
     LN2,
     as_part,
     attend_span,
+    first_own_key,
     fold,
     initial_state,
-    own_begin,
     times,
     tree_begin,
 )
@@ -105,7 +105,7 @@ def _decode_attention_kernel(
     start = 0
     if starts_ptr is not None:
         start = tl.load(starts_ptr + index)
-    first = own_begin(nearest, start, window, align, WINDOW) + tl.load(item + 1)
+    first = first_own_key(nearest, start, window, align, WINDOW) + tl.load(item + 1)
     end = tl.minimum(first + tl.load(item + 2), context)
     least = 0
     if WINDOW:

@@ -35,7 +35,7 @@ from batchinfer.models.spec.spec import LayerSpec, LinearSpec
 from batchinfer_kernels.arithmetic import CacheDtype, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.paged_attention import CODES
-from batchinfer_kernels.rope_store import coded_reference
+from batchinfer_kernels.rope_store import quantize_heads_reference
 from tests.batchinfer.engine.small_engine import Place, cpu_ops, quantized
 from tests.batchinfer.engine.teacher_forced import Forced, Row, Way, load
 from tests.batchinfer.test_quickstart_job import accuracy, run
@@ -122,7 +122,7 @@ class RoundedCache(TorchOps):
         real = inputs.slots[inputs.slots >= 0]
         blocks, places = real // cache.block_size, real % cache.block_size
         for values in (cache.k, cache.v):
-            codes, scales = coded_reference(values[blocks, :, places], self._kept)
+            codes, scales = quantize_heads_reference(values[blocks, :, places], self._kept)
             values[blocks, :, places] = (codes.float() * scales[..., None]).to(values.dtype)
         return rotated
 

@@ -83,7 +83,7 @@ def cost_of(sizes: LatentSizes, heads: int, rows: int, queries: int, context: in
     """Return the cost of the way that has fewer operations, with the products of heads."""
     tokens, keys = rows * queries, rows * context
     pairs = rows * (queries * (context - queries) + queries * (queries + 1) // 2)
-    if sizes.decompressing_pays(queries, context):
+    if sizes.is_decompressing_cheaper(queries, context):
         made = Cost(heads * sizes.made * keys, 0)
         return made + decompressed_attention_cost(tokens, pairs, keys, heads, sizes, 2)
     taken = Cost(heads * sizes.made * tokens, 0)

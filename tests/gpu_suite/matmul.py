@@ -32,7 +32,7 @@ from batchinfer_kernels.gpu.quantize_rows import quantize_rows, quantize_rows_fp
 from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul, int8_weight_matmul, panel_matmul
 from batchinfer_kernels.matmul import matmul_reference
 from batchinfer_kernels.mxfp4 import GROUP as MXFP4_GROUP
-from batchinfer_kernels.mxfp4 import mxfp4_values, packed_mxfp4
+from batchinfer_kernels.mxfp4 import mxfp4_values, pack_mxfp4_weights
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import (
     int4_weight_matmul_reference,
@@ -187,7 +187,7 @@ def mxfp4_case(section: BenchSection, experts: int, inputs: int, outputs: int, t
     exponents = torch.randint(118, 122, shape, device=device, dtype=torch.uint8)
     x = random(section, rows, inputs)
     starts = torch.arange(experts + 1, device=device) * rows // experts
-    packed, wide = packed_mxfp4(codes, exponents), _widened(codes, exponents)
+    packed, wide = pack_mxfp4_weights(codes, exponents), _widened(codes, exponents)
     theirs = partial(grouped_matmul, x, wide, starts)
     return Case(
         "mxfp4 experts",

@@ -15,7 +15,7 @@ from batchinfer_kernels.cpu.paged_attention import AttentionGroup, SequenceShape
 from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.latent_attention import latent_attention_reference
 from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
-from batchinfer_kernels.rope_store import coded_reference
+from batchinfer_kernels.rope_store import quantize_heads_reference
 from tests.kernels.cpu_cache import codes_laid_out, laid_out
 from tests.kernels.cpu_kit import threads_of
 
@@ -133,7 +133,7 @@ class LatentStep(Step):
 def coded(values: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     """(blocks, heads, block_size, D) as codes and scales, (blocks, heads, block_size). Places that nobody wrote, whose
     values are NaN, have NaN as their scale, and the largest code or NaN."""
-    codes, scales = coded_reference(values.flatten(0, 1), dtype)
+    codes, scales = quantize_heads_reference(values.flatten(0, 1), dtype)
     poison = 127 if dtype == torch.int8 else float("nan")
     codes = codes.float().masked_fill(values.isnan().flatten(0, 1), poison).to(dtype)
     return codes.view(values.shape), scales.view(values.shape[:3])

@@ -343,9 +343,9 @@ def test_the_way_with_fewer_operations_is_taken(queries, earlier):
     pairs = sum(earlier + n + 1 for n in range(queries))
     decompressed = sizes.pair * pairs + sizes.made * (earlier + queries)
     absorbed = (sizes.pair + sizes.saved) * pairs + sizes.made * queries
-    assert sizes.decompressing_pays(queries, queries + earlier) == (decompressed < absorbed)
+    assert sizes.is_decompressing_cheaper(queries, queries + earlier) == (decompressed < absorbed)
     lens = np.array([queries, 1, 1000])
-    found = sizes.decompressing_pays(lens, np.array([queries + earlier, 2, 1000]))
+    found = sizes.is_decompressing_cheaper(lens, np.array([queries + earlier, 2, 1000]))
     assert found.tolist() == [decompressed < absorbed, False, True]
 
 

@@ -14,7 +14,7 @@ from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.paged_attention import grouped_attention
 from batchinfer_kernels.paged_attention import ScoreRules
-from batchinfer_kernels.rope_store import coded_reference
+from batchinfer_kernels.rope_store import quantize_heads_reference
 from tests.examples import examples
 from tests.kernels.cpu_cache import codes_laid_out, plain
 from tests.kernels.cpu_kit import DTYPES, TOLERANCE, operators
@@ -248,7 +248,7 @@ def test_codes_and_scales_are_those_of_what_a_cache_of_values_holds(dtype, block
     untouched[at[0], at[2]] = False
     found = plain(*codes, block_size, dim, dtype.itemsize)
     for value, code, scale in zip(plain(*kept, block_size, dim), found, scales, strict=True):
-        wanted, wanted_scales = coded_reference(value[at], torch.int8)
+        wanted, wanted_scales = quantize_heads_reference(value[at], torch.int8)
         torch.testing.assert_close(scale[at], wanted_scales, rtol=0, atol=0, equal_nan=True)
         finite = wanted_scales.isfinite()
         assert torch.equal(code[at][finite], wanted[finite])

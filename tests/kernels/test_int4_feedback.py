@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchinfer_kernels.int4_feedback import codes_with_feedback, output_error
+from batchinfer_kernels.int4_feedback import output_error, round_with_feedback
 from batchinfer_kernels.int4_linear import quantize_groups
 from tests.examples import examples
 from tests.kernels.refused import assert_refused
@@ -50,7 +50,7 @@ def test_it_is_gptq(seed: int, inputs: int, group: int) -> None:
     weight, x = drawn(24, inputs, 3 * inputs, seed)
     products = x.T @ x
     _, scales = quantize_groups(weight, group)
-    found = codes_with_feedback(weight, scales, products, group)
+    found = round_with_feedback(weight, scales, products, group)
     wanted = one_by_one(weight, scales, products, group)
     # One value between two codes may get the other one, and changes what follows of its row
     assert float((found == wanted).all(1).float().mean()) > 0.8
@@ -62,7 +62,7 @@ def test_outputs_change_less_than_by_rounding(tokens: int) -> None:
     weight, x = drawn(64, 256, tokens, 3)
     products = x.T @ x
     rounded, scales = quantize_groups(weight, 32)
-    found = codes_with_feedback(weight, scales, products, 32)
+    found = round_with_feedback(weight, scales, products, 32)
     errors = [values(codes, scales, 32) - weight for codes in (rounded, found)]
     plain, fed = (float(output_error(off, products.double())) for off in errors)
     assert fed < plain / 2
@@ -73,13 +73,13 @@ def test_inputs_that_were_never_seen_are_rounded() -> None:
     weight, x = drawn(16, 64, 300, 5)
     x[:, 10:30] = 0.0
     rounded, scales = quantize_groups(weight, 32)
-    found = codes_with_feedback(weight, scales, x.T @ x, 32)
+    found = round_with_feedback(weight, scales, x.T @ x, 32)
     assert torch.equal(found[:, 10:30], rounded[:, 10:30])
-    assert torch.equal(codes_with_feedback(weight, scales, torch.zeros(64, 64), 32), rounded)
+    assert torch.equal(round_with_feedback(weight, scales, torch.zeros(64, 64), 32), rounded)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     weight, scales = torch.randn(4, 64), torch.ones(4, 2)
-    assert_refused("products", codes_with_feedback, weight, scales, torch.zeros(63, 63), 32)
-    assert_refused("scales", codes_with_feedback, weight, scales, torch.zeros(64, 64), 16)
-    assert_refused("finite", codes_with_feedback, weight, scales, torch.full((64, 64), torch.nan), 32)
+    assert_refused("products", round_with_feedback, weight, scales, torch.zeros(63, 63), 32)
+    assert_refused("scales", round_with_feedback, weight, scales, torch.zeros(64, 64), 16)
+    assert_refused("finite", round_with_feedback, weight, scales, torch.full((64, 64), torch.nan), 32)

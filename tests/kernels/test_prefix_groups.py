@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu.attention_plan import CachePages, attention_items
-from batchinfer_kernels.prefix_groups import Ints, PrefixGroup, Worth, prefix_groups
+from batchinfer_kernels.prefix_groups import GroupMinimum, Ints, PrefixGroup, prefix_groups
 from batchinfer_kernels.step_tables import StepTables
 from tests.examples import examples
 
@@ -45,7 +45,7 @@ def in_common(tables: np.ndarray, before: list[int], one: int, other: int) -> in
 
 
 def by_comparing(
-    step: tuple[list[int], list[int], np.ndarray], units: int, worth: Worth, most_queries: int
+    step: tuple[list[int], list[int], np.ndarray], units: int, worth: GroupMinimum, most_queries: int
 ) -> Iterator[Found]:
     """`units`: blocks that make one."""
     lens, contexts, tables = step
@@ -78,7 +78,7 @@ def as_found(groups: list[PrefixGroup]) -> list[Found]:
 @given(steps(), st.sampled_from((1, 2)), st.integers(1, 3), st.integers(2, 4), st.sampled_from((1, 4)))
 def test_groups_are_those_that_comparing_finds(step, units, least, sharers, most_queries) -> None:
     lens, contexts, tables = step
-    worth = Worth(sharers, least)
+    worth = GroupMinimum(sharers, least)
 
     def whole(blocks: Ints) -> Ints:
         return blocks // units
@@ -109,5 +109,6 @@ def test_a_cpus_plan_holds_as_many_levels() -> None:
 def test_where_there_is_nothing_there_are_no_groups(step) -> None:
     lens, contexts, tables = step
     assert (
-        prefix_groups(lens, contexts, StepTables.of(tables), BLOCK, lambda blocks: blocks, Worth(2, 1)) == []
+        prefix_groups(lens, contexts, StepTables.of(tables), BLOCK, lambda blocks: blocks, GroupMinimum(2, 1))
+        == []
     )

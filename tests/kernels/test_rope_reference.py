@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchinfer_kernels.rope_store import (
-    coded_reference,
+    quantize_heads_reference,
     rope_reference,
     rope_store_reference,
     rotate_reference,
@@ -57,10 +57,10 @@ def test_each_head_of_a_token_has_a_scale_of_its_own():
     values = torch.tensor(
         [[[1.0, -3.4, 127.0], [0.0, 0.0, 0.0]], [[-2.54, 0.6, 0.01], [1.0, float("nan"), 2.0]]]
     )
-    codes, scales = coded_reference(values, torch.int8)
+    codes, scales = quantize_heads_reference(values, torch.int8)
     assert codes.tolist() == [[[1, -3, 127], [0, 0, 0]], [[-127, 30, 0], [0, 0, 0]]]
     torch.testing.assert_close(scales, torch.tensor([[1.0, 0.0], [0.02, float("nan")]]), equal_nan=True)
-    codes, scales = coded_reference(values[:1] * 448 / 127, torch.float8_e4m3fn)
+    codes, scales = quantize_heads_reference(values[:1] * 448 / 127, torch.float8_e4m3fn)
     assert codes.float().tolist() == [[[3.5, -12.0, 448.0], [0.0, 0.0, 0.0]]]
     assert scales.tolist() == [[1.0, 0.0]]
 

@@ -10,13 +10,13 @@ import sys
 import pytest
 import torch
 
-from batchinfer_kernels.cpu.spinning import Spinning
+from batchinfer_kernels.cpu.spinning import SpinControl
 from tests.patience import PATIENCE_S
 
 # A team of two threads works for a moment, then waits for 3 ms while the process sleeps; 20 times.
 WAITING = """
 import json, time, torch
-from batchinfer_kernels.cpu.spinning import Spinning
+from batchinfer_kernels.cpu.spinning import SpinControl
 
 def waited():
     began = time.process_time()
@@ -26,7 +26,7 @@ def waited():
     return time.process_time() - began
 
 torch.set_num_threads(2)
-x, spinning = torch.ones(1 << 18), Spinning()
+x, spinning = torch.ones(1 << 18), SpinControl()
 waited()
 found = [waited()]
 spinning.shorten()
@@ -51,7 +51,7 @@ def test_waiting_costs_time_only_while_spins_are_long() -> None:
 
 
 def test_without_the_runtime_nothing_happens() -> None:
-    spinning = Spinning()
+    spinning = SpinControl()
     spinning._runtime = None
     spinning.shorten()
     assert not spinning.short

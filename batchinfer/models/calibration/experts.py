@@ -18,7 +18,7 @@ from batchinfer.models.spec.parameters import BIAS, SCALES
 from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, LayerSpec
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.gated_activation import gated_activation_reference
-from batchinfer_kernels.int4_feedback import codes_with_feedback
+from batchinfer_kernels.int4_feedback import round_with_feedback
 from batchinfer_kernels.int4_linear import quantize_groups
 
 EXPERTS = "experts."  # prefix of the products of experts; the rest is the name in a dense half
@@ -180,7 +180,7 @@ def _round(name: str, some: Sequence[_Expert], group: int, dtype: torch.dtype) -
     weight = torch.stack([expert.weights[name] for expert in some])
     scales = torch.stack([quantize_groups(own, group)[1] for own in weight]).to(dtype)
     products = torch.stack([expert.products[name] for expert in some])
-    return codes_with_feedback(weight, scales, products, group), scales.float()
+    return round_with_feedback(weight, scales, products, group), scales.float()
 
 
 def _at_once(expert: LayerSpec) -> int:

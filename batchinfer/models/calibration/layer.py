@@ -16,7 +16,7 @@ from batchinfer.models.ops.layers import Linear
 from batchinfer.models.spec.parameters import SCALES
 from batchinfer.models.spec.spec import LayerSpec
 from batchinfer_kernels.arithmetic import WeightForm
-from batchinfer_kernels.int4_feedback import codes_with_feedback
+from batchinfer_kernels.int4_feedback import round_with_feedback
 from batchinfer_kernels.int4_linear import quantize_groups
 
 GATE_UP, DOWN = EXPERTS + "gate_up", EXPERTS + "down"
@@ -87,7 +87,7 @@ def round_layer(
     columns = scale_channels(layer, changed, products, group, dtype)
     for name in read.products:
         scales = quantize_groups(changed[name], group)[1].to(dtype)
-        changed[name] = codes_with_feedback(changed[name], scales, products[name], group)
+        changed[name] = round_with_feedback(changed[name], scales, products[name], group)
         changed[name + SCALES] = scales.float()
     if seen is not None:
         seen = seen.divide(columns[GATE_UP]) if GATE_UP in columns else seen

@@ -17,8 +17,8 @@ from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.grouped_coded_matmul import grouped_int4_matmul, grouped_mxfp4_matmul
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
 from batchinfer_kernels.gpu.sort_by_expert import ExpertRows, sort_by_expert
-from batchinfer_kernels.mxfp4 import packed_mxfp4
-from batchinfer_kernels.quantized_matmul import packed_int4_experts
+from batchinfer_kernels.mxfp4 import pack_mxfp4_weights
+from batchinfer_kernels.quantized_matmul import pack_int4_experts
 from batchinfer_kernels.routing import Routing
 
 
@@ -61,9 +61,9 @@ def _packed(weights: ExpertWeights, dtype: torch.dtype) -> Callable[..., Tensor]
     """Return the product with these weights."""
     assert weights.scales is not None, "it is in codes"
     if weights.mxfp4:
-        packed = packed_mxfp4(weights.weight, weights.scales)
+        packed = pack_mxfp4_weights(weights.weight, weights.scales)
         return lambda x, *more, **options: grouped_mxfp4_matmul(x, packed, *more, **options)
-    coded = packed_int4_experts(weights.weight, weights.scales, weights.zeros, weights.group, dtype)
+    coded = pack_int4_experts(weights.weight, weights.scales, weights.zeros, weights.group, dtype)
     return lambda x, *more, **options: grouped_int4_matmul(x, coded, *more, **options)
 
 

@@ -140,7 +140,7 @@ def decompresses(lens: Ints, contexts: Ints, sizes: LatentSizes) -> NDArray[np.b
     """Return for which sequences K and V are made, (S,): those that it takes fewer operations, if they have enough
     tokens together. None has more keys than the step has tokens, so that a step takes as much memory as one that reads
     whole prompts."""
-    pays: NDArray[np.bool_] = sizes.decompressing_pays(lens, contexts)
+    pays: NDArray[np.bool_] = sizes.is_decompressing_cheaper(lens, contexts)
     found = pays & (contexts <= lens.sum())
     return found if lens[found].sum() >= LEAST_TOKENS else np.zeros_like(found)
 

@@ -34,8 +34,8 @@ from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul, mxfp4_ma
 from batchinfer_kernels.gpu.sample import sample
 from batchinfer_kernels.low_rank import AdaptedRows
 from batchinfer_kernels.mxfp4 import GROUP as MXFP4_GROUP
-from batchinfer_kernels.mxfp4 import Mxfp4Weight, packed_mxfp4_linear
-from batchinfer_kernels.quantized_matmul import Int4Weight, packed_int4
+from batchinfer_kernels.mxfp4 import Mxfp4Weight, pack_mxfp4_weight
+from batchinfer_kernels.quantized_matmul import Int4Weight, pack_int4_weight
 
 HeadWeight = TypeVar("HeadWeight", Tensor, CodedWeight)
 MIN_RANK = 16  # of factors: the least inner dimension of a tile
@@ -301,10 +301,10 @@ class WidenedLinear(KernelLinear):
         """`panel`: None where the product is deterministic."""
         packed: Int4Weight | Mxfp4Weight
         if weight.mxfp4:
-            packed = packed_mxfp4_linear(weight.codes, weight.scales)
+            packed = pack_mxfp4_weight(weight.codes, weight.scales)
             group, zeros, scale_bytes = MXFP4_GROUP, False, 1
         else:
-            packed = packed_int4(weight.codes, weight.scales, weight.zeros, weight.group, dtype)
+            packed = pack_int4_weight(weight.codes, weight.scales, weight.zeros, weight.group, dtype)
             group, zeros, scale_bytes = packed.group, packed.zeros is not None, dtype.itemsize
         super().__init__((packed.outputs, packed.inputs), activation)
         self._weight, self._bias, self._panel = packed, bias, panel

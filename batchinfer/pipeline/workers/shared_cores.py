@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from batchinfer.machine.core_load import CoreLoad
-from batchinfer_kernels.cpu.spinning import Spinning
+from batchinfer_kernels.cpu.spinning import SpinControl
 
 LOOK_EVERY_S = 0.5  # a look takes 0.1 ms
 # Waiting threads spin shortly if other processes and the engine's threads need CROWDED more cores than there are, and
@@ -21,7 +21,7 @@ class SharedCores:
     def __init__(
         self,
         threads: int,
-        spins: Spinning,
+        spins: SpinControl,
         load: CoreLoad | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -30,7 +30,7 @@ from batchinfer.pipeline.workers.messages import (
 from batchinfer.pipeline.workers.ranks.meeting import Parent
 from batchinfer.pipeline.workers.ranks.others import OtherRanks
 from batchinfer.pipeline.workers.shared_cores import SharedCores
-from batchinfer_kernels.cpu.spinning import Spinning
+from batchinfer_kernels.cpu.spinning import SpinControl
 
 # Results are sent at most this often. A message costs about 50 us, while a step of a small model takes less than 1 ms.
 SEND_EVERY_S = 0.05
@@ -79,7 +79,7 @@ def _shared_cores(info: EngineInfo) -> SharedCores | None:
     """Return the load watcher of an engine on a CPU, or None on another device."""
     if info.device != "cpu":
         return None
-    return SharedCores(info.threads, Spinning())
+    return SharedCores(info.threads, SpinControl())
 
 
 class _Worker:

@@ -9,7 +9,7 @@ from batchinfer.plan.setup.checks import check_division_of, check_model
 from batchinfer.plan.setup.numerics import Numerics
 from batchinfer.plan.setup.placement import placement_of
 from batchinfer.plan.setup.setting import Setting
-from batchinfer_kernels.arithmetic import AskedQuantization, Dtype, Quantization
+from batchinfer_kernels.arithmetic import Dtype, Quantization, RequestedQuantization
 
 
 def resolve(job: Job, checkpoint: StoredModel, machine: MachineFacts) -> Setting:
@@ -53,7 +53,7 @@ def auto_dtype(machine: MachineFacts, stored: Dtype) -> Dtype:
 
 
 def resolved_quantization(
-    asked: AskedQuantization, checkpoint: StoredModel, machine: MachineFacts, dtype: Dtype
+    asked: RequestedQuantization, checkpoint: StoredModel, machine: MachineFacts, dtype: Dtype
 ) -> Quantization:
     """Return the quantisation of the weights.
 

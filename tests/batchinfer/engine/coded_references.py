@@ -19,7 +19,7 @@ from batchinfer_kernels.gated_activation import Activation, gated_activation_ref
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
 from batchinfer_kernels.int4_linear import int4_linear_reference
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
-from batchinfer_kernels.quantized_matmul import int4_values, packed_int4, packed_int4_experts
+from batchinfer_kernels.quantized_matmul import int4_values, pack_int4_experts, pack_int4_weight
 from tests.batchinfer.engine.small_engine import Limits, Place, make_runner
 from tests.batchinfer.engine.teacher_forced import Row, forced_logits
 
@@ -108,7 +108,7 @@ class ValueOps(TorchOps):
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         if isinstance(weight, CodedWeight):
             parts = weight.codes, weight.scales, weight.zeros, weight.group
-            weight = int4_values(packed_int4(*parts, torch.float32))
+            weight = int4_values(pack_int4_weight(*parts, torch.float32))
         return super().pack_linear(weight, bias)
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
@@ -122,6 +122,6 @@ def _widened(weights: ExpertWeights) -> ExpertWeights:
     if weights.scales is None:
         return weights
     parts = weights.weight, weights.scales, weights.zeros, weights.group
-    packed = packed_int4_experts(*parts, torch.float32)
+    packed = pack_int4_experts(*parts, torch.float32)
     values = [int4_values(packed.of(expert)) for expert in range(len(weights.weight))]
     return ExpertWeights(torch.stack(values), weights.bias)

@@ -14,7 +14,7 @@ import pytest
 from batchinfer.job import Job, init_files, init_text, job_schema, load_job
 from batchinfer.job.yaml_tree import read_yaml
 from batchinfer.verbs.starter import write_starter
-from batchinfer_kernels.arithmetic import AskedQuantization
+from batchinfer_kernels.arithmetic import RequestedQuantization
 
 REPOSITORY = Path(__file__).parents[3]
 DOCUMENT = (REPOSITORY / "docs/job-file.md").read_text()
@@ -105,7 +105,7 @@ def test_the_first_job_fits_its_folder_and_its_model(
         assert load_job(folder / "job.yaml", env={}).name == "a 'job': $x-"
         listed = re.search(r"quantization: auto +# or (.*)", text)
         assert listed is not None
-        assert {"auto", *listed[1].split(", ")} == set(get_args(AskedQuantization))
+        assert {"auto", *listed[1].split(", ")} == set(get_args(RequestedQuantization))
         shutil.rmtree(folder)
 
 

@@ -22,7 +22,7 @@ from batchinfer.models.calibration.search import Search
 from batchinfer.models.calibration.work import Loss
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
-from batchinfer_kernels.int4_feedback import codes_with_feedback
+from batchinfer_kernels.int4_feedback import round_with_feedback
 from tests.batchinfer.engine.coded_references import ValueOps
 from tests.batchinfer.engine.small_engine import cpu_ops, quantized
 from tests.batchinfer.far_device import FAR, far_away
@@ -123,9 +123,9 @@ def test_it_computes_what_transformers_makes_of_it(
 
     def watched(weight: Tensor, *others: Any) -> Tensor:
         changed.append(weight.clone())
-        return codes_with_feedback(weight, *others)
+        return round_with_feedback(weight, *others)
 
-    monkeypatch.setattr("batchinfer.models.calibration.layer.codes_with_feedback", watched)
+    monkeypatch.setattr("batchinfer.models.calibration.layer.round_with_feedback", watched)
     layers, loss = calibrate(tmp_path / "plain", tmp_path / "int4", marks=True)
     model = AutoModelForCausalLM.from_pretrained(
         dequantised(tmp_path / "int4", tmp_path / "reference"), attn_implementation="eager"

@@ -12,7 +12,7 @@ from batchinfer_kernels.quantized_matmul import (
     Int4Weight,
     int4_values,
     int4_weight_matmul_reference,
-    packed_int4,
+    pack_int4_weight,
 )
 from tests.kernels.gpu.aot import NVIDIA, compile_launch
 from tests.kernels.gpu.conftest import DEVICE
@@ -38,7 +38,7 @@ def stored(
     codes_there, scales_there, zeros_there = parts
     assert codes_there is not None
     assert scales_there is not None
-    return packed_int4(codes_there, scales_there, zeros_there, group, dtype), values.to(DEVICE)
+    return pack_int4_weight(codes_there, scales_there, zeros_there, group, dtype), values.to(DEVICE)
 
 
 @pytest.mark.sample(8)
@@ -107,8 +107,8 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         (codes, scales, torch.full((4, 2), 9.0), 32),
         (codes, scales, torch.zeros(4, 1), 32),
     ):
-        assert_refused(r"codes are|zeros are", packed_int4, *changed, torch.float32)
-    weight = packed_int4(codes, scales, None, 32, torch.float32)
+        assert_refused(r"codes are|zeros are", pack_int4_weight, *changed, torch.float32)
+    weight = pack_int4_weight(codes, scales, None, 32, torch.float32)
     for first, panel in ((0, torch.zeros(5, 64)), (3, torch.zeros(2, 64)), (0, torch.zeros(4, 64).half())):
         assert_refused("a panel", widen, weight, first, panel)
     assert_refused("too small", panel_matmul, torch.zeros(2, 64), weight, None, torch.zeros(63))
@@ -119,7 +119,7 @@ def launch_widening(dtype: str, outputs: int, inputs: int, zeroed: bool) -> None
     kind, groups = getattr(torch, dtype), -(-inputs // 128)
     zeros = torch.ones(outputs, groups) if zeroed else None
     codes = torch.zeros(outputs, inputs, dtype=torch.int8)
-    weight = packed_int4(codes, torch.ones(outputs, groups), zeros, 128, kind)
+    weight = pack_int4_weight(codes, torch.ones(outputs, groups), zeros, 128, kind)
     widen(weight, 0, torch.zeros(outputs, inputs, dtype=kind))
 
 

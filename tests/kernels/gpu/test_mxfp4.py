@@ -17,10 +17,10 @@ from batchinfer_kernels.mxfp4 import (
     grouped_mxfp4_matmul_reference,
     mxfp4_matmul_reference,
     mxfp4_values,
-    packed_mxfp4,
-    packed_mxfp4_linear,
+    pack_mxfp4_weight,
+    pack_mxfp4_weights,
 )
-from batchinfer_kernels.quantized_matmul import grouped_int4_matmul_reference, packed_int4_experts
+from batchinfer_kernels.quantized_matmul import grouped_int4_matmul_reference, pack_int4_experts
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
 from tests.kernels.gpu.conftest import DEVICE
 from tests.kernels.gpu.matmul_cases import DTYPES, beside_nan, near, processors_of, random
@@ -59,7 +59,7 @@ def test_experts_with_any_number_of_rows(
     at = torch.arange(len(x), device=DEVICE).flip(0)
     wanted = grouped_mxfp4_matmul_reference(x[at], *parts, starts, bias, activation=activation)
     options: dict[str, Any] = {"activation": activation, "from_rows": at}
-    near(grouped_mxfp4_matmul(beside_nan(x), packed_mxfp4(*parts), starts, bias, **options), wanted)
+    near(grouped_mxfp4_matmul(beside_nan(x), pack_mxfp4_weights(*parts), starts, bias, **options), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -72,7 +72,7 @@ def test_every_code_with_every_exponent_is_exact(dtype: torch.dtype) -> None:
     wanted = mxfp4_values(codes, exponents).to(dtype)[0]
     finite = (exponents[0, :, 0] < 253).cpu()  # times 0 they would be no number, and as sums too large
     x = torch.eye(32, device=DEVICE).to(dtype)
-    weights, starts = packed_mxfp4(codes[:, finite], exponents[:, finite]), starts_of((32,))
+    weights, starts = pack_mxfp4_weights(codes[:, finite], exponents[:, finite]), starts_of((32,))
     got = grouped_mxfp4_matmul(x, weights, starts)
     assert torch.equal(got, wanted[finite].T)
     assert float(got.float().abs().amax()) == 6.0 * 2.0**125
@@ -80,7 +80,7 @@ def test_every_code_with_every_exponent_is_exact(dtype: torch.dtype) -> None:
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
     parts, counts = stored(3, 34, 288), (40, 0, 90)
-    x, weights = random(130, 288, dtype=torch.bfloat16), packed_mxfp4(*parts)
+    x, weights = random(130, 288, dtype=torch.bfloat16), pack_mxfp4_weights(*parts)
     whole = grouped_mxfp4_matmul(x, weights, starts_of(counts), deterministic=True)
     for row, where in ((0, (1, 0, 0)), (39, (1, 0, 0)), (129, (0, 0, 1))):
         one = grouped_mxfp4_matmul(x[row : row + 1], weights, starts_of(where), deterministic=True)
@@ -103,7 +103,7 @@ def test_int4_of_experts(
     codes = torch.randint(-8, 8, (*shape[:2], inputs), generator=generator, dtype=torch.int8)
     scales = 0.01 + torch.rand(shape, generator=generator)
     zeros = torch.randint(-8, 9, shape, generator=generator).float().to(DEVICE) if zeroed else None
-    weights = packed_int4_experts(codes.to(DEVICE), scales.to(DEVICE), zeros, group, dtype)
+    weights = pack_int4_experts(codes.to(DEVICE), scales.to(DEVICE), zeros, group, dtype)
     x, starts = random(sum(counts), inputs, dtype=dtype), starts_of(counts)
     bias = random(len(counts), 34, dtype=dtype, seed=2)
     from_rows = torch.arange(len(x), device=DEVICE).flip(0)
@@ -119,7 +119,7 @@ def test_int4_of_experts(
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    weights, odd = packed_mxfp4(*stored(2, 34, 32)), packed_mxfp4(*stored(2, 33, 32))
+    weights, odd = pack_mxfp4_weights(*stored(2, 34, 32)), pack_mxfp4_weights(*stored(2, 33, 32))
     given: dict[str, Any] = {"x": random(2, 32), "weights": weights, "starts": starts_of((1, 1))}
     for words, changed in (
         ("x is", {"x": random(2, 64)}),
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused() -> None:
         assert_refused(words, grouped_mxfp4_matmul, **{**given, **changed})
     codes, exponents = stored(2, 34, 64)
     for parts in ((codes.char(), exponents), (codes, exponents[:, :, :1]), (codes[0], exponents[0])):
-        assert_refused("codes and exponents", packed_mxfp4, *parts)
+        assert_refused("codes and exponents", pack_mxfp4_weights, *parts)
 
 
 def launch_experts(
@@ -146,11 +146,11 @@ def launch_experts(
         if int4:
             scales = torch.ones(8, 1024, 4)
             codes = torch.zeros(8, 1024, 512, dtype=torch.int8)
-            coded = packed_int4_experts(codes, scales, scales, 128, kind)
+            coded = pack_int4_experts(codes, scales, scales, 128, kind)
             grouped_int4_matmul(x, coded, starts, bias, from_rows=from_rows, **options)
         else:
             codes = torch.zeros(8, 1024, 256, dtype=torch.uint8)
-            weights = packed_mxfp4(codes, torch.zeros(8, 1024, 16, dtype=torch.uint8))
+            weights = pack_mxfp4_weights(codes, torch.zeros(8, 1024, 16, dtype=torch.uint8))
             grouped_mxfp4_matmul(x, weights, starts, bias, from_rows=from_rows, **options)
 
 
@@ -193,7 +193,7 @@ def linear_of(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
 def test_linear_layers_with_any_number_of_rows(
     rows: int, dtype: torch.dtype, inputs: int, activation: Activation | None, deterministic: bool
 ) -> None:
-    parts, packed = linear_of(34, inputs), packed_mxfp4_linear(*linear_of(34, inputs))
+    parts, packed = linear_of(34, inputs), pack_mxfp4_weight(*linear_of(34, inputs))
     x, bias = random(rows, inputs, dtype=dtype), random(34, dtype=dtype, seed=2)
     wanted = mxfp4_matmul_reference(x, *parts, bias, activation=activation)
     near(mxfp4_matmul(x, packed, bias, activation=activation, deterministic=deterministic), wanted)
@@ -205,15 +205,15 @@ def test_linear_layers_with_any_number_of_rows(
 def test_a_linear_layer_is_widened_exactly() -> None:
     codes, exponents = linear_of(70, 160)
     panel = torch.empty(30, 160, dtype=torch.bfloat16, device=DEVICE)
-    widen(packed_mxfp4_linear(codes, exponents), 20, panel)
+    widen(pack_mxfp4_weight(codes, exponents), 20, panel)
     assert torch.equal(panel, mxfp4_values(codes[None], exponents[None])[0, 20:50].to(torch.bfloat16))
-    assert_refused("x is", mxfp4_matmul, random(2, 64), packed_mxfp4_linear(codes, exponents))
+    assert_refused("x is", mxfp4_matmul, random(2, 64), pack_mxfp4_weight(codes, exponents))
 
 
 def launch_linear(rows: int) -> None:
     """What a GPU would launch."""
     codes, exponents = torch.zeros(1024, 256, dtype=torch.uint8), torch.zeros(1024, 16, dtype=torch.uint8)
-    weight = packed_mxfp4_linear(codes, exponents)
+    weight = pack_mxfp4_weight(codes, exponents)
     with processors_of(132):
         mxfp4_matmul(torch.zeros(rows, 512, dtype=torch.bfloat16), weight, activation="silu")
 

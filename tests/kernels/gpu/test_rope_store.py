@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu import rope_store as module
 from batchinfer_kernels.gpu.rope_store import rope, rope_store
-from batchinfer_kernels.rope_store import coded_reference, rope_store_reference
+from batchinfer_kernels.rope_store import quantize_heads_reference, rope_store_reference
 from tests.kernels.gpu.pairs import every_pair
 from tests.kernels.gpu.poison import poisoned
 from tests.kernels.refused import assert_refused
@@ -141,7 +141,7 @@ def stored_codes(values: Tensor, cache_dtype: torch.dtype) -> tuple[Tensor, Tens
     scales = torch.zeros(2, 1, 1, 1, device=x.device)
     slots = torch.zeros(1, dtype=torch.int64, device=x.device)
     rope_store(x, x, x, cos, cos * 0, *cache, slots, k_scale=scales[0], v_scale=scales[1])
-    return cache[1].flatten(), coded_reference(x, cache_dtype)[0].flatten(), scales.flatten()
+    return cache[1].flatten(), quantize_heads_reference(x, cache_dtype)[0].flatten(), scales.flatten()
 
 
 def test_every_code_and_what_lies_between(device):
