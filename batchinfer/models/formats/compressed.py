@@ -12,7 +12,7 @@ from batchinfer.models.formats import mxfp4, sparse
 from batchinfer.models.formats.fp8 import CACHE_SCALES, DTYPES, add_fp8, is_block
 from batchinfer.models.formats.integers import add_int8, add_packed_integers
 from batchinfer.models.formats.nvfp4 import NVFP4_GROUP, add_nvfp4
-from batchinfer.models.formats.pack_mxfp4_weights import add_packed_mxfp4
+from batchinfer.models.formats.packed_mxfp4 import add_packed_mxfp4
 from batchinfer.models.formats.packed_tensor import PackedTensors, Stored, StoredFormat
 
 NAME = "compressed-tensors"
