@@ -57,8 +57,7 @@ def converse(result: OpenResult, form: str, escape_formulas: bool = False) -> No
     """Answer queries until the input ends.
 
     On a terminal, an error is printed, and the next query can be typed. On a pipe, an error is raised. A pipe
-    without any
-    query gets the default answer.
+    without any query gets the default answer.
     """
     if sys.stdin is not None and sys.stdin.isatty():
         with _history(history_file()):

@@ -92,8 +92,7 @@ def read_job_file(path: Path, overrides: Sequence[tuple[str, str]], variables: V
     """Read a job file, and apply the overrides.
 
     Raises InputMissing if the file does not exist, and JobFileError if it is unreadable, not UTF-8, not YAML,
-    empty, or
-    not a mapping.
+    empty, or not a mapping.
     """
     if (shown := not_utf8(path)) is not None:
         message = (
@@ -109,8 +108,7 @@ def read_job_values(
     """Convert the values of a mapping as if they were in a job file.
 
     `path` names the mapping in messages, and its folder anchors relative paths. Raises JobFileError, also for
-    values that
-    a job file cannot have.
+    values that a job file cannot have.
     """
     try:
         text = json.dumps(given, default=_path_text, ensure_ascii=False)

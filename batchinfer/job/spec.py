@@ -1,8 +1,8 @@
 """The job file as classes: loads a frozen Job, or reports all mistakes at once.
 
-Each field describes itself. `batchinfer schema` prints the descriptions for editors, and docs/job-file.md is generated
-from them: they may have links relative to docs/. check.py checks conditions on several fields, and wording.py words the
-messages.
+Each field describes itself. `batchinfer schema` prints the descriptions for editors, and docs/job-file.md is
+generated from them: they may have links relative to docs/. check.py checks conditions on several fields, and
+wording.py words the messages.
 """
 
 from __future__ import annotations

@@ -70,9 +70,8 @@ def shown(
 ) -> Iterator[str]:
     """Yield the lines of an answer, without line ends.
 
-    `auto` is a table if it fits into the terminal, else blocks. If the output is no terminal, `auto` is a
-    table with one
-    line per row, like that of psql and DuckDB. Control characters are escaped in both.
+    `auto` is a table if it fits into the terminal, else blocks. If the output is no terminal, `auto` is a table
+    with one line per row, like that of psql and DuckDB. Control characters are escaped in both.
 
     Args:
         answer: The answer, which DuckDB computes while it is read.

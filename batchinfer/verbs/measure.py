@@ -33,9 +33,8 @@ MOST_BUSY = 0.2  # cores that other processes may use
 def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] = lambda _: None) -> Path:
     """Measure the CPU, and the GPU if torch can use one. Record the results, and return the path of the file.
 
-    Reports through `notice` if CPU operators must be compiled first. Raises Busy without recording anything
-    if other
-    processes use the cores before or during the measurement, unless `although_busy` is True.
+    Reports through `notice` if CPU operators must be compiled first. Raises Busy without recording anything if
+    other processes use the cores before or during the measurement, unless `although_busy` is True.
     """
     import torch  # slow to import, and only needed here
 

@@ -20,10 +20,9 @@ COLUMNS = ("messages", "prompt", "text")  # the first one that a row has is used
 def prompts_job(model: str, prompts: Path, scratch: Path, overrides: list[tuple[str, str]]) -> Job:
     """Return a job that answers the prompts of a file.
 
-    A row's prompt is its column `messages` (a chat), `prompt` (a user message, if the model has a chat
-    template) or `text`
-    (used as it is). A text file has one prompt per line. The job would write to `scratch`. Raises JobFileError,
-    InputMissing, or UsageError for a file without such a column.
+    A row's prompt is its column `messages` (a chat), `prompt` (a user message, if the model has a chat template) or
+    `text` (used as it is). A text file has one prompt per line. The job would write to `scratch`. Raises
+    JobFileError, InputMissing, or UsageError for a file without such a column.
     """
     if not prompts.is_file():
         raise InputMissing(f"--prompts {prompts}: there is no such file")

@@ -32,9 +32,8 @@ class QuantizedModel:
 def quantize_job(job: Job, again: bool, listener: Listener) -> QuantizedModel:
     """Calibrate the job's weights as its first run would, or return those of an earlier run.
 
-    If `again` is True, calibrates even if there are weights. Raises JobFileError if the model cannot be
-    calibrated or no
-    row can be run, and the errors of a run.
+    If `again` is True, calibrates even if there are weights. Raises JobFileError if the model cannot be calibrated
+    or no row can be run, and the errors of a run.
     """
     job = _in_int4(job)
     state = state_of(job)

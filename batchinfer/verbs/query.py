@@ -118,9 +118,8 @@ class OpenResult:
     def answer(self, sql: str) -> Iterator[duckdb.DuckDBPyRelation]:
         """Yield the answer to a statement. DuckDB computes it while it is read in the block; a signal ends it.
 
-        Raises UsageError for SQL that fails or would change something, StorageError or OutOfMemory, also
-        while the answer is
-        read.
+        Raises UsageError for SQL that fails or would change something, StorageError or OutOfMemory, also while the
+        answer is read.
         """
         with interruptible(self._connection), _explained(self._folder, self.names):
             yield self._connection.sql(_reading(self._connection, sql))

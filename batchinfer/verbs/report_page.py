@@ -41,9 +41,8 @@ class WrittenPage:
 def write_page(folder: Path, output: Path | None = None, run_id: str | None = None) -> WrittenPage:
     """Write the page of the newest run of a result or report folder, or of the run `run_id`.
 
-    Without `output`, the page is `report.html` in the report folder. Replaces an earlier page, but no other
-    file. Raises
-    InputMissing if no run has written a table, OutputConflict, StorageError or OutOfMemory.
+    Without `output`, the page is `report.html` in the report folder. Replaces an earlier page, but no other file.
+    Raises InputMissing if no run has written a table, OutputConflict, StorageError or OutOfMemory.
     """
     place, report = _place(folder)
     path = report / PAGE if output is None else output

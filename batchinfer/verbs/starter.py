@@ -42,11 +42,9 @@ class Starter:
 def write_starter(folder: Path, model: str | None, schema: Path | None = None) -> Starter:
     """Write a new job into `folder`.
 
-    The job uses `model` (a folder, or a name in the Hugging Face cache), else the model in `folder`, else a
-    copy of the
-    quickstart's model. Its answers follow the JSON Schema in the file `schema`, if given. Raises UsageError
-    if the job
-    exists already, InputMissing or InputCorrupt for the schema, or StorageError.
+    The job uses `model` (a folder, or a name in the Hugging Face cache), else the model in `folder`, else a copy of
+    the quickstart's model. Its answers follow the JSON Schema in the file `schema`, if given. Raises UsageError if
+    the job exists already, InputMissing or InputCorrupt for the schema, or StorageError.
     """
     answer = None if schema is None else SchemaFile.read(schema)
     name = None if model is None else _name(model)

@@ -1,8 +1,7 @@
 """Downloads large files over HTTP into a cache's blobs. A later process continues a partial download.
 
-huggingface_hub's own download restarts files in every process, because its partial files have random names
-(still so in
-2.4.0), and compares sizes instead of SHA-256. Its `http_get` is used for requests, retries and resuming.
+huggingface_hub's own download restarts files in every process, because its partial files have random names (still
+so in 2.4.0), and compares sizes instead of SHA-256. Its `http_get` is used for requests, retries and resuming.
 """
 
 from __future__ import annotations

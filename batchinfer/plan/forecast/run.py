@@ -43,11 +43,9 @@ class RunForecast:
 def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts, whole: bool = True) -> RunForecast:
     """Forecast the engine at the start of a run. An error in the forecast's arithmetic never stops the run.
 
-    The forecast is empty if nothing has to run, if the machine's peaks are unknown, if memory is too small,
-    or if even the
-    smallest simulation takes long. If `whole` is True, the plan is all that the run computes, and the time of
-    the whole
-    run is forecast too.
+    The forecast is empty if nothing has to run, if the machine's peaks are unknown, if memory is too small, or if
+    even the smallest simulation takes long. If `whole` is True, the plan is all that the run computes, and the time
+    of the whole run is forecast too.
     """
     if setup.setting.peaks is None or not plan.to_run:
         return RunForecast()

@@ -75,9 +75,8 @@ def sampled_rows(index_parts: Sequence[Path], of_rows: int) -> SampledRows:
 def relative_error(tokens: NDArray[np.int64], of_rows: int) -> float | None:
     """Return the relative error of a sample's scaled token count at 95 % confidence.
 
-    Uses the differences between neighbouring runs of rows, as is usual for a systematic sample: slow changes
-    along the
-    input add no error. Returns None for fewer than eight runs or no tokens.
+    Uses the differences between neighbouring runs of rows, as is usual for a systematic sample: slow changes along
+    the input add no error. Returns None for fewer than eight runs or no tokens.
     """
     runs = tokens[: len(tokens) // RUN_ROWS * RUN_ROWS].reshape(-1, RUN_ROWS).mean(axis=1)
     if len(runs) < 8 or not runs.sum():

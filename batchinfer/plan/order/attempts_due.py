@@ -13,9 +13,8 @@ from batchinfer.store.results.attempts import IS_INVALID
 def distinct_sql(index: Sequence[Path], reached: int, attempts: int) -> str:
     """Return a query for the distinct work keys of the rows' current attempts.
 
-    Columns: key, offset and length of the prompt, parameters, expected output tokens, number of rows, number
-    of rows
-    without a further attempt, and the maximum tokens of this or a later attempt.
+    Columns: key, offset and length of the prompt, parameters, expected output tokens, number of rows, number of
+    rows without a further attempt, and the maximum tokens of this or a later attempt.
 
     Args:
         index: Parts of the index.

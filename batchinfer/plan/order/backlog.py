@@ -57,9 +57,8 @@ class Backlog:
 def cut(requests: Sequence[Request], rows: int, engines: int, free_tokens: int = 0) -> tuple[int, int]:
     """Return how many requests to take from the front, and the prefix tokens that are free after the cut.
 
-    The cut is between `rows` and twice as many rows, where the shared prefix is shortest. If the prefix is
-    too expensive
-    to compute twice, the range is doubled until all requests are taken.
+    The cut is between `rows` and twice as many rows, where the shared prefix is shortest. If the prefix is too
+    expensive to compute twice, the range is doubled until all requests are taken.
 
     A prefix is cheap enough if it costs little compared to the rows before the cut, or, computed by every engine,
     compared to all rows that share it. In the second case later cuts in the same prefix are free.

@@ -27,8 +27,7 @@ class Chains:
     """The block hashes of prompts. A block that ends with the last token is left out, as that token always runs.
 
     Two prompts share their first n blocks if the first n hashes are equal, so sorting by hashes groups common
-    prefixes.
-    Collisions have a probability of about 2⁻⁶⁴ and only worsen the order.
+    prefixes. Collisions have a probability of about 2⁻⁶⁴ and only worsen the order.
     """
 
     hashes: Hashes  # of all prompts, concatenated

@@ -77,9 +77,8 @@ def _values(keys: pa.FixedSizeBinaryArray) -> list[bytes]:
 class Plan:
     """Counts over the whole job, and the files with the ordered requests.
 
-    `rows = error_rows + distinct + duplicates`; `distinct = present + to_run - without_rows`. Token counts
-    cover the
-    requests `to_run`.
+    `rows = error_rows + distinct + duplicates`; `distinct = present + to_run - without_rows`. Token counts cover
+    the requests `to_run`.
     """
 
     path: Path  # a Parquet file in PLAN_SCHEMA, ordered by seq

@@ -1,8 +1,7 @@
 """Plans a job: finds the work keys without answers, and orders them.
 
-A pure function of index parts and completion parts: equal rows and equal stored keys give an equal plan,
-however the
-rows are split into parts.
+A pure function of index parts and completion parts: equal rows and equal stored keys give an equal plan, however
+the rows are split into parts.
 """
 
 from __future__ import annotations
@@ -133,9 +132,8 @@ def _load_work(
 ) -> None:
     """Create the table `work`: the rows to run, and the rows that were handed out before.
 
-    Its column `begun` is null for rows to run, 0 for rows with an answer, and the position among `begun`
-    (from 1) for rows
-    in flight.
+    Its column `begun` is null for rows to run, 0 for rows with an answer, and the position among `begun` (from 1)
+    for rows in flight.
     """
     database.execute("CREATE TEMP TABLE present(key BLOB)")
     if completions:

@@ -58,9 +58,9 @@ def _recurring(forest: PrefixForest, rows: SortedRows) -> float:
     """Estimate the share of prefix tokens that later rows will have too, from the first and last third of the rows.
 
     The middle third is ignored, so groups of neighbouring rows do not count. Chao's estimator of unseen species
-    (Nonparametric estimation of the number of classes in a population, 1984) gives the prefixes of the first
-    third that
-    the last third lacks but later rows will have: n1 (n1 - 1) / (2 (n2 + 1)), with n1 and n2 met once and twice.
+    (Nonparametric estimation of the number of classes in a population, 1984) gives the prefixes of the first third
+    that the last third lacks but later rows will have: n1 (n1 - 1) / (2 (n2 + 1)), with n1 and n2 met once and
+    twice.
     """
     early, late = rows.runs & ~rows.later_than(1 / 3), rows.runs & rows.later_than(2 / 3)
     known, meets = _users(forest, early), _users(forest, late)
@@ -87,9 +87,8 @@ def _saved(forest: PrefixForest, users: Counts) -> int:
 def field_order(fields: Sequence[Values], lengths: Sequence[float]) -> list[int]:
     """Return the order of fields that shares most tokens, as field numbers.
 
-    A greedy algorithm like GGR (Liu et al., "Optimizing LLM Queries in Relational Data Analytics Workloads",
-    2024), but
-    with one order for all rows, as in a template: each step appends the field that saves most tokens.
+    A greedy algorithm like GGR (Liu et al., "Optimizing LLM Queries in Relational Data Analytics Workloads", 2024),
+    but with one order for all rows, as in a template: each step appends the field that saves most tokens.
 
     Args:
         fields: The values of each field, one per row.

@@ -1,10 +1,8 @@
 """Sorts prompts by their tokens and finds common prefixes: on disk, in two passes.
 
-The first pass sorts by block hashes, which are a sixteenth of the data, and builds a tree of shared blocks.
-The second
-pass reads the block in which the prompts of a node diverge and sorts by its tokens. So prompts that diverge
-within a
-block are grouped too.
+The first pass sorts by block hashes, which are a sixteenth of the data, and builds a tree of shared blocks. The
+second pass reads the block in which the prompts of a node diverge and sorts by its tokens. So prompts that diverge
+within a block are grouped too.
 """
 
 from __future__ import annotations
@@ -84,9 +82,8 @@ def from_columns(columns: list[NDArray[np.uint64]]) -> Tails:
 def sorted_prompts(database: Any, prompts: Prompts, roots: Hashes) -> tuple[PrefixForest, Ints]:
     """Return the prefix tree of the prompts in the table `work`, and their row numbers in sorted order.
 
-    The order is by root, then by tokens without the last one, which always runs. Equal prompts keep their
-    table order.
-    Prompts with different roots share nothing; `roots` has the root number of each row. Raises StorageError.
+    The order is by root, then by tokens without the last one, which always runs. Equal prompts keep their table
+    order. Prompts with different roots share nothing; `roots` has the root number of each row. Raises StorageError.
     """
     found = database.sql("SELECT token_offset, token_count FROM work").fetchnumpy()
     work = _WorkPrompts(prompts, found["token_offset"], found["token_count"], roots)
@@ -179,9 +176,8 @@ def _by_tails(database: Any, work: _WorkPrompts, blocks: PrefixForest, rows: Int
     Items with different roots have nothing in common: they meet where no block is shared.
 
     Returns:
-        The items (prompts by sorted number, then nodes), and how many of the sorted tokens each shares with
-        the previous
-        item.
+        The items (prompts by sorted number, then nodes), and how many of the sorted tokens each shares with the
+        previous item.
     """
     tail = ", ".join(TAIL_COLUMNS)
     kinds = ", ".join(f"{name} UBIGINT" for name in TAIL_COLUMNS)

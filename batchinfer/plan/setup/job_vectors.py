@@ -55,9 +55,8 @@ def requested_vectors(
 ) -> tuple[Embedding | None, VectorRequests | None, str]:
     """Return the job's vectors, how OpenAI requests may ask for them, and why they may not.
 
-    An unsupported pooling is an error only if the job explicitly asks for vectors. Otherwise the last value
-    says why
-    requests get none. Raises JobFileError or SecurityRefusal.
+    An unsupported pooling is an error only if the job explicitly asks for vectors. Otherwise the last value says
+    why requests get none. Raises JobFileError or SecurityRefusal.
     """
     try:
         made = job_embedding(job, hidden, causal)

@@ -172,9 +172,8 @@ def calibrated_folder(
 ) -> Path:
     """Return the folder of this model's calibrated weights, whether it exists or not.
 
-    With adapters, the folder also has the data that adapters need, so it is a different one. If `remember` is
-    True, new
-    digests of weight files are stored in the state folder.
+    With adapters, the folder also has the data that adapters need, so it is a different one. If `remember` is True,
+    new digests of weight files are stored in the state folder.
     """
     digests = read_strings(state.fingerprints)
     before = dict(digests)

@@ -16,9 +16,8 @@ from batchinfer.core.statistics.survival import SurvivalCurve
 class AnswerLengths:
     """Forecasts answer lengths from earlier answers to prompts of similar length. Without any, max_tokens is assumed.
 
-    Requests get lengths with the distribution of the earlier answers, in the order of their work keys. The
-    forecast is
-    therefore reproducible and independent of the order of the job.
+    Requests get lengths with the distribution of the earlier answers, in the order of their work keys. The forecast
+    is therefore reproducible and independent of the order of the job.
     """
 
     _by_size: Mapping[int, SurvivalCurve]  # by the bit length of the prompt's token count

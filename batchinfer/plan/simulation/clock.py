@@ -25,9 +25,8 @@ class TimedLaunch:
         work: The work of each stage.
         submitted_s: When the host submits the step to the stages.
         launched_s: When all layers are launched.
-        after: The previous step of the same engine, whose tokens the first stage needs. None if there is
-            none, or if this
-            step is done.
+        after: The previous step of the same engine, whose tokens the first stage needs. None if there is none, or
+            if this step is done.
         done_s: When the step is done. None until the host waits for this or a later step.
     """
 
@@ -47,9 +46,8 @@ class TimedLaunch:
 class Clock:
     """The time of a simulated run, in seconds.
 
-    If `asks_last` is True, the scheduling process itself runs the last of several stages when it waits for
-    results, as on
-    a CPU.
+    If `asks_last` is True, the scheduling process itself runs the last of several stages when it waits for results,
+    as on a CPU.
     """
 
     host: float = 0.0
@@ -93,9 +91,9 @@ class Captures:
 class Launching:
     """Predicts how each step is launched, like `DecodeGraphs` and `PiecewiseGraphs`.
 
-    Decode graphs are distinguished by their rows, context bound and block sharing. A real GPU has more kinds,
-    by the split
-    of rows and the number of sharing groups, so a few more steps run there before each kind has its graph.
+    Decode graphs are distinguished by their rows, context bound and block sharing. A real GPU has more kinds, by
+    the split of rows and the number of sharing groups, so a few more steps run there before each kind has its
+    graph.
     """
 
     def __init__(self, captures: Captures) -> None:

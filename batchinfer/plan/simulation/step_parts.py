@@ -47,11 +47,9 @@ class StepParts(NamedTuple):
     def shares(self, times: Mapping[str, float]) -> dict[str, float]:
         """Return the contribution of each part per unit of its coefficient. The step takes the weighted sum.
 
-        Computing and reading weights overlap partly, so a product takes the root of the sum of their squares.
-        The plain sum is
-        20 % too high if both are equal (a decode step of 24 rows in float32), and the maximum is too low
-        (measured on two
-        Zen 4 server cores).
+        Computing and reading weights overlap partly, so a product takes the root of the sum of their squares. The
+        plain sum is 20 % too high if both are equal (a decode step of 24 rows in float32), and the maximum is too
+        low (measured on two Zen 4 server cores).
         """
         found = {PRODUCTS: 0.0, WEIGHTS: 0.0, **self.others}
         for computing, reading in self.products:
@@ -102,9 +100,8 @@ def _weights(operator: OperatorCost, shape: StepShape) -> int:
 def fit_step_parts(steps: Iterable[TimedStep], peaks: Peaks) -> dict[str, float]:
     """Fit the coefficients of the parts to measured steps, by relative error.
 
-    Coefficients are multiples of the minimum time, or seconds per layer and row. Outliers get less weight
-    (Huber), because
-    the machine was probably disturbed.
+    Coefficients are multiples of the minimum time, or seconds per layer and row. Outliers get less weight (Huber),
+    because the machine was probably disturbed.
     """
     seen = list(steps)
     parts = [step_parts(step.cost, step.shape, step.rows, peaks) for step in seen]

@@ -19,9 +19,8 @@ HOST_STEP, HOST_ROW, FIRST_USE = "host_step_s", "host_row_s", "first_use_s"
 class StepTime:
     """Seconds of a step on a machine. The default is the roofline without host overhead.
 
-    `parts` has the coefficients from `step_parts.fit_step_parts`, or None for the roofline. The efficiencies are the
-    shares of
-    that speed that steps reach if they mostly prefill or mostly decode.
+    `parts` has the coefficients from `step_parts.fit_step_parts`, or None for the roofline. The efficiencies are
+    the shares of that speed that steps reach if they mostly prefill or mostly decode.
     """
 
     peaks: Peaks
@@ -99,9 +98,8 @@ def shape_of(cost: ModelCost, tokens: int, sampled: int, flops: int, moved: int)
 def measured_step_time(expected: StepTime, steps: Iterable[MeasuredStep]) -> StepTime | None:
     """Return the step time measured in earlier steps, relative to the expected one, or None with too few steps.
 
-    The steps must be of the same machine and arithmetic. Efficiencies are ratios of sums, so long steps count
-    more. A kind
-    of step with too few measurements gets the efficiency of the other kind.
+    The steps must be of the same machine and arithmetic. Efficiencies are ratios of sums, so long steps count more.
+    A kind of step with too few measurements gets the efficiency of the other kind.
     """
     seen = list(steps)
     kinds = [[one for one in seen if _reads(one.step.shape) == reads] for reads in (True, False)]
