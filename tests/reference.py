@@ -10,11 +10,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from batchinfer.cli import app
 from batchinfer.job import Job
 from batchinfer.job.wording import options, section_of
 from batchinfer.report.tables.columns.declared import COLUMNS
@@ -22,6 +25,7 @@ from batchinfer.report.tables.exit_status import MEANINGS
 
 DOCS = Path(__file__).parents[1] / "docs"
 FIX = "run `make reference`"
+_SHORT = 50  # characters of a description that is repeated
 _ENTRIES = " ('entries')"  # pyarrow's note in the names of map types
 _BLOCK = re.compile(r"<!-- (\w+): ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -58,11 +62,13 @@ def _default(info: FieldInfo) -> str:
 
 
 def columns(table: str) -> Iterator[str]:
-    """Yield the rows of the columns of a report table."""
-    yield from ("| column | type | unit | meaning |", "|---|---|---|---|")
+    """Yield the rows of the columns of a report table. Numbers with a unit have no type."""
+    yield from ("| column | unit or type | meaning |", "|---|---|---|")
     for column in COLUMNS[table]:
         kind = "timestamp UTC" if pa.types.is_timestamp(column.type) else str(column.type)
-        yield f"| `{column.name}` | {kind.removesuffix(_ENTRIES)} | {column.unit} | {column.meaning} |"
+        number = kind in ("int64", "double")
+        unit = column.unit if number and column.unit else kind.removesuffix(_ENTRIES)
+        yield f"| `{column.name}` | {unit} | {column.meaning} |"
 
 
 def statuses(_: str) -> Iterator[str]:
@@ -71,14 +77,51 @@ def statuses(_: str) -> Iterator[str]:
     yield from (f"| `{status}` | {meaning} |" for status, meaning in MEANINGS.items())
 
 
+def verb_options(verb: str) -> Iterator[str]:
+    """Yield the rows of the arguments and options of a verb. Options of `run` are described only there."""
+    yield from ("| argument or option | |", "|---|---|")
+    shared = {} if verb == "run" else {one.name: one.help for one in VERBS["run"].params}
+    same = []
+    for parameter in VERBS[verb].params:
+        if parameter.name == "help":
+            continue
+        names = _written(parameter)
+        if shared.get(parameter.name) == parameter.help and len(parameter.help) > _SHORT:
+            same.append(names)
+        else:
+            default = "" if parameter.default in (None, False) else f" Default: `{parameter.default}`."
+            yield f"| {names} | {parameter.help}{default} |"
+    if same:
+        yield f"| {', '.join(same)} | As for [`run`](#run). |"
+
+
+def _written(parameter: Any) -> str:
+    """Return an argument or an option as users write it."""
+    if parameter.param_type_name == "argument":
+        return f"`{parameter.metavar}`"
+    value = f" {parameter.metavar}" if parameter.metavar else ""
+    return ", ".join(f"`{option}{value}`" for option in parameter.opts)
+
+
+def _verbs() -> dict[str, Any]:
+    """Return all verbs by their names, as in `schema infer`."""
+    found = {}
+    for name, verb in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        found[name] = verb
+        found |= {f"{name} {inner}": one for inner, one in getattr(verb, "commands", {}).items()}
+    return found
+
+
+VERBS = _verbs()
 SECTIONS = {key: inner for key in options(Job) if (inner := section_of(Job, key))}
 # For each kind: the names of all tables, and a function that returns the lines of a table
 KINDS: dict[str, tuple[Iterable[str], Callable[[str], Iterable[str]]]] = {
     "keys": (("job", *SECTIONS), keys),
     "columns": (COLUMNS, columns),
     "statuses": (("all",), statuses),
+    "options": ([name for name, verb in VERBS.items() if name != "schema"], verb_options),
 }
-PAGES = {"job-file.md": ("keys",), "report.md": ("columns", "statuses")}
+PAGES = {"job-file.md": ("keys",), "report.md": ("columns", "statuses"), "cli.md": ("options",)}
 
 
 def generated(text: str) -> str:

@@ -15,9 +15,9 @@ FOLDERS = ("batchinfer", "docs", "jobs", "kernels", "tests")
 PATTERNS_THEMSELVES = {"prose.py", "test_prose.py"}
 # Lower a number when you have rewritten lines. A room without a number may have no such line.
 CEILINGS = {
-    "cli": 7,
+    "cli": 2,
     "core": 2,
-    "docs": 537,
+    "docs": 484,
     "engine": 1,
     "job": 16,
     "jobs": 13,
@@ -25,7 +25,7 @@ CEILINGS = {
     "pages": 4,
     "plan": 39,
     "store": 2,
-    "tests": 1035,
+    "tests": 1032,
     "verbs": 9,
 }
 

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +27,7 @@ from batchinfer.cli.show_verb import show
 from batchinfer.cli.status_verb import status
 from batchinfer.cli.terminal import say
 from batchinfer.core.errors import Interrupted, UsageError
+from batchinfer.core.text import without_markup
 from batchinfer.core.version import __version__
 from batchinfer.pipeline.workers.interrupts import Interrupts
 
@@ -84,8 +85,21 @@ def _guarded(arguments: list[str]) -> int:
 
 @cache
 def _command() -> Callable[..., object]:
-    """Return the command line, cached because building it takes longer than many commands."""
-    return typer.main.get_command(app)
+    """Return the command line, cached because building it takes longer than many commands.
+
+    The help of options has links, for docs/cli.md. A terminal shows only their text.
+    """
+    command = typer.main.get_command(app)
+    _without_links(command)
+    return command
+
+
+def _without_links(command: Any) -> None:
+    for parameter in command.params:
+        if text := getattr(parameter, "help", None):
+            parameter.help = without_markup(text)
+    for inner in getattr(command, "commands", {}).values():
+        _without_links(inner)
 
 
 def _no_colours(wanted: bool) -> None:

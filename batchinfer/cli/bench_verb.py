@@ -17,58 +17,78 @@ Workloads = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[WORKLOAD]...",
-        help=f"Any of {', '.join(WORKLOADS)}; {' '.join(DEFAULT_WORKLOADS)} by default.",
+        help=f"Any of {', '.join(WORKLOADS)}; by default {', '.join(DEFAULT_WORKLOADS)}.",
         show_default=False,
     ),
 ]
 Model = Annotated[
     str,
     typer.Option(
-        help=f"A shape run on dummy weights ({', '.join(SHAPES)}), a checkpoint folder, or org/name in the "
-        "Hugging Face cache."
+        metavar="NAME",
+        help=f"A shape run on dummy weights ({', '.join(SHAPES)}), a checkpoint folder, or `org/name` in the "
+        "[Hugging Face cache](models.md#models-by-name).",
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="Type: auto, bfloat16, float16 or float32.")]
+Dtype = Annotated[
+    str, typer.Option(metavar="NAME", help="Type to compute in: `auto`, `bfloat16`, `float16` or `float32`.")
+]
 Quantization = Annotated[
     str,
     typer.Option(
-        help="Quantization of the linear layers, as in a job file: auto, none, int4, int8, fp8 or stored."
+        metavar="NAME",
+        help="Quantisation of the linear layers, as in a job file: `auto`, `none`, `int4`, `int8`, `fp8` or "
+        "`stored`.",
     ),
 ]
 KvCacheDtype = Annotated[
-    str, typer.Option(help="Type of the values in the KV cache: auto, int8 or fp8 (GPUs only).")
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Type of the values in the [KV cache](models.md#int8-and-fp8-in-the-kv-cache): `auto`, `int8` or `fp8` "
+        "(GPUs only).",
+    ),
 ]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Make answers independent of other rows.")
 ]
-Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; one per core by default.")]
-MostSeqs = Annotated[int | None, typer.Option(help="Maximum sequences in a step.")]
-MostBatchedTokens = Annotated[int | None, typer.Option(help="Maximum tokens in a step.")]
-Rows = Annotated[int | None, typer.Option(help="Rows of each workload, instead of the workload's default.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="Device to compute on: `auto`, `cpu` or `cuda`.")]
+Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads; one per core by default.")]
+MostSeqs = Annotated[int | None, typer.Option(metavar="N", help="Maximum sequences in a step.")]
+MostBatchedTokens = Annotated[int | None, typer.Option(metavar="N", help="Maximum tokens in a step.")]
+Rows = Annotated[
+    int | None, typer.Option(metavar="N", help="Rows of each workload, instead of the workload's default.")
+]
 MaxTokens = Annotated[
-    int | None, typer.Option(help="Maximum tokens that a row generates, instead of the workload's default.")
+    int | None,
+    typer.Option(metavar="N", help="Maximum tokens that a row generates, instead of the workload's default."),
 ]
 Schemas = Annotated[
     list[int] | None,
     typer.Option(
-        help="Also run each workload with this many different JSON Schemas; may be given several times.",
+        metavar="N",
+        help="Also run each workload with this number of different JSON Schemas. May be repeated.",
         show_default=False,
     ),
 ]
 WithDrafts = Annotated[
     bool,
     typer.Option(
-        "--drafts", help="Also run each workload with drafts from each row's text and other answers."
+        "--drafts",
+        help="Also run each workload with [drafts](drafts.md) from each row's text and other answers.",
     ),
 ]
-Repeat = Annotated[int, typer.Option(help="Timed runs, after one warm-up run that is not counted.")]
+Repeat = Annotated[int, typer.Option(metavar="N", help="Timed runs, after one warm-up run.")]
 Against = Annotated[
-    str | None, typer.Option(metavar="ENGINE", help="Also run with another engine: transformers.")
+    str | None,
+    typer.Option(metavar="ENGINE", help="Also run with another engine, in alternating runs: `transformers`."),
 ]
 Export = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write the workload as JSONL for another engine, and run nothing."),
+    typer.Option(
+        metavar="FILE",
+        help="Write the workload as JSONL for another engine, and run nothing. An existing file is kept (exit code "
+        "73).",
+    ),
 ]
 
 
@@ -91,7 +111,7 @@ def bench(
     against: Against = None,
     export: Export = None,
 ) -> None:
-    """Measure how close the engine comes to this machine's limit. The last line of stdout is JSON."""
+    """Compare the speed of the engine with this machine's limit. The last line of stdout is JSON."""
     _run_bench(
         BenchOptions(
             workloads=tuple(workloads or DEFAULT_WORKLOADS),

@@ -22,12 +22,13 @@ DIFFERENT = 65  # exit code if results differ and --fail-if-different is given
 
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="A result folder.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The result folder to compare it with.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The result folder to compare with A.")],
     by: Annotated[
         str | None,
         typer.Option(
             metavar="COLUMN",
-            help="Match rows by this column. Default: custom_id if it is unique in both results, else row_id.",
+            help="Match rows by this column, whose values must be unique. By default `custom_id` if it is unique in "
+            "both results, else `row_id`.",
         ),
     ] = None,
     examples: Annotated[

@@ -17,14 +17,15 @@ def doctor(
         bool,
         typer.Option(
             "--measure",
-            help="Measure this machine's peaks and how long steps take on it, for reports and forecasts.",
+            help="Measure this machine's peaks for reports, and on the CPU also step times for forecasts. Takes about "
+            "a minute. Refused (exit code 75) while other processes use more than a fifth of a core.",
         ),
     ] = False,
     although_busy: Annotated[
         bool,
         typer.Option(
             "--although-busy",
-            help="With --measure: measure even while other processes use the cores; the peaks come out too low.",
+            help="With `--measure`: measure even while other processes use the cores. The peaks are then too low.",
         ),
     ] = False,
     as_json: Json = False,

@@ -14,24 +14,28 @@ from batchinfer.core.wording import percent
 
 def history(
     target: Annotated[
-        Path, typer.Argument(metavar="[TARGET]", help="A result folder, a report folder, or a job file.")
+        Path,
+        typer.Argument(
+            metavar="[TARGET]",
+            help="A result folder, a report folder, a job file, or the folder of a job file. `--set` needs a job file.",
+        ),
     ] = Path("job.yaml"),
     limit: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Show the newest N runs; all are compared.")
+        int, typer.Option(min=1, metavar="N", help="Show the newest N runs. The comparison uses all runs.")
     ] = 20,
     slower: Annotated[
         str | None,
         typer.Option(
             "--fail-if-slower",
             metavar="PERCENT",
-            help="End with exit code 65 if the newest run is slower than the median of the runs before it by more "
-            "than this, e.g. 10%.",
+            help="End with exit code 65 if the newest run is slower than the median of earlier runs by more than this, "
+            "such as `10%`. With too few runs to compare, the command does not fail.",
         ),
     ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> int:
-    """Show all runs of a job, and how the newest compares with those before it."""
+    """Show all runs of a job, and compare the newest run with earlier runs."""
     from batchinfer.verbs.history import SLOWER, history_of, share_of
 
     share = None if slower is None else share_of(slower)

@@ -26,6 +26,7 @@ from batchinfer.cli.terminal import (
 from batchinfer.core.errors import StorageError
 from batchinfer.core.hub import ModelName
 from batchinfer.core.text import printable
+from batchinfer.machine.datasheet import NAMES
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
@@ -36,24 +37,37 @@ if TYPE_CHECKING:
 
 Limit = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Try the job: only the first N rows, published to PATH-first-N."),
+    typer.Option(
+        metavar="N",
+        help="Try the job: run only the first N rows, and publish them to PATH-first-N. A later run of the whole "
+        "job reuses their answers.",
+    ),
 ]
 Replace = Annotated[
-    bool, typer.Option("--replace", help="Replace the results that another job published in output.path.")
+    bool,
+    typer.Option(
+        "--replace",
+        help="Replace results of another job, or a file of `--to-openai` that this job did not write.",
+    ),
 ]
 RetryErrors = Annotated[
-    bool, typer.Option("--retry-errors", help="Run the rows again whose error is marked retryable.")
+    bool, typer.Option("--retry-errors", help="Run the rows again whose error was marked retryable.")
 ]
 Verify = Annotated[
     bool,
     typer.Option(
         "--verify",
-        help="Check the digests of the answers that earlier runs stored, and compute damaged ones again.",
+        help="Read the result and the stored answers in full and check their digests, instead of trusting "
+        "[remembered digests](resume.md#damaged-files). Damaged files are rebuilt.",
     ),
 ]
 ToOpenai = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="For an OpenAI batch input: also write an OpenAI batch output file."),
+    typer.Option(
+        metavar="FILE",
+        help="For an OpenAI batch input: also write an [OpenAI batch output file](output.md#--to-openai-file). A "
+        "file that this job did not write is kept (exit code 73) unless `--replace` is given.",
+    ),
 ]
 OpenaiTimestamps = Annotated[
     bool,
@@ -67,7 +81,8 @@ StopAt = Annotated[
     str | None,
     typer.Option(
         metavar="TIME",
-        help="Stop at this time, to continue later: HH:MM (its next occurrence) or a timestamp.",
+        help="[Stop at this time](#stopping-at-a-given-time), to continue later: `06:00` (its next occurrence), or "
+        "a timestamp such as `2027-01-31T06:00`.",
     ),
 ]
 
@@ -189,7 +204,7 @@ def validate(
     ray: Ray = None,
     date: Date = None,
     defaults: Annotated[
-        bool, typer.Option("--defaults", help="Show every option, also those that have their default value.")
+        bool, typer.Option("--defaults", help="Show every option, also options with their default value.")
     ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -212,7 +227,9 @@ def validate(
 
 def preview(
     job_file: JobPath = DEFAULT_JOB,
-    rows: Annotated[int, typer.Option("--rows", "-n", min=1, help="How many rows to show.")] = 3,
+    rows: Annotated[
+        int, typer.Option("--rows", "-n", min=1, metavar="N", help="Number of rows to show.")
+    ] = 3,
     overrides: Overrides = None,
     ray: Ray = None,
     date: Date = None,
@@ -240,7 +257,8 @@ HardwareName = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Forecast for this GPU instead of this machine, from its datasheet: a100, h100, …; for 8 of them 8xh100.",
+        help=f"Forecast for this GPU instead of this machine: {', '.join(NAMES)}, or its name as `nvidia-smi` prints "
+        "it. `8xh100` is one machine with 8 GPUs, `4x8xh100` are four of them; 64 GPUs at most.",
     ),
 ]
 Sample = Annotated[
@@ -248,7 +266,8 @@ Sample = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="Render and tokenise only a sample of about N rows from all parts of the files, and extrapolate.",
+        help="Render and tokenise only about N rows: groups of 16 successive rows from all parts of the files. "
+        "Counts are scaled to all rows.",
     ),
 ]
 
@@ -262,10 +281,12 @@ def plan(
     hardware: HardwareName = None,
     sample: Sample = None,
     stop_at: StopAt = None,
-    quiet: Quiet = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only the plan, without progress and notes.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Read every row and say what a run would do and how long it would take, without loading the model."""
+    """Read every row, and print the work of a run and its expected time, without loading the model."""
     from batchinfer.filesystem.state import state_of
     from batchinfer.machine.devices import devices_by_name
     from batchinfer.pipeline.engine_machine import engine_machine
@@ -297,19 +318,28 @@ def plan(
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; it is created if missing.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="Folder to write; created if missing. A job that is already in the folder is kept.",
+        ),
+    ],
     model: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Model that the job names: a checkpoint folder, or org/name in the Hugging Face cache. "
-            "Default: a small model, copied into DIR.",
+            help="Model that the job names: a checkpoint folder, or `org/name` in the [Hugging Face "
+            "cache](models.md#models-by-name). By default a small model, copied into DIR.",
         ),
     ] = None,
     schema: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="SCHEMA.JSON", help="JSON Schema that answers follow; it is copied into DIR."
+            "--from",
+            metavar="SCHEMA.JSON",
+            help="[JSON Schema](structured.md) that answers match; it is copied into DIR. A schema that no answer can "
+            "match is refused (exit code 65).",
         ),
     ] = None,
     as_json: Json = False,

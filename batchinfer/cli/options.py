@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 
 JobPath = Annotated[
     Path,
-    typer.Argument(metavar="[JOB.YAML]", help="The job file, or the folder of a job.yaml."),
+    typer.Argument(metavar="[JOB.YAML]", help="The [job file](job-file.md), or the folder of a `job.yaml`."),
 ]
 DEFAULT_JOB = Path("job.yaml")  # in the current folder
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. engine.max_num_seqs=64."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the job file, such as `engine.max_num_seqs=64`. May be repeated.",
     ),
 ]
 Ray = Annotated[
@@ -28,11 +30,12 @@ Ray = Annotated[
     typer.Option(
         "--ray",
         metavar="ADDRESS",
-        help="Run the engines on this Ray cluster: auto, or HOST:PORT (sets ray.address).",
+        help="Run the engines on this [Ray cluster](ray.md): `auto`, or `HOST:PORT`. Sets `ray.address`.",
     ),
 ]
 Date = Annotated[
-    str | None, typer.Option(metavar="YYYY-MM-DD", help="Value of ${date} in the job file; today by default.")
+    str | None,
+    typer.Option(metavar="YYYY-MM-DD", help="Value of `${date}` in the job file; today by default."),
 ]
 Price = Annotated[
     float | None,
@@ -40,13 +43,11 @@ Price = Annotated[
         "--price-per-hour",
         min=0,
         metavar="PRICE",
-        help="Price of the machine per hour; the cost of the job is then shown.",
+        help="Price of the machine per hour, in any currency; the cost of the job is then shown.",
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print JSON on stdout instead of text, one object per line.")
-]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, one object per line.")]
 
 
 def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = None) -> Path | Job:

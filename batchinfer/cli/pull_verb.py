@@ -20,11 +20,19 @@ if TYPE_CHECKING:
 
 def pull(
     model: Annotated[
-        str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="The model, and its branch, tag or commit.")
+        str,
+        typer.Argument(
+            metavar="ORG/NAME[@REVISION]",
+            help="The model on the hub, and a branch, tag or commit; `main` by default.",
+        ),
     ],
     include: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Of a model in GGUF the file to download, such as '*Q4_K_M*'."),
+        typer.Option(
+            metavar="PATTERN",
+            help="The GGUF file to download, if the repository has several: a pattern such as `*Q4_K_M*` for the whole "
+            "file name.",
+        ),
     ] = None,
     quiet: Quiet = False,
     as_json: Json = False,

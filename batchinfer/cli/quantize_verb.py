@@ -27,22 +27,29 @@ def quantize(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Write an ordinary checkpoint (compressed-tensors, w4a16) to a new folder, for any engine.",
+            help="Write a checkpoint (compressed-tensors, w4a16) to a new folder, for any engine, instead of keeping "
+            "the weights for the job.",
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Calibrate the model that is named in place of a job on this file's prompts; with --output.",
+            help="With `--output`: calibrate on the prompts of this file. A model, a folder or `org/name`, then "
+            "replaces the job file.",
         ),
     ] = None,
     group: Annotated[
         int | None,
-        typer.Option(metavar="N", help="With --output: inputs that share a scale, 32 (default), 64 or 128."),
+        typer.Option(
+            metavar="N",
+            help="With `--output`: number of inputs that share a scale, 32 (default), 64 or 128. Layers with other "
+            "sizes stay in floats.",
+        ),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Calibrate again, on the current rows of the job.")
+        bool,
+        typer.Option("--again", help="Without `--output`: calibrate again, on the current rows of the job."),
     ] = False,
     overrides: Overrides = None,
     date: Date = None,

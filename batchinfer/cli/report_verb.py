@@ -14,21 +14,34 @@ from batchinfer.core.wording import size
 
 
 def report(
-    results: Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder, or a report folder.")],
+    results: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RESULT",
+            help="A result folder, also after a run that failed to publish, or a report folder.",
+        ),
+    ],
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE",
-            help="Where to write the page; by default report.html in the report folder. An earlier page is replaced, "
-            "any other file is not.",
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="File of the page; by default `report.html` in the report folder. An earlier page is replaced, any "
+            "other file is kept (exit code 73).",
         ),
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="RUN_ID", help="Run to report on. Default: the newest."),
+        typer.Option(
+            "--run",
+            metavar="RUN_ID",
+            help="Run id, as `batchinfer history` lists it. By default the newest run of this result, or of all runs "
+            "for a report folder.",
+        ),
     ] = None,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write a page about a run: one HTML file with charts and tables, which needs no network."""
     from batchinfer.verbs.report_page import write_page
 

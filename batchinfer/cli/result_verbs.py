@@ -23,35 +23,55 @@ if TYPE_CHECKING:
     from batchinfer.verbs.verify import Verified
 
 
-Result = Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder, or a report folder.")]
+Result = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RESULT",
+        help="A result folder (`results/tickets`), or a report folder (`results/tickets-report`).",
+    ),
+]
 Sql = Annotated[
     str | None,
     typer.Argument(
         metavar="SQL",
         help=f"One query in DuckDB's SQL. Its tables: {', '.join(QUERIED)}. Without SQL, queries are typed at a "
-        "prompt, or read from a pipe.",
+        "[prompt](#prompt-and-pipe), or read from a pipe.",
         show_default=False,
     ),
 ]
-Partial = Annotated[bool, typer.Option("--partial", help="Read what an unfinished run has committed so far.")]
+Partial = Annotated[
+    bool,
+    typer.Option(
+        "--partial",
+        help="Read the rows that an unfinished run has committed. Until it has read its input, there are none (exit "
+        "code 66).",
+    ),
+]
 Form = Annotated[
     str,
     typer.Option(
-        "--format", "-f", metavar="FORMAT", help=f"How the answer is written: {', '.join(FORMATS)}."
+        "--format", "-f", metavar="FORMAT", help=f"[Format of the answer](#formats): {', '.join(FORMATS)}."
     ),
 ]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Write the answer to a new file instead of stdout."),
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Write the answer to a new file instead of stdout; `auto` then chooses the format by the suffix. An "
+        "existing file is kept (exit code 73).",
+    ),
 ]
 EscapeFormulas = Annotated[
     bool,
     typer.Option(
         "--escape-formulas",
-        help="Write CSV, with an apostrophe before each cell that a spreadsheet program would run as a formula.",
+        help="Write CSV that is [safe to open in a spreadsheet program](#csv-and-spreadsheets). Other formats are "
+        "refused.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="The same as --format json: one object per row.")]
+AsJson = Annotated[bool, typer.Option("--json", help="The same as `--format json`: one object per row.")]
 
 
 def query(
@@ -100,8 +120,8 @@ def verify(
         bool,
         typer.Option(
             "--repair",
-            help="If anything is damaged, run the job again: it publishes the result again from the stored answers, "
-            "and computes missing ones.",
+            help="If anything is damaged, run the job again. The run drops damaged stored answers, computes the "
+            "missing ones, and publishes the result again. Then `verify` checks again.",
         ),
     ] = False,
     as_json: Json = False,
@@ -153,7 +173,12 @@ def _say_verified(results: Path, found: Verified, code: int) -> None:
 
 def clean(
     target: Annotated[
-        Path, typer.Argument(metavar="[TARGET]", help="A job file, or a result folder.")
+        Path,
+        typer.Argument(
+            metavar="[TARGET]",
+            help="A job file or its folder, or a result folder. For a result folder, `cache.keep` of the job's "
+            "last run applies. `--set` and `--date` need a job file.",
+        ),
     ] = DEFAULT_JOB,
     overrides: Overrides = None,
     date: Date = None,
@@ -171,8 +196,8 @@ def clean(
         given = [name for name, value in (("--set", overrides), ("--date", date)) if value]
         if given:
             raise UsageError(
-                f"{' and '.join(given)}: only with a job file; {target} is a folder, and its job's last run decides "
-                f"what is kept. Name the job file: batchinfer clean JOB.YAML {given[0]} ..."
+                f"{' and '.join(given)}: only with a job file; {target} is a folder, for which the `cache.keep` of "
+                f"the job's last run applies. Name the job file: batchinfer clean JOB.YAML {given[0]} ..."
             )
         done = clean_result(target, dry_run)
     else:

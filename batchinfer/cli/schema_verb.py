@@ -31,7 +31,7 @@ def infer(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Column of the examples: JSON text, or values with types. By default each row is one.",
+            help="Column of the examples: JSON text, or values with types. By default each row is an example.",
         ),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, metavar="N", help="Look at the first N rows.")] = 10_000,

@@ -15,13 +15,14 @@ from batchinfer.cli.terminal import columns_of_terminal, paint, say_lines, say_v
 def show(
     results: Result,
     rows: Annotated[
-        int, typer.Option("--rows", "-n", min=1, metavar="N", help="How many rows to show.")
+        int, typer.Option("--rows", "-n", min=1, metavar="N", help="Number of rows to show.")
     ] = 10,
     errors: Annotated[bool, typer.Option("--errors", help="Show only error rows.")] = False,
     where: Annotated[
         str | None,
         typer.Option(
-            metavar="SQL", help="Show only rows for which this condition holds, such as \"label = 'bug'\"."
+            metavar="SQL",
+            help="Show only rows that meet this condition on the columns of the result, such as `label = 'bug'`.",
         ),
     ] = None,
     partial: Partial = False,

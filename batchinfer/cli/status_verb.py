@@ -25,15 +25,25 @@ _UP_AND_ERASE = "\x1b[{}A\x1b[J"
 
 def status(
     target: Annotated[
-        Path, typer.Argument(metavar="[TARGET]", help="A result folder, or a job file.")
+        Path,
+        typer.Argument(
+            metavar="[TARGET]",
+            help="A result folder (`output.path`), also before it is published; or a job file or its folder. `--set` "
+            "and `--date` need a job file.",
+        ),
     ] = DEFAULT_JOB,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show it again and again until the run has ended.")
+        bool,
+        typer.Option(
+            "--watch",
+            help="Show the state again every 2 seconds until the run has ended. Ctrl-C ends the watching, not the run.",
+        ),
     ] = False,
     prometheus: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Also write the figures for Prometheus into this file, e.g. x.prom."
+            metavar="FILE",
+            help="Also write the figures into this file, for the textfile collector of Prometheus' node exporter.",
         ),
     ] = None,
     overrides: Overrides = None,

@@ -24,10 +24,11 @@ from batchinfer.report.tables.exit_status import MEANINGS
 from batchinfer.verbs import starter
 from tests import warm_commands
 from tests.batchinfer.cli.screen import lines_on, on_terminal
-from tests.batchinfer.cli.test_cli import MANY, SLOW, committed, kinds, long_job, runs, verbs
+from tests.batchinfer.cli.test_cli import MANY, SLOW, committed, kinds, long_job, runs
 from tests.batchinfer.wrong_jobs import NO_ENGINE, CliOf, Place, alive, children, environment
 from tests.examples import examples
 from tests.patience import PATIENCE_S, wait_until
+from tests.reference import VERBS
 
 ROOT = Path(__file__).parents[3]
 EVIL = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp\x7f\r\x08"
@@ -144,8 +145,8 @@ def test_every_verb_that_prints_has_json(place: Place, tmp_path: Path, cli_of: C
     told = only_line(run("init", tmp_path / "new", "--json").out)
     assert told["wrote"][0] == str(tmp_path / "new" / "job.yaml")
     # the first three print JSON anyway, and the last one says what happens, to stderr
-    for verb in set(verbs()) - {"schema", "schema infer", "bench", "query", "worker"}:
-        assert "--json" in {option for parameter in verbs()[verb].params for option in parameter.opts}
+    for verb in set(VERBS) - {"schema", "schema infer", "bench", "query", "worker"}:
+        assert "--json" in {option for parameter in VERBS[verb].params for option in parameter.opts}
 
 
 def test_json_lists_the_mistakes_of_a_job_file(place: Place, cli_of: CliOf) -> None:

@@ -64,7 +64,7 @@ def mean_of_engines(column: str) -> str:
     return f"{total(column)} / $engines"
 
 
-RUN_ID = text("run_id", "the run, as in the table `run`")
+RUN_ID = text("run_id", "the run, as in `run`")
 WHICH_ENGINE: tuple[Column, ...] = (
     count("engine", "", "number of the engine's process in this run, from 0; a restart gets the next number"),
     count("replica", "", "number of the replica, from 0; an engine that replaces a dead one keeps it"),
