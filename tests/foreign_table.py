@@ -20,13 +20,13 @@ from tests.foreign_models import RUNS, make_foreign, other_types, stated
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- written by `python -m tests.foreign_table` -->\n", "<!-- end -->"
-HEAD = "| Model type | Class | Besides plain attention |\n|---|---|---|\n"
+HEAD = "| Attention | Model types |\n|---|---|\n"
 REASONS = "| Why | Model types |\n|---|---|\n"
 
 
-def row_of(kind: str, spec: ForeignSpec) -> str:
-    """The page's row of a type that runs."""
-    return f"| `{kind}` | `{spec.architecture}` | {', '.join(_special(spec))} |"
+def attention_of(spec: ForeignSpec) -> str:
+    """Return the features of a model's attention, as the page names them."""
+    return ", ".join(_special(spec)) or "plain"
 
 
 def _special(spec: ForeignSpec) -> Iterator[str]:
@@ -44,18 +44,21 @@ def _special(spec: ForeignSpec) -> Iterator[str]:
         yield "layers with other heads"
 
 
-def rows_on_page() -> dict[str, str]:
-    """Type → its row, of those that run."""
-    lines = _written(0).removeprefix(HEAD).splitlines()
-    return {line.split("`")[1]: line for line in lines}
+def attention_on_page() -> dict[str, str]:
+    """Return the attention of each type that runs."""
+    return _first_cells(0, HEAD)
 
 
 def reasons_on_page() -> dict[str, str]:
-    """Type → why it does not run."""
+    """Return the reason of each type that does not run."""
+    return _first_cells(1, REASONS)
+
+
+def _first_cells(which: int, head: str) -> dict[str, str]:
     found = {}
-    for line in _written(1).removeprefix(REASONS).splitlines():
-        _, reason, kinds, _ = (part.strip() for part in line.split("|"))
-        found |= dict.fromkeys(re.findall(r"`([^`]+)`", kinds), reason)
+    for line in _written(which).removeprefix(head).splitlines():
+        _, first, kinds, _ = (part.strip() for part in line.split("|"))
+        found |= dict.fromkeys(re.findall(r"`([^`]+)`", kinds), first)
     return found
 
 
@@ -75,20 +78,25 @@ def reason_of(kind: str) -> str | None:
 
 
 def _running() -> str:
-    rows = []
+    kinds: dict[str, list[str]] = {}
     for kind in sorted({*RUNS} - {*FAMILIES}):
         with tempfile.TemporaryDirectory() as folder:
             make_foreign(Path(folder), kind)
-            rows.append(row_of(kind, inspect_foreign(Path(folder), describe).spec))
-    return HEAD + "".join(f"{row}\n" for row in rows)
+            spec = inspect_foreign(Path(folder), describe).spec
+        kinds.setdefault(attention_of(spec), []).append(kind)
+    return _table(HEAD, kinds)
 
 
 def _refused() -> str:
     kinds: dict[str, list[str]] = {}
     for kind in other_types():
         kinds.setdefault(reason_of(kind) or "not tested", []).append(kind)
-    rows = [f"| {reason} | {', '.join(f'`{kind}`' for kind in found)} |" for reason, found in kinds.items()]
-    return REASONS + "".join(f"{row}\n" for row in sorted(rows))
+    return _table(REASONS, kinds)
+
+
+def _table(head: str, kinds: dict[str, list[str]]) -> str:
+    rows = [f"| {first} | {', '.join(f'`{kind}`' for kind in found)} |" for first, found in kinds.items()]
+    return head + "".join(f"{row}\n" for row in sorted(rows))
 
 
 def write() -> None:

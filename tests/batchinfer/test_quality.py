@@ -1,7 +1,7 @@
 """What int8, and codes in the KV cache, cost in quality, on the quickstart's model: divergence, and answers that stay
 right.
 
-`pytest -s -m slow tests/batchinfer/test_quality.py` prints the figures of docs/models.md.
+`pytest -s -m slow tests/batchinfer/test_quality.py` prints the figures of docs/measurements/quantisation.md.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def divergence(of: Tensor, against: Tensor) -> Tensor:
 
 
 def told(what: str, of: Tensor, against: Tensor, rows: int) -> Tensor:
-    """Return KL(of ‖ against); print what docs/models.md quotes."""
+    """Return KL(of ‖ against); print what docs/measurements/quantisation.md quotes."""
     off, same = divergence(of, against), of.argmax(-1).eq(against.argmax(-1)).double().mean()
     found = f"mean {off.mean():.2e}, 99th percentile {off.quantile(0.99):.2e}, largest {off.max():.2e} nats"
     print(f"KL({what}) over {len(off)} positions of {rows} rows: {found}; most likely token: {same:.3%}")

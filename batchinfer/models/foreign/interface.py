@@ -117,7 +117,7 @@ def class_of(config: Any, raw: Mapping[str, Any]) -> Any:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CannotRun("transformers has no decoder of this type")
     if config.get_text_config(decoder=True) is not config:
-        raise CannotRun("it is a model of several parts, of which a decoder is one")
+        raise CannotRun("it has several parts, not only a decoder")
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     stated = raw.get("architectures")
     if stated and stated not in ([found.__name__], [_base_name(found)]):

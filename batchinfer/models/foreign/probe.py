@@ -71,7 +71,7 @@ def describe(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSp
 def _positions(config: Any) -> int:
     found = getattr(config, "max_position_embeddings", None)
     if not isinstance(found, int) or found < 1:
-        raise CannotRun("it states no max_position_embeddings, so that nobody knows how long a row may be")
+        raise CannotRun("it states no max_position_embeddings, so the maximum length of a row is unknown")
     return min(found, MOST_POSITIONS)
 
 

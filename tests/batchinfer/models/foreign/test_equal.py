@@ -10,7 +10,7 @@ from tests.batchinfer.engine.small_engine import Limits, drain, greedy, make_eng
 from tests.batchinfer.models.foreign.kit import Foreign, make
 from tests.examples import everything, first_of
 from tests.foreign_models import EOS, RUNS, THINNED, VOCAB
-from tests.foreign_table import row_of, rows_on_page
+from tests.foreign_table import attention_of, attention_on_page
 
 OUTPUT = 7
 LENGTHS = (1, 17, 40)
@@ -55,8 +55,8 @@ def test_greedy_tokens_equal_transformers(kind: str) -> None:
     assert sum(step.preemptions for step in steps) > 0
     assert any(step.prefill_tokens and step.decode_tokens for step in steps)
     assert max(step.prefill_tokens + step.decode_tokens for step in steps) <= BUDGET
-    if kind in rows_on_page():  # a type that became a family of ours has no row
-        assert rows_on_page()[kind] == row_of(kind, foreign.checkpoint.spec)
+    if kind in attention_on_page():  # a type that became a family of ours has no row
+        assert attention_on_page()[kind] == attention_of(foreign.checkpoint.spec)
 
 
 @pytest.mark.parametrize("width", first_of([27, 30], 1))

@@ -35,7 +35,7 @@ from batchinfer.models.sources import checkpoint_source
 from tests.batchinfer.models.foreign.kit import LONGEST, PLACE, Foreign, make, raw_config
 from tests.checkpoints import edit_json, kept_folder, make_checkpoint
 from tests.foreign_models import RUNS, make_foreign, other_types, stated
-from tests.foreign_table import reason_of, reasons_on_page, rows_on_page
+from tests.foreign_table import attention_on_page, reason_of, reasons_on_page
 
 # One for each reason
 SOME = ("bart", "bloom", "camembert", "diffllama", "doge", "falcon", "jamba", "llama4", "minimax_m3_vl_text")
@@ -68,7 +68,7 @@ def test_the_page_says_why(kind: str) -> None:
 
 def test_the_page_has_every_type() -> None:
     """If this fails after a family was added or transformers was upgraded: python -m tests.foreign_table."""
-    assert set(rows_on_page()) == set(RUNS) - set(FAMILIES)
+    assert set(attention_on_page()) == set(RUNS) - set(FAMILIES)
     assert set(reasons_on_page()) == set(other_types())
 
 
