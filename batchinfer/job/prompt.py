@@ -66,7 +66,7 @@ class PromptSection(Section):
     )
     template_arguments: TemplateArguments = Field(
         default=None,
-        description="[Extra arguments](input.md#what-the-chat-template-is-told) of the chat template for all rows, "
+        description="[Extra arguments](input.md#arguments-of-the-chat-template) of the chat template for all rows, "
         "such as `{enable_thinking: false, reasoning_effort: low}`.",
     )
     template_arguments_from_columns: ArgumentColumns = Field(
