@@ -30,8 +30,8 @@ def pull(
         str | None,
         typer.Option(
             metavar="PATTERN",
-            help="The GGUF file to download, if the repository has several: a pattern such as `*Q4_K_M*` for the whole "
-            "file name.",
+            help="The GGUF file to download, if the repository has several or also safetensors: a pattern such as "
+            "`*Q4_K_M*` for the whole file name.",
         ),
     ] = None,
     quiet: Quiet = False,
