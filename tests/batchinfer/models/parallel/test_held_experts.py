@@ -112,7 +112,7 @@ def test_a_rank_reads_the_experts_that_it_has_and_no_others(
 
 
 def test_wherever_experts_are_ranks_send_the_same(tmp_path: Path) -> None:
-    """So that it saves nothing to have those together which the same tokens choose (docs/large-models.md)."""
+    """So that it saves nothing to have those together which the same tokens choose (docs/measurements/layouts.md)."""
     make_checkpoint(tmp_path, "mixtral", num_local_experts=4)
     checkpoint = inspect_checkpoint(tmp_path)
     places = [ModelShard(experts=Portion(1, 2), placement=one) for one in (None, placement_of(checkpoint))]

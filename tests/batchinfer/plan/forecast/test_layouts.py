@@ -262,7 +262,7 @@ class Published(NamedTuple):
 
 
 # TensorRT-LLM 1.0, docs/source/performance/perf-overview.md, Llama 3.3 70B in FP8 on two H100 SXM; and 0.6.1,
-# docs/source/performance.md, LLaMA 70B in FP16 on four A100, given a GPU. See docs/large-models.md.
+# docs/source/performance.md, LLaMA 70B in FP16 on four A100, given a GPU. See docs/measurements/layouts.md.
 PUBLISHED = [
     Published("2xh100", 2, "fp8", 128, 128, 3000, 6378),
     Published("2xh100", 2, "fp8", 1000, 1000, 600, 4205),
