@@ -324,12 +324,12 @@ def test_lengths_of_answers_are_learnt_from_steps_and_ends() -> None:
 
 def test_what_is_expected_is_what_the_documentation_says(capsys: pytest.CaptureFixture[str]) -> None:
     steps_at_once.main()
-    assert capsys.readouterr().out in (Path(__file__).parents[3] / "docs/gpu.md").read_text()
+    assert capsys.readouterr().out in (Path(__file__).parents[3] / "docs/measurements/gpu.md").read_text()
 
 
 @pytest.mark.slow
 def test_what_is_expected_of_a_job_is_what_the_documentation_says() -> None:
-    assert steps_at_once.job_line(8) in (Path(__file__).parents[3] / "docs/gpu.md").read_text()
+    assert steps_at_once.job_line(8) in (Path(__file__).parents[3] / "docs/measurements/gpu.md").read_text()
 
 
 # ---- on a GPU, with Triton's kernels

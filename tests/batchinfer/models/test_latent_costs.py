@@ -1,4 +1,4 @@
-"""What docs/gpu.md expects of attention over latents is what the costs of a model say."""
+"""What docs/measurements/gpu.md expects of attention over latents is what the costs of a model say."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_prompt_takes_what_the_docs_expect(lite: ModelSpec, tokens: int) -> No
         step = cost.step(StepShape(tokens, 1, cost.pairs(tokens), cost.seen(tokens)))
         found += [step["attention"].seconds(H100) * 1e3, roofline_seconds(step, H100) * 1e3]
     row = f"| {tokens:,} | {found[0]:.1f}, {found[1]:.1f} | {found[2]:.1f}, {found[3]:.1f} |"
-    assert f"{row} {found[1] / found[3]:.2f} × |" in Path("docs/gpu.md").read_text()
+    assert f"{row} {found[1] / found[3]:.2f} × |" in Path("docs/measurements/gpu.md").read_text()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
