@@ -25,8 +25,9 @@ from batchinfer.store.answers.completion_store import read_records
 from batchinfer.store.answers.parts import COMPLETION_SCHEMA
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.columns.schema_columns import SchemaColumns
+from batchinfer.store.index.requested import RequestedOutputs
 from batchinfer.store.outputs.frame import Frame, frame_schema
-from batchinfer.store.outputs.kind import RequestedOutputs, TokenBytes
+from batchinfer.store.outputs.kind import TokenBytes
 from batchinfer.store.outputs.registry import KINDS
 from batchinfer.store.results.diff import DiffOptions, diff_results
 from batchinfer.store.results.verify import verify_result, verify_store

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from batchinfer.core.embedding import Embedding
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import INT32_MAX, SamplingParams
-from batchinfer.core.scoring import PairScoring, Scoring
+from batchinfer.core.scoring import Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.input.constraints.answer_bound import Unbounded, most_tokens
 from batchinfer.input.constraints.constraint_check import constraint_problem
 from batchinfer.input.constraints.generated_schema import parsed_schema
 from batchinfer.input.prompts.fits import with_reasoning
 from batchinfer.input.prompts.parameters.named_tokens import NamedTokens
-from batchinfer.input.prompts.parameters.vector_requests import VectorRequests
 from batchinfer.input.rows import RowProblem
 from batchinfer.input.tokenizer.reasoning_styles import find_reasoning
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
@@ -34,35 +30,8 @@ from batchinfer.job.check import (
 from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.job_vectors import job_pairs, requested_vectors
 from batchinfer.store.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
+from batchinfer.store.index.ingest_options import AskedAnswers
 from batchinfer.store.outputs.kind import OutputKind
-
-
-@dataclass(frozen=True, slots=True)
-class AskedAnswers:
-    """The parts of answers that the job asks for.
-
-    Attributes:
-        reasoning: How reasoning is marked. None if it is not separated.
-        tool_calls: How tool calls are written. None if they are not parsed.
-        embedding: The vectors of the job. None for other tasks.
-        vectors: How OpenAI requests may ask for vectors.
-        no_vectors: Why OpenAI requests may not ask for vectors, if they may ask for texts.
-        scoring: How continuations are scored. None for other tasks.
-        pairs: How a cross-encoder scores pairs. None for other models.
-    """
-
-    reasoning: Reasoning | None
-    tool_calls: CallStyle | None
-    embedding: Embedding | None = None
-    vectors: VectorRequests | None = None
-    no_vectors: str = ""
-    scoring: Scoring | None = None
-    pairs: PairScoring | None = None
-    answers: None = None
-    logprobs: None = None
-    prompt_logprobs: bool = False
-    confidence: None = None
-    own_dimensions: bool = False
 
 
 def asked_answers(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> AskedAnswers:
@@ -70,12 +39,16 @@ def asked_answers(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> As
     embedding, vectors, no_vectors = requested_vectors(job, checkpoint.spec.hidden, checkpoint.spec.causal)
     pairs = job_pairs(job, tokenizer, checkpoint)
     if pairs is not None:
-        return AskedAnswers(None, None, pairs=pairs)
+        return AskedAnswers(pairs=pairs)
     scoring = _scoring(job)
     if job.task != "generate":
-        return AskedAnswers(None, None, embedding, vectors, scoring=scoring)
+        return AskedAnswers(embedding=embedding, vectors=vectors, scoring=scoring)
     return AskedAnswers(
-        job_reasoning(job, tokenizer), job_calls(job, tokenizer), embedding, vectors, no_vectors
+        reasoning=job_reasoning(job, tokenizer),
+        tool_calls=job_calls(job, tokenizer),
+        embedding=embedding,
+        vectors=vectors,
+        no_vectors=no_vectors,
     )
 
 

@@ -25,7 +25,6 @@ from batchinfer.plan.setup.checks import check_device, check_kv_memory
 from batchinfer.plan.setup.drafts import DraftModel, draft_heads, draft_model
 from batchinfer.plan.setup.expert_places import expert_plan
 from batchinfer.plan.setup.job_answers import (
-    AskedAnswers,
     answer_columns,
     asked_answers,
     check_names,
@@ -38,7 +37,7 @@ from batchinfer.plan.setup.weights import job_weights, quantization_warnings
 from batchinfer.report.tables.folder import check_report_folder, report_folder
 from batchinfer.store.columns.answer_check import CHECK_VERSION
 from batchinfer.store.columns.schema_columns import SchemaColumns
-from batchinfer.store.index.ingest_options import IngestOptions
+from batchinfer.store.index.ingest_options import AskedAnswers, IngestOptions
 from batchinfer.store.outputs.kind import OutputKind
 from batchinfer.store.outputs.registry import kind_of
 from batchinfer.store.results.manifest import check_destination
@@ -116,7 +115,6 @@ class Setup:
             sample: Size of a sample of the first rows. None: all rows.
             strata: How to draw a sample from all of the input. None: all rows.
         """
-        asked = self.asked
         return IngestOptions(
             context=context,
             max_model_len=self.setting.numerics.max_model_len,
@@ -126,13 +124,7 @@ class Setup:
             sample=sample,
             strata=strata,
             output=self.output.name,
-            reasoning=asked.reasoning,
-            tool_calls=asked.tool_calls,
-            embedding=asked.embedding,
-            vectors=asked.vectors,
-            no_vectors=asked.no_vectors,
-            scoring=asked.scoring,
-            pairs=asked.pairs,
+            asked=self.asked,
             adapters=self.adapters,
         )
 

@@ -10,23 +10,20 @@ index.json                  the marker, written last
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import StorageError
-from batchinfer.core.reasoning import Reasoning
-from batchinfer.core.scoring import PairScoring, Scoring
-from batchinfer.core.tool_calls import CallStyle
 from batchinfer.filesystem.durable import FileOps, write_json
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.prompts.arguments.unread import unread_text
+from batchinfer.store.index.requested import PARTS, AnswerSchema, RequestedOutputs
 from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
 from batchinfer.store.index.token_store import TokenStore
 
@@ -36,7 +33,6 @@ UNREAD_CALLS = (
     "name the style in prompt.tool_calls, or set it to none"
 )
 MARKER = "index.json"
-Made = TypeVar("Made")
 ENDPOINT = pa.field("endpoint", pa.string())  # only in an index of OpenAI requests
 # Whether the prompt opens the reasoning: NO_MARKER, OPEN or CLOSED. Only with a checkpoint that marks its reasoning
 OPENING = pa.field("reasoning_opening", pa.int8())
@@ -146,19 +142,6 @@ class Layout:
         return self.folder / MARKER
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerSchema:
-    """The JSON Schema that every answer of a job must match.
-
-    Args:
-        text: The schema.
-        column: The name of the single column that holds the answer. None: each property of the schema is a column.
-    """
-
-    text: str
-    column: str | None = None
-
-
 class BestOf(NamedTuple):
     """How many of the samples of each row are computed, and how many of them are published.
 
@@ -196,7 +179,7 @@ def _pending(value: Sequence[Any]) -> PendingSegments:
 
 
 @dataclass(frozen=True)
-class Index:
+class Index(RequestedOutputs):
     """A complete index. Open it with `Index.open(folder)`."""
 
     folder: Path
@@ -206,32 +189,17 @@ class Index:
     total_tokens: int
     inputs: tuple[InputFile, ...]
     sha256: dict[str, str]  # by path, only of files that were read to their end
-    # Maximum number of log-probabilities per token that a row requests. None: the result has no column for them
-    logprobs: int | None = None
-    # None: the result has no columns for parts of the answers
-    answers: AnswerSchema | None = None
     output: str = "tokens"  # name of the kind of answers (store/outputs)
     # Arguments of rows that the chat template does not read, with the number of rows that set them
     unread_arguments: dict[str, int] = field(default_factory=dict)
     attempts: int = 1  # maximum attempts per row, more than one with a ladder (on_invalid)
-    # None: the result has no columns for reasoning
-    reasoning: Reasoning | None = None
-    # None: the result has no column for tool calls
-    tool_calls: CallStyle | None = None
     # Whether there are rows with tools, and nothing says how their calls are written
     unread_calls: bool = False
     known_rows: int = 0  # that have no tokens, as their answers were stored when the input was read
-    embedding: Embedding | None = None  # None: no row requests a vector
-    scoring: Scoring | None = None  # None: answers are not scores of continuations
     samples: bool = False  # consecutive rows may belong to the same input row
     expected: str | None = None  # passthrough column with the expected answers
-    pairs: PairScoring | None = None  # None: answers are not scores of prompt and document
     # How many of the samples of a row are published, and how; None: all, a row each
     best: BestOf | None = None
-    # The possible answers, if the result has a column of confidence. (): the fields of `answers` list them
-    confidence: tuple[str, ...] | None = None
-    prompt_logprobs: bool = False  # the result has a column for log-probabilities of prompts
-    own_dimensions: bool = False  # rows may set the length of their vectors
     engine_class: bool = False  # the result has a column for the machine class of each answer
     # The first rows, reused from the last run. Not stored: empty for an index that was opened
     reused: ReusedRows = field(default=NO_REUSED_ROWS, compare=False)
@@ -261,34 +229,12 @@ class Index:
             )
         inputs = [{**entry} for entry in value["inputs"]]
         digests = {entry["path"]: entry.pop("sha256") for entry in inputs}
+        stored = {one.name: value[key] for one in _stored_fields() if (key := _key(one.name)) in value}
         return cls(
             folder=folder,
-            identity=value["identity"],
-            rows=value["rows"],
-            error_rows=value["error_rows"],
-            total_tokens=value["total_tokens"],
             inputs=tuple(InputFile(**entry) for entry in inputs),
             sha256={path: digest for path, digest in digests.items() if digest},
-            logprobs=value.get("logprobs"),
-            answers=_made(lambda one: AnswerSchema(**one), value.get("answers")),
-            output=value.get("output", "tokens"),
-            unread_arguments=value.get("unread_arguments", {}),
-            attempts=int(value.get("attempts", 1)),
-            reasoning=_made(Reasoning.from_json, value.get("reasoning")),
-            tool_calls=_made(CallStyle.from_json, value.get("tool_calls")),
-            unread_calls=bool(value.get("unread_calls", False)),
-            known_rows=int(value.get("known_rows", 0)),
-            embedding=_made(Embedding.from_json, value.get("embedding")),
-            scoring=_made(Scoring.from_json, value.get("scoring")),
-            samples=bool(value.get("several_samples", False)),
-            expected=value.get("expected"),
-            pairs=_made(PairScoring.from_json, value.get("pairs")),
-            best=_made(lambda one: BestOf(*one), value.get("best")),
-            confidence=_made(tuple, value.get("confidence")),
-            prompt_logprobs=bool(value.get("prompt_logprobs", False)),
-            own_dimensions=bool(value.get("own_dimensions", False)),
-            engine_class=bool(value.get("engine_class", False)),
-            segments=_made(_pending, value.get("stretches")),
+            **{name: _converted(_READ, name, one) for name, one in stored.items()},
         )
 
     @classmethod
@@ -301,52 +247,14 @@ class Index:
 
     def write_marker(self, ops: FileOps) -> None:
         """Mark the index as complete. Everything else must be on disk. Raises StorageError."""
-        value = {
-            "format": INDEX_FORMAT,
-            "identity": self.identity,
-            "rows": self.rows,
-            "error_rows": self.error_rows,
-            "total_tokens": self.total_tokens,
-            "logprobs": self.logprobs,
-            "answers": None if self.answers is None else asdict(self.answers),
-            "inputs": [{**f.to_json(), "sha256": self.sha256.get(f.path)} for f in self.inputs],
-        }
-        if self.output != "tokens":
-            value["output"] = self.output
-        if self.unread_arguments:
-            value["unread_arguments"] = self.unread_arguments
-        if self.attempts > 1:
-            value["attempts"] = self.attempts
-        if self.reasoning is not None:
-            value["reasoning"] = self.reasoning.to_json()
-        if self.tool_calls is not None:
-            value["tool_calls"] = self.tool_calls.to_json()
-        if self.unread_calls:
-            value["unread_calls"] = True
-        if self.known_rows:
-            value["known_rows"] = self.known_rows
-        elif self.segments is not None:  # a later run rebuilds an index with known rows
-            value["stretches"] = [self.segments.identity, *self.segments.rows]
-        if self.embedding is not None:
-            value["embedding"] = self.embedding.to_json()
-        if self.scoring is not None:
-            value["scoring"] = self.scoring.to_json()
-        if self.pairs is not None:
-            value["pairs"] = self.pairs.to_json()
-        if self.confidence is not None:
-            value["confidence"] = list(self.confidence)
-        if self.prompt_logprobs:
-            value["prompt_logprobs"] = True
-        if self.own_dimensions:
-            value["own_dimensions"] = True
-        if self.engine_class:
-            value["engine_class"] = True
-        if self.samples:
-            value["several_samples"] = True
-        if self.expected is not None:
-            value["expected"] = self.expected
-        if self.best is not None:
-            value["best"] = list(self.best)[: 3 if self.best.lists else 2]
+        value: dict[str, Any] = {"format": INDEX_FORMAT, "logprobs": None, "answers": None}
+        value["inputs"] = [{**f.to_json(), "sha256": self.sha256.get(f.path)} for f in self.inputs]
+        for stored in _stored_fields():
+            one = getattr(self, stored.name)
+            if one != stored.default and one != {}:
+                value[_key(stored.name)] = _converted(_WRITE, stored.name, one)
+        if self.known_rows:  # a later run rebuilds this index
+            value.pop(_key("segments"), None)
         write_json(Layout(self.folder).marker, value, ops)
 
     @property
@@ -418,5 +326,31 @@ class Index:
             file.check_unchanged(self.sha256.get(file.path))
 
 
-def _made(make: Callable[[Any], Made], value: Any) -> Made | None:
-    return None if value is None else make(value)
+# The names that differ in the marker. Fields with their default are not written there
+_KEYS = {"samples": "several_samples", "segments": "stretches"}
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "answers": lambda value: AnswerSchema(**value),
+    "best": lambda value: BestOf(*value),
+    "confidence": tuple,
+    "segments": _pending,
+    **{name: kind.from_json for name, kind in PARTS.items()},
+}
+_WRITE: Mapping[str, Callable[[Any], Any]] = {
+    "answers": asdict,
+    "best": lambda best: list(best)[: 3 if best.lists else 2],
+    "segments": lambda segments: [segments.identity, *segments.rows],
+    **{name: kind.to_json for name, kind in PARTS.items()},
+}
+
+
+def _stored_fields() -> list[Field[Any]]:
+    """Return the fields of an index that its marker stores one by one."""
+    return [one for one in fields(Index) if one.name not in ("folder", "inputs", "sha256", "reused")]
+
+
+def _key(name: str) -> str:
+    return _KEYS.get(name, name)
+
+
+def _converted(how: Mapping[str, Callable[[Any], Any]], name: str, value: Any) -> Any:
+    return how[name](value) if name in how and value is not None else value

@@ -38,10 +38,11 @@ from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.store.index.content_free_row import check_rendered, content_free_row
 from batchinfer.store.index.duplicates import EqualRows
-from batchinfer.store.index.index import AnswerSchema, BestOf, Index, Layout, PendingSegments, index_schema
+from batchinfer.store.index.index import BestOf, Index, Layout, PendingSegments, index_schema
 from batchinfer.store.index.ingest_options import IngestOptions
 from batchinfer.store.index.keeping import Keeping, KeptIndex, RowsToKeep, kept_index
 from batchinfer.store.index.passthrough import JsonSpool, TypedColumns
+from batchinfer.store.index.requested import PARTS, AnswerSchema
 from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
 from batchinfer.store.index.writer import IndexWriter, RowPlace, RowsSoFar
 
@@ -159,16 +160,8 @@ def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[st
         "tokenizer": tokenizer.fingerprint,
         "now": options.now.date().isoformat() if tokenizer.tells_the_day else None,
     }
-    if options.reasoning is not None:
-        value["reasoning"] = options.reasoning.to_json()
-    if options.tool_calls is not None:
-        value["tool_calls"] = options.tool_calls.to_json()
-    if options.embedding is not None:
-        value["embedding"] = options.embedding.to_json()
-    if options.scoring is not None:
-        value["scoring"] = options.scoring.to_json()
-    if options.pairs is not None:
-        value["pairs"] = options.pairs.to_json()
+    parts = {name: getattr(options.asked, name) for name in PARTS}
+    value |= {name: part.to_json() for name, part in parts.items() if part is not None}
     if options.adapters:
         value["adapters"] = dict(options.adapters)
     return value
@@ -386,10 +379,11 @@ class Ingestion:
             writer.commit()
 
     def _index_columns(self, spec: RenderSpec) -> pa.Schema:
-        reasons, tools = self._options.reasoning is not None, self._options.tool_calls is not None
-        labels = self._options.scoring is not None and self._options.scoring.own_labels
+        asked = self._options.asked
+        reasons, tools = asked.reasoning is not None, asked.tool_calls is not None
+        labels = asked.scoring is not None and asked.scoring.own_labels
         several = self._job.has_samples
-        vectors = spec.fields.endpoints and self._options.embedding is not None
+        vectors = spec.fields.endpoints and asked.embedding is not None
         return index_schema(
             spec.fields.endpoints, self._job.attempts, reasons, tools, labels, several, vectors
         )
@@ -434,7 +428,7 @@ class Ingestion:
             options.context,
             own,
             options.room,
-            may_cut=self._job.task != "rerank" or options.pairs is not None,
+            may_cut=self._job.task != "rerank" or options.asked.pairs is not None,
         )
         model, definition = self._job.model.path, self._tokenizer.definition
         as_text = self._job.carried if schema is None or values_are_text else ()
@@ -444,18 +438,18 @@ class Ingestion:
 
     def _prompt_plan(self, columns: Columns, mode: Mode, values_are_text: bool) -> PromptPlan:
         prompt, options = self._job.prompting, self._options
-        embedding = options.embedding
+        asked = options.asked
         return PromptPlan(
             mode=mode,
             params=self._params(),
-            scoring=options.scoring,
+            scoring=asked.scoring,
             continuation=self._job.score.continuation,
             labels=self._job.classify.choices_from_column,
-            pairs=options.pairs,
+            pairs=asked.pairs,
             document=self._job.rerank.document or "",
-            before="" if embedding is None else embedding.prompt,
-            vectors=options.vectors,
-            no_vectors=options.no_vectors,
+            before="" if asked.embedding is None else asked.embedding.prompt,
+            vectors=asked.vectors,
+            no_vectors=asked.no_vectors,
             system=prompt.system,
             user=prompt.user,
             column=columns.prompt,
@@ -471,8 +465,8 @@ class Ingestion:
             argument_columns=prompt.template_arguments_from_columns,
             tools_column=prompt.tools_from_column,
             ladder=self._job.on_invalid,
-            reasoning=options.reasoning,
-            tool_calls=options.tool_calls,
+            reasoning=asked.reasoning,
+            tool_calls=asked.tool_calls,
             samples=self._job.samples,
             samples_column=self._job.sampling.samples_column,
             asked_call=prompt.asked_call,
@@ -490,17 +484,18 @@ class Ingestion:
         return params if name is None else replace(params, adapter=self._options.adapters[name])
 
     def _params_of_task(self) -> SamplingParams:
-        if self._options.scoring is not None:
+        asked = self._options.asked
+        if asked.scoring is not None:
             return SamplingParams.scores()
-        if self._options.pairs is not None:
-            return SamplingParams.logits(self._options.pairs.pooling)
-        if self._job.task == "embed" and self._options.embedding is not None:
-            return SamplingParams.vector(self._options.embedding.pooling)
+        if asked.pairs is not None:
+            return SamplingParams.logits(asked.pairs.pooling)
+        if self._job.task == "embed" and asked.embedding is not None:
+            return SamplingParams.vector(asked.embedding.pooling)
         return self._job.params()
 
     def _by_url(self) -> dict[str, SamplingParams]:
         """Return the default parameters of OpenAI requests by URL, for the URLs that the job answers."""
-        embedding, found = self._options.embedding, dict[str, SamplingParams]()
+        embedding, found = self._options.asked.embedding, dict[str, SamplingParams]()
         if self._job.task == "generate":
             given, length = self._job.given_params(), self._options.max_model_len
             found |= {url: openai_defaults(url, given, length) for url in (CHAT_URL, TEXT_URL)}
@@ -531,15 +526,15 @@ class Ingestion:
             output=options.output,
             unread_arguments=writer.unread.rows,
             attempts=job.attempts,
-            reasoning=options.reasoning,
+            reasoning=options.asked.reasoning,
             tool_calls=calls,
             unread_calls=unread_calls,
             known_rows=writer.known_rows,
-            embedding=options.embedding if job.task == "embed" or writer.has_vectors else None,
-            scoring=options.scoring,
+            embedding=options.asked.embedding if job.task == "embed" or writer.has_vectors else None,
+            scoring=options.asked.scoring,
             samples=job.has_samples and (writer.most_samples > 1 or sampling.asks_samples),
             expected=job.input.expected,
-            pairs=options.pairs,
+            pairs=options.asked.pairs,
             best=self._best(),
             confidence=sampling.choice if output.confidence else None,
             prompt_logprobs=writer.prompt_logprobs or sampling.asks_prompt_logprobs,

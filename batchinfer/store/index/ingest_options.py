@@ -7,16 +7,22 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from batchinfer.core.embedding import Embedding
-from batchinfer.core.reasoning import Reasoning
-from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.input.chunk import DEFAULT_SIZE, ChunkSize
 from batchinfer.input.prompts.parameters.vector_requests import VectorRequests
 from batchinfer.input.reader import Reader, SampleSize, Strata
+from batchinfer.store.index.requested import RequestedOutputs
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedAnswers(RequestedOutputs):
+    """The parts of answers that a job asks for, before its rows are read."""
+
+    vectors: VectorRequests | None = None  # rules for OpenAI requests for vectors
+    no_vectors: str = ""  # reason that OpenAI requests for vectors are refused, if they may ask for texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +47,7 @@ class IngestOptions:
     sample: SampleSize | None = None  # read only the first rows of each file
     strata: Strata | None = None  # read only rows that are spread over all files
     output: str = "tokens"  # name of the kind of answers (store/outputs)
-    reasoning: Reasoning | None = None  # None: the checkpoint does not mark reasoning
-    tool_calls: CallStyle | None = None  # format of tool calls in answers, if rows may have tools
-    embedding: Embedding | None = None  # None: no row may request a vector
-    vectors: VectorRequests | None = None  # rules for OpenAI requests for vectors
-    no_vectors: str = ""  # reason that OpenAI requests for vectors are refused
-    scoring: Scoring | None = None  # None: no continuations are scored
-    pairs: PairScoring | None = None  # None: no pairs of prompt and document are scored
+    asked: AskedAnswers = AskedAnswers()
     adapters: Mapping[str, str] = field(default_factory=dict)  # fingerprints by the names that rows use
     chunk: ChunkSize = DEFAULT_SIZE
     checked: Reader | None = None  # an open reader of the same files, which is reused
@@ -64,7 +64,7 @@ class IngestOptions:
             job: The job.
             has_tools: A row has tools. For OpenAI files this is known only after they were read.
         """
-        prompt, style = job.prompting, self.tool_calls
+        prompt, style = job.prompting, self.asked.tool_calls
         if style is None:
             return None, has_tools and prompt.tool_calls == "auto"
         return (style if has_tools or prompt.may_call else None), False

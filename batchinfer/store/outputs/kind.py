@@ -9,61 +9,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchinfer.core.embedding import Embedding
-from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import Completion, Output, Request
-from batchinfer.core.scoring import PairScoring, Scoring
-from batchinfer.core.tool_calls import CallStyle
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.columns.schema_columns import SchemaColumns
-from batchinfer.store.index.index import AnswerSchema
-
-
-class RequestedOutputs(Protocol):
-    """The parts of an index that determine what its answers contain."""
-
-    @property
-    def answers(self) -> AnswerSchema | None:
-        """Return the schema of answers, or None if the result has no columns for parts of answers."""
-
-    @property
-    def logprobs(self) -> int | None:
-        """Return the maximum log-probabilities per token of any row, or None if the result has no column for them."""
-
-    @property
-    def prompt_logprobs(self) -> bool:
-        """Return True if the result has a column for log-probabilities of prompts."""
-
-    @property
-    def confidence(self) -> tuple[str, ...] | None:
-        """Return the possible answers, or None if the result has no column of confidence.
-
-        If the tuple is empty, the fields of the schema in `answers` list the possible values.
-        """
-
-    @property
-    def reasoning(self) -> Reasoning | None:
-        """Return how answers mark reasoning, or None if the result has no columns for it."""
-
-    @property
-    def tool_calls(self) -> CallStyle | None:
-        """Return how answers write tool calls, or None if the result has no column for them."""
-
-    @property
-    def embedding(self) -> Embedding | None:
-        """Return the vectors that rows request, or None if no row requests any."""
-
-    @property
-    def own_dimensions(self) -> bool:
-        """Return True if rows may set the length of their vectors."""
-
-    @property
-    def scoring(self) -> Scoring | None:
-        """Return the scoring of continuations, or None if answers are not scores of continuations."""
-
-    @property
-    def pairs(self) -> PairScoring | None:
-        """Return the scoring of prompts and documents, or None if there are no documents."""
+from batchinfer.store.index.requested import RequestedOutputs
 
 
 class TokenBytes(Protocol):

@@ -15,8 +15,8 @@ from batchinfer.core.request import Output
 from batchinfer.core.scoring import Scoring
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.index.index import LABELS
+from batchinfer.store.index.requested import RequestedOutputs
 from batchinfer.store.outputs.frame import Frame, frame_schema
-from batchinfer.store.outputs.kind import RequestedOutputs
 from batchinfer.store.outputs.scores import STORED, ScoresKind, context_counts
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.store.columns.logprob_column import Detokenizer
+from batchinfer.store.index.requested import RequestedOutputs
 from batchinfer.store.outputs.frame import Frame, frame_schema
-from batchinfer.store.outputs.kind import RequestedOutputs
 from batchinfer.store.outputs.labels import LabelsKind, answered_probabilities
 from batchinfer.store.outputs.scores import SCORE_FIGURES, context_counts
 

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from batchinfer.core.request import Output, Scores
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.columns.schema_columns import SchemaColumns
+from batchinfer.store.index.requested import RequestedOutputs
 from batchinfer.store.outputs.frame import Frame, frame_schema
-from batchinfer.store.outputs.kind import Receiver, RequestedOutputs, TokenBytes
+from batchinfer.store.outputs.kind import Receiver, TokenBytes
 from batchinfer.store.outputs.vectors import UncheckedAnswers, lists_of
 
 STORED = pa.schema(

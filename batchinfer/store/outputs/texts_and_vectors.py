@@ -11,8 +11,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from batchinfer.store.columns.logprob_column import Detokenizer
+from batchinfer.store.index.requested import RequestedOutputs
 from batchinfer.store.outputs.frame import Frame
-from batchinfer.store.outputs.kind import RequestedOutputs, TokenBytes
+from batchinfer.store.outputs.kind import TokenBytes
 from batchinfer.store.outputs.tokens import TokensKind
 from batchinfer.store.outputs.vectors import (
     EMBEDDING,

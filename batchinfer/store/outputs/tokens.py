@@ -30,11 +30,12 @@ from batchinfer.store.columns.prompt_logprob_column import (
     prompt_logprob_column,
 )
 from batchinfer.store.columns.schema_columns import SchemaColumns, schema_columns
-from batchinfer.store.index.index import SAMPLE, AnswerSchema
+from batchinfer.store.index.index import SAMPLE
+from batchinfer.store.index.requested import AnswerSchema, RequestedOutputs
 from batchinfer.store.outputs.answer_texts import AnswerReader
 from batchinfer.store.outputs.call_column import CALLS_FIELD, openai_calls
 from batchinfer.store.outputs.frame import Frame, frame_schema
-from batchinfer.store.outputs.kind import Receiver, RequestedOutputs, TokenBytes
+from batchinfer.store.outputs.kind import Receiver, TokenBytes
 from batchinfer.store.outputs.openai_logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 from batchinfer.store.outputs.reasoning_columns import REASONING_FIELDS
 from batchinfer.store.outputs.stored_logprobs import (

@@ -18,9 +18,10 @@ from batchinfer.core.request import Completion, Output, Request, Vector
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.columns.schema_columns import SchemaColumns
 from batchinfer.store.index.index import DIMENSIONS, SAMPLE
+from batchinfer.store.index.requested import RequestedOutputs
 from batchinfer.store.outputs.dense_layers import apply_layers
 from batchinfer.store.outputs.frame import Frame, frame_schema
-from batchinfer.store.outputs.kind import Receiver, RequestedOutputs, TokenBytes
+from batchinfer.store.outputs.kind import Receiver, TokenBytes
 
 EMBEDDING = "embedding"  # column of a result
 STORED = pa.schema([("vector", pa.list_(pa.float32()))])

@@ -19,7 +19,6 @@ from batchinfer.store.answers.completion_store import read_records, write_table
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.index.index import Index
 from batchinfer.store.outputs.content_free import calibrated_scoring
-from batchinfer.store.results.index_rows import IndexView
 from batchinfer.store.results.join import find_completion, join_answers
 from batchinfer.store.results.result_rows import result_rows, result_schema
 
@@ -27,7 +26,7 @@ PARTIAL = "partial.json"  # in the folder of an index: the model and the store o
 
 
 def partial_reader(
-    index: IndexView,
+    index: Index,
     completions: Path,
     detokenizer: Detokenizer,
     spill: Path,

@@ -20,9 +20,9 @@ from batchinfer.filesystem.durable import ExchangeUnsupported, FileOps, storage,
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.store.columns.logprob_column import Detokenizer
+from batchinfer.store.index.index import Index
 from batchinfer.store.outputs.best_samples import indexed_rows, published_rows
 from batchinfer.store.outputs.registry import KINDS
-from batchinfer.store.results.index_rows import IndexView
 from batchinfer.store.results.join import Join
 from batchinfer.store.results.manifest import (
     MANIFEST_NAME,
@@ -44,7 +44,7 @@ MOST_THREADS = 4  # each thread holds batches of rows in memory
 
 
 def publish(
-    index: IndexView,
+    index: Index,
     join: Join,
     spec: PublishSpec,
     detokenizer: Detokenizer,
@@ -101,7 +101,7 @@ def publish(
 class _Staging:
     """Stages the files of a result: copies reused ones, and writes the others."""
 
-    index: IndexView
+    index: Index
     join: Join
     spec: PublishSpec
     stage: Path
@@ -226,7 +226,7 @@ def _remove(folder: Path, ops: FileOps) -> None:
         ops.remove_tree(folder)
 
 
-def _endpoints(index: IndexView) -> tuple[str, ...]:
+def _endpoints(index: Index) -> tuple[str, ...]:
     """Return the distinct endpoints of an OpenAI batch input, or an empty tuple for other inputs."""
     found: set[str] = set()
     for path in index.index_parts:

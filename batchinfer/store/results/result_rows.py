@@ -17,11 +17,11 @@ from batchinfer.filesystem.duck import working_memory
 from batchinfer.store.accuracy.expected import mark_expected
 from batchinfer.store.answers.parts import COMPLETION_SCHEMA, ENGINE_CLASS
 from batchinfer.store.columns.logprob_column import Detokenizer
-from batchinfer.store.index.index import INPUT_ROW, SAMPLE
+from batchinfer.store.index.index import INPUT_ROW, SAMPLE, Index
 from batchinfer.store.outputs.answer_lists import group_into_lists, list_fields
 from batchinfer.store.outputs.best_samples import best_samples
 from batchinfer.store.outputs.registry import KINDS
-from batchinfer.store.results.index_rows import IndexRows, IndexView
+from batchinfer.store.results.index_rows import IndexRows
 from batchinfer.store.results.join import Join
 from batchinfer.store.results.sorted_answers import SortedAnswers
 
@@ -33,7 +33,7 @@ _ROW_ID = pa.field("row_id", pa.int64())
 ATTEMPT = pa.field("attempt", pa.int32())
 
 
-def result_schema(index: IndexView) -> pa.Schema:
+def result_schema(index: Index) -> pa.Schema:
     """Return the schema of a result. Raises ValueError if a passthrough column has the name of a fixed column."""
     ours = [*KINDS[index.output].schema(index), *([ATTEMPT] if index.attempts > 1 else [])]
     ours += [SAMPLE] if index.samples else []
@@ -56,7 +56,7 @@ class ResultRows:
 
     def __init__(
         self,
-        index: IndexView,
+        index: Index,
         answers: SortedAnswers,
         spans: Sequence[tuple[int, int]],
         detokenizer: Detokenizer,
@@ -121,7 +121,7 @@ class ResultRows:
 
 @contextmanager
 def result_rows(
-    index: IndexView,
+    index: Index,
     join: Join,
     detokenizer: Detokenizer,
     spill: Path,
@@ -154,7 +154,7 @@ def result_rows(
         yield ResultRows(index, answers, spans, detokenizer, partial, join.attempts)
 
 
-def batch_rows(index: IndexView) -> int:
+def batch_rows(index: Index) -> int:
     """Return the number of index rows per batch. If samples are chosen, a batch has all answers to its rows."""
     rows = KINDS[index.output].batch_rows(index) or BATCH_ROWS
     if index.best is None:

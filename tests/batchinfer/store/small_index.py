@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import Completion, RowError, Tokens
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.core.tool_calls import CallStyle
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.input.prompts.keys import token_bytes
 from batchinfer.store.answers.completion_store import CompletionStore
-from batchinfer.store.index.index import AnswerSchema, BestOf, index_schema
-from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
-from batchinfer.store.index.token_store import TokenStore
+from batchinfer.store.index.index import BestOf, Index, Layout, index_schema
 from batchinfer.store.results.join import join_answers
 from batchinfer.store.results.manifest import Manifest, PublishSpec
 from batchinfer.store.results.publisher import publish
@@ -56,42 +51,12 @@ def bad_row(row_id: int, retryable: bool = False) -> dict[str, Any]:
     return {**place, **error, "retryable": retryable}
 
 
-@dataclass(frozen=True)
-class SmallIndex:
-    """What publishing asks of an index (`IndexView`)."""
-
-    folder: Path
-    rows: int
-    passthrough_schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
-    logprobs: int | None = None
-    prompt_logprobs: bool = False
-    answers: AnswerSchema | None = None
-    output: str = "tokens"
-    attempts: int = 1
-    reasoning: Reasoning | None = None
-    tool_calls: CallStyle | None = None
-    expected: str | None = None
-    samples: bool = False
-    best: BestOf | None = None
-    scoring: None = None
-    confidence: None = None
-    embedding: None = None
-    own_dimensions: bool = False
-    engine_class: bool = False
-    reused: ReusedRows = NO_REUSED_ROWS
-    segments: None = None
-
-    @property
-    def tokens(self) -> TokenStore:
-        return TokenStore(self.folder / "tokens.bin")
-
-    @property
-    def index_parts(self) -> list[Path]:
-        return sorted((self.folder / "index").glob("part-*.parquet"))
-
-    @property
-    def passthrough_parts(self) -> list[Path]:
-        return sorted((self.folder / "passthrough").glob("part-*.parquet"))
+def small_index(folder: Path, rows: int, passthrough: pa.Schema | None = None, **values: Any) -> Index:
+    """An index with these values, whose passthrough columns may be given without files."""
+    index = Index(folder, "", rows, 0, 0, (), {}, **values)
+    if passthrough is not None:
+        vars(index)["passthrough_schema"] = passthrough
+    return index
 
 
 def write_index(
@@ -101,11 +66,13 @@ def write_index(
     rows_per_part: int = 1000,
     attempts: int = 1,
     best: BestOf | None = None,
-) -> SmallIndex:
+) -> Index:
     (folder / "index").mkdir(parents=True)
     (folder / "passthrough").mkdir()
     prompts = [np.asarray(row.get("tokens", ()), np.int32) for row in rows]
-    (folder / "tokens.bin").write_bytes(b"".join(map(token_bytes, prompts)))
+    tokens = Layout(folder).tokens
+    tokens.parent.mkdir()
+    tokens.write_bytes(b"".join(map(token_bytes, prompts)))
     offsets = np.cumsum([0, *map(len, prompts)]).tolist()
     placed = [
         {**row, "token_offset": offset} if "tokens" in row else row
@@ -124,8 +91,7 @@ def write_index(
         name = f"part-{number:05d}.parquet"
         pq.write_table(table.slice(start, rows_per_part), folder / "index" / name)
         pq.write_table(values.slice(start, rows_per_part), folder / "passthrough" / name)
-    types = pa.schema([]) if passthrough is None else passthrough.schema
-    return SmallIndex(folder, len(rows), types, attempts=attempts, samples=best is not None, best=best)
+    return small_index(folder, len(rows), attempts=attempts, samples=best is not None, best=best)
 
 
 def answer(key: bytes, length: int | None = None) -> Completion:
@@ -180,7 +146,7 @@ def keys_in(rows: Sequence[dict[str, Any]]) -> list[bytes]:
 
 def published(
     folder: Path,
-    index: SmallIndex,
+    index: Index,
     *commits: Iterable[Completion],
     spec: PublishSpec = SPEC,
     state: StateFolder | None = None,

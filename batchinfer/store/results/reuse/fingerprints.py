@@ -20,10 +20,11 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.core.version import __version__
+from batchinfer.store.index.index import Index
 from batchinfer.store.outputs.best_samples import indexed_rows
 from batchinfer.store.outputs.registry import KINDS
 from batchinfer.store.results.attempts import PART_SHIFT, Numbers
-from batchinfer.store.results.index_rows import IndexRows, IndexView
+from batchinfer.store.results.index_rows import IndexRows
 from batchinfer.store.results.join import ROW_IN_PART, Join
 from batchinfer.store.results.manifest import PublishSpec
 from batchinfer.store.results.result_files import spans_of
@@ -52,7 +53,7 @@ NO_FINGERPRINTS = Fingerprints((), "")
 
 
 def compute_fingerprints(
-    index: IndexView, join: Join, spec: PublishSpec, threads: int, last: Fingerprints = NO_FINGERPRINTS
+    index: Index, join: Join, spec: PublishSpec, threads: int, last: Fingerprints = NO_FINGERPRINTS
 ) -> Fingerprints:
     """Return the fingerprints of a result. In addition to `join`, each row takes 8 bytes of memory.
 
@@ -81,7 +82,7 @@ def compute_fingerprints(
 class _Fingerprints:
     """Computes the fingerprints of spans of files, in any thread."""
 
-    def __init__(self, index: IndexView, join: Join, spec: PublishSpec) -> None:
+    def __init__(self, index: Index, join: Join, spec: PublishSpec) -> None:
         self._rows, self._join = IndexRows(index), join
         self._per_file = indexed_rows(index.best, spec.rows_per_file)
         self._places: Numbers = np.full(index.rows, _NONE, np.int64)
@@ -126,7 +127,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-def _maker(index: IndexView, spec: PublishSpec) -> bytes:
+def _maker(index: Index, spec: PublishSpec) -> bytes:
     """Return everything that determines files except rows and answers. `spec.identity` covers job and checkpoint."""
     kind, programs = KINDS[index.output], [version(name) for name in ("pyarrow", "tokenizers")]
     rows = [index.attempts, index.samples, index.logprobs, spec.rows_per_file]

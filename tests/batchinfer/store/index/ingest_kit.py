@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from batchinfer.input.tokenizer.tokenizer import Tokenizer as LoadedTokenizer
 from batchinfer.job import InputSection, Job, ModelSection, OutputSection, PromptSection, SamplingSection
 from batchinfer.store.index.index import Index
 from batchinfer.store.index.ingest import ingest
-from batchinfer.store.index.ingest_options import IngestOptions
+from batchinfer.store.index.ingest_options import AskedAnswers, IngestOptions
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}"
@@ -59,7 +60,7 @@ def checkpoint(folder: Path, template: str | None = CHATML, bos: bool = False) -
 
 
 def options(**changes: Any) -> IngestOptions:
-    """One worker, 512 positions, and a vocabulary of 1,000."""
+    """One worker, 512 positions, and a vocabulary of 1,000. Names of AskedAnswers set `asked`."""
     given: dict[str, Any] = {
         "context": b"c" * 32,
         "max_model_len": 512,
@@ -67,7 +68,8 @@ def options(**changes: Any) -> IngestOptions:
         "now": datetime(2026, 1, 2),
         "workers": 1,
     }
-    return IngestOptions(**{**given, **changes})
+    asked = {one.name: changes.pop(one.name) for one in fields(AskedAnswers) if one.name in changes}
+    return IngestOptions(**{**given, "asked": AskedAnswers(**asked), **changes})
 
 
 def make_job(

@@ -22,12 +22,13 @@ from batchinfer.filesystem.durable import FileOps
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.store.answers.completion_store import CompletionStore
+from batchinfer.store.index.index import Index
 from batchinfer.store.results import result_files
 from batchinfer.store.results.join import join_answers
 from batchinfer.store.results.manifest import Manifest, PublishSpec
 from batchinfer.store.results.publisher import publish
 from tests.batchinfer.filesystem.failing_ops import FailingOps
-from tests.batchinfer.store.small_index import SmallIndex, answer, decode, mixed_rows, write_index
+from tests.batchinfer.store.small_index import answer, decode, mixed_rows, small_index, write_index
 
 Prepare = Callable[[Path], object]
 Run = Callable[[Path, FileOps], object]
@@ -35,14 +36,14 @@ ROWS, COMMIT, PER_FILE = 24, 7, 10
 SPEC = PublishSpec("crash", "0" * 64, ({"path": "in.jsonl", "bytes": 1, "sha256": "ab"},), 1, PER_FILE)
 
 
-def prepare(folder: Path) -> SmallIndex:
+def prepare(folder: Path) -> Index:
     """An index, and an older result in place, so that publishing has to exchange."""
     older = write_index(folder / "older", mixed_rows(13))  # the first file of which the newer one has, too
     run_job(folder, older, FileOps())
     return write_index(folder / "newer", mixed_rows(ROWS))
 
 
-def run_job(folder: Path, index: SmallIndex, ops: FileOps, threads: int = 1) -> Manifest:
+def run_job(folder: Path, index: Index, ops: FileOps, threads: int = 1) -> Manifest:
     state = StateFolder(folder / "res", ops=ops)
     with state.lock(), CompletionStore(state.completions, rows=COMMIT, ops=ops) as store:
         plan = plan_job(
@@ -91,6 +92,6 @@ if __name__ == "__main__":
         Path(sys.argv[1]),
         prepare,
         lambda folder, ops: run_job(
-            folder, SmallIndex(folder / "newer", ROWS), ops, int(*sys.argv[4:] or [1])
+            folder, small_index(folder / "newer", ROWS), ops, int(*sys.argv[4:] or [1])
         ),
     )

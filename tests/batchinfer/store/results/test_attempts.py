@@ -15,12 +15,11 @@ from batchinfer.core.request import Completion, FinishReason, RowError
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.store.answers.completion_store import CompletionStore
-from batchinfer.store.index.index import attempt_columns
+from batchinfer.store.index.index import Index, attempt_columns
 from batchinfer.store.results.error_summary import summarise_all_errors
 from batchinfer.store.results.join import Join, join_answers
 from tests.batchinfer.store.small_index import (
     PARAMS,
-    SmallIndex,
     answer,
     bad_row,
     good_row,
@@ -42,7 +41,7 @@ rows = st.none() | st.tuples(st.integers(0, 5), st.tuples(*[st.none() | st.integ
 outcomes = st.dictionaries(st.integers(0, 5), st.sampled_from(["stop", *INVALID, *OTHERS]))
 
 
-def index_of(folder: Path, given: list[Row]) -> SmallIndex:
+def index_of(folder: Path, given: list[Row]) -> Index:
     made: list[dict[str, Any]] = []
     for number, row in enumerate(given):
         if row is None:

@@ -16,12 +16,12 @@ from batchinfer.store.answers import completion_store
 from batchinfer.store.answers.cleaning import THOROUGH, Keep, clean_store
 from batchinfer.store.answers.completion_store import COMPLETION_SCHEMA, CompletionStore
 from batchinfer.store.columns.logprob_column import LOGPROBS_FIELD
+from batchinfer.store.index.index import Index
 from batchinfer.store.outputs import tokens
 from batchinfer.store.results import result_files
 from batchinfer.store.results.manifest import PublishSpec
 from batchinfer.store.results.partial import partial_reader
 from tests.batchinfer.store.small_index import (
-    SmallIndex,
     answer,
     bad_row,
     decode,
@@ -29,6 +29,7 @@ from tests.batchinfer.store.small_index import (
     good_row,
     keys_in,
     published,
+    small_index,
     write_index,
 )
 
@@ -76,9 +77,9 @@ def rows_and_answers(count: int = 30) -> tuple[list[dict[str, Any]], dict[bytes,
     return rows, answers
 
 
-def index_of(folder: Path, rows: list[dict[str, Any]], logprobs: int | None = 3) -> SmallIndex:
+def index_of(folder: Path, rows: list[dict[str, Any]], logprobs: int | None = 3) -> Index:
     made = write_index(folder, rows, rows_per_part=7)
-    return SmallIndex(made.folder, made.rows, made.passthrough_schema, logprobs)
+    return small_index(made.folder, made.rows, logprobs=logprobs)
 
 
 def results_of(folder: Path, *given: Any, **more: Any) -> Path:

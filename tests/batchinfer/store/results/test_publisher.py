@@ -31,7 +31,6 @@ from batchinfer.store.results.result_rows import result_schema
 from batchinfer.store.results.verify import verify_result
 from tests.batchinfer.store.small_index import (
     SPEC,
-    SmallIndex,
     answer,
     bad_row,
     decode,
@@ -41,6 +40,7 @@ from tests.batchinfer.store.small_index import (
     mixed_rows,
     published,
     published_files,
+    small_index,
     write_index,
 )
 
@@ -130,10 +130,10 @@ def test_passthrough_columns_keep_their_types(tmp_path: Path) -> None:
 
 def test_a_passthrough_column_cannot_take_one_of_our_names() -> None:
     with pytest.raises(ValueError, match="status: the result has a column of this name"):
-        result_schema(SmallIndex(Path(), 0, pa.schema([("status", pa.string())])))
+        result_schema(small_index(Path(), 0, pa.schema([("status", pa.string())])))
     with pytest.raises(ValueError, match="logprobs: the result has a column of this name"):
-        result_schema(SmallIndex(Path(), 0, pa.schema([("logprobs", pa.string())]), logprobs=0))
-    assert "logprobs" in result_schema(SmallIndex(Path(), 0, pa.schema([("logprobs", pa.string())]))).names
+        result_schema(small_index(Path(), 0, pa.schema([("logprobs", pa.string())]), logprobs=0))
+    assert "logprobs" in result_schema(small_index(Path(), 0, pa.schema([("logprobs", pa.string())]))).names
 
 
 def test_equal_rows_give_equal_bytes_however_they_were_computed(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from batchinfer.store.answers import completion_store
 from batchinfer.store.results import result_files, result_rows, sorted_answers
 from batchinfer.store.results.manifest import PublishSpec, read_manifest
 from tests.batchinfer.store.small_index import (
-    SmallIndex,
     answer,
     bad_row,
     failure,
@@ -33,6 +32,7 @@ from tests.batchinfer.store.small_index import (
     key_of,
     published,
     published_files,
+    small_index,
     write_index,
 )
 from tests.examples import everything, examples
@@ -96,7 +96,7 @@ def result_of(folder: Path, case: Case, threads: int, ops: FileOps | None = None
     again = (folder / "x").exists()
     rows = case.rows
     index = (
-        SmallIndex(folder / "x", len(rows))
+        small_index(folder / "x", len(rows))
         if again
         else write_index(folder / "x", rows, rows_per_part=case.rows_per_part)
     )
