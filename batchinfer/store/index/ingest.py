@@ -20,16 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from batchinfer.core.sampling import SamplingParams
 from batchinfer.filesystem.durable import FileOps, sha256_of, storage
 from batchinfer.input.chunk import InputChunk
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.job_input import input_files, open_input
-from batchinfer.input.openai import CHAT_URL, TEXT_URL, VECTOR_URL, openai_defaults
-from batchinfer.input.prompts.builder import Mode, PromptPlan
 from batchinfer.input.prompts.columns import Columns, choose_prompts
 from batchinfer.input.prompts.keys import CONSTRAINT_RULES
-from batchinfer.input.prompts.prepare import Limits
 from batchinfer.input.prompts.render_pool import Happened, RenderPool
 from batchinfer.input.prompts.render_worker import RenderSpec
 from batchinfer.input.reader import Reader
@@ -42,6 +38,7 @@ from batchinfer.store.index.index import BestOf, Index, Layout, PendingSegments,
 from batchinfer.store.index.ingest_options import IngestOptions
 from batchinfer.store.index.keeping import Keeping, KeptIndex, RowsToKeep, kept_index
 from batchinfer.store.index.passthrough import JsonSpool, TypedColumns
+from batchinfer.store.index.render_spec import render_spec
 from batchinfer.store.index.requested import PARTS, AnswerSchema
 from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
 from batchinfer.store.index.writer import IndexWriter, RowPlace, RowsSoFar
@@ -186,7 +183,7 @@ class Ingestion:
         happened: Happened | None,
         keeping: Keeping | None,
     ) -> None:
-        self._job, self._happened = job, happened
+        self.job, self._happened = job, happened
         self._keeping = keeping
         self._options = options
         self._tokenizer = tokenizer
@@ -197,7 +194,7 @@ class Ingestion:
         self._reader: Reader | None = None
         self._writer: IndexWriter | None = None  # once there is a row
         self._kept: KeptIndex | None = None  # once rows are read
-        self._reused = NO_REUSED_ROWS  # the first rows
+        self.reused: ReusedRows = NO_REUSED_ROWS  # the first rows, reused whole from the last run
         self._refused = 0  # rows that became error rows because an earlier row has the same custom_id
         self._equal = EqualRows(
             self._spill,
@@ -215,23 +212,13 @@ class Ingestion:
         return self._layout.folder
 
     @property
-    def job(self) -> Job:
-        """Return the job."""
-        return self._job
-
-    @property
     def is_final(self) -> bool:
         """Return True if later input cannot change how the rows so far were read. `cut` requires this."""
         # The prompt without content is read last, and its answer calibrates all labels
-        whole = self._job.classify.content_free is None
+        whole = self.job.classify.content_free is None
         # Types inferred from all rows may differ from the types of reused rows, which are then read again
         typed = self._reader is not None and self._reader.schema() is not None
-        return whole and (typed or not self._reused.carried)
-
-    @property
-    def reused(self) -> ReusedRows:
-        """Return the first rows, which were reused whole from the last run."""
-        return self._reused
+        return whole and (typed or not self.reused.carried)
 
     def steps(self) -> Generator[IngestProgress, None, None]:
         """Read the input, one chunk per step. Close the generator to abort. Raises the same errors as `ingest`."""
@@ -253,11 +240,13 @@ class Ingestion:
         self._make_folders()
         reader = self._reader = self._opened(files)
         schema = reader.schema()
-        mode, columns = choose_prompts(self._job, self._tokenizer, schema, reader.shape)
-        spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
+        mode, columns = choose_prompts(self.job, self._tokenizer, schema, reader.shape)
+        spec = render_spec(
+            self.job, self._options, self._tokenizer, columns, mode, schema, reader.values_are_text
+        )
         with self._kept_index(spec, reader, schema, take=take) as kept:
             self._kept = kept
-            self._reused = NO_REUSED_ROWS if kept is None else kept.reused
+            self.reused = NO_REUSED_ROWS if kept is None else kept.reused
             carried = self._carried(schema)
             try:
                 yield from self._write(reader, spec, columns, carried, kept)
@@ -294,7 +283,7 @@ class Ingestion:
     def _opened(self, files: Sequence[InputFile]) -> Reader:
         options, known = self._options, self._options.checked
         how = options.sample, options.strata, options.chunk
-        return (known and known.reopen(files, *how)) or open_input(self._job, files, *how)
+        return (known and known.reopen(files, *how)) or open_input(self.job, files, *how)
 
     def _start_over(self) -> None:
         with storage(self._layout.folder, "prepare"):
@@ -304,8 +293,8 @@ class Ingestion:
 
     def _make_folders(self) -> None:
         """Create empty folders for the parts of the index."""
-        carried = [self._layout.passthrough, self._spool] if self._job.carried else []
-        carried += [self._layout.content_free] if self._job.classify.content_free is not None else []
+        carried = [self._layout.passthrough, self._spool] if self.job.carried else []
+        carried += [self._layout.content_free] if self.job.classify.content_free is not None else []
         with storage(self._layout.folder, "prepare"):
             for folder in (self._layout.index, self._layout.tokens.parent, *carried):
                 if folder.exists():
@@ -321,7 +310,7 @@ class Ingestion:
         return self._layout.folder / "spool"
 
     def _inputs(self) -> Sequence[InputFile]:
-        if not self._job.input.sql:
+        if not self.job.input.sql:
             return self._files
         kept = self._layout.folder / "sql.parquet"
         with storage(kept, "keep the rows of the query"):
@@ -329,13 +318,13 @@ class Ingestion:
         return [replace(self._files[0], path=str(kept)).now()]
 
     def _carried(self, schema: pa.Schema | None) -> JsonSpool | TypedColumns | None:
-        names = self._job.carried
+        names = self.job.carried
         if not names:
             return None
         if schema is None:
-            return JsonSpool(names, self._spool, self._ops, self._reused)
+            return JsonSpool(names, self._spool, self._ops, self.reused)
         typed = pa.schema([(name, schema.field(name).type) for name in names])
-        return TypedColumns(typed, self._layout.passthrough, self._ops, self._reused)
+        return TypedColumns(typed, self._layout.passthrough, self._ops, self.reused)
 
     def _write(
         self,
@@ -346,7 +335,7 @@ class Ingestion:
         kept: KeptIndex | None,
     ) -> Generator[IngestProgress, None, None]:
         """Write the rows that the workers prepare."""
-        job, reused = self._job, self._reused
+        job, reused = self.job, self.reused
         how = self._options.max_model_len, self._index_columns(spec), self._ops, job.attempts, reused
         writer = self._writer = IndexWriter(self._layout, *how)
         self._equal.skip_parts(len(reused.parts))
@@ -382,17 +371,17 @@ class Ingestion:
         asked = self._options.asked
         reasons, tools = asked.reasoning is not None, asked.tool_calls is not None
         labels = asked.scoring is not None and asked.scoring.own_labels
-        several = self._job.has_samples
+        several = self.job.has_samples
         vectors = spec.fields.endpoints and asked.embedding is not None
         return index_schema(
-            spec.fields.endpoints, self._job.attempts, reasons, tools, labels, several, vectors
+            spec.fields.endpoints, self.job.attempts, reasons, tools, labels, several, vectors
         )
 
     def _kept_index(
         self, spec: RenderSpec, reader: Reader, schema: pa.Schema | None, *, take: bool
     ) -> AbstractContextManager[KeptIndex | None]:
         """Open the kept index, if there is one. Jobs with a limit, a query or several samples per row keep nothing."""
-        job = self._job
+        job = self.job
         if self._keeping is None or job.input.limit is not None or job.input.sql or job.samples > 1:
             return nullcontext()
         settings = _settings(job, self._options, self._tokenizer)
@@ -411,107 +400,18 @@ class Ingestion:
 
         Each row must have a single answer at its first attempt, and no content-free prompt may calibrate it.
         """
-        job = self._job
+        job = self.job
         return job.attempts == 1 and not job.has_samples and job.classify.content_free is None
-
-    def _worker_spec(
-        self, columns: Columns, mode: Mode, schema: pa.Schema | None, values_are_text: bool
-    ) -> RenderSpec:
-        prompt, options = self._job.prompt, self._options
-        plan = self._prompt_plan(columns, mode, values_are_text)
-        truncate = prompt.truncate if prompt else "error"
-        own = self._job.model.max_model_len is not None
-        limits = Limits(
-            options.max_model_len,
-            options.vocab_size,
-            truncate,
-            options.context,
-            own,
-            options.room,
-            may_cut=self._job.task != "rerank" or options.asked.pairs is not None,
-        )
-        model, definition = self._job.model.path, self._tokenizer.definition
-        as_text = self._job.carried if schema is None or values_are_text else ()
-        fields = columns.fields(as_text, endpoints=mode == "openai", declared=schema is not None)
-        source = str(self._job.source)
-        return RenderSpec(model, definition, plan, limits, fields, source, options.row_timeout_s)
-
-    def _prompt_plan(self, columns: Columns, mode: Mode, values_are_text: bool) -> PromptPlan:
-        prompt, options = self._job.prompting, self._options
-        asked = options.asked
-        return PromptPlan(
-            mode=mode,
-            params=self._params(),
-            scoring=asked.scoring,
-            continuation=self._job.score.continuation,
-            labels=self._job.classify.choices_from_column,
-            pairs=asked.pairs,
-            document=self._job.rerank.document or "",
-            before="" if asked.embedding is None else asked.embedding.prompt,
-            vectors=asked.vectors,
-            no_vectors=asked.no_vectors,
-            system=prompt.system,
-            user=prompt.user,
-            column=columns.prompt,
-            overrides=columns.overrides,
-            values_are_text=values_are_text,
-            by_url=self._by_url(),
-            one_schema=self._job.output.json_schema is not None,
-            now=options.now,
-            fits=self._job.sampling.fits,
-            chat=prompt.chat,
-            chat_template=self._job.chat_template,
-            arguments=prompt.arguments | prompt.given_tools,
-            argument_columns=prompt.template_arguments_from_columns,
-            tools_column=prompt.tools_from_column,
-            ladder=self._job.on_invalid,
-            reasoning=asked.reasoning,
-            tool_calls=asked.tool_calls,
-            samples=self._job.samples,
-            samples_column=self._job.sampling.samples_column,
-            asked_call=prompt.asked_call,
-            adapters=options.adapters,
-            adapter_column=self._job.model.adapter_from_column,
-        )
-
-    def _params(self) -> SamplingParams:
-        """Return the parameters of a row that sets none."""
-        return self._adapted(self._params_of_task())
-
-    def _adapted(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the job's adapter, which applies to rows that name none."""
-        name = self._job.model.adapter
-        return params if name is None else replace(params, adapter=self._options.adapters[name])
-
-    def _params_of_task(self) -> SamplingParams:
-        asked = self._options.asked
-        if asked.scoring is not None:
-            return SamplingParams.scores()
-        if asked.pairs is not None:
-            return SamplingParams.logits(asked.pairs.pooling)
-        if self._job.task == "embed" and asked.embedding is not None:
-            return SamplingParams.vector(asked.embedding.pooling)
-        return self._job.params()
-
-    def _by_url(self) -> dict[str, SamplingParams]:
-        """Return the default parameters of OpenAI requests by URL, for the URLs that the job answers."""
-        embedding, found = self._options.asked.embedding, dict[str, SamplingParams]()
-        if self._job.task == "generate":
-            given, length = self._job.given_params(), self._options.max_model_len
-            found |= {url: openai_defaults(url, given, length) for url in (CHAT_URL, TEXT_URL)}
-        if embedding is not None:
-            found[VECTOR_URL] = SamplingParams.vector(embedding.pooling)
-        return {url: self._adapted(params) for url, params in found.items()}
 
     def finish(self) -> Index:
         """Complete the index after the last step. Raises StorageError, OutOfMemory."""
-        writer, reader, output = self._rows, self._reader, self._job.output
+        writer, reader, output = self._rows, self._reader, self.job.output
         assert reader is not None, "no step was taken yet"
         errors = self.settle(writer.all_rows()).error_rows
         for rest in (self._spill, self._spool):
             if rest.exists():
                 shutil.rmtree(rest)
-        job, options, sampling = self._job, self._options, self._job.sampling
+        job, options, sampling = self.job, self._options, self.job.sampling
         calls, unread_calls = options.calls(job, writer.has_tools)
         index = Index(
             folder=self._layout.folder,
@@ -540,7 +440,7 @@ class Ingestion:
             prompt_logprobs=writer.prompt_logprobs or sampling.asks_prompt_logprobs,
             own_dimensions=writer.own_dimensions,
             engine_class=job.mixes_classes,
-            reused=self._reused,
+            reused=self.reused,
             segments=self._pending_segments,
         )
         index.write_marker(self._ops)
@@ -555,7 +455,7 @@ class Ingestion:
         return PendingSegments(kept.asked.finished_identity, kept.segments)
 
     def _best(self) -> BestOf | None:
-        job, lists = self._job, not self._job.output.explode
+        job, lists = self.job, not self.job.output.explode
         return BestOf(job.published_samples, job.samples, lists) if lists or job.sampling.chooses else None
 
 
