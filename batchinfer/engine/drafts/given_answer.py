@@ -27,12 +27,7 @@ class GivenAnswer:
 
     def __init__(self, name: DraftName) -> None:
         """Create a source with the given name, which tells where the drafts of the requests come from."""
-        self._name = name
-
-    @property
-    def name(self) -> DraftName:
-        """The name of the source in jobs and reports."""
-        return self._name
+        self.name = name
 
     def propose(self, rows: Seq[Sequence], most: int) -> list[Proposal | None]:
         """Return the continuation of each row's draft, up to `MOST_GIVEN` tokens whatever `most` is."""

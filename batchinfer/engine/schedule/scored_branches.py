@@ -77,7 +77,7 @@ class ScoredBranch:
 class PromptScores:
     """The log-probabilities of a prompt's tokens except the first, filled as the prompt runs."""
 
-    __slots__ = ("_found", "_scored", "branch", "likeliest")
+    __slots__ = ("_found", "branch", "likeliest", "scored")
 
     def __init__(self, prompt: TokenIds, likeliest: int) -> None:
         """Create an empty store.
@@ -89,17 +89,12 @@ class PromptScores:
         self.branch, self.likeliest = Branch.of_prompt(prompt), likeliest
         # Allocated with the first scores, because many prompts may wait
         self._found: TokenLogprobs | None = None
-        self._scored = 0  # number of leading tokens with scores
-
-    @property
-    def scored(self) -> int:
-        """The number of scored tokens."""
-        return self._scored
+        self.scored = 0  # number of leading tokens with scores
 
     @property
     def complete(self) -> bool:
         """True if all tokens are scored."""
-        return self._scored == len(self.branch.targets)
+        return self.scored == len(self.branch.targets)
 
     def needs(self, start: int, end: int) -> bool:
         """Return True if positions [start, end) must be scored. A complete prompt that runs again need not be."""
@@ -114,7 +109,7 @@ class PromptScores:
         kept.chosen[own] = found.logprobs[theirs]
         kept.top[own] = found.top[theirs, : kept.top.shape[1]]
         kept.top_ids[own] = found.top_ids[theirs, : kept.top.shape[1]]
-        self._scored = max(self._scored, own.stop)
+        self.scored = max(self.scored, own.stop)
         return count
 
     def _arrays(self) -> TokenLogprobs:

@@ -50,8 +50,8 @@ class Waves:
             on_plan: Called when engines switch to a plan, with the index if the plan has all rows, else with None.
         """
         self._run, self._reading, self._announcement, self._on_plan = run, reading, announcement, on_plan
-        self._parts: Sequence[Path] = ()  # planned parts of the index
-        self._index: Index | None = None  # set when all rows are planned
+        self.parts: Sequence[Path] = ()  # planned parts of the index
+        self.index: Index | None = None  # set when all rows are planned
         self._followed = False
         self._spread: str | None = None  # the reason why engines wait for all rows; "" after the notice
         self._not_before, self._took_s = 0.0, 0.0
@@ -62,17 +62,7 @@ class Waves:
     @property
     def to_come(self) -> bool:
         """Return True until engines follow a plan with all rows."""
-        return not (self._followed and self._index is not None)
-
-    @property
-    def index(self) -> Index | None:
-        """Return the index when all rows are planned, else None."""
-        return self._index
-
-    @property
-    def parts(self) -> Sequence[Path]:
-        """Return the planned parts of the index."""
-        return self._parts
+        return not (self._followed and self.index is not None)
 
     def is_due(self, exhausted: bool, idle: bool) -> bool:
         """Return True if all rows are read, or if engines will soon run out of requests.
@@ -96,18 +86,18 @@ class Waves:
         began = time.monotonic()
         rows = self._reading.rows_so_far()
         if rows is None:
-            self._index = self._reading.finish()
-            parts, tokens = self._index.index_parts, self._index.tokens
+            self.index = self._reading.finish()
+            parts, tokens = self.index.index_parts, self.index.tokens
         else:
             parts, tokens = rows.parts, rows.tokens
         plan = self._planned(parts, tokens, known)
-        if self._index is not None:
+        if self.index is not None:
             whole = not known.requests
             self.forecast = forecast_run(self._run.job, self._run.setup, plan, tokens, whole=whole)
-        self._parts, add_drafts = parts, self._find_drafts(plan)
+        self.parts, add_drafts = parts, self._find_drafts(plan)
         ended = time.monotonic()
         self._took_s, self._not_before = ended - began, ended + PAUSE * (ended - began)
-        if self._index is None and (not plan.to_run or self._is_too_spread(plan, known)):
+        if self.index is None and (not plan.to_run or self._is_too_spread(plan, known)):
             return None
         self._announcement.add(plan.path)
         return Replanned(plan, tokens, add_drafts)
@@ -117,7 +107,7 @@ class Waves:
         self.count += 1
         self._again += found.plan.again_tokens
         self._followed = True
-        self._on_plan(found, known, self._index)
+        self._on_plan(found, known, self.index)
 
     def _planned(self, parts: Sequence[Path], tokens: TokenStore, known: Snapshot) -> Plan:
         ingestion = self._reading.ingestion
@@ -131,14 +121,14 @@ class Waves:
             reused=ingestion.reused,
             in_flight=known.in_flight,
             begun=known.begun,
-            more=self._index is None,
+            more=self.index is None,
             shares=self._run.setup.setting.parts.shares_prefixes,
             threads=usable_cpus(),
         )
 
     def _find_drafts(self, plan: Plan) -> AddDrafts:
         drafts = EarlierDrafts.of(self._run) if plan.to_run else None
-        return without_drafts if drafts is None else drafts.of_plan(plan, self._parts)
+        return without_drafts if drafts is None else drafts.of_plan(plan, self.parts)
 
     def _waits(self) -> bool:
         """Return True if engines wait for all rows. The first call notifies the user of the reason."""

@@ -89,7 +89,7 @@ class WorkerHandle:
             began: When that worker was started, a time of `time.perf_counter`.
         """
         self.spec = spec
-        self._loads = self._loaded = self._configured = False
+        self._loads = self.loaded = self._configured = False
         # Activities and their start times
         self._moments: list[tuple[str | None, float]] = [("starting", began or time.perf_counter())]
         self.link: Link = link or transport.start(spec)
@@ -133,16 +133,11 @@ class WorkerHandle:
         """Return True if the worker runs, and False while it waits for resources of a cluster."""
         return self.link.placed
 
-    @property
-    def loaded(self) -> bool:
-        """Return True if the weights are loaded."""
-        return self._loaded
-
     def configure(self, config: EngineConfig) -> None:
         """Let the worker build its engine with this configuration."""
         self.load()
         self._configured = True
-        if self._loaded:
+        if self.loaded:
             self._begins("getting ready")
         self.link.send(Configure(config))
 
@@ -226,7 +221,7 @@ class WorkerHandle:
         if isinstance(message, Placed):
             self.placement = message
         elif isinstance(message, Loaded):
-            self._loaded = True
+            self.loaded = True
             self._begins("getting ready" if self._configured else "waiting for the plan", message.at)
         elif isinstance(message, Ready):
             self.info, self.untimed, self.waits_for = message.info, False, ""

@@ -1,4 +1,4 @@
-"""What a job requests of its answers besides or instead of text. The columns of its result follow from it."""
+"""Defines what a job requests of its answers besides or instead of text. Result columns follow from it."""
 
 from __future__ import annotations
 
