@@ -1,7 +1,7 @@
 """Compiles the constraints of sampling parameters to llguidance grammars, with limits on size and work.
 
-docs/structured.md explains the choice of llguidance. Import this module only when a constraint occurs: the library
-takes 8 MB.
+docs/measurements/constraints.md explains the choice of llguidance. Import this module only when a constraint occurs:
+the library takes 8 MB.
 """
 
 from __future__ import annotations
