@@ -54,25 +54,6 @@ def quantize_groups_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([c.view(torch.uint8) for c in codes], 1).view(FP8), torch.stack(scales)
 
 
-def quantize_blocks_fp8(weight: Tensor, rows: int = GROUP) -> BlockWeight:
-    """Quantise a weight (N, K) of floats with one scale per block of `rows` outputs and 128 inputs."""
-    coded = [
-        quantize_rows_fp8(block.reshape(1, -1))
-        for part in torch.split(weight, rows)
-        for block in torch.split(part, GROUP, 1)
-    ]
-    blocks = iter(codes.view(torch.uint8).flatten() for codes, _ in coded)
-    parts = [
-        torch.cat(
-            [next(blocks).view(len(part), -1) for _ in range(-(-weight.shape[1] // GROUP))],
-            1,
-        )
-        for part in torch.split(weight, rows)
-    ]
-    scales = torch.cat([scale for _, scale in coded]).view(len(parts), -1)
-    return BlockWeight(torch.cat(parts).view(FP8), scales, block_lines(len(weight), rows, weight.device))
-
-
 def block_lines(outputs: int, rows: int, device: torch.device) -> Tensor:
     """Return the row of scales of each output, (N,) int32, if each `rows` outputs share one."""
     return torch.arange(outputs, dtype=torch.int32, device=device) // rows

@@ -72,7 +72,7 @@ def pack_mxfp4_weights(codes: Tensor, exponents: Tensor) -> Mxfp4Weights:
     spans = -(-2 * held // SPAN)
     packed = codes.new_empty(experts, outputs, spans * SPAN // 2)
     for matrix, to in zip(codes, packed, strict=True):
-        to.copy_(pack_codes(torch.stack((matrix & 15, matrix >> 4), -1).flatten(-2), 4))
+        to.copy_(pack_codes(torch.stack((matrix & 15, matrix >> 4), -1).flatten(-2)))
     return Mxfp4Weights(packed, exponents.transpose(1, 2).contiguous(), 2 * held)
 
 

@@ -1,8 +1,7 @@
-"""Linear layers with only the weight quantised: int8 with a scale per output, or int4 in groups of inputs.
+"""Linear layers with only the weight quantised, to int4 in groups of inputs.
 
 Activations are not quantised; weights are widened while they are read. int4 is that of GPTQ (Frantar et al., 2023) and
-AWQ (Lin et al., 2024): a scale and an optional zero point per output and group of 32, 64 or 128 inputs. Without a
-calibrated checkpoint, `quantize_int4` rounds to nearest.
+AWQ (Lin et al., 2024): a scale and an optional zero point per output and group of inputs.
 """
 
 from __future__ import annotations
@@ -15,29 +14,12 @@ from torch import Tensor
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
 from batchinfer_kernels.matmul import check_matmul, finished, products
-from batchinfer_kernels.quantized_linear import quantize_weight
 
-GROUPS = (32, 64, 128)  # sizes of groups of inputs that `quantize_int4` supports
-LEAST_CODE, MOST_CODE = -8, 7
+LEAST_CODE = -8
 MOST_ZERO = 8  # some formats store zero points minus one
 SPAN = 128  # inputs that are packed together
-PIECE = SPAN // 4  # adjacent inputs that always share a scale: group sizes are multiples of this
-WORD_BITS = 16
-OUTPUTS_AT_ONCE = 1024  # bounds memory: the float32 copy of a large weight would take gigabytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Int8Weight:
-    """A weight (N, inputs) ≈ values × scales[:, None], quantised by quantized_linear.quantize_weight."""
-
-    packed: Tensor  # (N, spans × 128) uint8: pack_codes of the values in two's complement
-    scales: Tensor  # (N,) float32
-    inputs: int
-
-    @property
-    def outputs(self) -> int:
-        """Return the number of outputs."""
-        return self.packed.shape[0]
+PIECES = 4  # of a span, one in each nibble of a word
+PIECE = SPAN // PIECES  # adjacent inputs that always share a scale: group sizes are multiples of this
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,78 +38,31 @@ class Int4Weight:
         return self.packed.shape[0]
 
 
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack values of 4 or 8 bits in the layout that a GPU widens with one mask and shift: (N, spans × 16 × bits) uint8.
+def pack_codes(codes: Tensor) -> Tensor:
+    """Pack values of 4 bits in the layout that a GPU widens with one mask and shift: (N, spans × 64) uint8.
 
-    A row is padded with zeros to whole spans of 128 values. A span is cut into 16 / bits pieces. Little-endian 16-bit
+    A row is padded with zeros to whole spans of 128 values. A span is cut into four pieces. Little-endian 16-bit
     word i of a span holds value i of each piece, the first piece in the lowest bits. Masking a piece out of the words
     yields adjacent values, each in the 16 bits of its float.
 
     Args:
-        codes: (N, K) uint8, below 2^bits.
-        bits: 4 or 8.
+        codes: (N, K) uint8, below 16.
     """
-    if codes.dim() != 2 or codes.dtype != torch.uint8 or bits not in (4, 8):
-        raise ValueError(f"codes are {tuple(codes.shape)} {codes.dtype}, of {bits} bits")
-    pieces = WORD_BITS // bits
+    if codes.dim() != 2 or codes.dtype != torch.uint8:
+        raise ValueError(f"codes are {tuple(codes.shape)} {codes.dtype}")
     spans = -(-codes.shape[1] // SPAN)
     filled = torch.nn.functional.pad(codes, (0, SPAN * spans - codes.shape[1]))
-    cut = filled.reshape(len(codes), spans, pieces, SPAN // pieces).transpose(2, 3)
-    if bits == 4:  # two neighbours of a word share a byte
-        cut = cut[..., 0::2] | cut[..., 1::2] << 4
-    return cut.reshape(len(codes), spans * SPAN * bits // 8).contiguous()
+    cut = filled.reshape(len(codes), spans, PIECES, PIECE).transpose(2, 3)
+    bytes_of = cut[..., 0::2] | cut[..., 1::2] << 4  # two neighbours of a word share a byte
+    return bytes_of.reshape(len(codes), spans * SPAN // 2).contiguous()
 
 
-def unpack_codes(packed: Tensor, bits: int, inputs: int) -> Tensor:
+def unpack_codes(packed: Tensor, inputs: int) -> Tensor:
     """Return the values (N, inputs) uint8 that `pack_codes` packed."""
-    pieces = WORD_BITS // bits
-    cut = packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1)
-    spans = packed.shape[1] * 8 // bits // SPAN
-    wide = cut.reshape(len(packed), spans, SPAN // pieces, pieces).transpose(2, 3)
+    cut = torch.stack((packed & 15, packed >> 4), -1)
+    spans = packed.shape[1] * 2 // SPAN
+    wide = cut.reshape(len(packed), spans, PIECE, PIECES).transpose(2, 3)
     return wide.reshape(len(packed), spans * SPAN)[:, :inputs]
-
-
-def quantize_int8(weight: Tensor) -> Int8Weight:
-    """Quantise a weight (N, K) of floats. Raises ValueError for any other tensor."""
-    codes, scales = quantize_weight(weight)
-    return Int8Weight(pack_codes(codes.view(torch.uint8), 8), scales, weight.shape[1])
-
-
-def quantize_int4(weight: Tensor, group: int, symmetric: bool = True) -> Int4Weight:
-    """Quantise a weight (N, K) of the activations' dtype to the nearest int4 values.
-
-    A group with a value that is not finite has scale NaN.
-
-    Args:
-        weight: (N, K).
-        group: inputs that share a scale; one of GROUPS.
-        symmetric: True: the largest magnitude of a group becomes ±7. False: its range, 0 included, becomes -8 … 7.
-
-    Raises:
-        ValueError: If `weight` is not a matrix of floats, or the group size is not supported.
-    """
-    if weight.dim() != 2 or not weight.is_floating_point() or group not in GROUPS:
-        raise ValueError(f"weight is {tuple(weight.shape)} {weight.dtype}, in groups of {group}")
-    coded = [_quantized(part, group, symmetric) for part in torch.split(weight, OUTPUTS_AT_ONCE)]
-    codes, scales, zeros = (torch.cat(parts) for parts in zip(*coded, strict=True))
-    packed = pack_codes((codes[:, : weight.shape[1]] - LEAST_CODE).to(torch.uint8), 4)
-    laid = [t.T.contiguous() for t in (scales, zeros)]
-    return Int4Weight(packed, laid[0], None if symmetric else laid[1], weight.shape[1], group)
-
-
-def _quantized(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values (N, groups × group), scales and zero points (N, groups)."""
-    missing = -weight.shape[1] % group
-    values = torch.nn.functional.pad(weight.float(), (0, missing)).reshape(len(weight), -1, group)
-    least, most = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
-    steps = torch.maximum(-least, most) / MOST_CODE if symmetric else (most - least) / 15
-    scales = torch.where(steps.isfinite(), steps, torch.nan).to(weight.dtype)
-    inverse = torch.where(scales > 0, 1 / scales.float(), 0.0)
-    zeros = torch.zeros_like(least) if symmetric else (LEAST_CODE - least * inverse).nan_to_num(0).round()
-    zeros = zeros.clamp(LEAST_CODE, MOST_CODE)
-    codes = (values * inverse[..., None]).nan_to_num(0).round() + zeros[..., None]
-    codes = codes.clamp(LEAST_CODE, MOST_CODE).to(torch.int8)
-    return codes.reshape(len(weight), -1), scales, zeros.to(torch.int8)
 
 
 def pack_int4_weight(
@@ -151,7 +86,7 @@ def pack_int4_weight(
         raise ValueError(
             f"codes are {tuple(codes.shape)} {codes.dtype}, scales {tuple(scales.shape)}, of {group}"
         )
-    packed = pack_codes((codes - LEAST_CODE).to(torch.uint8), 4)
+    packed = pack_codes((codes - LEAST_CODE).to(torch.uint8))
     kept = None if zeros is None or not bool(zeros.any()) else zeros.to(torch.int8).T.contiguous()
     if kept is not None and (int(kept.min()) < LEAST_CODE or int(kept.max()) > MOST_ZERO):
         raise ValueError(
@@ -208,7 +143,7 @@ def grouped_int4_matmul_reference(
 
 def int4_values(weight: Int4Weight) -> Tensor:
     """Return the dequantised weight (N, inputs) in the dtype of its scales, rounded once per value."""
-    steps = unpack_codes(weight.packed, 4, weight.inputs).float() + LEAST_CODE
+    steps = unpack_codes(weight.packed, weight.inputs).float() + LEAST_CODE
     if weight.zeros is not None:
         steps -= _each_input(weight.zeros, weight)
     return (steps * _each_input(weight.scales, weight)).to(weight.scales.dtype)
@@ -230,7 +165,11 @@ def check_int4_weight(
     check_matmul(x, (weight.outputs, weight.inputs), bias, out_dtype, activation)
     if weight.group < PIECE or weight.group % PIECE:
         raise ValueError(f"the group size is {weight.group}, not a multiple of {PIECE}")
-    _check_packed(weight, 4)
+    if (
+        weight.packed.shape[1:] != (-(-weight.inputs // SPAN) * SPAN // 2,)
+        or weight.packed.dtype != torch.uint8
+    ):
+        raise ValueError(f"packed codes are {tuple(weight.packed.shape)} {weight.packed.dtype}")
     groups = -(-weight.inputs // weight.group)
     if weight.scales.shape != (groups, weight.outputs) or weight.scales.dtype != x.dtype:
         raise ValueError(f"scales are {tuple(weight.scales.shape)} {weight.scales.dtype}, x is {x.dtype}")
@@ -250,42 +189,3 @@ def int4_weight_matmul_reference(
     """Multiply as matmul_reference does, with the `int4_values` of the weight."""
     check_int4_weight(x, weight, bias, out_dtype, activation)
     return finished(products(x, int4_values(weight)), bias, out_dtype or x.dtype, activation)
-
-
-def check_int8_weight(
-    x: Tensor,
-    weight: Int8Weight,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-    activation: Activation | None,
-) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
-    check_matmul(x, (weight.outputs, weight.inputs), bias, out_dtype, activation)
-    _check_packed(weight, 8)
-    scales = weight.scales
-    if scales.shape != (weight.outputs,) or scales.dtype != torch.float32:
-        raise ValueError(f"scales are {tuple(scales.shape)} {scales.dtype}, for {weight.outputs} outputs")
-
-
-def _check_packed(weight: Int8Weight | Int4Weight, bits: int) -> None:
-    width = -(-weight.inputs // SPAN) * SPAN * bits // 8
-    if weight.packed.shape[1:] != (width,) or weight.packed.dtype != torch.uint8:
-        raise ValueError(f"packed codes are {tuple(weight.packed.shape)} {weight.packed.dtype}")
-
-
-def int8_weight_matmul_reference(
-    x: Tensor,
-    weight: Int8Weight,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    activation: Activation | None = None,
-) -> Tensor:
-    """Multiply as matmul_reference does, with an int8 weight.
-
-    Values are multiplied in x's dtype, which holds them exactly. Each sum is multiplied by the output's scale in
-    float32.
-    """
-    check_int8_weight(x, weight, bias, out_dtype, activation)
-    codes = unpack_codes(weight.packed, 8, weight.inputs).view(torch.int8)
-    return finished(products(x, codes) * weight.scales, bias, out_dtype or x.dtype, activation)

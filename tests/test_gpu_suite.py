@@ -59,7 +59,6 @@ KERNELS = {
         "matmul",
         "deterministic matmul",
         "int8 matmul",
-        "int8-weight matmul",
         "int4-weight matmul",
         "fp8 matmul",
         "block fp8 matmul",

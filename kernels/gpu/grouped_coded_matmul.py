@@ -53,7 +53,7 @@ def grouped_coded_matmul_kernel(
             zeros_ptr += expert.to(tl.int64) * stride_groups
         sums = coded_segment_sums(
             weight_at, x_at, from_row, 0, inputs, inputs, outputs, groups_ptr, zeros_ptr,
-            EVEN, PRECISION, 4, GROUP, LINES, ROWS, INPUTS,
+            EVEN, PRECISION, GROUP, LINES, ROWS, INPUTS,
         )  # fmt: skip
         if bias_ptr is not None:
             bias_ptr += expert.to(tl.int64) * outputs

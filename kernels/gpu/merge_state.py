@@ -6,10 +6,8 @@ program computed the parts (FlashInfer's cascade, Ye et al., 2024; Hydragen, Jur
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from batchinfer_kernels.gpu.attention_core import (
     LN2,
@@ -17,11 +15,7 @@ from batchinfer_kernels.gpu.attention_core import (
     fold,
     initial_state,
 )
-from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, VARYING, padded_dim
-from batchinfer_kernels.gpu.sizes import next_power_of_2
-from batchinfer_kernels.merge_state import check_merge_state
-
-LOG2E = 1.4426950408889634
+from batchinfer_kernels.gpu.attention_launch import VARYING
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -75,43 +69,3 @@ def merge_state_kernel(
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=cells)
     if lse_ptr is not None:
         tl.store(lse_ptr + token * heads + head, lse * LN2, mask=real)
-
-
-def merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Merge as `merge_state_reference` does."""
-    check_merge_state(outs, lses, sinks)
-    if outs.stride(3) != 1 or lses.stride(2) != 1:
-        raise ValueError(f"outs have strides {outs.stride()}, their log-sum-exps {lses.stride()}")
-    parts, tokens, heads, dim = outs.shape
-    out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
-    lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=outs.device)
-    together = min(heads, MAX_GROUP)
-    if tokens:
-        merge_state_kernel[(tokens, -(-heads // together))](
-            parts_ptr=outs,
-            lses_ptr=lses,
-            sinks_ptr=sinks,
-            out_ptr=out,
-            lse_ptr=lse,
-            rows_ptr=None,
-            shared_ptr=None,
-            places_ptr=None,
-            stride_part=outs.stride(0),
-            stride_token=outs.stride(1),
-            stride_head=outs.stride(2),
-            lse_stride_part=lses.stride(0),
-            lse_stride_token=lses.stride(1),
-            out_stride_token=out.stride(0),
-            out_stride_head=out.stride(1),
-            heads=heads,
-            parts=parts,
-            first_own=0,
-            unit=LOG2E,
-            D=dim,
-            D_PAD=padded_dim(dim),
-            GROUP=together,
-            ROWS=next_power_of_2(together),
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
-    return out, lse

@@ -20,9 +20,7 @@ from batchinfer_kernels.mxfp4 import Mxfp4Weight, check_mxfp4_linear
 from batchinfer_kernels.quantized_matmul import (
     SPAN,
     Int4Weight,
-    Int8Weight,
     check_int4_weight,
-    check_int8_weight,
 )
 
 # Outputs per program, which widens one span of each. Not measured: 64 values per thread, written 16 bytes at a time
@@ -32,19 +30,6 @@ PART_OUTPUTS = 128
 
 # Packed values become floats in place: they are put into the last mantissa bits of a 16-bit float whose other bits are
 # a constant, and the constant is subtracted. Both are exact, and apply to both halves of a register at once.
-
-
-@triton.jit
-def _int8_values(words, PIECE: tl.constexpr, dtype: tl.constexpr):
-    """Return the values of piece PIECE of words (lines, words) in `dtype`, exactly."""
-    words = words >> (PIECE * 8)
-    if dtype == tl.float32:
-        return (words << 8 >> 8).to(tl.float32)
-    elif dtype == tl.float16:  # build 1024 + 128 + value, by flipping the sign bit
-        return ((words & 255) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
-    else:  # 128 + the last seven bits, minus 128, or minus 256 if the sign bit is set
-        size = ((words & 127) | 0x4300).to(tl.bfloat16, bitcast=True)
-        return size - ((words & 128) | 0x4300).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -88,30 +73,27 @@ def coded_values(
 ):  # fmt: skip
     """Return the values of piece PIECE, which starts at input `first`.
 
-    They are int8 without `groups_ptr`, MXFP4 if it points to uint8 exponents, and int4 otherwise.
+    They are MXFP4 if `groups_ptr` points to uint8 exponents, and int4 otherwise.
     """
-    if groups_ptr is None:
-        return _int8_values(words, PIECE, dtype)
+    # A piece belongs to one group. A piece beyond the last input has no group, but is multiplied by zeros
+    at = (tl.minimum(first, inputs - 1) // GROUP).to(tl.int64) * outputs + from_row
+    scale = tl.load(groups_ptr + at)[:, None]
+    if groups_ptr.dtype.element_ty == tl.uint8:
+        return _mxfp4_values(words, scale, PIECE, dtype)
+    elif zeros_ptr is None:
+        return _int4_values(words, tl.zeros((1, 1), tl.int8), scale, PIECE, dtype)
     else:
-        # A piece belongs to one group. A piece beyond the last input has no group, but is multiplied by zeros
-        at = (tl.minimum(first, inputs - 1) // GROUP).to(tl.int64) * outputs + from_row
-        scale = tl.load(groups_ptr + at)[:, None]
-        if groups_ptr.dtype.element_ty == tl.uint8:
-            return _mxfp4_values(words, scale, PIECE, dtype)
-        elif zeros_ptr is None:
-            return _int4_values(words, tl.zeros((1, 1), tl.int8), scale, PIECE, dtype)
-        else:
-            return _int4_values(words, tl.load(zeros_ptr + at)[:, None], scale, PIECE, dtype)
+        return _int4_values(words, tl.load(zeros_ptr + at)[:, None], scale, PIECE, dtype)
 
 
 @triton.jit
 def coded_segment_sums(
     weight_at, x_at, from_row, first, end, inputs, outputs, groups_ptr, zeros_ptr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Return the sums over the inputs [first, end) of a packed weight."""
-    PIECES: tl.constexpr = 16 // BITS
+    PIECES: tl.constexpr = 4
     WORDS: tl.constexpr = INPUTS // PIECES
     sums = tl.zeros((LINES, ROWS), tl.float32)
     at = tl.arange(0, WORDS)
@@ -143,7 +125,7 @@ def _coded_matmul_kernel(
     scales_ptr, row_scales_ptr, bias_ptr, y_ptr, parts_ptr,
     rows, outputs, inputs, stride_x, stride_weight, stride_y, segment,
     SUM: tl.constexpr, EVEN: tl.constexpr, IN_TURN: tl.constexpr, ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr, TOGETHER: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Multiply as matmul_kernel does, with the same arguments and a span of a packed weight as a tile's inputs."""
@@ -151,7 +133,7 @@ def _coded_matmul_kernel(
     line_tile, row_tile = tile_place(tl.program_id(0), line_tiles, row_tiles, TOGETHER)
     line = line_tile * LINES + tl.arange(0, LINES)
     row = row_tile * ROWS + tl.arange(0, ROWS)
-    WORDS: tl.constexpr = INPUTS * BITS // 16
+    WORDS: tl.constexpr = INPUTS // 4
     at = tl.arange(0, WORDS)
     from_row = weight_row(line, outputs, ACTIVATION).to(tl.int64)
     weight_at = weight_ptr + from_row[:, None] * stride_weight + at[None, :]
@@ -162,14 +144,14 @@ def _coded_matmul_kernel(
             end = tl.minimum(first + segment * INPUTS, inputs)
             sums += coded_segment_sums(
                 weight_at, x_at, from_row, first, end, inputs, outputs, groups_ptr, zeros_ptr,
-                EVEN, PRECISION, BITS, GROUP, LINES, ROWS, INPUTS,
+                EVEN, PRECISION, GROUP, LINES, ROWS, INPUTS,
             )  # fmt: skip
     else:
         first = tl.program_id(1) * segment * INPUTS
         end = tl.minimum(first + segment * INPUTS, inputs)
         sums = coded_segment_sums(
             weight_at, x_at, from_row, first, end, inputs, outputs, groups_ptr, zeros_ptr,
-            EVEN, PRECISION, BITS, GROUP, LINES, ROWS, INPUTS,
+            EVEN, PRECISION, GROUP, LINES, ROWS, INPUTS,
         )  # fmt: skip
     give(
         sums, line_tile * LINES, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, parts_ptr,
@@ -269,21 +251,6 @@ def panel_matmul(x: Tensor, weight: Int4Weight | Mxfp4Weight, bias: Tensor | Non
     return y
 
 
-def int8_weight_matmul(
-    x: Tensor,
-    weight: Int8Weight,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    activation: Activation | None = None,
-    deterministic: bool = False,
-) -> Tensor:
-    """Multiply as batchinfer_kernels.quantized_matmul.int8_weight_matmul_reference does. Rows of x may be strided."""
-    check_int8_weight(x, weight, bias, out_dtype, activation)
-    scales = weight.scales.contiguous()
-    return _multiply(x, weight, 8, scales, bias, out_dtype, activation, deterministic, None, None, SPAN)
-
-
 def int4_weight_matmul(
     x: Tensor,
     weight: Int4Weight,
@@ -296,9 +263,7 @@ def int4_weight_matmul(
     """Multiply as batchinfer_kernels.quantized_matmul.int4_weight_matmul_reference does. Rows of x may be strided."""
     check_int4_weight(x, weight, bias, out_dtype, activation)
     groups, zeros = weight.scales.contiguous(), None if weight.zeros is None else weight.zeros.contiguous()
-    return _multiply(
-        x, weight, 4, None, bias, out_dtype, activation, deterministic, groups, zeros, weight.group
-    )
+    return _multiply(x, weight, bias, out_dtype, activation, deterministic, groups, zeros, weight.group)
 
 
 def mxfp4_matmul(
@@ -312,14 +277,12 @@ def mxfp4_matmul(
     """Multiply as batchinfer_kernels.mxfp4.mxfp4_matmul_reference does. Rows of x may be strided."""
     check_mxfp4_linear(x, weight, bias, activation)
     groups = weight.exponents.contiguous()
-    return _multiply(x, weight, 4, None, bias, None, activation, deterministic, groups, None, MXFP4_GROUP)
+    return _multiply(x, weight, bias, None, activation, deterministic, groups, None, MXFP4_GROUP)
 
 
 def _multiply(
     x: Tensor,
-    weight: Int8Weight | Int4Weight | Mxfp4Weight,
-    bits: int,
-    scales: Tensor | None,
+    weight: Int4Weight | Mxfp4Weight,
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
     activation: Activation | None,
@@ -330,7 +293,7 @@ def _multiply(
 ) -> Tensor:
     check_same_dtype(x=x)
     words = weight.packed.contiguous().view(torch.int16)
-    operands = Operands(x, words, weight.outputs, out_dtype or x.dtype, scales, None, bias, activation)
+    operands = Operands(x, words, weight.outputs, out_dtype or x.dtype, None, None, bias, activation)
     kind: Kind = "wide" if x.dtype == torch.float32 else "coded"
-    more = {"groups_ptr": groups, "zeros_ptr": zeros, "BITS": bits, "GROUP": group}
+    more = {"groups_ptr": groups, "zeros_ptr": zeros, "GROUP": group}
     return launch(_coded_matmul_kernel, operands, kind, deterministic, SPAN, **more)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference, quantize_blocks_fp8
+from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference
 from batchinfer_kernels.cost import (
     PANEL_BYTES,
     Cost,
@@ -29,19 +29,17 @@ from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
 from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
 from batchinfer_kernels.gpu.quantize_rows import quantize_rows, quantize_rows_fp8
-from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul, int8_weight_matmul, panel_matmul
+from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul, panel_matmul
 from batchinfer_kernels.matmul import matmul_reference
 from batchinfer_kernels.mxfp4 import GROUP as MXFP4_GROUP
 from batchinfer_kernels.mxfp4 import mxfp4_values, pack_mxfp4_weights
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import (
     int4_weight_matmul_reference,
-    int8_weight_matmul_reference,
-    quantize_int4,
-    quantize_int8,
 )
 from tests.gpu_suite.case import DTYPE, Case, part, random
 from tests.gpu_suite.peaks import FP8
+from tests.kernels.rounded_weights import quantize_blocks_fp8, quantize_int4
 from tests.suite.clock import Call
 from tests.suite.section import BenchSection, Part
 
@@ -72,7 +70,7 @@ EXPERT_TOKENS = (16, 256, 4096)  # a tail, decode, prefill
 
 def parts(section: BenchSection) -> list[Part]:
     """Return each kind for one step of decode and of prefill, and the plain one on more layers."""
-    quantised: list[Callable[..., Case]] = [int8_case, weight_int8_case, weight_int4_case]
+    quantised: list[Callable[..., Case]] = [int8_case, weight_int4_case]
     quantised += [fp8_case, block_fp8_case] if why_not_fp8() is None else []
     if section.rehearsal:
         kinds = [plain_case, deterministic_case, *quantised]
@@ -136,14 +134,6 @@ def block_fp8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
     ours, right = partial(block_fp8_matmul, x, coded), partial(block_fp8_matmul_reference, x, coded)
     case = _case("block fp8 matmul", layer, x, weight, cost, ours, right, others)
     return replace(case, dtype=FP8, tolerance=FP8_TOLERANCE)
-
-
-def weight_int8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
-    x, weight = _operands(section, layer, tokens)
-    coded = quantize_int8(weight)
-    cost = weight_only_linear_cost(tokens, layer.inputs, layer.outputs, BYTES)
-    ours, right = partial(int8_weight_matmul, x, coded), partial(int8_weight_matmul_reference, x, coded)
-    return _case("int8-weight matmul", layer, x, weight, cost, ours, right)
 
 
 def weight_int4_case(section: BenchSection, layer: Layer, tokens: int) -> Case:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from batchinfer_kernels import cost
-from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference, quantize_blocks_fp8
+from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference
 from batchinfer_kernels.experts import choose_experts, combine_reference, group_by_expert
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import gated_activation_reference
@@ -33,9 +33,6 @@ from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linea
 from batchinfer_kernels.quantized_matmul import (
     int4_values,
     int4_weight_matmul_reference,
-    int8_weight_matmul_reference,
-    quantize_int4,
-    quantize_int8,
 )
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_reference, rope_store_reference
@@ -43,6 +40,7 @@ from batchinfer_kernels.routing import Routing
 from batchinfer_kernels.sample import RowSampling, sample_reference
 from tests.kernels.counting import bytes_of, counted
 from tests.kernels.cpu_steps import Step, poisoned_step
+from tests.kernels.rounded_weights import quantize_blocks_fp8, quantize_int4
 
 
 def assert_counted(found: cost.Cost, reference: Any, *arguments: Any, moved: Any, **options: Any) -> None:
@@ -67,7 +65,6 @@ LINEAR: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "int8": (quantize_weight, quantized_linear_reference, cost.quantized_linear_cost, {}),
     "fp8": (quantize_rows_fp8, fp8_matmul_reference, cost.fp8_linear_cost, {}),
     "block_fp8": (quantize_blocks_fp8, block_fp8_matmul_reference, cost.block_fp8_linear_cost, {}),
-    "int8_weight": (quantize_int8, int8_weight_matmul_reference, cost.weight_only_linear_cost, {}),
     **{
         f"int4_{group}{'_zeros' * zeros}": (
             partial(quantize_int4, group=group, symmetric=not zeros),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference, quantize_blocks_fp8
+from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import target
@@ -19,23 +19,21 @@ from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
 from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
 from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
-from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul, int8_weight_matmul
+from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul
 from batchinfer_kernels.matmul import finished, matmul_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import (
     int4_weight_matmul_reference,
-    int8_weight_matmul_reference,
-    quantize_int4,
-    quantize_int8,
 )
 from tests.kernels.gpu.conftest import DEVICE
 from tests.kernels.gpu.float8_sums import float8_rounding
+from tests.kernels.rounded_weights import quantize_blocks_fp8, quantize_int4
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Rounding to the dtype, of values up to the largest: half a unit in the last place, and sums in another order
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 # Ways to multiply; int8 alone has no `deterministic` to be asked for
-WAYS = ("plain", "int8_weight", "int4_32", "int4_64", "int4_128", "int4_64_zeros", "fp8", "block_fp8", "int8")
+WAYS = ("plain", "int4_32", "int4_64", "int4_128", "int4_64_zeros", "fp8", "block_fp8", "int8")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -79,8 +77,6 @@ def way(name: str, weight: Tensor) -> Way:
     """`name`: one of WAYS; the weight is quantised as it says."""
     if name == "plain":
         return Way(matmul, matmul_reference, (weight,))
-    if name == "int8_weight":
-        return Way(int8_weight_matmul, int8_weight_matmul_reference, (quantize_int8(weight),))
     if name == "fp8":
         return Way(fp8_matmul, fp8_matmul_reference, quantize_rows_fp8(weight))
     if name == "block_fp8":

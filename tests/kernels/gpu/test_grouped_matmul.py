@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.block_fp8_matmul import quantize_blocks_fp8
 from batchinfer_kernels.experts import combine_reference
 from batchinfer_kernels.fp8_matmul import FP8, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation
@@ -22,6 +21,7 @@ from tests.kernels.gpu.conftest import DEVICE
 from tests.kernels.gpu.matmul_cases import DTYPES, beside_nan, near, random
 from tests.kernels.gpu.pairs import each_first, pairs_first
 from tests.kernels.refused import assert_refused
+from tests.kernels.rounded_weights import quantize_blocks_fp8
 
 pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from batchinfer_kernels.block_fp8_matmul import quantize_blocks_fp8
 from batchinfer_kernels.block_fp8_matmul import quantize_groups_fp8 as quantize_groups_reference
 from batchinfer_kernels.gpu import matmul_tiles
 from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
@@ -23,6 +22,7 @@ from tests.kernels.gpu.conftest import DEVICE
 from tests.kernels.gpu.matmul_cases import DTYPES, WAYS, beside_nan, int8_reference, near, random, way
 from tests.kernels.gpu.pairs import every_pair, pairs_first
 from tests.kernels.refused import assert_refused
+from tests.kernels.rounded_weights import quantize_blocks_fp8
 
 ROWS = tuple((rows, 130, 70) for rows in (1, 15, 16, 17, 33))
 FLOATS = tuple(name for name in WAYS if name != "int8")  # ways whose sums are rounded
@@ -83,7 +83,7 @@ def test_sizes_swept(kind: tuple[str, torch.dtype], rows: int, size: tuple[int, 
 @pytest.mark.parametrize(
     ("name", "dtype", "activation", "inputs"),
     pairs_first(
-        ["plain", "int8_weight", "int8"],
+        ["plain", "int4_128", "int8"],
         [torch.float16, torch.bfloat16],
         ["silu", "gelu", "gelu_tanh", "clamped_swiglu"],
         [50, 1100],
@@ -199,7 +199,7 @@ def test_the_largest_int8_sum_does_not_overflow() -> None:
 
 SHORT_AND_LONG = [  # every way of multiplying with few inputs; with many, two of them, and all in the whole sweep
     *((name, torch.bfloat16, 96) for name in FLOATS),
-    *((name, torch.bfloat16, 1100) for name in ("plain", "int8_weight")),
+    *((name, torch.bfloat16, 1100) for name in ("plain", "int4_128")),
     *(("plain", dtype, 1100) for dtype in (torch.float32, torch.float16)),
     *(pytest.param(name, torch.bfloat16, 1100, marks=pytest.mark.slow) for name in FLOATS[2:]),
 ]

@@ -18,10 +18,10 @@ from tests.kernels.gpu.pairs import each_first, every_pair
 
 LAUNCH = "tests.kernels.gpu.matmul_cases:launch_way"
 PROCESSORS = 132
-WAYS = ("plain", "int8_weight", "int4_32", "int4_64_zeros", "int4_128", "fp8", "block_fp8", "int8")
+WAYS = ("plain", "int4_32", "int4_64_zeros", "int4_128", "fp8", "block_fp8", "int8")
 FLOAT8 = ("fp8", "block_fp8")
-SEVERAL = ("plain", "int8_weight", "int4_64_zeros", *FLOAT8, "int8")
-WIDENED = ("int8_weight", "int4_32", "int4_64", "int4_64_zeros", "int4_128")
+SEVERAL = ("plain", "int4_64_zeros", *FLOAT8, "int8")
+WIDENED = ("int4_32", "int4_64", "int4_64_zeros", "int4_128")
 FEW, MANY = 8, 600
 ALL_ROWS = (FEW, 32, 64, 256, MANY)
 # Outputs, inputs. ODD: no whole tiles, nothing at multiples of 16 bytes. DEEP: of several segments. RANKS: of a rank's

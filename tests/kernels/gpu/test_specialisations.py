@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.block_fp8_matmul import quantize_blocks_fp8
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, SharedPrefix, plan_attention
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
@@ -18,6 +17,7 @@ from batchinfer_kernels.paged_attention import ScoreRules
 from batchinfer_kernels.penalties import Penalties
 from tests.kernels.gpu.matmul_cases import way
 from tests.kernels.gpu.specialisations import recorded
+from tests.kernels.rounded_weights import quantize_blocks_fp8
 
 HEADS, KV_HEADS, DIM, BLOCK = 3, 3, 64, 16
 SHAPE = AttentionShape(torch.float32, HEADS, KV_HEADS, DIM)

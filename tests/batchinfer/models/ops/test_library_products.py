@@ -32,12 +32,13 @@ from batchinfer.models.ops.layers import ActivatedLinear, CodedWeight, ExpertWei
 from batchinfer.models.ops.library_products import ChosenGated, LibraryFp8, LibraryGated, LibraryGrouped
 from batchinfer.models.ops.prompts.trial import PromptSizes
 from batchinfer.models.ops.triton_ops import TritonOps
-from batchinfer_kernels.block_fp8_matmul import BlockWeight, block_fp8_matmul_reference, quantize_blocks_fp8
+from batchinfer_kernels.block_fp8_matmul import BlockWeight, block_fp8_matmul_reference
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from tests.batchinfer.models.ops.product_stand_ins import GroupedMM, Quack, ScaledMM
+from tests.kernels.rounded_weights import quantize_blocks_fp8
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("on a GPU the libraries' own are compared when a model is loaded", allow_module_level=True)
