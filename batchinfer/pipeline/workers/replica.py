@@ -88,7 +88,7 @@ class Replica:
         self.accused: list[Request] = []  # single rows that killed it, until it has finished another row
         self.fruitless = 0  # deaths in a row with little work between them
         self._finished = 0  # rows finished by the current process
-        self.gone = False  # closed for good
+        self.gone = False  # closed
         self.load = 0  # upper bound of the prompt and output tokens of unfinished requests
         self._running = self._waiting = 0  # rows after the last step
         self._longest_step_s = 0.0
@@ -257,6 +257,7 @@ class Replica:
             self._config = smaller(self._config, self.info)
         self._past = self.activities
         self.restarts += 1
+        self.gone = False
         self._engine = engine
         self.worker.close()
         self.worker = WorkerHandle(self.spec, self._transport)

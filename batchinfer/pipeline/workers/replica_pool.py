@@ -86,6 +86,7 @@ class ReplicaPool:
         self._vacancies = Vacancies(transport, notice)
         self._shares_answers = "answers" in config.drafts
         self._replicas: list[Replica] = []
+        self._idle_deaths: list[Replica] = []  # died when no rows were left; a later plan may bring rows
         try:
             with self._loading():
                 for number, (spec, worker) in enumerate(zip_longest(specs, early)):
@@ -167,6 +168,7 @@ class ReplicaPool:
 
         Raises the error that ended the last engine.
         """
+        self._restart_for_new_rows()
         live = self._live
         self._vacancies.look(all_wait=bool(live) and all(replica.waits for replica in live))
         with self._loading() if self.info is None else nullcontext():
@@ -436,11 +438,20 @@ class ReplicaPool:
     def _go_on(self, replica: Replica, what: str, again: bool) -> None:
         if not again or not self._has_work:
             replica.close()
+            self._idle_deaths += [replica] if again else []
             rest = "no rows are left to run" if again else "the other engines go on"
             self._notice(f"{self._prefix(replica)}{what}; {rest}")
             return
         self._notice(f"{self._prefix(replica)}{what}; starting a new one")
         self._restart(replica)
+
+    def _restart_for_new_rows(self) -> None:
+        """Restart the engines that died between two plans, now that there are rows again."""
+        if self._idle_deaths and self._has_work and not self._finishing:
+            replicas, self._idle_deaths = self._idle_deaths, []
+            for replica in replicas:
+                self._notice(f"{self._prefix(replica)}starting a new one: there are rows again")
+                self._restart(replica)
 
     def _restart(self, replica: Replica) -> None:
         self.restarts += 1

@@ -220,12 +220,40 @@ def pool_of(
 
 
 def run(
-    pool: ReplicaPool, requests: Sequence[Request], sink: Kept, interrupts: Interrupts | None = None
+    pool: ReplicaPool,
+    requests: Sequence[Request],
+    sink: Kept,
+    interrupts: Interrupts | None = None,
+    plans: feed.Plans | None = None,
 ) -> None:
-    batches = (
-        (PlanBatch(pa.table({})), list(requests[at : at + WINDOW])) for at in range(0, len(requests), WINDOW)
-    )
-    feed.run_plan(batches, pool, sink, interrupts or Interrupts(), lambda _: None)
+    feed.run_plan(batches_of(requests), pool, sink, interrupts or Interrupts(), lambda _: None, plans)
+
+
+def batches_of(requests: Sequence[Request]) -> Iterator[tuple[PlanBatch, list[Request]]]:
+    for at in range(0, len(requests), WINDOW):
+        yield PlanBatch(pa.table({})), list(requests[at : at + WINDOW])
+
+
+class LaterPlans:
+    """Plans that follow some turns after everything before them was answered."""
+
+    def __init__(self, pool: ReplicaPool, later: Sequence[Sequence[Request]], turns: int) -> None:
+        self._pool, self._later, self._turns, self._waited = pool, [*later], turns, 0
+        self._looks = 0
+
+    @property
+    def to_come(self) -> bool:
+        return bool(self._later)
+
+    def next(self, exhausted: bool, idle: bool) -> feed.Batches | None:
+        self._looks += 1
+        assert self._looks < 2_000, "the run does not end"
+        self._waited += idle
+        if not self._later or self._waited < self._turns:
+            return None
+        self._waited, requests = 0, self._later.pop(0)
+        self._pool.expect(len(requests))
+        return batches_of(requests)
 
 
 def failure(pool: ReplicaPool, requests: Sequence[Request], sink: Kept) -> BatchInferError | None:
@@ -359,6 +387,27 @@ def test_a_run_without_an_engine_says_now_and_then_what_it_waits_for(monkeypatch
     ended = run_of(OnNodes([], [NEVER]), 1, rows((1, 0, 10)))
     assert ended.failed is not None
     assert 2 <= sum("for a node with 1 free CPU" in line for line in ended.notices) <= 4
+
+
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=2, max_size=4),
+    fates=st.lists(st.builds(Fate, st.integers(1, 20), dies_after=st.integers(0, 40)), max_size=6),
+    replicas=st.integers(1, 3),
+    turns=st.integers(1, 5),
+)
+def test_engines_that_die_between_plans_are_started_again(
+    counts: list[int], fates: list[Fate], replicas: int, turns: int
+) -> None:
+    requests = rows(*[(1, 0, 10)] * sum(counts))
+    plans = [requests[sum(counts[:at]) : sum(counts[: at + 1])] for at in range(len(counts))]
+    engines, sink, failed = Engines(fates), Kept(), None
+    with pool_of(engines, replicas, plans[0]) as (pool, _):
+        try:
+            run(pool, plans[0], sink, plans=LaterPlans(pool, plans[1:], turns))
+        except BatchInferError as error:
+            failed = error
+    assert set(sink.answers.values()) <= {1}
+    assert failed is not None or set(sink.answers) == {request.key for request in requests}
 
 
 @pytest.mark.parametrize("speeds", [(1, 1), (1, 4), (4, 1, 1)])
