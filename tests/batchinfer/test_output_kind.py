@@ -27,7 +27,7 @@ from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.columns.schema_columns import SchemaColumns
 from batchinfer.store.index.requested import RequestedOutputs
 from batchinfer.store.outputs.frame import Frame, frame_schema
-from batchinfer.store.outputs.kind import TokenBytes
+from batchinfer.store.outputs.kind import OutputKind, TokenBytes
 from batchinfer.store.outputs.registry import KINDS
 from batchinfer.store.results.diff import DiffOptions, diff_results
 from batchinfer.store.results.verify import verify_result, verify_store
@@ -66,7 +66,7 @@ class Divide:
         return replace(completion, output=Ratio(prompt / count))
 
 
-class RatioKind:
+class RatioKind(OutputKind):
     name, version, output, answer = "ratio", 3, Ratio, "ratio"
     figures: ClassVar[dict[str, str]] = {}
     stored = pa.schema([FIELD])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +16,8 @@ from batchinfer.core.request import Completion, Output, Request
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.columns.schema_columns import SchemaColumns
 from batchinfer.store.index.requested import RequestedOutputs
+
+NOT_OPENAI = "OpenAI batch files cannot contain scores; use --to-openai only with text and embedding jobs"
 
 
 class TokenBytes(Protocol):
@@ -39,58 +44,56 @@ class Receiver(Protocol):
         """Return the completions to store. An invalid answer becomes an error."""
 
 
-class OutputKind(Protocol):
+class UncheckedAnswers:
+    """A receiver that does not check answers."""
+
+    def expect(self, requests: Iterable[Request]) -> None:
+        """Do nothing: answers need no check."""
+
+    def receive(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Return the completions. Errors have no output."""
+        return [one if one.error is None else replace(one, output=None) for one in completions]
+
+
+class OutputKind(ABC):
     """A kind of answers.
 
     Its output is a class with `held_bytes` (`Output`); completions without an output are errors.
     """
 
-    @property
-    def name(self) -> str:
-        """Return the name in work keys and identities. It never changes."""
-
-    @property
-    def version(self) -> int:
-        """Return the version of its columns in a result. If it changes, results are published again."""
-
-    @property
-    def output(self) -> type[Output]:
-        """Return the class of its outputs."""
-
-    @property
-    def stored(self) -> pa.Schema:
-        """Return its columns in the store, in addition to COMPLETION_SCHEMA. Parts have them only if needed."""
-
-    @property
-    def answer(self) -> str:
-        """Return the column of a result with the answer."""
-
-    @property
-    def probability(self) -> str | None:
-        """Return the column of a result with the probability of the answer, or None."""
-
-    @property
-    def figures(self) -> Mapping[str, str]:
-        """Return figures of a result: DuckDB aggregates by column of the report's run table.
-
-        They are computed over the table `answered`, the rows with an answer.
-        """
+    name: str  # in work keys and identities; it never changes
+    version: int  # of its columns in a result; if it changes, results are published again
+    output: type[Output]  # the class of its outputs
+    stored: (
+        pa.Schema
+    )  # its columns in the store, in addition to COMPLETION_SCHEMA; parts have them only if needed
+    answer: str  # the column of a result with the answer
+    probability: str | None = None  # the column of a result with the probability of the answer
+    # Figures of a result: DuckDB aggregates by column of the report's run table. They are computed over the table
+    # `answered`, the rows with an answer
+    figures: Mapping[str, str] = MappingProxyType({})
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
         """Return the receiver of the answers of a run. `columns` are the columns of the job's schema."""
+        return UncheckedAnswers()
 
+    @abstractmethod
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
         """Return the columns of `stored` that any output needs, with null for outputs without a value."""
 
     def read(self, requested: RequestedOutputs) -> pa.Schema:
         """Return the columns of `stored` that are needed for a result."""
+        return self.stored
 
     def batch_rows(self, requested: RequestedOutputs) -> int | None:
         """Return the number of result rows per batch, or None for the default."""
+        return None
 
+    @abstractmethod
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
         """Return the columns of a result in order, without passthrough columns."""
 
+    @abstractmethod
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
@@ -105,12 +108,14 @@ class OutputKind(Protocol):
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
         """Return the size of each row of a result, as its number of list values. Row groups are limited by it."""
+        return np.zeros(table.num_rows, np.int64)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
         """Return the result columns that an OpenAI file needs, and the rows per batch, or None for the default.
 
         `names` are the columns of the result. Raises ValueError if OpenAI batch files do not support this kind.
         """
+        raise ValueError(NOT_OPENAI)
 
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
@@ -123,3 +128,4 @@ class OutputKind(Protocol):
             tokens: Bytes of tokens.
             encoding: The requested encoding of vectors.
         """
+        raise ValueError(NOT_OPENAI)

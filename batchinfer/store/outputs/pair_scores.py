@@ -16,7 +16,8 @@ from batchinfer.core.scoring import ScoreActivation
 from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.index.requested import RequestedOutputs
 from batchinfer.store.outputs.frame import Frame, frame_schema
-from batchinfer.store.outputs.scores import NOT_OPENAI, SCORE_FIGURES
+from batchinfer.store.outputs.kind import NOT_OPENAI
+from batchinfer.store.outputs.scores import SCORE_FIGURES
 from batchinfer.store.outputs.vectors import VectorsKind
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,11 +15,10 @@ from numpy.typing import NDArray
 
 from batchinfer.core.request import Output, Scores
 from batchinfer.store.columns.logprob_column import Detokenizer
-from batchinfer.store.columns.schema_columns import SchemaColumns
 from batchinfer.store.index.requested import RequestedOutputs
 from batchinfer.store.outputs.frame import Frame, frame_schema
-from batchinfer.store.outputs.kind import Receiver, TokenBytes
-from batchinfer.store.outputs.vectors import UncheckedAnswers, lists_of
+from batchinfer.store.outputs.kind import OutputKind
+from batchinfer.store.outputs.vectors import lists_of
 
 STORED = pa.schema(
     [
@@ -31,7 +29,6 @@ STORED = pa.schema(
 )
 # Result rows per batch: a continuation may fill the model's context
 _SCORED_ROWS = 2048
-NOT_OPENAI = "OpenAI batch files cannot contain scores; use --to-openai only with text and embedding jobs"
 # Figures of document scores for the report
 SCORE_FIGURES: Mapping[str, str] = MappingProxyType(
     {f"score_p{at}": f"quantile_cont(score, {at / 100})" for at in (10, 50, 90)}
@@ -39,11 +36,10 @@ SCORE_FIGURES: Mapping[str, str] = MappingProxyType(
 _PER_TOKEN = pa.field("token_logprobs", pa.list_(pa.float32()))
 
 
-class ScoresKind:
+class ScoresKind(OutputKind):
     """The kind of answers that are log-probabilities of a text. See OutputKind for the methods."""
 
     name, version, output, answer = "scores", 0, Scores, "logprob"
-    probability: str | None = None
     figures: Mapping[str, str] = MappingProxyType(
         {
             "scored_tokens": "sum(scored_tokens)",
@@ -52,10 +48,6 @@ class ScoresKind:
         }
     )
     stored = STORED
-
-    def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
-        """Return a receiver that does not check scores."""
-        return UncheckedAnswers()
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
         """Return the log-probability of each token, whether it was the argmax, and the length of each continuation."""
@@ -68,10 +60,6 @@ class ScoresKind:
             lists_of([None if one is None else np.array(one.lengths) for one in found], np.int32),
         ]
         return dict(zip(STORED.names, arrays, strict=True))
-
-    def read(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of scores."""
-        return STORED
 
     def batch_rows(self, requested: RequestedOutputs) -> int | None:
         """Return the number of result rows per batch."""
@@ -112,16 +100,6 @@ class ScoresKind:
             pc.list_value_length(table.column(_PER_TOKEN.name)).fill_null(0).to_numpy().astype(np.int64)
         )
         return found
-
-    def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        """Raise ValueError: OpenAI batch files do not support this kind."""
-        raise ValueError(NOT_OPENAI)
-
-    def openai_body(
-        self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
-    ) -> dict[str, Any]:
-        """Raise ValueError: OpenAI batch files do not support this kind."""
-        raise ValueError(NOT_OPENAI)
 
 
 def context_counts(rows: pa.Table, matched: pa.Table) -> pa.ChunkedArray:

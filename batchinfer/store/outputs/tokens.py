@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from batchinfer.store.index.requested import AnswerSchema, RequestedOutputs
 from batchinfer.store.outputs.answer_texts import AnswerReader
 from batchinfer.store.outputs.call_column import CALLS_FIELD, openai_calls
 from batchinfer.store.outputs.frame import Frame, frame_schema
-from batchinfer.store.outputs.kind import Receiver, TokenBytes
+from batchinfer.store.outputs.kind import OutputKind, Receiver, TokenBytes
 from batchinfer.store.outputs.openai_logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 from batchinfer.store.outputs.reasoning_columns import REASONING_FIELDS
 from batchinfer.store.outputs.stored_logprobs import (
@@ -61,12 +60,10 @@ _OPENAI = ("generated_text", "finish_reason", "prompt_tokens", "completion_token
 _REASONING = tuple(field.name for field in REASONING_FIELDS)
 
 
-class TokensKind:
+class TokensKind(OutputKind):
     """The kind of answers that are texts. See OutputKind for the methods."""
 
     name, version, output, answer = "tokens", 0, Tokens, "generated_text"
-    probability: str | None = None
-    figures: Mapping[str, str] = MappingProxyType({})
     stored = pa.schema([*LOGPROB_SCHEMA, *PROMPT_SCHEMA])
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,14 +12,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from batchinfer.core.embedding import Embedding
-from batchinfer.core.request import Completion, Output, Request, Vector
+from batchinfer.core.request import Output, Vector
 from batchinfer.store.columns.logprob_column import Detokenizer
-from batchinfer.store.columns.schema_columns import SchemaColumns
 from batchinfer.store.index.index import DIMENSIONS, SAMPLE
 from batchinfer.store.index.requested import RequestedOutputs
 from batchinfer.store.outputs.dense_layers import apply_layers
 from batchinfer.store.outputs.frame import Frame, frame_schema
-from batchinfer.store.outputs.kind import Receiver, TokenBytes
+from batchinfer.store.outputs.kind import OutputKind, TokenBytes
 
 EMBEDDING = "embedding"  # column of a result
 STORED = pa.schema([("vector", pa.list_(pa.float32()))])
@@ -29,26 +26,16 @@ VECTOR_LINES = 256  # lines of an OpenAI file per batch
 _HELD_VALUES = 1 << 20  # vector elements per batch of result rows
 
 
-class VectorsKind:
+class VectorsKind(OutputKind):
     """The kind of answers that are vectors. See OutputKind for the methods."""
 
     name, version, output, answer = "vectors", 0, Vector, EMBEDDING
-    probability: str | None = None
-    figures: Mapping[str, str] = MappingProxyType({})
     stored = STORED
-
-    def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
-        """Return a receiver that does not check vectors."""
-        return UncheckedAnswers()
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
         """Return the column of vectors."""
         found = [one.values if isinstance(one, Vector) else None for one in outputs]
         return {} if all(one is None for one in found) else {STORED.names[0]: lists_of(found, np.float32)}
-
-    def read(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the column of vectors."""
-        return STORED
 
     def batch_rows(self, requested: RequestedOutputs) -> int | None:
         """Return the number of result rows per batch."""
@@ -94,17 +81,6 @@ class VectorsKind:
             ],
             "usage": {"prompt_tokens": prompt, "total_tokens": prompt},
         }
-
-
-class UncheckedAnswers:
-    """A receiver that does not check answers."""
-
-    def expect(self, requests: Iterable[Request]) -> None:
-        """Do nothing: answers need no check."""
-
-    def receive(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Return the completions. Errors have no output."""
-        return [one if one.error is None else replace(one, output=None) for one in completions]
 
 
 def embedding_field(requested: RequestedOutputs) -> pa.Field:
