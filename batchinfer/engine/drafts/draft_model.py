@@ -90,6 +90,8 @@ class DraftModelSource:
     slightly worse.
     """
 
+    most_proposed = MOST_PROPOSED  # maximum number of proposed tokens per row
+
     def __init__(
         self, config: DraftModelRunner, peaks: Peaks, clock: Callable[[], float] = time.perf_counter
     ) -> None:
@@ -112,11 +114,6 @@ class DraftModelSource:
     def most_rows(self) -> int:
         """The maximum number of rows per query."""
         return min(MOST_ROWS, self._config.max_num_seqs)
-
-    @property
-    def most_proposed(self) -> int:
-        """The maximum number of proposed tokens per row."""
-        return MOST_PROPOSED
 
     def can_draft(self, row: Sequence) -> bool:
         """Return True if the row's length and all its tokens fit the draft model's positions and vocabulary."""

@@ -19,6 +19,9 @@ class GrammarConstraint:
 
     __slots__ = ("_matcher", "_own", "_problem", "_tokenizer", "begun")
 
+    needs_end = True  # an answer that ends early, at its token limit, is incomplete
+    over = False  # the constraint applies to the whole answer
+
     def __init__(self, compiled: LLMatcher, tokenizer: GrammarTokenizer) -> None:
         self._matcher, self._own, self._tokenizer = compiled, False, tokenizer
         self._problem: str | None = None
@@ -28,16 +31,6 @@ class GrammarConstraint:
     def ended(self) -> bool:
         """True if the answer is complete."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
-
-    @property
-    def needs_end(self) -> bool:
-        """True: an answer that ends early, at its token limit, is incomplete."""
-        return True
-
-    @property
-    def over(self) -> bool:
-        """False: the constraint applies to the whole answer."""
-        return False
 
     @property
     def followed(self) -> GrammarConstraint:

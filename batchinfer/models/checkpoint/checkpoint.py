@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from batchinfer.core.wording import size
 from batchinfer.models.checkpoint.config import decoder_config, is_supported, load_config, multimodal_of
@@ -70,6 +71,8 @@ class Checkpoint(WeightFiles):
     packed: Mapping[str, PackedTensor]
     shapes: Mapping[str, Shape]
     notices: tuple[str, ...] = ()
+
+    modelling: ClassVar[str] = OWN  # the program whose code computes the model
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
         """Return the fingerprint; see WeightFiles.
@@ -155,11 +158,6 @@ class Checkpoint(WeightFiles):
     def parameters(self) -> int:
         """Return the number of values in all tensors."""
         return sum(map(math.prod, self.shapes.values()))
-
-    @property
-    def modelling(self) -> str:
-        """Return the program whose code computes the model."""
-        return OWN
 
     def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
         """Return the settings that this model does not support on any device: (key of the job file, reason)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from batchinfer.machine.ask_child import Died, ask_child
 from batchinfer.models.checkpoint.checkpoint import config_folder
@@ -50,6 +50,8 @@ class ForeignCheckpoint(WeightFiles):
     raw: dict[str, Any] = field(repr=False)  # config.json
     unused_code: tuple[str, ...] = ()  # what a user should know of code in the folder
 
+    stored_quantization: ClassVar[Quantization] = "none"  # only float weights are read
+
     @property
     def dtype(self) -> Dtype:
         """Return the dtype that config.json states, or else that of most of the stored bytes."""
@@ -68,11 +70,6 @@ class ForeignCheckpoint(WeightFiles):
             "which is slower (docs/models.md)"
         )
         return (slower, *self.unused_code)
-
-    @property
-    def stored_quantization(self) -> Quantization:
-        """Only float weights are read."""
-        return "none"
 
     def for_quantization(self, quantization: Quantization) -> ForeignCheckpoint:
         """Return the checkpoint itself: it stores no quantised values."""

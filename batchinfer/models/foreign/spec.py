@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.models.spec.spec import Caches, CacheSpec
@@ -70,10 +71,7 @@ class ForeignSpec:
     head: int
     streamed: int
 
-    @property
-    def causal(self) -> bool:
-        """Whether a token sees those before it alone: others are refused."""
-        return True
+    causal: ClassVar[bool] = True  # a token sees only earlier tokens: other models are refused
 
     @property
     def caches(self) -> Caches:

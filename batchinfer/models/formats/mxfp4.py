@@ -60,12 +60,10 @@ class Mxfp4Experts(PackedTensor):
 
     format: ClassVar[str] = "mxfp4"
 
-    @property
-    def matrices(self) -> bool:
-        return True
+    transposed: ClassVar[bool] = True
 
     @property
-    def transposed(self) -> bool:
+    def matrices(self) -> bool:
         return True
 
     @property

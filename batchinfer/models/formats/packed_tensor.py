@@ -42,6 +42,9 @@ class PackedTensor(ABC):
     """A weight of `shape` once it is dequantised, which is stored as the tensors `stored`: values, scales and more."""
 
     format: ClassVar[str]  # as messages call it
+    # Whether `codes` has the transposes of the matrices that `dequantized` returns: an output's values are adjacent
+    transposed: ClassVar[bool] = False
+    plain: ClassVar[bool] = False  # whether it is stored as the values that it stands for
 
     shape: Shape
     stored: tuple[str, ...]
@@ -52,20 +55,9 @@ class PackedTensor(ABC):
         return False
 
     @property
-    def transposed(self) -> bool:
-        """Whether its matrices are the transposes of those that are stored, so that an output's codes stand together
-        where `dequantized` has those of an input."""
-        return False
-
-    @property
     def quantized(self) -> bool:
         """Whether its values were rounded when it was stored."""
         return True
-
-    @property
-    def plain(self) -> bool:
-        """Whether it is stored as the values that it stands for, of which more is known."""
-        return False
 
     @property
     def form(self) -> WeightForm | None:

@@ -147,13 +147,11 @@ class DenseHalf(PackedTensor):
 
     format: ClassVar[str] = "2:4 sparse weights"
 
+    plain: ClassVar[bool] = True
+
     @property
     def quantized(self) -> bool:
         return False
-
-    @property
-    def plain(self) -> bool:
-        return True
 
     @property
     def form(self) -> WeightForm | None:

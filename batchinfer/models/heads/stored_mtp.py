@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.config import decoder_config, parse_config
@@ -43,6 +44,8 @@ class StoredMtp(StoredLayer):
     checkpoint: Checkpoint
     start: str
 
+    tapped: ClassVar[tuple[int, ...]] = ()  # none: the layer reads the output of the model's final norm
+
     @property
     def files(self) -> tuple[Path, ...]:
         """Return the files of the weights."""
@@ -58,11 +61,6 @@ class StoredMtp(StoredLayer):
         """Return a model with only this layer."""
         whole = self.checkpoint.spec
         return replace(whole, layers=whole.layers[-1:])
-
-    @property
-    def tapped(self) -> tuple[int, ...]:
-        """Return (): the layer reads the output of the model's final norm."""
-        return ()
 
     def weight_bytes(self, itemsize: int) -> int:
         """Return the bytes of the loaded weights."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.sampling import Pooling
@@ -322,10 +322,7 @@ class LatentAttentionSpec:
     eps: float = 1e-6
     window: None = None
 
-    @property
-    def kv_heads(self) -> int:
-        """Return 1: all query heads read the same cached values."""
-        return 1
+    kv_heads: ClassVar[int] = 1  # all query heads read the same cached values
 
     @property
     def group(self) -> int:

@@ -118,6 +118,8 @@ class ProcessLink:
 class ProcessTransport:
     """Starts each worker as a process on this machine. A crash of one engine does not affect the others."""
 
+    wait_s, wanted = 0.0, ""  # a process never waits for resources
+
     def start(self, spec: WorkerSpec) -> Link:
         """Start a process."""
         return ProcessLink(Child(WORKER, spec))
@@ -134,16 +136,6 @@ class ProcessTransport:
     def takes_standby(self, spec: WorkerSpec) -> bool:
         """Return True if the worker has no place, which would have to be set before the imports."""
         return spec.place == EnginePlace()
-
-    @property
-    def wanted(self) -> str:
-        """Return nothing: a process never waits for resources."""
-        return ""
-
-    @property
-    def wait_s(self) -> float:
-        """Return 0: a process never waits for resources."""
-        return 0.0
 
 
 PROCESSES = ProcessTransport()

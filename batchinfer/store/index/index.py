@@ -110,36 +110,19 @@ def index_schema(
     return pa.schema(fields)
 
 
-@dataclass(frozen=True, slots=True)
 class Layout:
     """The paths of an index's files."""
 
-    folder: Path
-
-    @property
-    def index(self) -> Path:
-        """Return the folder of the index parts."""
-        return self.folder / "index"
-
-    @property
-    def passthrough(self) -> Path:
-        """Return the folder of the passthrough parts."""
-        return self.folder / "passthrough"
-
-    @property
-    def content_free(self) -> Path:
-        """Return the folder of the prompt without content."""
-        return self.folder / "content-free"
-
-    @property
-    def tokens(self) -> Path:
-        """Return the file of the prompts."""
-        return self.folder / "tokens" / "tokens.bin"
-
-    @property
-    def marker(self) -> Path:
-        """Return the file that marks the index as complete."""
-        return self.folder / MARKER
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.index = folder / "index"  # folder of the index parts
+        self.passthrough = folder / "passthrough"  # folder of the passthrough parts
+        self.content_free = folder / "content-free"  # folder of the prompt without content
+        self.tokens = folder / "tokens" / "tokens.bin"  # the prompts
+        self.marker = folder / MARKER  # marks the index as complete
+        # Removed when the index is complete
+        self.spill = folder / "spill"
+        self.spool = folder / "spool"  # passthrough columns whose types are not known yet
 
 
 class BestOf(NamedTuple):

@@ -197,7 +197,7 @@ class Ingestion:
         self.reused: ReusedRows = NO_REUSED_ROWS  # the first rows, reused whole from the last run
         self._refused = 0  # rows that became error rows because an earlier row has the same custom_id
         self._equal = EqualRows(
-            self._spill,
+            self._layout.spill,
             options.context,
             ops,
             unique_ids=job.input.unique_ids,
@@ -293,21 +293,13 @@ class Ingestion:
 
     def _make_folders(self) -> None:
         """Create empty folders for the parts of the index."""
-        carried = [self._layout.passthrough, self._spool] if self.job.carried else []
+        carried = [self._layout.passthrough, self._layout.spool] if self.job.carried else []
         carried += [self._layout.content_free] if self.job.classify.content_free is not None else []
         with storage(self._layout.folder, "prepare"):
             for folder in (self._layout.index, self._layout.tokens.parent, *carried):
                 if folder.exists():
                     self._ops.remove_tree(folder)
                 self._ops.mkdir(folder)
-
-    @property
-    def _spill(self) -> Path:
-        return self._layout.folder / "spill"
-
-    @property
-    def _spool(self) -> Path:
-        return self._layout.folder / "spool"
 
     def _inputs(self) -> Sequence[InputFile]:
         if not self.job.input.sql:
@@ -322,7 +314,7 @@ class Ingestion:
         if not names:
             return None
         if schema is None:
-            return JsonSpool(names, self._spool, self._ops, self.reused)
+            return JsonSpool(names, self._layout.spool, self._ops, self.reused)
         typed = pa.schema([(name, schema.field(name).type) for name in names])
         return TypedColumns(typed, self._layout.passthrough, self._ops, self.reused)
 
@@ -408,7 +400,7 @@ class Ingestion:
         writer, reader, output = self._rows, self._reader, self.job.output
         assert reader is not None, "no step was taken yet"
         errors = self.settle(writer.all_rows()).error_rows
-        for rest in (self._spill, self._spool):
+        for rest in (self._layout.spill, self._layout.spool):
             if rest.exists():
                 shutil.rmtree(rest)
         job, options, sampling = self.job, self._options, self.job.sampling

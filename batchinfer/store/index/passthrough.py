@@ -149,6 +149,8 @@ def _as(kind: pa.DataType, values: pa.Array) -> pa.Array:
 class TypedColumns:
     """Passthrough columns with declared types, written as they are. Columns of CSV are texts."""
 
+    fits = True  # the types are declared, so reused rows have the same types
+
     def __init__(
         self, schema: pa.Schema, target: Path, ops: FileOps, reused: ReusedRows = NO_REUSED_ROWS
     ) -> None:
@@ -174,11 +176,6 @@ class TypedColumns:
     def end_part(self) -> None:
         """Start a new part with the next row. Raises StorageError."""
         self._even.commit()
-
-    @property
-    def fits(self) -> bool:
-        """Return True: the types are declared, so reused rows have the same types."""
-        return True
 
     def finish(self, _: Path) -> None:
         """Finish the parts. Raises StorageError."""

@@ -124,7 +124,7 @@ class IndexWriter:
             columns |= _rung_columns(done, slice(first, stop), self._max_model_len)
             columns |= _error_columns(done.errors, first, size)
             columns |= _fact_columns(rows.facts, first, size)
-            columns[OPENING.name] = _int8s(done.openings[first:stop])
+            columns[OPENING.name] = _column(done.openings[first:stop])
             columns[TOOLS.name] = columns[LABELS.name] = _texts_column(done.own_texts, first, size)
             columns["file"] = pa.repeat(place.file, size)
             columns["row_index"] = _numbers(place.first_row + first, size)
@@ -249,7 +249,7 @@ def _dimensions(asked: NDArray[np.int32] | None, first: int, size: int) -> pa.Ar
     if asked is None:
         return pa.nulls(size, DIMENSIONS.type)
     own = asked[first : first + size]
-    return _int32s(own, _valid(own > 0))
+    return _column(own, _valid(own > 0))
 
 
 def _work_columns(
@@ -259,12 +259,12 @@ def _work_columns(
     dead = counts == 0  # a row without tokens is an error row
     valid = _valid(~dead)
     placed = _valid(np.zeros(len(counts), np.bool_)) if done.known else valid
-    numbers = _int32s(done.params_of[rows], valid)
+    numbers = _column(done.params_of[rows], valid)
     keys = pa.py_buffer(done.keys[KEY_BYTES * rows.start : KEY_BYTES * rows.stop])
     return {
-        "token_offset": _int64s(starts[rows], placed),
-        "token_count": _int32s(counts, valid),
-        "expected_tokens": _int32s(np.minimum(most, longest - counts), valid),
+        "token_offset": _column(starts[rows], placed),
+        "token_count": _column(counts, valid),
+        "expected_tokens": _column(np.minimum(most, longest - counts), valid),
         "key": pa.Array.from_buffers(pa.binary(KEY_BYTES), len(counts), [valid, keys]),
         "params": pa.array(done.params, pa.string()).take(numbers),
         "greedy": pa.array([one.greedy for one in params], pa.bool_()).take(numbers),
@@ -289,7 +289,7 @@ def _row_ranges(ends: Int64s, at_once: int) -> Iterator[tuple[int, int]]:
 def _sample_numbers(times: Int64s) -> pa.Array:
     """Return the number of each answer among the answers to its row, from 0."""
     firsts = np.repeat(np.cumsum(times) - times, times)
-    return _int32s((np.arange(len(firsts)) - firsts).astype(np.int32), None)
+    return _column((np.arange(len(firsts)) - firsts).astype(np.int32))
 
 
 def _valid(marks: NDArray[np.bool_]) -> pa.Buffer | None:
@@ -313,9 +313,9 @@ def _rung_columns(done: Prepared, rows: slice, longest: int) -> dict[str, pa.Arr
         most = np.minimum(rung.max_tokens[rows], longest - done.counts[rows])
         key, params, expected = attempt_columns(attempt)
         columns[key] = pa.Array.from_buffers(pa.binary(KEY_BYTES), len(none), [valid, keys])
-        numbers = _int32s(np.maximum(rung.params_of[rows], 0), valid)
+        numbers = _column(np.maximum(rung.params_of[rows], 0), valid)
         columns[params] = pa.array(done.params, pa.string()).take(numbers)
-        columns[expected] = _int32s(most, valid)
+        columns[expected] = _column(most, valid)
     return columns
 
 
@@ -342,29 +342,14 @@ def _error_columns(errors: dict[int, RowError], first: int, size: int) -> dict[s
     }
 
 
-def _int32s(values: NDArray[np.int32], valid: pa.Buffer | None) -> pa.Array:
-    return pa.Array.from_buffers(
-        pa.int32(), len(values), [valid, pa.py_buffer(_contiguous(values, np.int32))]
-    )
-
-
-def _int64s(values: Int64s, valid: pa.Buffer | None = None) -> pa.Array:
-    """Return a column of int64.
+def _column(values: NDArray[Any], valid: pa.Buffer | None = None) -> pa.Array:
+    """Return a column of numbers.
 
     `pa.array` would check for pandas on each call, which takes longer than everything else here.
     """
-    return pa.Array.from_buffers(
-        pa.int64(), len(values), [valid, pa.py_buffer(_contiguous(values, np.int64))]
-    )
-
-
-def _int8s(values: NDArray[np.int8]) -> pa.Array:
-    return pa.Array.from_buffers(pa.int8(), len(values), [None, pa.py_buffer(_contiguous(values, np.int8))])
-
-
-def _contiguous(values: NDArray[Any], kind: type) -> NDArray[Any]:
-    return np.ascontiguousarray(values, kind)
+    kind = pa.from_numpy_dtype(values.dtype)
+    return pa.Array.from_buffers(kind, len(values), [valid, pa.py_buffer(np.ascontiguousarray(values))])
 
 
 def _numbers(first: int, count: int) -> pa.Array:
-    return _int64s(np.arange(first, first + count))
+    return _column(np.arange(first, first + count))
