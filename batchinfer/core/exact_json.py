@@ -63,10 +63,20 @@ def _written(value: Any) -> str:
     return str(value) if isinstance(value, Decimal) else json.dumps(value, ensure_ascii=False)
 
 
+def repeated_name(pairs: list[tuple[str, Any]]) -> str | None:
+    """Return the first name of an object that repeats an earlier one, at most 100 characters of it, or None."""
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            return name[:100]
+        seen.add(name)
+    return None
+
+
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise RepeatedName(f"has the name {twice[:100]!r} twice in one object; remove one of the two")
+        raise RepeatedName(
+            f"has the name {repeated_name(pairs)!r} twice in one object; remove one of the two"
+        )
     return found

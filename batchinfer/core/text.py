@@ -25,6 +25,11 @@ _BEFORE_PATH = r"""(?:(?<![^\s"'`=:,;(\[])|(?<=\x1b\[\dm))"""
 _OVERRIDE = re.compile(r"--set '?[\w.]+=$")  # paths in overrides are relative to the folder of the job file
 
 
+def on_one_line(text: str) -> str:
+    """Return the printable text with line ends and tabs written as escapes."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def with_near_paths(text: str) -> str:
     """Make paths below the current folder relative, as users type them."""
     try:

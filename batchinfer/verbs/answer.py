@@ -13,7 +13,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Literal, get_args
 
 from batchinfer.core.errors import UsageError
-from batchinfer.core.text import printable
+from batchinfer.core.text import on_one_line, printable
 
 if TYPE_CHECKING:
     import duckdb
@@ -140,10 +140,10 @@ class _Table:
 
     @classmethod
     def of(cls, texts: _Texts, rows: Sequence[Cells]) -> _Table:
-        names = [_one_line(name) for name in texts.names]
+        names = [on_one_line(name) for name in texts.names]
         columns = zip(*rows, strict=True) if rows else [()] * len(names)
         widths = [
-            max(map(columns_of, [name, *map(_one_line, map(_said, cells))]))
+            max(map(columns_of, [name, *map(on_one_line, map(_said, cells))]))
             for name, cells in zip(names, columns, strict=True)
         ]
         broken = any(cell is not None and "\n" in cell for row in rows for cell in row)
@@ -156,7 +156,7 @@ class _Table:
         yield self._line(self.names)
         yield _GAP.join("─" * min(width, _MOST_WIDTH) for width in self.widths)
         for row in rows:
-            yield self._line([_one_line(_said(cell)) for cell in row])
+            yield self._line([on_one_line(_said(cell)) for cell in row])
 
     def _line(self, cells: Sequence[str]) -> str:
         padded = (
@@ -173,7 +173,7 @@ def _padded(text: str, width: int, right: bool) -> str:
 
 def _blocks(names: Sequence[str], rows: Iterator[Cells], width: int | None) -> Iterator[str]:
     """Yield one block per row, with the columns below each other."""
-    shown_names = [_one_line(name) for name in names]
+    shown_names = [on_one_line(name) for name in names]
     indent = max(map(columns_of, shown_names), default=0) + len(_GAP)
     for number, row in enumerate(rows, 1):
         head = f"── {number} "
@@ -205,10 +205,6 @@ def columns_of(text: str) -> int:
 
 def _said(cell: str | None) -> str:
     return "NULL" if cell is None else cell
-
-
-def _one_line(text: str) -> str:
-    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _csv_lines(texts: _Texts, escape_formulas: bool) -> Iterator[str]:

@@ -10,7 +10,7 @@ from textwrap import wrap
 import duckdb
 
 from batchinfer.core.errors import InputMissing, StorageError
-from batchinfer.core.text import printable
+from batchinfer.core.text import on_one_line, printable
 from batchinfer.core.wording import count, counted
 from batchinfer.filesystem.duck import parquet
 from batchinfer.filesystem.location import Location
@@ -138,7 +138,7 @@ def _example(row: Row, width: int) -> str:
     answer = (row.get(name) if name is not None else None) or ""
     likely = row.get(probability_column(name) or "") if name is not None else None
     text = answer if likely is None else f"{answer} ({float(likely):.2f})"
-    line = _one_line(f"{_name_of(row)}: {text}")
+    line = on_one_line(f"{_name_of(row)}: {text}")
     return line if columns_of(line) <= width else f"{_first_columns(line, width - 2)} …"
 
 
@@ -153,7 +153,7 @@ def _head(row: Row, width: int) -> str:
     parts += [row["custom_id"] or ""] if row.get("custom_id") is not None else []
     reason = row.get("finish_reason")
     parts.append(row.get("status") or "" if reason in (None, "stop") else f"{row.get('status')} ({reason})")
-    head = _first_columns(_one_line(f"── {' · '.join(parts)} "), width)
+    head = _first_columns(on_one_line(f"── {' · '.join(parts)} "), width)
     return head + "─" * max(0, width - columns_of(head))
 
 
@@ -163,9 +163,9 @@ def _body(row: Row, width: int) -> Iterator[str]:
     if row.get("error_code") is not None:
         again = " (retryable)" if row.get("retryable") == "true" else ""
         values.insert(0, ("error", f"{row['error_code']}: {row.get('error_message') or ''}{again}"))
-    indent = max((columns_of(_one_line(name)) for name, _ in values), default=0) + 2
+    indent = max((columns_of(on_one_line(name)) for name, _ in values), default=0) + 2
     for name, value in values:
-        label = _one_line(name)
+        label = on_one_line(name)
         for line in _clipped(value, max(_LEAST_WIDTH, width - indent)):
             yield (label + " " * (indent - columns_of(label)) + line).rstrip()
             label = ""
@@ -202,7 +202,3 @@ def _first_columns(text: str, room: int) -> str:
         if taken > room and at:
             return text[:at]
     return text
-
-
-def _one_line(text: str) -> str:
-    return printable(text).replace("\n", "\\n").replace("\t", "\\t")

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from batchinfer.core.exact_json import write_exactly
+from batchinfer.core.exact_json import repeated_name, write_exactly
 from batchinfer.core.sampling import MAX_SCHEMA_BYTES
 from batchinfer.input.constraints.exact_numbers import check_multiples, is_exact, is_number
 from batchinfer.input.constraints.narrow_values import narrow_value
@@ -135,9 +135,7 @@ def _number(digits: str) -> float | Decimal:
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise BadSchema(f"the schema has {twice[:100]!r} twice in one object; remove one")
+        raise BadSchema(f"the schema has {repeated_name(pairs)!r} twice in one object; remove one")
     return found
 
 

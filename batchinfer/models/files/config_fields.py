@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from batchinfer.core.errors import JobFileError, Mistake, SecurityRefusal
 
+_T = TypeVar("_T")
 MAX_JSON_BYTES = 64 * 2**20  # index files of the largest public checkpoints have about 10 MB
 WHERE = "model.path"
 SHOWN = 80  # characters of a wrong value that a message quotes
@@ -142,23 +143,19 @@ class Fields:
 
     def boolean(self, key: str, default: bool) -> bool:
         """Return true or false. null counts as missing."""
-        value = self.raw.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self._wrong(key, "true or false")
-            return default
-        return value
+        return self._of_type(key, bool, "true or false", default)
 
     def text(self, key: str, default: str) -> str:
         """Return a string. null counts as missing."""
+        return self._of_type(key, str, "a string", default)
+
+    def _of_type(self, key: str, kind: type[_T], wanted: str, default: _T) -> _T:
         value = self.raw.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            self._wrong(key, "a string")
-            return default
-        return value
+        if isinstance(value, kind):
+            return value
+        if value is not None:
+            self._wrong(key, wanted)
+        return default
 
     def token_ids(self, key: str) -> tuple[int, ...] | None:
         """Return one token id or a list of them as a tuple; None if the field is missing or null."""

@@ -9,6 +9,7 @@ from decimal import Decimal
 from enum import IntEnum
 from typing import Any
 
+from batchinfer.input.constraints.exact_numbers import is_number
 from batchinfer.store.accuracy.normalise import normalise
 from batchinfer.store.columns.answer_check import parse_answer
 
@@ -88,11 +89,6 @@ def _equal(expected: Any, answer: Any) -> bool:
 
 def _as_decimal(number: Any) -> Any:
     return Decimal(repr(number)) if isinstance(number, float) else number
-
-
-def is_number(value: Any) -> bool:
-    """Return True for numbers, but not for booleans."""
-    return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
 
 
 def _reads_as(text: str, number: Any) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from batchinfer.input.constraints.exact_numbers import is_number
 from batchinfer.store.accuracy.expected import UNREADABLE
-from batchinfer.store.accuracy.grades import is_number, to_text
+from batchinfer.store.accuracy.grades import to_text
 from batchinfer.store.accuracy.normalise import normalise
 
 MOST_LABELS = 50  # maximum labels per field
