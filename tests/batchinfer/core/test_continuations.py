@@ -45,5 +45,5 @@ def test_branches_score_each_token_once(context: list[int], each: list[list[int]
 
 @pytest.mark.parametrize("lengths", [(3,), (1, 0), (2, 2)])
 def test_a_prompt_has_room_for_a_context_and_its_continuations(lengths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="all must be 1 at least"):
+    with pytest.raises(ValueError, match="all must be at least 1"):
         Continuations.of(np.array([1, 2, 3], np.int32), lengths)
