@@ -1,4 +1,4 @@
-"""A model in transformers' code as the engine takes it, loaded from safetensors files that were checked before."""
+"""Loads a model that transformers' code computes, from safetensors files that were checked before."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _GROUPED_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ForeignSource:
-    """A model of a checkpoint that is no family of ours: transformers' code computes it."""
+    """A checkpoint of an unsupported family, which transformers' code computes."""
 
     checkpoint: ForeignCheckpoint
-    quantization: Quantization = "none"  # as it was asked for
-    # Whether its steps launch the same kernels each time is not known, nor what its layers ask of attention
+    quantization: Quantization = "none"  # as the job states it
+    # Its steps may launch other kernels each time
     can_be_captured: ClassVar[bool] = False
-    adapters: ClassVar[Mapping[str, StoredAdapter]] = MappingProxyType({})  # it is given none
+    adapters: ClassVar[Mapping[str, StoredAdapter]] = MappingProxyType({})  # adapters are unsupported
     prompt_layers: ClassVar[Mapping[AttentionRules, int]] = MappingProxyType({})
 
     @property
@@ -51,10 +51,10 @@ class ForeignSource:
         return self.checkpoint.spec
 
     def choose_ops(self, arithmetic: Arithmetic) -> Ops:
-        """Choose the device's operators for attention; where layers differ in their heads, torch's, which plan for no
-        sizes.
+        """Return the device's operators for attention, or torch's if layers differ in their heads.
 
-        Raises Unavailable for an arithmetic that transformers' code does not have.
+        Raises:
+            Unavailable: If transformers' code does not support the arithmetic.
         """
         coded_cache = arithmetic.kv_cache != "auto"
         refused = self.checkpoint.refusals(self.quantization != "none", arithmetic.deterministic, coded_cache)
@@ -70,8 +70,11 @@ class ForeignSource:
         return choose_ops(arithmetic.device, arithmetic.dtype, group, head_dim, kv_heads=kv_heads)
 
     def load(self, ops: Ops, arithmetic: Arithmetic) -> Callable[[Ops, int], TransformersModel]:
-        """Load the model and check that it computes what it should; return what gives it. Its prompts are read by `ops`
-        alone, and its own code knows the positions. Raises JobFileError for a model that computes something else."""
+        """Load and check the model, and return a function that returns it and ignores its arguments.
+
+        Raises:
+            JobFileError: If its results differ from those of transformers' own attention.
+        """
         spec = self.spec
         causal = load_causal(self.checkpoint, arithmetic.dtype, arithmetic.device)
         try:
@@ -83,7 +86,7 @@ class ForeignSource:
         return lambda _ops, _longest: model
 
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
-        """Return what its steps cost."""
+        """Return the cost of its steps."""
         itemsize = arithmetic.dtype.itemsize
         return self.checkpoint.cost(itemsize)
 
@@ -92,12 +95,16 @@ class ForeignSource:
         return self.spec.parameters * cost.itemsize
 
     def computed_by(self, ops: Ops) -> tuple[str, str]:
-        """Return whose code computes it, for the report; only attention is computed by `ops`."""
+        """Return the library that computes it, for the report. `ops` compute only its attention."""
         return NAME, NAME
 
 
 def load_causal(checkpoint: ForeignCheckpoint, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """The model with its head, in `dtype` on `device`. Raises JobFileError where the weights are not config.json's."""
+    """Return the model with its head, in `dtype` on `device`.
+
+    Raises:
+        JobFileError: If the weights do not match config.json.
+    """
     config = config_of(checkpoint.raw)
     kind = class_of(config, checkpoint.raw)
     with quiet():
@@ -117,14 +124,16 @@ def load_causal(checkpoint: ForeignCheckpoint, dtype: torch.dtype, device: torch
 
 
 def _can_be_grouped(causal: Any) -> bool:
-    """Whether torch's grouped matmul takes the experts: rows of theirs begin at multiples of 16 bytes. The weights of
-    all experts of a layer are one tensor of three dimensions."""
+    """Return True if torch's grouped matmul supports the experts, whose rows must start at multiples of 16 bytes.
+
+    The weights of all experts of a layer are one tensor with three dimensions.
+    """
     stacks = (values for values in causal.parameters() if values.dim() == 3)
     return all(side * one.element_size() % _GROUPED_BYTES == 0 for one in stacks for side in one.shape[1:])
 
 
 def _mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Views of the mapped files: read where they are copied out of."""
+    """Return views of the memory-mapped files, which are read when they are copied."""
     opened: dict[Path, Any] = {}
     with ExitStack() as stack:
         for stored in tensors.values():

@@ -1,4 +1,4 @@
-"""The spec of a model that transformers computes, or why it cannot run one. No torch."""
+"""The spec of a model that transformers computes, or why it cannot run. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from batchinfer_kernels.cost import Cost, ModelCost, OperatorCost, attention_cos
 
 
 class CannotRun(Exception):
-    """A model that would not be computed right, or not at all: the `reason`, which others share, and what is special
-    about this one."""
+    """Raised for a model that cannot run, or not correctly.
+
+    Args:
+        reason: The reason, which other models may share.
+        detail: A detail of this model.
+    """
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason} ({detail})" if detail else reason)
@@ -22,9 +26,18 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ForeignLayer:
-    """The attention that a layer needs. `scale` multiplies scores; with a `soft_cap` they then become
-    soft_cap * tanh(score / soft_cap). `window`: how many keys a query sees, its own included; None: all. `sinks`: each
-    head has a score without a value, which the layer hands over with every call."""
+    """The attention that a layer needs.
+
+    Args:
+        q_heads: The number of query heads.
+        kv_heads: The number of KV heads.
+        k_dim: The size of a key.
+        v_dim: The size of a value.
+        scale: The factor of scores.
+        window: The number of keys that a query attends to, its own included, or None for all.
+        soft_cap: If set, scaled scores become soft_cap * tanh(score / soft_cap).
+        sinks: If True, each head has a score without a value, which the layer passes with every call.
+    """
 
     q_heads: int
     kv_heads: int
@@ -37,12 +50,12 @@ class ForeignLayer:
 
     @property
     def group(self) -> int:
-        """Query heads a KV head."""
+        """Return the number of query heads per KV head."""
         return self.q_heads // self.kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Values of a cached head: K and V are padded to the wider of them, and to pairs, which operators read."""
+        """Return the size of a cached head: the larger of K and V, rounded up to an even number for operators."""
         widest = max(self.k_dim, self.v_dim)
         return widest + widest % 2
 
@@ -53,8 +66,11 @@ class ForeignLayer:
 
 @dataclass(frozen=True, slots=True)
 class ForeignSpec:
-    """A decoder as transformers' code showed it. Of its values, `parameters` counts all; `active` those that a token is
-    multiplied with before the head, `head` those of the head, `streamed` those that a step reads at most."""
+    """A decoder that transformers computes, as found by running its code.
+
+    `parameters` counts all its values, `active` the values that a token is multiplied with before the head, `head` the
+    values of the head, and `streamed` the values that a step reads at most.
+    """
 
     family: str
     architecture: str  # the class of transformers
@@ -79,18 +95,21 @@ class ForeignSpec:
         return [layer.cache for layer in self.layers]
 
     def content_roots(self, max_model_len: int) -> ContentRoots:
-        """Return the content roots of requests: the usual one of all, as transformers' own code rotates them."""
+        """Return the content roots of requests. All share one root, since transformers' code rotates them alike."""
         return ContentRoots(max_model_len)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer; None: it has none."""
+        """Return the window of each layer, or None for a layer without one."""
         return tuple(layer.window for layer in self.layers)
 
 
 def foreign_cost(spec: ForeignSpec, itemsize: int) -> ModelCost:
-    """All but attention and the head is one operator: what it multiplies was counted when the model was described; its
-    activations are left out."""
+    """Return the cost of a model's steps.
+
+    Everything except attention and the head is one operator. Its cost uses the values that were counted when the model
+    was described, without most activations.
+    """
     decoder = OperatorCost(
         "decoder",
         step=Cost(0, spec.streamed * itemsize),
@@ -118,7 +137,7 @@ def foreign_cost(spec: ForeignSpec, itemsize: int) -> ModelCost:
 
 
 def _attention(spec: ForeignSpec, itemsize: int) -> OperatorCost:
-    """Pairs and cached tokens are counted over all layers together: each costs what it does in a mean layer."""
+    """Return the cost of attention. Pairs and cached tokens of all layers are counted together, at a mean cost."""
     token = pair = cached = Cost()
     for layer in spec.layers:
         sizes = (layer.q_heads, layer.kv_heads, layer.head_dim, itemsize)

@@ -1,1 +1,1 @@
-"""Models in GGUF files: their configuration and their tensors, as one of our families has them."""
+"""Models in GGUF files: maps their metadata and tensors to those of a supported family."""

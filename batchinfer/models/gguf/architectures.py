@@ -1,5 +1,4 @@
-"""The architectures of llama.cpp that are families of ours, by `general.architecture`: the names of their tensors, and
-what their files state in another form than a checkpoint."""
+"""The supported architectures of llama.cpp: tensor names, and metadata that differs from config.json."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from typing import Any
 from batchinfer.core.gguf.files import GgufModel
 from batchinfer.models.files.config_fields import Fields
 
-# (what the file states of the architecture, the model, what all architectures have in common) → what it adds to the
-# configuration
+# (the architecture's metadata, the model, the configuration that all architectures share) → additional configuration
 Adds = Callable[[Fields, GgufModel, Mapping[str, Any]], dict[str, Any]]
 EXPERT = "{expert}"
 _TABLES = {"token_embd": "embed_tokens", "output_norm": "norm"}
@@ -50,16 +48,24 @@ _GPT_OSS = {
     "ffn_gate_inp": "mlp.router",
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
-# Layers behind which a 27B has heads of another scale: llama.cpp tells sizes apart by the number of layers, too
+# Number of layers of the 27B models, which scale scores differently. llama.cpp also detects them by this number.
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A family of ours as llama.cpp has it. `names`: of modules in a layer that are not as Llama's. `pairs`: rows of
-    queries and keys are stored as pairs that are rotated together. `norms`: what is added to the weights of norms.
-    `eps`: the key of the norms' epsilon, and what config.json calls it. `joined`: the family has the matrices of all
-    experts in one tensor."""
+    """A supported family as llama.cpp stores it.
+
+    Args:
+        model_type: `model_type` of config.json.
+        of: `architectures` of config.json.
+        names: Names of a layer's modules that differ from Llama's.
+        pairs: If True, the two rows of queries and keys that are rotated together are adjacent.
+        norms: An offset that the file has added to the weights of norms.
+        eps: The key of the norms' epsilon in the file, and in config.json.
+        adds: Returns configuration that only this family has.
+        joined: If True, the family stores the matrices of all experts in one tensor.
+    """
 
     model_type: str
     of: str  # config.json's `architectures`
@@ -71,11 +77,11 @@ class Architecture:
     joined: bool = False
 
     def module(self, name: str) -> str | None:
-        """Return what the family calls a module around the layers."""
+        """Return the family's name for a module outside the layers, or None if it has none."""
         return "lm_head" if name == "output" else f"model.{_TABLES[name]}" if name in _TABLES else None
 
     def layer_tensor(self, number: str, name: str, end: str) -> str | None:
-        """Return what the family calls a tensor of a layer; of a tensor of all experts, with EXPERT for a number."""
+        """Return the family's name for a tensor of a layer, with EXPERT as the number in a tensor of all experts."""
         whole = self.names.get(f"{name}.{end}")
         module = self.names.get(name) or _LAYER.get(name)
         found = whole or (None if module is None else f"{module}.{end}")
@@ -83,7 +89,7 @@ class Architecture:
 
 
 def architecture_of(model: GgufModel) -> Architecture | None:
-    """Return what is known of the model's architecture, if anything is. A Mixtral is a Llama with experts."""
+    """Return the model's architecture, or None if it is unsupported. A Mixtral is a Llama with experts."""
     name = model.metadata.get("general.architecture")
     if name == "llama" and model.metadata.get("llama.expert_count"):
         return MIXTRAL
@@ -106,8 +112,7 @@ def _chosen(fields: Fields) -> dict[str, Any]:
 
 
 def _experts(fields: Fields, model: GgufModel, _: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all layers of a Qwen with experts have, which llama.cpp has in every layer. Files before 2024-06 do
-    not state the size of an expert."""
+    """Return the sizes of a Qwen's experts. Files from before 2024-06 do not state the size of an expert."""
     found = model.tensors.get("blk.0.ffn_gate_exps.weight")
     size = found.shape[1] if found is not None and len(found.shape) == 3 else None
     shared = fields.raw.get("expert_shared_feed_forward_length") or fields.raw.get("feed_forward_length")
@@ -133,7 +138,7 @@ def _gemma2(fields: Fields, model: GgufModel, common: Mapping[str, Any]) -> dict
 
 
 def _gemma3(fields: Fields, model: GgufModel, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Its `rope` is that of layers that see everything; the others have one without a scaling."""
+    """Return Gemma 3's windows and the rotation of layers with a window, which has no scaling."""
     return {
         "sliding_window": fields.integer("attention.sliding_window", 4096),
         "sliding_window_pattern": fields.integer("attention.sliding_window_pattern", 6),
@@ -144,7 +149,7 @@ def _gemma3(fields: Fields, model: GgufModel, common: Mapping[str, Any]) -> dict
 
 
 def _scalar(model: GgufModel, common: Mapping[str, Any]) -> int:
-    """Return by what the root of which scores are divided: the size of a head, but in the largest models."""
+    """Return the number whose square root divides scores: the head size, except in the largest models."""
     if common["num_hidden_layers"] == _LARGEST[model.metadata["general.architecture"]]:
         return int(common["hidden_size"] // common["num_attention_heads"])
     return int(common["head_dim"])
@@ -181,7 +186,7 @@ def _cohere2(fields: Fields, _: GgufModel, __: Mapping[str, Any]) -> dict[str, A
 
 
 def _gpt_oss(fields: Fields, model: GgufModel, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Its YaRN has a ramp that is not cut to whole dimensions, which files do not state."""
+    """Return the configuration of gpt-oss. Its YaRN ramp is not rounded to whole dimensions; files do not say so."""
     inner, scaling = (
         fields.integer("expert_feed_forward_length", common["intermediate_size"]),
         common["rope_scaling"],

@@ -15,7 +15,7 @@ from batchinfer.models.files.weight_files import FLOAT_DTYPES
 from batchinfer.models.gguf.architectures import ARCHITECTURES, Architecture, architecture_of
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-# Tensors of what each frequency of the rotation is divided by: of Llama 3, and of LongRoPE in short and long rows
+# Tensors of divisors of the rotation's frequencies: Llama 3's, and LongRoPE's for short and for long rows
 FACTORS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _MOST_LAYERS = 10_000
 _INSTEAD = (
@@ -25,8 +25,11 @@ _INSTEAD = (
 
 
 def config_of(model: GgufModel) -> tuple[Architecture, dict[str, Any]]:
-    """Return the architecture, and what config.json would state. Raises JobFileError for what is not supported, with
-    every mistake."""
+    """Return the architecture and the equivalent of config.json.
+
+    Raises:
+        JobFileError: If the model is unsupported, with all reasons.
+    """
     known, name = architecture_of(model), model.metadata.get("general.architecture")
     if known is None:
         text = (
@@ -48,7 +51,7 @@ def config_of(model: GgufModel) -> tuple[Architecture, dict[str, Any]]:
 
 
 def _stated(model: GgufModel, name: str) -> dict[str, Any]:
-    """Return what is stated of the architecture. A list of equal numbers, one for each layer, is one number."""
+    """Return the architecture's metadata. A list of equal numbers, one per layer, becomes one number."""
     start = f"{name}."
     found = {k.removeprefix(start): value for k, value in model.metadata.items() if k.startswith(start)}
     return {k: value[0] if _all_equal(value) else value for k, value in found.items()}
@@ -88,7 +91,7 @@ def _common(fields: Fields, model: GgufModel, known: Architecture) -> dict[str, 
 
 
 def _dtype(model: GgufModel) -> dict[str, str]:
-    """State bfloat16 for a model that is stored in blocks, the floats of whose norms say nothing of the rest."""
+    """Return bfloat16 for quantised files, whose float32 norms do not show the model's dtype; else nothing."""
     blocks = any(tensor.type.name not in FLOAT_DTYPES for tensor in model.tensors.values())
     return {"dtype": "bfloat16"} if blocks else {}
 

@@ -17,10 +17,12 @@ from batchinfer_kernels.step_tables import StepTables
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """K and V of one layer, (blocks, kv_heads, block_size, head_dim) each; how values lie within a block is the
-    business of the operators that allocated it, which may round its two inner sizes up. Where the layer keeps latents,
-    (blocks, 1, block_size, dim), both are the same tensor. Quantised values have scales, (blocks, kv_heads,
-    block_size) float32."""
+    """The cached K and V of one layer, each (blocks, kv_heads, block_size, head_dim).
+
+    The operators that allocate a cache choose the layout within a block and may round up the two inner sizes. A layer
+    that caches latents uses one tensor (blocks, 1, block_size, dim) as both. Quantised values have scales (blocks,
+    kv_heads, block_size) float32.
+    """
 
     k: Tensor
     v: Tensor
@@ -31,12 +33,12 @@ class LayerCache:
 
     @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
-        """The scales of quantised K and V; None: they are not quantised."""
+        """Return the scales of quantised K and V, or None if they are not quantised."""
         return None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
 
     @property
     def copied(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """All that a copied token consists of, K and V, as caches of four dimensions."""
+        """Yield the pairs of K and V tensors, and of their scales, to copy with a token, each with 4 dimensions."""
         yield self.k, self.v
         if self.scales is not None:
             k_scale, v_scale = self.scales
@@ -45,10 +47,10 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Positions and cache slots of a step's tokens: T tokens of S sequences, one chunk a sequence, in order; for the
-    layers of one cache group.
+    """Positions and cache slots of a step's tokens, for the layers of one cache group.
 
-    Lengths are plain ints: the host made them, and no operator should have to ask the device for them.
+    The T tokens belong to S sequences, in order, with one chunk per sequence. Lengths are Python integers, so that no
+    operator has to copy them from the device.
     """
 
     positions: Tensor  # (T,) int64: position of each token in its sequence
@@ -57,24 +59,26 @@ class AttentionInputs:
     query_lens: list[int]  # (S,) tokens of the sequence in this step
     context_lens: list[int]  # (S,) cached tokens of the sequence, this step's included
     host_tables: StepTables | None = None  # the block tables where the host can read them
-    # Where padding rows write to, which are nobody's tokens; None: there are none
+    # The slot that padding rows write to; None without padding rows
     padding_slot: int | None = None
-    # False: of blocks that a window has left the tables say nothing, and no operator reads them
+    # False if the tables lack the blocks that a window has left, which no operator reads
     whole: bool = True
-    # Of blocks that are copied once K and V are stored; see batchinfer_kernels.copy_parts
+    # Parts of blocks to copy after K and V are stored; see batchinfer_kernels.copy_parts
     parts: Tensor | None = None
     token_types: Tensor | None = None  # (T,) int64, of an encoder; None: all are 0
-    # (T,) int64: the number of each token's adapter, from 1 on; 0: it has none. None: no token has one
+    # (T,) int64: the number of each token's adapter, or 0 without one; None if no token has an adapter
     adapters: Tensor | None = None
     adapted: AdaptedRows | None = None  # the same, sorted: the decoder sets it for its layers
-    # Which keys tokens see, where some are in trees of drafts; None: all up to their own
+    # The keys that each token attends to in a draft tree; None if each token attends to all keys up to its own
     tree: TreeMask | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """cos and sin per position, (max positions, pairs) float32, any attention scaling multiplied in. A pair of a head's
-    values is (i, i + pairs), or (2i, 2i + 1) where it is `interleaved`."""
+    """The cos and sin of rotary embeddings, each (max positions, pairs) float32, times any attention scaling.
+
+    Values i and i + pairs of a head form a pair, or 2i and 2i + 1 if the table is `interleaved`.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -83,8 +87,7 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class HeadTurn:
-    """The rotation of a layer's heads, and the RMSNorms that they pass before: weights of q and of k (D,), or None for
-    no norm."""
+    """The rotation of a layer's heads, and the RMSNorms of q and k before it: weights (D,), or None for no norm."""
 
     rope: RopeTable
     q_norm: Tensor | None = None
@@ -98,7 +101,7 @@ Windows: TypeAlias = frozenset[int | None]
 
 
 class AttentionPlan(ABC):
-    """Prepared by an implementation once a step, and read in every layer."""
+    """A plan that an implementation of attention prepares once per step and reads in every layer."""
 
     padded_tokens: int  # query positions computed only as padding
 
@@ -109,21 +112,24 @@ class FixedPlan(AttentionPlan):
     @property
     @abstractmethod
     def sizes(self) -> Hashable:
-        """Return the sizes that launches depend on, besides the number of rows and the bound of the contexts."""
+        """Return the sizes that launches depend on, except the number of rows and the context limit."""
 
     def place(self) -> None:
-        """Put on the device what a graph reads, before its launches are captured."""
+        """Copy the values that a graph reads to the device, before its launches are captured."""
 
     @abstractmethod
     def refill(self, other: FixedPlan) -> None:
-        """Take over another step's values; its sizes are the same. Plans of one step are refilled together."""
+        """Copy the values of another step's plan with the same sizes. Plans of one step are refilled together."""
 
     @property
     def contexts(self) -> Tensor | None:
-        """Return where launches read how many keys each sequence has, (rows,) int32; None: they do not."""
+        """Return the tensor (rows,) int32 of context lengths that launches read, or None if they read none."""
         return None
 
     def serves(self, context_lens: Sequence[int]) -> bool:
-        """Whether launches are right for the same sequences one token further and so on up to these contexts, with what
-        the plan holds now, `contexts` apart. `context_lens`: of all rows."""
+        """Return True if the plan also fits later steps of the same sequences when only `contexts` is updated.
+
+        Args:
+            context_lens: The longest context to check for, of each row.
+        """
         return False

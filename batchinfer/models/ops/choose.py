@@ -23,12 +23,12 @@ from batchinfer_kernels.tiles import Grant, tile_grant
 
 _log = logging.getLogger(__name__)
 
-# What Triton's kernels were compiled for: bfloat16 in tensor cores, copies that do not wait
+# Triton's kernels need bfloat16 in tensor cores and asynchronous copies
 LEAST_CAPABILITY = 80
 # What to do about matrix tiles
 _OTHER_KIND = "run it on a CPU of the kind that it was planned on"
 _NEWER = "install gcc 11 or clang 12, or a newer one"
-# It builds its link to the driver when it is first asked
+# Triton compiles its interface to the driver at its first use
 NEEDS_OF_TRITON = "check that there are a driver, a C compiler (gcc or clang) and Python's headers"
 
 
@@ -45,7 +45,7 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """Why a device's own operators cannot be had, and what could be done about it."""
+    """The reason why a device's own operators are unavailable, and a remedy."""
 
     reason: str
     remedy: str
@@ -65,16 +65,27 @@ def choose_ops(
     codes: bool = False,
     causal: bool = True,
 ) -> Ops:
-    """Compiled operators on a CPU that has a compiler, Triton's on a GPU, for the dtypes and sizes that they cover;
-    else torch's.
+    """Return compiled operators on a CPU, Triton's on a GPU, or torch's for other dtypes, sizes and machines.
 
-    `group` is the number of query heads a KV head; `forms` are those of quantised weights; how a GPU's work is split
-    depends on `kv_heads`; `tiles`: whether the bits that are promised are those of a CPU's matrix tiles, which are else
-    used wherever they are granted; `latent`: whether the cache keeps latents, of which `head_dim` is the size; `codes`:
-    whether it is to keep int8 values, for which a CPU has operators of their own; `causal`: False for an encoder.
-    Falling back to torch's operators is logged, and `ops` in the report says it. Raises
-    Unavailable where torch's would have to do, and cannot: they neither multiply quantised weights, nor keep a
-    quantised cache, nor promise row-invariance.
+    A fall-back to torch's operators is logged.
+
+    Args:
+        device: The device that computes the model.
+        dtype: The dtype of activations.
+        group: The number of query heads per KV head.
+        head_dim: The size of a cached head, or of a latent.
+        forms: The forms of quantised weights.
+        deterministic: If True, results must not depend on the batch.
+        kv_heads: The number of KV heads, which decides how a GPU splits its work.
+        tiles: If True, a deterministic job in bfloat16 on a CPU must use matrix tiles; if False, it must not. Other
+            jobs use tiles if the system grants them.
+        latent: If True, the cache holds latents.
+        codes: If True, the cache holds int8 values.
+        causal: False for an encoder.
+
+    Raises:
+        Unavailable: If only torch's operators are available, but weights or the cache are quantised, or the job is
+            deterministic.
     """
     wanted = [f"model.quantization: {name}" for name in sorted(set(map(_asked, forms)))]
     wanted += ["engine.deterministic: true"] if deterministic else []
@@ -99,7 +110,7 @@ def choose_ops(
 
 
 def _asked(form: WeightForm) -> str:
-    """Return what `model.quantization` has to be for weights of this form."""
+    """Return the value of `model.quantization` for weights of this form."""
     return "stored" if form.stored else form.codes
 
 
@@ -113,8 +124,11 @@ def _compiled(
     codes: bool,
     causal: bool,
 ) -> Ops | Lacking:
-    """Return the compiled operators of this CPU. `tiles`: whether they have to be in matrix tiles; None: wherever these
-    are granted."""
+    """Return the compiled operators of this CPU, or why they are unavailable.
+
+    Args:
+        tiles: Whether they must use matrix tiles, or None to use tiles if the system grants them.
+    """
     if any(not form.coded for form in forms):
         return Lacking("a CPU multiplies zeros, too", "use engine.device: cuda")
     if any(form.codes == "fp8" for form in forms):
@@ -141,7 +155,7 @@ def _compiled(
 
 
 def _warn_of_tiles(grant: Grant, as_chosen: bool) -> None:
-    """Log that the CPU has tiles that are not used, and why."""
+    """Log why the matrix tiles of the CPU are not used."""
     if grant.refusal:
         _log.warning("%s; matrix products use vector instructions instead, which are slower", grant.refusal)
     elif grant.given and not as_chosen:
@@ -181,8 +195,7 @@ def _triton(
 
 
 def _stated_peaks(dtype: torch.dtype) -> Peaks:
-    """Return the peaks that the GPU's datasheet states, which all runs share, measured or not; else those of a usual
-    one."""
+    """Return the peaks in the GPU's datasheet, or default peaks without one. Measured peaks differ between runs."""
     from batchinfer.models.ops.triton_ops import USUAL_PEAKS
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
@@ -193,7 +206,7 @@ def _stated_peaks(dtype: torch.dtype) -> Peaks:
 
 
 def _unfit_gpu(forms: frozenset[WeightForm], dtype: torch.dtype) -> Lacking | None:
-    """Return why Triton cannot compile for the GPU that it finds, or why the GPU cannot multiply so."""
+    """Return why Triton's kernels cannot run on the GPU or multiply weights of these forms, or None if they can."""
     from batchinfer.models.ops.gpu_sparse import why_not_sparse
     from batchinfer_kernels.gpu import target
     from batchinfer_kernels.gpu.fp8_matmul import why_not_fp8

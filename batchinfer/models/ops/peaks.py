@@ -1,7 +1,8 @@
-"""Measures this machine's peaks: in each dtype the best of 20 packed GEMMs, by torch's libraries and by the compiled
-operators, whichever is faster; and of large reads and copies.
+"""Measures the peak FLOP/s and bandwidth of this machine.
 
-A few seconds per device; on a busy machine the peaks come out low, so measure on the same day as the run they are for.
+The peak of a dtype is the best of 20 packed GEMMs, with the faster of torch's libraries and the compiled operators.
+Bandwidth is measured with large reads and copies. It takes a few seconds per device. Peaks are too low if the machine
+is busy.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ STREAM_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPeaks:
-    """FLOP/s by dtype name (int8: operations a second; fp8: of float8_e4m3fn), and bytes/s: the better of reading and
-    copying."""
+    """The measured peak FLOP/s (or operations per second) by dtype name, and bytes per second of reads and copies."""
 
     name: str | None  # the GPU's name as torch and nvidia-smi print it; None on the CPU
     peak_flops: dict[str, float]
@@ -50,7 +50,7 @@ class MeasuredPeaks:
 
 
 def dtypes_of(device: str) -> tuple[str, ...]:
-    """The dtypes whose GEMM is measured on a device. int8 and fp8 are for quantised linear layers."""
+    """Return the dtypes whose GEMM is measured on a device. int8 and fp8 are for quantised linear layers."""
     where = torch.device(device)
     if where.type == "cuda":
         knows_fp8 = torch.cuda.get_device_capability(where) >= FIRST_WITH_FP8
@@ -67,10 +67,17 @@ def measure_peaks(
     size: int | None = None,
     stream_bytes: int | None = None,
 ) -> MeasuredPeaks:
-    """Peaks of `device` ("cpu", "cuda" or "cuda:N") with the present number of threads.
+    """Measure the peaks of a device with the current number of threads.
 
-    `size` and `stream_bytes` replace the defaults above.
-    Raises Unavailable when torch finds no such GPU, ValueError for another kind of device.
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+        dtypes: The dtypes to measure; by default all of the device.
+        size: M, N and K of the GEMMs instead of GEMM_SIZE.
+        stream_bytes: The bytes to read and to copy instead of STREAM_BYTES.
+
+    Raises:
+        Unavailable: If torch finds no such GPU.
+        ValueError: For another type of device.
     """
     where = _reachable(device)
     began = time.perf_counter()
@@ -96,9 +103,10 @@ def _reachable(device: str) -> torch.device:
 
 
 def measure_layers(dtypes: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """Operations a second of the products of a small model's layers on the CPU, by dtype and by who multiplies. A large
-    product says what a machine can do, these what is left of it where a model's sizes, and weights that come from
-    memory, are what they are."""
+    """Return the operations per second of a small model's layers on the CPU, by dtype and library.
+
+    These rates are below the peaks of large products, because the matrices are small and weights are read from memory.
+    """
     cpu = torch.device("cpu")
     with torch.inference_mode():
         return {dtype: _layer_rates(cpu, dtype) for dtype in dtypes}
@@ -121,7 +129,7 @@ def _all(calls: list[Callable[[], Tensor]]) -> None:
 
 
 def _gemm_rates(where: torch.device, dtype: str, size: int) -> dict[str, float]:
-    """Return the rate of everybody's product. Data is random, since zeros let a GPU clock higher."""
+    """Return the rate of each library. Data is random, since zeros let a GPU clock higher."""
     generator = torch.Generator(device=where).manual_seed(0)
     x, weight = (_matrix(generator, dtype, size, size) for _ in range(2))
     return {by: 2 * size**3 / _best(call, where, GEMM_TRIES) for by, call in products(x, weight)}
@@ -136,7 +144,10 @@ def _matrix(generator: torch.Generator, dtype: str, rows: int, columns: int) -> 
 
 
 def _stream_peaks(where: torch.device, size: int) -> tuple[float, float]:
-    """Bytes/s of a sum (faster than max, dot and matrix-vector) and of a copy, read plus written."""
+    """Return the bytes per second of a sum, and of a copy (read plus written).
+
+    A sum is faster than max, dot and matrix-vector products.
+    """
     source = torch.ones(size // 4, device=where)
     target = torch.empty_like(source)
     read = _best(source.sum, where, STREAM_TRIES)
@@ -146,7 +157,7 @@ def _stream_peaks(where: torch.device, size: int) -> tuple[float, float]:
 
 
 def _best(call: Callable[[], object], where: torch.device, tries: int) -> float:
-    """The shortest of `tries` calls in seconds, after one that is not counted."""
+    """Return the seconds of the fastest of `tries` calls, after a warm-up call."""
     _timed(call, where)
     return min(_timed(call, where) for _ in range(tries))
 

@@ -1,4 +1,4 @@
-"""Matrix products as a run may do them, by whoever can: what peaks are measured with."""
+"""Matrix products by each available library, to measure the peaks of a device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ Multiplier = Literal["torch", "compiled"]
 
 
 def products(x: Tensor, weight: Tensor) -> Iterator[tuple[Multiplier, Callable[[], Tensor]]]:
-    """x Wᵀ by everybody who can on the device of x, weights packed already. In int8 and float8_e4m3fn both
-    are quantised; values of float8_e4m3fn are multiplied by a GPU alone in a run."""
+    """Yield each library that can compute x Wᵀ on the device of x, and a call that does so with a packed weight.
+
+    In int8 and float8_e4m3fn, both x and the weight are quantised. Runs use float8_e4m3fn only on a GPU.
+    """
     if x.dtype == torch.float8_e4m3fn:
         yield "torch", _fp8_product(x, weight)
         return
@@ -35,7 +37,7 @@ def products(x: Tensor, weight: Tensor) -> Iterator[tuple[Multiplier, Callable[[
 
 
 def compiled_operators() -> CompiledOperators | None:
-    """None where there is no compiler; such a machine computes with torch's operators."""
+    """Return the compiled operators, or None without a compiler. A run then uses torch's operators."""
     try:
         return CompiledOperators()
     except NoCompiler:

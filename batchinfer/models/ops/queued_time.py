@@ -1,4 +1,4 @@
-"""Times calls by what the device takes once all of a call is queued, as where a captured graph is replayed."""
+"""Measures the device time of calls that are fully queued before they start, as in the replay of a graph."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ import torch
 
 from batchinfer.models.ops.prompts.trial import Clock, seconds_of
 
-QUEUE_MARGIN = 2.0  # times the host's time for a call
+QUEUE_MARGIN = 2.0  # the wait, relative to the host's time to queue a call
 CYCLES_PER_S = 2.1e9  # of the fastest GPU: slower ones wait longer than they need
-FLUSHED = 2  # times the device's cache, which what is read before a call fills
+FLUSHED = 2  # the size of the tensor that flushes the device's cache, relative to the cache
 
 
 class QueuedTime:
-    """Times calls on a device. On a GPU the host's time for launches, which a replay does not have, does not count, and
-    weights come from memory, as in a model that is larger than the cache."""
+    """Measures the duration of calls on a device.
+
+    On a GPU, the host's time for launches does not count, as in the replay of a graph. The cache is flushed before a
+    call, so that weights are read from memory, as in a model that is larger than the cache.
+    """
 
     def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
         self._device, self._clock = device, clock
         self._cold: torch.Tensor | None = None
 
     def seconds_of(self, run: Callable[[], object]) -> float:
-        """Return how long a call takes that has run before, so that nothing is compiled. Raises what it raises."""
+        """Return the seconds that a call takes. Run it once before, so that nothing is compiled."""
         if self._device.type != "cuda":
             return seconds_of(run, self._device, self._clock)
         host_s = self._host_s(run)
@@ -38,14 +41,14 @@ class QueuedTime:
         return float(start.elapsed_time(end)) / 1e3
 
     def _host_s(self, run: Callable[[], object]) -> float:
-        """Return how long the host takes to queue the call."""
+        """Return the seconds that the host takes to queue the call."""
         torch.cuda.synchronize(self._device)
         began = self._clock()
         run()
         return self._clock() - began
 
     def _flush(self) -> None:
-        """Read what fills the cache: written lines would have to be written back while the call is timed."""
+        """Fill the cache by reading. Written lines would be written back while the call is timed."""
         if self._cold is None:
             size = FLUSHED * int(torch.cuda.get_device_properties(self._device).L2_cache_size)
             self._cold = torch.zeros(max(size // 4, 1), dtype=torch.int32, device=self._device)
@@ -53,12 +56,12 @@ class QueuedTime:
 
 
 def timed_event() -> Any:
-    """Return an event of the present GPU that knows when it was reached."""
+    """Return an event of the current GPU that records its time."""
     event: Callable[..., Any] = torch.cuda.Event
     return event(enable_timing=True)
 
 
 def keep_busy(cycles: int) -> None:
-    """Run a kernel that does nothing for so long; what torch's own tests use."""
+    """Run a kernel that waits for this number of cycles. torch's own tests use it, too."""
     sleep: Callable[[int], None] = torch.cuda._sleep
     sleep(cycles)
