@@ -21,7 +21,7 @@ CEILINGS = {
     "engine": 1,
     "job": 16,
     "jobs": 13,
-    "models": 159,
+    "models": 112,
     "pages": 4,
     "plan": 39,
     "store": 2,

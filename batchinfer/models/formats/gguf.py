@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 # Types whose groups of 32 inputs have a scale and codes of 4 bits
 _INT4 = {"Q4_0": False, "Q4_1": True, "Q4_K": True}  # and whether they have offsets
 _GROUP, _LEAST = 32, -8
-_AT_ONCE = 1 << 22  # values that are taken apart at once, which bounds what that takes beside the result
+_AT_ONCE = 1 << 22  # values to unpack at a time, which limits temporary memory
 
 
 @dataclass(frozen=True, slots=True)
 class GgufWeight(PackedTensor):
-    """A tensor of a GGUF file. `type`: how it is stored. `heads`: the rows of each of so many heads are stored as pairs
-    that are rotated together, and are halves here; 0: they are in order. `less`: what is taken off each value, where
-    the file adds it."""
+    """A tensor of a GGUF file.
+
+    Args:
+        type: The storage type.
+        heads: The number of heads whose rows are stored as rotated pairs and must be reordered to halves, or 0.
+        less: A number to subtract from each value, because the file has added it.
+    """
 
     format: ClassVar[str] = "GGUF"
 
@@ -78,7 +82,7 @@ class GgufWeight(PackedTensor):
         return taken_apart(rows.reshape(-1, self.type.size), self.type.name).values()
 
     def _in_order(self, stored: Tensor) -> Tensor:
-        """Return the rows of each head as halves: those of the first values of all pairs, then the others."""
+        """Return the rows of each head as halves: the first rows of all pairs, then the second rows."""
         if not self.heads:
             return stored
         pairs = stored.view(self.heads, -1, 2, *stored.shape[1:])
@@ -87,8 +91,11 @@ class GgufWeight(PackedTensor):
 
 @dataclass(frozen=True, slots=True)
 class GgufExperts(PackedTensor):
-    """Matrices of experts (experts, inputs, outputs), transposed, whose rows are those of several tensors by turns.
-    `parts`: each one's matrices (outputs, inputs), one for each expert."""
+    """Transposed matrices of experts (experts, inputs, outputs), which interleave the rows of several tensors.
+
+    Args:
+        parts: For each of these tensors, the matrix (outputs, inputs) of each expert.
+    """
 
     format: ClassVar[str] = "GGUF"
 
@@ -109,7 +116,7 @@ class GgufExperts(PackedTensor):
 
 @dataclass(frozen=True, slots=True)
 class GgufBiases(PackedTensor):
-    """Biases of experts (experts, outputs), which are those of several tensors by turns."""
+    """Biases of experts (experts, outputs), which interleave the values of several tensors."""
 
     format: ClassVar[str] = "GGUF"
 
@@ -120,8 +127,10 @@ class GgufBiases(PackedTensor):
 
 
 def read_stored(tensor: StoredTensor) -> Tensor:
-    """Read a tensor of a GGUF file: floats in its shape, blocks as bytes, (rows, bytes of a row). It is read, not
-    mapped: a file that was cut off meanwhile is an error then, and not the end of the process."""
+    """Return a tensor of a GGUF file: floats in its shape, or blocks as bytes (rows, bytes per row).
+
+    The file is not memory-mapped, since a file that is truncated later would then crash the process.
+    """
     import numpy as np
     import torch
 

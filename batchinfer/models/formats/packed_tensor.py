@@ -27,9 +27,15 @@ ALL = slice(None)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
-    """The quantised values of a matrix, (N, K), int8 or float8_e4m3fn; int4 in int8, -8 … 7. Scales are float32, (N,),
-    or (N / high, groups) of which `high` outputs share a line. Values are less `zeros` (N, groups) where there are
-    some. Of MXFP4: (N, K / 2) uint8, the first of two values in the lower bits, and exponents (N, K / 32) uint8."""
+    """The quantised values of a matrix (N, K), with scales.
+
+    Args:
+        values: int8 or float8_e4m3fn (N, K), with int4 as int8 from -8 to 7. In MXFP4, uint8 (N, K / 2), with the first
+            of two values in the lower bits.
+        scales: float32 (N,), or (N / high, groups). In MXFP4, exponents uint8 (N, K / 32).
+        high: The number of outputs that share a row of scales.
+        zeros: Numbers (N, groups) to subtract from the values before scaling, or None.
+    """
 
     values: Tensor
     scales: Tensor
@@ -44,7 +50,7 @@ class PackedTensor(ABC):
     format: ClassVar[str]  # as messages call it
     # Whether `codes` has the transposes of the matrices that `dequantized` returns: an output's values are adjacent
     transposed: ClassVar[bool] = False
-    plain: ClassVar[bool] = False  # whether it is stored as the values that it stands for
+    plain: ClassVar[bool] = False  # True if its values are stored directly
 
     shape: Shape
     stored: tuple[str, ...]
@@ -61,18 +67,22 @@ class PackedTensor(ABC):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return how it lies in memory if products can be computed of its values as they are stored; None if they have
-        to be dequantised."""
+        """Return the form of the quantised values in memory, or None if they must be dequantised."""
         return None
 
     @abstractmethod
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
-        """Return the weight as float32, or with an index that matrix of it. Products of values and scales are exact or
-        rounded once. A weight that is not quantised may have its own dtype."""
+        """Return the weight, or the matrix with this index, as float32.
+
+        Products of values and scales are exact or rounded once. A weight that is not quantised may keep its dtype.
+        """
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Return the quantised values where there is a `form`, or with an index those of that matrix. Raises TypeError
-        where there is none."""
+        """Return the quantised values of the weight, or of the matrix with this index.
+
+        Raises:
+            TypeError: If the weight has no `form`.
+        """
         raise TypeError(f"weights of {self.format} have to be dequantised")
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
@@ -141,7 +151,7 @@ class StoredFormat(ABC):
 
 
 class QweightFormat(StoredFormat):
-    """A format that stores a module's weight as `qweight`, with `scales` and `qzeros` beside it."""
+    """A format that stores a module's weight as tensors `qweight`, `scales` and `qzeros`."""
 
     def find(self, tensors: Stored) -> PackedTensors:
         packed = PackedTensors()
@@ -163,7 +173,7 @@ def wrong_group(group: object) -> list[str]:
 
 
 def int4_form(group: int, whole_zeros: bool = True) -> WeightForm | None:
-    """Return the form of int4 in groups of so many inputs, if products can be computed of such groups."""
+    """Return the form of int4 in groups of `group` inputs, or None if operators do not support such groups."""
     fit = group > 0 and group % 8 == 0
     return WeightForm("int4", "group", stored=True, group=group, whole_zeros=whole_zeros) if fit else None
 
@@ -179,7 +189,7 @@ def slice_of(span: Span, unit: int, what: str) -> slice:
 
 
 class InputCut(NamedTuple):
-    """A cut along the inputs: those that then share a scale, and the places of the scales and of the words."""
+    """A cut along the inputs: the number of inputs that share a scale, and slices of the scales and words."""
 
     group: int
     groups: slice
@@ -187,8 +197,17 @@ class InputCut(NamedTuple):
 
 
 def cut_inputs(inputs: Span, count: int, group: int, held: int) -> InputCut:
-    """Cut these of `count` inputs out, of which `group` share a scale and `held` a word. One scale of all inputs is
-    that of any of them. Raises CannotSplit where a scale or a word would be divided."""
+    """Return the cut of a span of inputs.
+
+    Args:
+        inputs: The span.
+        count: The number of all inputs. If they share one scale, the cut has that scale.
+        group: The number of inputs that share a scale.
+        held: The number of inputs per word.
+
+    Raises:
+        CannotSplit: If the span would divide a group or a word.
+    """
     one, whole = group >= count, inputs == (0, count)
     group = inputs[1] - inputs[0] if one else group
     groups = ALL if one or whole else slice_of(inputs, group, "inputs")
@@ -196,7 +215,7 @@ def cut_inputs(inputs: Span, count: int, group: int, held: int) -> InputCut:
 
 
 def words_of(outputs: Span, held: int, count: int) -> slice:
-    """Return the words that hold the zeros of these of so many outputs; the last word may not be full."""
+    """Return the slice of words with the zeros of a span of `count` outputs. The last word may not be full."""
     if outputs[1] < count:
         return slice_of(outputs, held, "outputs")
     return slice(slice_of((outputs[0], outputs[0]), held, "outputs").start, None)

@@ -29,8 +29,13 @@ _QUANTISED = ("F8_E4M3", "I8")
 
 
 def filled(tensors: Stored, packed: PackedTensors) -> tuple[dict[str, StoredTensor], dict[str, MaskedWeight]]:
-    """Return the tensors with the weights that masks stand for in the place of these, and what is stored of each
-    weight. Tensors that do not fit are noted in `packed`."""
+    """Replace masked tensors by the weights that they represent.
+
+    Tensors with wrong shapes are added to the mistakes of `packed`.
+
+    Returns:
+        All tensors, with weights instead of values and masks, and the masked weights by name.
+    """
     whole, found = dict(tensors), dict[str, MaskedWeight]()
     for name in tensors:
         module = name.removesuffix(_VALUES)
@@ -69,8 +74,10 @@ def _masked(packed: PackedTensors, module: str, tensors: Stored) -> MaskedWeight
 
 @dataclass(frozen=True, slots=True)
 class MaskedWeight:
-    """A weight of `shape` is stored as values (N, K / 2), or as many as there are, and bits (N, K / 8), the first input
-    in the lowest. `half`: two of each four inputs have a value."""
+    """A weight of `shape` (N, K) that is stored as its non-zero values and a bit mask (N, K / 8).
+
+    The lowest bit is the first input. If `half` is True, two of four adjacent inputs have a value, (N, K / 2).
+    """
 
     shape: Shape
     stored: tuple[str, ...]

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # Rows of a step: few and many that decode, and prompts
 ROWS = (64, 256, 1024, 8192)
 ODD_ROWS = 7  # which the library has to take, too, before any are timed
-# Each is timed so often, in turns, while the time of its shape lasts; the first calls do not count
+# Number of timed calls of each kernel, alternating, and the seconds per shape. The first calls do not count.
 ROUNDS, BUDGET_S = 5, 0.5
 # Of results, both rounded to 16 bits, relative to the largest: sums of float8 keep some 13 bits on Hopper
 TOLERANCE = 2e-2
@@ -45,7 +45,7 @@ class LibraryChoice(Protocol):
         """Return what the time of a product depends on, as a name."""
 
     def trial(self, rows: int, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """Return the layer's result for so many random rows by our kernel, and by the library."""
+        """Return two functions that compute the layer for `rows` random rows: with our kernel, and the library."""
 
 
 @runtime_checkable
@@ -58,8 +58,10 @@ class ProductOps(Protocol):
 
 
 def product_contest(ops: Ops, most_rows: int, device: torch.device) -> ProductContest | None:
-    """Return what chooses between our kernels and the library; None where nothing is chosen. Whether it is does not
-    depend on a rank's own layers, of which there may be none: all ranks of an engine have to ask, or none."""
+    """Return the contest between our kernels and the library, or None if results must not depend on timing.
+
+    All ranks of an engine must get a contest, or none, so a rank without such layers gets one, too.
+    """
     layers = ops.library_layers if isinstance(ops, ProductOps) else None
     return None if layers is None else ProductContest(layers, most_rows, device)
 
@@ -86,8 +88,10 @@ class ProductContest:
         return {form: self._least_rows(form, layer) for form, layer in self._samples.items()}
 
     def settle(self, chosen: Chosen) -> None:
-        """Let all layers multiply as was chosen, here or in another engine; ours those of shapes that it has not, and
-        those that the library, which was not tried here before, cannot multiply."""
+        """Apply a choice of this or another engine to all layers.
+
+        Our kernels compute shapes without a choice, and shapes that the library fails at on this machine.
+        """
         if not self._tried:
             chosen = {form: least for form, least in chosen.items() if least is None or self._works(form)}
         for layer in self._layers:
@@ -124,13 +128,21 @@ class ProductContest:
         return True
 
     def _ways(self, layer: LibraryChoice, rows: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """Return the product of so many rows by our kernel and by the library. Raises ValueError where they differ."""
+        """Return the functions that compute `rows` rows with our kernel and with the library.
+
+        Raises:
+            ValueError: If their results differ.
+        """
         ours, theirs = layer.trial(rows, self._device)
         _check(ours(), theirs())
         return ours, theirs
 
     def _is_faster(self, layer: LibraryChoice, rows: int) -> bool:
-        """Whether the library takes clearly less time for so many rows. Raises ValueError for other results."""
+        """Return True if the library is clearly faster for this number of rows.
+
+        Raises:
+            ValueError: If the results differ.
+        """
         ways = self._ways(layer, rows)
         began, took = self._clock(), ([], [])  # type: tuple[float, tuple[list[float], list[float]]]
         for _ in range(ROUNDS):

@@ -101,31 +101,36 @@ class Ops(ABC):
 
     @abstractmethod
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """Prepare a weight (out, in) once, at load. Raises TypeError for quantised values that these operators do not
-        multiply: who chooses operators has asked before."""
+        """Return a layer with this weight (out, in), packed once.
+
+        Raises:
+            TypeError: If these operators do not support the quantised values.
+        """
 
     def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
-        """A gated layer, gate above up: (T, in) → (T, out / 2), act(gate) * up."""
+        """Return a layer act(gate) * up, (T, in) → (T, out / 2). The weight has the rows of gate before those of up."""
         inner = self.pack_linear(weight, bias)
         return ActivatedLinear(inner, inner.out_features // 2, self.gated_activation, activation)
 
     def pack_activated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
-        """A layer with an activation behind it: (T, in) → (T, out)."""
+        """Return a layer with an activation, (T, in) → (T, out)."""
         inner = self.pack_linear(weight, bias)
         return ActivatedLinear(inner, inner.out_features, self.activation, activation)
 
     @abstractmethod
     def pack_head(self, weight: Weight) -> Head:
-        """The layer that makes logits: (T, in) → (T, out) float32, never rounded to the weight's dtype: among logits of
-        magnitude 100 bfloat16 tells no two apart that differ by less than a half."""
+        """Return the layer that computes logits, (T, in) → (T, out) float32.
+
+        Logits are never rounded to bfloat16, whose values near 100 are 0.5 apart.
+        """
 
     @abstractmethod
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A layer whose results are float32, and whose weight is never quantised: the router of experts."""
+        """Return a layer with float32 results whose weight is never quantised, such as the router of experts."""
 
     @abstractmethod
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        """Experts of gated feed-forward halves, gate above up."""
+        """Return experts with gated feed-forward layers, with the rows of gate before those of up."""
 
     def combine(self, made: Tensor, weights: Tensor) -> Tensor:
         """made: (T × chosen, N), the results of a token's experts in the order of its choice; weights: (T, chosen)
@@ -139,27 +144,37 @@ class Ops(ABC):
 
     @abstractmethod
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
-        """Prepare what adapters add to a product; None for an adapter that adds nothing to it. `room`: the factors are
-        in the host's memory, and nothing stands in any place yet; None: each adapter has a place for ever."""
+        """Return the packed factors of adapters for a product.
+
+        Args:
+            factors: The factors of each adapter, or None for an adapter that does not change the product.
+            room: The places for factors on the device, which are empty at first. None if all factors stay there.
+        """
 
     def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
         """logits: (T, experts) float32. See batchinfer_kernels.experts; the host waits for nothing."""
         return choose_experts(logits, routing, correction)
 
     def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
-        """A whole layer, of linear layers that were packed here, as one call; None: these operators do not offer it."""
+        """Return a layer that runs in one call, or None if these operators have none for it."""
         return None
 
     def cache_shape(self, cache: CacheSpec, block_size: int) -> tuple[int, int, int]:
-        """Values that one block of K takes, or of V, in one layer: (heads, block_size, dim), maybe rounded up."""
+        """Return the shape of one block of K or V in one layer, (heads, block_size, dim), perhaps rounded up."""
         return cache.heads, block_size, cache.dim
 
     def holds(self, cache: CacheSpec) -> bool:
-        """Whether they read and write such a cache."""
+        """Return True if these operators read and write such a cache."""
         return cache.dtype is None
 
     def block_bytes(self, caches: Iterable[CacheSpec], block_size: int, itemsize: int) -> int:
-        """Bytes of one block of all these layers, with what is rounded up. `itemsize`: of a value of the run."""
+        """Return the bytes of one block of all these layers, padding included.
+
+        Args:
+            caches: The cache of each layer.
+            block_size: The number of tokens in a block.
+            itemsize: The bytes of a value in the run's dtype.
+        """
         found = 0
         for cache in caches:
             heads, size, dim = self.cache_shape(cache, block_size)
@@ -180,7 +195,11 @@ class Ops(ABC):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> LayerCache:
-        """A zero-filled cache of one layer; `dtype`: of the run. Raises ValueError for one that they do not hold."""
+        """Return a zero-filled cache of one layer, for a run in `dtype`.
+
+        Raises:
+            ValueError: If these operators do not support the cache.
+        """
         if not self.holds(cache):
             raise ValueError(f"{self.name} operators keep no {cache.dtype}")
         shape = (blocks, *self.cache_shape(cache, block_size))
@@ -234,8 +253,7 @@ class Ops(ABC):
 
     @abstractmethod
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
-        """Rotated q (T, q_heads, D) alone, for a layer that reads the K and V of another. The bits are those of
-        `rope_store`."""
+        """Return rotated q (T, q_heads, D), bitwise equal to `rope_store`, for a layer that reads another's cache."""
 
     def store(self, k: Tensor, v: Tensor, inputs: AttentionInputs, cache: LayerCache) -> None:
         """k and v (T, kv_heads, D), rotated or not, go to the cache as they are: one pair of each head is turned by an
@@ -253,18 +271,20 @@ class Ops(ABC):
 
     @property
     def parts_take_more(self) -> bool:
-        """Whether a part of a long prompt, behind what is cached of it, may take more memory than a whole prompt of as
-        many tokens."""
+        """Return True if a chunk after cached tokens may need more memory than a whole prompt of the same length."""
         return False
 
     @property
     def follows_trees(self) -> bool:
-        """Whether a step's tokens may be trees of drafts, where no layer has a window, and be moved behind that."""
+        """Return True if a step may contain draft trees in models without windows, and slots can be moved later."""
         return False
 
     def check_tree(self, inputs: AttentionInputs, windows: Windows) -> None:
-        """Raises TypeError for a step with trees of drafts, where these operators follow none or layers have
-        windows."""
+        """Check that these operators support the step's draft tree, if it has one.
+
+        Raises:
+            TypeError: If they do not, or if a layer has a window.
+        """
         if inputs.tree is not None and not (self.follows_trees and windows == {None}):
             raise TypeError(f"{self.name} operators have no trees of drafts for windows {set(windows)}")
 
@@ -318,8 +338,10 @@ class Ops(ABC):
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """(T, heads, plain + R) → (T, heads, V), which is written to `out` if given. K and V stay latent: what would
-        make them of it is multiplied into the queries and the results instead, which is called absorbed."""
+        """Return the results (T, heads, V) for q (T, heads, plain + R), written to `out` if given.
+
+        K and V are not decompressed: their projections are applied to queries and results instead ("absorbed").
+        """
         plain, turned = q[..., : heads.plain], q[..., heads.plain :]
         absorbed = torch.cat((heads.k(plain), turned), -1)
         return placed(heads.v(self.absorbed_attention(absorbed, cache, plan, scale, heads.rank)), out)
@@ -352,10 +374,13 @@ class Ops(ABC):
         mask_reference(logits, rows, bits)
 
     def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """(n,) int64: the greatest of each row's logits whose bit is 1, the lowest of equals; NO_TOKEN where it is not
-        finite or one of them is no number. (n,) bool: whether its bits bar the token with the greatest logit of all.
+        """Return each row's best allowed token (n,) int64, and whether its bits bar the best token, (n,) bool.
 
-        logits: (n, vocab), perhaps changed; bits: (n, ceil(vocab / 32)) int32.
+        Ties, and logits that are not finite, are handled as in finite_argmax.
+
+        Args:
+            logits: The logits (n, vocab), which may be changed.
+            bits: A bit per token, 1 if it is allowed, (n, ceil(vocab / 32)) int32.
         """
         rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
         barred = bars(bits, logits.argmax(-1))

@@ -20,7 +20,7 @@ from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """The factors of an adapter for a product, to which it adds B A x. a: (rank, in), b: (out, rank), scaled."""
+    """The factors of an adapter, which adds B A x to a product: a (rank, in), and b (out, rank), already scaled."""
 
     a: Tensor
     b: Tensor
@@ -54,41 +54,47 @@ class AdapterRoom:
 
 
 class Adapters(ABC):
-    """The factors of adapters for one product, packed as the operators like best: of all, or those that stand in
-    places."""
+    """The packed factors of adapters for one product: of all adapters, or of those on the device at the moment."""
 
     @abstractmethod
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
-        """x: (T, in), what the product reads."""
+        """Return the values that adapters add, for the input x (T, in) of the product."""
 
     @abstractmethod
     def place(self, number: int, place: int) -> None:
-        """Put the factors of the adapter with this number, from 1 on, into a place, from 1 on. What was launched before
-        still reads what stood there."""
+        """Copy the factors of an adapter to a place. Work that was launched earlier still reads the old factors.
+
+        Args:
+            number: The adapter's number, from 1.
+            place: The place, from 1.
+        """
 
 
 class Linear(ABC):
-    """y = x W^T + b with the weight in whatever layout its implementation likes best."""
+    """A layer y = x W^T + b, with the weight in a layout that its implementation chooses."""
 
     in_features: int
     out_features: int
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """x: (T, in_features) → (T, out_features)."""
+        """Return the results (T, out_features) for x (T, in_features)."""
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        """y = x W^T + b + what adapters add. Layers with an activation put it behind."""
+        """Return x W^T + b plus the adapters' values, with the layer's activation, if any, applied to the sum."""
         return added.onto(self(x))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedWeight:
-    """A weight whose values are quantised: `codes` (out, in), int8 or float8_e4m3fn, and scales (out,) float32, or
-    (blocks, groups of inputs) of which `lines` (out,) int32 say which an output has; see
-    batchinfer_kernels.block_fp8_matmul. With a `group` codes are int4, in int8, and scales and maybe zeros (out, groups
-    of so many inputs) float32; see batchinfer_kernels.int4_linear. Or they are MXFP4, (out, in / 2) uint8, and scales
-    exponents, (out, in / 32) uint8; see batchinfer_kernels.mxfp4."""
+    """A weight (out, in) with quantised values, in one of these layouts:
+
+    - int8 or float8_e4m3fn codes (out, in) with scales (out,) float32
+    - The same codes with scales (blocks, groups of inputs); `lines` (out,) int32 is the row of scales of each output.
+      See batchinfer_kernels.block_fp8_matmul.
+    - int4 codes in int8 with scales and optional zeros (out, in / group) float32. See batchinfer_kernels.int4_linear.
+    - MXFP4: codes (out, in / 2) uint8 with exponents (out, in / 32) uint8 as scales. See batchinfer_kernels.mxfp4.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -110,7 +116,7 @@ class CodedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseWeight:
-    """A weight (out, in) of which each four inputs, next to one another, have two zeros, as the checkpoint says."""
+    """A weight (out, in) with 2:4 sparsity: two of four adjacent inputs are zero, according to the checkpoint."""
 
     values: Tensor
 
@@ -122,7 +128,7 @@ class SparseWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedWeight:
-    """A weight (out, in) in floats that is quantised to a form while it is packed, by operators that can."""
+    """A float weight (out, in) that operators quantise to a form while they pack it."""
 
     values: Tensor
     form: WeightForm
@@ -133,13 +139,16 @@ class RoundedWeight:
         return self.values.shape
 
 
-# What a product multiplies with: values of the run's dtype, those of a sparse weight, or quantised ones
+# The weight of a product: values in the run's dtype, sparse values, or quantised values
 Weight: TypeAlias = Tensor | SparseWeight | CodedWeight | RoundedWeight
 
 
 def values_of(weight: Weight, name: str) -> Tensor:
-    """Return a weight that is not quantised, zeros included, for operators of this name that multiply no others. Raises
-    TypeError for one that is."""
+    """Return the values of a weight that is not quantised, zeros included.
+
+    Raises:
+        TypeError: If the weight is quantised, which the operators named `name` do not support.
+    """
     if isinstance(weight, SparseWeight):
         return weight.values
     if isinstance(weight, CodedWeight):
@@ -151,10 +160,11 @@ def values_of(weight: Weight, name: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """One matrix product of each expert: weight (experts, out, in), bias (experts, out). With scales, each expert's,
-    the weight holds quantised values, as a CodedWeight's; the lines are those of every expert, and group and zeros are
-    int4's. Or it is in MXFP4, and scales are exponents: see batchinfer_kernels.mxfp4. In floats with a `form` it is
-    quantised to that while it is packed, as a RoundedWeight."""
+    """The weights of one matrix product of all experts: weight (experts, out, in) and bias (experts, out).
+
+    With scales per expert, values are quantised as in a CodedWeight; all experts share `lines`. With a `form`, float
+    values are quantised to it while they are packed, as in a RoundedWeight.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
@@ -176,22 +186,24 @@ class ExpertWeights:
 
 
 class Head(Linear):
-    """The layer that makes logits, float32."""
+    """The layer that computes logits in float32."""
 
     def argmax(self, x: Tensor) -> Tensor:
-        """(T,) int64: the token with the greatest logit, the lowest of equals; NO_TOKEN where that is not finite or a
-        logit is no number."""
+        """Return the token with the largest logit of each row, (T,) int64; see finite_argmax."""
         return finite_argmax(self(x))
 
 
 def finite_argmax(logits: Tensor) -> Tensor:
-    """(n, vocab) → (n,) int64: the greatest, the lowest of equals; NO_TOKEN where it is not finite or one is NaN."""
+    """Return the index of each row's largest logit, (n,) int64, for logits (n, vocab).
+
+    The lowest index wins a tie. If the largest logit is not finite, or any is NaN, the index is NO_TOKEN.
+    """
     best, tokens = logits.max(-1)
     return torch.where(best.isfinite(), tokens, NO_TOKEN)
 
 
 def placed(result: Tensor, out: Tensor | None) -> Tensor:
-    """The result where it is wanted."""
+    """Return `out` with a copy of the result, or the result itself without `out`."""
     return result if out is None else out.copy_(result)
 
 
@@ -200,13 +212,15 @@ class HeadsLinear(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """x: (T, heads, in) → (T, heads, out)."""
+        """Return the products (T, heads, out) for x (T, heads, in)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentHeads:
-    """The products that take queries to the latent of K, and results from the latent of V, head by head: of `rank`
-    values, and of the `plain` ones of a query that are not rotated."""
+    """The products per head that map queries to the latent space of K, and results from the latent space of V.
+
+    A latent has `rank` values. The first `plain` values of a query are not rotated.
+    """
 
     k: HeadsLinear
     v: HeadsLinear
@@ -215,9 +229,11 @@ class LatentHeads:
 
 
 class Experts(ABC):
-    """The experts of a layer, with their weights in whatever layout the implementation likes best. `loads` (experts,)
-    int64 counts, in place, the tokens that each was given so far. Where it `skips`, the number behind the last expert
-    is that of none: such rows are not computed and add nothing, and the host need not know which they are.
+    """The experts of a layer, with weights in a layout that the implementation chooses.
+
+    Attributes:
+        loads: The number of tokens that each expert computed so far, (experts,) int64, updated in place.
+        skips: If True, the expert number after the last one means no expert: such rows are skipped.
     """
 
     loads: Tensor
@@ -225,13 +241,18 @@ class Experts(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        """x: (T, hidden) → (T, hidden); see batchinfer_kernels.experts. `counted` (T,) bool: the tokens that count as
-        load, all if not given."""
+        """Return the results (T, hidden) for x (T, hidden); see batchinfer_kernels.experts.
+
+        Args:
+            x: The hidden states.
+            choice: The experts of each token, and their weights.
+            counted: The tokens to count in `loads`, (T,) bool, or None for all.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerParts:
-    """A decoder layer's weights as the operators want them, by the names that its spec gives them."""
+    """A decoder layer's packed weights, by their names in its spec."""
 
     linears: Mapping[str, Linear]
     norms: Mapping[str, Tensor]
@@ -239,7 +260,7 @@ class LayerParts:
     experts: Experts | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict)
     latent_heads: LatentHeads | None = None
-    # (query heads, 2 x positions) float32, of the model: what a key adds to its score by its distance
+    # The bias that a key's distance adds to its score, (query heads, 2 x positions) float32; shared by all layers
     distances: Tensor | None = None
     # Of those linears that any adapter changes
     adapters: Mapping[str, Adapters] = field(default_factory=dict)
@@ -266,14 +287,21 @@ class DecoderLayer(ABC):
         cache: LayerCache | None,
         plan: AttentionPlan | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """x, residual: (T, hidden), to be added, None for nothing, as in the first layer → the next layer's. Writes K
-        and V of the step's tokens to `cache`, unless that is an earlier layer's. A layer without attention has neither
-        cache nor plan, and the inputs of any group. What is given, and what a layer before it returned, may be
-        overwritten."""
+        """Return x and residual for the next layer, each (T, hidden), and store K and V of the step's tokens.
+
+        The layer may overwrite its arguments and results of earlier layers.
+
+        Args:
+            x: The output of the layer before.
+            residual: A tensor to add to x, or None, as in the first layer.
+            inputs: Positions and slots of the layer's cache group, or of any group for a layer without attention.
+            cache: The layer's cache, or None without attention. An earlier layer's cache is only read.
+            plan: The plan of attention, or None without attention.
+        """
 
 
 class ActivatedLinear(Linear):
-    """act(x W^T + b) as two operators, or act(gate) * up of a layer that makes both."""
+    """A layer act(x W^T + b), or act(gate) * up, computed by two operators."""
 
     def __init__(
         self,
