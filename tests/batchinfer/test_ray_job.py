@@ -7,7 +7,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ else:
 pytestmark = pytest.mark.ray
 QUICKSTART = Path(__file__).parents[2] / "jobs/quickstart/job.yaml"
 MANY = [{"id": f"r{i}", "text": f"word {i} " * (1 + i % 7)} for i in range(240)]
+LONGER = [{"id": f"r{i}", "text": f"word {i} " * (1 + i % 7)} for i in range(2400)]
 SLOW_STEPS = {"FAKE_ENGINE_DELAY_S": "0.06", "FAKE_ENGINE_BATCH": "4"}
 
 
@@ -65,10 +66,12 @@ def committed(place: Place) -> int:
     return len([*place.state.glob("completions/*.json")])
 
 
-def same_as_alone(place: Place, tmp_path: Path, command: Callable[..., Any]) -> None:
+def same_as_alone(
+    place: Place, tmp_path: Path, command: Callable[..., Any], rows: Sequence[dict[str, str]] = MANY
+) -> None:
     """Assert that the published bytes are those of one engine on this machine."""
     other = make_place(tmp_path / "alone", place.shared_model)
-    other.rows(*MANY)
+    other.rows(*rows)
     other.job("engine: {max_num_seqs: 4}")
     assert command("run", other.folder / "job.yaml", "--quiet").code == 0
     files = [[*found.results.glob("*.parquet")] for found in (place, other)]
@@ -130,18 +133,21 @@ def test_a_killed_driver(signum: int, on: RayCluster, place: Place, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("run", range(4))
 def test_many_killed_actors(run: int, on: RayCluster, place: Place, tmp_path: Path, cli_of: Any) -> None:
-    """Kills at random moments, while an engine loads, too."""
-    drawn, killed = random.Random(seed() + run), 0
+    """Kills at random moments. An engine that gets nothing done between several deaths would be given up."""
+    drawn, killed = random.Random(f"{seed()} {run}"), 0
+    place.rows(*LONGER)
     process = on.run("job.yaml", folder=place.folder)
-    while process.poll() is None and killed < 12:
-        time.sleep(drawn.uniform(0, 1.5))
+    while process.poll() is None and killed < 13:
+        before = committed(place)
+        wait_until(lambda before=before: committed(place) > before or process.poll() is not None)
+        time.sleep(drawn.uniform(0, 2))
         if found := engines():
             drawn.choice(found).kill()
             killed += 1
     print(f"{killed} kills")
     ended(process)
-    assert [row["status"] for row in place.table()] == ["ok"] * len(MANY)
-    same_as_alone(place, tmp_path, cli_of())
+    assert [row["status"] for row in place.table()] == ["ok"] * len(LONGER)
+    same_as_alone(place, tmp_path, cli_of(), LONGER)
 
 
 @pytest.mark.slow
@@ -161,18 +167,24 @@ def test_a_row_that_kills_its_engine(on: RayCluster, place: Place) -> None:
 @pytest.mark.parametrize("graceful", [False, True])
 def test_lost_nodes(graceful: bool, on: RayCluster, place: Place, tmp_path: Path, cli_of: Any) -> None:
     """A run outlives nodes that are removed while others are added. No row is blamed, and no engine."""
+    place.rows(*LONGER)
     node = on.add()
     process = on.run("job.yaml", folder=place.folder)
-    for _ in range(5):
-        before = committed(place)
-        wait_until(lambda before=before: committed(place) > before)
-        on.remove(node, graceful)
-        node = on.add()
-    _, err = ended(process)
-    on.remove(node)
+    removed = 0
+    try:
+        while removed < 5:
+            before = committed(place)
+            wait_until(lambda before=before: committed(place) > before or process.poll() is not None)
+            assert process.poll() is None, f"the run ended after {removed} removals"
+            on.remove(node, graceful)
+            removed += 1
+            node = on.add()
+        _, err = ended(process)
+    finally:
+        on.remove(node)
     assert "died" not in err.replace("has died", "")
-    assert [row["status"] for row in place.table()] == ["ok"] * len(MANY)
-    same_as_alone(place, tmp_path, cli_of())
+    assert [row["status"] for row in place.table()] == ["ok"] * len(LONGER)
+    same_as_alone(place, tmp_path, cli_of(), LONGER)
 
 
 @pytest.mark.slow
