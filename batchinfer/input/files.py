@@ -21,9 +21,15 @@ def list_inputs(patterns: str | Iterable[str], base: Path, named_format: str = "
     Each file is listed once. The files of each entry are sorted. Folders are searched recursively for files with a
     known suffix; hidden files and folders are skipped.
 
+    Args:
+        patterns: The paths, folders and globs.
+        base: Folder that file names in results are relative to.
+        named_format: The format in the job, or "auto".
+
     Raises:
-        InputMissing: A file does not exist, or a glob or folder has no input file.
-        InputCorrupt: The files have different formats.
+        InputMissing: A file does not exist or is not a regular file, or a glob or folder has no input file.
+        InputCorrupt: The name or the format of a file is not supported, or the files have different formats.
+        StorageError: A file cannot be read.
     """
     entries = [patterns] if isinstance(patterns, str) else list(patterns)
     found = dict.fromkeys(location for entry in entries for location in _expand(Location(entry)))

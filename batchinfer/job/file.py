@@ -57,7 +57,7 @@ class JobFile:
         return {dotted(loc): place.line for loc, place in self.places.items() if place.line and _is_key(loc)}
 
     def mistake(self, finding: Finding) -> Mistake:
-        """Return a finding with the line of its key, or of the nearest parent key with a line."""
+        """Return a finding as a mistake, at the line or the `--set` option of its key or nearest known parent."""
         place = self.place(finding.loc)
         where = dotted(finding.loc)
         if place.override is None:
@@ -105,7 +105,7 @@ def read_job_file(path: Path, overrides: Sequence[tuple[str, str]], variables: V
 def read_job_values(
     path: Path, given: Mapping[str, Any], overrides: Sequence[tuple[str, str]], variables: Variables
 ) -> JobFile:
-    """Convert the values of a mapping as if they were in a job file.
+    """Convert a mapping as if it were a job file, and apply the overrides. The result has no lines.
 
     `path` names the mapping in messages, and its folder anchors relative paths. Raises JobFileError, also for
     values that a job file cannot have.

@@ -111,7 +111,7 @@ class RenderPool(Generic[Tag]):
         yield from self._finished(under_way, 0)
 
     def _finished(self, under_way: deque[_ChunkWork[Tag]], most: int) -> Iterator[tuple[Tag, PreparedRows]]:
-        """Yield finished chunks in order, and wait until at most `most` chunks are unfinished."""
+        """Yield finished chunks in order, and wait while more than `most` chunks are left to yield."""
         self._attend(0)
         while under_way and (len(under_way) > most or under_way[0].done is not None):
             while (done := under_way[0].done) is None:

@@ -12,7 +12,7 @@ from batchinfer.input.tokenizer.masks import masks_for
 
 
 class Resolved(NamedTuple):
-    """The text of a prompt with its special tokens. `masks` has the row's plain-text literals by mask."""
+    """A prompt with the template's special tokens. Texts of rows that look like them are masked, and in `masks`."""
 
     text: str
     masks: dict[str, str] | None

@@ -69,7 +69,7 @@ def pack_experts(
 
 
 def _of_experts(ops: Ops, weights: LayerWeights, linear: LinearSpec) -> ExpertWeights:
-    """Split the stacked weights of experts, and quantise them if the spec says so."""
+    """Split the stacked weights of experts, and quantise them if the spec says so and they have no scales yet."""
 
     def split(end: str) -> Tensor | None:
         found = weights.get(linear.name + end)

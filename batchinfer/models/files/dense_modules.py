@@ -63,7 +63,7 @@ def _refusal(folder: CheckpointFolder, name: str, wrong: str) -> JobFileError:
 
 
 def _activation(stated: Mapping[str, Any]) -> str:
-    """Return the class name of the activation, without its module. transformers' default is Tanh."""
+    """Return the class name of the activation, without its module. Tanh is the default of sentence-transformers."""
     return str(stated.get("activation_function", "Tanh")).rpartition(".")[2]
 
 

@@ -58,7 +58,7 @@ class Recorder:
 
     @contextmanager
     def watching(self, model: Any) -> Iterator[None]:
-        """Know which modules of the model a call comes through."""
+        """Track, within the block, the path of modules of the model that are being called."""
         hooks = []
         for name, module in model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name)))

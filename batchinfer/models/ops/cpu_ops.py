@@ -300,5 +300,5 @@ class CpuOps(TorchOps):
 
 
 def _slice(heads: int) -> int:
-    """How many heads pass over latents together."""
+    """Return how many heads read a tile of latents together: the largest divisor of `heads` up to MOST_SLICE."""
     return max(n for n in range(1, MOST_SLICE + 1) if heads % n == 0)

@@ -31,14 +31,14 @@ class EarlyLoading:
             self._open()
 
     def read(self, keys: bytes, last: bool = False) -> None:
-        """Look for missing keys among the keys of newly read rows.
+        """Look for missing keys among the keys of new rows, and have the engines load once enough are found.
 
         Args:
             keys: The keys, 32 bytes each.
             last: Whether few or no keys follow.
 
         Raises:
-            BatchInferError: The only engine cannot load.
+            BatchInferError: A worker cannot load, and no other engine can.
         """
         if self._waits and keys and not (last and self._is_large()):
             missing = self._watched()

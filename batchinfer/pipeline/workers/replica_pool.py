@@ -125,7 +125,7 @@ class ReplicaPool:
 
     @property
     def left(self) -> bool:
-        """Return True if all engines have left."""
+        """Return True if the worker of each engine was closed or has sent its last message."""
         return all(replica.gone or replica.worker.left for replica in self._replicas)
 
     @property
