@@ -16,7 +16,7 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u206
 
 
 def printable(text: str) -> str:
-    """Escape control characters and bytes that are not UTF-8, as in \\x1b or \\u202e. Tabs and newlines are kept."""
+    """Escape control characters and bytes that are not UTF-8, as escapes of Python. Tabs and newlines are kept."""
     return _UNSAFE.sub(lambda found: _escaped(found.group()), text)
 
 
