@@ -32,7 +32,7 @@ ROW_IN_PART = (1 << PART_SHIFT) - 1
 
 @dataclass(frozen=True, slots=True)
 class ErrorCounts:
-    """The number of a job's rows so far, and of those with errors, by kind."""
+    """The number of a job's rows so far, and the number of error rows by kind."""
 
     rows: int  # all rows of the index
     input_errors: int  # rows that could not become requests
