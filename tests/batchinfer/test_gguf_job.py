@@ -85,7 +85,7 @@ def test_a_job_with_another_model_in_the_folder_names_the_file(tmp_path: Path, f
     models = shutil.copytree(folder / "models", tmp_path / "models")
     shutil.copy(folder / NAME, models / "tiny-Q8_0.gguf")
     with pytest.raises(
-        JobFileError, match=r"holds 2 models in GGUF: .*name the file, such as .*tiny-Q4_K_M\.gguf"
+        JobFileError, match=r"contains 2 models in GGUF: .*name the file, such as .*tiny-Q4_K_M\.gguf"
     ):
         validate_job(load_job(write_job(tmp_path, models, ROWS), ()))
 

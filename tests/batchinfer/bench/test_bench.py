@@ -222,7 +222,7 @@ def test_stored_codes_are_dequantised_on_a_cpu_and_refused_where_there_are_none(
     assert found.json["quantization"] == "none"
     for model, why in (
         ("tiny", "tiny runs on dummy weights"),
-        (str(fp8 / "plain"), "stores no weights that can"),
+        (str(fp8 / "plain"), "stores no quantised weights that can"),
     ):
         with pytest.raises(UsageError, match=f"--quantization is 'stored', but .*{why}"):
             bench("decode", rows=2, model=model, quantization="stored")

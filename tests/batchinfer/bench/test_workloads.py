@@ -99,7 +99,7 @@ def test_one_output_is_twenty_times_the_median(rows):
 
 @pytest.mark.parametrize(
     ("name", "rows", "told"),
-    [("decoding", None, "'decoding'; there are shared-prefix"), ("decode", 0, "--rows is 0; at least 1")],
+    [("decoding", None, "'decoding'; it can be shared-prefix"), ("decode", 0, "--rows is 0; at least 1")],
 )
 def test_what_cannot_be_made_is_named(name, rows, told):
     with pytest.raises(UsageError, match=told):

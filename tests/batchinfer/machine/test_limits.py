@@ -87,7 +87,7 @@ def test_too_few_processes_are_told(place: Place) -> None:
     another = ("setpriv", "--reuid=54321", "--clear-groups", *caps)
     code, told = ended(place, "-u 10", *another)
     assert (code, len(told.splitlines())) == (69, 1)
-    assert f"9 more processes and threads may be started, and batchinfer needs {NEEDED} on" in told
+    assert f"9 more processes and threads may be started, but batchinfer needs {NEEDED} on" in told
     assert "raise the limit" in told
 
 

@@ -241,7 +241,7 @@ def test_whatever_a_header_says_it_is_read_or_refused(tmp_path: Path, data: st.D
     ("metadata", "text"),
     [
         ({"general.architecture": "rwkv7"}, "general.architecture is 'rwkv7'; supported are llama, qwen2"),
-        ({"general.type": "adapter"}, "holds no model, but what general.type calls 'adapter'"),
+        ({"general.type": "adapter"}, "is not a model: its general.type is 'adapter'"),
         ({"block_count": None}, "block_count is missing; wanted an integer from 1"),
         ({"attention.head_count": "four"}, "attention.head_count is 'four'; wanted an integer"),
         ({"attention.value_length": 32}, "attention.value_length is 32; wanted 16, as attention.key_length"),
@@ -261,7 +261,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path, metadata: dict[str, Any]
 def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(content_of(Type.TQ1_0))
     with pytest.raises(
-        JobFileError, match=r"the tensor .* as ggml type 34, which is not read.*Q4_K_M or Q8_0"
+        JobFileError, match=r"the tensor .* as ggml type 34, which is not supported.*Q4_K_M or Q8_0"
     ):
         open_checkpoint(tmp_path / "x.gguf")
 
@@ -269,7 +269,7 @@ def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
 def test_a_folder_of_several_models_is_refused(tmp_path: Path) -> None:
     for name in ("tiny-Q4_K_M", "tiny-Q8_0", "mmproj-tiny"):
         make_gguf(tmp_path / f"{name}.gguf", tmp_path / "plain", "llama", **SMALL)
-    with pytest.raises(JobFileError, match=r"holds 2 models in GGUF: tiny-Q4_K_M\.gguf, tiny-Q8_0\.gguf"):
+    with pytest.raises(JobFileError, match=r"contains 2 models in GGUF: tiny-Q4_K_M\.gguf, tiny-Q8_0\.gguf"):
         open_checkpoint(tmp_path)
     (tmp_path / "tiny-Q8_0.gguf").unlink()
     assert open_checkpoint(tmp_path).spec == open_checkpoint(tmp_path / "tiny-Q4_K_M.gguf").spec

@@ -247,7 +247,7 @@ def test_gemmas_scores_are_not_used(tmp_path: Path) -> None:
     ({"pre": "viking"}, "tokenizer.ggml.pre is 'viking'; supported are"),
     ({"model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'; supported are llama, gpt2"),
     ({"token_type": [1, 2]}, "tokenizer.ggml.token_type has 2 entries; wanted 260"),
-    ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is no list"),
+    ({"tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list"),
     ({"tokens": None}, r"x\.gguf holds no tokenizer \(tokenizer\.ggml\.tokens\)"),
     ({"model": "llama", "merges": None}, "has neither tokenizer.ggml.scores nor merges"),
     ({"merges": ["a zz"]}, r"x\.gguf: its keys tokenizer\.ggml make no tokenizer: .*Token `zz` out of vocabulary"),

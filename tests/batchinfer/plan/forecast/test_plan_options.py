@@ -40,7 +40,7 @@ def test_every_name_is_that_of_a_datasheet() -> None:
 
 
 def test_an_unknown_machine_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(UsageError, match=r"no GPU called 'h1000' is known; those that are: t4, .*h100, "):
+    with pytest.raises(UsageError, match=r"unknown GPU 'h1000'; it can be t4, .*h100, "):
         hardware_by_name("h1000")
 
 

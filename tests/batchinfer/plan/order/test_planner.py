@@ -217,7 +217,7 @@ def test_the_largest_prefixes_come_with_those_above_them(tmp_path: Path) -> None
     assert [(p.prefix_tokens, p.own_tokens, p.users) for p in found] == [(32, 32, 14), (112, 80, 5)]
     assert [p.saved_tokens for p in found] == [13 * 32, 4 * 80]
     assert [p.parent for p in found] == [None, found[0].node]
-    tokens = TokenStore(tmp_path / "x" / "tokens.bin").read(found[1].token_offset, 112)
+    tokens = TokenStore(tmp_path / "x" / "tokens" / "tokens.bin").read(found[1].token_offset, 112)
     assert tokens.tolist() == [1] * 32 + [5] * 80
 
 
