@@ -105,7 +105,7 @@ def test_a_signal_ends_all_engines_and_the_next_run_goes_on(tmp_path: Path, mode
             process.kill()
     assert process.returncode == 143, err
     assert len(below) >= 2
-    assert not alive(below)
+    wait_until(lambda: not alive(below))
     again = run(job, FAKE, TWO).row
     assert 0 < again["reused_requests"] < 400, "at the signal the engines leave what they have not begun"
     assert len(table(job)) == 400
