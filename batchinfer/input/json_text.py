@@ -87,7 +87,7 @@ def _check_surrogates(value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise RowProblem(
-            "lone_surrogate", "half of a surrogate pair (\\ud800 to \\udfff), which is not a character"
+            "lone_surrogate", "half of a surrogate pair (\\ud800 to \\udfff) stands alone: not a character"
         ) from None
 
 
