@@ -178,11 +178,6 @@ WORKLOADS: dict[str, tuple[Callable[[int], list[Row]], int]] = {
 }
 
 
-def describe(workload: str) -> str:
-    """Return a one-line description of a built-in workload: the first paragraph of its function's docstring."""
-    return " ".join((WORKLOADS[workload][0].__doc__ or "").split("\n\n")[0].split())
-
-
 def distinct(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Return the rows without duplicates, in order of first appearance."""
     return tuple(dict.fromkeys(rows))

@@ -31,12 +31,17 @@ class FoundCalls(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """The format in which a checkpoint writes calls."""
+    """The format in which a checkpoint writes tool calls.
 
-    name: str  # of the format
-    # Ids and texts of special tokens in calls, which texts of answers omit
+    Attributes:
+        name: Name of the format.
+        shown: Ids and texts of the special tokens in calls, which texts of answers omit.
+        of_all: True if the job sets the format. Then calls are also parsed in rows without a list of tools.
+    """
+
+    name: str
     shown: tuple[tuple[int, str], ...] = ()
-    of_all: bool = False  # the job sets the format: calls are also read in rows without a list of tools
+    of_all: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON that `from_json` reads. It is part of the identity of an index and of a result."""

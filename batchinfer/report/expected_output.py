@@ -52,7 +52,7 @@ class ExpectedOutput:
         self._share, self._seen = 1.0, 0
 
     def more(self, most: int) -> None:
-        """Increase the upper bound of the output tokens by `most`."""
+        """Add `most` tokens to the upper bound of the run's output tokens."""
         self._most += most
 
     def expect(self, most: int) -> None:

@@ -53,7 +53,18 @@ def expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS: tl.constexpr
 
 @triton.jit
 def rows_of_tile(starts_ptr, from_ptr, expert, inside, ROWS: tl.constexpr):
-    """Return the rows of an expert's tile, the row of x of each, and the end of the expert's rows."""
+    """Return the rows of a tile of an expert.
+
+    Args:
+        starts_ptr: First row of each expert, in rows sorted by expert.
+        from_ptr: Input row of each sorted row. None if both are equal.
+        expert: The expert.
+        inside: Number of the tile among the tiles of the expert.
+        ROWS: Rows of a tile.
+
+    Returns:
+        The sorted rows (ROWS,), the input row of each, and the end (exclusive) of the expert's rows.
+    """
     end = tl.load(starts_ptr + expert + 1).to(tl.int32)
     row = tl.load(starts_ptr + expert).to(tl.int32) + inside * ROWS + tl.arange(0, ROWS)
     read = tl.minimum(row, end - 1)

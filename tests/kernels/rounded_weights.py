@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.block_fp8_matmul import FP8, GROUP, BlockWeight, block_lines
-from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
+from batchinfer_kernels.block_fp8_matmul import GROUP, BlockWeight, block_lines
+from batchinfer_kernels.fp8_matmul import FP8, quantize_rows_fp8
 from batchinfer_kernels.quantized_matmul import LEAST_CODE, Int4Weight, pack_codes
 
 GROUPS = (32, 64, 128)  # sizes of groups of inputs that `quantize_int4` supports

@@ -64,13 +64,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine that is ready to run, and its description."""
+    """An engine that is ready to run, and its description.
+
+    Attributes:
+        engine: The engine.
+        info: Its properties, such as the size of the KV cache.
+        read_loads: Returns the number of tokens routed to each expert so far. Waits for the device.
+        account: Time and memory of this rank. None if the model is not sharded.
+    """
 
     engine: AnyEngine
     info: EngineInfo
-    # Returns the tokens routed to each expert so far; waits for the device
     read_loads: Callable[[], ExpertTokens]
-    account: RankAccount | None = None  # of this rank; None: the model is not sharded
+    account: RankAccount | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

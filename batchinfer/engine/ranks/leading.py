@@ -51,7 +51,7 @@ class PendingStep:
         return self._ran.logprobs()
 
     def states(self) -> Mapping[int, States]:
-        """Return the hidden states that chunks request."""
+        """Return the hidden states that chunks request, by the chunk's index in the step."""
         return self._ran.states()
 
     def scores(self) -> TokenScores:

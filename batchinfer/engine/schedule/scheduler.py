@@ -458,7 +458,7 @@ class Scheduler:
         self.partial.unreserve(self.partial.wanted(sequence), sequence.arrival)
 
     def _sharable_blocks(self, sequence: Sequence) -> int:
-        """Return the number of prompt blocks that a sequence can share."""
+        """Return how many blocks of the prompt the prefix cache may supply, cached or not; 0 without prefix caching."""
         if not self.config.prefix_caching:
             return 0
         return sequence.prompt_blocks(sequence.most_cached, self.pool.block_size)

@@ -297,7 +297,7 @@ class Sequence:
         return Vector(values) if np.isfinite(values).all() else None
 
     def mark_tokens_known(self) -> None:
-        """Record that the tokens of a step are known, so the sequence can be scheduled unless others are in flight."""
+        """Make the sequence schedulable if the host knows the tokens of all its steps."""
         if self.status is _AWAITING and not self.placeholders:
             self.status = SequenceStatus.RUNNING
 

@@ -53,7 +53,13 @@ class DeviceTables:
         return [kept[:, : own.width].index_select(0, rows) for kept, own in each]
 
     def write(self, views: Seq[Tensor], tables: Seq[StepTables], rows: Tensor) -> None:
-        """Write the result of `of` into the first columns of `views`, (n, ≥ max blocks) each."""
+        """Copy the block tables of the rows into the first columns of `views`.
+
+        Args:
+            views: One tensor (rows, at least the blocks of the longest row) per cache group.
+            tables: The block tables of the step, one per cache group.
+            rows: The table row of each row of the views.
+        """
         for view, own in zip(views, self.of(tables, rows), strict=True):
             view[:, : own.shape[1]].copy_(own)
 

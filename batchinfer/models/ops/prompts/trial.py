@@ -44,7 +44,7 @@ class PromptOps(Protocol):
         """The sizes of attention in the model that they are made for."""
 
     def with_prefill(self, prefill: AnyPrefill) -> Ops:
-        """Return the same operators, with prompts read by `prefill`."""
+        """Return a copy of the operators that computes the attention of prompts with `prefill`."""
 
 
 @dataclass(frozen=True, slots=True)
