@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from typing import Any
 
 import ray
@@ -84,11 +85,27 @@ def connect(address: str) -> str:
     """Connect this process to a cluster, unless it is connected. Return the address of the cluster.
 
     Raises:
-        Unavailable: There is no cluster at the address, or it does not answer within CONNECT_S seconds.
+        Unavailable: There is no cluster at the address, it does not answer within CONNECT_S seconds, or this
+            process is connected to another cluster.
     """
     if not ray.is_initialized():
         _connect(address)
-    return str(ray.get_runtime_context().gcs_address)
+    connected = str(ray.get_runtime_context().gcs_address)
+    if address not in ("auto", connected) and _is_ip(address) and _is_ip(connected):
+        raise Unavailable(
+            f"ray.address {address}: this process is connected to the Ray cluster {connected}; "
+            "call ray.shutdown() first"
+        )
+    return connected
+
+
+def _is_ip(address: str) -> bool:
+    """Return True if the host of HOST:PORT is an IP address, whose text can be compared."""
+    try:
+        ip_address(address.rpartition(":")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def _connect(address: str) -> None:
